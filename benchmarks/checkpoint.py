@@ -1,10 +1,12 @@
-"""How long training stands still for a save: in the background, and synchronously, of the same state on CPU ranks.
+"""How long training stands still for a save: in the background, and synchronously, of the same state on CPU
+ranks.
 
     python benchmarks/checkpoint.py [--ranks 2] [--parameters 100] [--rounds 7]
 
-One process tree of gloo ranks holds a sharded model and its AdamW state, and saves it in turns: background, synchronous, background …
-Between two saves it computes for as long as a background save takes, as a run does that saves every few hundred steps. The stall is
-what `Checkpointer.save` keeps the training thread from; the bound is 20 % of a synchronous save.
+One process tree of gloo ranks holds a sharded model and its AdamW state, and saves it in turns: background,
+synchronous, background … Between two saves it computes for as long as a background save takes, as a run does
+that saves every few hundred steps. The stall is what `Checkpointer.save` keeps the training thread from; the
+bound is 20 % of a synchronous save.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ def rank_main(rank: int, world_size: int, folder: str, layers: int, rounds: int)
 
     die_with_parent()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=world_size, timeout=timedelta(minutes=10))
+    dist.init_process_group(
+        "gloo", f"file://{folder}/rendezvous", rank=rank, world_size=world_size, timeout=timedelta(minutes=10)
+    )
     stalls, size_bytes = measure(Path(folder) / "run", layers, rounds)
     every: list[dict[bool, list[float]] | None] = [None] * world_size
     dist.all_gather_object(every, stalls)
@@ -41,7 +45,8 @@ def rank_main(rank: int, world_size: int, folder: str, layers: int, rounds: int)
 
 
 def measure(folder: Path, layers: int, rounds: int) -> tuple[dict[bool, list[float]], int]:
-    """Seconds that each save kept this rank's training, by whether it went on in the background; size of a checkpoint."""
+    """Seconds that each save kept this rank's training, by whether it went on in the background; size of a
+    checkpoint."""
     import torch
     import torch.distributed as dist
 
@@ -72,7 +77,9 @@ def measure(folder: Path, layers: int, rounds: int) -> tuple[dict[bool, list[flo
     run = RunDir(folder)
     run.logs.mkdir(parents=True, exist_ok=True)
     heartbeat = HeartbeatWriter(run, dist.get_rank())
-    checkpointer = Checkpointer(run, Live(model, optimizer, full=False), "cpu", False, 1, facts, saved.append, heartbeat)
+    checkpointer = Checkpointer(
+        run, Live(model, optimizer, full=False), "cpu", False, 1, facts, saved.append, heartbeat
+    )
     stalls: dict[bool, list[float]] = {True: [], False: []}
     for number in range(1, 2 * rounds + 3):  # the first of each kind finds cold caches and is left out
         checkpointer.asynchronous = number % 2 == 1
@@ -116,17 +123,29 @@ def report(stalls: list[dict[bool, list[float]]], size_bytes: int, world_size: i
     pairs = sorted(one / other for one, other in zip(background, synchronous, strict=True))
     print(f"checkpoint of {size_bytes / 2**20:,.0f} MiB, {world_size} ranks over gloo")
     verdict = "held" if ratio <= BOUND else "NOT held"
-    print(f"background / synchronous = {ratio:.1%} (pair by pair {pairs[0]:.1%} to {pairs[-1]:.1%}); bound {BOUND:.0%}: {verdict}")
+    print(
+        f"background / synchronous = {ratio:.1%} (pair by pair {pairs[0]:.1%} to {pairs[-1]:.1%}); "
+        f"bound {BOUND:.0%}: {verdict}"
+    )
 
 
 def main() -> int:
     import torch.multiprocessing as mp
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--parameters", type=int, default=100, help="millions; a checkpoint holds three times as many fp32 numbers")
+    parser.add_argument(
+        "--parameters",
+        type=int,
+        default=100,
+        help="millions; a checkpoint holds three times as many fp32 numbers",
+    )
     parser.add_argument("--rounds", type=int, default=7, help="saves of each kind that count")
-    parser.add_argument("--folder", type=Path, help="on the disk to measure; default: the temporary directory")
+    parser.add_argument(
+        "--folder", type=Path, help="on the disk to measure; default: the temporary directory"
+    )
     options = parser.parse_args()
     folder = tempfile.mkdtemp(prefix="benchmark-checkpoint-", dir=options.folder)
     layers = max(1, round(options.parameters * 1e6 / WIDTH**2))

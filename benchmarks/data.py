@@ -1,13 +1,15 @@
-"""What becomes of GSM8K: how full rows and batches are, how fast it is tokenised, how long a cached start takes, how long a step waits.
+"""What becomes of GSM8K: how full rows and batches are, how fast it is tokenised, how long a cached start
+takes, how long a step waits.
 
     python benchmarks/data.py --gsm8k train.jsonl [--repeat 8] [--part fill,budget,budget-wall,tokenise,wait]
 
-The tokenizer is a byte-level BPE of 8,192 tokens, trained on the file. Rows are question, newline, answer, end; all of it is trained.
-`fill` counts slots that hold a real token, over an epoch in the order of a run; for batches of unequal rows it is the share
-after padding to the longest row of a micro-batch. `budget` cuts the same steps by rows and by token slots, with as much memory;
-`budget-wall` trains both on two CPU ranks and compares the time of their steps, and their losses. `tokenise` reads the file
-`--repeat` times over, so that processes are worth their start. `wait` trains on two CPU ranks, and reads waiting and step from
-the run's own lines.
+The tokenizer is a byte-level BPE of 8,192 tokens, trained on the file. Rows are question, newline, answer,
+end; all of it is trained. `fill` counts slots that hold a real token, over an epoch in the order of a run;
+for batches of unequal rows it is the share after padding to the longest row of a micro-batch. `budget` cuts
+the same steps by rows and by token slots, with as much memory; `budget-wall` trains both on two CPU ranks and
+compares the time of their steps, and their losses. `tokenise` reads the file `--repeat` times over, so that
+processes are worth their start. `wait` trains on two CPU ranks, and reads waiting and step from the run's own
+lines.
 """
 
 from __future__ import annotations
@@ -82,10 +84,18 @@ def fill(folder: Path, gsm8k: Path) -> None:
         lengths, wide = lengths_of(one_a_row), len(str(max_length))
         told = f"{max_length:{wide},} | {len(lengths):,}"
         print(f"| padded to max_length | {told} | {lengths.mean() / max_length:.2%} |")
-        print(f"| padded to the longest of {MICRO_BATCH}, drawn at random | {told} | {after_padding(lengths, grouped=False):.2%} |")
-        print(f"| the same, rows of similar length together (the default) | {told} | {after_padding(lengths, grouped=True):.2%} |")
+        print(
+            f"| padded to the longest of {MICRO_BATCH}, drawn at random | {told} | "
+            f"{after_padding(lengths, grouped=False):.2%} |"
+        )
+        print(
+            f"| the same, rows of similar length together (the default) | {told} | "
+            f"{after_padding(lengths, grouped=True):.2%} |"
+        )
         for strategy in ("bfd", "wrapped"):
-            packed, _ = prepared(resolved(folder, gsm8k, max_length=max_length, packing=True, packing_strategy=strategy))
+            packed, _ = prepared(
+                resolved(folder, gsm8k, max_length=max_length, packing=True, packing_strategy=strategy)
+            )
             account = packed.report["sets"]["train"]
             print(f"| packed, `{strategy}` | {max_length:,} | {account['rows']:,} | {account['fill']:.2%} |")
 
@@ -100,7 +110,9 @@ def after_padding(lengths: Any, *, grouped: bool) -> float:
     from fsdp_tune.data.batches import epoch_order
 
     size = MICRO_BATCH * RANKS
-    order = epoch_order(lengths, seed=42, epoch=0, shuffle=True, group_by_length=grouped, global_batch_size=size)
+    order = epoch_order(
+        lengths, seed=42, epoch=0, shuffle=True, group_by_length=grouped, global_batch_size=size
+    )
     whole = lengths[order[: len(order) // size * size]].reshape(-1, MICRO_BATCH)
     widths = -(-whole.max(axis=1) // 8) * 8
     return float(whole.sum() / (widths.sum() * MICRO_BATCH))
@@ -110,7 +122,8 @@ def after_padding(lengths: Any, *, grouped: bool) -> float:
 
 
 def budget(folder: Path, gsm8k: Path) -> None:
-    """An epoch's whole steps of `GLOBAL_BATCH` sequences over two ranks, as `train` would order and cut them."""
+    """An epoch's whole steps of `GLOBAL_BATCH` sequences over two ranks, as `train` would order and cut
+    them."""
     from fsdp_tune.data.batches import epoch_order, rank_micro_batches
     from fsdp_tune.data.token_budget import TokenBudget, filling, token_micro_batches
 
@@ -122,41 +135,71 @@ def budget(folder: Path, gsm8k: Path) -> None:
 
     def by_rows(rows: Any) -> list[list[Any]]:
         mine = [
-            rank_micro_batches(np.arange(len(rows)), dp_rank=rank, dp_size=RANKS, micro_batch_size=MICRO_BATCH) for rank in range(RANKS)
+            rank_micro_batches(
+                np.arange(len(rows)), dp_rank=rank, dp_size=RANKS, micro_batch_size=MICRO_BATCH
+            )
+            for rank in range(RANKS)
         ]
         return [list(ranks) for ranks in zip(*mine, strict=True)]
 
     ways = {f"{MICRO_BATCH} rows": by_rows, f"{BUDGET:,} slots": by_slots}
-    print("| a micro-batch | order of the rows | real tokens | of what the slower rank takes | micro-batches a step and rank |")
+    print(
+        "| a micro-batch | order of the rows | real tokens | of what the slower rank takes | "
+        "micro-batches a step and rank |"
+    )
     print("| --- | --- | --- | --- | --- |")
     for grouped in (False, True):
-        order = epoch_order(lengths, seed=42, epoch=0, shuffle=True, group_by_length=grouped, global_batch_size=GLOBAL_BATCH)
+        order = epoch_order(
+            lengths, seed=42, epoch=0, shuffle=True, group_by_length=grouped, global_batch_size=GLOBAL_BATCH
+        )
         steps = lengths[order[: len(order) // GLOBAL_BATCH * GLOBAL_BATCH]].reshape(-1, GLOBAL_BATCH)
         for name, cut in ways.items():
-            found = filling(([[rows[taken] for taken in ranks] for ranks in cut(rows)] for rows in steps), slots)
+            found = filling(
+                ([[rows[taken] for taken in ranks] for ranks in cut(rows)] for rows in steps), slots
+            )
             least, mean, most = min(found.micro_steps), np.mean(found.micro_steps), max(found.micro_steps)
             told = f"{least} to {most}, mean {mean:.2f}" if least < most else str(least)
             alike = "similar lengths together" if grouped else "drawn at random"
-            print(f"| {name} | {alike} | {found.tokens / found.slots:.1%} | {found.tokens / found.held_slots:.1%} | {told} |")
+            print(
+                f"| {name} | {alike} | {found.tokens / found.slots:.1%} | "
+                f"{found.tokens / found.held_slots:.1%} | {told} |"
+            )
 
 
 def budget_wall(folder: Path, gsm8k: Path) -> None:
-    """The same steps both ways; of each run the median of its steps but the first. With `shuffle: false` rows come as in the file."""
+    """The same steps both ways; of each run the median of its steps but the first. With `shuffle: false` rows
+    come as in the file."""
     for shuffle in (True, False):
         lines: list[list[dict[str, Any]]] = []
         for slots in (None, BUDGET):
-            keys = {"per_device_train_batch_tokens": slots, "global_batch_size": GLOBAL_BATCH, "max_steps": 6, "logging_steps": 1}
-            lines.append(trained(folder, gsm8k, f"{'grouped' if shuffle else 'as-they-come'}-{slots or 'rows'}", keys, shuffle=shuffle))
+            keys = {
+                "per_device_train_batch_tokens": slots,
+                "global_batch_size": GLOBAL_BATCH,
+                "max_steps": 6,
+                "logging_steps": 1,
+            }
+            lines.append(
+                trained(
+                    folder,
+                    gsm8k,
+                    f"{'grouped' if shuffle else 'as-they-come'}-{slots or 'rows'}",
+                    keys,
+                    shuffle=shuffle,
+                )
+            )
         rows, slots = (float(np.median([line["step_seconds"] for line in each[1:]])) for each in lines)
         off = max(abs(a["loss"] / b["loss"] - 1) for a, b in zip(*lines, strict=True))
         order = "similar lengths together" if shuffle else "in the order of the file"
         told = (
-            f"{rows:.2f} s by {MICRO_BATCH} rows, {slots:.2f} s by {BUDGET:,} slots, {rows / slots:.2f} ×; losses at most {off:.0e} apart"
+            f"{rows:.2f} s by {MICRO_BATCH} rows, {slots:.2f} s by {BUDGET:,} slots, {rows / slots:.2f} "
+            f"×; losses at most {off:.0e} apart"
         )
         print(f"a step of {GLOBAL_BATCH} rows on {RANKS} CPU ranks, {order}: {told}")
 
 
-def trained(folder: Path, gsm8k: Path, name: str, training: dict[str, Any], **data: Any) -> list[dict[str, Any]]:
+def trained(
+    folder: Path, gsm8k: Path, name: str, training: dict[str, Any], **data: Any
+) -> list[dict[str, Any]]:
     """The lines with losses of a run by the command."""
     recipe = recipe_of(folder, gsm8k, max_length=BUDGET_LENGTH, **data)
     recipe["training"] |= {"logging_steps": 3, "save_strategy": "no", **training}
@@ -164,9 +207,15 @@ def trained(folder: Path, gsm8k: Path, name: str, training: dict[str, Any], **da
     file = folder / f"{name}.json"
     file.write_text(json.dumps(recipe), encoding="utf-8")
     command = [sys.executable, "-m", "fsdp_tune", "train", "--config", str(file), "--ignore-plan"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).resolve().parent.parent),
+    }
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
-    lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (folder / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     return [line for line in lines if "loss" in line]
 
 
@@ -178,12 +227,18 @@ def tokenise(folder: Path, gsm8k: Path, repeat: int) -> None:
     rows.write_bytes(gsm8k.read_bytes() * repeat)
     one = None
     for processes in (1, 2):
-        data, seconds = prepared(resolved(folder, rows, num_proc=processes, packing=True, cache_dir=str(folder / f"cache-{processes}")))
+        data, seconds = prepared(
+            resolved(
+                folder, rows, num_proc=processes, packing=True, cache_dir=str(folder / f"cache-{processes}")
+            )
+        )
         tokens = data.report["sets"]["train"]["tokens"]
         one = one or seconds
         speed = f"{tokens / seconds:,.0f} tokens/s, {one / seconds:.2f} × one process"
         print(f"num_proc {processes}: {tokens:,} tokens in {seconds:.1f} s, {speed}")
-    again, seconds = prepared(resolved(folder, rows, num_proc=2, packing=True, cache_dir=str(folder / "cache-2")))
+    again, seconds = prepared(
+        resolved(folder, rows, num_proc=2, packing=True, cache_dir=str(folder / "cache-2"))
+    )
     assert again.reused
     print(f"from the cache: {seconds:.2f} s")
 
@@ -194,15 +249,25 @@ def tokenise(folder: Path, gsm8k: Path, repeat: int) -> None:
 def wait(folder: Path, gsm8k: Path) -> None:
     """Of a small model on CPU ranks: a step with more in it waits for a smaller part."""
     for workers in (0, 1):
-        training = {"per_device_train_batch_size": 2, "max_steps": 30, "logging_steps": 10, "dataloader_num_workers": workers}
+        training = {
+            "per_device_train_batch_size": 2,
+            "max_steps": 30,
+            "logging_steps": 10,
+            "dataloader_num_workers": workers,
+        }
         lines = trained(folder, gsm8k, f"run-{workers}", training, packing=True)
         told = [(line["data_wait_seconds"], line["step_seconds"]) for line in lines][1:]
         waited, step = np.array(told).mean(axis=0)
-        print(f"dataloader_num_workers {workers}: {1000 * waited:.2f} ms of a step of {1000 * step:.0f} ms, {waited / step:.2%}")
+        print(
+            f"dataloader_num_workers {workers}: {1000 * waited:.2f} ms of a step of "
+            f"{1000 * step:.0f} ms, {waited / step:.2%}"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gsm8k", type=Path, required=True, help="GSM8K's train.jsonl (question, answer)")
     parser.add_argument("--repeat", type=int, default=8, help="how often the file is tokenised over")
     parser.add_argument("--part", default=",".join(PARTS), help=f"some of {','.join(PARTS)}")

@@ -1,4 +1,5 @@
-"""Stand-ins for fused kernels of other programs: they allocate what the kernel allocates, and compute nothing."""
+"""Stand-ins for fused kernels of other programs: they allocate what the kernel allocates, and compute
+nothing."""
 
 from __future__ import annotations
 
@@ -66,7 +67,9 @@ class _CompiledLoss(Function):
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(logits, torch.empty(2, logits.shape[0], dtype=torch.float32, device=logits.device))
+        ctx.save_for_backward(
+            logits, torch.empty(2, logits.shape[0], dtype=torch.float32, device=logits.device)
+        )
         return torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device).sum()
 
     @staticmethod

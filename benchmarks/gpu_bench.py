@@ -76,11 +76,14 @@ class Bench:
         """A recipe of the 8B Llama at 4,096 tokens; `sections` are put over it."""
         case = plan_gpu.Case("8B", 4096, 1, recomputation="full", dtype=dtype)
         tree = self.shrunk(case, steps=9)
-        tree["model"] = tree["model"] | {"from_config": tree["model"]["from_config"] | {"tie_word_embeddings": False}}
+        tree["model"] = tree["model"] | {
+            "from_config": tree["model"]["from_config"] | {"tie_word_embeddings": False}
+        }
         return self.changed(tree, sections)
 
     def with_lora(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """The recipe with adapters on all linear layers. These need a model directory; it holds no weights, since they are drawn."""
+        """The recipe with adapters on all linear layers. These need a model directory; it holds no weights,
+        since they are drawn."""
         model = dict(tree["model"])
         base = self.run.folder / "base"
         base.mkdir(exist_ok=True)
@@ -89,7 +92,12 @@ class Bench:
 
     def shrunk(self, case: plan_gpu.Case, steps: int) -> dict[str, Any]:
         if self.tiny:
-            small = {"model": "small", "tokens": min(case.tokens, 64), "rows": min(case.rows, 2), "accumulation": case.accumulation}
+            small = {
+                "model": "small",
+                "tokens": min(case.tokens, 64),
+                "rows": min(case.rows, 2),
+                "accumulation": case.accumulation,
+            }
             case = plan_gpu.Case(**small, recomputation=case.recomputation, loss=case.loss, dtype=case.dtype)
         return plan_gpu.recipe_of(case, self.run.folder, min(steps, 4) if self.tiny else steps)
 

@@ -6,15 +6,17 @@
     scripts/gpu-day --minutes 9 --from OUT --output OUT2      on the next machine of the kind: continues
     python -m tests.cuda scripts/gpu-day --output OUT         all parts with toys, on an emulated GPU: that they can run
 
-A part has at most 90 s, and each of its rows is written as soon as it is measured, to OUT/day.json and OUT/report.md, which are all that
-must come back. A row that is out of memory, crashes or hangs keeps its reason; the row that the end of the time cut is measured by the next
-call. `--part NAME` (again: more) runs only these, `--again NAME` repeats one.
+A part has at most 90 s, and each of its rows is written as soon as it is measured, to OUT/day.json and
+OUT/report.md, which are all that must come back. A row that is out of memory, crashes or hangs keeps its
+reason; the row that the end of the time cut is measured by the next call. `--part NAME` (again: more) runs
+only these, `--again NAME` repeats one.
 
-PYTHON names the interpreter: a GPU machine has its own torch (2.11 or later), transformers and accelerate. The rest travels as wheels:
+PYTHON names the interpreter: a GPU machine has its own torch (2.11 or later), transformers and accelerate.
+The rest travels as wheels:
 
     python3 -m pip install -q --no-index --no-deps --target /tmp/site WHEELS/*.whl
     PYTHON=python3 PYTHONPATH=$PWD:/tmp/site scripts/gpu-day --minutes 9 --from HOME --output OUT
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ from gpu_machine import IS_EMULATED, prepare_environment
 
 MINUTES = 9.0
 GRACE_SECONDS = 15.0
-"""After its time is up, a part may still write what it has; and the last seconds of a call, for its report."""
+"""After its time is up, a part may still write what it has; and the last seconds of a call, for its
+report."""
 LEAST_SECONDS = 15.0
 """With less time left no part begins."""
 PATIENCE = 4.0
@@ -48,7 +51,8 @@ PATIENCE = 4.0
 
 
 def play(part: Any, bench: Any, pipe: Connection) -> None:
-    """Run a part in its own process. Sends each row when it is measured, and the reason when the part ends."""
+    """Run a part in its own process. Sends each row when it is measured, and the reason when the part
+    ends."""
     from gpu_runs import TimeIsUp
 
     from fsdp_tune.core.parent_death import die_with_parent
@@ -91,7 +95,10 @@ def run_part(part: Any, bench: Any, seconds: float, found: dict[str, Any], note:
             note()
     except (EOFError, OSError):  # OSError: in the middle of a row
         process.join(GRACE_SECONDS)
-        was_killed = process.exitcode in (-signal.SIGKILL, -signal.SIGTERM)  # from outside: the next call continues it
+        was_killed = process.exitcode in (
+            -signal.SIGKILL,
+            -signal.SIGTERM,
+        )  # from outside: the next call continues it
         ended = {"ended": f"its process ended with code {process.exitcode}", "is_complete": not was_killed}
     except BaseException:  # the call is ended
         end(process, 0.0)
@@ -104,16 +111,24 @@ def end(process: BaseProcess, patience_seconds: float = 1.0) -> None:
     process.join(patience_seconds)
     if process.is_alive() and process.pid is not None:
         os.killpg(process.pid, signal.SIGKILL)  # what it started dies with it
-        process.join(GRACE_SECONDS)  # in a call of the driver it cannot be ended, and the others still have their time
+        process.join(
+            GRACE_SECONDS
+        )  # in a call of the driver it cannot be ended, and the others still have their time
 
 
 # ---- All of them
 
 
 def run_parts(
-    parts: Sequence[Any], day: dict[str, Any], make_bench: Callable[[Any, frozenset[str]], Any], output: Path, ends_at: float, times: float
+    parts: Sequence[Any],
+    day: dict[str, Any],
+    make_bench: Callable[[Any, frozenset[str]], Any],
+    output: Path,
+    ends_at: float,
+    times: float,
 ) -> None:
-    """Run what has no complete result in `day` yet, until the monotonic time `ends_at`. `times`: the limits of the parts are for a GPU."""
+    """Run what has no complete result in `day` yet, until the monotonic time `ends_at`. `times`: the limits
+    of the parts are for a GPU."""
     for part in parts:
         found = day["parts"].setdefault(part.name, gpu_state.empty_part())
         left = ends_at - time.monotonic()
@@ -123,23 +138,48 @@ def run_parts(
             break
         before = len(gpu_state.measured(found))
         bench = make_bench(part, gpu_state.measured(found))
-        run_part(part, bench, min(part.budget_seconds * times, left), found, lambda: gpu_state.write(day, output))
+        run_part(
+            part, bench, min(part.budget_seconds * times, left), found, lambda: gpu_state.write(day, output)
+        )
         rows = gpu_state.measured(found)
-        print(f"{part.name}: {len(rows) - before} rows more, {found['seconds']:.0f} s; {found['ended'] or 'complete'}", flush=True)
+        print(
+            f"{part.name}: {len(rows) - before} rows more, {found['seconds']:.0f} s; "
+            f"{found['ended'] or 'complete'}",
+            flush=True,
+        )
         gpu_state.write(day, output)
 
 
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="scripts/gpu-day", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="scripts/gpu-day", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, help="folder of day.json and report.md")
-    parser.add_argument("--from", type=Path, dest="earlier", metavar="DIR", help="folder of an earlier call, to be continued")
+    parser.add_argument(
+        "--from", type=Path, dest="earlier", metavar="DIR", help="folder of an earlier call, to be continued"
+    )
     parser.add_argument("--plan-for", metavar="GPU", help="only plan for this GPU; starts nothing")
-    parser.add_argument("--wheels", type=Path, metavar="DIR", help="only download the wheels that a GPU machine lacks")
-    parser.add_argument("--python", default=f"{sys.version_info.major}.{sys.version_info.minor}", help="version of that machine's Python")
-    parser.add_argument("--part", action="append", default=[], metavar="PART", help="only this part; may be given again")
-    parser.add_argument("--again", action="append", default=[], metavar="PART", help="measure this part again")
+    parser.add_argument(
+        "--wheels", type=Path, metavar="DIR", help="only download the wheels that a GPU machine lacks"
+    )
+    parser.add_argument(
+        "--python",
+        default=f"{sys.version_info.major}.{sys.version_info.minor}",
+        help="version of that machine's Python",
+    )
+    parser.add_argument(
+        "--part", action="append", default=[], metavar="PART", help="only this part; may be given again"
+    )
+    parser.add_argument(
+        "--again", action="append", default=[], metavar="PART", help="measure this part again"
+    )
     parser.add_argument("--minutes", type=float, default=MINUTES, help="of this call, its start included")
-    parser.add_argument("--patience", type=float, default=PATIENCE, help="times all limits on an emulated GPU; a busy machine needs more")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=PATIENCE,
+        help="times all limits on an emulated GPU; a busy machine needs more",
+    )
     parser.add_argument("--tiny", action="store_true", help="toys, as on an emulated GPU")
     options = parser.parse_args(arguments)
     if options.output is None and options.wheels is None:
@@ -178,7 +218,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             try:
                 hardware = find_hardware(options.plan_for)
             except FsdpTuneError as error:
-                raise SystemExit(f"--plan-for: {error.problems[0].message}. {error.problems[0].hint}") from error
+                raise SystemExit(
+                    f"--plan-for: {error.problems[0].message}. {error.problems[0].hint}"
+                ) from error
             gpu_state.plan_for(day, hardware.name)
             planner = PlansOnly(folder, hardware.device_names[0])
             for part in (part for part in parts if part.has_plans):
@@ -190,7 +232,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warm_up()
         facts, forks = find_device(folder)
         hardware = detect(facts["name"]) or find_hardware("A100-80GB")
-        gpu_state.begin_call(day, facts, hardware.name, options.minutes, tiny=tiny, start_seconds=time.monotonic() - began)
+        gpu_state.begin_call(
+            day, facts, hardware.name, options.minutes, tiny=tiny, start_seconds=time.monotonic() - began
+        )
 
         def make_bench(part: Any, done: frozenset[str]) -> Any:
             own = folder / part.name

@@ -17,20 +17,46 @@ IS_EMULATED = "EMULATED_CUDA" in os.environ
 VERSIONS = ("torch", "transformers", "accelerate", "peft", "torchao", "flash-attn", "liger-kernel", "triton")
 CODE = ("fsdp_tune", "benchmarks", "tests/gpu")
 PRESENT = (
-    *("torch", "transformers", "accelerate", "triton", "numpy", "packaging", "pyyaml", "regex", "safetensors", "tokenizers", "tqdm"),
-    *("filelock", "fsspec", "jinja2", "markupsafe", "sympy", "mpmath", "networkx", "typing-extensions", "huggingface-hub", "psutil"),
+    *(
+        "torch",
+        "transformers",
+        "accelerate",
+        "triton",
+        "numpy",
+        "packaging",
+        "pyyaml",
+        "regex",
+        "safetensors",
+        "tokenizers",
+        "tqdm",
+    ),
+    *(
+        "filelock",
+        "fsspec",
+        "jinja2",
+        "markupsafe",
+        "sympy",
+        "mpmath",
+        "networkx",
+        "typing-extensions",
+        "huggingface-hub",
+        "psutil",
+    ),
     *("setuptools", "requests"),
 )
 """What a rented GPU machine has: all versions of torch, transformers and accelerate need it."""
 TOOLS = ("pytest", "pytest-xdist", "hypothesis", "torchao", "liger-kernel")
 """What the tests and the parts need in addition to `dependencies` of pyproject.toml."""
 LEFT_OUT = ("datasets",)
-"""With pyarrow and pandas it has 65 MiB. Only data sets of the hub need it, and the part `parity`, which runs where a machine has it."""
+"""With pyarrow and pandas it has 65 MiB. Only data sets of the hub need it, and the part `parity`, which runs
+where a machine has it."""
 WHEELS_BYTES = 60 << 20
 
 
 def versions() -> dict[str, str]:
-    return {name: found for name in VERSIONS if (found := _version(name))} | {"Python": sys.version.split()[0]}
+    return {name: found for name in VERSIONS if (found := _version(name))} | {
+        "Python": sys.version.split()[0]
+    }
 
 
 def _version(name: str) -> str | None:
@@ -41,14 +67,19 @@ def _version(name: str) -> str | None:
 
 
 def commit() -> str:
-    done = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
     return done.stdout.strip() or "unknown"
 
 
 def source() -> str:
-    """Return a digest of the code: a machine may have no commit, and a working tree may have changes in addition to its commit."""
+    """Return a digest of the code: a machine may have no commit, and a working tree may have changes in
+    addition to its commit."""
     found = hashlib.sha256()
-    for file in sorted(each for name in CODE for each in (ROOT / name).rglob("*") if each.suffix in (".py", ".json")):
+    for file in sorted(
+        each for name in CODE for each in (ROOT / name).rglob("*") if each.suffix in (".py", ".json")
+    ):
         found.update(f"{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
     return found.hexdigest()[:12]
 
@@ -56,8 +87,14 @@ def source() -> str:
 def prepare_environment(*, tiny: bool) -> None:
     """Before torch is imported, here and in every process that is started here; as the launcher sets it."""
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # without bytecode of the wheels each process compiles them again
+    os.environ |= {
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    }
+    os.environ.pop(
+        "PYTHONDONTWRITEBYTECODE", None
+    )  # without bytecode of the wheels each process compiles them again
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # threads of numpy do not survive a fork
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if tiny:
@@ -66,8 +103,11 @@ def prepare_environment(*, tiny: bool) -> None:
 
 
 def travelling_packages() -> list[str]:
-    """Return what `dependencies` and the tools need and a machine lacks, in the versions that are installed here (`name==version`)."""
-    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    """Return what `dependencies` and the tools need and a machine lacks, in the versions that are installed
+    here (`name==version`)."""
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "dependencies"
+    ]
     found: dict[str, str] = {}
     waiting = [*map(_name, dependencies), *TOOLS]
     while waiting:
@@ -75,8 +115,15 @@ def travelling_packages() -> list[str]:
             continue
         version = _version(name)
         found[name] = name if version is None else f"{name}=={version}"
-        required = [Requirement(text) for text in (importlib.metadata.requires(name) or () if version is not None else ())]
-        waiting += [_name(each.name) for each in required if each.marker is None or each.marker.evaluate({"extra": ""})]
+        required = [
+            Requirement(text)
+            for text in (importlib.metadata.requires(name) or () if version is not None else ())
+        ]
+        waiting += [
+            _name(each.name)
+            for each in required
+            if each.marker is None or each.marker.evaluate({"extra": ""})
+        ]
     return [found[name] for name in sorted(found)]
 
 
@@ -85,8 +132,20 @@ def _name(requirement: str) -> str:
 
 
 def download_wheels(folder: Path, python: str) -> int:
-    """Download the packages for Linux and a version of Python (3.12). Returns the exit code: 1 if they are too large to carry."""
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:", "--dest", str(folder)]
+    """Download the packages for Linux and a version of Python (3.12). Returns the exit code: 1 if they are
+    too large to carry."""
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--dest",
+        str(folder),
+    ]
     command += ["--python-version", python, "--implementation", "cp"]
     for glibc in ("2014", "_2_28", "_2_17"):
         command += ["--platform", f"manylinux{glibc}_x86_64"]

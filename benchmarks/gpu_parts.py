@@ -1,7 +1,8 @@
-"""The parts of a GPU day, in order of worth: what each measures, and its rows. A part yields a row as soon as it has one.
+"""The parts of a GPU day, in order of worth: what each measures, and its rows. A part yields a row as soon as
+it has one.
 
-A row has `name` and figures; `reason` says why there is none. Rows that `Bench.done` names are left out. On an emulated GPU every model is
-a toy, and figures only show that a part can run.
+A row has `name` and figures; `reason` says why there is none. Rows that `Bench.done` names are left out. On
+an emulated GPU every model is a toy, and figures only show that a part can run.
 """
 
 from __future__ import annotations
@@ -59,24 +60,34 @@ def best_recipes(bench: Bench) -> Iterator[Row]:
         if "changes" not in (found := bench.plans.get(name) or best_recipe(bench, name, config)):
             yield found
             continue
-        yield {**found, "name": name, **bench.run(bench.changed(of_model(bench, config), found["changes"])).row()}
+        yield {
+            **found,
+            "name": name,
+            **bench.run(bench.changed(of_model(bench, config), found["changes"])).row(),
+        }
 
 
 def of_model(bench: Bench, config: dict[str, Any] | None) -> dict[str, Any]:
     """The recipe that a search starts from."""
-    tree = bench.large("fp32", kernels={"loss": "auto"}, training={"gradient_accumulation_steps": GLOBAL_ROWS})
+    tree = bench.large(
+        "fp32", kernels={"loss": "auto"}, training={"gradient_accumulation_steps": GLOBAL_ROWS}
+    )
     tree["training"] |= {"max_steps": 8, "logging_steps": 2}
     return tree if config is None else bench.changed(tree, {"model": {"from_config": config}})
 
 
 def best_recipe(bench: Bench, name: str, config: dict[str, Any] | None) -> Row:
-    """Return the plan and the keys (`changes`) of the fastest recipe: fp32 weights if one fits without offload, else bf16 ones."""
+    """Return the plan and the keys (`changes`) of the fastest recipe: fp32 weights if one fits without
+    offload, else bf16 ones."""
     from fsdp_tune.core.errors import FsdpTuneError
     from fsdp_tune.planner.search.alternatives import least_state_bytes
     from fsdp_tune.planner.search.search import rank_recipes
 
     for dtype, inside in (("fp32", "bf16"), ("bf16", "no")):
-        changes: dict[str, dict[str, Any]] = {"model": {"dtype": dtype}, "precision": {"mixed_precision": inside}}
+        changes: dict[str, dict[str, Any]] = {
+            "model": {"dtype": dtype},
+            "precision": {"mixed_precision": inside},
+        }
         tree = bench.changed(of_model(bench, config), changes)
         base = resolved(tree, bench.run.folder / "base.json", bench.run.device_name)
         (trace,) = bench.tracing([base])
@@ -91,15 +102,27 @@ def best_recipe(bench: Bench, name: str, config: dict[str, Any] | None) -> Row:
                 section, field = key.split(".")
                 changes.setdefault(section, {})[field] = value
             described = f"{dtype} weights, {words_of(first.recipe)}"
-            return {"name": name, "changes": changes, "recipe": described, "because": ranking.because, **plan_gpu.of_plan(first.plan)}
+            return {
+                "name": name,
+                "changes": changes,
+                "recipe": described,
+                "because": ranking.because,
+                **plan_gpu.of_plan(first.plan),
+            }
     return {"name": name, "reason": "plan finds no recipe that fits without offload"}
 
 
 def words_of(recipe: Any) -> str:
-    micro, accumulation = recipe.training.per_device_train_batch_size, recipe.training.gradient_accumulation_steps
+    micro, accumulation = (
+        recipe.training.per_device_train_batch_size,
+        recipe.training.gradient_accumulation_steps,
+    )
     fsdp = recipe.fsdp
     rows = f"{micro} × {accumulation} rows"
-    return f"{fsdp.sharding_strategy}, {rows}, recomputed {fsdp.activation_checkpointing}, loss {recipe.kernels.loss}"
+    return (
+        f"{fsdp.sharding_strategy}, {rows}, recomputed {fsdp.activation_checkpointing}, loss "
+        f"{recipe.kernels.loss}"
+    )
 
 
 def searching(bench: Bench) -> Any:
@@ -126,7 +149,8 @@ def memory(bench: Bench) -> Iterator[Row]:
 
 
 def switches(bench: Bench) -> Iterator[Row]:
-    """One row of 4,096 tokens a step, bf16 weights, everything recomputed: fits every GPU that holds the model."""
+    """One row of 4,096 tokens a step, bf16 weights, everything recomputed: fits every GPU that holds the
+    model."""
     base = bench.large("bf16", kernels={"liger": False, "loss": "full"})
     fp8, compiled, chunked = {"precision": {"mixed_precision": "fp8"}}, {"compile": True}, {"loss": "chunked"}
     sections: dict[str, dict[str, dict[str, Any]]] = {
@@ -139,14 +163,17 @@ def switches(bench: Bench) -> Iterator[Row]:
         BY_HAND: {},
     }
     for name, keys in bench.remaining(sections.items()):
-        yield by_hand(bench, name, base) if name == BY_HAND else bench.measure(name, bench.changed(base, keys))
+        yield (
+            by_hand(bench, name, base) if name == BY_HAND else bench.measure(name, bench.changed(base, keys))
+        )
 
 
 BY_HAND = "the loop by hand"
 
 
 def by_hand(bench: Bench, name: str, tree: dict[str, Any], *, lora: dict[str, Any] | None = None) -> Row:
-    """`step_ranks.bare` with the same model, rows, recomputation and dtypes; with `lora` on a base in bf16."""
+    """`step_ranks.bare` with the same model, rows, recomputation and dtypes; with `lora` on a base in
+    bf16."""
     import json
 
     import numpy as np
@@ -172,7 +199,11 @@ def by_hand(bench: Bench, name: str, tree: dict[str, Any], *, lora: dict[str, An
         "warm_up_steps": 1 if bench.tiny else 3,
     }
     found = bench.run.job("bare", **task)
-    rate = {"tokens_per_second": task["batch"] * tokens / found["step_seconds"]} if "step_seconds" in found else {}
+    rate = (
+        {"tokens_per_second": task["batch"] * tokens / found["step_seconds"]}
+        if "step_seconds" in found
+        else {}
+    )
     return {"name": name, **found, **rate}
 
 
@@ -189,7 +220,8 @@ def adapters(bench: Bench) -> Iterator[Row]:
         "LoRA, compiled": compiled,
         "QLoRA, compiled": four_bits | compiled,
         BY_HAND: {},
-        "LoRA, recomputed selective, compiled": {"fsdp": {"activation_checkpointing": "selective"}} | compiled,
+        "LoRA, recomputed selective, compiled": {"fsdp": {"activation_checkpointing": "selective"}}
+        | compiled,
         "LoRA, nothing recomputed, compiled": {"fsdp": {"activation_checkpointing": "none"}} | compiled,
     }
     for name, keys in bench.remaining(sections.items()):
@@ -213,13 +245,29 @@ def beside_bare(bench: Bench) -> Iterator[Row]:
         return
     result = bench.run.folder / "step.json"
     rounds, steps, size = ("2", "3", "gpu-tiny") if bench.tiny else ("7", "8", "gpu")
-    command = [sys.executable, str(STEP_BENCHMARK), size, "--rounds", rounds, "--steps", steps, "--json", str(result)]
+    command = [
+        sys.executable,
+        str(STEP_BENCHMARK),
+        size,
+        "--rounds",
+        rounds,
+        "--steps",
+        steps,
+        "--json",
+        str(result),
+    ]
     try:
-        done = subprocess.run(ends_with_parent(command), capture_output=True, text=True, check=False, timeout=bench.run.left())
+        done = subprocess.run(
+            ends_with_parent(command), capture_output=True, text=True, check=False, timeout=bench.run.left()
+        )
     except subprocess.TimeoutExpired:
         raise TimeIsUp("the time of the part was up before its rounds had ended") from None
     if done.returncode != 0:
-        yield {"name": "ours", "reason": (done.stderr.strip().splitlines() or ["it wrote nothing"])[-1], "message": done.stderr[-4000:]}
+        yield {
+            "name": "ours",
+            "reason": (done.stderr.strip().splitlines() or ["it wrote nothing"])[-1],
+            "message": done.stderr[-4000:],
+        }
         return
     found = json.loads(result.read_text(encoding="utf-8"))
     for name, one in found.items():
@@ -240,10 +288,13 @@ def beside_bare(bench: Bench) -> Iterator[Row]:
 
 
 def long_rows(bench: Bench) -> Iterator[Row]:
-    """One packed row of four examples a step by each attention kernel. The mask of 128k tokens comes last, since it may not fit."""
+    """One packed row of four examples a step by each attention kernel. The mask of 128k tokens comes last,
+    since it may not fit."""
     lengths = (64,) if bench.tiny else (8192, 32768, 131072)
     cases = {
-        f"{kernel}, {tokens:,} tokens": (kernel, tokens) for kernel in ("torch_varlen", "flash_attention_2", "sdpa") for tokens in lengths
+        f"{kernel}, {tokens:,} tokens": (kernel, tokens)
+        for kernel in ("torch_varlen", "flash_attention_2", "sdpa")
+        for tokens in lengths
     }
     for name, (kernel, tokens) in bench.remaining(cases.items()):
         tree = bench.shrunk(plan_gpu.Case("1B", tokens, 1, recomputation="full", loss="chunked"), steps=4)
@@ -275,7 +326,9 @@ def offload(bench: Bench) -> Iterator[Row]:
 def ceilings(bench: Bench) -> Iterator[Row]:
     if bench.done:
         return
-    found = bench.run.job("ceilings", size=512 if bench.tiny else 8192, copied=1 << (22 if bench.tiny else 30))
+    found = bench.run.job(
+        "ceilings", size=512 if bench.tiny else 8192, copied=1 << (22 if bench.tiny else 30)
+    )
     if "reason" in found:
         yield {"name": "ceilings", **found}
         return
@@ -306,10 +359,18 @@ _NAME = (("name", "", ""),)
 PARTS = (
     Part(
         "recipe",
-        "8B models, rows of 4,096 tokens, four an optimizer step, by the fastest recipe that `plan` finds for this GPU.",
+        "8B models, rows of 4,096 tokens, four an optimizer step, by the fastest recipe that `plan` "
+        "finds for this GPU.",
         90,
         best_recipes,
-        (*_NAME, ("recipe", "recipe", ""), ("fits", "plan: fits", ""), *_TIME, ("predicted_mfu", "plan: MFU", ".1%"), *_MEMORY),
+        (
+            *_NAME,
+            ("recipe", "recipe", ""),
+            ("fits", "plan: fits", ""),
+            *_TIME,
+            ("predicted_mfu", "plan: MFU", ".1%"),
+            *_MEMORY,
+        ),
         has_plans=True,
     ),
     Part(
@@ -322,7 +383,8 @@ PARTS = (
     ),
     Part(
         "switches",
-        "8B Llama, one row of 4,096 tokens a step, weights stored in bf16, every layer recomputed. The loop by hand has whole logits.",
+        "8B Llama, one row of 4,096 tokens a step, weights stored in bf16, every layer recomputed. "
+        "The loop by hand has whole logits.",
         90,
         switches,
         (*_NAME, *_TIME, ("compile_seconds", "compiling, s", ".0f"), ("graphs", "graphs", "d"), *_MEMORY),
@@ -330,7 +392,8 @@ PARTS = (
     ),
     Part(
         "adapters",
-        "LoRA adapters of rank 16 on all linear layers of the 8B Llama, one row of 4,096 tokens a step, loss in slices, every layer "
+        "LoRA adapters of rank 16 on all linear layers of the 8B Llama, one row of 4,096 tokens a "
+        "step, loss in slices, every layer "
         "recomputed unless said. The loop by hand has whole logits.",
         90,
         adapters,
@@ -339,7 +402,8 @@ PARTS = (
     ),
     Part(
         "bare",
-        "Ours and the loop by hand in turns on one GPU, 0.95B parameters, 4,096 tokens, bf16 over fp32 weights, nothing recomputed.",
+        "Ours and the loop by hand in turns on one GPU, 0.95B parameters, 4,096 tokens, bf16 over "
+        "fp32 weights, nothing recomputed.",
         60,
         beside_bare,
         (
@@ -352,10 +416,17 @@ PARTS = (
             ("highest", "highest round", ".3f"),
         ),
     ),
-    Part("unexplained", "Tests that failed on an H100, and whose messages were lost.", 75, gpu_tests.unexplained, gpu_tests.COLUMNS),
+    Part(
+        "unexplained",
+        "Tests that failed on an H100, and whose messages were lost.",
+        75,
+        gpu_tests.unexplained,
+        gpu_tests.COLUMNS,
+    ),
     Part(
         "long rows",
-        "1B Llama, one packed row of four examples a step, every layer recomputed, loss in slices: torch's variable-length attention, "
+        "1B Llama, one packed row of four examples a step, every layer recomputed, loss in slices: "
+        "torch's variable-length attention, "
         "flash-attn, and sdpa with a mask.",
         90,
         long_rows,
@@ -371,10 +442,17 @@ PARTS = (
         has_plans=True,
     ),
     Part("ceilings", "What the device reaches at best.", 15, ceilings, (*_NAME, ("value", "", ",.1f"))),
-    Part("kernels", "Kernels and the device's own code give right numbers.", 90, gpu_tests.kernels, gpu_tests.COLUMNS),
+    Part(
+        "kernels",
+        "Kernels and the device's own code give right numbers.",
+        90,
+        gpu_tests.kernels,
+        gpu_tests.COLUMNS,
+    ),
     Part(
         "parity",
-        "Runs of one rank follow a plain loop on the CPU: strategies, packing, compilation, fp8, 4 bits, adapters, optimizers.",
+        "Runs of one rank follow a plain loop on the CPU: strategies, packing, compilation, fp8, 4 "
+        "bits, adapters, optimizers.",
         90,
         gpu_tests.parity,
         gpu_tests.COLUMNS,

@@ -15,10 +15,18 @@ NOT_BEGUN = "Not begun: the next call continues with it."
 
 
 def markdown(day: dict[str, Any], parts: Sequence[Part]) -> str:
-    found: dict[str, dict[str, Any]] = {name: part | {"rows": list(map(with_errors, part["rows"]))} for name, part in day["parts"].items()}
+    found: dict[str, dict[str, Any]] = {
+        name: part | {"rows": list(map(with_errors, part["rows"]))} for name, part in day["parts"].items()
+    }
     lines = ["# A day on a GPU", "", *_heading(day)]
     rows = [_part_row(part, found.get(part.name)) for part in parts]
-    lines += ["", *table(rows, (("name", "part", ""), ("rows", "rows", "d"), ("seconds", "s", ".0f"), ("ended", "ended", "")))]
+    lines += [
+        "",
+        *table(
+            rows,
+            (("name", "part", ""), ("rows", "rows", "d"), ("seconds", "s", ".0f"), ("ended", "ended", "")),
+        ),
+    ]
     if told := summary(day, found):
         lines += ["", *(f"- {sentence}" for sentence in told)]
     for part in parts:
@@ -35,10 +43,19 @@ def _heading(day: dict[str, Any]) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in setting["versions"].items())
     name = f"{device['name']}, emulated on the CPU" if device["emulated"] else device["name"]
     calls = [
-        f"{each['began']}: {each.get('seconds', 0):.0f} s, {each['start_seconds']:.0f} s before the first part" for each in day["calls"]
+        f"{each['began']}: {each.get('seconds', 0):.0f} s, {each['start_seconds']:.0f} s before the "
+        "first part"
+        for each in day["calls"]
     ]
-    toys = ["", "**Toys: no figure here says anything about a GPU or about `plan`.**"] if setting["tiny"] else []
-    return [f"{name} ({facts}); commit {setting['commit']}; {versions}. {planned}", "", f"Calls: {'; '.join(calls)}.", *toys]
+    toys = (
+        ["", "**Toys: no figure here says anything about a GPU or about `plan`.**"] if setting["tiny"] else []
+    )
+    return [
+        f"{name} ({facts}); commit {setting['commit']}; {versions}. {planned}",
+        "",
+        f"Calls: {'; '.join(calls)}.",
+        *toys,
+    ]
 
 
 def _part_row(part: Part, found: dict[str, Any] | None) -> Row:
@@ -65,7 +82,11 @@ def cell(value: Any, form: str) -> str:
 
 def table(rows: Sequence[Row], columns: Iterable[tuple[str, str, str]]) -> list[str]:
     """Columns that no row has are left out; a row without figures ends with its reason."""
-    shown = [column for column in columns if column[0] == "name" or any(row.get(column[0]) is not None for row in rows)]
+    shown = [
+        column
+        for column in columns
+        if column[0] == "name" or any(row.get(column[0]) is not None for row in rows)
+    ]
     has_reasons = any(row.get("reason") for row in rows)
     heads = [heading for _, heading, _ in shown] + ([""] if has_reasons else [])
     lines = [_line(heads), _line(["---"] * len(heads))]
@@ -86,7 +107,10 @@ def section(found: dict[str, Any] | None, part: Part) -> list[str]:
     if found["rows"]:
         lines += ["", *table(found["rows"], part.columns)]
     lines += [f"\n{row['name']}: {row['because']}." for row in found["rows"] if row.get("because")]
-    for name, message in [*((row["name"], row.get("message")) for row in found["rows"]), (part.name, found.get("message"))]:
+    for name, message in [
+        *((row["name"], row.get("message")) for row in found["rows"]),
+        (part.name, found.get("message")),
+    ]:
         lines += ["", f"{name}:", "", "```text", message, "```"] if message else []
     return lines
 
@@ -99,7 +123,10 @@ def summary(day: dict[str, Any], found: dict[str, dict[str, Any]]) -> list[str]:
     told: list[str] = []
     for row in rows.get("recipe", []):
         if row.get("mfu") is not None:
-            told.append(f"{row['name']}: MFU {row['mfu']:.1%} (asked: 50 %, aim 55 %), {row['tokens_per_second']:,.0f} tokens/s")
+            told.append(
+                f"{row['name']}: MFU {row['mfu']:.1%} (asked: 50 %, aim 55 %), "
+                f"{row['tokens_per_second']:,.0f} tokens/s"
+            )
     told += [
         f"ours runs at {row['speed_over_bare']:.3f} of the loop by hand (asked: 0.98)"
         for row in rows.get("bare", [])
@@ -109,7 +136,10 @@ def summary(day: dict[str, Any], found: dict[str, dict[str, Any]]) -> list[str]:
     for figure, what in zip(COMPARED, ("allocated memory", "reserved memory", "step time"), strict=True):
         off = [abs(row[f"error_{figure}"]) for row in planned if row.get(f"error_{figure}") is not None]
         if off:
-            told.append(f"plan's {what}: median {statistics.median(off):.1%} off, at most {max(off):.1%}, {len(off)} runs")
+            told.append(
+                f"plan's {what}: median {statistics.median(off):.1%} off, at most {max(off):.1%}, "
+                f"{len(off)} runs"
+            )
     wrong = [row["name"] for row in planned if row.get("fits") == "no" and row.get("allocated_gib")]
     if wrong:
         told.append(f"plan said that these do not fit, and they ran: {'; '.join(wrong)}")

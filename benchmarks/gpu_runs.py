@@ -1,11 +1,14 @@
-"""Starts what `gpu_day.py` measures: the real worker on one rank, or a loop by hand, each in a process of its own.
+"""Starts what `gpu_day.py` measures: the real worker on one rank, or a loop by hand, each in a process of its
+own.
 
-What every run imports is imported once, before CUDA is touched, and each run is a fork of that: it begins after a second instead of
-eight. Where CUDA does not survive the fork (a library asked for it while it was imported), runs are fresh interpreters. A run that is
-out of memory, crashes or hangs ends alone, and its message and the lines that it has written are its row.
+What every run imports is imported once, before CUDA is touched, and each run is a fork of that: it begins
+after a second instead of eight. Where CUDA does not survive the fork (a library asked for it while it was
+imported), runs are fresh interpreters. A run that is out of memory, crashes or hangs ends alone, and its
+message and the lines that it has written are its row.
 
-Weights are drawn on the GPU, because a host takes half a minute to draw eight billion. No run saves: the copy of the last step would lock
-as many bytes of host memory as weights and optimizer have, 48 to 96 GB of an 8B model, and write them to the disk.
+Weights are drawn on the GPU, because a host takes half a minute to draw eight billion. No run saves: the copy
+of the last step would lock as many bytes of host memory as weights and optimizer have, 48 to 96 GB of an 8B
+model, and write them to the disk.
 """
 
 from __future__ import annotations
@@ -53,7 +56,8 @@ def example_lengths(tokens: int, examples: int) -> list[int]:
 
 
 def write_rows(folder: Path, tokens: int, rows: int, vocabulary: int, examples: int = 1) -> Path:
-    """A store of prepared rows, all of `tokens` tokens: each example counts up in steps of its own, which a model can learn."""
+    """A store of prepared rows, all of `tokens` tokens: each example counts up in steps of its own, which a
+    model can learn."""
     from fsdp_tune.data.build import StoreWriter
     from fsdp_tune.data.store import STORE_KIND
     from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file, list_files
@@ -64,20 +68,28 @@ def write_rows(folder: Path, tokens: int, rows: int, vocabulary: int, examples: 
     store.mkdir(parents=True)
     draw = np.random.default_rng(0)
     lengths = np.array(example_lengths(tokens, examples) * rows, np.int64)
-    texts = [(draw.integers(vocabulary) + draw.integers(1, 4) * np.arange(length)) % vocabulary for length in lengths]
+    texts = [
+        (draw.integers(vocabulary) + draw.integers(1, 4) * np.arange(length)) % vocabulary
+        for length in lengths
+    ]
     writer = StoreWriter(store)
     count = len(lengths)
     origins = np.stack([np.zeros(count, np.int64), np.arange(1, count + 1)], axis=1)
     writer.add(np.concatenate(texts).astype(np.int32), np.ones(tokens * rows, np.uint8), lengths, origins)
     writer.finish_pool()
-    writer.add_set("train", np.stack([np.cumsum(lengths) - lengths, lengths], axis=1), np.arange(0, count + 1, examples))
+    writer.add_set(
+        "train", np.stack([np.cumsum(lengths) - lengths, lengths], axis=1), np.arange(0, count + 1, examples)
+    )
     files = {name: digest_file(store / name) for name in list_files(store)}
-    (store / MANIFEST_NAME).write_text(Manifest(STORE_KIND, files, {"files": ["made"]}).to_json(), encoding="utf-8")
+    (store / MANIFEST_NAME).write_text(
+        Manifest(STORE_KIND, files, {"files": ["made"]}).to_json(), encoding="utf-8"
+    )
     return store
 
 
 def resolved(tree: dict[str, Any], file: Path, device_name: str) -> Any:
-    """The recipe of a tree of keys, read and checked like a user's file. FsdpTuneError where it is refused."""
+    """The recipe of a tree of keys, read and checked like a user's file. FsdpTuneError where it is
+    refused."""
     from fsdp_tune.core.devices import Machine, available_cores
     from fsdp_tune.recipe.read.loader import load_recipe
     from fsdp_tune.recipe.resolve import resolve
@@ -100,7 +112,9 @@ def write_run(recipe: Any, folder: Path, store: Path, vocabulary: int) -> None:
     run.recipe_json.write_text(recipe.model_dump_json(by_alias=True), encoding="utf-8")
     rows = len(np.fromfile(store / "train" / "rows.int64", "<i8")) - 1
     where: dict[str, Any] = {"key": "made", "path": str(store), "train": str(store / "train"), "evals": {}}
-    Prepared(**where, train_rows=rows, vocabulary_size=vocabulary, pad_token_id=0, report=DataReport(), notices=[]).write(run.data_json)
+    Prepared(
+        **where, train_rows=rows, vocabulary_size=vocabulary, pad_token_id=0, report=DataReport(), notices=[]
+    ).write(run.data_json)
 
 
 # ---- Processes
@@ -161,7 +175,11 @@ def _location(folder: Path, pid: int) -> str:
     time.sleep(STACKS_SECONDS)
     beat, log = read_heartbeat(run, 0), run.rank_log(0)
     phase = "without a heartbeat" if beat is None else f"in phase {beat.phase}, step {beat.step}"
-    lines = log.read_text(encoding="utf-8", errors="replace").rpartition("most recent call first")[2].splitlines() if log.exists() else []
+    lines = (
+        log.read_text(encoding="utf-8", errors="replace").rpartition("most recent call first")[2].splitlines()
+        if log.exists()
+        else []
+    )
     frames = [line.strip().removeprefix("File ") for line in lines if line.strip().startswith("File ")]
     return f" {phase}: {' < '.join(frames[:6])[:LAST_WORDS] or _end_of(log)}"
 
@@ -205,7 +223,9 @@ def _fork(job: dict[str, Any], log: Path) -> int:
 def _spawn(job: dict[str, Any], log: Path) -> int:
     with log.open("ab") as out:
         command = [sys.executable, str(Path(__file__).resolve()), json.dumps(job)]
-        return subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, stdin=subprocess.DEVNULL).pid
+        return subprocess.Popen(
+            command, stdout=out, stderr=out, start_new_session=True, stdin=subprocess.DEVNULL
+        ).pid
 
 
 # ---- What a process does
@@ -228,8 +248,16 @@ def do(job: dict[str, Any]) -> int:
 
 
 def worker(job: dict[str, Any]) -> int:
-    """`python -m fsdp_tune.worker RUN`, as the launcher starts it, with weights that are drawn on the device."""
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", **_meeting(), **job.get("environment", {})}
+    """`python -m fsdp_tune.worker RUN`, as the launcher starts it, with weights that are drawn on the
+    device."""
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        **_meeting(),
+        **job.get("environment", {}),
+    }
     from fsdp_tune.worker import __main__ as entry
 
     draw_on_the_device()
@@ -259,7 +287,8 @@ def draw_on_the_device() -> None:
 
 
 def draw(model: Any) -> None:
-    """Weights as transformers draws them, in place: matrices normal, norms 1, biases 0. Weights in 4 bits have about the same size."""
+    """Weights as transformers draws them, in place: matrices normal, norms 1, biases 0. Weights in 4 bits
+    have about the same size."""
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -297,7 +326,11 @@ def ceilings(job: dict[str, Any]) -> int:
     source = torch.randn(job["copied"], device="cuda")
     target = torch.empty_like(source)
     copy = _median_seconds(lambda: target.copy_(source))
-    found = {"product_tflops": 2 * size**3 / product / 1e12, "copy_gb_s": 2 * source.nbytes / copy / 1e9, "size": size}
+    found = {
+        "product_tflops": 2 * size**3 / product / 1e12,
+        "copy_gb_s": 2 * source.nbytes / copy / 1e9,
+        "size": size,
+    }
     Path(job["result"]).write_text(json.dumps(found), encoding="utf-8")
     return 0
 
@@ -352,7 +385,8 @@ class Measured:
         return max((line[key] for line in self.lines if line.get(key) is not None), default=None)
 
     def row(self) -> dict[str, Any]:
-        """Return the figures of the steps that have ended, and the reason if there are fewer than there should be."""
+        """Return the figures of the steps that have ended, and the reason if there are fewer than there
+        should be."""
         why = {"reason": self.reason, "message": self.message} if self.reason else {}
         if not self.lines:
             return why
@@ -366,14 +400,22 @@ class Measured:
             "host_gib": self.most("peak_host_gib"),
             "last_loss": self.lines[-1]["loss"],
             "startup": self._startup(),
-            **({"compile_seconds": sum(e["seconds"] for e in compiled), "graphs": compiled[-1]["graphs"]} if compiled else {}),
+            **(
+                {"compile_seconds": sum(e["seconds"] for e in compiled), "graphs": compiled[-1]["graphs"]}
+                if compiled
+                else {}
+            ),
             **why,
         }
 
     def _startup(self) -> dict[str, float]:
         """Return the seconds to the end of the first step, by phase; a fork was launched long before."""
         first = next((event for event in self.events if event["event"] == "first_step"), {})
-        return {phase: round(seconds, 2) for phase, seconds in first.get("phase_seconds", {}).items() if phase != "launching"}
+        return {
+            phase: round(seconds, 2)
+            for phase, seconds in first.get("phase_seconds", {}).items()
+            if phase != "launching"
+        }
 
 
 def measured(folder: Path, reason: str | None, log: Path) -> Measured:
@@ -382,12 +424,23 @@ def measured(folder: Path, reason: str | None, log: Path) -> Measured:
 
     run = RunDir(folder)
     text = run.metrics_jsonl.read_text(encoding="utf-8") if run.metrics_jsonl.exists() else ""
-    every = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]  # a killed one may have cut its last
+    every = [
+        json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")
+    ]  # a killed one may have cut its last
     message = None
     if reason is not None:
-        logs = [file.read_text(encoding="utf-8", errors="replace").splitlines() for file in (log, run.rank_log(0)) if file.exists()]
+        logs = [
+            file.read_text(encoding="utf-8", errors="replace").splitlines()
+            for file in (log, run.rank_log(0))
+            if file.exists()
+        ]
         message = "\n".join([line for lines in logs for line in lines][-MESSAGE_LINES:])
-    return Measured([line for line in every if "loss" in line], [line for line in every if "event" in line], reason, message)
+    return Measured(
+        [line for line in every if "loss" in line],
+        [line for line in every if "event" in line],
+        reason,
+        message,
+    )
 
 
 @dataclass
@@ -411,23 +464,38 @@ class Runner:
             recipe = resolved(tree, self.folder / f"recipe-{self.count}.json", self.device_name)
         except FsdpTuneError as error:
             return Measured(reason=f"not available: {error.problems[0].message}")
-        config = recipe.model.from_config or json.loads(Path(recipe.model.name_or_path, "config.json").read_text(encoding="utf-8"))
+        config = recipe.model.from_config or json.loads(
+            Path(recipe.model.name_or_path, "config.json").read_text(encoding="utf-8")
+        )
         vocabulary = int(config["vocab_size"])
         run, log = self.folder / f"run-{self.count}", self.folder / f"run-{self.count}.log"
-        write_run(recipe, run, write_rows(self.folder, recipe.data.max_length, rows, vocabulary, examples), vocabulary)
+        write_run(
+            recipe,
+            run,
+            write_rows(self.folder, recipe.data.max_length, rows, vocabulary, examples),
+            vocabulary,
+        )
         return measured(run, self._ended({"kind": "worker", "run": str(run), "log": str(log)}).reason, log)
 
     def job(self, kind: str, **details: Any) -> dict[str, Any]:
         """Return what another kind of process wrote, or the reason why it wrote nothing. Raises: TimeIsUp."""
         self.count += 1
         base = self.folder / f"{kind}-{self.count}"
-        job = {"kind": kind, "device": "cuda", "result": f"{base}.json", "log": f"{base}.log", "folder": str(base), **details}
+        job = {
+            "kind": kind,
+            "device": "cuda",
+            "result": f"{base}.json",
+            "log": f"{base}.log",
+            "folder": str(base),
+            **details,
+        }
         if (reason := self._ended(job).reason) is not None:
             return {"reason": reason}
         return json.loads(Path(job["result"]).read_text(encoding="utf-8"))
 
     def _ended(self, job: dict[str, Any]) -> Ended:
-        """A run that the end of the part cut is not a result: the next call starts with it, and has all of the part's time."""
+        """A run that the end of the part cut is not a result: the next call starts with it, and has all of
+        the part's time."""
         seconds = min(self.left(), self.at_most_seconds)
         if seconds < LEAST_SECONDS:
             raise TimeIsUp("the time of the part was up")
@@ -454,12 +522,18 @@ def find_device(folder: Path) -> tuple[dict[str, Any], bool]:
     """The device's facts, and whether runs may be forks. SystemExit where there is no device."""
     reasons: list[str] = []
     for forks in (True, False):
-        job = {"kind": "probe", "result": str(folder / "device.json"), "log": str(folder / f"probe-{forks}.log")}
+        job = {
+            "kind": "probe",
+            "result": str(folder / "device.json"),
+            "log": str(folder / f"probe-{forks}.log"),
+        }
         ended = run_job(job, PROBE_SECONDS, forks=forks)
         if ended.reason is None:
             return json.loads(Path(job["result"]).read_text(encoding="utf-8")), forks
         reasons.append(ended.reason)
-    raise SystemExit(f"no CUDA device answers ({reasons[-1]}); `python -m tests.cuda scripts/gpu-day …` emulates one")
+    raise SystemExit(
+        f"no CUDA device answers ({reasons[-1]}); `python -m tests.cuda scripts/gpu-day …` emulates one"
+    )
 
 
 def main(arguments: Sequence[str]) -> int:

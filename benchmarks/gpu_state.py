@@ -1,4 +1,5 @@
-"""day.json, the state of a GPU day, which travels from machine to machine: plans, and each row as it was measured."""
+"""day.json, the state of a GPU day, which travels from machine to machine: plans, and each row as it was
+measured."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ Part = dict[str, Any]
 
 
 def read(output: Path, earlier: Path | None) -> dict[str, Any]:
-    """Return the state of an earlier call (`--from`), else of the output folder, else of a new day. SystemExit without an earlier one."""
+    """Return the state of an earlier call (`--from`), else of the output folder, else of a new day.
+    SystemExit without an earlier one."""
     file = (earlier or output) / STATE
     if earlier is not None and not file.exists():
         raise SystemExit(f"--from: {file} does not exist. Name the --output of an earlier call.")
@@ -45,15 +47,31 @@ def write(day: dict[str, Any], folder: Path) -> None:
     write_file(folder / REPORT, gpu_report.markdown(day, PARTS))
 
 
-def begin_call(day: dict[str, Any], facts: dict[str, Any], hardware: str, minutes: float, *, tiny: bool, start_seconds: float) -> None:
+def begin_call(
+    day: dict[str, Any],
+    facts: dict[str, Any],
+    hardware: str,
+    minutes: float,
+    *,
+    tiny: bool,
+    start_seconds: float,
+) -> None:
     """Add a call. SystemExit if the day has rows of another device or version, or plans for another GPU."""
     kind = {key: value for key, value in facts.items() if key in ("name", "capability", "cuda", "nccl")}
-    setting = {"commit": commit(), "source": source(), "versions": versions(), "device": kind | {"emulated": IS_EMULATED}, "tiny": tiny}
+    setting = {
+        "commit": commit(),
+        "source": source(),
+        "versions": versions(),
+        "device": kind | {"emulated": IS_EMULATED},
+        "tiny": tiny,
+    }
     if (before := day.setdefault("setting", setting)) != setting:
         raise SystemExit(f"these are results of another day: {before}, and here is {setting}. {_ANEW}")
     plan_for(day, hardware)
     now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-    day["calls"].append({"began": now, "minutes": minutes, "start_seconds": start_seconds, "free_gib": facts["free_gib"]})
+    day["calls"].append(
+        {"began": now, "minutes": minutes, "start_seconds": start_seconds, "free_gib": facts["free_gib"]}
+    )
 
 
 def empty_part() -> Part:

@@ -1,4 +1,5 @@
-"""The parts of a GPU day that are tests: each test is a row, written when it ends, with its message if it failed."""
+"""The parts of a GPU day that are tests: each test is a row, written when it ends, with its message if it
+failed."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ UNEXPLAINED = (
 
 
 def unexplained(bench: Bench) -> Iterator[Row]:
-    return _tests(bench, "gpu", [f"tests/gpu/{name}" for name in UNEXPLAINED if f"tests/gpu/{name}" not in bench.done])
+    return _tests(
+        bench, "gpu", [f"tests/gpu/{name}" for name in UNEXPLAINED if f"tests/gpu/{name}" not in bench.done]
+    )
 
 
 def kernels(bench: Bench) -> Iterator[Row]:
@@ -46,7 +49,9 @@ def kernels(bench: Bench) -> Iterator[Row]:
 
 def parity(bench: Bench) -> Iterator[Row]:
     if importlib.util.find_spec("datasets") is None:
-        return iter([{"name": "parity", "reason": "not available: its ranks import datasets, which is not installed"}])
+        return iter(
+            [{"name": "parity", "reason": "not available: its ranks import datasets, which is not installed"}]
+        )
     return _tests(bench, "one_gpu", ["tests/parity", *_deselected(bench)])
 
 
@@ -63,11 +68,24 @@ def _tests(bench: Bench, mark: str, arguments: Sequence[str]) -> Iterator[Row]:
     results, log = bench.run.folder / "tests.jsonl", bench.run.folder / "tests.log"
     results.touch()
     workers = ["-n", str(max(1, min(WORKERS_AT_MOST, (os.cpu_count() or 1) // 2))), "--dist", "load"]
-    command = [sys.executable, "-m", "pytest", "-p", "tests.gpu.failures", "-p", "no:cacheprovider", "-W", "default", *workers]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "tests.gpu.failures",
+        "-p",
+        "no:cacheprovider",
+        "-W",
+        "default",
+        *workers,
+    ]
     count = 0
     with log.open("wb") as out:
         process = subprocess.Popen(
-            ends_with_parent([*command, "-q", "-m", mark, *arguments]),  # in a session of its own, that of the part does not reach it
+            ends_with_parent(
+                [*command, "-q", "-m", mark, *arguments]
+            ),  # in a session of its own, that of the part does not reach it
             cwd=ROOT,
             env=os.environ | {RESULTS: str(results)},
             stdin=subprocess.DEVNULL,
@@ -78,7 +96,11 @@ def _tests(bench: Bench, mark: str, arguments: Sequence[str]) -> Iterator[Row]:
         try:
             while True:
                 has_ended = process.poll() is not None
-                lines = [line for line in results.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+                lines = [
+                    line
+                    for line in results.read_text(encoding="utf-8").splitlines(keepends=True)
+                    if line.endswith("\n")
+                ]
                 yield from map(json.loads, lines[count:])
                 count = len(lines)
                 if has_ended:

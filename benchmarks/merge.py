@@ -1,11 +1,13 @@
-"""Times `cp -r` + fsync, `fsdp-tune merge-checkpoint` and `accelerate merge-weights` on one checkpoint, warm and cold.
+"""Times `cp -r` + fsync, `fsdp-tune merge-checkpoint` and `accelerate merge-weights` on one checkpoint, warm
+and cold.
 
     python benchmarks/merge.py --params 1b
 
-Writes a Llama-shaped fp32 checkpoint of two FSDP ranks with torch.distributed.checkpoint, then runs each in a process of
-its own. Ours and cp end with everything synced to the disk; accelerate does not sync. Cold means that the checkpoint's
-pages were dropped from this machine's page cache (posix_fadvise on every file, and seen to be gone), not those of the programs;
-what the host of a virtual machine caches is out of reach. Needs about 3 times the checkpoint's size.
+Writes a Llama-shaped fp32 checkpoint of two FSDP ranks with torch.distributed.checkpoint, then runs each in a
+process of its own. Ours and cp end with everything synced to the disk; accelerate does not sync. Cold means
+that the checkpoint's pages were dropped from this machine's page cache (posix_fadvise on every file, and seen
+to be gone), not those of the programs; what the host of a virtual machine caches is out of reach. Needs about
+3 times the checkpoint's size.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ def shapes(size: str) -> dict[str, tuple[int, ...]]:
 
 
 def write_rank(rank: int, folder: str, size: str, rendezvous: str) -> None:
-    """One rank of the writer: its own half of every tensor, in a DTensor, saved by torch.distributed.checkpoint."""
+    """One rank of the writer: its own half of every tensor, in a DTensor, saved by
+    torch.distributed.checkpoint."""
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
@@ -72,7 +75,9 @@ def write_rank(rank: int, folder: str, size: str, rendezvous: str) -> None:
     mesh = init_device_mesh("cpu", (RANKS,))
     generator = torch.Generator().manual_seed(rank)
     state = {
-        name: DTensor.from_local(torch.empty(shape[0] // RANKS, *shape[1:]).normal_(generator=generator), mesh, [Shard(0)])
+        name: DTensor.from_local(
+            torch.empty(shape[0] // RANKS, *shape[1:]).normal_(generator=generator), mesh, [Shard(0)]
+        )
         for name, shape in shapes(size).items()
     }
     dcp.save({"model": state}, storage_writer=dcp.FileSystemWriter(folder))
@@ -80,10 +85,14 @@ def write_rank(rank: int, folder: str, size: str, rendezvous: str) -> None:
 
 
 def write_checkpoint(folder: Path, size: str) -> None:
-    """In processes of their own: what this one had resident would count as the peak of the programs that it starts."""
+    """In processes of their own: what this one had resident would count as the peak of the programs that it
+    starts."""
     with tempfile.TemporaryDirectory() as place:
         arguments = [str(folder / SHARDS), size, f"{place}/rendezvous"]
-        ranks = [subprocess.Popen([sys.executable, __file__, WRITE_RANK, str(rank), *arguments]) for rank in range(RANKS)]
+        ranks = [
+            subprocess.Popen([sys.executable, __file__, WRITE_RANK, str(rank), *arguments])
+            for rank in range(RANKS)
+        ]
         if any(process.wait() for process in ranks):
             raise SystemExit("the checkpoint could not be written")
 
@@ -91,7 +100,12 @@ def write_checkpoint(folder: Path, size: str) -> None:
 def run_child(argv: list[str]) -> float:
     """Peak resident MiB of the child; its failure ends the benchmark with its output."""
     with tempfile.TemporaryFile() as output:
-        child = subprocess.Popen(argv, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": str(os.cpu_count())})
+        child = subprocess.Popen(
+            argv,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": str(os.cpu_count())},
+        )
         _, status, usage = os.wait4(child.pid, 0)
         child.returncode = os.waitstatus_to_exitcode(status)
         if child.returncode:
@@ -121,7 +135,8 @@ def set_cache(folder: Path, *, warm: bool) -> None:
 
 
 def cached_share(folder: Path) -> float:
-    """The part of 64 places in every large file that can be read without waiting for the disk; 0 where the system cannot tell."""
+    """The part of 64 places in every large file that can be read without waiting for the disk; 0 where the
+    system cannot tell."""
     seen: list[bool] = []
     for path in folder.rglob("*"):
         if not path.is_file() or (size := path.stat().st_size) < 1 << 20:
@@ -146,11 +161,32 @@ def copy(source: Path, target: Path) -> float:
 
 
 def ours(source: Path, target: Path, dtype: str) -> float:
-    return run_child([sys.executable, "-m", "fsdp_tune", "merge-checkpoint", str(source), "--output", str(target), "--dtype", dtype])
+    return run_child(
+        [
+            sys.executable,
+            "-m",
+            "fsdp_tune",
+            "merge-checkpoint",
+            str(source),
+            "--output",
+            str(target),
+            "--dtype",
+            dtype,
+        ]
+    )
 
 
 def accelerate(source: Path, target: Path) -> float:
-    return run_child([sys.executable, "-m", "accelerate.commands.accelerate_cli", "merge-weights", str(source / SHARDS), str(target)])
+    return run_child(
+        [
+            sys.executable,
+            "-m",
+            "accelerate.commands.accelerate_cli",
+            "merge-weights",
+            str(source / SHARDS),
+            str(target),
+        ]
+    )
 
 
 def measure(action: Callable[[Path], float], source: Path, target: Path, *, warm: bool) -> Timing:
@@ -177,13 +213,24 @@ def measure_rounds(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--params", choices=list(SIZES), default="1b", help="size of the model")
-    parser.add_argument("--directory", type=Path, default=None, help="where to write (default: the temporary directory)")
+    parser.add_argument(
+        "--directory", type=Path, default=None, help="where to write (default: the temporary directory)"
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--checkpoint", type=Path, default=None, help="an existing checkpoint directory, instead of writing one")
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        default=None,
+        help="an existing checkpoint directory, instead of writing one",
+    )
     parser.add_argument("--without-accelerate", action="store_true")
-    parser.add_argument("--warm-only", action="store_true", help="for a file system in memory, such as /dev/shm")
+    parser.add_argument(
+        "--warm-only", action="store_true", help="for a file system in memory, such as /dev/shm"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.directory, prefix="merge-benchmark-") as place:
@@ -212,16 +259,27 @@ def ratio(one: list[Timing], other: list[Timing]) -> float:
 
 def report(size_bytes: int, timings: dict[str, dict[str, list[Timing]]], *, as_json: bool) -> None:
     if as_json:
-        rounds = {warmth: {name: [vars(timing) for timing in each] for name, each in row.items()} for warmth, row in timings.items()}
+        rounds = {
+            warmth: {name: [vars(timing) for timing in each] for name, each in row.items()}
+            for warmth, row in timings.items()
+        }
         print(json.dumps({"bytes": size_bytes, **rounds}, indent=1))
         return
-    print(f"{size_bytes / 1e9:.2f} GB of fp32 weights from {RANKS} ranks, {os.cpu_count()} cores, medians of the rounds")
+    print(
+        f"{size_bytes / 1e9:.2f} GB of fp32 weights from {RANKS} ranks, {os.cpu_count()} cores, "
+        "medians of the rounds"
+    )
     for warmth, row in timings.items():
         for name, each in row.items():
-            seconds, peak = statistics.median(timing.seconds for timing in each), max(timing.peak_rss_mib for timing in each)
+            seconds, peak = (
+                statistics.median(timing.seconds for timing in each),
+                max(timing.peak_rss_mib for timing in each),
+            )
             print(f"{warmth}  {name:<14} {seconds:7.2f} s  {peak:8.0f} MiB  {ratio(each, row[CP]):5.2f} x cp")
         if "accelerate" in row:
-            print(f"{warmth}  ours is {ratio(row['accelerate'], row['ours']):.1f} times as fast as accelerate")
+            print(
+                f"{warmth}  ours is {ratio(row['accelerate'], row['ours']):.1f} times as fast as accelerate"
+            )
 
 
 if __name__ == "__main__":

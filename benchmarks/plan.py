@@ -2,8 +2,8 @@
 
     python benchmarks/plan.py DIRECTORY [--cache DIR] [--exact] [--write] [--only memory|time|lora|qlora]
 
-DIRECTORY holds memory_measurements.csv, timing_measurements.csv and architectures.json. `--write` puts the medians and 90th percentiles
-into fsdp_tune/plan/accuracy.json, where plans quote them from.
+DIRECTORY holds memory_measurements.csv, timing_measurements.csv and architectures.json. `--write` puts the
+medians and 90th percentiles into fsdp_tune/plan/accuracy.json, where plans quote them from.
 """
 
 from __future__ import annotations
@@ -21,11 +21,15 @@ from fsdp_tune.planner.predict.predict import TABLE
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("directory", type=Path)
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir(), "fsdp-tune-traces"))
     parser.add_argument("--exact", action="store_true", help="memory: trace every decoder layer")
-    parser.add_argument("--write", action="store_true", help="put what plans quote into fsdp_tune/plan/accuracy.json")
+    parser.add_argument(
+        "--write", action="store_true", help="put what plans quote into fsdp_tune/plan/accuracy.json"
+    )
     parser.add_argument("--only", choices=("memory", "time", "lora", "qlora"))
     options = parser.parse_args()
     architectures = options.directory / "architectures.json"
@@ -37,10 +41,14 @@ def main() -> None:
             plan_memory.bench(measurements, architectures, options.cache, exact=options.exact, method=method)
     if options.only in (None, "memory"):
         print("# Peak memory, GiB: predicted, measured, error, fits")
-        quoted |= plan_memory.bench(options.directory / "memory_measurements.csv", architectures, options.cache, exact=options.exact)
+        quoted |= plan_memory.bench(
+            options.directory / "memory_measurements.csv", architectures, options.cache, exact=options.exact
+        )
     if options.only in (None, "time"):
         print("# Time: predicted, measured, error (of the time)")
-        quoted |= plan_timing.bench(options.directory / "timing_measurements.csv", architectures, options.cache)
+        quoted |= plan_timing.bench(
+            options.directory / "timing_measurements.csv", architectures, options.cache
+        )
     for name, error in quoted.items():
         print(f"{name:34} {error}")
     if options.write:

@@ -1,4 +1,5 @@
-"""The runs of 0.1 to 8B parameters that a GPU day compares with their plans: models, cases, recipes, and what `plan` predicts."""
+"""The runs of 0.1 to 8B parameters that a GPU day compares with their plans: models, cases, recipes, and what
+`plan` predicts."""
 
 from __future__ import annotations
 
@@ -10,12 +11,21 @@ if TYPE_CHECKING:
     from fsdp_tune.core.gpus import Hardware
     from fsdp_tune.planner.predict.predict import Plan
 
-FIGURES = (("peak_allocated_gib", "allocated_gib"), ("peak_reserved_gib", "reserved_gib"), ("step_seconds", "step_seconds"))
+FIGURES = (
+    ("peak_allocated_gib", "allocated_gib"),
+    ("peak_reserved_gib", "reserved_gib"),
+    ("step_seconds", "step_seconds"),
+)
 """Names in a plan and of a run."""
 
 
 def llama(width: int, inner: int, layers: int, heads: int, shared: int, vocabulary: int) -> dict[str, Any]:
-    sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers, "vocab_size": vocabulary}
+    sizes = {
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "vocab_size": vocabulary,
+    }
     return {
         "model_type": "llama",
         **sizes,
@@ -118,4 +128,8 @@ def predicted(recipe: Any, hardware: Hardware, trace: Any) -> dict[str, Any]:
 
 
 def of_plan(made: Plan) -> dict[str, Any]:
-    return {"fits": made.fits, "predicted_mfu": made.mfu, **{f"predicted_{real}": getattr(made, name) for name, real in FIGURES}}
+    return {
+        "fits": made.fits,
+        "predicted_mfu": made.mfu,
+        **{f"predicted_{real}": getattr(made, name) for name, real in FIGURES},
+    }

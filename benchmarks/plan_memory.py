@@ -1,9 +1,10 @@
 """Peak memory: every published measurement that a recipe can express, predicted, against what was measured.
 
-A row is planned as the recipe that says the same. What is traced is this package's step with what the measured program is known to do
-otherwise (`programs`): its loss, keys repeated before attention, fused kernels. Where the program does something that neither can say
-(DeepSpeed, float8, an optimizer inside the backward), the row is left out and the reason is printed. No constant is fitted. What the
-columns do not say was looked up in the programs' code, mostly after a first pass had shown which sources were off.
+A row is planned as the recipe that says the same. What is traced is this package's step with what the
+measured program is known to do otherwise (`programs`): its loss, keys repeated before attention, fused
+kernels. Where the program does something that neither can say (DeepSpeed, float8, an optimizer inside the
+backward), the row is left out and the reason is printed. No constant is fitted. What the columns do not say
+was looked up in the programs' code, mostly after a first pass had shown which sources were off.
 """
 
 from __future__ import annotations
@@ -37,7 +38,14 @@ from programs import (
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.gpus import Hardware
 from fsdp_tune.core.units import GIB
-from fsdp_tune.planner.predict.memory import CONTEXT_BYTES, NCCL_BYTES, Memory, cublas_workspace_bytes, fit, peak_memory
+from fsdp_tune.planner.predict.memory import (
+    CONTEXT_BYTES,
+    NCCL_BYTES,
+    Memory,
+    cublas_workspace_bytes,
+    fit,
+    peak_memory,
+)
 from fsdp_tune.planner.trace_format import Segments, Trace
 from fsdp_tune.planner.tracing import trace_key
 from fsdp_tune.recipe.resolve import resolve
@@ -46,10 +54,15 @@ from fsdp_tune.recipe.world import MOST_NARROW_SUMS
 
 PROGRAMS: dict[str, dict[str, Any]] = {
     "pytorch/torchtitan": {"reduce_dtype": "fp32", "optim": "adamw_torch_fused", "max_grad_norm": 1.0},
-    "foundation-model-stack/fms-acceleration": {"reduce_dtype": "bf16", "optim": "adamw_torch", "max_grad_norm": 1.0},
+    "foundation-model-stack/fms-acceleration": {
+        "reduce_dtype": "bf16",
+        "optim": "adamw_torch",
+        "max_grad_norm": 1.0,
+    },
 }
 _UNKNOWN_PROGRAM = {"reduce_dtype": "auto", "optim": "adamw_torch_fused", "max_grad_norm": 1.0}
-# Without `PYTORCH_CUDA_ALLOC_CONF` until this commit's time; torchtitan's launcher sets expandable segments since October 2024.
+# Without `PYTORCH_CUDA_ALLOC_CONF` until this commit's time; torchtitan's launcher sets expandable segments
+# since October 2024.
 _BEFORE_EXPANDABLE = ("#165", "@40f8fd0")
 # torchtitan compiles its loss since August 2025.
 _LOSS_COMPILED = ("@d66b72a",)
@@ -103,14 +116,17 @@ def why_not(row: dict[str, str], method: str) -> str | None:
         f"not {METHODS[method]}": row["method"] != method,
         "DeepSpeed or Gemini": row["sharding"] == "ZERO3" or "DeepSpeed" in row["notes"],
         "4 bits by another method": row["method"] == "qlora" and not row["dtype_params"].startswith("nf4"),
-        "experts in 4 bits, which are stacked and in 16 bits here": row["method"] == "qlora" and "Mixtral" in row["model"],
+        "experts in 4 bits, which are stacked and in 16 bits here": row["method"] == "qlora"
+        and "Mixtral" in row["model"],
         "float8": "float8" in row["mixed_precision"],
         "a compiler of its own": "graph_trainer" in row["notes"],
         "optimizer inside the backward": "optimizer_in_bwd" in row["notes"],
         "activations on the host": "activations offloaded" in row["notes"],
         "a loss in slices": row["fused_ce_or_liger"] == "yes" and not foak,
-        "checkpointing or loss not stated": "unknown" in (row["activation_checkpointing"], row["fused_ce_or_liger"]),
-        "length is a cap, the longest row unknown": "longest kept sample" in row["notes"] or "seq_len is the cap" in row["notes"],
+        "checkpointing or loss not stated": "unknown"
+        in (row["activation_checkpointing"], row["fused_ce_or_liger"]),
+        "length is a cap, the longest row unknown": "longest kept sample" in row["notes"]
+        or "seq_len is the cap" in row["notes"],
         "the kind of figure is not stated": row["metric"] == "unspecified",
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
@@ -123,12 +139,17 @@ def recipe_of(row: dict[str, str], config: dict[str, Any]) -> Recipe:
     accumulation = re.search(r"grad_accum=(\d+)", row["notes"])
     pure = row["mixed_precision"] == "none"
     # FSDP1's offload moves flat parameters in a way that fake tensors refuse; FSDP2's stands for it.
-    version = 1 if row["fsdp_version"] == "1" and row["cpu_offload"] != "params" and row["method"] == "full" else 2
-    # FSDP1's usual policy and torchtitan's first one: the layers are units, and the root holds embedding and head.
+    version = (
+        1 if row["fsdp_version"] == "1" and row["cpu_offload"] != "params" and row["method"] == "full" else 2
+    )
+    # FSDP1's usual policy and torchtitan's first one: the layers are units, and the root holds embedding and
+    # head.
     layers_only = row["fsdp_version"] == "1" or any(sign in row["source"] for sign in _BEFORE_EXPANDABLE)
     layers = "model.layers.*" if "hidden_size" in config else "transformer.h.*"
     wrap = {"auto_wrap_policy": "MODULE_NAMES_WRAP", "modules_to_wrap": [layers]} if layers_only else {}
-    reduce_dtype = ("bf16" if pure else "fp32") if program["reduce_dtype"] == "auto" else program["reduce_dtype"]
+    reduce_dtype = (
+        ("bf16" if pure else "fp32") if program["reduce_dtype"] == "auto" else program["reduce_dtype"]
+    )
     data: dict[str, Any] = {
         "model": {
             "from_config": causal_lm(config, length),
@@ -146,7 +167,10 @@ def recipe_of(row: dict[str, str], config: dict[str, Any]) -> Recipe:
             "activation_checkpointing": row["activation_checkpointing"],
             "offload_params": row["cpu_offload"] == "params",
         },
-        "precision": {"mixed_precision": "no" if pure else row["mixed_precision"], "reduce_dtype": reduce_dtype},
+        "precision": {
+            "mixed_precision": "no" if pure else row["mixed_precision"],
+            "reduce_dtype": reduce_dtype,
+        },
         "training": {
             "per_device_train_batch_size": int(row["micro_batch"]),
             # Two micro-batches are traced; a recipe may not add the gradients of more in bf16.
@@ -160,7 +184,9 @@ def recipe_of(row: dict[str, str], config: dict[str, Any]) -> Recipe:
         data["lora"] = lora_of(row)
     if row["method"] == "qlora":
         data["quantization"] = {"load": "nf4"}
-    return resolve(Recipe.model_validate(data), Machine("cuda", gpus, 8, None), cwd=Path.cwd(), assume="cuda").recipe
+    return resolve(
+        Recipe.model_validate(data), Machine("cuda", gpus, 8, None), cwd=Path.cwd(), assume="cuda"
+    ).recipe
 
 
 def lora_of(row: dict[str, str]) -> dict[str, Any]:
@@ -171,7 +197,10 @@ def lora_of(row: dict[str, str]) -> dict[str, Any]:
     if names == ["all-linear"]:
         return {"r": int(rank[1])}
     short = {"q": "q_proj", "v": "v_proj"}
-    return {"r": int(rank[1]), "target_modules": [short.get(name, name) for name in names if name != "c_attn"]}
+    return {
+        "r": int(rank[1]),
+        "target_modules": [short.get(name, name) for name in names if name != "c_attn"],
+    }
 
 
 def read_rows(measurements: Path, architectures: Path, method: str) -> tuple[list[Row], dict[str, list[str]]]:
@@ -185,11 +214,24 @@ def read_rows(measurements: Path, architectures: Path, method: str) -> tuple[lis
             if reason is not None or hardware is None or config is None:
                 left_out[reason or "the card or the model's shape is not known"].append(row["id"])
                 continue
-            titan = source_of(row) == "pytorch/torchtitan" and not any(sign in row["source"] for sign in _BEFORE_EXPANDABLE)
+            titan = source_of(row) == "pytorch/torchtitan" and not any(
+                sign in row["source"] for sign in _BEFORE_EXPANDABLE
+            )
             segments: Segments = "expandable" if titan else "plain"
             measured = float(row["value_gib"])
             changes = changes_of(row)
-            used.append(Row(row["id"], source_of(row), row["metric"], measured, hardware, segments, recipe_of(row, config), changes))
+            used.append(
+                Row(
+                    row["id"],
+                    source_of(row),
+                    row["metric"],
+                    measured,
+                    hardware,
+                    segments,
+                    recipe_of(row, config),
+                    changes,
+                )
+            )
     return used, left_out
 
 
@@ -209,23 +251,33 @@ def traced(rows: Sequence[Row], cache: Path, *, exact: bool) -> dict[str, Trace]
 
 
 def predicted_gib(row: Row, trace: Trace) -> tuple[float, Memory]:
-    """In the row's own metric. A card that fills up gives cached memory back, so the replay knows its size."""
+    """In the row's own metric. A card that fills up gives cached memory back, so the replay knows its
+    size."""
     outside = CONTEXT_BYTES + (NCCL_BYTES if trace.shapes.topology.world_size > 1 else 0)
     capacity = row.hardware.usable_bytes - outside
-    memory = peak_memory(trace, segments=row.segments, capacity_bytes=capacity, workspace_bytes=cublas_workspace_bytes(row.hardware))
+    memory = peak_memory(
+        trace,
+        segments=row.segments,
+        capacity_bytes=capacity,
+        workspace_bytes=cublas_workspace_bytes(row.hardware),
+    )
     figures = {"peak_allocated": memory.peak_allocated_bytes, "peak_reserved": memory.peak_reserved_bytes}
     return figures.get(row.metric, memory.peak_reserved_bytes + outside) / GIB, memory
 
 
 def report(rows: Sequence[Row], errors: dict[str, float]) -> dict[str, Any]:
-    """Prints the errors by metric and source; returns what a plan quotes: all rows, since no constant was fitted on any."""
+    """Prints the errors by metric and source; returns what a plan quotes: all rows, since no constant was
+    fitted on any."""
     quoted: dict[str, Any] = {}
     for metric in ("peak_allocated", "peak_reserved", "nvidia_smi"):
         mine = [row for row in rows if row.metric == metric and row.id in errors]
         for source in sorted({row.source for row in mine}):
             _print(f"{metric} {source}", [errors[row.id] for row in mine if row.source == source])
         for title, kept in (("of fused kernels (stand-ins)", True), ("eager", False)):
-            _print(f"{metric} ALL {title}", [errors[row.id] for row in mine if (fused_layers in row.changes) == kept])
+            _print(
+                f"{metric} ALL {title}",
+                [errors[row.id] for row in mine if (fused_layers in row.changes) == kept],
+            )
         _print(f"{metric} ALL", [errors[row.id] for row in mine])
         if metric != "nvidia_smi":
             quoted[f"{metric}_gib"] = summary(errors[row.id] for row in mine)
@@ -237,8 +289,11 @@ def _print(title: str, errors: list[float]) -> None:
         print(f"{title:66} {summary(errors)}  bias {statistics.median(errors):+.1f} %")
 
 
-def bench(measurements: Path, architectures: Path, cache: Path, *, exact: bool = False, method: str = "full") -> dict[str, Any]:
-    """Prints every row, and the errors by source; returns what a plan quotes, which is of full fine-tuning."""
+def bench(
+    measurements: Path, architectures: Path, cache: Path, *, exact: bool = False, method: str = "full"
+) -> dict[str, Any]:
+    """Prints every row, and the errors by source; returns what a plan quotes, which is of full
+    fine-tuning."""
     rows, left_out = read_rows(measurements, architectures, method)
     traces = traced(rows, cache, exact=exact)
     errors: dict[str, float] = {}

@@ -1,9 +1,10 @@
-"""`plan` against published figures of other people's runs: each predicted beside the published one, with the error.
+"""`plan` against published figures of other people's runs: each predicted beside the published one, with the
+error.
 
     python benchmarks/plan_rows.py [FILE …] [--cache DIR] [--only WORD] [--markdown]
 
-A FILE has tab-separated columns under a header (default: docs/evidence/data/published-rows.tsv). One line is one published figure;
-lines of one run share its trace.
+A FILE has tab-separated columns under a header (default: docs/evidence/data/published-rows.tsv). One line is
+one published figure; lines of one run share its trace.
 
     model        a model whose configuration the package has (`recipe/model_configs.json`), or the path of a config.json
     gpu          a name of the table of GPUs
@@ -21,8 +22,9 @@ lines of one run share its trace.
     differs      in what the program differs from what is planned; `-` if the source names nothing
     source       the address of the figure
 
-Nothing is fitted on these rows. An error of a speed is that of its time: positive if the prediction is too slow.
-"""
+Nothing is fitted on these rows. An error of a speed is that of its time: positive if the prediction is too
+slow.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -99,9 +101,12 @@ COLUMNS = tuple(field.name for field in fields(Row))
 
 
 def read_rows(file: Path) -> list[Row]:
-    """Return the rows of a file. Raises: SystemExit naming file and line for other columns, or a value that is none of the documented."""
+    """Return the rows of a file. Raises: SystemExit naming file and line for other columns, or a value that
+    is none of the documented."""
     with file.open(encoding="utf-8", newline="") as lines:
-        table = csv.DictReader((line for line in lines if not line.startswith("#")), delimiter="\t", quoting=csv.QUOTE_NONE)
+        table = csv.DictReader(
+            (line for line in lines if not line.startswith("#")), delimiter="\t", quoting=csv.QUOTE_NONE
+        )
         if tuple(table.fieldnames or ()) != COLUMNS:
             raise SystemExit(f"{file}: the columns are {table.fieldnames}, not {', '.join(COLUMNS)}")
         return [_checked(Row(**values), f"{file}, row {number}") for number, values in enumerate(table, 1)]
@@ -121,7 +126,8 @@ def _checked(row: Row, where: str) -> Row:
 
 
 def row_recipe_data(row: Row) -> dict[str, Any]:
-    """Return the recipe of a row, by section. Raises: ValueError or TypeError for a value that cannot be read."""
+    """Return the recipe of a row, by section. Raises: ValueError or TypeError for a value that cannot be
+    read."""
     ranks, (dtype, computed) = int(row.ranks), STORED[row.precision]
     data: dict[str, Any] = {
         "model": {"from_config": configuration(row.model), "tokenizer": "builtin:arithmetic", "dtype": dtype},
@@ -129,7 +135,11 @@ def row_recipe_data(row: Row) -> dict[str, Any]:
         "fsdp": {"sharding_strategy": row.strategy},
         "precision": {"mixed_precision": computed},
         "training": {"per_device_train_batch_size": int(row.micro_batch), "gradient_accumulation_steps": 1},
-        "launch": {"num_processes": ranks, "num_machines": machines_of(ranks, find_hardware(row.gpu)), "device": "cuda"},
+        "launch": {
+            "num_processes": ranks,
+            "num_machines": machines_of(ranks, find_hardware(row.gpu)),
+            "device": "cuda",
+        },
     }
     method, _, rank = row.adapters.partition(" r=")
     if method != "none":
@@ -234,23 +244,41 @@ def outcomes(rows: Sequence[Row], cache: Path) -> Iterator[Outcome]:
 def summary(errors: Iterable[float]) -> str:
     sizes = [abs(error) for error in errors]
     worst = max(sizes, default=0.0)
-    return f"median {statistics.median(sizes):.1f} %, worst {worst:.1f} %, of {len(sizes)}" if sizes else "no row"
+    return (
+        f"median {statistics.median(sizes):.1f} %, worst {worst:.1f} %, of {len(sizes)}"
+        if sizes
+        else "no row"
+    )
 
 
 def described(found: Outcome) -> list[str]:
     """Return the cells of a row: run, program, unit, predicted, published, error."""
     row = found.row
     kept = [word.partition(".")[2] for word in row.keys.split() if word != "-"]
-    others = [row.precision, *([] if row.adapters == "none" else [row.adapters]), *([] if row.ep == "1" else [f"ep {row.ep}"]), *kept]
-    run = f"{row.model.rpartition('/')[2]}, {row.ranks} × {row.gpu}, {row.strategy}, {row.micro_batch} × {row.length}, {', '.join(others)}"
-    figures = ("–", "–") if found.predicted is None or found.error is None else (f"{found.predicted:,.4g}", f"{found.error:+.1f} %")
+    others = [
+        row.precision,
+        *([] if row.adapters == "none" else [row.adapters]),
+        *([] if row.ep == "1" else [f"ep {row.ep}"]),
+        *kept,
+    ]
+    run = (
+        f"{row.model.rpartition('/')[2]}, {row.ranks} × {row.gpu}, {row.strategy}, {row.micro_batch} × "
+        f"{row.length}, {', '.join(others)}"
+    )
+    figures = (
+        ("–", "–")
+        if found.predicted is None or found.error is None
+        else (f"{found.predicted:,.4g}", f"{found.error:+.1f} %")
+    )
     published = f"{row.published:,.0f}" if row.published >= 1000 else f"{row.published:g}"
     value = figures[0] if found.predicted is None or found.predicted < 1000 else f"{found.predicted:,.0f}"
     return [run, row.program, row.unit, value, published, figures[1]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("files", nargs="*", type=Path, default=[PUBLISHED], metavar="FILE")
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir(), "fsdp-tune-traces"))
     parser.add_argument("--only", default="", help="rows in which a column has this word")
@@ -260,7 +288,9 @@ def main() -> None:
     rows = [row for row in rows if any(options.only in getattr(row, column) for column in COLUMNS)]
     errors: dict[tuple[str, str], list[float]] = defaultdict(list)
     if options.markdown:
-        print("| run | program | unit | predicted | published | error |\n| --- | --- | --- | --- | --- | --- |")
+        print(
+            "| run | program | unit | predicted | published | error |\n| --- | --- | --- | --- | --- | --- |"
+        )
     for found in outcomes(rows, options.cache):
         cells = described(found)
         print(f"| {' | '.join(cells)} |" if options.markdown else "  ".join(cells), found.reason, flush=True)
@@ -270,7 +300,9 @@ def main() -> None:
     for kind in (SPEED, MEMORY):
         for program in sorted({program for of, program in errors if of == kind}):
             print(f"{kind}, {program}: {summary(errors[kind, program])}")
-        print(f"{kind}, all: {summary(error for (of, _), found in errors.items() if of == kind for error in found)}")
+        print(
+            f"{kind}, all: {summary(error for (of, _), found in errors.items() if of == kind for error in found)}"  # noqa: E501
+        )
 
 
 if __name__ == "__main__":

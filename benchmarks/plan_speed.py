@@ -26,7 +26,11 @@ RECIPES: dict[str, tuple[str, str, int, tuple[str, ...]]] = {
         "llama70b_full_shard_offload",
         "H100-SXM",
         512,
-        ("model.name_or_path=meta-llama/Llama-3.1-405B", "fsdp.offload_params=false", "training.global_batch_size=1024"),
+        (
+            "model.name_or_path=meta-llama/Llama-3.1-405B",
+            "fsdp.offload_params=false",
+            "training.global_batch_size=1024",
+        ),
     ),
 }
 """Recipe of the catalogue, GPU, how many, and what is set otherwise."""
@@ -42,7 +46,12 @@ def resolved(name: str, folder: str) -> tuple[Any, Any]:
     source, gpu, number, changes = RECIPES[name]
     hardware = find_hardware(gpu)
     machines = -(-number // (hardware.devices_per_machine or 8))
-    launch = (f"launch.num_processes={number}", f"launch.num_machines={machines}", "launch.device=cuda", f"data.cache_dir={folder}")
+    launch = (
+        f"launch.num_processes={number}",
+        f"launch.num_machines={machines}",
+        "launch.device=cuda",
+        f"data.cache_dir={folder}",
+    )
     loaded = load_recipe(source, [*changes, *launch])
     return resolve(loaded.recipe, Machine(None, 0, 2, None), cwd=Path.cwd(), assume="cuda").recipe, hardware
 
@@ -99,7 +108,20 @@ def search(name: str, folder: str) -> dict[str, float]:
     """The whole command, as a user runs it: with an empty cache, and again."""
     source, gpu, number, changes = RECIPES[name]
     words = [word for key in (*changes, f"data.cache_dir={folder}") for word in ("--set", key)]
-    command = [sys.executable, "-m", "fsdp_tune", "plan", "--config", source, "--gpu", gpu, "--num-gpus", str(number), *words, "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "fsdp_tune",
+        "plan",
+        "--config",
+        source,
+        "--gpu",
+        gpu,
+        "--num-gpus",
+        str(number),
+        *words,
+        "--json",
+    ]
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     seconds: dict[str, float] = {}
     for label in ("whole command, nothing cached", "whole command, again"):
@@ -114,12 +136,16 @@ def search(name: str, folder: str) -> dict[str, float]:
 def import_seconds() -> float:
     """Of what traces: torch, transformers, and this package's part, in a fresh interpreter."""
     began = time.perf_counter()
-    subprocess.run([sys.executable, "-c", "import fsdp_tune.planner.trace.trace_recipe"], capture_output=True, check=True)
+    subprocess.run(
+        [sys.executable, "-c", "import fsdp_tune.planner.trace.trace_recipe"], capture_output=True, check=True
+    )
     return time.perf_counter() - began
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", choices=("answer", "cached", "search"))
     parser.add_argument("--recipe", choices=tuple(RECIPES))
     parser.add_argument("--rounds", type=int, default=3)
@@ -142,7 +168,11 @@ def main() -> None:
             rounds.append(found)
         for figure in rounds[0]:
             values = [each[figure] for each in rounds]
-            print(f"{name:24} {figure:32} {statistics.median(values):6.2f} s   ({min(values):.2f} to {max(values):.2f})", flush=True)
+            print(
+                f"{name:24} {figure:32} {statistics.median(values):6.2f} s   ({min(values):.2f} to "
+                f"{max(values):.2f})",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

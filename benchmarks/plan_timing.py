@@ -1,7 +1,7 @@
 """Step time: every published measurement that a recipe can express, predicted, against what was measured.
 
-Sources are divided by a hash of their names (`is_held_out`). Constants may be fitted on one part only; the figures that a plan quotes
-are those of the held-out part. Rows that are not used are printed with the reason.
+Sources are divided by a hash of their names (`is_held_out`). Constants may be fitted on one part only; the
+figures that a plan quotes are those of the held-out part. Rows that are not used are printed with the reason.
 """
 
 from __future__ import annotations
@@ -29,20 +29,22 @@ from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.world import MOST_NARROW_SUMS
 
 CONSTANTS_FITTED_ON = ("mosaicml/llm-foundry", "foundation-model-stack/fms-acceleration")
-"""The sources of today's constants. They were chosen before the division by hash, so neither can be held out."""
+"""The sources of today's constants. They were chosen before the division by hash, so neither can be held
+out."""
 PER_MACHINE = 8
 TRITON_ATTENTION = (1 / 1.4, 1 / 2)
-"""Forward and backward of the first FlashAttention in Triton relative to FlashAttention-2, "around 1.3-1.5× faster […] in the forward pass
-and around 2× faster in the backward pass" (arXiv:2307.08691, section 4.1). llm-foundry's tables were made with it: `--attn_impl` of
-scripts/train/benchmarking/submit_benchmarks.py is `triton` by default, and sweep.sh leaves it."""
+"""Forward and backward of the first FlashAttention in Triton relative to FlashAttention-2, "around 1.3-1.5×
+faster […] in the forward pass and around 2× faster in the backward pass" (arXiv:2307.08691, section 4.1).
+llm-foundry's tables were made with it: `--attn_impl` of scripts/train/benchmarking/submit_benchmarks.py is
+`triton` by default, and sweep.sh leaves it."""
 USES_TRITON = "mosaicml/llm-foundry"
 H100_96GB_USABLE_GIB = 95.04
 """`total capacity` of torchtitan's runs."""
 H100_96GB_GB_S = 2400
 """HBM2e: "Hardware" in torchtitan's benchmarks/llama3_h100_202412_torchtitan.md."""
 H100_96GB_CLOCK = (500 / 700) ** (1 / 3)
-"""Relative to an H100 of 700 W: the same document gives a power limit of 500 W, and power grows with the cube of the clock, since the
-voltage follows it."""
+"""Relative to an H100 of 700 W: the same document gives a power limit of 500 W, and power grows with the cube
+of the clock, since the voltage follows it."""
 # The program holds the bf16 weights that it trains beside fp32 ones, or says nothing: the recipe's default.
 _STORED = {"fp32": "fp32", "bf16": "bf16", "unknown": "fp32", "bf16 + fp32 master": "fp32"}
 
@@ -68,7 +70,8 @@ class Row:
 
 
 def is_held_out(source: str) -> bool:
-    """Return whether constants must not be fitted on a source: an odd SHA-256 of its name, unless today's were."""
+    """Return whether constants must not be fitted on a source: an odd SHA-256 of its name, unless today's
+    were."""
     is_odd = hashlib.sha256(source.encode()).digest()[-1] % 2 == 1
     return is_odd and source not in CONSTANTS_FITTED_ON
 
@@ -102,7 +105,9 @@ def is_loss_chunked(row: dict[str, str]) -> bool:
 def card(name: str) -> Hardware | None:
     """Return the GPU of a row; None if it is not in the table."""
     if name.startswith(("H100-95GiB", "H100-96GB")):
-        return replace(find_hardware("H100-SXM"), usable_gib=H100_96GB_USABLE_GIB, bandwidth_gb_s=H100_96GB_GB_S)
+        return replace(
+            find_hardware("H100-SXM"), usable_gib=H100_96GB_USABLE_GIB, bandwidth_gb_s=H100_96GB_GB_S
+        )
     for known in ("A100-40GB", "A100-80GB", "H200", "H100-SXM", "RTX3090", "RTX4090"):
         if name.startswith(known.removesuffix("-SXM")):
             return find_hardware(known)
@@ -122,7 +127,10 @@ def recipe_of(row: dict[str, str], config: dict[str, Any]) -> Recipe:
             "tokenizer": "builtin:arithmetic",
             "dtype": _STORED[row["dtype_params"]],
         },
-        "kernels": {"loss": "chunked" if is_loss_chunked(row) else "full", "compile": row["compile"] == "yes"},
+        "kernels": {
+            "loss": "chunked" if is_loss_chunked(row) else "full",
+            "compile": row["compile"] == "yes",
+        },
         "data": {"train": [{"path": "builtin:arithmetic"}], "max_length": length},
         "fsdp": {"sharding_strategy": strategy, "activation_checkpointing": row["activation_checkpointing"]},
         "precision": precision_of(row),
@@ -132,9 +140,14 @@ def recipe_of(row: dict[str, str], config: dict[str, Any]) -> Recipe:
         },
         "launch": {"num_processes": gpus, "num_machines": math.ceil(gpus / PER_MACHINE), "device": "cuda"},
     }
-    # A recipe may not add the gradients of more micro-batches in bf16, as some of these programs did: set past its rules.
-    found = resolve(Recipe.model_validate(data), Machine("cuda", gpus, 8, None), cwd=Path.cwd(), assume="cuda").recipe
-    return found.model_copy(update={"training": found.training.model_copy(update={"gradient_accumulation_steps": steps})})
+    # A recipe may not add the gradients of more micro-batches in bf16, as some of these programs did: set
+    # past its rules.
+    found = resolve(
+        Recipe.model_validate(data), Machine("cuda", gpus, 8, None), cwd=Path.cwd(), assume="cuda"
+    ).recipe
+    return found.model_copy(
+        update={"training": found.training.model_copy(update={"gradient_accumulation_steps": steps})}
+    )
 
 
 def precision_of(row: dict[str, str]) -> dict[str, str]:
@@ -142,19 +155,41 @@ def precision_of(row: dict[str, str]) -> dict[str, str]:
     mixed = row["mixed_precision"]
     reduced = "bf16" if "reduce in bf16" in row["notes"] or row["dtype_params"] == "bf16" else "fp32"
     if "float8" in mixed:
-        return {"mixed_precision": "fp8", "fp8_recipe": "rowwise" if "rowwise" in mixed else "tensorwise", "reduce_dtype": reduced}
+        return {
+            "mixed_precision": "fp8",
+            "fp8_recipe": "rowwise" if "rowwise" in mixed else "tensorwise",
+            "reduce_dtype": reduced,
+        }
     return {"mixed_precision": mixed if mixed in ("bf16", "fp16") else "no", "reduce_dtype": reduced}
 
 
 def causal_lm(config: dict[str, Any], length: int) -> dict[str, Any]:
-    """MPT's shapes as GPT-2 (no other family has its plain MLP, LayerNorm and tied embedding, with flash attention)."""
+    """MPT's shapes as GPT-2 (no other family has its plain MLP, LayerNorm and tied embedding, with flash
+    attention)."""
     if config["model_type"] != "mpt":
-        longer = {"max_position_embeddings": max(length, 4096)} if "hidden_size" in config else {"n_positions": max(length, 1024)}
-        # A window as long as the row never masks anything; with it set, transformers would make a mask all the same.
+        longer = (
+            {"max_position_embeddings": max(length, 4096)}
+            if "hidden_size" in config
+            else {"n_positions": max(length, 1024)}
+        )
+        # A window as long as the row never masks anything; with it set, transformers would make a mask all
+        # the same.
         return {**config, **longer} | ({"sliding_window": None} if config["model_type"] == "mistral" else {})
-    sizes = {"n_embd": config["d_model"], "n_layer": config["n_layers"], "n_head": config["n_heads"], "vocab_size": config["vocab_size"]}
+    sizes = {
+        "n_embd": config["d_model"],
+        "n_layer": config["n_layers"],
+        "n_head": config["n_heads"],
+        "vocab_size": config["vocab_size"],
+    }
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return {"model_type": "gpt2", **sizes, **no_dropout, "n_positions": length, "activation_function": "gelu", "tie_word_embeddings": True}
+    return {
+        "model_type": "gpt2",
+        **sizes,
+        **no_dropout,
+        "n_positions": length,
+        "activation_function": "gelu",
+        "tie_word_embeddings": True,
+    }
 
 
 def read_rows(measurements: Path, architectures: Path) -> tuple[list[Row], dict[str, list[str]]]:
@@ -168,7 +203,16 @@ def read_rows(measurements: Path, architectures: Path) -> tuple[list[Row], dict[
             if reason is not None or hardware is None or config is None:
                 left_out[reason or "the model's shape is not given"].append(row["id"])
                 continue
-            used.append(Row(row["id"], source_of(row), row["metric"], float(row["value"]), hardware, recipe_of(row, config)))
+            used.append(
+                Row(
+                    row["id"],
+                    source_of(row),
+                    row["metric"],
+                    float(row["value"]),
+                    hardware,
+                    recipe_of(row, config),
+                )
+            )
     return used, left_out
 
 
@@ -228,17 +272,25 @@ def summary(errors: Iterable[float]) -> dict[str, Any]:
     if not sizes:
         return {"median_percent": None, "p90_percent": None, "rows": 0}
     p90 = sizes[min(len(sizes) - 1, round(0.9 * (len(sizes) - 1)))]
-    return {"median_percent": round(statistics.median(sizes), 1), "p90_percent": round(p90, 1), "rows": len(sizes)}
+    return {
+        "median_percent": round(statistics.median(sizes), 1),
+        "p90_percent": round(p90, 1),
+        "rows": len(sizes),
+    }
 
 
 def report(rows: Sequence[Row], errors: dict[str, float]) -> dict[str, Any]:
-    """Print the errors by part, layout and source, and those of eager and compiled rows; return the figures that a plan quotes."""
+    """Print the errors by part, layout and source, and those of eager and compiled rows; return the figures
+    that a plan quotes."""
     groups: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for row in rows:
         if row.id in errors:
             groups[row.part, layout(row), row.source].append(errors[row.id])
     quoted: dict[str, Any] = {}
-    for where, key in (("one machine", "step_seconds_on_one_machine"), ("over machines", "step_seconds_over_machines")):
+    for where, key in (
+        ("one machine", "step_seconds_on_one_machine"),
+        ("over machines", "step_seconds_over_machines"),
+    ):
         for part in ("fitted", "held out"):
             matching = {source: found for (p, w, source), found in groups.items() if (p, w) == (part, where)}
             for source, found in matching.items():
@@ -249,7 +301,9 @@ def report(rows: Sequence[Row], errors: dict[str, float]) -> dict[str, Any]:
                 quoted[key] = summary(total)
     for part in ("fitted", "held out"):
         for kind in ("eager", "compiled"):
-            found = [errors[row.id] for row in rows if (row.part, row.kind) == (part, kind) and row.id in errors]
+            found = [
+                errors[row.id] for row in rows if (row.part, row.kind) == (part, kind) and row.id in errors
+            ]
             print(f"  {part:10}{kind:15}{'ALL':44}{_described(found)}")
     return quoted
 

@@ -1,7 +1,8 @@
-"""What the measured programs do otherwise than ours in the step, from their code; the rest of the traced step stays ours.
+"""What the measured programs do otherwise than ours in the step, from their code; the rest of the traced step
+stays ours.
 
-Each is a function that changes the process that traces, as a test changes it. Kernels that only a GPU has stand for what they allocate:
-what they save for the backward, and what the backward gives back.
+Each is a function that changes the process that traces, as a test changes it. Kernels that only a GPU has
+stand for what they allocate: what they save for the backward, and what the backward gives back.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ Change = Callable[[Recipe], None]
 
 
 def keys_expanded(_recipe: Recipe) -> None:
-    """torchtitan, litgpt and torchtune repeat keys and values to the number of query heads before attention, which keeps the copies."""
+    """torchtitan, litgpt and torchtune repeat keys and values to the number of query heads before attention,
+    which keeps the copies."""
     from transformers.integrations import sdpa_attention
 
     sdpa_attention.use_gqa_in_sdpa = lambda *_: False
 
 
 def norm_weight_in_fp32(recipe: Recipe) -> None:
-    """litgpt's RMSNorm: also the multiplication by the weight is in fp32, which saves one more tensor in it."""
+    """litgpt's RMSNorm: also the multiplication by the weight is in fp32, which saves one more tensor in
+    it."""
 
     def forward(norm: Any, x: Any) -> Any:
         import torch
@@ -42,7 +45,8 @@ def norm_weight_in_fp32(recipe: Recipe) -> None:
 
 
 def fused_layers(recipe: Recipe) -> None:
-    """Norm, rotary embedding and the gated activation in one kernel each: FOAK's, and what Inductor makes of a compiled layer."""
+    """Norm, rotary embedding and the gated activation in one kernel each: FOAK's, and what Inductor makes of
+    a compiled layer."""
     from fused import gated, normed, rotated
 
     for kind in _classes(recipe, "RMSNorm"):
@@ -57,11 +61,15 @@ def fused_layers(recipe: Recipe) -> None:
 
 def _modeling(recipe: Recipe) -> Any:
     config: Any = recipe.model.from_config
-    return importlib.import_module(f"transformers.models.{config['model_type']}.modeling_{config['model_type']}")
+    return importlib.import_module(
+        f"transformers.models.{config['model_type']}.modeling_{config['model_type']}"
+    )
 
 
 def _classes(recipe: Recipe, word: str) -> list[Any]:
-    found = [value for name, value in vars(_modeling(recipe)).items() if word in name and isinstance(value, type)]
+    found = [
+        value for name, value in vars(_modeling(recipe)).items() if word in name and isinstance(value, type)
+    ]
     assert found or word == "RMSNorm", f"no class of the model has {word} in its name"
     return found
 
@@ -75,7 +83,9 @@ def no_wrapper(_recipe: Recipe) -> None:
     from fsdp_tune.planner.trace import traced_step as step
 
     wrap._wrap_ddp = lambda model, _device: model
-    step.wrap_traceable = lambda recipe, model, where, _recorder, _bare: wrap_whole(recipe, model, None, where)
+    step.wrap_traceable = lambda recipe, model, where, _recorder, _bare: wrap_whole(
+        recipe, model, None, where
+    )
     step._no_sync = lambda _wrapped: contextlib.nullcontext()
 
 
@@ -83,12 +93,14 @@ def no_wrapper(_recipe: Recipe) -> None:
 
 
 def fp32_kept(_recipe: Recipe) -> None:
-    """torchtitan until June 2024: `pred = model(...).float()` in the loop's frame, where it lives through the backward."""
+    """torchtitan until June 2024: `pred = model(...).float()` in the loop's frame, where it lives through the
+    backward."""
     _replace(widen=True, keep=True)
 
 
 def own_dtype_kept(_recipe: Recipe) -> None:
-    """litgpt's pre-training: the cross-entropy in the logits' own dtype, and `logits` lives through the backward."""
+    """litgpt's pre-training: the cross-entropy in the logits' own dtype, and `logits` lives through the
+    backward."""
     _replace(keep=True)
 
 
@@ -98,20 +110,28 @@ def fp32_shifted(_recipe: Recipe) -> None:
 
 
 def in_place(_recipe: Recipe) -> None:
-    """FOAK's cross-entropy: on the shifted fp32 logits, which its gradient overwrites; no log-probabilities."""
+    """FOAK's cross-entropy: on the shifted fp32 logits, which its gradient overwrites; no
+    log-probabilities."""
     from fused import loss_over_logits
 
     _replace(widen=True, shift=True, loss=loss_over_logits)
 
 
 def compiled(_recipe: Recipe) -> None:
-    """A cross-entropy that Inductor compiled (torchtitan since August 2025): the logits in their own dtype, two fp32 numbers a token."""
+    """A cross-entropy that Inductor compiled (torchtitan since August 2025): the logits in their own dtype,
+    two fp32 numbers a token."""
     from fused import compiled_loss
 
     _replace(loss=compiled_loss)
 
 
-def _replace(*, widen: bool = False, shift: bool = False, keep: bool = False, loss: Callable[[Any, Any], Any] | None = None) -> None:
+def _replace(
+    *,
+    widen: bool = False,
+    shift: bool = False,
+    keep: bool = False,
+    loss: Callable[[Any, Any], Any] | None = None,
+) -> None:
     import torch.nn.functional as F
 
     from fsdp_tune.model import step
@@ -119,7 +139,9 @@ def _replace(*, widen: bool = False, shift: bool = False, keep: bool = False, lo
 
     held: list[Any] = []
 
-    def micro_batch_loss(model: Any, batch: dict[str, Any], label_smoothing: float = 0.0, *_: Any) -> tuple[Any, Any]:
+    def micro_batch_loss(
+        model: Any, batch: dict[str, Any], label_smoothing: float = 0.0, *_: Any
+    ) -> tuple[Any, Any]:
         held.clear()
         logits = model(input_ids=batch["input_ids"], use_cache=False).logits
         if widen:
@@ -129,7 +151,11 @@ def _replace(*, widen: bool = False, shift: bool = False, keep: bool = False, lo
         used = logits[..., :-1, :].contiguous() if shift else logits
         labels = batch["labels"][..., 1:] if shift else ours.shift_labels(batch["labels"])
         rows, targets = used.reshape(-1, used.shape[-1]), labels.reshape(-1)
-        total = F.cross_entropy(rows, targets, label_smoothing=label_smoothing) if loss is None else loss(rows, targets)
+        total = (
+            F.cross_entropy(rows, targets, label_smoothing=label_smoothing)
+            if loss is None
+            else loss(rows, targets)
+        )
         return total, total.detach() * 0
 
     step.micro_batch_loss = micro_batch_loss

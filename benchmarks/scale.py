@@ -1,10 +1,12 @@
-"""What a run of 8 to 4,096 ranks costs outside of the GPUs: connections, files, store operations, time and memory of the first rank.
+"""What a run of 8 to 4,096 ranks costs outside of the GPUs: connections, files, store operations, time and
+memory of the first rank.
 
     python benchmarks/scale.py [--ranks 8 64 512 4096] [--only PART ...] [--write]
 
-No process group of that size is started: ranks are threads, files and plans that are made in their number, and the code that works on
-them is the product's (or torch's, where the product calls it). Eight ranks a machine. Each part and size runs in a process of its own;
-`--write` keeps the table in docs/evidence/data/scale.tsv.
+No process group of that size is started: ranks are threads, files and plans that are made in their number,
+and the code that works on them is the product's (or torch's, where the product calls it). Eight ranks a
+machine. Each part and size runs in a process of its own; `--write` keeps the table in
+docs/evidence/data/scale.tsv.
 """
 
 from __future__ import annotations
@@ -52,10 +54,14 @@ class Opens:
 
 
 def connections(ranks: int, folder: Path) -> Figures:  # noqa: ARG001  all parts have one signature
-    """Open descriptors of a rank after a gather, a sum and a broadcast in one gloo group: all connected, and connected on use."""
+    """Open descriptors of a rank after a gather, a sum and a broadcast in one gloo group: all connected, and
+    connected on use."""
     if ranks > MOST_THREADS:
         return {}
-    return {f"{how}: descriptors a rank": _descriptors(ranks, value) for value, how in (("0", "full mesh"), ("1", "on use"))}
+    return {
+        f"{how}: descriptors a rank": _descriptors(ranks, value)
+        for value, how in (("0", "full mesh"), ("1", "on use"))
+    }
 
 
 def _descriptors(ranks: int, lazy: str) -> float:
@@ -131,7 +137,9 @@ def control_channel(ranks: int, folder: Path) -> Figures:  # noqa: ARG001  all p
     connected_seconds = time.perf_counter() - began
     document = {"token": "0123456789abcdef", "state": "running", "identity": "x" * 2000}
     first_seconds = seconds = 0.0
-    for version in range(3):  # the first exchange writes, the second reads what all have written, the third has nothing new
+    for version in range(
+        3
+    ):  # the first exchange writes, the second reads what all have written, the third has nothing new
         counter.clear()
         first_seconds, began = 0.0, time.perf_counter()
         for exchange in exchanges:
@@ -149,7 +157,8 @@ def control_channel(ranks: int, folder: Path) -> Figures:  # noqa: ARG001  all p
 
 
 def rank_files(ranks: int, folder: Path) -> Figures:
-    """Heartbeats and outcomes: what ranks write, what `status` reads, and what a machine reads while its ranks are silent."""
+    """Heartbeats and outcomes: what ranks write, what `status` reads, and what a machine reads while its
+    ranks are silent."""
     from fsdp_tune.core.errors import ExitCode, ExitReason
     from fsdp_tune.launch import run_status
     from fsdp_tune.launch.supervise.rank_watch import ALL_ROUND_SECONDS, RankWatch
@@ -163,7 +172,9 @@ def rank_files(ranks: int, folder: Path) -> Figures:
         Heartbeat(rank, 1, 5, "training", 1.0, 2.0, 900.0).write(run.rank_heartbeat(rank))
         if rank % 2:
             Outcome(ExitCode.OK, ExitReason.FINISHED, rank=rank).write(run.rank_outcome(rank))
-    status_seconds, status_opens = opens.during(lambda: [run_status._rank_status(run, rank, is_elsewhere=True) for rank in range(ranks)])
+    status_seconds, status_opens = opens.during(
+        lambda: [run_status._rank_status(run, rank, is_elsewhere=True) for rank in range(ranks)]
+    )
     watch = RankWatch(run, range(PER_MACHINE))
     _, round_opens = opens.during(watch.read_all)
     clear_seconds, _ = opens.during(lambda: clear(run, range(PER_MACHINE), with_verdict=False))
@@ -177,12 +188,17 @@ def rank_files(ranks: int, folder: Path) -> Figures:
 
 
 def manifest(ranks: int, folder: Path) -> Figures:
-    """The manifest of a checkpoint with three files a rank: its size, and what a resume reads before the tensors."""
+    """The manifest of a checkpoint with three files a rank: its size, and what a resume reads before the
+    tensors."""
     from fsdp_tune.run.directory import CHECKPOINT_KIND, Checkpoint, inspect_checkpoint
     from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, damage, digest_data
 
     path, opens = folder / "checkpoint-1", Opens()
-    names = [f"{part}/__{rank}_0.distcp" for part in ("pytorch_model_fsdp_0", "optimizer_0") for rank in range(ranks)]
+    names = [
+        f"{part}/__{rank}_0.distcp"
+        for part in ("pytorch_model_fsdp_0", "optimizer_0")
+        for rank in range(ranks)
+    ]
     names += [f"rng_state_{rank}.pth" for rank in range(ranks)]
     for name in names:
         (path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -191,7 +207,9 @@ def manifest(ranks: int, folder: Path) -> Figures:
     made = Manifest(CHECKPOINT_KIND, dict.fromkeys(names, digest_data(b"")), {"step": 1})
     (path / MANIFEST_NAME).write_text(made.to_json())
     written_seconds = time.perf_counter() - began
-    inspected_seconds, inspected_opens = opens.during(lambda: isinstance(inspect_checkpoint(path, digests=False), Checkpoint))
+    inspected_seconds, inspected_opens = opens.during(
+        lambda: isinstance(inspect_checkpoint(path, digests=False), Checkpoint)
+    )
     part = Manifest(CHECKPOINT_KIND, dict(list(made.files.items())[::ranks]), made.facts)
     share_seconds, share_opens = opens.during(lambda: damage(path, part, digests=True))
     return {
@@ -216,7 +234,9 @@ def checkpoint_plan(ranks: int, folder: Path) -> Figures:  # noqa: ARG001  all p
         offsets, sizes, properties = torch.Size([rank]), torch.Size([1]), TensorProperties(torch.float32)
         data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), properties, torch.Size([ranks]))
         indices = (MetadataIndex(f"w.{number}", offsets) for number in range(WEIGHTS))
-        return SavePlan([WriteItem(index, WriteItemType.SHARD, tensor_data=data) for index in indices], planner_data={})
+        return SavePlan(
+            [WriteItem(index, WriteItemType.SHARD, tensor_data=data) for index in indices], planner_data={}
+        )
 
     plans = [local(rank) for rank in range(ranks)]
     began = time.perf_counter()
@@ -242,7 +262,10 @@ def batch_order(ranks: int, folder: Path) -> Figures:  # noqa: ARG001  all parts
     next(batches)
     first_seconds, began = time.perf_counter() - began, time.perf_counter()
     micro_steps = sum(1 for _ in zip(range(200), batches, strict=False))
-    return {"first batch, s": first_seconds, "a micro-step, µs": 1e6 * (time.perf_counter() - began) / micro_steps}
+    return {
+        "first batch, s": first_seconds,
+        "a micro-step, µs": 1e6 * (time.perf_counter() - began) / micro_steps,
+    }
 
 
 def mirror_listing(ranks: int, folder: Path) -> Figures:
@@ -264,12 +287,24 @@ def plan(ranks: int, folder: Path) -> Figures:
     """`plan` of a 7B recipe, with its trace kept from the first call."""
     import subprocess
 
-    words = ["plan", "llama7b_full_shard", "--gpu", "H100-SXM", "--num-gpus", str(ranks), "--json", "--set", f"data.cache_dir={folder}"]
+    words = [
+        "plan",
+        "llama7b_full_shard",
+        "--gpu",
+        "H100-SXM",
+        "--num-gpus",
+        str(ranks),
+        "--json",
+        "--set",
+        f"data.cache_dir={folder}",
+    ]
     words += ["--set", f"training.global_batch_size={4 * ranks}"]
     seconds: list[float] = []
     for _ in range(2):
         began = time.perf_counter()
-        done = subprocess.run([sys.executable, "-m", "fsdp_tune", *words], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-m", "fsdp_tune", *words], capture_output=True, text=True, check=False
+        )
         seconds.append(time.perf_counter() - began)
         assert "fits" in json.loads(done.stdout), done.stdout[-2000:]
     return {"first, s": seconds[0], "again, s": seconds[1]}
@@ -311,7 +346,9 @@ def measure(part: str, ranks: int) -> Figures:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 4096])
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--write", action="store_true")

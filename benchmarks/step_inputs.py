@@ -1,4 +1,5 @@
-"""What the contenders of `step.py` are given: sizes, rows, a tokenizer, and the recipe that says the same to ours."""
+"""What the contenders of `step.py` are given: sizes, rows, a tokenizer, and the recipe that says the same to
+ours."""
 
 from __future__ import annotations
 
@@ -41,39 +42,76 @@ class Size:
 
 def _llama(hidden: int, layers: int, vocabulary: int, positions: int, head_dim: int = 32) -> dict[str, Any]:
     heads = hidden // head_dim
-    shape = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads}
-    sizes = {"intermediate_size": hidden * 11 // 4, "vocab_size": vocabulary, "max_position_embeddings": positions}
+    shape = {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+    }
+    sizes = {
+        "intermediate_size": hidden * 11 // 4,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": positions,
+    }
     return {"model_type": "llama", **shape, **sizes, "tie_word_embeddings": False}
 
 
 SIZES = {
     "overhead": Size(_llama(64, 16, 512, 128), 2, 64, ("ours", "bare", "hf", "trl")),
     "compute": Size(_llama(512, 8, 8192, 512), 1, 512, ("ours", "bare", "hf", "trl")),
-    "accumulated": Size(_llama(512, 8, 8192, 512), 1, 128, ("ours", "ours-kept", "ours-grad-op", "ours-grad-op-kept"), accumulation=4),
-    "gpu": Size(_llama(2048, 16, 32000, 4096, 128), 1, 4096, ("ours", "bare"), rows=64, world_size=1, device="cuda", precision="bf16"),
-    "gpu-tiny": Size(_llama(64, 2, 512, 128), 1, 64, ("ours", "bare"), world_size=1, device="cuda", precision="bf16"),
+    "accumulated": Size(
+        _llama(512, 8, 8192, 512),
+        1,
+        128,
+        ("ours", "ours-kept", "ours-grad-op", "ours-grad-op-kept"),
+        accumulation=4,
+    ),
+    "gpu": Size(
+        _llama(2048, 16, 32000, 4096, 128),
+        1,
+        4096,
+        ("ours", "bare"),
+        rows=64,
+        world_size=1,
+        device="cuda",
+        precision="bf16",
+    ),
+    "gpu-tiny": Size(
+        _llama(64, 2, 512, 128), 1, 64, ("ours", "bare"), world_size=1, device="cuda", precision="bf16"
+    ),
     "gsm8k": Size(_llama(256, 4, 8192, 512), 2, 512, ("ours", "padding", "trl"), packing=True),
 }
 
 
 _KEPT = {"reshard_after_backward": False}
 _GRAD_OP = {"sharding_strategy": "SHARD_GRAD_OP"}
-OURS: dict[str, dict[str, Any]] = {"ours": {}, "ours-kept": _KEPT, "ours-grad-op": _GRAD_OP, "ours-grad-op-kept": _GRAD_OP | _KEPT}
+OURS: dict[str, dict[str, Any]] = {
+    "ours": {},
+    "ours-kept": _KEPT,
+    "ours-grad-op": _GRAD_OP,
+    "ours-grad-op-kept": _GRAD_OP | _KEPT,
+}
 """Contenders that are ours, with their keys of `fsdp:`."""
 
 
 def write_rows(size: Size, gsm8k: Path | None, folder: Path) -> float:
-    """`rows.jsonl` with `input_ids`, and a tokenizer's directory beside it; returns the tokens of a row, cut at `max_length`."""
+    """`rows.jsonl` with `input_ids`, and a tokenizer's directory beside it; returns the tokens of a row, cut
+    at `max_length`."""
     vocabulary = size.model["vocab_size"]
     if gsm8k is None:
-        write_tokenizer(folder / "tokenizer", Tokenizer(models.WordLevel({f"<{number}>": number for number in range(vocabulary)}, "<0>")))
+        write_tokenizer(
+            folder / "tokenizer",
+            Tokenizer(models.WordLevel({f"<{number}>": number for number in range(vocabulary)}, "<0>")),
+        )
         draw = np.random.default_rng(0)
         rows = [[*draw.integers(3, vocabulary, size.max_length - 1).tolist(), 0] for _ in range(size.rows)]
     else:
         tokenizer, texts = learn_tokenizer(gsm8k, vocabulary)
         write_tokenizer(folder / "tokenizer", tokenizer)
         rows = [[*encoded.ids, 0] for encoded in tokenizer.encode_batch(texts)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows), encoding="utf-8")
+    (folder / "rows.jsonl").write_text(
+        "".join(json.dumps({"input_ids": row}) + "\n" for row in rows), encoding="utf-8"
+    )
     return statistics.mean(min(len(row), size.max_length) for row in rows)
 
 
@@ -91,7 +129,9 @@ def learn_tokenizer(gsm8k: Path, vocabulary: int) -> tuple[Tokenizer, list[str]]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=["<0>"], initial_alphabet=alphabet))
+    tokenizer.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=["<0>"], initial_alphabet=alphabet)
+    )
     return tokenizer, texts
 
 
@@ -103,7 +143,9 @@ def write_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
 
 
-def recipe_of(size: Size, inputs: Path, output: Path, *, lora: bool, in_4_bits: bool = False) -> dict[str, Any]:
+def recipe_of(
+    size: Size, inputs: Path, output: Path, *, lora: bool, in_4_bits: bool = False
+) -> dict[str, Any]:
     base = {"name_or_path": str(inputs / "base")} if lora else {"from_config": size.model}
     return {
         "model": {**base, "tokenizer": str(inputs / "tokenizer"), "attn_implementation": "sdpa"},

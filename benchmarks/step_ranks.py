@@ -1,4 +1,5 @@
-"""The rank processes of `step.py`: one contender, all ranks of it; each runs so many steps when it is told to, and says what they took.
+"""The rank processes of `step.py`: one contender, all ranks of it; each runs so many steps when it is told
+to, and says what they took.
 
     step_ranks.py TASK.json RANK   a contender of others: bare, hf, trl, padding
     -m step_ranks RUN_DIR          ours: the worker as `accelerate launch` starts it
@@ -48,7 +49,8 @@ class Gate:
 
 
 class Stopwatch:
-    """In the gate's place where a loop runs alone: times the steps after the first ones, writes what they took, and ends the process."""
+    """In the gate's place where a loop runs alone: times the steps after the first ones, writes what they
+    took, and ends the process."""
 
     def __init__(self, result: str, steps: int, warm_up_steps: int) -> None:
         self._result, self._steps, self._warm_up_steps = Path(result), steps, warm_up_steps
@@ -79,7 +81,10 @@ def peaks() -> dict[str, float | None]:
 
     if not torch.cuda.is_initialized():
         return {"allocated_gib": None, "reserved_gib": None}
-    return {"allocated_gib": torch.cuda.max_memory_allocated() / 2**30, "reserved_gib": torch.cuda.max_memory_reserved() / 2**30}
+    return {
+        "allocated_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+    }
 
 
 def gate_callback() -> Any:
@@ -114,7 +119,9 @@ def ours(run_dir: str) -> int:
 
         draw_on_the_device()
 
-    patch.object(setup, "user_callbacks", lambda _recipe: [gate_callback()]).start()  # raises if it was renamed
+    patch.object(
+        setup, "user_callbacks", lambda _recipe: [gate_callback()]
+    ).start()  # raises if it was renamed
     return worker.main([run_dir])
 
 
@@ -126,8 +133,16 @@ def join(task: dict[str, Any], rank: int) -> None:
     import torch.distributed as dist
 
     size, device = task["world_size"], task["device"]
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # Accelerate asks for them; the ranks have met already
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+    }
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }  # Accelerate asks for them; the ranks have met already
     if device == "cuda":
         torch.cuda.set_device(rank)
         own: dict[str, Any] = {"backend": "cpu:gloo,cuda:nccl", "device_id": torch.device("cuda", rank)}
@@ -135,11 +150,15 @@ def join(task: dict[str, Any], rank: int) -> None:
         torch.set_num_threads(1)
         own = {"backend": "gloo"}
     meeting = f"file://{task['rendezvous']}"
-    dist.init_process_group(init_method=meeting, rank=rank, world_size=size, timeout=timedelta(minutes=30), **own)
+    dist.init_process_group(
+        init_method=meeting, rank=rank, world_size=size, timeout=timedelta(minutes=30), **own
+    )
 
 
 def rows_of(task: dict[str, Any]) -> list[list[int]]:
-    return [json.loads(line)["input_ids"] for line in Path(task["rows"]).read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)["input_ids"] for line in Path(task["rows"]).read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def new_model(task: dict[str, Any]) -> Any:
@@ -149,7 +168,9 @@ def new_model(task: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     config = AutoConfig.for_model(**task["model"])
     with torch.device(task["device"]):
-        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, task["dtype"]), attn_implementation="sdpa").train()
+        return AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, task["dtype"]), attn_implementation="sdpa"
+        ).train()
 
 
 def lora_config(task: dict[str, Any]) -> Any:
@@ -166,9 +187,11 @@ def adapted(model: Any, task: dict[str, Any]) -> Any:
 
 
 def bare(task: dict[str, Any], rank: int) -> None:
-    """The loop that one would write by hand: `fully_shard` with the same units, a loss weighted by tokens, clipping, AdamW, a schedule.
+    """The loop that one would write by hand: `fully_shard` with the same units, a loss weighted by tokens,
+    clipping, AdamW, a schedule.
 
-    `dtype`: of the stored weights; `compute_dtype`: what the units are cast to; `recompute`: every decoder layer.
+    `dtype`: of the stored weights; `compute_dtype`: what the units are cast to; `recompute`: every decoder
+    layer.
     """
     import torch
     import torch.distributed as dist
@@ -194,7 +217,9 @@ def bare(task: dict[str, Any], rank: int) -> None:
         share = size / tokens.item()
         ids, targets = ids.to(device, non_blocking=True), targets.to(device, non_blocking=True)
         logits = model(input_ids=ids, use_cache=False).logits.float()
-        loss = F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1), ignore_index=-100, reduction="sum")
+        loss = F.cross_entropy(
+            logits.view(-1, logits.shape[-1]), targets.view(-1), ignore_index=-100, reduction="sum"
+        )
         (loss * share).float().backward()
         logged += loss.detach() * (share / size)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -219,8 +244,13 @@ def sharded(task: dict[str, Any]) -> Any:
     if task["lora"] is not None:
         model = model.get_base_model()  # PEFT's layers are in it
     compute = getattr(torch, task["compute_dtype"])
-    policy = MixedPrecisionPolicy(param_dtype=None if compute == torch.float32 else compute, reduce_dtype=torch.float32)
-    options: dict[str, Any] = {"mesh": init_device_mesh(task["device"], (task["world_size"],)), "mp_policy": policy}
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if compute == torch.float32 else compute, reduce_dtype=torch.float32
+    )
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh(task["device"], (task["world_size"],)),
+        "mp_policy": policy,
+    }
     for number, layer in enumerate(model.model.layers):
         if task["recompute"]:
             model.model.layers[number] = layer = checkpoint_wrapper(layer)
@@ -234,7 +264,8 @@ def sharded(task: dict[str, Any]) -> Any:
 
 
 def options_of(task: dict[str, Any]) -> dict[str, Any]:
-    """Of TrainingArguments, the same for each trainer. Accelerate takes FSDP on CPU ranks only from a state that says so."""
+    """Of TrainingArguments, the same for each trainer. Accelerate takes FSDP on CPU ranks only from a state
+    that says so."""
     from accelerate import PartialState
     from accelerate.utils import DistributedType
 
@@ -266,11 +297,17 @@ def hf(task: dict[str, Any], _rank: int) -> None:
     rows = rows_of(task)
     data = Dataset.from_dict({"input_ids": rows, "labels": rows})
     model = adapted(new_model(task), task)
-    Trainer(model=model, args=TrainingArguments(**options_of(task)), train_dataset=data, callbacks=[gate_callback()]).train()
+    Trainer(
+        model=model,
+        args=TrainingArguments(**options_of(task)),
+        train_dataset=data,
+        callbacks=[gate_callback()],
+    ).train()
 
 
 def padding(task: dict[str, Any], _rank: int) -> None:
-    """The usual tutorial: `tokenizer(…, padding="max_length", truncation=True)`, and labels that leave the padding out."""
+    """The usual tutorial: `tokenizer(…, padding="max_length", truncation=True)`, and labels that leave the
+    padding out."""
     from datasets import Dataset
     from transformers import Trainer, TrainingArguments
 
@@ -281,16 +318,23 @@ def padding(task: dict[str, Any], _rank: int) -> None:
         columns["attention_mask"].append([1] * len(row) + [0] * rest)
         columns["labels"].append(row + [-100] * rest)
     model, arguments = adapted(new_model(task), task), TrainingArguments(**options_of(task))
-    Trainer(model=model, args=arguments, train_dataset=Dataset.from_dict(columns), callbacks=[gate_callback()]).train()
+    Trainer(
+        model=model, args=arguments, train_dataset=Dataset.from_dict(columns), callbacks=[gate_callback()]
+    ).train()
 
 
 def trl(task: dict[str, Any], _rank: int) -> None:
-    """TRL's SFTTrainer on rows that are tokenised already; with packing it is best-fit decreasing, as ours."""
+    """TRL's SFTTrainer on rows that are tokenised already; with packing it is best-fit decreasing, as
+    ours."""
     from datasets import Dataset
     from transformers import AutoTokenizer, BitsAndBytesConfig
     from trl import SFTConfig, SFTTrainer
 
-    options = options_of(task) | {"max_length": task["max_length"], "packing": task["packing"], "gradient_checkpointing": False}
+    options = options_of(task) | {
+        "max_length": task["max_length"],
+        "packing": task["packing"],
+        "gradient_checkpointing": False,
+    }
     quantised = task["bitsandbytes"]
     trainer = SFTTrainer(
         model=task["base"] if quantised else new_model(task),
@@ -298,10 +342,15 @@ def trl(task: dict[str, Any], _rank: int) -> None:
         train_dataset=Dataset.from_dict({"input_ids": rows_of(task)}),
         processing_class=AutoTokenizer.from_pretrained(task["tokenizer"]),
         peft_config=lora_config(task),
-        quantization_config=BitsAndBytesConfig(**quantised, bnb_4bit_quant_storage=task["dtype"]) if quantised else None,
+        quantization_config=BitsAndBytesConfig(**quantised, bnb_4bit_quant_storage=task["dtype"])
+        if quantised
+        else None,
         callbacks=[gate_callback()],
     )
-    lengths = [sum(row["seq_lengths"]) if "seq_lengths" in row else len(row["input_ids"]) for row in trainer.train_dataset]  # pyright: ignore[reportCallIssue]
+    lengths = [
+        sum(row["seq_lengths"]) if "seq_lengths" in row else len(row["input_ids"])
+        for row in trainer.train_dataset
+    ]  # pyright: ignore[reportCallIssue]
     Path(task["folder"], "tokens_per_row").write_text(str(sum(lengths) / len(lengths)), encoding="ascii")
     trainer.train()
 

@@ -1,4 +1,5 @@
-"""fsdp-tune: fine-tune causal language models with PyTorch FSDP, and verify that the live run matches the recipe."""
+"""fsdp-tune: fine-tune causal language models with PyTorch FSDP, and verify that the live run matches the
+recipe."""
 
 from __future__ import annotations
 

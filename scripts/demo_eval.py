@@ -1,4 +1,5 @@
-"""Asks a merged model the questions that were held out, with plain transformers and nothing of this package's training code.
+"""Asks a merged model the questions that were held out, with plain transformers and nothing of this package's
+training code.
 
     python scripts/demo_eval.py RUN/merged [--shown 8]
 
@@ -29,7 +30,13 @@ def answers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts:
     """Greedy continuations of the prompts, without special tokens."""
     found: list[str] = []
     for start in range(0, len(prompts), BATCH):
-        batch = tokenizer(prompts[start : start + BATCH], return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+        batch = tokenizer(
+            prompts[start : start + BATCH],
+            return_tensors="pt",
+            padding=True,
+            padding_side="left",
+            add_special_tokens=False,
+        )
         out = model.generate(
             input_ids=batch["input_ids"],
             attention_mask=batch["attention_mask"],
@@ -42,12 +49,17 @@ def answers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("merged", type=Path)
     parser.add_argument("--shown", type=int, default=8, help="how many questions to print")
     options = parser.parse_args()
 
-    for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao, which warns of kernels for other machines
+    for name in (
+        "torchao",
+        "torch.utils._pytree",
+    ):  # transformers imports torchao, which warns of kernels for other machines
         logging.getLogger(name).setLevel(logging.CRITICAL)
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
@@ -61,14 +73,20 @@ def main() -> int:
     trained = AutoModelForCausalLM.from_pretrained(options.merged).eval()
     before, after = answers(untrained, tokenizer, prompts), answers(trained, tokenizer, prompts)
 
-    print(f"\n{len(prompts)} questions that no training row holds; {options.merged} reloaded with AutoModelForCausalLM\n")
+    print(
+        f"\n{len(prompts)} questions that no training row holds; {options.merged} reloaded with "
+        "AutoModelForCausalLM\n"
+    )
     width = max(len(prompt) for prompt in prompts[: options.shown])
     for prompt, wanted, got in list(zip(prompts, expected, after, strict=True))[: options.shown]:
         mark = "right" if got == wanted else f"wrong, it is{wanted}"
         print(f"  {prompt:<{width}} →{got:<16} {mark}")
     right_before, right_after = (sum(map(str.__eq__, found, expected)) for found in (before, after))
     share = 100 / len(prompts)
-    print(f"\nexact match on held-out questions: before {right_before * share:.1f} %, after {right_after * share:.1f} %")
+    print(
+        f"\nexact match on held-out questions: before {right_before * share:.1f} %, after "
+        f"{right_after * share:.1f} %"
+    )
     return 0 if right_after > right_before else 1
 
 

@@ -1,4 +1,5 @@
-"""Which answers each command may give with `--json`: for their JSON Schemas, and for the tests that hold documents to them."""
+"""Which answers each command may give with `--json`: for their JSON Schemas, and for the tests that hold
+documents to them."""
 
 from __future__ import annotations
 
@@ -43,14 +44,19 @@ from fsdp_tune.planner.predict.predict import SHORT, Plan
 def plan_answer() -> type:
     """Return the class of the answer of `plan`: `Plan` without its timeline, and with short plans in it."""
     hints = get_type_hints(Plan)
-    short = make_dataclass("PlannedAlternative", [*((name, hints[name]) for name in SHORT), ("is_yours", bool)])
+    short = make_dataclass(
+        "PlannedAlternative", [*((name, hints[name]) for name in SHORT), ("is_yours", bool)]
+    )
     nested: dict[str, Any] = dict.fromkeys(("alternatives", "other_trainings"), list[short])
-    return make_dataclass("PlanAnswer", [(name, nested.get(name, hint)) for name, hint in hints.items() if name != "memory"])
+    return make_dataclass(
+        "PlanAnswer", [(name, nested.get(name, hint)) for name, hint in hints.items() if name != "memory"]
+    )
 
 
 @cache
 def answers() -> dict[str, tuple[type, ...]]:
-    """Return the classes that each command may answer with. `recipes schema` prints the schema of a recipe."""
+    """Return the classes that each command may answer with. `recipes schema` prints the schema of a
+    recipe."""
     return {
         "train": (TrainAnswer, FollowerAnswer, WrittenAnswer, PreviewAnswer, SweepAnswer),
         "validate": (ValidateAnswer,),

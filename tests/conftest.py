@@ -1,4 +1,5 @@
-"""Isolate every test: no network beyond loopback, no caches or accelerate config of the user, one thread per process."""
+"""Isolate every test: no network beyond loopback, no caches or accelerate config of the user, one thread per
+process."""
 
 from __future__ import annotations
 
@@ -29,8 +30,11 @@ session.begin()  # before pytest starts further processes, which belong to it
 # No deadline: a busy machine makes any example slow, and a hang is seen without one.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("searching", print_blob=True, deadline=None)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))  # a change is judged by its own faults, not by the day's luck
-# Nor by constants of the modules that a process happens to have imported, for which each process parses all of the package.
+settings.load_profile(
+    os.environ.get("HYPOTHESIS_PROFILE", "repeatable")
+)  # a change is judged by its own faults, not by the day's luck
+# Nor by constants of the modules that a process happens to have imported, for which each process parses all
+# of the package.
 providers.is_local_module_file = lambda _path: False
 
 for _number in (
@@ -51,25 +55,35 @@ if sys.platform == "linux":
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="write the golden files again instead of comparing; the commit says why")
+    parser.addoption(
+        "--update-golden",
+        action="store_true",
+        help="write the golden files again instead of comparing; the commit says why",
+    )
     parser.addoption("--write-times", action="store_true", help="write what each test file costs into docs/")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Times(config))
-    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput") and config.args == config.getini("testpaths"):
+    if (
+        config.getoption("numprocesses", None)
+        and not hasattr(config, "workerinput")
+        and config.args == config.getini("testpaths")
+    ):
         build.start()  # all tests will run, and otherwise both processes would wait for it
 
 
 @pytest.hookimpl(optionalhook=True)  # of a plugin that `scripts/test-gpu` may lack
 def pytest_xdist_auto_num_workers() -> int:
-    """Three processes for two cores: tests wait for processes, files and time limits. Eight at most: the ranks have one server."""
+    """Three processes for two cores: tests wait for processes, files and time limits. Eight at most: the
+    ranks have one server."""
     return min(8, max(3, available_cores()))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection(session: pytest.Session) -> None:
-    """Import a share of the test modules before all are collected: else every process compiles the same ones at the same time."""
+    """Import a share of the test modules before all are collected: else every process compiles the same ones
+    at the same time."""
     own = getattr(session.config, "workerinput", None)
     if own is None or session.config.args != session.config.getini("testpaths"):
         return
@@ -81,9 +95,11 @@ def pytest_collection(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest: at the end, a long file would keep one process busy and the other idle.
+    """Begin with the files that take longest: at the end, a long file would keep one process busy and the
+    other idle.
 
-    Before them come traces, which fork: some builds of torch refuse a backward pass in a fork once the process has had one.
+    Before them come traces, which fork: some builds of torch refuse a backward pass in a fork once the
+    process has had one.
     """
     seconds = {name: cost.seconds for name, cost in read_costs().items()}
     traces = REPOSITORY / "tests" / "planner"
@@ -96,7 +112,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Spare the garbage collector the imported stack: half a million objects that every full collection would visit."""
+    """Spare the garbage collector the imported stack: half a million objects that every full collection would
+    visit."""
     gc.collect()
     gc.freeze()
 
@@ -116,7 +133,8 @@ def repository() -> Path:
 
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> str:
-    """Where ranks compute: `cpu`, and also `cuda`, an emulated GPU for each rank, in tests with a mark of `tests.cuda.devices`."""
+    """Where ranks compute: `cpu`, and also `cuda`, an emulated GPU for each rank, in tests with a mark of
+    `tests.cuda.devices`."""
     device: str = getattr(request, "param", "cpu")
     require(device)
     return device
@@ -127,13 +145,19 @@ def own_home(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches and default configurations of the person who runs the tests are neither read nor written."""
     home = session.folder() / "home"
     home.mkdir(exist_ok=True)
-    for name, folder in {"HOME": "", "XDG_CACHE_HOME": "cache", "XDG_STATE_HOME": "state", "HF_HOME": "huggingface"}.items():
+    for name, folder in {
+        "HOME": "",
+        "XDG_CACHE_HOME": "cache",
+        "XDG_STATE_HOME": "state",
+        "HF_HOME": "huggingface",
+    }.items():
         monkeypatch.setenv(name, str(home / folder))
 
 
 @pytest.fixture(autouse=True)
 def warm_or_cold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fast tests fork the commands that they start from a process that has imported the stack (`tests/warm.py`); slow ones start Python."""
+    """Fast tests fork the commands that they start from a process that has imported the stack
+    (`tests/warm.py`); slow ones start Python."""
     if request.node.get_closest_marker("cold") or request.node.get_closest_marker("slow"):
         monkeypatch.setattr(warm, "connect", None)
 
@@ -144,7 +168,9 @@ def loopback_only(monkeypatch: pytest.MonkeyPatch) -> None:
     connect = socket.socket.connect
 
     def guarded(self: socket.socket, address: object) -> None:
-        if self.family in (socket.AF_INET, socket.AF_INET6) and self.type != socket.SOCK_DGRAM:  # that sends nothing
+        if (
+            self.family in (socket.AF_INET, socket.AF_INET6) and self.type != socket.SOCK_DGRAM
+        ):  # that sends nothing
             host = address[0] if isinstance(address, tuple) else address
             if host not in ("127.0.0.1", "::1", "localhost", "0.0.0.0", socket.gethostname()):
                 raise AssertionError(f"a test reached for the network: {address}")

@@ -1,4 +1,5 @@
-"""Measured results: a JSON document in docs/evidence/data/ with one row a line, and a page of the docs that is generated from it.
+"""Measured results: a JSON document in docs/evidence/data/ with one row a line, and a page of the docs that
+is generated from it.
 
 The suites write both. `scripts/generate --check` fails where a page is not what its data make.
 """
@@ -33,7 +34,8 @@ class Evidence:
     page: Path
     """Relative to docs/."""
     make: Callable[[Results, str], str]
-    """The text of the page for results; the second argument is its present text, of which hand-written sections are kept."""
+    """The text of the page for results; the second argument is its present text, of which hand-written
+    sections are kept."""
 
     @property
     def data(self) -> Path:
@@ -60,4 +62,7 @@ def installed(*packages: str) -> dict[str, str]:
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Return a Markdown table that ends with a line break."""
     lines = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(str(cell).replace('|', chr(92) + '|').replace('<', '&lt;') for cell in line)} |\n" for line in lines)
+    return "".join(
+        f"| {' | '.join(str(cell).replace('|', chr(92) + '|').replace('<', '&lt;') for cell in line)} |\n"
+        for line in lines
+    )

@@ -1,8 +1,8 @@
 """Fail a test that leaves a process or a listening port behind.
 
-A process belongs to a test if it has the test's mark in its environment, also when its parent has ended. Ranks are forks of a server
-(`tests/ranks.py`) and have no mark; they end with their world. Looking through /proc takes milliseconds, so it is done only
-after a test that started a process or bound a socket.
+A process belongs to a test if it has the test's mark in its environment, also when its parent has ended.
+Ranks are forks of a server (`tests/ranks.py`) and have no mark; they end with their world. Looking through
+/proc takes milliseconds, so it is done only after a test that started a process or bound a socket.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ sys.addaudithook(_note)
 
 @pytest.fixture(autouse=True)
 def leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Torn down last of a test's own fixtures. What fixtures of a module or session have started is there before."""
+    """Torn down last of a test's own fixtures. What fixtures of a module or session have started is there
+    before."""
     mark = f"{os.getpid()}-{next(_numbers)}"
     monkeypatch.setenv(MARK, mark)
     with nothing_left(mark):
@@ -56,7 +57,8 @@ def leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @contextlib.contextmanager
 def nothing_left(mark: str) -> Iterator[None]:
-    """Raise AssertionError for what was started meanwhile and is there afterwards; its processes are killed."""
+    """Raise AssertionError for what was started meanwhile and is there afterwards; its processes are
+    killed."""
     _remember()
     yield
     warm_ones = left_processes()
@@ -89,17 +91,28 @@ def _remember() -> None:
 def _left(find: Callable[[], dict[int, str]]) -> dict[int, str]:
     deadline = time.monotonic() + GRACE_SECONDS
     while (found := find()) and time.monotonic() < deadline:
-        gc.collect()  # an error that the test caught may have kept the iterator that ends its processes when it is collected
+        # an error that the test caught may have kept the iterator that ends its processes when it is
+        # collected
+        gc.collect()
         time.sleep(0.05)
     return found
 
 
 def _processes(mark: str) -> dict[int, str]:
-    """Return pid → command of new children, at any depth, and of what runs with the mark. What has ended is not left."""
+    """Return pid → command of new children, at any depth, and of what runs with the mark. What has ended is
+    not left."""
     wanted = f"{MARK}={mark}".encode()
-    marked = {int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if wanted in _read(path).split(b"\0")}
+    marked = {
+        int(path.parent.name)
+        for path in Path("/proc").glob("[0-9]*/environ")
+        if wanted in _read(path).split(b"\0")
+    }
     commands = {pid: _read(Path(f"/proc/{pid}/cmdline")) for pid in (marked | _children()) - _known_processes}
-    texts = {pid: command.replace(b"\0", b" ").decode(errors="replace")[:200] for pid, command in commands.items() if command}
+    texts = {
+        pid: command.replace(b"\0", b" ").decode(errors="replace")[:200]
+        for pid, command in commands.items()
+        if command
+    }
     return {pid: text for pid, text in texts.items() if not any(name in text for name in SHARED)}
 
 

@@ -1,9 +1,11 @@
-"""Ranks of tests: forks of a server that has imported the stack and computed nothing, each in a new process group over gloo.
+"""Ranks of tests: forks of a server that has imported the stack and computed nothing, each in a new process
+group over gloo.
 
-`ranks.run(world_size, function, *arguments)` calls a top-level function on ranks 0 … world_size - 1 and returns the values by rank;
-`ranks.ends(…)` also reports ranks that raise, are killed, kill themselves or hang. A world of two takes 0.2 s, where importing the
-stack takes ten. There is one server for each device, for all processes of a session (`tests/session.py`): it forks a process for each
-client, which forks a process for each rank, so no state passes from one world to the next.
+`ranks.run(world_size, function, *arguments)` calls a top-level function on ranks 0 … world_size - 1 and
+returns the values by rank; `ranks.ends(…)` also reports ranks that raise, are killed, kill themselves or
+hang. A world of two takes 0.2 s, where importing the stack takes ten. There is one server for each device,
+for all processes of a session (`tests/session.py`): it forks a process for each client, which forks a process
+for each rank, so no state passes from one world to the next.
 """
 
 from __future__ import annotations
@@ -40,10 +42,12 @@ from tests.cuda.environment import with_gpus
 REPOSITORY = Path(__file__).resolve().parent.parent
 LIMIT_SECONDS = 300.0
 GRACE_SECONDS = 30.0
-"""A rank that fails closes its connections, and gloo notifies the others at once. A rank that is silent for longer than this hangs."""
+"""A rank that fails closes its connections, and gloo notifies the others at once. A rank that is silent for
+longer than this hangs."""
 MOST_RANKS = 4
 KILLED = 77
-"""Exit code of a rank that an injected kill ended: `os._exit`, so that nothing is flushed and no `finally` runs."""
+"""Exit code of a rank that an injected kill ended: `os._exit`, so that nothing is flushed and no `finally`
+runs."""
 
 
 class RanksFailed(AssertionError):
@@ -51,7 +55,8 @@ class RanksFailed(AssertionError):
 
 
 class Leaves(Exception):
-    """Raised by a function to return `value` and leave at once, without waiting for the others, as a process that ends would."""
+    """Raised by a function to return `value` and leave at once, without waiting for the others, as a process
+    that ends would."""
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
@@ -92,15 +97,32 @@ class Ranks:
 
         return min(torch.cuda.device_count() or MOST_RANKS, MOST_RANKS)
 
-    def run(self, world_size: int, function: Callable[..., Any], *arguments: Any, limit_seconds: float = LIMIT_SECONDS) -> list[Any]:
-        """The function's value on every rank. Raises: RanksFailed with the tracebacks if a rank raises, dies or does not end in time."""
+    def run(
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *arguments: Any,
+        limit_seconds: float = LIMIT_SECONDS,
+    ) -> list[Any]:
+        """The function's value on every rank. Raises: RanksFailed with the tracebacks if a rank raises, dies
+        or does not end in time."""
         ends = self.ends(world_size, function, *arguments, limit_seconds=limit_seconds)
-        failures = [f"--- rank {rank}: {_described(end)}\n{end.text}" for rank, end in enumerate(ends) if not end.succeeded]
+        failures = [
+            f"--- rank {rank}: {_described(end)}\n{end.text}"
+            for rank, end in enumerate(ends)
+            if not end.succeeded
+        ]
         if failures:
             raise RanksFailed("\n".join(failures))
         return [end.value for end in ends]
 
-    def ends(self, world_size: int, function: Callable[..., Any], *arguments: Any, limit_seconds: float = LIMIT_SECONDS) -> list[End]:
+    def ends(
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *arguments: Any,
+        limit_seconds: float = LIMIT_SECONDS,
+    ) -> list[End]:
         """How every rank ended. On a machine with fewer GPUs than ranks the test is skipped."""
         if world_size > self.most:
             pytest.skip(f"{world_size} ranks need as many GPUs, and this machine has {self.most}")
@@ -109,12 +131,16 @@ class Ranks:
             os.write(self._connection.fileno(), b"R")
         try:
             send(self._connection, (world_size, pickle.dumps((function, arguments)), limit_seconds))
-            assert self._connection.poll(limit_seconds + GRACE_SECONDS + 60), "the server of ranks does not answer"
+            assert self._connection.poll(limit_seconds + GRACE_SECONDS + 60), (
+                "the server of ranks does not answer"
+            )
             ends, cpu_seconds = receive(self._connection)
             times.add_elsewhere(cpu_seconds)
         except (EOFError, OSError) as error:
             log = session.folder() / f"ranks-{self.device}.log"
-            raise AssertionError(f"the server of ranks has ended\n{log.read_text(errors='replace')[-6000:]}") from error
+            raise AssertionError(
+                f"the server of ranks has ended\n{log.read_text(errors='replace')[-6000:]}"
+            ) from error
         finally:
             if sys.exc_info()[0] is not None:
                 self.close()
@@ -132,7 +158,8 @@ def _described(end: End) -> str:
 
 @functools.cache
 def shared_ranks(device: str = "cpu") -> Ranks:
-    """The ranks of this process for a device. Where there is no GPU, each rank on `cuda` has an emulated one."""
+    """The ranks of this process for a device. Where there is no GPU, each rank on `cuda` has an emulated
+    one."""
     return Ranks(device)
 
 
@@ -142,7 +169,8 @@ def rank_device() -> str:
 
 
 def send(connection: Connection, value: Any) -> None:
-    """Send a value as it is: `Connection.send` would put tensors into shared memory once torch has been imported."""
+    """Send a value as it is: `Connection.send` would put tensors into shared memory once torch has been
+    imported."""
     connection.send_bytes(pickle.dumps(value))
 
 
@@ -226,7 +254,9 @@ def _import_stack() -> None:
         if not found.name.endswith(".__main__"):
             importlib.import_module(found.name)
     torch.set_num_threads(1)
-    conversion_mapping.get_checkpoint_conversion_mapping("llama")  # its first call compiles a thousand regular expressions
+    conversion_mapping.get_checkpoint_conversion_mapping(
+        "llama"
+    )  # its first call compiles a thousand regular expressions
     devices.versions()  # reads the metadata of twenty packages
     for kind in records.Document.__subclasses__():
         records._validator(kind)
@@ -255,7 +285,9 @@ def _serve(listening: socket.socket, device: str) -> None:
                 warm.die_with(server)
                 kind, descriptors, _, _ = socket.recv_fds(accepted, 1, 300)
                 connection = Connection(accepted.detach())
-                _serve_client(connection, device) if kind == b"R" else warm.serve_command(connection, descriptors)
+                _serve_client(connection, device) if kind == b"R" else warm.serve_command(
+                    connection, descriptors
+                )
             finally:
                 os._exit(0)
         accepted.close()
@@ -284,7 +316,10 @@ def _serve_client(connection: Connection, device: str) -> None:
         except Exception:  # noqa: BLE001  the test gets the traceback
             send(connection, ([End(1, None, traceback.format_exc(), stuck=False)] * world_size, 0.0))
             continue
-        children = [_fork(place, rank, world_size, functools.partial(function, *arguments), client, device) for rank in range(world_size)]
+        children = [
+            _fork(place, rank, world_size, functools.partial(function, *arguments), client, device)
+            for rank in range(world_size)
+        ]
         before = times.cpu_seconds()
         ends = _wait(children, time.monotonic() + limit_seconds)
         answer = [_end(place, rank, code, stuck) for rank, (code, stuck) in enumerate(ends)]
@@ -293,7 +328,9 @@ def _serve_client(connection: Connection, device: str) -> None:
     shutil.rmtree(place, ignore_errors=True)
 
 
-def _fork(place: Path, rank: int, world_size: int, action: Callable[[], Any], parent: int, device: str) -> int:
+def _fork(
+    place: Path, rank: int, world_size: int, action: Callable[[], Any], parent: int, device: str
+) -> int:
     child = os.fork()
     if child:
         return child
@@ -312,8 +349,8 @@ def _be_rank(place: Path, rank: int, world_size: int, action: Callable[[], Any],
     import torch
     import torch.distributed as dist
 
-    # A fork has to replace torch's pool of threads, and the threads that autograd starts for several devices would do it at the same time:
-    # "Invalid thread pool!" (caffe2::pthreadpool).
+    # A fork has to replace torch's pool of threads, and the threads that autograd starts for several devices
+    # would do it at the same time: "Invalid thread pool!" (caffe2::pthreadpool).
     torch.set_num_threads(1)
     log = os.open(place / f"log-{rank}", os.O_WRONLY | os.O_CREAT, 0o644)
     os.dup2(log, 1)
@@ -326,7 +363,9 @@ def _be_rank(place: Path, rank: int, world_size: int, action: Callable[[], Any],
     except Leaves as leaving:
         value, stays = leaving.value, False
     (place / f"value-{rank}").write_bytes(pickle.dumps(value))
-    for thread in threading.enumerate():  # as the interpreter does when a process ends: a save in flight is finished
+    for (
+        thread
+    ) in threading.enumerate():  # as the interpreter does when a process ends: a save in flight is finished
         if thread is not threading.main_thread() and not thread.daemon:
             thread.join(timeout=GRACE_SECONDS)
     if stays:  # others may still be in the last collective. If one failed, this fails too
@@ -344,20 +383,28 @@ def _seed() -> None:
 
 
 def enter_world(rank: int, world_size: int, rendezvous: str, device: str, *, timeout_seconds: float) -> None:
-    """Make this process a rank, with what a launcher exports: Accelerate reads it although the group exists."""
+    """Make this process a rank, with what a launcher exports: Accelerate reads it although the group
+    exists."""
     from datetime import timedelta
 
     import torch
     import torch.distributed as dist
 
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+    }
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK_DEVICE": device}
     backends = "gloo"
     if device == "cuda":
         torch.cuda.set_device(rank)
         backends = "cpu:gloo,cuda:nccl"
     timeout = timedelta(seconds=timeout_seconds)
-    dist.init_process_group(backends, f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(
+        backends, f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=timeout
+    )
     dist.barrier()  # else a rank that fails at once closes connections that others are still opening
 
 
@@ -392,7 +439,13 @@ def _stop(child: int) -> int:
 
 def _end(place: Path, rank: int, code: int, stuck: bool) -> End:
     value, text, log = (place / f"{name}-{rank}" for name in ("value", "text", "log"))
-    printed = text.read_text() if text.exists() else _ends_of(log.read_text(errors="replace")) if log.exists() else ""
+    printed = (
+        text.read_text()
+        if text.exists()
+        else _ends_of(log.read_text(errors="replace"))
+        if log.exists()
+        else ""
+    )
     return End(code, pickle.loads(value.read_bytes()) if value.exists() else None, printed, stuck)
 
 

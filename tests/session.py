@@ -1,7 +1,7 @@
 """What the processes of one test session share: a folder, and values that are made once for all of them.
 
-`scripts/test` runs tests in two processes. The process that started them exports `TESTS_FOLDER`, the folder of the session;
-whoever needs something there first makes it, and the others wait for it.
+`scripts/test` runs tests in two processes. The process that started them exports `TESTS_FOLDER`, the folder
+of the session; whoever needs something there first makes it, and the others wait for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from pathlib import Path
 
 FOLDER = "TESTS_FOLDER"
 OWNER = "TESTS_OWNER_PID"
-"""The process that made the folder and removes it; what serves the session ends when this process has ended."""
+"""The process that made the folder and removes it; what serves the session ends when this process has
+ended."""
 
 
 def begin() -> None:

@@ -53,7 +53,11 @@ def leave_traces() -> None:
 def traces() -> tuple[bool, str, bool]:
     import torch
 
-    return "FSDP_VERSION" in os.environ, str(torch.get_default_dtype()), signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    return (
+        "FSDP_VERSION" in os.environ,
+        str(torch.get_default_dtype()),
+        signal.getsignal(signal.SIGTERM) == signal.SIG_IGN,
+    )
 
 
 @pytest.fixture
@@ -63,7 +67,9 @@ def on_ranks() -> Ranks:
 
 def test_every_world_size_gets_its_own_group(on_ranks: Ranks) -> None:
     for world_size in (4, 1, 2, 3):
-        assert on_ranks.run(world_size, who, "hello") == [("hello", rank, world_size) for rank in range(world_size)]
+        assert on_ranks.run(world_size, who, "hello") == [
+            ("hello", rank, world_size) for rank in range(world_size)
+        ]
 
 
 def test_failure_names_the_rank_and_later_calls_work(on_ranks: Ranks) -> None:

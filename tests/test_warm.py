@@ -41,7 +41,9 @@ def test_exit_codes_and_tracebacks_are_those_of_python() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
 def test_signal_ends_a_child_and_is_its_exit_code(number: signal.Signals) -> None:
-    with subprocess.Popen([*CHILD, "wait"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:
+    with subprocess.Popen(
+        [*CHILD, "wait"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "waiting\n"
         assert child.poll() is None
@@ -58,5 +60,8 @@ def test_orphan_of_a_command_is_reported_and_ended() -> None:
 
 
 def test_variable_that_libraries_read_at_import_starts_python() -> None:
-    environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "PYTHONPATH": str(Path(warm.__file__).parents[1])}
+    environment = os.environ | {
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "PYTHONPATH": str(Path(warm.__file__).parents[1]),
+    }
     assert json.loads(run("report", env=environment, stdin=subprocess.DEVNULL).stdout)["is_real"] is True

@@ -1,8 +1,9 @@
 """Measure what tests cost, and report it: a plugin of pytest that `tests/conftest.py` registers.
 
-Each phase (collection of a file, set-up, call, tear-down) has wall-clock seconds and the CPU seconds of its process and of the children
-that it waited for. After the tests it prints the slowest ones and what was left out with the command that runs it;
-`--write-times` writes the costs by file to `docs/evidence/data/test-times.tsv` and the tables of `docs/development/testing.md`.
+Each phase (collection of a file, set-up, call, tear-down) has wall-clock seconds and the CPU seconds of its
+process and of the children that it waited for. After the tests it prints the slowest ones and what was left
+out with the command that runs it; `--write-times` writes the costs by file to
+`docs/evidence/data/test-times.tsv` and the tables of `docs/development/testing.md`.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class Cost:
 
 
 class Times:
-    """In a process of xdist it measures; in the process that pytest was started as it also gathers and reports."""
+    """In a process of xdist it measures; in the process that pytest was started as it also gathers and
+    reports."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -118,7 +120,8 @@ class Times:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """Take what a process of xdist measured. Each of them collects everything: what that costs is added up, what is left out is not."""
+        """Take what a process of xdist measured. Each of them collects everything: what that costs is added
+        up, what is left out is not."""
         told = getattr(node, "workeroutput", {}).get("times")
         if told is not None:
             self._add_collected(told["collected"])
@@ -163,7 +166,10 @@ class Times:
 
 def write_costs(files: Mapping[str, Cost]) -> None:
     """Write the table of files, and the tables of the page."""
-    rows = [[name, str(cost.tests), *(f"{value:.1f}" for value in _numbers(cost))] for name, cost in sorted(files.items())]
+    rows = [
+        [name, str(cost.tests), *(f"{value:.1f}" for value in _numbers(cost))]
+        for name, cost in sorted(files.items())
+    ]
     TABLE.write_text("".join("\t".join(row) + "\n" for row in [COLUMNS, *rows]), encoding="utf-8")
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}\n\n{tables(files)}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
@@ -179,7 +185,10 @@ def _numbers(cost: Cost) -> Iterable[float]:
 def read_costs() -> dict[str, Cost]:
     """What each file cost when `--write-times` was last given."""
     lines = TABLE.read_text(encoding="utf-8").splitlines()[1:] if TABLE.exists() else []
-    return {name: Cost(int(tests), *map(float, seconds)) for name, tests, *seconds in (line.split("\t") for line in lines)}
+    return {
+        name: Cost(int(tests), *map(float, seconds))
+        for name, tests, *seconds in (line.split("\t") for line in lines)
+    }
 
 
 def tables(files: Mapping[str, Cost]) -> str:
@@ -194,7 +203,8 @@ def tables(files: Mapping[str, Cost]) -> str:
     by_cost = sorted(files.items(), key=lambda item: -item[1].cpu)[:20]
     by_folder = sorted(folders.items(), key=lambda item: (item[0] == "all", -item[1].cpu))
     parts = [
-        "Seconds of the fast tests, of all processes together; CPU includes ranks and commands that a test waited for.\n",
+        "Seconds of the fast tests, of all processes together; CPU includes ranks and commands that "
+        "a test waited for.\n",
         table(header, [_row(f"`{name}`" if name != "all" else name, cost) for name, cost in by_folder]),
         "The twenty files with most CPU seconds:\n",
         table(header, [_row(f"`{name.removeprefix('tests/')}`", cost) for name, cost in by_cost]),

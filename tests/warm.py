@@ -1,11 +1,13 @@
-"""Commands without the seconds of their imports: `python -m fsdp_tune …` is a fork of a process that has imported the stack.
+"""Commands without the seconds of their imports: `python -m fsdp_tune …` is a fork of a process that has
+imported the stack.
 
-`install()` patches `subprocess.Popen` in a process of pytest. A child that would run a module of the package, and each process of
-xdist, is then forked by the server of ranks (`tests/ranks.py`), with the same arguments, environment, directory, descriptors and
-session. In such a command the children that it starts, such as the launcher and its ranks, are forks of itself. Parents, process
-groups, signals and exit codes are those of real processes; command lines in /proc are not, and libraries have been imported before.
-Where that matters a process is started for real: with the mark `cold`, and where the environment differs in a variable that libraries
-read when they are imported.
+`install()` patches `subprocess.Popen` in a process of pytest. A child that would run a module of the package,
+and each process of xdist, is then forked by the server of ranks (`tests/ranks.py`), with the same arguments,
+environment, directory, descriptors and session. In such a command the children that it starts, such as the
+launcher and its ranks, are forks of itself. Parents, process groups, signals and exit codes are those of real
+processes; command lines in /proc are not, and libraries have been imported before.
+Where that matters a process is started for real: with the mark `cold`, and where the environment differs in a
+variable that libraries read when they are imported.
 
 When a warm command has ended, the process that forked it adopts its orphans, ends them, and reports them.
 """
@@ -48,7 +50,17 @@ MODULES = ("fsdp_tune", "accelerate", "tests.warm_child")
 CODE = "-c"
 """In place of a module: the argument is the code. Only what starts a process of xdist."""
 PARENT_DEATH = "core/parent_death.py"
-READ_AT_IMPORT = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "LD_", "PYTHON", "EMULATED_CUDA", "TORCH_", "PYTORCH_", "OMP_")
+READ_AT_IMPORT = (
+    "HF_",
+    "HUGGINGFACE_",
+    "TRANSFORMERS_",
+    "LD_",
+    "PYTHON",
+    "EMULATED_CUDA",
+    "TORCH_",
+    "PYTORCH_",
+    "OMP_",
+)
 """First letters of variables that libraries read when they are imported."""
 HARMLESS = {
     "PYTHONSAFEPATH",
@@ -61,7 +73,8 @@ HARMLESS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "TRANSFORMERS_VERBOSITY",
 }
-"""Of these, what is read later or changes nothing that a test looks at. The server's PYTHONPATH begins with the repository."""
+"""Of these, what is read later or changes nothing that a test looks at. The server's PYTHONPATH begins with
+the repository."""
 at_import: dict[str, str] = {}
 """The environment in which the server has imported the stack."""
 GRACE_SECONDS = 3.0
@@ -100,7 +113,9 @@ def command_of(args: Sequence[Any], environment: Mapping[str, str] | None, **how
         flags.append(rest.pop(0))
     if rest == [CODE, popen_bootstrapline]:
         rest = ["-m", *rest]
-    elif len(rest) < 2 or rest[0] != "-m" or not any(f"{rest[1]}.".startswith(f"{name}.") for name in MODULES):
+    elif (
+        len(rest) < 2 or rest[0] != "-m" or not any(f"{rest[1]}.".startswith(f"{name}.") for name in MODULES)
+    ):
         return None
     environment = dict(os.environ if environment is None else environment)
     is_safe_path = bool({"-P", "-I"} & {*flags}) or bool(environment.get("PYTHONSAFEPATH"))
@@ -137,7 +152,12 @@ def install(connect_to_server: Callable[[], Connection]) -> None:
 def _execute_child(self: Any, *arguments: Any) -> None:
     given = dict(zip(_EXECUTE_PARAMETERS, arguments, strict=True))
     command = None
-    if connect is not None and _is_plain(given) and isinstance(given["args"], list | tuple) and given["executable"] is None:
+    if (
+        connect is not None
+        and _is_plain(given)
+        and isinstance(given["args"], list | tuple)
+        and given["executable"] is None
+    ):
         folder = os.fsdecode(given["cwd"] if given["cwd"] is not None else Path.cwd())
         command = command_of(
             given["args"],
@@ -169,12 +189,21 @@ def _is_plain(given: Mapping[str, Any]) -> bool:
     """Return whether a child gets nothing that a fork of this module does not give it."""
     ids = (given["gid"], given["gids"], given["uid"])
     is_shell = bool(given.get("shell"))
-    return not is_shell and given["preexec_fn"] is None and given["umask"] == -1 and ids == (None, None, None) and bool(given["close_fds"])
+    return (
+        not is_shell
+        and given["preexec_fn"] is None
+        and given["umask"] == -1
+        and ids == (None, None, None)
+        and bool(given["close_fds"])
+    )
 
 
 def _standard(given: Mapping[str, Any]) -> list[int]:
     """Return the descriptors that become a child's 0, 1 and 2."""
-    return [given[name] if given[name] != -1 else number for number, name in enumerate(("p2cread", "c2pwrite", "errwrite"))]
+    return [
+        given[name] if given[name] != -1 else number
+        for number, name in enumerate(("p2cread", "c2pwrite", "errwrite"))
+    ]
 
 
 def _internal_poll(self: Any, *arguments: Any, **named: Any) -> int | None:
@@ -204,7 +233,8 @@ def _take_status(process: Any) -> None:
 
 
 def left_processes() -> list[str]:
-    """Wait for the warm commands of a test, and return those that run still and the orphans that they left, which are then ended."""
+    """Wait for the warm commands of a test, and return those that run still and the orphans that they left,
+    which are then ended."""
     found: list[str] = []
     for process in started:
         try:
@@ -223,9 +253,12 @@ def left_processes() -> list[str]:
 
 
 def serve_command(connection: Connection, descriptors: list[int]) -> None:
-    """Fork a command, report its pid, its end and its orphans. It is killed if the process that asked for it ends."""
+    """Fork a command, report its pid, its end and its orphans. It is killed if the process that asked for it
+    ends."""
     command: Command = pickle.loads(connection.recv_bytes())
-    if command.module != CODE:  # tests of a process of pytest expect that what they orphan is waited for by process 1
+    if (
+        command.module != CODE
+    ):  # tests of a process of pytest expect that what they orphan is waited for by process 1
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     own = os.getpid()
     child = os.fork()
@@ -262,7 +295,9 @@ def _orphans() -> list[str]:
                 time.sleep(0.02)
         except ChildProcessError:
             return []
-    pids = [int(pid) for pid in Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()]
+    pids = [
+        int(pid) for pid in Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
+    ]
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -273,7 +308,8 @@ def _orphans() -> list[str]:
 
 
 def become(command: Command, descriptors: Sequence[int]) -> NoReturn:
-    """Turn this fork into a process that runs a command from its start. `descriptors`: what becomes 0, 1, 2 and `command.kept`."""
+    """Turn this fork into a process that runs a command from its start. `descriptors`: what becomes 0, 1, 2
+    and `command.kept`."""
     code = 1
     try:
         gc.freeze()
@@ -334,7 +370,9 @@ def _reset_python(command: Command) -> None:
     util._finalizer_registry.clear()
     random.seed()
     if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(1)  # as in `tests.ranks`: a fork has to replace the pool of threads
+        sys.modules["torch"].set_num_threads(
+            1
+        )  # as in `tests.ranks`: a fork has to replace the pool of threads
     os.environ.clear()
     os.environ.update(command.environment)
     if command.is_bound:
@@ -346,11 +384,15 @@ def _reset_python(command: Command) -> None:
         is_errors = name == "stderr"
         raw = open(number, "rb" if number == 0 else "wb", buffering=0 if is_errors else -1, closefd=False)  # noqa: SIM115  for good
         how = {"line_buffering": is_errors or raw.isatty(), "write_through": is_errors}
-        stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace" if is_errors else "strict", **how)
+        stream = io.TextIOWrapper(
+            raw, encoding="utf-8", errors="backslashreplace" if is_errors else "strict", **how
+        )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     sys.argv = [CODE] if command.module == CODE else ["-m", *command.arguments]
-    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
+    paths = [
+        path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path
+    ]
     sys.path[:0] = paths if command.is_safe_path else [str(Path.cwd()), *paths]
     warnings.resetwarnings()
     if command.module != CODE:  # a process of pytest asks the server

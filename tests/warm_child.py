@@ -13,8 +13,18 @@ from pathlib import Path
 def main() -> None:
     action = sys.argv[1]
     if action == "report":
-        facts = {"arguments": sys.argv[1:], "folder": str(Path.cwd()), "variable": os.environ.get("OF_A_TEST"), "read": sys.stdin.read()}
-        print(json.dumps(facts | {"is_leader": os.getsid(0) == os.getpid(), "is_real": "transformers" not in sys.modules}))
+        facts = {
+            "arguments": sys.argv[1:],
+            "folder": str(Path.cwd()),
+            "variable": os.environ.get("OF_A_TEST"),
+            "read": sys.stdin.read(),
+        }
+        print(
+            json.dumps(
+                facts
+                | {"is_leader": os.getsid(0) == os.getpid(), "is_real": "transformers" not in sys.modules}
+            )
+        )
     elif action == "exit":
         sys.exit(int(sys.argv[2]))
     elif action == "raise":
@@ -23,7 +33,11 @@ def main() -> None:
         print("waiting", flush=True)
         time.sleep(60)
     elif action == "leave":
-        subprocess.Popen([sys.executable, "-m", "tests.warm_child", "wait"], stdout=subprocess.DEVNULL, start_new_session=True)
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.warm_child", "wait"],
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
 
 if __name__ == "__main__":

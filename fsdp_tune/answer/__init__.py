@@ -1,1 +1,2 @@
-"""Use a finished model: score it on rows of data (`evaluate`), and let it answer prompts (`generate`, `chat`)."""
+"""Use a finished model: score it on rows of data (`evaluate`), and let it answer prompts (`generate`,
+`chat`)."""

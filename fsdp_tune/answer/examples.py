@@ -1,7 +1,9 @@
-"""Rows of an evaluation with their prompts and answers, the requests to the processes that run models, and the statistics of the answers.
+"""Rows of an evaluation with their prompts and answers, the requests to the processes that run models, and
+the statistics of the answers.
 
-A row has a total and a count. A metric is the sum of the totals over the sum of the counts: rows that match over rows, token losses over
-tokens. So rows are the units that are resampled, and tokens of one row stay together. Levels of intervals are 95 %.
+A row has a total and a count. A metric is the sum of the totals over the sum of the counts: rows that match
+over rows, token losses over tokens. So rows are the units that are resampled, and tokens of one row stay
+together. Levels of intervals are 95 %.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class EvaluatedExample:
 
 
 def read_examples(rows: RowStore, *, most: int | None = None) -> list[EvaluatedExample]:
-    """Return the first `most` examples of a prepared set in the order in which they were read, packed or not; all pieces of each."""
+    """Return the first `most` examples of a prepared set in the order in which they were read, packed or not;
+    all pieces of each."""
     segments = rows.segments()
     order = np.lexsort((segments.starts, segments.examples))
     chosen = np.isin(segments.examples, np.unique(segments.examples)[:most])
@@ -62,23 +65,28 @@ def read_examples(rows: RowStore, *, most: int | None = None) -> list[EvaluatedE
 
 def _example(store: RowStore, index: int, position: int) -> EvaluatedExample:
     file, line = store.origins(index)[position]
-    return EvaluatedExample(examples_of(store[index])[position], Where(file, line), not store.are_complete(index)[position])
+    return EvaluatedExample(
+        examples_of(store[index])[position], Where(file, line), not store.are_complete(index)[position]
+    )
 
 
 def refuse_without_prompt(examples: Sequence[EvaluatedExample]) -> None:
-    """Refuse rows whose answer begins at the first or second token, which in most tokenizers is after BOS. Raises: usage error."""
+    """Refuse rows whose answer begins at the first or second token, which in most tokenizers is after BOS.
+    Raises: usage error."""
     for example in examples:
         if example.answer[0] < 2:
             raise usage_error(
                 "no-prompt",
                 "the row has no prompt: all of it is trained, so there is nothing to answer",
                 where=example.where,
-                hint="exact_match needs rows with prompts (prompt_completion, alpaca, messages); --metric perplexity takes any row",
+                hint="exact_match needs rows with prompts (prompt_completion, alpaca, messages); --metric "
+                "perplexity takes any row",
             )
 
 
 class AnswerReader:
-    """Turns tokens into the text that is compared: without special tokens at the end, or only the match of a pattern."""
+    """Turns tokens into the text that is compared: without special tokens at the end, or only the match of a
+    pattern."""
 
     def __init__(self, encoder: Encoder, pattern: str | None) -> None:
         """Raises: usage error for a pattern that is not a regular expression."""
@@ -86,14 +94,17 @@ class AnswerReader:
         try:
             self._pattern = None if pattern is None else re.compile(pattern)
         except re.error as error:
-            raise usage_error("answer-pattern", f"`--answer {pattern}` is not a regular expression: {error}") from error
+            raise usage_error(
+                "answer-pattern", f"`--answer {pattern}` is not a regular expression: {error}"
+            ) from error
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the decoded ids, without the special tokens at their end."""
         return self._encoder.decode(list(ids[: end_of_text(ids, self._encoder)]))
 
     def end_ids(self, examples: Sequence[EvaluatedExample]) -> set[int]:
-        """Return the tokens after which a generated answer ends: EOS, and the token that ends the answers of the rows."""
+        """Return the tokens after which a generated answer ends: EOS, and the token that ends the answers of
+        the rows."""
         found = {self._encoder.eos_id}
         for example in examples:
             begin, end = example.answer
@@ -101,11 +112,14 @@ class AnswerReader:
         return found
 
     def compared(self, text: str) -> str | None:
-        """Return what is compared: the text without white space around it, or the first match of the pattern; None without a match."""
+        """Return what is compared: the text without white space around it, or the first match of the pattern;
+        None without a match."""
         if self._pattern is None:
             return text.strip()
         match = self._pattern.search(text)
-        found = None if match is None else match[1 if match.re.groups else 0]  # None also if an optional group takes no part
+        found = (
+            None if match is None else match[1 if match.re.groups else 0]
+        )  # None also if an optional group takes no part
         return None if found is None else found.strip()
 
     def target(self, example: EvaluatedExample) -> str:
@@ -114,7 +128,9 @@ class AnswerReader:
         found = self.compared(self.text(example.row.input_ids[begin:end].tolist()))
         if found is None:
             message = "`--answer` matches nothing in the answer of this row"
-            raise usage_error("answer-pattern", message, where=example.where, hint=r"for GSM8K: --answer '#### (.*)'")
+            raise usage_error(
+                "answer-pattern", message, where=example.where, hint=r"for GSM8K: --answer '#### (.*)'"
+            )
         return found
 
 
@@ -148,7 +164,8 @@ class ModelToEvaluate:
 
 
 def find_model(name: str) -> ModelToEvaluate:
-    """Return the model that is named: a directory of Hugging Face, RUN (its merged model), RUN/adapter, or else a hub id.
+    """Return the model that is named: a directory of Hugging Face, RUN (its merged model), RUN/adapter, or
+    else a hub id.
 
     Raises: usage error for a directory without a model, and for a run that is not merged.
     """
@@ -157,14 +174,20 @@ def find_model(name: str) -> ModelToEvaluate:
         require_unchanged_output(path / "merged" if run_of(path) is not None else path)
     if not path.is_dir():
         if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-            raise usage_error("model-not-found", f"there is no model directory `{name}`", hint="give a model directory, a run or a hub id")
+            raise usage_error(
+                "model-not-found",
+                f"there is no model directory `{name}`",
+                hint="give a model directory, a run or a hub id",
+            )
         return _of_hub(name)
     if (path / CONFIG_FILE).is_file() and run_of(path) is None:
         return _adapter(name, path)
     if run_of(path) is None:
         if not (path / "config.json").is_file():
             raise usage_error(
-                "model-not-found", f"`{name}` has no config.json", hint="give a directory that transformers can load, or a run"
+                "model-not-found",
+                f"`{name}` has no config.json",
+                hint="give a directory that transformers can load, or a run",
             )
         return ModelToEvaluate(name, str(path))
     if checkpoint_step(path) is None and (path / "merged" / "config.json").is_file():
@@ -176,7 +199,8 @@ def find_model(name: str) -> ModelToEvaluate:
 
 
 def _of_hub(name: str) -> ModelToEvaluate:
-    """Return a repository's model, or its adapter: loaded by name, transformers would leave out what base.json records."""
+    """Return a repository's model, or its adapter: loaded by name, transformers would leave out what
+    base.json records."""
     repository = HubResource("model", name, "MODEL", "model-not-found")
     if not (snapshot(repository, (CONFIG_FILE, BASE_FILE)) / CONFIG_FILE).is_file():
         return ModelToEvaluate(name, name)
@@ -184,7 +208,8 @@ def _of_hub(name: str) -> ModelToEvaluate:
 
 
 def _adapter(name: str, folder: Path) -> ModelToEvaluate:
-    """Return an adapter with its base. Raises: usage error if it is not one of layers, or if its base is unknown or has changed."""
+    """Return an adapter with its base. Raises: usage error if it is not one of layers, or if its base is
+    unknown or has changed."""
     try:
         config = json.loads((folder / CONFIG_FILE).read_bytes())
         if not isinstance(config, dict):
@@ -194,24 +219,37 @@ def _adapter(name: str, folder: Path) -> ModelToEvaluate:
         raise usage_error("model-not-found", message, hint="give the directory that PEFT wrote") from error
     if config.get("peft_type") in PROMPT_TYPES:
         message = f"it trains a prompt ({config['peft_type']}), which is not part of the model's layers"
-        raise usage_error("model-not-found", f"`{name}` cannot be evaluated: {message}", hint="give an adapter of layers, such as LoRA")
+        raise usage_error(
+            "model-not-found",
+            f"`{name}` cannot be evaluated: {message}",
+            hint="give an adapter of layers, such as LoRA",
+        )
     base = open_base(config, folder / BASE_FILE)
     if base.name is None:
         message = f"{CONFIG_FILE} does not name the base model"
-        raise usage_error("model-not-found", f"`{name}`: {message}", hint="set `base_model_name_or_path` in it to a directory or hub id")
+        raise usage_error(
+            "model-not-found",
+            f"`{name}`: {message}",
+            hint="set `base_model_name_or_path` in it to a directory or hub id",
+        )
     if Path(base.name).is_dir():
         require_unchanged_output(Path(base.name))
     correct = f"correct `base_model_name_or_path` in {folder / CONFIG_FILE}"
     if can_only_be_a_path(base.name) and not Path(base.name).is_dir():
-        raise usage_error("model-not-found", f"`{name}`: there is no directory `{base.name}`, its base", hint=correct)
+        raise usage_error(
+            "model-not-found", f"`{name}`: there is no directory `{base.name}`, its base", hint=correct
+        )
     if Path(base.name).is_dir() and base.has_other_weights(Path(base.name)):
         message = f"`{name}`: the weights of {base.name} are not those that the adapter was trained on"
-        raise usage_error("base-changed", message, ways_out=("restore the weights that it was trained on", correct))
+        raise usage_error(
+            "base-changed", message, ways_out=("restore the weights that it was trained on", correct)
+        )
     return ModelToEvaluate(name, base.name, str(folder), base.revision or "main")
 
 
 def run_of_model(model: ModelToEvaluate) -> RunDir | None:
-    """Return the run that wrote a model: RUN, RUN/merged, RUN/merged-quantised or RUN/adapter; None for any other."""
+    """Return the run that wrote a model: RUN, RUN/merged, RUN/merged-quantised or RUN/adapter; None for any
+    other."""
     path = Path(model.adapter or model.weights)
     return run_of(path.parent) if path.name in OF_A_RUN else None
 
@@ -248,7 +286,8 @@ class Request:
     trust_remote_code: bool = False
     part: int = 0
     parts: int = 1
-    """Of the batches of each set, every `parts`-th is scored, from `part` on: another process has the others."""
+    """Of the batches of each set, every `parts`-th is scored, from `part` on: another process has the
+    others."""
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))
@@ -262,7 +301,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class RowScore:
-    """What the metric of an evaluation makes of a row: total and count, or of a generated answer its ids, which are not compared yet."""
+    """What the metric of an evaluation makes of a row: total and count, or of a generated answer its ids,
+    which are not compared yet."""
 
     index: int
     total: float = 0.0
@@ -284,13 +324,15 @@ class AnswerSettings:
     """0: the most probable token, always."""
     top_p: float
     seed: int
-    """Of what is drawn, with the prompt and its number among equal ones: an answer does not depend on the prompts before it."""
+    """Of what is drawn, with the prompt and its number among equal ones: an answer does not depend on the
+    prompts before it."""
     shows_special_tokens: bool
 
 
 @dataclass(slots=True)
 class ModelsRequest:
-    """The first line on stdin of `fsdp_tune.answer.generate`; each further line is a list of prompts for every model."""
+    """The first line on stdin of `fsdp_tune.answer.generate`; each further line is a list of prompts for
+    every model."""
 
     models: list[ModelToEvaluate]
     """The second is the base."""
@@ -363,7 +405,8 @@ class ScoreRequest:
 
 @dataclass(frozen=True, slots=True)
 class ScoredTokens:
-    """The model's log-probabilities of a server's answer, up to the first token that is not identified, and what it would have said."""
+    """The model's log-probabilities of a server's answer, up to the first token that is not identified, and
+    what it would have said."""
 
     tokens: list[int]
     texts: list[str]
@@ -407,7 +450,8 @@ class Estimate:
         return asdict(self)
 
     def exponential(self) -> Estimate:
-        """Return a loss as a perplexity: the interval of a monotonic function has the function's values as its ends."""
+        """Return a loss as a perplexity: the interval of a monotonic function has the function's values as
+        its ends."""
         return Estimate(*(math.exp(min(each, 700.0)) for each in (self.value, self.low, self.high)))
 
 
@@ -426,7 +470,8 @@ class Comparison:
 
 
 def wilson(matches: int, rows: int) -> Estimate:
-    """Return a proportion with its Wilson score interval (Wilson, 1927), which holds for few rows and for proportions near 0 and 1."""
+    """Return a proportion with its Wilson score interval (Wilson, 1927), which holds for few rows and for
+    proportions near 0 and 1."""
     share = matches / rows
     middle = (share + Z**2 / (2 * rows)) / (1 + Z**2 / rows)
     half = Z / (1 + Z**2 / rows) * math.sqrt(share * (1 - share) / rows + Z**2 / (4 * rows**2))
@@ -440,16 +485,20 @@ def bootstrap(scores: Scores) -> Estimate:
 
 
 def mcnemar(first: Floats, second: Floats) -> Comparison:
-    """Compare two proportions on the same rows: the exact McNemar test, and Newcombe's interval of the difference.
+    """Compare two proportions on the same rows: the exact McNemar test, and Newcombe's interval of the
+    difference.
 
-    `first` and `second` are 1 where a row matches. Newcombe, Statistics in Medicine 17 (1998) 2635, method 10.
+    `first` and `second` are 1 where a row matches. Newcombe, Statistics in Medicine 17 (1998) 2635, method
+    10.
     """
     rows = len(first)
     both, only_first = int((first * second).sum()), int((first * (1 - second)).sum())
     only_second = int(second.sum()) - both
     neither = rows - both - only_first - only_second
     one, two = wilson(both + only_first, rows), wilson(both + only_second, rows)
-    product = math.sqrt((both + only_first) * (only_second + neither) * (both + only_second) * (only_first + neither))
+    product = math.sqrt(
+        (both + only_first) * (only_second + neither) * (both + only_second) * (only_first + neither)
+    )
     excess = both * neither - only_first * only_second
     correlation = (max(excess - rows / 2, 0.0) if excess > 0 else excess) / product if product else 0.0
 
@@ -459,7 +508,9 @@ def mcnemar(first: Floats, second: Floats) -> Comparison:
     difference = one.value - two.value
     low = difference - distance(one.value - one.low, two.high - two.value)
     high = difference + distance(one.high - one.value, two.value - two.low)
-    return Comparison(difference, low, high, _two_sided(min(only_first, only_second), only_first + only_second))
+    return Comparison(
+        difference, low, high, _two_sided(min(only_first, only_second), only_first + only_second)
+    )
 
 
 def _two_sided(smaller: int, trials: int) -> float:
@@ -475,8 +526,8 @@ def paired_bootstrap(first: Scores, second: Scores) -> Comparison:
     low, high = np.nanquantile(differences, (0.025, 0.975))
     # A resample in which a metric counts nothing shows no difference, so it is on both sides.
     above, below = int((~(differences < 0)).sum()), int((~(differences > 0)).sum())
-    # Resamples of few rows vary too little. Exchanging the models in each row (a permutation test) gives no smaller p than this; in a row
-    # with equal scores that changes nothing.
+    # Resamples of few rows vary too little. Exchanging the models in each row (a permutation test) gives no
+    # smaller p than this; in a row with equal scores that changes nothing.
     least = 2.0 ** (1 - np.count_nonzero((first.totals != second.totals) | (first.counts != second.counts)))
     p = min(1.0, max(least, 2 * (min(above, below) + 1) / (RESAMPLES + 1)))
     return Comparison(first.value() - second.value(), float(low), float(high), p)

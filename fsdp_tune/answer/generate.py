@@ -1,14 +1,18 @@
-"""Answer prompts with a model, a piece of text at a time, in a process of its own: `python -m fsdp_tune.answer.generate`.
+"""Answer prompts with a model, a piece of text at a time, in a process of its own:
+`python -m fsdp_tune.answer.generate`.
 
-The first line of stdin is a `ModelsRequest`, each further line a list of prompts: a row and its kind for each of the models. SIGINT ends
-the answer that is being generated. Prints JSON lines:
+The first line of stdin is a `ModelsRequest`, each further line a list of prompts: a row and its kind for each
+of the models. SIGINT ends the answer that is being generated. Prints JSON lines:
 
-`{"phase": "loading the model"}`, then `{"format": {…}, "device": "cpu", "notices": […]}` when prompts are read. For each list of prompts
-`{"prompt": 0, "model": 0, "piece": "text"}` …, `{"prompt": 0, "model": 0, "answer": {…}}` …, and `{"end": true}`; or, without an answer,
-`{"bad": [[0, reason, hint], …]}` with every prompt that cannot be encoded. At the end of a failure `{"problems": […], "exit_code": 2}`.
+`{"phase": "loading the model"}`, then `{"format": {…}, "device": "cpu", "notices": […]}` when prompts are
+read. For each list of prompts `{"prompt": 0, "model": 0, "piece": "text"}` …,
+`{"prompt": 0, "model": 0, "answer": {…}}` …, and `{"end": true}`; or, without an answer,
+`{"bad": [[0, reason, hint], …]}` with every prompt that cannot be encoded. At the end of a failure
+`{"problems": […], "exit_code": 2}`.
 
-A comparison with a server sends objects instead of lists: `{"references": [prompt, …], "max_new_tokens": 32}`, `{"scores": [{"ids",
-"tokens", "top"}, …]}` and `{"decode": [ids, …]}` (`Reference`).
+A comparison with a server sends objects instead of lists:
+`{"references": [prompt, …], "max_new_tokens": 32}`, `{"scores": [{"ids", "tokens", "top"}, …]}` and
+`{"decode": [ids, …]}` (`Reference`).
 """
 
 from __future__ import annotations
@@ -67,11 +71,14 @@ class StopFlag(StoppingCriteria):
 class PieceStreamer(BaseStreamer):
     """Emits the text of an answer as its tokens come.
 
-    All tokens are decoded each time, so that the pieces together are the decoded answer for any tokenizer; transformers' TextStreamer
-    starts over at line ends, where some tokenizers lose a space. A character whose bytes are not complete waits.
+    All tokens are decoded each time, so that the pieces together are the decoded answer for any tokenizer;
+    transformers' TextStreamer starts over at line ends, where some tokenizers lose a space. A character whose
+    bytes are not complete waits.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], end_ids: Sequence[int], emit: Callable[[str], None]) -> None:
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], end_ids: Sequence[int], emit: Callable[[str], None]
+    ) -> None:
         self._decode, self._end_ids, self._emit = decode, frozenset(end_ids), emit
         self._is_prompt = True
         self.ids: list[int] = []
@@ -142,29 +149,41 @@ class Answerer:
     def refuse_beyond_positions(self, ids: Sequence[int]) -> None:
         """Raises: RowError for a prompt that leaves no position for an answer."""
         if room(self.model, len(ids), self.settings.max_new_tokens) < 1:
-            raise RowError(f"a prompt of {len(ids):,} tokens fills all positions of the model", hint="shorten it")
+            raise RowError(
+                f"a prompt of {len(ids):,} tokens fills all positions of the model", hint="shorten it"
+            )
 
     def _config(self, max_new_tokens: int) -> GenerationConfig:
-        """Return what `generate` does, without what the model's generation_config.json adds: `self.model` has an empty one."""
+        """Return what `generate` does, without what the model's generation_config.json adds: `self.model` has
+        an empty one."""
         settings = self.settings
         sampling: dict[str, object] = {"do_sample": False}
         if settings.temperature > 0:
-            sampling = {"do_sample": True, "temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0}
+            sampling = {
+                "do_sample": True,
+                "temperature": settings.temperature,
+                "top_p": settings.top_p,
+                "top_k": 0,
+            }
         ends: dict[str, object] = {"eos_token_id": list(self.end_ids), "pad_token_id": self.encoder.pad_id}
         return GenerationConfig(max_new_tokens=max_new_tokens, **ends, **sampling)
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """Return the text of an answer, without the tokens that end it and other special ones unless the settings show them."""
+        """Return the text of an answer, without the tokens that end it and other special ones unless the
+        settings show them."""
         if self.settings.shows_special_tokens:
             return self.encoder.decode(ids)
         kept = [token for token in ids if token not in self.end_ids]
-        text = self.encoder.tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = self.encoder.tokenizer.decode(
+            kept, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
         assert isinstance(text, str)
         return text
 
 
 def seed_of_draws(seed: int, ids: Sequence[int], sample: int) -> int:
-    """Return the seed of the tokens that are drawn for an answer: it depends on the prompt and on its number among equal ones alone.
+    """Return the seed of the tokens that are drawn for an answer: it depends on the prompt and on its number
+    among equal ones alone.
 
     So an answer is the same whatever prompts come before it, and equal prompts have different answers.
     """
@@ -179,7 +198,9 @@ class Answering:
     format: PromptFormat
     answerers: tuple[Answerer, ...]
     stop: StopFlag
-    samples: Counter[tuple[int, tuple[int, ...]]] = field(default_factory=Counter[tuple[int, tuple[int, ...]]])
+    samples: Counter[tuple[int, tuple[int, ...]]] = field(
+        default_factory=Counter[tuple[int, tuple[int, ...]]]
+    )
     """Answers so far, by model and prompt."""
 
     @classmethod
@@ -187,7 +208,9 @@ class Answering:
         """Load tokenizer and models. Raises: FsdpTuneError."""
         emit({"phase": "loading the tokenizer"})
         encoder = load_encoder(recipe := Recipe.model_validate(request.recipe))
-        prompts = PromptFormat(recipe, encoder, None if request.data is None else DataReport.model_validate(request.data))
+        prompts = PromptFormat(
+            recipe, encoder, None if request.data is None else DataReport.model_validate(request.data)
+        )
         loading = Request([], {}, encoder.vocabulary_size, encoder.pad_id, 1, request.device, request.dtype)
         loading.trust_remote_code = request.trust_remote_code
         found: list[Answerer] = []
@@ -195,23 +218,38 @@ class Answering:
             emit({"phase": f"loading {model.name}"})
             loaded, adapted = load_with_adapter(model, loading)
             ends = tuple(sorted({*prompts.end_ids, *end_ids_of(loaded)}))
-            loaded.generation_config = GenerationConfig()  # `generate` takes from it what it is not given, such as penalties
+            loaded.generation_config = (
+                GenerationConfig()
+            )  # `generate` takes from it what it is not given, such as penalties
             contexts: list[Callable[[], contextlib.AbstractContextManager[object]]] = [contextlib.nullcontext]
             if request.adapter_off and adapted is not None:
                 contexts.append(adapted.disable_adapter)
-            found += [Answerer(loaded, context, encoder, request.settings, ends, stop) for context in contexts]
+            found += [
+                Answerer(loaded, context, encoder, request.settings, ends, stop) for context in contexts
+            ]
         described = prompts.describe(found[0].end_ids)
-        emit({"format": asdict(described), "notices": [notice.as_dict() for notice in (*encoder.notices, *prompts.notices)]})
+        emit(
+            {
+                "format": asdict(described),
+                "notices": [notice.as_dict() for notice in (*encoder.notices, *prompts.notices)],
+            }
+        )
         return cls(prompts, tuple(found), stop)
 
     def answer(self, prompts: Sequence[Sequence[dict[str, object]]], emit: Emit) -> None:
-        """Answer a list of prompts, until SIGINT: for each a `Prompt` by model, since each model continues its own conversation."""
+        """Answer a list of prompts, until SIGINT: for each a `Prompt` by model, since each model continues
+        its own conversation."""
         self.stop.is_set = False
         encoded: list[list[list[int]]] = []
         bad: list[tuple[int, str, str | None]] = []
         for number, of_models in enumerate(prompts):
             try:
-                encoded.append([self._encode(answerer, each) for answerer, each in zip(self.answerers, of_models, strict=True)])
+                encoded.append(
+                    [
+                        self._encode(answerer, each)
+                        for answerer, each in zip(self.answerers, of_models, strict=True)
+                    ]
+                )
             except RowError as error:
                 bad.append((number, str(error), error.hint))
         if bad:
@@ -221,7 +259,9 @@ class Answering:
             for which, (answerer, ids) in enumerate(zip(self.answerers, of_models, strict=True)):
                 place = {"prompt": number, "model": which}
                 answered = (which, tuple(ids))
-                answer = answerer.answer(ids, self.samples[answered], lambda piece, place=place: emit({**place, "piece": piece}))
+                answer = answerer.answer(
+                    ids, self.samples[answered], lambda piece, place=place: emit({**place, "piece": piece})
+                )
                 self.samples[answered] += 1
                 emit({**place, "answer": answer})
                 if self.stop.is_set:
@@ -239,7 +279,8 @@ SENT_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoni
 
 
 class Reference:
-    """What the model makes of prompts and of answers of a server: tokens, log-probabilities, its own greedy answer."""
+    """What the model makes of prompts and of answers of a server: tokens, log-probabilities, its own greedy
+    answer."""
 
     def __init__(self, answering: Answering) -> None:
         self._format, self._answerer = answering.format, answering.answerers[0]
@@ -257,7 +298,8 @@ class Reference:
         emit({"end": True})
 
     def _references(self, prompts: Sequence[dict[str, Any]], max_new_tokens: int, emit: Emit) -> None:
-        """Emit the special tokens, then for each prompt its ids, its text, what a server is sent, and the model's greedy answer."""
+        """Emit the special tokens, then for each prompt its ids, its text, what a server is sent, and the
+        model's greedy answer."""
         encoder = self._encoder
         encoded: list[EncodedPrompt] = []
         bad: list[tuple[int, str, str | None]] = []
@@ -279,7 +321,11 @@ class Reference:
     @torch.inference_mode()
     def _reference(self, prompt: EncodedPrompt, max_new_tokens: int) -> ReferenceAnswer:
         answerer, model = self._answerer, self._answerer.model
-        settings: dict[str, Any] = {"end_ids": answerer.end_ids, "pad_id": self._encoder.pad_id, "device": model.device}
+        settings: dict[str, Any] = {
+            "end_ids": answerer.end_ids,
+            "pad_id": self._encoder.pad_id,
+            "device": model.device,
+        }
         with answerer.context():
             (own,) = generate(model, [prompt.ids], max_new_tokens=max_new_tokens, **settings)
         margins = self._values([*prompt.ids, *own], len(own) + 1).topk(2, dim=-1).values
@@ -300,7 +346,9 @@ class Reference:
     @torch.inference_mode()
     def _score(self, request: ScoreRequest) -> ScoredTokens:
         ids, known = request.ids, self._identified(request.tokens)
-        every = self._values([*ids, *known], len(ids) + len(known) if request.scores_prompt else len(known) + 1)
+        every = self._values(
+            [*ids, *known], len(ids) + len(known) if request.scores_prompt else len(known) + 1
+        )
         values = every[-len(known) - 1 :]
         best = values.max(dim=-1)
         return ScoredTokens(
@@ -311,10 +359,15 @@ class Reference:
             best_texts=[self._encoder.decode([token]) for token in best.indices.tolist()],
             best_logprobs=best.values.tolist(),
             top=[
-                [None if (one := self._identified([each])) == [] else float(values[at, one[0]]) for each in of_position]
+                [
+                    None if (one := self._identified([each])) == [] else float(values[at, one[0]])
+                    for each in of_position
+                ]
                 for at, of_position in enumerate(request.top[: len(known)])
             ],
-            prompt_texts=[self._encoder.decode([token]) for token in ids[1:]] if request.scores_prompt else [],
+            prompt_texts=[self._encoder.decode([token]) for token in ids[1:]]
+            if request.scores_prompt
+            else [],
             prompt=every[range(len(ids) - 1), ids[1:]].tolist() if request.scores_prompt else [],
         )
 
@@ -324,13 +377,16 @@ class Reference:
         row = torch.tensor([list(ids)], device=model.device)
         takes = inspect.signature(model.forward).parameters
         with self._answerer.context(), attention_with_masks(model.config):
-            logits = model(row, use_cache=False, **({"logits_to_keep": last} if "logits_to_keep" in takes else {})).logits[0, -last:]
+            logits = model(
+                row, use_cache=False, **({"logits_to_keep": last} if "logits_to_keep" in takes else {})
+            ).logits[0, -last:]
         return torch.log_softmax(logits.float(), dim=-1)
 
     def _identified(self, tokens: Sequence[Identified]) -> list[int]:
         """Return the ids of tokens up to the first whose text is that of no token or of several.
 
-        llama.cpp leaves out tokens that end within a character, and adds their bytes to the text of the next one: it ends there too.
+        llama.cpp leaves out tokens that end within a character, and adds their bytes to the text of the next
+        one: it ends there too.
         """
         found: list[int] = []
         for own, text in tokens:
@@ -340,7 +396,11 @@ class Reference:
                 if len(candidates) != 1:
                     break
                 own = candidates[0]
-            elif text and text != self._encoder.decode([own]) and text.strip() != self._encoder.decode([own]).strip():
+            elif (
+                text
+                and text != self._encoder.decode([own])
+                and text.strip() != self._encoder.decode([own]).strip()
+            ):
                 break
             if not 0 <= own < self._encoder.vocabulary_size:
                 break
@@ -363,7 +423,11 @@ def _openai_message(message: dict[str, Any]) -> dict[str, Any]:
         given = function.get("arguments", {})
         text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
         calls.append(
-            {"id": call.get("id", f"call_{number}"), "type": "function", "function": {"name": function["name"], "arguments": text}}
+            {
+                "id": call.get("id", f"call_{number}"),
+                "type": "function",
+                "function": {"name": function["name"], "arguments": text},
+            }
         )
     return kept | ({"tool_calls": calls} if calls else {})
 
@@ -390,10 +454,19 @@ def main() -> None:
                 else:
                     answering.answer(request, emit)
         except FsdpTuneError as error:
-            emit({"problems": [problem.as_dict() for problem in error.problems], "exit_code": int(error.exit_code)})
+            emit(
+                {
+                    "problems": [problem.as_dict() for problem in error.problems],
+                    "exit_code": int(error.exit_code),
+                }
+            )
         except torch.OutOfMemoryError as error:
             hint = "`--dtype bf16`, a smaller `--max-new-tokens`, or `--device cpu`"
-            problem = Problem("device-out-of-memory", f"the device is out of memory: {str(error).splitlines()[0]}", hint=hint)
+            problem = Problem(
+                "device-out-of-memory",
+                f"the device is out of memory: {str(error).splitlines()[0]}",
+                hint=hint,
+            )
             emit({"problems": [problem.as_dict()], "exit_code": int(ExitCode.OUT_OF_MEMORY)})
 
 

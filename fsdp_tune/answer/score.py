@@ -1,7 +1,8 @@
 """Run models over prepared rows, in a process of its own: `python -m fsdp_tune.answer.score < request.json`.
 
-Prints JSON lines: `{"model": 0, "set": "test", "rows": [{"index", "total", "count"} | {"index", "ids", "is_cut"}, …]}` after each batch,
-and at the end of a failure `{"problems": […], "exit_code": 2}`.
+Prints JSON lines: `{"model": 0, "set": "test", "rows": [{"index",
+"total", "count"} | {"index", "ids", "is_cut"}, …]}` after each
+batch, and at the end of a failure `{"problems": […], "exit_code": 2}`.
 """
 
 from __future__ import annotations
@@ -34,8 +35,11 @@ class Scorer:
     model: PreTrainedModel
 
     def batches(self, examples: Sequence[EvaluatedExample]) -> Iterator[list[RowScore]]:
-        """Yield the scores of a batch of rows of similar length at a time; the batches are the same for any number of processes."""
-        score = {"generate": self._generate, "loss": self._loss, "extension": self._extension}[self.wanted.measure]
+        """Yield the scores of a batch of rows of similar length at a time; the batches are the same for any
+        number of processes."""
+        score = {"generate": self._generate, "loss": self._loss, "extension": self._extension}[
+            self.wanted.measure
+        ]
         if self.wanted.measure == "generate":
             self._refuse_beyond_positions(examples)
         order = sorted(range(len(examples)), key=lambda index: -len(examples[index].row.input_ids))
@@ -49,16 +53,24 @@ class Scorer:
         prompts = [example.row.input_ids[: example.answer[0]].tolist() for example in examples]
         ends, most = {*self.wanted.end_ids, *end_ids_of(self.model)}, self.wanted.max_new_tokens
         device = torch.device(request.device)
-        new = generate(self.model, prompts, max_new_tokens=most, end_ids=ends, pad_id=request.pad_id, device=device)
+        new = generate(
+            self.model, prompts, max_new_tokens=most, end_ids=ends, pad_id=request.pad_id, device=device
+        )
         return [
-            RowScore(index, ids=[token for token in tokens if token not in ends], is_cut=not ends.intersection(tokens))
+            RowScore(
+                index,
+                ids=[token for token in tokens if token not in ends],
+                is_cut=not ends.intersection(tokens),
+            )
             for index, tokens in zip(chosen, new, strict=True)
         ]
 
     def _loss(self, chosen: Sequence[int], examples: Sequence[EvaluatedExample]) -> list[RowScore]:
         logits, targets = self._forward(examples)
         totals: list[float] = []
-        for row, wanted in zip(logits, targets, strict=True):  # fp32 copies of the logits of all rows would not fit with long rows
+        for row, wanted in zip(
+            logits, targets, strict=True
+        ):  # fp32 copies of the logits of all rows would not fit with long rows
             trained = wanted != IGNORE_INDEX
             losses = F.cross_entropy(row[trained].float(), wanted[trained], reduction="none")
             totals.append(float(losses.double().sum()))
@@ -86,12 +98,21 @@ class Scorer:
         return logits, shift_labels(tensors["labels"])
 
     def _rows(
-        self, chosen: Sequence[int], examples: Sequence[EvaluatedExample], totals: list[float], counts: list[float]
+        self,
+        chosen: Sequence[int],
+        examples: Sequence[EvaluatedExample],
+        totals: list[float],
+        counts: list[float],
     ) -> list[RowScore]:
         for example, total in zip(examples, totals, strict=True):
             if total != total or abs(total) == float("inf"):
                 message = f"the score of a row is {total}, so the metric has no value"
-                problem = Problem("score-not-finite", message, example.where, "try `--dtype fp32`; else the model itself is damaged")
+                problem = Problem(
+                    "score-not-finite",
+                    message,
+                    example.where,
+                    "try `--dtype fp32`; else the model itself is damaged",
+                )
                 raise FailedError(problem, exit_code=ExitCode.NON_FINITE)
         return [RowScore(*each) for each in zip(chosen, totals, counts, strict=True)]
 
@@ -99,7 +120,9 @@ class Scorer:
         longest = max(examples, key=lambda example: example.answer[0])
         if room(self.model, longest.answer[0], self.wanted.max_new_tokens) < 1:
             message = f"a prompt of {longest.answer[0]:,} tokens fills all positions of the model"
-            raise usage_error("beyond-positions", message, where=longest.where, hint="lower `data.max_length`")
+            raise usage_error(
+                "beyond-positions", message, where=longest.where, hint="lower `data.max_length`"
+            )
 
 
 def run(request: Request, emit: Callable[[dict[str, Any]], None]) -> None:
@@ -128,10 +151,23 @@ def main() -> None:
         try:
             run(request, emit)
         except FsdpTuneError as error:
-            emit({"problems": [problem.as_dict() for problem in error.problems], "exit_code": int(error.exit_code)})
+            emit(
+                {
+                    "problems": [problem.as_dict() for problem in error.problems],
+                    "exit_code": int(error.exit_code),
+                }
+            )
         except torch.OutOfMemoryError as error:
-            hint = f"`--batch-size {max(1, request.batch_size // 2)}`" if request.batch_size > 1 else "`--dtype bf16`, or another device"
-            problem = Problem("device-out-of-memory", f"the device is out of memory: {str(error).splitlines()[0]}", hint=hint)
+            hint = (
+                f"`--batch-size {max(1, request.batch_size // 2)}`"
+                if request.batch_size > 1
+                else "`--dtype bf16`, or another device"
+            )
+            problem = Problem(
+                "device-out-of-memory",
+                f"the device is out of memory: {str(error).splitlines()[0]}",
+                hint=hint,
+            )
             emit({"problems": [problem.as_dict()], "exit_code": int(ExitCode.OUT_OF_MEMORY)})
 
 

@@ -1,4 +1,5 @@
-"""Run tasks of lm_eval on a model, in a process of its own: `python -m fsdp_tune.answer.tasks < request.json`.
+"""Run tasks of lm_eval on a model, in a process of its own:
+`python -m fsdp_tune.answer.tasks < request.json`.
 
 Prints one JSON line on stdout: `{"scores": {"arc_easy/acc": {"value", "low", "high", "rows"}, …}}`.
 """
@@ -16,10 +17,15 @@ from fsdp_tune.run.event_parts import CheckpointScore
 
 
 def run(request: TasksRequest) -> dict[str, CheckpointScore]:
-    """Return the scores of each task by name: `task/metric`, of another filter than lm_eval's `none` `task/metric.filter`."""
+    """Return the scores of each task by name: `task/metric`, of another filter than lm_eval's `none`
+    `task/metric.filter`."""
     import lm_eval  # pyright: ignore[reportMissingImports]  of the extra `eval`
 
-    arguments: dict[str, object] = {"pretrained": request.weights, "dtype": "auto", "trust_remote_code": request.trust_remote_code}
+    arguments: dict[str, object] = {
+        "pretrained": request.weights,
+        "dtype": "auto",
+        "trust_remote_code": request.trust_remote_code,
+    }
     if request.adapter is not None:
         arguments["peft"] = request.adapter
     found: Any = lm_eval.simple_evaluate(
@@ -35,13 +41,19 @@ def run(request: TasksRequest) -> dict[str, CheckpointScore]:
 
 
 def scores_of(found: dict[str, Any]) -> dict[str, CheckpointScore]:
-    """Return the scores in the results of lm_eval: each finite `metric,filter`, with the interval of its `metric_stderr,filter`."""
+    """Return the scores in the results of lm_eval: each finite `metric,filter`, with the interval of its
+    `metric_stderr,filter`."""
     scores: dict[str, CheckpointScore] = {}
     for task, results in found["results"].items():
         rows = int(found.get("n-samples", {}).get(task, {}).get("effective", 0))
         for key, value in results.items():
             metric, _, kind = key.partition(",")
-            if not kind or metric.endswith("_stderr") or isinstance(value, bool) or not isinstance(value, int | float):
+            if (
+                not kind
+                or metric.endswith("_stderr")
+                or isinstance(value, bool)
+                or not isinstance(value, int | float)
+            ):
                 continue
             if not math.isfinite(value):
                 sys.stderr.write(f"`{task}/{key}` is {value}, so it is left out\n")

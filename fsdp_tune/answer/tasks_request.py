@@ -1,4 +1,5 @@
-"""The request to the process that runs tasks of lm_eval, and the interval of a score with a standard error."""
+"""The request to the process that runs tasks of lm_eval, and the interval of a score with a standard
+error."""
 
 from __future__ import annotations
 
@@ -34,6 +35,10 @@ class TasksRequest:
 
 def normal_interval(value: float, standard_error: object) -> tuple[float | None, float | None]:
     """Return the interval of a mean with a known standard error; twice None if it is not a number."""
-    if isinstance(standard_error, bool) or not isinstance(standard_error, int | float) or not math.isfinite(standard_error):
+    if (
+        isinstance(standard_error, bool)
+        or not isinstance(standard_error, int | float)
+        or not math.isfinite(standard_error)
+    ):
         return None, None
     return value - Z * standard_error, value + Z * standard_error

@@ -1,4 +1,5 @@
-"""The Typer app: one function a command. Importing this module must stay cheap; commands import their jobs when they run."""
+"""The Typer app: one function a command. Importing this module must stay cheap; commands import their jobs
+when they run."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ from fsdp_tune.core.units import shown
 from fsdp_tune.core.version import __version__
 
 INTERRUPT_AGAIN_SECONDS = 0.01
-"""Until a dropped signal is repeated. `sys.unraisablehook` still runs in the finaliser, where an exception would be dropped again."""
+"""Until a dropped signal is repeated. `sys.unraisablehook` still runs in the finaliser, where an exception
+would be dropped again."""
 _LONG_WORD = re.compile(r"\S{200,}")
 MISSING_COMMAND = "Missing command."
 """Typer's message for `fsdp-tune`, `fsdp-tune cache` and other groups without a command."""
@@ -49,7 +51,11 @@ class Commands(TyperGroup):
             code = super().main(*args, standalone_mode=False, **extra)
         except typer.TyperException as error:
             context = getattr(error, "ctx", None)
-            if context is not None and error.format_message() == MISSING_COMMAND and "--json" not in arguments:
+            if (
+                context is not None
+                and error.format_message() == MISSING_COMMAND
+                and "--json" not in arguments
+            ):
                 is_bare = context.parent is None  # a first look at the program
                 typer.echo(context.get_help(), err=not is_bare)
                 code = 0 if is_bare else ExitCode.USAGE
@@ -67,7 +73,8 @@ class Commands(TyperGroup):
 
 
 def _refuse_empty_words(arguments: Sequence[str]) -> None:
-    """Refuse an empty word: mostly an unset variable of a script, and as a path the current directory. Raises: usage error.
+    """Refuse an empty word: mostly an unset variable of a script, and as a path the current directory.
+    Raises: usage error.
 
     Words after `--` are for accelerate.
     """
@@ -77,7 +84,9 @@ def _refuse_empty_words(arguments: Sequence[str]) -> None:
         option = word[:-1] if is_option else before if before.startswith("-") else None
         if (is_option or not word) and option not in MAY_BE_EMPTY:
             message = f"the value of `{option}` is empty" if option is not None else "an argument is empty"
-            raise usage_error("usage", message, hint="give a value; a variable of the shell that is not set is empty")
+            raise usage_error(
+                "usage", message, hint="give a value; a variable of the shell that is not set is empty"
+            )
 
 
 class LaunchingCommand(TyperCommand):
@@ -85,7 +94,10 @@ class LaunchingCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         split = args.index("--") if "--" in args else len(args)
-        ctx.meta["arguments"] = {"command": (ctx.info_name, *args), "launcher_arguments": tuple(args[split + 1 :])}
+        ctx.meta["arguments"] = {
+            "command": (ctx.info_name, *args),
+            "launcher_arguments": tuple(args[split + 1 :]),
+        }
         return super().parse_args(ctx, args[:split])
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
@@ -115,9 +127,13 @@ def _print_version(is_given: bool) -> None:
 
 @app.callback()
 def fsdp_tune(
-    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
 ) -> None:
-    """Fine-tune causal language models with PyTorch FSDP from one YAML recipe, and check that the run matches it.
+    """Fine-tune causal language models with PyTorch FSDP from one YAML recipe, and check that the run matches
+    it.
 
     \b
     Example: train a small GPT-2 on two CPU ranks, without GPU or network:
@@ -146,15 +162,18 @@ app.command(short_help="Check the machines before a run.")(doctor)
 app.add_typer(submit, no_args_is_help=False)
 app.add_typer(cache, no_args_is_help=False)
 app.add_typer(templates, no_args_is_help=False)
-app.add_typer(recipes, no_args_is_help=False)  # a missing command is reported like any other error, also with --json
+app.add_typer(
+    recipes, no_args_is_help=False
+)  # a missing command is reported like any other error, also with --json
 
 
 def main() -> None:
     continue_in_utf8()
     reset_inherited()
     open_standard_streams()
-    # Child processes import modules from the installation alone. Those that multiprocessing spawns (tokenising, its resource tracker)
-    # would otherwise import a `selectors.py` or `pickle.py` of the working directory.
+    # Child processes import modules from the installation alone. Those that multiprocessing spawns
+    # (tokenising, its resource tracker) would otherwise import a `selectors.py` or `pickle.py` of the working
+    # directory.
     os.environ["PYTHONSAFEPATH"] = "1"
     sys.unraisablehook = _interrupt_again
     with split_words(os.environ):
@@ -170,4 +189,6 @@ def _interrupt_again(dropped: sys.UnraisableHookArgs) -> None:
     else:
         sys.__unraisablehook__(dropped)
         return
-    threading.Timer(INTERRUPT_AGAIN_SECONDS, signal.pthread_kill, (threading.main_thread().ident, number)).start()
+    threading.Timer(
+        INTERRUPT_AGAIN_SECONDS, signal.pthread_kill, (threading.main_thread().ident, number)
+    ).start()

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from fsdp_tune.data.prompts import Prompt
     from fsdp_tune.jobs.generate import AnsweringModel, AnswerPiece, AskedPrompt, GeneratedAnswer
 
-ModelArgument = Annotated[str, Argument("A run, a model directory, a PEFT adapter, or a hub id.", metavar="MODEL")]
+ModelArgument = Annotated[
+    str, Argument("A run, a model directory, a PEFT adapter, or a hub id.", metavar="MODEL")
+]
 ASK, CONTINUE = "> ", ". "
 HELP = (
     "/reset          forget the conversation",
@@ -34,8 +36,8 @@ HELP = (
 def chat(screen: Screen, model: ModelArgument, options: GenerateOptions) -> None:
     """Talk to the model of a run, with its chat template and its stop tokens.
 
-    For a run, the merged model answers, or else its adapter, or else the adapter of its newest complete checkpoint.
-    `/help` lists the commands. Ctrl-C stops an answer, and Ctrl-D ends the chat.
+    For a run, the merged model answers, or else its adapter, or else the adapter of its newest complete
+    checkpoint. `/help` lists the commands. Ctrl-C stops an answer, and Ctrl-D ends the chat.
 
     \b
     Examples:
@@ -48,9 +50,13 @@ def chat(screen: Screen, model: ModelArgument, options: GenerateOptions) -> None
     with open_model(model, options, observer=screen) as opened:
         screen.end_phase()
         if options.system is not None and not opened.format.is_chat:
-            raise usage_error("usage", "`--system` needs a chat, and this model has none", hint="leave out `--system`")
+            raise usage_error(
+                "usage", "`--system` needs a chat, and this model has none", hint="leave out `--system`"
+            )
         conversation = Conversation(screen, opened, options.system)
-        screen.message(f"{' and '.join(opened.names)} on {opened.device}; ready in {time.monotonic() - started:.1f} s")
+        screen.message(
+            f"{' and '.join(opened.names)} on {opened.device}; ready in {time.monotonic() - started:.1f} s"
+        )
         screen.message(f"{opened.format.text}; answers end at {', '.join(opened.format.ends)}")
         screen.message("/help lists the commands, Ctrl-D leaves")
         try:
@@ -65,17 +71,23 @@ def generate(
     screen: Screen,
     model: ModelArgument,
     prompts: Annotated[
-        str, Option("JSON Lines with `messages`, `prompt` or `text`, or a text file with a prompt on each line.", metavar="FILE")
+        str,
+        Option(
+            "JSON Lines with `messages`, `prompt` or `text`, or a text file with a prompt on each line.",
+            metavar="FILE",
+        ),
     ],
     options: GenerateOptions,
     output: Annotated[
-        Path | None, Option("Write an object for each answer, as JSON Lines.", flags=("--output", "-o"), metavar="FILE")
+        Path | None,
+        Option("Write an object for each answer, as JSON Lines.", flags=("--output", "-o"), metavar="FILE"),
     ] = None,
 ) -> None:
     """Answer the prompts of a file, as `chat` does.
 
-    A `prompt`, or a line of a text file, is formatted as in training; for a chat model, it is a message of the user.
-    `messages` are answered after the last message that is not the assistant's. A `text` is continued unchanged.
+    A `prompt`, or a line of a text file, is formatted as in training; for a chat model, it is a message of
+    the user. `messages` are answered after the last message that is not the assistant's. A `text` is
+    continued unchanged.
 
     \b
     Examples:
@@ -101,7 +113,8 @@ class Conversation:
         self.answers: list[GeneratedAnswer] = []
 
     def run(self) -> None:
-        """Answer until `/exit` or the end of the input. Raises: KeyboardInterrupt on Ctrl-C at the prompt, and on a second one."""
+        """Answer until `/exit` or the end of the input. Raises: KeyboardInterrupt on Ctrl-C at the prompt,
+        and on a second one."""
         while (typed := self._read()) is not None:
             if typed.startswith("/") and not typed.startswith("//"):
                 if not self._obey(*typed[1:].split(maxsplit=1)):
@@ -160,10 +173,16 @@ class Conversation:
         finally:
             view.end()
         self.answers += found
-        for turns, answer in zip(self._turns, found, strict=False):  # an answer that was stopped is the last one
+        for turns, answer in zip(
+            self._turns, found, strict=False
+        ):  # an answer that was stopped is the last one
             turns += [{"role": "user", "content": text}, {"role": "assistant", "content": answer.output}]
             if answer.finish_reason != "stop":
-                how = "stopped" if answer.finish_reason == "interrupted" else f"cut at {answer.tokens:,} tokens: `--max-new-tokens`"
+                how = (
+                    "stopped"
+                    if answer.finish_reason == "interrupted"
+                    else f"cut at {answer.tokens:,} tokens: `--max-new-tokens`"
+                )
                 self._screen.message(f"({how})")
 
     def _prompt(self, text: str, turns: Sequence[dict[str, str]]) -> Prompt:
@@ -194,7 +213,8 @@ class ShownAnswers:
 
 
 class AnswerView:
-    """Prints the answers to one prompt as they come: next to each other on a wide terminal, else below each other."""
+    """Prints the answers to one prompt as they come: next to each other on a wide terminal, else below each
+    other."""
 
     def __init__(self, screen: Screen) -> None:
         self._screen = screen
@@ -241,7 +261,8 @@ class AnswerView:
 class WrappedText:
     """Breaks a text that comes in pieces at its spaces, so that no word is broken at the edge of a terminal.
 
-    A word is held back until it ends. Scripts without spaces are broken anywhere, and so is a word that is wider than the terminal.
+    A word is held back until it ends. Scripts without spaces are broken anywhere, and so is a word that is
+    wider than the terminal.
     """
 
     def __init__(self, width: int | None) -> None:

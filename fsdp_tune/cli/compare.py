@@ -42,12 +42,17 @@ def compare(
     screen: Screen,
     a: Annotated[
         str,
-        Argument("A recipe (a YAML file or a name of the catalogue), a run directory, or a configuration of another tool.", metavar="A"),
+        Argument(
+            "A recipe (a YAML file or a name of the catalogue), a run directory, or a configuration "
+            "of another tool.",
+            metavar="A",
+        ),
     ],
     b: Annotated[
         str | None,
         Argument(
-            "The same, or the address of a server with OpenAI's API. With --set, --python or --with, B may be left out; "
+            "The same, or the address of a server with OpenAI's API. With --set, --python or --with, "
+            "B may be left out; "
             "A is then compared with its changed form.",
             metavar="B",
         ),
@@ -55,14 +60,17 @@ def compare(
     *,
     overrides: Overrides = (),
     options: CompareOptions,
-    html: Annotated[Path | None, Option("Write the comparison as a page, in one file without network.", metavar="FILE")] = None,
+    html: Annotated[
+        Path | None, Option("Write the comparison as a page, in one file without network.", metavar="FILE")
+    ] = None,
 ) -> None:
     """Find the first difference between two recipes or runs, and its cause.
 
-    The stages reach from the tokens of the first rows to the update of a step. They are computed on the CPU in one
-    process, with a scaled-down model. To find the cause, B is computed again with A's values of the keys that differ.
-    Two runs are first compared by their files. If B is a server that serves A, prompts, their tokens, log-probabilities
-    and greedy answers are compared. `--set` changes B. The verdict names what was compared.
+    The stages reach from the tokens of the first rows to the update of a step. They are computed on the CPU
+    in one process, with a scaled-down model. To find the cause, B is computed again with A's values of the
+    keys that differ. Two runs are first compared by their files. If B is a server that serves A, prompts,
+    their tokens, log-probabilities and greedy answers are compared. `--set` changes B. The verdict names what
+    was compared.
 
     Exit code 0: equal; 1: different; 2: a side cannot be read; 6: too little could be compared for a verdict.
 
@@ -96,11 +104,14 @@ EXIT_CODES = {"different": ExitCode.FAILED, "not_comparable": ExitCode.NOT_COMPA
 
 
 def show_comparison(screen: Screen, found: CompareAnswer) -> None:
-    """Print the stages, the first difference with its cause, the later ones, the keys, and what was not compared."""
+    """Print the stages, the first difference with its cause, the later ones, the keys, and what was not
+    compared."""
     for letter, side in (("A", found.a), ("B", found.b)):
         computed = "imported" if side.tool_version is None else f"computed by {side.kind} {side.tool_version}"
         kind = side.kind if side.kind in OWN_KINDS else f"configuration of {side.kind}, {computed}"
-        is_other = found.a.python != found.b.python and found.a.tool_version is None and found.b.tool_version is None
+        is_other = (
+            found.a.python != found.b.python and found.a.tool_version is None and found.b.tool_version is None
+        )
         python = f", computed by {side.python}" if side.python is not None and is_other else ""
         _print(screen, f"{letter}  ", f"{side.name} ({kind}){python}{_with_overrides(side)}")
     for name, (a, b) in found.environment.items():
@@ -132,10 +143,14 @@ def verdict_of(found: CompareAnswer) -> str:
     compared = [stage for stage in found.stages if stage.status != "not_compared"]
     missing = [stage.title for stage in found.stages if stage.status == "not_compared"]
     head = {"equal": "equal", "different": "different", "not_comparable": "not comparable"}[found.verdict]
-    of_stages = f"{len(compared)} of {len(found.stages)} stages compared" if compared else "nothing was compared"
+    of_stages = (
+        f"{len(compared)} of {len(found.stages)} stages compared" if compared else "nothing was compared"
+    )
     parts = [of_stages, *(line for line in found.compared if " of A" in line)]
     if found.first is None and found.unsettled:
-        parts.append(f"none differs, but keys that may change rows or results do: {', '.join(found.unsettled)}")
+        parts.append(
+            f"none differs, but keys that may change rows or results do: {', '.join(found.unsettled)}"
+        )
     if found.failed:
         parts.append("a tool failed")
     if found.not_compared:
@@ -145,31 +160,58 @@ def verdict_of(found: CompareAnswer) -> str:
 
 
 def comparison_page(found: CompareAnswer) -> str:
-    """Return a complete document: the stages, the differences with their causes, keys, prompts, and what was not compared."""
+    """Return a complete document: the stages, the differences with their causes, keys, prompts, and what was
+    not compared."""
     sides = [
-        [letter, escape(side.name), escape(f"{side.kind}{_with_overrides(side)}")] for letter, side in (("A", found.a), ("B", found.b))
+        [letter, escape(side.name), escape(f"{side.kind}{_with_overrides(side)}")]
+        for letter, side in (("A", found.a), ("B", found.b))
     ]
     stages = [
-        [escape(stage.title), f'<span class="{CLASSES[stage.status]}">{stage.status.replace("_", " ")}</span>', *_found(stage)]
+        [
+            escape(stage.title),
+            f'<span class="{CLASSES[stage.status]}">{stage.status.replace("_", " ")}</span>',
+            *_found(stage),
+        ]
         for stage in found.stages
     ]
     differences = [(found.first, found.cause), *((each.difference, each.cause) for each in found.later)]
     title_of = {stage.name: stage.title for stage in found.stages}
     causes = [
-        [escape(each) for each in (title_of.get(difference.stage, difference.stage), difference.place, difference.a, difference.b)]
-        + [escape(f"{cause.text}{f' — {cause.hint}' if cause.hint else ''}") if cause is not None else "not found"]
+        [
+            escape(each)
+            for each in (
+                title_of.get(difference.stage, difference.stage),
+                difference.place,
+                difference.a,
+                difference.b,
+            )
+        ]
+        + [
+            escape(f"{cause.text}{f' — {cause.hint}' if cause.hint else ''}")
+            if cause is not None
+            else "not found"
+        ]
         for difference, cause in differences
         if difference is not None
     ]
-    keys = [[escape(key.key), escape(_value(key.a)), escape(_value(key.b)), escape(", ".join(key.affects))] for key in found.keys]
-    versions = [[escape(name), *(escape(str(each)) for each in both)] for name, both in found.environment.items()]
+    keys = [
+        [escape(key.key), escape(_value(key.a)), escape(_value(key.b)), escape(", ".join(key.affects))]
+        for key in found.keys
+    ]
+    versions = [
+        [escape(name), *(escape(str(each)) for each in both)] for name, both in found.environment.items()
+    ]
     prompts = [_prompt_cells(each) for each in (found.served.prompts if found.served is not None else ())]
     tables = [
         ("Stages", ("stage", "", "A", "B", "places that differ"), stages),
         ("Differences", ("stage", "at", "A", "B", "cause"), causes),
         ("Keys that differ", ("key", "A", "B", "affects"), keys),
         ("Environment", ("", "A", "B"), versions),
-        ("Prompts", ("prompt", "tokens A / B", "answer of A", "answer of B", "mean difference", "largest"), prompts),
+        (
+            "Prompts",
+            ("prompt", "tokens A / B", "answer of A", "answer of B", "mean difference", "largest"),
+            prompts,
+        ),
         ("Not compared", ("",), [[escape(line)] for line in found.not_compared]),
     ]
     failed = [f"<p>{escape(line)}</p>" for line in found.failed]
@@ -179,13 +221,16 @@ def comparison_page(found: CompareAnswer) -> str:
 
 
 def _prompt_cells(each: ComparedPrompt) -> list[str]:
-    numbers = ("–" if value is None else f"{value:.3g}" for value in (each.mean_difference, each.max_difference))
+    numbers = (
+        "–" if value is None else f"{value:.3g}" for value in (each.mean_difference, each.max_difference)
+    )
     counts = f"{each.tokens_a} / {'?' if each.tokens_b is None else each.tokens_b}"
     return [escape(each.prompt), counts, escape(each.answer_a), escape(each.answer_b or "–"), *numbers]
 
 
 def _found(stage: ComparedStage) -> list[str]:
-    """Return the cells of a stage: what both sides have at the first difference, and how many places differ."""
+    """Return the cells of a stage: what both sides have at the first difference, and how many places
+    differ."""
     first = stage.difference
     counts = f"{stage.different_places:,} of {stage.places:,}" if stage.places else ""
     detail = f"{counts}{'; ' if counts and stage.detail else ''}{stage.detail or ''}"
@@ -195,7 +240,11 @@ def _found(stage: ComparedStage) -> list[str]:
 def _show_steps(screen: Screen, found: CompareAnswer) -> None:
     """Print the first step of two runs that differs, with its rows, and the first one with other bits."""
     if (step := found.first_step) is not None:
-        _print(screen, "first step: ", f"{step.step}, {step.field}: {_number(step.a)} in A, {_number(step.b)} in B")
+        _print(
+            screen,
+            "first step: ",
+            f"{step.step}, {step.field}: {_number(step.a)} in A, {_number(step.b)} in B",
+        )
         if found.rows_of_step is not None:
             _print(screen, "  its rows: ", found.rows_of_step)
     if (step := found.first_bits) is not None and step != found.first_step:
@@ -209,7 +258,9 @@ def _note(stage: ComparedStage) -> str:
     return f": {stage.detail}" if stage.detail and stage.status == "equal" else ""
 
 
-def _show_difference(screen: Screen, head: str, found: FirstDifference, cause: Cause | None, whole: CompareAnswer) -> None:
+def _show_difference(
+    screen: Screen, head: str, found: FirstDifference, cause: Cause | None, whole: CompareAnswer
+) -> None:
     title = next((stage.title for stage in whole.stages if stage.name == found.stage), found.stage)
     _print(screen, f"{head}: ", title)
     _print(screen, "  at    ", found.place)
@@ -231,7 +282,11 @@ def _show_keys(screen: Screen, keys: Sequence[DifferentKey]) -> None:
     if changing:
         screen.message("keys that differ and change rows or numbers:")
         for key in changing:
-            _print(screen, "  ", f"{key.key}: {_value(key.a)} in A, {_value(key.b)} in B ({', '.join(key.affects)})")
+            _print(
+                screen,
+                "  ",
+                f"{key.key}: {_value(key.a)} in A, {_value(key.b)} in B ({', '.join(key.affects)})",
+            )
     if others:
         _print(screen, "other keys that differ: ", ", ".join(others))
 

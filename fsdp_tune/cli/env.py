@@ -57,7 +57,10 @@ def gather() -> dict[str, Any]:
     from fsdp_tune.launch.command.accelerate import relevant_variables
     from fsdp_tune.launch.command.default_config import accelerate_default_config
 
-    devices = [{"kind": each.kind, "name": each.name, "memory_bytes": each.memory_bytes} for each in visible_devices(os.environ)]
+    devices = [
+        {"kind": each.kind, "name": each.name, "memory_bytes": each.memory_bytes}
+        for each in visible_devices(os.environ)
+    ]
     return {
         "versions": versions(),
         "host": host(),
@@ -73,7 +76,11 @@ def gather() -> dict[str, Any]:
 
 
 def show(screen: Screen, facts: dict[str, Any]) -> None:
-    screen.table("versions", ["package", "version"], [[name, version or "not installed"] for name, version in facts["versions"].items()])
+    screen.table(
+        "versions",
+        ["package", "version"],
+        [[name, version or "not installed"] for name, version in facts["versions"].items()],
+    )
     host, torch = facts["host"], facts["torch"]
     rows = [
         ["system", f"{host['system']} {host['architecture']}"],
@@ -87,7 +94,8 @@ def show(screen: Screen, facts: dict[str, Any]) -> None:
         ["driver", facts["driver"] or "no NVIDIA driver"],
         [
             "torch reports",
-            torch.get("error") or f"{torch['device_count']} {torch['device'] or 'accelerators'}, {_build(torch)}",
+            torch.get("error")
+            or f"{torch['device_count']} {torch['device'] or 'accelerators'}, {_build(torch)}",
         ],
         ["backends", ", ".join(torch.get("backends", [])) or "unknown"],
         ["infiniband", _ports(facts["interconnect"]["infiniband"])],
@@ -96,10 +104,15 @@ def show(screen: Screen, facts: dict[str, Any]) -> None:
     screen.table("machine", ["what", "value"], rows)
     variables = facts["variables"]
     if variables["inherited"]:
-        inherited = [[name, "set (not listed)" if value is None else value] for name, value in variables["inherited"].items()]
+        inherited = [
+            [name, "set (not listed)" if value is None else value]
+            for name, value in variables["inherited"].items()
+        ]
         screen.table("variables that ranks inherit", ["name", "value"], inherited)
     if variables["removed_at_launch"]:
-        screen.message(f"variables of another job, removed at launch: {', '.join(variables['removed_at_launch'])}")
+        screen.message(
+            f"variables of another job, removed at launch: {', '.join(variables['removed_at_launch'])}"
+        )
 
 
 def _size(size_bytes: int | None, none: str = "unknown") -> str:
@@ -121,7 +134,10 @@ def _ports(ports: dict[str, Any]) -> str:
     return ", ".join(f"{name} {port['state']} {port['rate']}" for name, port in ports.items()) or "none"
 
 
-CacheDir = Annotated[Path | None, Option("`data.cache_dir` of the recipes [default: $XDG_CACHE_HOME/fsdp-tune].", metavar="DIR")]
+CacheDir = Annotated[
+    Path | None,
+    Option("`data.cache_dir` of the recipes [default: $XDG_CACHE_HOME/fsdp-tune].", metavar="DIR"),
+]
 
 
 cache = typer.Typer(name="cache", help="List and clean the cache of prepared data.", no_args_is_help=True)
@@ -142,14 +158,20 @@ def list_cache(screen: Screen, cache_dir: CacheDir = None) -> None:
     folder = _folder(cache_dir)
     entries = list_entries(folder)
     screen.document(CacheListAnswer(str(folder), [CacheEntryAnswer(**_facts(entry)) for entry in entries]))
-    screen.table(f"{folder}: {format_bytes(sum(entry.size_bytes for entry in entries))}", COLUMNS, [_row(entry) for entry in entries])
+    screen.table(
+        f"{folder}: {format_bytes(sum(entry.size_bytes for entry in entries))}",
+        COLUMNS,
+        [_row(entry) for entry in entries],
+    )
 
 
 @cache.command("clean")
 @verb
 def clean_cache(
     screen: Screen,
-    older_than: Annotated[str | None, Option("Keep entries used within this time: 30d, 12h.", metavar="TIME")] = None,
+    older_than: Annotated[
+        str | None, Option("Keep entries used within this time: 30d, 12h.", metavar="TIME")
+    ] = None,
     dry_run: Annotated[bool, Option("Show what would be removed, without removing it.")] = False,
     cache_dir: CacheDir = None,
 ) -> None:
@@ -174,7 +196,9 @@ def clean_cache(
         )
     )
     freed = format_bytes(sum(entry.size_bytes for entry in removed))
-    screen.table(f"{'would remove' if dry_run else 'removed'}: {freed}", COLUMNS, [_row(entry) for entry in removed])
+    screen.table(
+        f"{'would remove' if dry_run else 'removed'}: {freed}", COLUMNS, [_row(entry) for entry in removed]
+    )
     for entry, reason in kept:
         screen.message(f"kept {entry.path}: {reason}")
 
@@ -185,7 +209,13 @@ COLUMNS = ["entry", "size", "holds", "last used", "by"]
 def _row(entry: CacheEntry) -> list[str]:
     by = str(entry.uses[0]) if entry.uses else ""
     live = " (live)" if entry.live and entry.uses else ""
-    return [entry.path.name, format_bytes(entry.size_bytes), entry.what, f"{format_age(time.time() - entry.last_used)} ago", by + live]
+    return [
+        entry.path.name,
+        format_bytes(entry.size_bytes),
+        entry.what,
+        f"{format_age(time.time() - entry.last_used)} ago",
+        by + live,
+    ]
 
 
 def _facts(entry: CacheEntry) -> dict[str, Any]:
@@ -204,7 +234,11 @@ def _folder(cache_dir: Path | None) -> Path:
     from fsdp_tune.core.user_cache import default_cache_directory
 
     if cache_dir is not None and not cache_dir.is_dir():
-        raise usage_error("no-cache", f"the directory `{cache_dir}` does not exist", hint="`data.cache_dir` of the recipe names it")
+        raise usage_error(
+            "no-cache",
+            f"the directory `{cache_dir}` does not exist",
+            hint="`data.cache_dir` of the recipe names it",
+        )
     return (cache_dir or default_cache_directory()).absolute()
 
 
@@ -212,12 +246,15 @@ def _seconds(older_than: str | None) -> float:
     try:
         return parse_seconds(older_than) if older_than is not None else 0.0
     except ValueError as error:
-        raise usage_error("usage", f"`--older-than`: {error}", hint="for example `--older-than 30d`") from error
+        raise usage_error(
+            "usage", f"`--older-than`: {error}", hint="for example `--older-than 30d`"
+        ) from error
 
 
 @verb
 def doctor(screen: Screen, recipe: NamedRecipe, options: DoctorOptions) -> None:
-    """Start the ranks of a recipe for a few seconds and check the machines: disk, inputs, limits, clocks, devices, links.
+    """Start the ranks of a recipe for a few seconds and check the machines: disk, inputs, limits, clocks,
+    devices, links.
 
     Trains nothing and leaves nothing on disk. With several machines, run it on each of them, as with `train`.
     The exit code is 1 if a check fails; warnings do not change it.
@@ -236,5 +273,9 @@ def doctor(screen: Screen, recipe: NamedRecipe, options: DoctorOptions) -> None:
     screen.document(answer)
     for each in answer.checks:
         if each.state != "fail":  # failures follow as errors, with their hints
-            screen.message(f"{each.state:4}  {each.name}: {each.finding}" + (f"\n      hint: {each.fix}" if each.fix else ""), indent=6)
+            screen.message(
+                f"{each.state:4}  {each.name}: {each.finding}"
+                + (f"\n      hint: {each.fix}" if each.fix else ""),
+                indent=6,
+            )
     refuse_failed(answer)

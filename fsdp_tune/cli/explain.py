@@ -18,7 +18,8 @@ _SHOWN = 10
 
 _ON_RESUME = {
     "free": "may change when a run is resumed",
-    "trajectory": "may change when a run is resumed; the change is reported, since the next steps compute something else",
+    "trajectory": "may change when a run is resumed; the change is reported, since the next steps compute "
+    "something else",
     "refused": "may not change when a run is resumed: the completed steps depend on it",
 }
 
@@ -27,7 +28,11 @@ _ON_RESUME = {
 def explain(
     screen: Screen,
     word: Annotated[
-        str, Argument("A key, such as `training.learning_rate` or `learning_rate`, or the code of an error.", metavar="KEY|CODE")
+        str,
+        Argument(
+            "A key, such as `training.learning_rate` or `learning_rate`, or the code of an error.",
+            metavar="KEY|CODE",
+        ),
     ],
 ) -> None:
     """Explain a recipe key (meaning, values, default, effects) or the code of an error or notice.
@@ -59,7 +64,9 @@ def _show_code(screen: Screen, found: CodeExplanation) -> None:
 
 
 def _show_key(screen: Screen, found: KeyExplanation) -> None:
-    default = "none: the key is required" if found.is_required else json.dumps(found.default, ensure_ascii=False)
+    default = (
+        "none: the key is required" if found.is_required else json.dumps(found.default, ensure_ascii=False)
+    )
     works = [json.dumps(value) for value in found.in_this_release]
     screen.message(found.key)
     if found.meaning:
@@ -67,7 +74,10 @@ def _show_key(screen: Screen, found: KeyExplanation) -> None:
     if found.keys:
         screen.message(f"keys:     {', '.join(key.rpartition('.')[2] for key in found.keys)}", indent=10)
     else:
-        screen.message(f"values:   {found.takes}" + (f"; in this release: {', '.join(works)}" if works else ""), indent=10)
+        screen.message(
+            f"values:   {found.takes}" + (f"; in this release: {', '.join(works)}" if works else ""),
+            indent=10,
+        )
         screen.message(f"default:  {default}", indent=10)
         screen.message(f"affects:  {', '.join(found.affects) or 'nothing that is computed'}", indent=10)
         screen.message(f"resume:   {_ON_RESUME[found.on_resume]}", indent=10)

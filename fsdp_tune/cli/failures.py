@@ -18,8 +18,11 @@ from fsdp_tune.core.units import shown
 
 _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space there, then run the command again"),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "change the permission, or name a place where you may write"),
-    errno.EFBIG: "raise the limit of the size of files (`ulimit -f`), or use a file system that takes larger ones",
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM, errno.EROFS), "change the permission, or name a place where you may write"
+    ),
+    errno.EFBIG: "raise the limit of the size of files (`ulimit -f`), or use a file system that takes "
+    "larger ones",
     errno.ELOOP: "the link leads to itself; name the file or directory that is meant",
     errno.ENAMETOOLONG: "no file or directory can have so long a name; write a shorter one",
 }
@@ -29,7 +32,8 @@ _MISTYPED = (errno.ENAMETOOLONG, errno.ELOOP)
 
 
 def exit_code_of(error: BaseException) -> ExitCode:
-    """Return the exit code for an exception that nothing has caught: that of usage for a path or a variable that cannot be right."""
+    """Return the exit code for an exception that nothing has caught: that of usage for a path or a variable
+    that cannot be right."""
     if _refusal(error) is not None:
         return ExitCode.USAGE
     found = as_os_error(error)
@@ -41,8 +45,12 @@ def _refusal(error: BaseException) -> Problem | None:
 
 
 def _file_system_problem(error: OSError, log: str | None) -> Problem:
-    if isinstance(error, FileNotFoundError) and error.filename is None and error.__cause__ is None:  # what os.getcwd raises
-        return Problem("file-system", "the current directory has been removed", hint="change to one that exists")
+    if (
+        isinstance(error, FileNotFoundError) and error.filename is None and error.__cause__ is None
+    ):  # what os.getcwd raises
+        return Problem(
+            "file-system", "the current directory has been removed", hint="change to one that exists"
+        )
     what = error.strerror or type(error).__name__
     given = [str(name) for name in (error.filename, error.filename2) if name is not None]
     names = " → ".join(map(shown, given) if error.errno == errno.ENAMETOOLONG else given)
@@ -52,7 +60,8 @@ def _file_system_problem(error: OSError, log: str | None) -> Problem:
 
 
 def problem_of(error: BaseException, directory: Path | None) -> Problem:
-    """Return the problem of an exception that nothing has caught: a variable, a limit of the system, a file, or a bug.
+    """Return the problem of an exception that nothing has caught: a variable, a limit of the system, a file,
+    or a bug.
 
     `directory`: of the run's logs, where the traceback is written; None: there is none.
     """
@@ -65,12 +74,15 @@ def problem_of(error: BaseException, directory: Path | None) -> Problem:
     if isinstance(found, OSError):
         return _file_system_problem(found, log)
     return Problem(
-        "bug", f"this is a bug in fsdp-tune: {type(error).__name__}: {error}", hint=f"please report it with the traceback in {log}"
+        "bug",
+        f"this is a bug in fsdp-tune: {type(error).__name__}: {error}",
+        hint=f"please report it with the traceback in {log}",
     )
 
 
 def _log_traceback(directory: Path | None) -> str:
-    """Write the traceback of the current exception into the run's logs, or else to a temporary file, or else to stderr."""
+    """Write the traceback of the current exception into the run's logs, or else to a temporary file, or else
+    to stderr."""
     text = traceback.format_exc()
     for parent in (directory, None):
         try:

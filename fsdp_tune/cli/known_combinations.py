@@ -59,7 +59,11 @@ def _outside_tested(name: str) -> Callable[[Facts], bool]:
 
 
 def _kernel(facts: Facts) -> tuple[int, ...]:
-    return version_tuple(str(facts["host"]["system"]).removeprefix("Linux ")) if str(facts["host"]["system"]).startswith("Linux") else ()
+    return (
+        version_tuple(str(facts["host"]["system"]).removeprefix("Linux "))
+        if str(facts["host"]["system"]).startswith("Linux")
+        else ()
+    )
 
 
 def _device_names(facts: Facts) -> list[str]:
@@ -85,7 +89,8 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
             f"untested-{name}",
             _outside_tested(name),
             f"this version of {name} has not been tested with this release (tested: {_range(name)})",
-            "in the repository: `pip install -c constraints.txt .`, or `scripts/test-against` with your versions",
+            "in the repository: `pip install -c constraints.txt .`, or `scripts/test-against` with "
+            "your versions",
             "docs/evidence/measurements.md, Other versions of the stack",
         )
         for name in TESTED
@@ -132,21 +137,28 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
     KnownBad(
         "devices-hidden",
         lambda facts: facts["hidden_by"] is not None,
-        "CUDA_VISIBLE_DEVICES hides every GPU of this machine: it is empty, or its first entry names none of them",
+        "CUDA_VISIBLE_DEVICES hides every GPU of this machine: it is empty, or its first entry names "
+        "none of them",
         "unset it, or name GPUs as `nvidia-smi -L` lists them",
         "https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#cuda-environment-variables",
     ),
     KnownBad(
         "cpu-only-torch",
-        lambda facts: _has_cuda(facts) and facts["torch"].get("device") is None and "error" not in facts["torch"],
-        "the machine has NVIDIA devices, but torch finds none: torch is a CPU build, or the driver is too old for it",
+        lambda facts: (
+            _has_cuda(facts) and facts["torch"].get("device") is None and "error" not in facts["torch"]
+        ),
+        "the machine has NVIDIA devices, but torch finds none: torch is a CPU build, or the driver "
+        "is too old for it",
         "install the torch build that fits the driver: https://pytorch.org/get-started/locally",
         "torch.version.cuda against NVML",
     ),
     KnownBad(
         "small-shared-memory",
-        lambda facts: (facts["host"].get("shared_memory_bytes") or GIB) < SMALL_SHARED_MEMORY_BYTES and _has_cuda(facts),
-        "/dev/shm is smaller than 1 GiB (Docker's default is 64 MiB): NCCL crashes at start-up, and data loaders crash",
+        lambda facts: (
+            (facts["host"].get("shared_memory_bytes") or GIB) < SMALL_SHARED_MEMORY_BYTES and _has_cuda(facts)
+        ),
+        "/dev/shm is smaller than 1 GiB (Docker's default is 64 MiB): NCCL crashes at start-up, and "
+        "data loaders crash",
         "docker run --ipc=host, or --shm-size=16g",
         "https://github.com/pytorch/tutorials/pull/2475",
     ),
@@ -167,7 +179,8 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
     KnownBad(
         "p2p-disabled",
         lambda facts: _variable(facts, "NCCL_P2P_DISABLE") == "1" and len(facts["devices"]) > 1,
-        "NCCL_P2P_DISABLE=1: devices of one machine communicate through host memory, several times slower than over NVLink",
+        "NCCL_P2P_DISABLE=1: devices of one machine communicate through host memory, several times "
+        "slower than over NVLink",
         "unset NCCL_P2P_DISABLE",
         "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-p2p-disable",
     ),

@@ -1,7 +1,8 @@
 """Streams that never wait for who reads them.
 
-`train | less`, Ctrl-S, a frozen tmux and a collector of logs that has stopped leave a write waiting for as long as nobody reads. While
-ranks run, a thread writes what a stream is given. What waits for it is bounded: more is left out and counted.
+`train | less`, Ctrl-S, a frozen tmux and a collector of logs that has stopped leave a write waiting for as
+long as nobody reads. While ranks run, a thread writes what a stream is given. What waits for it is bounded:
+more is left out and counted.
 """
 
 from __future__ import annotations
@@ -28,8 +29,15 @@ GONE = (errno.EPIPE, errno.EIO)
 class Outlet:
     """Writes what it is given in a thread, in order."""
 
-    def __init__(self, write: Callable[[bytes], object], failed: Callable[[OSError], None], *, limit_bytes: int = WAITING_BYTES) -> None:
-        """`write` may block. `failed` is called once, in the thread, with the first error; everything after it is left out."""
+    def __init__(
+        self,
+        write: Callable[[bytes], object],
+        failed: Callable[[OSError], None],
+        *,
+        limit_bytes: int = WAITING_BYTES,
+    ) -> None:
+        """`write` may block. `failed` is called once, in the thread, with the first error; everything after
+        it is left out."""
         self._write, self._failed, self._limit_bytes = write, failed, limit_bytes
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = self._left_out_lines = 0
@@ -67,7 +75,9 @@ class Outlet:
             self._is_open = False
             self._moved_at = time.monotonic()
             self._state.notify_all()
-            while (self._waiting or self._is_writing) and (left := self._moved_at + seconds - time.monotonic()) > 0:
+            while (self._waiting or self._is_writing) and (
+                left := self._moved_at + seconds - time.monotonic()
+            ) > 0:
                 self._state.wait(left)
             return not self._waiting and not self._is_writing
 
@@ -130,7 +140,8 @@ class OutletStream(io.TextIOBase):
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Write all of `data`, also where another program has made the descriptor non-blocking. Raises: OSError."""
+    """Write all of `data`, also where another program has made the descriptor non-blocking. Raises:
+    OSError."""
     view = memoryview(data)
     while view:
         try:

@@ -56,8 +56,15 @@ def _verdict(plan: Plan) -> str:
     speed = _number(plan.tokens_per_second_per_device, ",.0f")
     rows = [
         ("fits", f'<b class="{escape(plan.fits)}">{escape(plan.fits)}</b>: {escape(plan.fits_because)}'),
-        ("peak allocated / reserved", f"{plan.peak_allocated_gib:.2f} / {plan.peak_reserved_gib:.2f} GiB, at {escape(plan.where)}"),
-        ("step", f"{escape(_seconds(plan.step_seconds))}, {speed} tokens a second and GPU, MFU {_number(plan.mfu, '.1%')}"),
+        (
+            "peak allocated / reserved",
+            f"{plan.peak_allocated_gib:.2f} / {plan.peak_reserved_gib:.2f} GiB, at {escape(plan.where)}",
+        ),
+        (
+            "step",
+            f"{escape(_seconds(plan.step_seconds))}, {speed} tokens a second and GPU, MFU "
+            f"{_number(plan.mfu, '.1%')}",
+        ),
         ("batch", escape(plan.batch)),
         ("learning rate", escape(plan.rate)),
     ]
@@ -69,20 +76,32 @@ def _timeline(plan: Plan) -> str:
         return ""
     timeline = plan.memory.timeline
     components = {name: values for name, values in timeline.components.items() if values.any()}
-    top = max(float(timeline.reserved_bytes.max()) / GIB, plan.usable_gib if plan.fits != "yes" else 0.0) * 1.05
+    top = (
+        max(float(timeline.reserved_bytes.max()) / GIB, plan.usable_gib if plan.fits != "yes" else 0.0) * 1.05
+    )
     x = np.linspace(LEFT, WIDTH, len(timeline.at))
     below = np.zeros(len(x))
     areas: list[str] = []
     keys: list[str] = []
-    order = sorted(components, key=lambda name: float(components[name].min()), reverse=True)  # permanent components at the bottom
+    order = sorted(
+        components, key=lambda name: float(components[name].min()), reverse=True
+    )  # permanent components at the bottom
     for name, colour in zip(order, _cycle(len(order)), strict=True):
         above = below + components[name] / GIB
-        areas.append(f'<path fill="{colour}" d="{_area(x, below, above, top)}"><title>{escape(name)}</title></path>')
+        areas.append(
+            f'<path fill="{colour}" d="{_area(x, below, above, top)}"><title>{escape(name)}</title></path>'
+        )
         keys.append(f'<span class="key" style="background:{colour}"></span>{escape(name)}')
         below = above
     reserved = _line(x, timeline.reserved_bytes / GIB, top)
-    lines = f'<path fill="none" stroke="currentColor" stroke-dasharray="4 3" d="{reserved}"><title>reserved</title></path>'
-    figure = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(areas)}{lines}{_axes(top)}{_phases(timeline, x)}</svg>'
+    lines = (
+        '<path fill="none" stroke="currentColor" stroke-dasharray="4 3" '
+        f'd="{reserved}"><title>reserved</title></path>'
+    )
+    figure = (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" '
+        f'role="img">{"".join(areas)}{lines}{_axes(top)}{_phases(timeline, x)}</svg>'
+    )
     caption = '<span class="key" style="border-top:2px dashed;height:0"></span>reserved'
     return f"<h2>Memory of one step</h2>\n{figure}\n<p>{''.join(keys)}{caption}</p>"
 
@@ -110,25 +129,43 @@ def _pairs(x: Points, y: Points) -> list[str]:
 
 
 def _axes(top: float) -> str:
-    step = next(size for size in (0.001, 0.01, 0.1, 0.5, 1, 2, 5, 10, 20, 50, 100, 500, 10_000) if top / size <= 8)
+    step = next(
+        size for size in (0.001, 0.01, 0.1, 0.5, 1, 2, 5, 10, 20, 50, 100, 500, 10_000) if top / size <= 8
+    )
     marks: list[str] = []
     for index in range(int(top / step) + 1):
         y = (HEIGHT - BOTTOM) * (1 - index * step / top)
-        marks.append(f'<line x1="{LEFT}" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="currentColor" stroke-opacity=".13"/>')
-        marks.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" font-size="12">{index * step:g}</text>')
+        marks.append(
+            f'<line x1="{LEFT}" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="currentColor" '
+            'stroke-opacity=".13"/>'
+        )
+        marks.append(
+            f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" font-size="12">{index * step:g}</text>'
+        )
     return "".join(marks) + f'<text x="4" y="{HEIGHT - 6}" font-size="12">GiB</text>'
 
 
 def _phases(timeline: Timeline, x: Points) -> str:
-    starts = [0, *(index for index in range(1, len(timeline.phase)) if timeline.phase[index] != timeline.phase[index - 1])]
+    starts = [
+        0,
+        *(
+            index
+            for index in range(1, len(timeline.phase))
+            if timeline.phase[index] != timeline.phase[index - 1]
+        ),
+    ]
     marks: list[str] = []
     room = -1.0
     for start in starts:
         marks.append(
-            f'<line x1="{x[start]:.1f}" x2="{x[start]:.1f}" y1="0" y2="{HEIGHT - BOTTOM}" stroke="currentColor" stroke-opacity=".27"/>'
+            f'<line x1="{x[start]:.1f}" x2="{x[start]:.1f}" y1="0" y2="{HEIGHT - BOTTOM}" '
+            'stroke="currentColor" stroke-opacity=".27"/>'
         )
         if x[start] >= room:
-            marks.append(f'<text x="{x[start] + 3:.1f}" y="{HEIGHT - BOTTOM + 16}" font-size="12">{escape(timeline.phase[start])}</text>')
+            marks.append(
+                f'<text x="{x[start] + 3:.1f}" y="{HEIGHT - BOTTOM + 16}" '
+                f'font-size="12">{escape(timeline.phase[start])}</text>'
+            )
             room = float(x[start]) + 8.0 * (len(timeline.phase[start]) + 1)
     return "".join(marks)
 
@@ -177,26 +214,39 @@ def _scaling(scaling: Sequence[ScalingRow]) -> str:
 
 
 def _footer(plan: Plan) -> str:
-    notes = "".join(f"<li>{escape(text)}</li>" for text in [*plan.assumptions, *(f"unknown: {text}" for text in plan.unknown)])
-    errors = "".join(f"<li>{escape(name)}: {escape(describe_error(error))}</li>" for name, error in plan.accuracy.items())
+    notes = "".join(
+        f"<li>{escape(text)}</li>"
+        for text in [*plan.assumptions, *(f"unknown: {text}" for text in plan.unknown)]
+    )
+    errors = "".join(
+        f"<li>{escape(name)}: {escape(describe_error(error))}</li>" for name, error in plan.accuracy.items()
+    )
     return f"<footer><h2>Accuracy and assumptions</h2><ul>{errors}{notes}</ul></footer>"
 
 
 def describe_error(error: FigureError) -> str:
     if error.median_percent is None:
         return "not measured"
-    return f"median error {error.median_percent:.1f} %, nine of ten below {error.p90_percent:.1f} % ({error.rows} published runs)"
+    return (
+        f"median error {error.median_percent:.1f} %, nine of ten below {error.p90_percent:.1f} % "
+        f"({error.rows} published runs)"
+    )
 
 
 def describe_changes(changes: dict[str, object]) -> str:
-    """Describe changes, such as `FULL_SHARD, activation_checkpointing full`; the requested recipe has none."""
+    """Describe changes, such as `FULL_SHARD, activation_checkpointing full`; the requested recipe has
+    none."""
     if not changes:
         return "your recipe, unchanged"
-    return ", ".join(f"{key.split('.')[1]} {str(value).lower() if isinstance(value, bool) else value}" for key, value in changes.items())
+    return ", ".join(
+        f"{key.split('.')[1]} {str(value).lower() if isinstance(value, bool) else value}"
+        for key, value in changes.items()
+    )
 
 
 def _place(plan: Plan) -> str:
-    """Return the place in the ranking: `3`, or `3 = 1` for a recipe that is equal to the first within the error."""
+    """Return the place in the ranking: `3`, or `3 = 1` for a recipe that is equal to the first within the
+    error."""
     return f"{plan.place}" if plan.equal_from in (None, plan.place) else f"{plan.place} = {plan.equal_from}"
 
 
@@ -220,7 +270,8 @@ def show_plan(screen: Terminal, plan: Plan) -> None:
 
     one, outside = ("rank", "the process itself") if plan.gpu == CPU else ("GPU", "CUDA and NCCL")
     screen.message(
-        f"{plan.recipe} on {plan.num_processes} × {plan.gpu}, {_machines(plan.num_machines)}: fits: {plan.fits} ({plan.fits_because})"
+        f"{plan.recipe} on {plan.num_processes} × {plan.gpu}, {_machines(plan.num_machines)}: fits: "
+        f"{plan.fits} ({plan.fits_because})"
     )
     screen.message(f"batch: {plan.batch}")
     screen.message(f"rate: {plan.rate}")
@@ -228,7 +279,12 @@ def show_plan(screen: Terminal, plan: Plan) -> None:
         screen.message(f"{key}: {what}")
     largest = max(plan.components.values(), default=0.0)
     rows = [(name, f"{size:.2f}", bar(size, largest)) for name, size in plan.components.items()]
-    screen.table(f"memory of one {one} at the peak: {plan.where}", ["component", "GiB", ""], rows, pipe_width=PIPE_WIDTH)
+    screen.table(
+        f"memory of one {one} at the peak: {plan.where}",
+        ["component", "GiB", ""],
+        rows,
+        pipe_width=PIPE_WIDTH,
+    )
     memory = f"{plan.peak_allocated_gib:.2f} GiB allocated, {plan.peak_reserved_gib:.2f} reserved"
     screen.message(f"peak: {memory}, {plan.device_gib:.2f} with {outside}, of {plan.usable_gib:.2f}")
     screen.message(f"time: {time_line(plan)}")
@@ -239,8 +295,21 @@ def show_plan(screen: Terminal, plan: Plan) -> None:
         screen.message(f"experts: {plan.experts_because}")
 
 
-_EXPERTS_TITLE = "expert parallelism: the experts of a layer divided among neighbouring ranks; seconds of a step, hidden ones included"
-_EXPERTS_HEAD = ("ranks", "fits", "GiB", "s/step", "tokens/s/GPU", "gathers", "all-to-all", "products", "rows of an expert")
+_EXPERTS_TITLE = (
+    "expert parallelism: the experts of a layer divided among neighbouring ranks; seconds of a step, "
+    "hidden ones included"
+)
+_EXPERTS_HEAD = (
+    "ranks",
+    "fits",
+    "GiB",
+    "s/step",
+    "tokens/s/GPU",
+    "gathers",
+    "all-to-all",
+    "products",
+    "rows of an expert",
+)
 
 
 def _expert_rows(plan: Plan) -> list[tuple[str, ...]]:
@@ -264,7 +333,7 @@ def _experts(plan: Plan) -> str:
     if not plan.experts:
         return ""
     table = html_table(_EXPERTS_HEAD, _expert_rows(plan))
-    return f"<h2>Expert parallelism</h2><p>{escape(_EXPERTS_TITLE)}</p>{table}<p>{escape(str(plan.experts_because))}</p>"
+    return f"<h2>Expert parallelism</h2><p>{escape(_EXPERTS_TITLE)}</p>{table}<p>{escape(str(plan.experts_because))}</p>"  # noqa: E501
 
 
 def show_errors(screen: Terminal, plan: Plan) -> None:
@@ -287,7 +356,10 @@ def time_line(plan: Plan) -> str:
     if plan.step_seconds is None or plan.tokens_per_second_per_device is None or plan.time is None:
         return "unknown"
     share = f", MFU {plan.mfu:.1%}" if plan.mfu is not None else ""
-    step = f"{format_figure(plan.step_seconds)} s a step, {plan.tokens_per_second_per_device:,.0f} tokens a second and GPU{share}"
+    step = (
+        f"{format_figure(plan.step_seconds)} s a step, {plan.tokens_per_second_per_device:,.0f} tokens a "
+        f"second and GPU{share}"
+    )
     exposed = plan.time.exposed_seconds / plan.step_seconds
     return f"{step}; {exposed:.0%} of it waiting for communication"
 
@@ -302,20 +374,36 @@ def show_ranking(screen: Terminal, plan: Plan) -> None:
             other.fits,
             f"{other.device_gib:.1f}",
             "unknown" if other.step_seconds is None else format_figure(other.step_seconds),
-            "unknown" if other.tokens_per_second_per_device is None else f"{other.tokens_per_second_per_device:,.0f}",
+            "unknown"
+            if other.tokens_per_second_per_device is None
+            else f"{other.tokens_per_second_per_device:,.0f}",
             describe_changes(other.recipe_changes),
         )
         for other in plan.alternatives
     ]
-    screen.table("ranked recipes", ["", "fits", "GiB", "s/step", "tokens/s/GPU", "changes to your recipe"], rows, pipe_width=PIPE_WIDTH)
+    screen.table(
+        "ranked recipes",
+        ["", "fits", "GiB", "s/step", "tokens/s/GPU", "changes to your recipe"],
+        rows,
+        pipe_width=PIPE_WIDTH,
+    )
     if plan.best_because:
         screen.message(f"why the first: {plan.best_because}")
     if plan.smallest_hardware is not None:
-        screen.message(f"nothing fits; the smallest that does: {plan.smallest_hardware.num_processes} × {plan.smallest_hardware.gpu}")
+        screen.message(
+            f"nothing fits; the smallest that does: {plan.smallest_hardware.num_processes} × "
+            f"{plan.smallest_hardware.gpu}"
+        )
     _show_other_trainings(screen, plan)
 
 
-_MEASURED_HEAD = ("changes to your recipe", "", "s/step (planned)", "tokens/s/device", "GiB reserved (planned)")
+_MEASURED_HEAD = (
+    "changes to your recipe",
+    "",
+    "s/step (planned)",
+    "tokens/s/device",
+    "GiB reserved (planned)",
+)
 
 
 def _measured_rows(plan: Plan) -> list[tuple[str, ...]]:
@@ -340,7 +428,9 @@ def _measured(plan: Plan) -> str:
 
 def show_measured(screen: Terminal, plan: Plan) -> None:
     rows = [(*others, changes) for changes, *others in _measured_rows(plan)]
-    screen.table("measured on this machine", [*_MEASURED_HEAD[1:], _MEASURED_HEAD[0]], rows, pipe_width=PIPE_WIDTH)
+    screen.table(
+        "measured on this machine", [*_MEASURED_HEAD[1:], _MEASURED_HEAD[0]], rows, pipe_width=PIPE_WIDTH
+    )
     for each in plan.measured:
         if each.problem is not None:
             screen.message(f"{describe_changes(each.recipe_changes)}: {each.outcome}: {each.problem}")
@@ -348,7 +438,7 @@ def show_measured(screen: Terminal, plan: Plan) -> None:
 
 def _pair(measured: float | None, predicted: float | None, form: Callable[[float], str]) -> str:
     """Return `0.61 (0.58)`; what is unknown is left out."""
-    return f"{'' if measured is None else form(measured)}{'' if predicted is None else f' ({form(predicted)})'}".strip()
+    return f"{'' if measured is None else form(measured)}{'' if predicted is None else f' ({form(predicted)})'}".strip()  # noqa: E501
 
 
 def _show_other_trainings(screen: Terminal, plan: Plan) -> None:
@@ -359,7 +449,9 @@ def _show_other_trainings(screen: Terminal, plan: Plan) -> None:
             adapter_method(other.recipe_changes),
             other.fits,
             f"{other.device_gib:.1f}",
-            "unknown" if other.tokens_per_second_per_device is None else f"{other.tokens_per_second_per_device:,.0f}",
+            "unknown"
+            if other.tokens_per_second_per_device is None
+            else f"{other.tokens_per_second_per_device:,.0f}",
             _as_yaml(other.recipe_changes),
         )
         for other in plan.other_trainings
@@ -370,11 +462,14 @@ def _show_other_trainings(screen: Terminal, plan: Plan) -> None:
 
 
 def _as_yaml(changes: dict[str, object]) -> str:
-    """Return keys as a recipe has them: `lora: {target_modules: all-linear}, fsdp: {offload_params: true}`."""
+    """Return keys as a recipe has them: `lora: {target_modules:
+    all-linear}, fsdp: {offload_params: true}`."""
     sections: dict[str, list[str]] = {}
     for key, value in changes.items():
         section, name = key.split(".")
-        sections.setdefault(section, []).append(f"{name}: {str(value).lower() if isinstance(value, bool) else value}")
+        sections.setdefault(section, []).append(
+            f"{name}: {str(value).lower() if isinstance(value, bool) else value}"
+        )
     return ", ".join(f"{section}: {{{', '.join(keys)}}}" for section, keys in sections.items())
 
 
@@ -400,9 +495,16 @@ def _other_lines(plan: Plan) -> list[str]:
     sent, disk, host, run = plan.communication_gib, plan.disk_gib, plan.host_gib_per_machine, plan.run
     lines: list[str] = []
     if sent.within_machine is not None and sent.between_machines is not None:
-        lines.append(f"sent by each GPU in a step: {sent.within_machine:.2f} GiB in the machine, {sent.between_machines:.2f} to others")
+        lines.append(
+            f"sent by each GPU in a step: {sent.within_machine:.2f} GiB in the machine, "
+            f"{sent.between_machines:.2f} to others"
+        )
     lines.append(f"host memory of a machine: {host.peak:.1f} GiB, besides Python, torch and CUDA themselves")
-    most = "all are kept" if disk.checkpoints_at_most is None else f"at most {disk.checkpoints_at_most:.1f} GiB at a time"
+    most = (
+        "all are kept"
+        if disk.checkpoints_at_most is None
+        else f"at most {disk.checkpoints_at_most:.1f} GiB at a time"
+    )
     lines.append(f"disk: {disk.checkpoint:.1f} GiB a checkpoint, {most}; {disk.merged:.1f} GiB merged")
     if run.seconds is not None:
         cost = "" if run.dollars is None else f", {run.dollars:,.0f} dollars"

@@ -38,7 +38,10 @@ def prepare(
     options: PrepareOptions,
     ids: Annotated[bool, Option("Print the token ids of shown rows, for each part.")] = False,
     html: Annotated[
-        Path | None, Option("Write a page: lengths, truncation, trained share and sampled rows by source.", metavar="FILE")
+        Path | None,
+        Option(
+            "Write a page: lengths, truncation, trained share and sampled rows by source.", metavar="FILE"
+        ),
     ] = None,
 ) -> None:
     """Tokenise and pack the data of a recipe into the cache, and show what is trained. Needs no GPU.
@@ -56,7 +59,9 @@ def prepare(
         check_output_file(html, replaces=True)
     loaded = recipe.load()
     options = replace(options, show=max(options.show, 1) if ids else options.show)
-    done = fsdp_tune.prepare(loaded, **given(options), samples=SAMPLES if html is not None else 0, observer=screen)
+    done = fsdp_tune.prepare(
+        loaded, **given(options), samples=SAMPLES if html is not None else 0, observer=screen
+    )
     data = done.data
     found = PrepareAnswer(data.path, data.key, data.reused, data.train, data.evals, data.report.as_dict())
     screen.document(PrepareShownAnswer(**given(found), shown=done.rows) if done.rows else found)
@@ -68,7 +73,9 @@ def prepare(
     if not done.rows and data.report.example is not None:
         show_example(screen, data.report.example)
     if html is not None:
-        write_file(html, rows_page(loaded.recipe.name or "data", data.report, data.as_notices(), done.samples))
+        write_file(
+            html, rows_page(loaded.recipe.name or "data", data.report, data.as_notices(), done.samples)
+        )
         screen.message(f"the page is {html}")
 
 
@@ -88,7 +95,16 @@ def show_data(screen: Screen, data: Prepared) -> None:
         ]
         for name, account in report.sets.items()
     ]
-    columns = ["set", "rows", "examples", "tokens", "trained", "trained each ¹", "tokens each ¹", "of max_length"]
+    columns = [
+        "set",
+        "rows",
+        "examples",
+        "tokens",
+        "trained",
+        "trained each ¹",
+        "tokens each ¹",
+        "of max_length",
+    ]
     screen.table(f"data ({'from the cache' if data.reused else 'prepared'}: {data.path})", columns, rows)
     screen.message("¹ of an example: least / median / most")
     for line in _lines(report):
@@ -99,17 +115,24 @@ def _lines(report: DataReport) -> list[str]:
     from fsdp_tune.data.account import duplicate_lines, key_lines, source_lines
 
     kinds = [f"{given.path}: {given.format}, loss on {given.loss_on}" for given in report.inputs]
-    left_out = report.rows_bad.rows + report.rows_untrained.rows + sum(account.dropped for account in report.sets.values())
+    left_out = (
+        report.rows_bad.rows
+        + report.rows_untrained.rows
+        + sum(account.dropped for account in report.sets.values())
+    )
     eos, bos = report.eos, report.bos
     cut = sum(account.truncated for account in report.sets.values())
-    before_cut = ", before the cut" if cut or any(account.cut_by_packing for account in report.sets.values()) else ""
+    before_cut = (
+        ", before the cut" if cut or any(account.cut_by_packing for account in report.sets.values()) else ""
+    )
     return [
         *kinds,
         *key_lines(report),
         *source_lines(report),
         f"{report.rows_read:,} rows read, {left_out:,} left out, {cut:,} cut at max_length",
         *duplicate_lines(report),
-        f"end of sequence `{eos.token}` trained in {eos.supervised:,} of {eos.examples:,} examples{before_cut}",
+        f"end of sequence `{eos.token}` trained in {eos.supervised:,} of {eos.examples:,} "
+        f"examples{before_cut}",
         f"beginning of sequence: {of_bos(bos)}",
     ]
 
@@ -122,7 +145,9 @@ def of_bos(bos: BeginTokens | None) -> str:
     found = {name: count for name, count in counts.items() if count}
     if len(found) == 1:
         return f"{next(iter(found))} in all {bos.examples:,} examples"
-    return f"{', '.join(f'{name} in {count:,}' for name, count in found.items())} of {bos.examples:,} examples"
+    return (
+        f"{', '.join(f'{name} in {count:,}' for name, count in found.items())} of {bos.examples:,} examples"
+    )
 
 
 def show_example(screen: Screen, example: DecodedExample | ReportedExample) -> None:
@@ -131,10 +156,16 @@ def show_example(screen: Screen, example: DecodedExample | ReportedExample) -> N
     runs = [(_shortened(text), trained) for text, trained in example.runs]
     if screen.is_live:
         typer.echo(
-            "".join(typer.style(printable(text), fg="green") if trained else printable(text) for text, trained in runs), file=screen.talk
+            "".join(
+                typer.style(printable(text), fg="green") if trained else printable(text)
+                for text, trained in runs
+            ),
+            file=screen.talk,
         )
     else:
-        screen.message("".join(f"{BEGIN}{text}{END}" if trained else text for text, trained in runs), wraps=False)
+        screen.message(
+            "".join(f"{BEGIN}{text}{END}" if trained else text for text, trained in runs), wraps=False
+        )
 
 
 def show_ids(screen: Screen, example: DecodedExample) -> None:
@@ -145,13 +176,19 @@ def show_ids(screen: Screen, example: DecodedExample) -> None:
 
 def _shortened(text: str) -> str:
     half = LONGEST_RUN // 2
-    return text if len(text) <= LONGEST_RUN else f"{text[:half]} … {len(text) - 2 * half:,} characters … {text[-half:]}"
+    return (
+        text
+        if len(text) <= LONGEST_RUN
+        else f"{text[:half]} … {len(text) - 2 * half:,} characters … {text[-half:]}"
+    )
 
 
 # ---- The page: lengths, truncation, trained share and decoded examples of each source
 
 
-def rows_page(name: str, report: DataReport, notices: Sequence[Notice], samples: Sequence[SourceSample]) -> str:
+def rows_page(
+    name: str, report: DataReport, notices: Sequence[Notice], samples: Sequence[SourceSample]
+) -> str:
     """Return a complete document. Every text of a row, a recipe or a file is escaped."""
     longest = max((int(sample.lengths.max()) for sample in samples if len(sample.lengths)), default=1)
     parts = [
@@ -179,7 +216,10 @@ def _sets(report: DataReport) -> str:
         for name, account in report.sets.items()
     ]
     bad, untrained = report.rows_bad.rows, report.rows_untrained.rows
-    read = f"<p>{report.rows_read:,} rows read, {bad:,} cannot be used, {untrained:,} have no token to train.</p>"
+    read = (
+        f"<p>{report.rows_read:,} rows read, {bad:,} cannot be used, {untrained:,} have no token to "
+        "train.</p>"
+    )
     head = ("set", "rows", "examples", "tokens", "trained", "truncated", "split", "dropped", "of max_length")
     return f"<h2>Sets</h2>\n{read}\n" + html_table(head, rows)
 
@@ -197,7 +237,15 @@ def _sources(samples: Sequence[SourceSample], longest: int) -> str:
         ]
         for sample in samples
     ]
-    head = ("source", "examples", "tokens", "trained", "cut", "tokens each: median / 95 % / most", f"lengths, 0 to {longest:,}")
+    head = (
+        "source",
+        "examples",
+        "tokens",
+        "trained",
+        "cut",
+        "tokens each: median / 95 % / most",
+        f"lengths, 0 to {longest:,}",
+    )
     return "<h2>Training sources</h2>\n" + html_table(head, rows)
 
 
@@ -227,7 +275,8 @@ def _histogram(sample: SourceSample, longest: int) -> str:
     counts, _ = np.histogram(sample.lengths, bins=BINS, range=(0, longest))
     heights = BAR_HEIGHT * counts / max(int(counts.max()), 1)
     bars = "".join(
-        f'<rect x="{at * BAR_WIDTH}" y="{BAR_HEIGHT - height:.1f}" width="{BAR_WIDTH - 1}" height="{height:.1f}" fill="#4477aa"/>'
+        f'<rect x="{at * BAR_WIDTH}" y="{BAR_HEIGHT - height:.1f}" width="{BAR_WIDTH - 1}" '
+        f'height="{height:.1f}" fill="#4477aa"/>'
         for at, height in enumerate(heights.tolist())
     )
     return f'<svg viewBox="0 0 {BINS * BAR_WIDTH} {BAR_HEIGHT}" role="img" style="width:12rem">{bars}</svg>'
@@ -236,7 +285,10 @@ def _histogram(sample: SourceSample, longest: int) -> str:
 def _notices(notices: Sequence[Notice]) -> str:
     if not notices:
         return ""
-    lines = (f"<li>{_text(notice.message)}{f' ({_text(notice.hint)})' if notice.hint else ''}</li>" for notice in notices)
+    lines = (
+        f"<li>{_text(notice.message)}{f' ({_text(notice.hint)})' if notice.hint else ''}</li>"
+        for notice in notices
+    )
     return f"<h2>Notices</h2>\n<ul>{''.join(lines)}</ul>"
 
 

@@ -1,4 +1,5 @@
-"""Bars: the count, phase and time left of long work, redrawn on one line of a terminal, or printed now and then elsewhere."""
+"""Bars: the count, phase and time left of long work, redrawn on one line of a terminal, or printed now and
+then elsewhere."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class ScreenBar:
         self._lock = threading.Lock()
 
     def estimate_by(self, seconds_left: Callable[[], float | None]) -> None:
-        """Take the time left from the caller, which knows more than counts, and show the time of the end too."""
+        """Take the time left from the caller, which knows more than counts, and show the time of the end
+        too."""
         self._estimate = seconds_left
 
     def advance(self, n: int = 1) -> None:
@@ -46,23 +48,33 @@ class ScreenBar:
             self._changed()
 
     def at(self, done: int, detail: str = "", trend: Sequence[float] = ()) -> None:
-        """Set the number of finished units, the text next to the bar, and the numbers of a sparkline, newest last.
+        """Set the number of finished units, the text next to the bar, and the numbers of a sparkline, newest
+        last.
 
         Fields of the text that two spaces separate are shown as far as they fit.
         """
         with self._lock:
-            self._done, self._detail, self._trend, self._updated = done, detail, tuple(trend), time.monotonic()
+            self._done, self._detail, self._trend, self._updated = (
+                done,
+                detail,
+                tuple(trend),
+                time.monotonic(),
+            )
             self._changed()
 
     def enter(self, phase: str) -> None:
-        """Show a phase with the time since it began in place of the detail, until the next phase; an empty one ends it."""
+        """Show a phase with the time since it began in place of the detail, until the next phase; an empty
+        one ends it."""
         with self._lock:
-            if phase.split(" ")[0] != self._phase.split(" ")[0]:  # `evaluating 3/9 batches` continues `evaluating 2/9 batches`
+            if (
+                phase.split(" ")[0] != self._phase.split(" ")[0]
+            ):  # `evaluating 3/9 batches` continues `evaluating 2/9 batches`
                 self._phase_began = time.monotonic()
             self._phase = phase
 
     def start(self, done: int, total: int) -> None:
-        """Set the total once it is known, with `done` units finished earlier: the time left is estimated from the others."""
+        """Set the total once it is known, with `done` units finished earlier: the time left is estimated from
+        the others."""
         with self._lock:
             self._done, self._total, self._done_at_start = done, total, done
             self._started = self._updated = time.monotonic()
@@ -105,7 +117,8 @@ class ByteBar:
 
 
 class PlainBar(ScreenBar):
-    """Prints a line after ten seconds, and further ones after twice as long each, up to ten minutes: 11 lines for an hour of work.
+    """Prints a line after ten seconds, and further ones after twice as long each, up to ten minutes: 11 lines
+    for an hour of work.
 
     A last one is printed at the end if there was one before: short work prints none.
     """
@@ -118,7 +131,9 @@ class PlainBar(ScreenBar):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._lines and kind is None:
             self._print()
 
@@ -144,7 +159,8 @@ class SilentBar(PlainBar):
 
 
 class LiveBar(ScreenBar):
-    """One line, redrawn ten times a second: count, time left, and those of detail, end, sparkline and bar that fit.
+    """One line, redrawn ten times a second: count, time left, and those of detail, end, sparkline and bar
+    that fit.
 
     rich colours it where the terminal has colours and `NO_COLOR` is not set.
     """
@@ -154,7 +170,10 @@ class LiveBar(ScreenBar):
         from rich.live import Live
 
         super().__init__(label, total, unit)
-        self._screen_began, self._draws = screen.began, screen.draws  # of the terminal itself; `Live` replaces sys.stdout
+        self._screen_began, self._draws = (
+            screen.began,
+            screen.draws,
+        )  # of the terminal itself; `Live` replaces sys.stdout
         self._console = Console(file=screen.talk)
         # A stream that is sent to a file stays there; rich would move its lines to the terminal.
         self._live = Live(
@@ -169,7 +188,9 @@ class LiveBar(ScreenBar):
         self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._done == 0:
             self._live.transient = True  # nothing was done: leave no empty line behind
         self._live.stop()
@@ -192,18 +213,29 @@ class LiveBar(ScreenBar):
         now = time.monotonic()
         seconds, all_seconds = now - self._phase_began, now - self._screen_began
         fields = [Text(self._phase or self._label, "cyan"), Text(format_seconds(seconds))]
-        return fields + ([Text(f"({format_seconds(all_seconds)} since the start)", "dim")] if all_seconds - seconds >= 1.0 else [])
+        return fields + (
+            [Text(f"({format_seconds(all_seconds)} since the start)", "dim")]
+            if all_seconds - seconds >= 1.0
+            else []
+        )
 
     def _counted(self) -> list[Text]:
         from rich.text import Text
 
         is_narrow = self._console.width < NARROW
-        fields = [Text(self._label, "bold"), Text(f"{self._done:,}{f'/{self._total:,}' if self._total else ''} {self._unit}")]
+        fields = [
+            Text(self._label, "bold"),
+            Text(f"{self._done:,}{f'/{self._total:,}' if self._total else ''} {self._unit}"),
+        ]
         if self._phase:
-            fields.append(Text(f"{self._phase} {format_seconds(time.monotonic() - self._phase_began)}", "cyan"))
+            fields.append(
+                Text(f"{self._phase} {format_seconds(time.monotonic() - self._phase_began)}", "cyan")
+            )
         elif left := self.left():
             fields.append(Text(left))
-        fields += [Text(text) for text in (*self._detail.split("  "), "" if self._phase else self.end()) if text]
+        fields += [
+            Text(text) for text in (*self._detail.split("  "), "" if self._phase else self.end()) if text
+        ]
         if not self._draws:
             return fields
         if drawn := trend(self._trend, is_narrow=is_narrow):
@@ -216,20 +248,25 @@ class LiveBar(ScreenBar):
 
 
 class LiveColumns:
-    """Texts that grow next to each other on a terminal, each in a column under its title; the last state stays."""
+    """Texts that grow next to each other on a terminal, each in a column under its title; the last state
+    stays."""
 
     def __init__(self, screen: Terminal, titles: Sequence[str]) -> None:
         from rich.console import Console
         from rich.live import Live
 
         self._titles, self._texts = [printable(title) for title in titles], ["" for _ in titles]
-        self._live = Live(get_renderable=self._table, console=Console(file=screen.talk), refresh_per_second=10)
+        self._live = Live(
+            get_renderable=self._table, console=Console(file=screen.talk), refresh_per_second=10
+        )
 
     def __enter__(self) -> Self:
         self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._live.stop()
 
     def add(self, column: int, piece: str) -> None:
@@ -247,7 +284,8 @@ class LiveColumns:
 
 
 class LiveLines:
-    """Lines that replace the previous ones on a terminal, and vanish at the end; elsewhere they are not printed."""
+    """Lines that replace the previous ones on a terminal, and vanish at the end; elsewhere they are not
+    printed."""
 
     def __init__(self, screen: Terminal) -> None:
         from rich.console import Console
@@ -261,7 +299,9 @@ class LiveLines:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._live.stop()
 
     def show(self, lines: Sequence[str]) -> None:

@@ -1,4 +1,5 @@
-"""The commands about recipes: the catalogue (`recipes list|show|copy|new|schema`), `import`, `explain`, and the chat templates."""
+"""The commands about recipes: the catalogue (`recipes list|show|copy|new|schema`), `import`, `explain`, and
+the chat templates."""
 
 from __future__ import annotations
 
@@ -63,7 +64,11 @@ def show_recipe(screen: Screen, name: Name) -> None:
 @recipes.command("copy")
 @verb
 def copy_recipe(
-    screen: Screen, name: Name, to: Annotated[Path | None, Argument("The file to write [default: ./NAME.yaml].", metavar="[FILE]")] = None
+    screen: Screen,
+    name: Name,
+    to: Annotated[
+        Path | None, Argument("The file to write [default: ./NAME.yaml].", metavar="[FILE]")
+    ] = None,
 ) -> None:
     """Copy a recipe of the catalogue to a file; an existing file is never replaced.
 
@@ -124,7 +129,8 @@ def write_new_recipe(
     if not screen.json_output:
         screen.result(text)
     screen.message(
-        f"wrote {made.path}; look at rows and keys with `fsdp-tune prepare --config {made.path} --show 3`, then `fsdp-tune train`"
+        f"wrote {made.path}; look at rows and keys with `fsdp-tune prepare --config {made.path} "
+        "--show 3`, then `fsdp-tune train`"
     )
 
 
@@ -135,7 +141,9 @@ def _read(name: str) -> tuple[Path, str]:
     path = catalogue().get(name)
     if path is None:
         find_recipe(name)  # raises with the closest name
-        raise usage_error("recipe-not-found", f"`{name}` is not in the catalogue", hint="`fsdp-tune recipes list` shows it")
+        raise usage_error(
+            "recipe-not-found", f"`{name}` is not in the catalogue", hint="`fsdp-tune recipes list` shows it"
+        )
     return path, path.read_text(encoding="utf-8")
 
 
@@ -145,28 +153,32 @@ def import_config(
     file: Annotated[
         Path,
         Argument(
-            "A configuration of axolotl, TRL, LLaMA-Factory, ms-swift, torchtune, NeMo Automodel, Soup, fms-hf-tuning, Accelerate or "
-            "DeepSpeed (YAML or JSON), a script or notebook with the command that starts one of them or transformers' `run_clm.py`, or "
+            "A configuration of axolotl, TRL, LLaMA-Factory, ms-swift, torchtune, NeMo Automodel, "
+            "Soup, fms-hf-tuning, Accelerate or "
+            "DeepSpeed (YAML or JSON), a script or notebook with the command that starts one of them "
+            "or transformers' `run_clm.py`, or "
             "with the calls of unsloth. Scripts and notebooks are parsed, never run.",
             metavar="FILE",
         ),
     ],
     options: ImportOptions,
 ) -> None:
-    """Convert a configuration of another trainer into a recipe, and list what becomes of every key of the file.
+    """Convert a configuration of another trainer into a recipe, and list what becomes of every key of the
+    file.
 
-    Each key is kept, converted, computed from several keys, or dropped with the reason. What cannot be decided is a
+    Each key is kept, converted, computed from several keys, or dropped with the reason. What cannot be
+    decided is a
     question: a `# DECIDE:` line in the recipe.
 
-    With --check, exit code 1 means that the comparison found a difference, and 6 that too little could be compared.
-    The recipe is written in both cases.
+    With --check, exit code 1 means that the comparison found a difference, and 6 that too little could be
+    compared. The recipe is written in both cases.
 
     \b
     Examples:
         fsdp-tune import axolotl.yaml --output recipe.yaml
         fsdp-tune import axolotl.yaml --output recipe.yaml --check
         fsdp-tune import fsdp.yaml --set model.name_or_path=Qwen/Qwen3-8B --set 'data.train=[{path: chats.jsonl}]'
-    """
+    """  # noqa: E501
     from fsdp_tune.cli.compare import EXIT_CODES, show_comparison
     from fsdp_tune.jobs.import_recipe import check_import, nothing_to_check
 
@@ -194,9 +206,15 @@ def _show(screen: Screen, found: Import, output: Path | None) -> None:
     from fsdp_tune.recipe.read.loader import DECIDE
 
     imported = found.imported
-    rows = [(row.key, row.fate.value, ": ".join(filter(None, (", ".join(row.as_dict()["to"]), row.reason)))) for row in imported.rows]
+    rows = [
+        (row.key, row.fate.value, ": ".join(filter(None, (", ".join(row.as_dict()["to"]), row.reason))))
+        for row in imported.rows
+    ]
     screen.table(
-        f"{imported.path} is a configuration of {imported.tool}", ["key", "became", "key here: remark"], rows, pipe_width=PIPE_WIDTH
+        f"{imported.path} is a configuration of {imported.tool}",
+        ["key", "became", "key here: remark"],
+        rows,
+        pipe_width=PIPE_WIDTH,
     )
     counts = ", ".join(f"{count} {fate}" for fate, count in imported.counts.items())
     screen.message(f"keys: {len(imported.rows)} ({counts})")
@@ -205,20 +223,31 @@ def _show(screen: Screen, found: Import, output: Path | None) -> None:
     for line in found.unchecked:
         screen.message(f"not checked: {line}")
     name = output or "recipe.yaml"
-    to_do = f"look for `{DECIDE.strip()}` in it, or answer with `import --set KEY=VALUE`; then " if DECIDE in imported.text else ""
-    screen.message(f"{f'wrote {output}; ' if output else ''}{to_do}`fsdp-tune validate --config {name}` checks it")
+    to_do = (
+        f"look for `{DECIDE.strip()}` in it, or answer with `import --set KEY=VALUE`; then "
+        if DECIDE in imported.text
+        else ""
+    )
+    screen.message(
+        f"{f'wrote {output}; ' if output else ''}{to_do}`fsdp-tune validate --config {name}` checks it"
+    )
 
 
 Tokenizer = Annotated[
     str | None,
-    Option("Mark the templates whose tokens this tokenizer has: a hub id, a directory or `builtin:NAME`.", metavar="NAME"),
+    Option(
+        "Mark the templates whose tokens this tokenizer has: a hub id, a directory or `builtin:NAME`.",
+        metavar="NAME",
+    ),
 ]
 
 
 PARTS = ("system", "tools", "thinking")
 
 
-templates = typer.Typer(name="templates", help="List and show the chat templates of the package.", invoke_without_command=True)
+templates = typer.Typer(
+    name="templates", help="List and show the chat templates of the package.", invoke_without_command=True
+)
 
 
 @templates.callback()
@@ -251,7 +280,9 @@ def list_templates(screen: Screen, tokenizer: Tokenizer = None) -> None:
 
 @templates.command("show")
 @verb
-def show_template(screen: Screen, name: Annotated[str, Argument("A name from `fsdp-tune templates`.", metavar="NAME")]) -> None:
+def show_template(
+    screen: Screen, name: Annotated[str, Argument("A name from `fsdp-tune templates`.", metavar="NAME")]
+) -> None:
     """Print the Jinja text of a chat template.
 
     \b
@@ -281,7 +312,9 @@ def _list(screen: Screen, tokenizer: str | None) -> None:
 
         encoder = load_encoder(Recipe.model_validate({"model": {"tokenizer": tokenizer}}))
         fitting = fitting_templates(encoder.encode)
-        found = TemplatesAnswer([FittedTemplateAnswer(**given(each), fits=each.name in fitting) for each in found.templates])
+        found = TemplatesAnswer(
+            [FittedTemplateAnswer(**given(each), fits=each.name in fitting) for each in found.templates]
+        )
         columns.insert(2, "fits")
     screen.document(found)
     if not screen.json_output:
@@ -301,4 +334,11 @@ def _described(name: str) -> TemplateAnswer:
 
     template = BUNDLED[name]
     system, tools, thinking = (part in template.parts for part in PARTS)
-    return TemplateAnswer(name, for_=template.purpose, system=system, tools=tools, thinking=thinking, tokens=list(template.tokens))
+    return TemplateAnswer(
+        name,
+        for_=template.purpose,
+        system=system,
+        tools=tools,
+        thinking=thinking,
+        tokens=list(template.tokens),
+    )

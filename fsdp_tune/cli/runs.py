@@ -32,10 +32,16 @@ WATCH_SECONDS = 2.0
 @verb
 def status(
     screen: Screen,
-    run: Annotated[Path, Argument("A run directory, or a directory of runs, for a table of all of them.", metavar="RUN")],
-    watch: Annotated[bool, Option("Redraw every two seconds until no process works on the run; without a terminal, only wait.")] = False,
+    run: Annotated[
+        Path, Argument("A run directory, or a directory of runs, for a table of all of them.", metavar="RUN")
+    ],
+    watch: Annotated[
+        bool,
+        Option("Redraw every two seconds until no process works on the run; without a terminal, only wait."),
+    ] = False,
 ) -> None:
-    """Show the status of a run: step, time left, loss, speed, memory, live ranks, newest complete checkpoint, logs.
+    """Show the status of a run: step, time left, loss, speed, memory, live ranks, newest complete checkpoint,
+    logs.
 
     Reads files only; the run is not affected. Ctrl-C ends `--watch` with exit code 130.
 
@@ -59,14 +65,18 @@ def status(
                     answer = _read_status(screen, run)
         except KeyboardInterrupt:
             screen.document(answer)
-            screen.message(f"no longer watched; {'the run is' if isinstance(answer, RunStatus) else 'the runs are'} not affected")
+            screen.message(
+                "no longer watched; "
+                f"{'the run is' if isinstance(answer, RunStatus) else 'the runs are'} not affected"
+            )
             raise typer.Exit(ExitCode.INTERRUPTED) from None
     screen.document(answer)
     _show_answer(screen, answer)
 
 
 def _read_status(screen: Screen, path: Path) -> RunStatus | DirectoryStatus:
-    """Return the status of the run, or of the runs in the directory. A run that cannot be read is a notice there."""
+    """Return the status of the run, or of the runs in the directory. A run that cannot be read is a notice
+    there."""
     from fsdp_tune.launch.run_status import DirectoryStatus, run_status
     from fsdp_tune.run.directory import RunDir, existing_run, runs_in
 
@@ -77,7 +87,12 @@ def _read_status(screen: Screen, path: Path) -> RunStatus | DirectoryStatus:
         try:
             found.append(run_status(run))
         except FsdpTuneError as error:
-            screen.notices([Notice("run-unreadable", problem.message, problem.where, problem.hint) for problem in error.problems])
+            screen.notices(
+                [
+                    Notice("run-unreadable", problem.message, problem.where, problem.hint)
+                    for problem in error.problems
+                ]
+            )
     return DirectoryStatus(str(path.resolve()), found)
 
 
@@ -93,18 +108,30 @@ def _show_answer(screen: Screen, answer: RunStatus | DirectoryStatus) -> None:
 @verb
 def report(
     screen: Screen,
-    runs: Annotated[list[Path], Argument("Run directories; several are drawn on the same axes.", metavar="RUN…")],
+    runs: Annotated[
+        list[Path], Argument("Run directories; several are drawn on the same axes.", metavar="RUN…")
+    ],
     output: Annotated[
         Path | None,
-        Option("The page; an existing one is replaced [default: report.html].", flags=("--output", "-o"), metavar="FILE"),
+        Option(
+            "The page; an existing one is replaced [default: report.html].",
+            flags=("--output", "-o"),
+            metavar="FILE",
+        ),
     ] = None,
-    follow: Annotated[bool, Option("Serve the page on this machine instead, and update it while the runs write. Ctrl-C ends.")] = False,
-    port: Annotated[int | None, Option("With --follow: the port [default: a free one].", metavar="N", minimum=1)] = None,
+    follow: Annotated[
+        bool,
+        Option("Serve the page on this machine instead, and update it while the runs write. Ctrl-C ends."),
+    ] = False,
+    port: Annotated[
+        int | None, Option("With --follow: the port [default: a free one].", metavar="N", minimum=1)
+    ] = None,
 ) -> None:
-    """Write one HTML page about runs: losses, speed, memory, data, samples, events, recipe, environment, differences.
+    """Write one HTML page about runs: losses, speed, memory, data, samples, events, recipe, environment,
+    differences.
 
-    The page is a single file that opens from disk, without network. Reads files only; a run that is training is not affected.
-    Ctrl-C ends `--follow` with exit code 130.
+    The page is a single file that opens from disk, without network. Reads files only; a run that is training
+    is not affected. Ctrl-C ends `--follow` with exit code 130.
 
     \b
     Examples:
@@ -113,9 +140,15 @@ def report(
         fsdp-tune report runs/one runs/two --output comparison.html
     """
     if follow and output is not None:
-        raise usage_error("report-output", "`--follow` serves the page and writes no file", hint="give `--follow` or `--output`")
+        raise usage_error(
+            "report-output",
+            "`--follow` serves the page and writes no file",
+            hint="give `--follow` or `--output`",
+        )
     if not follow and port is not None:
-        raise usage_error("report-output", "`--port` is for `--follow`", hint="add `--follow`, or leave out `--port`")
+        raise usage_error(
+            "report-output", "`--port` is for `--follow`", hint="add `--follow`, or leave out `--port`"
+        )
     if follow:
         _follow(screen, runs, port or 0)
         return
@@ -125,7 +158,8 @@ def report(
 
 
 RANKING_DROPPED_FIRST = ("memory (GiB)", "state", "tokens/s/device", "done", "last evaluation loss", "loss")
-"""Columns of the ranking that a terminal gets only if they fit, the least important first; the keys that differ are kept longest."""
+"""Columns of the ranking that a terminal gets only if they fit, the least important first; the keys that
+differ are kept longest."""
 
 
 def show_report(screen: Screen, done: RunReport) -> None:
@@ -135,16 +169,31 @@ def show_report(screen: Screen, done: RunReport) -> None:
     if len(done.runs) > 1:
         ranking = ranking_of(done.runs, done.differences.recipe)
         columns = ["run", *(column.title for column in ranking.columns)]
-        rows = [[run.label, *(f"{cell.text}{' *' if cell.is_best else ''}" for cell in run.cells)] for run in ranking.runs]
+        rows = [
+            [run.label, *(f"{cell.text}{' *' if cell.is_best else ''}" for cell in run.cells)]
+            for run in ranking.runs
+        ]
         keys = [column.title for column in reversed(ranking.columns) if column.full]
         screen.table("", columns, rows, droppable=(*RANKING_DROPPED_FIRST, *keys))
-        marked = "* best of its column" if any(cell.is_best for run in ranking.runs for cell in run.cells) else ""
-        hidden = f"keys of the recipes that differ and are not shown: {ranking.hidden_keys}" if ranking.hidden_keys else ""
+        marked = (
+            "* best of its column" if any(cell.is_best for run in ranking.runs for cell in run.cells) else ""
+        )
+        hidden = (
+            f"keys of the recipes that differ and are not shown: {ranking.hidden_keys}"
+            if ranking.hidden_keys
+            else ""
+        )
         if notes := "; ".join(part for part in (marked, hidden) if part):
             screen.message(notes)
     else:
         (each,) = (run.summary() for run in done.runs)
-        cells = [str(each["label"]), str(each["state"]), f"{each['steps']:,}", _last(each["loss"]), _last(each["eval_loss"])]
+        cells = [
+            str(each["label"]),
+            str(each["state"]),
+            f"{each['steps']:,}",
+            _last(each["loss"]),
+            _last(each["eval_loss"]),
+        ]
         screen.table("", ["run", "state", "steps", "loss", "evaluation loss"], [cells])
     if done.page is not None:
         screen.message(f"the page is {done.page}")
@@ -159,7 +208,9 @@ def _follow(screen: Screen, runs: Sequence[Path], port: int) -> None:
         show_report(screen, found)
         screen.message(f"the page is at {url}")
         if "SSH_CONNECTION" in os.environ:
-            screen.message(f"to open it on your machine, run there: {forwarding_command(urlsplit(url).port or 0)}")
+            screen.message(
+                f"to open it on your machine, run there: {forwarding_command(urlsplit(url).port or 0)}"
+            )
         screen.message("Ctrl-C ends the command; the runs continue")
 
     def ended(run: Path, state: str, is_last: bool) -> None:
@@ -180,12 +231,16 @@ def _last(ends: dict[str, object] | None) -> str:
 @verb
 def evaluate(
     screen: Screen,
-    model: Annotated[str, Argument("A model directory, a run (its merged model), RUN/adapter, or a hub id.", metavar="MODEL")],
+    model: Annotated[
+        str,
+        Argument("A model directory, a run (its merged model), RUN/adapter, or a hub id.", metavar="MODEL"),
+    ],
     *,
     config: Annotated[
         str | None,
         Option(
-            "Take data format, chat template and eval sets from this recipe: a YAML file or a name of the catalogue "
+            "Take data format, chat template and eval sets from this recipe: a YAML file or a name "
+            "of the catalogue "
             "[default: those of the run that wrote the model].",
             flags=("--config", "-c"),
             metavar="RECIPE",
@@ -218,7 +273,16 @@ def show_evaluation(screen: Screen, found: Evaluation) -> None:
     for label, result in found.sets.items():
         for name, estimate in ((found.model, result.metric), (found.base, result.base)):
             if estimate is not None:
-                rows.append([label, name, f"{result.rows:,}", f"{result.tokens:,}", f"{estimate.value:.4f}", _span(estimate)])
+                rows.append(
+                    [
+                        label,
+                        name,
+                        f"{result.rows:,}",
+                        f"{result.tokens:,}",
+                        f"{estimate.value:.4f}",
+                        _span(estimate),
+                    ]
+                )
     screen.table("", ["set", "model", "rows", "tokens", found.metric, "interval"], rows)
     screen.message(f"intervals: {found.interval}")
     for label, result in found.sets.items():
@@ -240,7 +304,10 @@ def _notes(found: Evaluation, result: SetResult) -> list[str]:
     if (compared := result.comparison) is not None:
         what = "loss" if result.loss is not None else found.metric
         span = f"[{compared.low:+.4f}, {compared.high:+.4f}]"
-        lines.append(f"{what} {compared.difference:+.4f} {span} against {found.base}, p = {compared.p:.2g} ({found.test})")
+        lines.append(
+            f"{what} {compared.difference:+.4f} {span} against {found.base}, p = {compared.p:.2g} "
+            f"({found.test})"
+        )
     return lines
 
 
@@ -254,30 +321,36 @@ def merge_checkpoint(
     source: Annotated[
         str,
         Argument(
-            "A run directory, a `checkpoint-N` of any tool, a folder of `.distcp` shards, or a PEFT adapter. In a mirror: "
+            "A run directory, a `checkpoint-N` of any tool, a folder of `.distcp` shards, or a PEFT "
+            "adapter. In a mirror: "
             "the URL of a run or of its checkpoint.",
             metavar="SRC",
         ),
     ],
     options: MergeOptions,
     push_to_hub: Annotated[
-        str | None, Option("Upload the result to a private repository; `fsdp-tune push` has more options.", metavar="OWNER/NAME")
+        str | None,
+        Option(
+            "Upload the result to a private repository; `fsdp-tune push` has more options.",
+            metavar="OWNER/NAME",
+        ),
     ] = None,
 ) -> None:
     """Merge a sharded checkpoint into an ordinary Hugging Face model directory.
 
-    It streams at the speed of the disk in constant memory, runs no code from the checkpoint, and leaves a complete
-    output or none.
+    It streams at the speed of the disk in constant memory, runs no code from the checkpoint, and leaves a
+    complete output or none.
 
     \b
     Examples:
         fsdp-tune merge-checkpoint runs/llama7b
         fsdp-tune merge-checkpoint s3://bucket/runs/llama7b/checkpoint-500 -o merged
         fsdp-tune merge-checkpoint checkpoint-500/pytorch_model_fsdp_0 --base meta-llama/Llama-2-7b-hf -o merged --dtype bf16
-    """
+    """  # noqa: E501
     from fsdp_tune.merge.merge_options import PushedMergeAnswer
 
-    # The merge has its own threads. Those of numpy's BLAS, fixed when numpy is loaded, would wait for them at each small product.
+    # The merge has its own threads. Those of numpy's BLAS, fixed when numpy is loaded, would wait for them at
+    # each small product.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     result = fsdp_tune.merge_checkpoint(source, options, observer=screen)
     _show(screen, result)
@@ -293,16 +366,23 @@ def _show(screen: Screen, result: MergeResult) -> None:
     rate = result.size_bytes / 1e9 / max(result.seconds, 1e-3)
     screen.message(f"merged {result.source}{f': {result.reason}' if result.is_choice else ''}")
     screen.message(
-        f"{result.tensors:,} tensors, {result.parameters:,} parameters, {result.dtype}, {format_bytes(result.size_bytes)} "
-        f"in {format_seconds(result.seconds)}{f' ({rate:.2f} GB/s)' if rate >= 0.01 else ''}, verified: {result.verified}"
+        f"{result.tensors:,} tensors, {result.parameters:,} parameters, {result.dtype}, "
+        f"{format_bytes(result.size_bytes)} "
+        f"in {format_seconds(result.seconds)}{f' ({rate:.2f} GB/s)' if rate >= 0.01 else ''}, "
+        f"verified: {result.verified}"
     )
-    screen.message(f"the {'adapter' if result.adapter is not None and result.adapter.is_exported else 'model'} is in {result.output}")
+    screen.message(
+        f"the {'adapter' if result.adapter is not None and result.adapter.is_exported else 'model'} "
+        f"is in {result.output}"
+    )
 
 
 @verb
 def push(
     screen: Screen,
-    source: Annotated[Path, Argument("A run with a merged model, or a directory that a merge wrote.", metavar="RUN")],
+    source: Annotated[
+        Path, Argument("A run with a merged model, or a directory that a merge wrote.", metavar="RUN")
+    ],
     options: PushOptions,
 ) -> None:
     """Upload the merged model or the adapter of a run to the Hugging Face hub, private by default.

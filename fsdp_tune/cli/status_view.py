@@ -1,4 +1,5 @@
-"""What `status` shows: a table of the runs in a directory, and one run with its progress, files, starts and spikes."""
+"""What `status` shows: a table of the runs in a directory, and one run with its progress, files, starts and
+spikes."""
 
 from __future__ import annotations
 
@@ -19,19 +20,41 @@ if TYPE_CHECKING:
 SHOWN_ROWS = 8  # of starts, and of a spike
 STATE_ORDER = ("running", "starting or merging", "", "finished", "not started")
 """Order of the states in a table of runs; "": every other one, which are failures."""
-DROPPED_FIRST = ("memory", "tokens/s/device", "losses", "ends", "eval losses", "left", "eval loss", "loss", "step")
+DROPPED_FIRST = (
+    "memory",
+    "tokens/s/device",
+    "losses",
+    "ends",
+    "eval losses",
+    "left",
+    "eval loss",
+    "loss",
+    "step",
+)
 """Columns of a table of runs that a terminal gets only if they fit, the least important first."""
 
 
 def show_runs(screen: Screen, runs: Sequence[RunStatus]) -> None:
-    """Print a row for each run, by state and then by loss. A terminal gets the columns that fit, a narrow one short names."""
+    """Print a row for each run, by state and then by loss. A terminal gets the columns that fit, a narrow one
+    short names."""
     now, ordered = time.time(), sorted(runs, key=_order)
     names = [Path(run.run_dir).name for run in ordered]
     if screen.is_narrow and len(runs) > 1:
         from fsdp_tune.pages.run_record import labels_of
 
         names = labels_of([Path(run.run_dir) for run in ordered])
-    columns = ["run", "state", "step", "left", "ends", "loss", "eval loss", "best eval", "tokens/s/device", "memory"]
+    columns = [
+        "run",
+        "state",
+        "step",
+        "left",
+        "ends",
+        "loss",
+        "eval loss",
+        "best eval",
+        "tokens/s/device",
+        "memory",
+    ]
     columns += ["losses", "eval losses"] if screen.draws else []
     rows: list[list[str]] = []
     for name, run in zip(names, ordered, strict=True):
@@ -49,14 +72,24 @@ def show_runs(screen: Screen, runs: Sequence[RunStatus]) -> None:
             "" if run.tokens_per_second_per_device is None else f"{run.tokens_per_second_per_device:,.0f}",
             f"{peak:.2f} GiB" if peak else "",
         ]
-        trends = [_drawn(screen, run.recent_losses), _drawn(screen, evaluation.recent if evaluation is not None else [])]
+        trends = [
+            _drawn(screen, run.recent_losses),
+            _drawn(screen, evaluation.recent if evaluation is not None else []),
+        ]
         rows.append([*cells, *(trends if screen.draws else [])])
-    kept = [at for at, name in enumerate(columns) if name in ("run", "state", "step", "loss") or any(row[at] for row in rows)]
-    screen.table("", [columns[at] for at in kept], [[row[at] for at in kept] for row in rows], droppable=DROPPED_FIRST)
+    kept = [
+        at
+        for at, name in enumerate(columns)
+        if name in ("run", "state", "step", "loss") or any(row[at] for row in rows)
+    ]
+    screen.table(
+        "", [columns[at] for at in kept], [[row[at] for at in kept] for row in rows], droppable=DROPPED_FIRST
+    )
 
 
 def _order(run: RunStatus) -> tuple[int, float, float, str]:
-    """Return the position of a run among others: by state, then by its best evaluation loss, then by its loss; unknown ones last."""
+    """Return the position of a run among others: by state, then by its best evaluation loss, then by its
+    loss; unknown ones last."""
     state = STATE_ORDER.index(run.state) if run.state in STATE_ORDER else STATE_ORDER.index("")
     best = run.evaluation.best if run.evaluation is not None else None
     return state, math.inf if best is None else best, math.inf if run.loss is None else run.loss, run.run_dir
@@ -71,28 +104,42 @@ def _evaluated(value: float | None) -> str:
 
 
 def _drawn(screen: Screen, losses: Sequence[float | None]) -> str:
-    """Return the sparkline of losses, oldest first; "" if there are less than two, or the terminal does not show any."""
-    return trend([math.nan if loss is None else loss for loss in losses], is_narrow=screen.is_narrow) if screen.draws else ""
+    """Return the sparkline of losses, oldest first; "" if there are less than two, or the terminal does not
+    show any."""
+    return (
+        trend([math.nan if loss is None else loss for loss in losses], is_narrow=screen.is_narrow)
+        if screen.draws
+        else ""
+    )
 
 
 def _memory(run: RunStatus) -> str:
     """Return the peak memory and how it compares with the plan."""
     if run.peak_reserved_gib:
         planned = run.planned_reserved_gib
-        against = f", {planned:.2f} GiB planned ({run.peak_reserved_gib / planned - 1:+.0%})" if planned else ""
+        against = (
+            f", {planned:.2f} GiB planned ({run.peak_reserved_gib / planned - 1:+.0%})" if planned else ""
+        )
         return f"{run.peak_reserved_gib:.2f} GiB reserved{against}"
     return f"{run.peak_host_gib:.2f} GiB of host memory" if run.peak_host_gib else ""
 
 
 def show_status(screen: Screen, facts: RunStatus) -> None:
     """Print the status of a run: what decides about it first, then speed and ranks, then paths and spikes."""
-    first = f"; metrics, events and the end of the run are in {facts.first_machine}" if facts.first_machine else ""
+    first = (
+        f"; metrics, events and the end of the run are in {facts.first_machine}"
+        if facts.first_machine
+        else ""
+    )
     screen.message(f"{facts.run_dir}: {facts.state}" + (f" ({facts.owner})" if facts.owner else "") + first)
     if facts.problem:
         screen.message(f"ended with: {facts.problem}")
     _show_progress(screen, facts)
     speed = facts.tokens_per_second_per_device
-    figures = [*([f"{speed:,.0f} tokens/s/device"] if speed is not None else []), *([memory] if (memory := _memory(facts)) else [])]
+    figures = [
+        *([f"{speed:,.0f} tokens/s/device"] if speed is not None else []),
+        *([memory] if (memory := _memory(facts)) else []),
+    ]
     if figures:
         screen.message(", ".join(figures))
     if (slow := facts.slow_rank) is not None:
@@ -100,9 +147,14 @@ def show_status(screen: Screen, facts: RunStatus) -> None:
         screen.message(f"rank {slow.rank} {costs} {slow.share:.0%} of each step ({slow.part})")
     for way in facts.ways_on:
         _show_way(screen, way)
-    rows = [[rank.rank, rank.state, rank.phase or "", rank.step, rank.pid or "", rank.age or ""] for rank in facts.ranks]
+    rows = [
+        [rank.rank, rank.state, rank.phase or "", rank.step, rank.pid or "", rank.age or ""]
+        for rank in facts.ranks
+    ]
     if rows:
-        screen.table("", ["rank", "state", "phase", "step", "pid", "last heartbeat"], rows, droppable=("pid", "phase"))
+        screen.table(
+            "", ["rank", "state", "phase", "step", "pid", "last heartbeat"], rows, droppable=("pid", "phase")
+        )
     if facts.starts:
         _show_starts(screen, facts.starts)
     _show_files(screen, facts)
@@ -113,7 +165,11 @@ def show_status(screen: Screen, facts: RunStatus) -> None:
 def _show_progress(screen: Screen, facts: RunStatus) -> None:
     """Print step, time left and loss, then the evaluation loss."""
     step, total = facts.step, facts.total_steps
-    age = "no line yet" if facts.last_line_age_seconds is None else f"last line {format_seconds(facts.last_line_age_seconds)} ago"
+    age = (
+        "no line yet"
+        if facts.last_line_age_seconds is None
+        else f"last line {format_seconds(facts.last_line_age_seconds)} ago"
+    )
     ends = f", ends {format_clock(facts.ends_at, time.time())}" if facts.ends_at is not None else ""
     screen.message(
         f"step {step if step is not None else 0}{f' of {total}' if total else ''}"
@@ -126,7 +182,10 @@ def _show_progress(screen: Screen, facts: RunStatus) -> None:
     if (found := facts.evaluation) is not None:
         best = f", best {found.best:.4f} at step {found.best_step:,}" if found.best is not None else ""
         drawn = _drawn(screen, found.recent)
-        screen.message(f"evaluation loss {_evaluated(found.last)} at step {found.step:,}{best}{f': {drawn}' if drawn else ''}")
+        screen.message(
+            f"evaluation loss {_evaluated(found.last)} at step "
+            f"{found.step:,}{best}{f': {drawn}' if drawn else ''}"
+        )
     for line in facts.evaluation_lines:
         screen.message(line)
 
@@ -139,12 +198,16 @@ def _show_files(screen: Screen, facts: RunStatus) -> None:
     if facts.mirror is not None:
         _show_mirror(screen, facts.mirror)
     if facts.merged:
-        screen.message(f"merged model{'' if facts.state == 'finished' else ' of an earlier run to its end'}: {facts.merged}")
+        screen.message(
+            f"merged model{'' if facts.state == 'finished' else ' of an earlier run to its end'}: "
+            f"{facts.merged}"
+        )
     screen.message(f"logs: {facts.logs}")
 
 
 def _show_way(screen: Screen, way: str) -> None:
-    """Print a next command and what it does; on a narrow terminal below it, so that the command can be copied."""
+    """Print a next command and what it does; on a narrow terminal below it, so that the command can be
+    copied."""
     command, _, does = way.removeprefix("`").partition("` ")
     if not does or screen.wrap_width is None or len(way) + 2 <= screen.wrap_width:
         screen.message(f"  {way}", wraps=False)
@@ -155,7 +218,9 @@ def _show_way(screen: Screen, way: str) -> None:
 
 def _show_mirror(screen: Screen, mirror: MirrorStatus) -> None:
     newest = "no checkpoint yet" if mirror.newest_step is None else f"checkpoint-{mirror.newest_step}"
-    behind = f"; behind by {', '.join(mirror.behind)} ({format_bytes(mirror.left_bytes)})" if mirror.behind else ""
+    behind = (
+        f"; behind by {', '.join(mirror.behind)} ({format_bytes(mirror.left_bytes)})" if mirror.behind else ""
+    )
     screen.message(f"mirror {mirror.url}: {newest}{behind}")
     if mirror.failing is not None:
         screen.message(f"the mirror fails for {mirror.failing}: {mirror.error}")
@@ -172,7 +237,9 @@ def _show_starts(screen: Screen, starts: Sequence[JobStart]) -> None:
         steps = f"{each.first_step:,} → {'' if each.last_step is None else f'{each.last_step:,}'}"
         ended = "runs, or was killed" if each.then is None else f"{each.exit_code}, {each.then}"
         rows.append([f"{each.job}.{each.start}", began, lasted, steps, ended])
-    screen.table(f"starts as a job ({len(starts)})", ["job", "started", "time", "saved steps", "exit code"], rows)
+    screen.table(
+        f"starts as a job ({len(starts)})", ["job", "started", "time", "saved steps", "exit code"], rows
+    )
 
 
 def _show_spike(screen: Screen, spike: Spike) -> None:

@@ -31,26 +31,33 @@ def slurm(
     sweep: Annotated[
         Sequence[str],
         Option(
-            "Train once for each value of a key, each run on one node as an element of a job array, in a directory below `output_dir`; the "
+            "Train once for each value of a key, each run on one node as an element of a job array, "
+            "in a directory below `output_dir`; the "
             "same command again submits those that have not finished. Repeatable: all combinations.",
             metavar="KEY=VALUE,VALUE",
         ),
     ] = (),
-    print_only: Annotated[bool, Option("Print the script; submit and write nothing.", flags=("--print",))] = False,
-    follow: Annotated[bool, Option("Show the job's state and log until it ends; the exit code is that of the run.")] = False,
+    print_only: Annotated[
+        bool, Option("Print the script; submit and write nothing.", flags=("--print",))
+    ] = False,
+    follow: Annotated[
+        bool, Option("Show the job's state and log until it ends; the exit code is that of the run.")
+    ] = False,
     drill: Annotated[
         bool,
         Option(
-            "Without a recipe: put a small job in runs/drill through preemption, node loss and the time limit, and compare "
+            "Without a recipe: put a small job in runs/drill through preemption, node loss and the "
+            "time limit, and compare "
             "its model with that of an undisturbed job. Takes about 20 minutes; affects no other job."
         ),
     ] = False,
 ) -> None:
-    """Train a recipe as a Slurm job. The job saves before its time limit, and is requeued until the run has finished.
+    """Train a recipe as a Slurm job. The job saves before its time limit, and is requeued until the run has
+    finished.
 
-    The script and the job's log are in RUN.submit. Your own lines in the script (modules, containers, further #SBATCH
-    options) are kept when it is written again. A run that has a job in the queue is not submitted twice.
-    Ctrl-C ends `--follow`; the job continues.
+    The script and the job's log are in RUN.submit. Your own lines in the script (modules, containers, further
+    #SBATCH options) are kept when it is written again. A run that has a job in the queue is not submitted
+    twice. Ctrl-C ends `--follow`; the job continues.
 
     \b
     Examples:
@@ -63,18 +70,33 @@ def slurm(
     from fsdp_tune.jobs.submit import submission
 
     if print_only and follow:
-        raise usage_error("usage", "`--print` submits nothing that `--follow` could show", hint="pass only one of them")
+        raise usage_error(
+            "usage", "`--print` submits nothing that `--follow` could show", hint="pass only one of them"
+        )
     if sweep and follow:
-        raise usage_error("usage", "`--follow` shows a single run", hint="`fsdp-tune status DIR --watch` shows all runs of a sweep")
+        raise usage_error(
+            "usage",
+            "`--follow` shows a single run",
+            hint="`fsdp-tune status DIR --watch` shows all runs of a sweep",
+        )
     if drill:
         if recipe.recipe or recipe.config or recipe.name or print_only or follow or sweep or options.again:
             raise usage_error(
-                "usage", "`--drill` trains its own recipe", hint="leave out the recipe; only options for the size of the job apply"
+                "usage",
+                "`--drill` trains its own recipe",
+                hint="leave out the recipe; only options for the size of the job apply",
             )
         _drill(screen, options, slurm_options, list(recipe.overrides))
     screen.phase("reading the recipe")
     made = submission(
-        recipe.source(), recipe.overrides, options, slurm_options, name=recipe.name, sweep=sweep, is_printed=print_only, observer=screen
+        recipe.source(),
+        recipe.overrides,
+        options,
+        slurm_options,
+        name=recipe.name,
+        sweep=sweep,
+        is_printed=print_only,
+        observer=screen,
     )
     _submit(screen, made, print_only=print_only, follow=follow)
 
@@ -91,19 +113,34 @@ def _submit(screen: Screen, made: Submission, *, print_only: bool, follow: bool)
         _follow(screen, answer)
 
 
-def _drill(screen: Screen, options: SubmitOptions, slurm_options: SlurmOptions, overrides: list[str]) -> NoReturn:
+def _drill(
+    screen: Screen, options: SubmitOptions, slurm_options: SlurmOptions, overrides: list[str]
+) -> NoReturn:
     from fsdp_tune.jobs.drill import drill
 
     found = drill(options, slurm_options, overrides, screen)
     screen.document(found)
     screen.end_phase()
     rows = [
-        [each.event, f"{each.step:,}", f"{each.resumed_at:,}", f"{each.lost_steps:,}", format_seconds(each.seconds), str(each.exit_code)]
+        [
+            each.event,
+            f"{each.step:,}",
+            f"{each.resumed_at:,}",
+            f"{each.lost_steps:,}",
+            format_seconds(each.seconds),
+            str(each.exit_code),
+        ]
         for each in found.events
     ]
     screen.table("", ["event", "at step", "resumed at", "lost", "until training", "exit code"], rows)
-    verdict = "equals, bit for bit," if found.equal else f"differs by up to {found.largest_difference:.2g} in a weight from"
-    screen.message(f"the model after {found.steps:,} steps {verdict} that of a run without these interruptions")
+    verdict = (
+        "equals, bit for bit,"
+        if found.equal
+        else f"differs by up to {found.largest_difference:.2g} in a weight from"
+    )
+    screen.message(
+        f"the model after {found.steps:,} steps {verdict} that of a run without these interruptions"
+    )
     raise typer.Exit(ExitCode.OK if found.passed else ExitCode.FAILED)
 
 
@@ -136,41 +173,54 @@ def _follow(screen: Screen, answer: SubmitAnswer) -> None:
     raise typer.Exit(ended.exit_code or 0)
 
 
-PrintOnly = Annotated[bool, Option("Print the file and write nothing, as without `--output`.", flags=("--print",))]
+PrintOnly = Annotated[
+    bool, Option("Print the file and write nothing, as without `--output`.", flags=("--print",))
+]
 
 
 def _check_output(options: KubernetesOptions | CloudOptions, *, print_only: bool) -> None:
     if print_only and options.output is not None:
-        raise usage_error("usage", "`--print` writes no file, and `--output` names one", hint="pass only one of them")
+        raise usage_error(
+            "usage", "`--print` writes no file, and `--output` names one", hint="pass only one of them"
+        )
 
 
 @submit.command("kubernetes")
 @verb
-def kubernetes(screen: Screen, recipe: NamedRecipe, options: KubernetesOptions, print_only: PrintOnly = False) -> None:
-    """Write the manifest of a recipe for Kubernetes: the recipe, the job and its network in one file. Submits nothing.
+def kubernetes(
+    screen: Screen, recipe: NamedRecipe, options: KubernetesOptions, print_only: PrintOnly = False
+) -> None:
+    """Write the manifest of a recipe for Kubernetes: the recipe, the job and its network in one file. Submits
+    nothing.
 
-    Exit codes 2, 3 and 4 end the job. A preempted, stopped (143) or lost run is started again from its newest checkpoint.
+    Exit codes 2, 3 and 4 end the job. A preempted, stopped (143) or lost run is started again from its newest
+    checkpoint.
 
     \b
     Example:
         fsdp-tune submit kubernetes my.yaml --kind jobset --image registry/fsdp-tune@sha256:… --pvc runs:/runs \\
           --set output_dir=/runs/my --secret HF_TOKEN=hub > my.job.yaml
-    """
+    """  # noqa: E501
     from fsdp_tune.jobs.submit_containers import kubernetes_manifest
 
     _check_output(options, print_only=print_only)
-    _render(screen, kubernetes_manifest(recipe.source(), recipe.overrides, options, name=recipe.name, observer=screen))
+    _render(
+        screen,
+        kubernetes_manifest(recipe.source(), recipe.overrides, options, name=recipe.name, observer=screen),
+    )
 
 
 @submit.command("skypilot")
 @verb
-def skypilot(screen: Screen, recipe: NamedRecipe, options: CloudOptions, print_only: PrintOnly = False) -> None:
+def skypilot(
+    screen: Screen, recipe: NamedRecipe, options: CloudOptions, print_only: PrintOnly = False
+) -> None:
     """Write the task file of a recipe for SkyPilot. Submits nothing.
 
     \b
     Example:
         fsdp-tune submit skypilot my.yaml --gpu H100 --volume runs:/runs --set output_dir=/runs/my --output my.sky.yaml
-    """
+    """  # noqa: E501
     _check_output(options, print_only=print_only)
     _cloud(screen, recipe, options, "skypilot")
 
@@ -183,7 +233,7 @@ def dstack(screen: Screen, recipe: NamedRecipe, options: CloudOptions, print_onl
     \b
     Example:
         fsdp-tune submit dstack my.yaml --gpu H100 --image registry/fsdp-tune@sha256:… --volume runs:/runs --set output_dir=/runs/my
-    """
+    """  # noqa: E501
     _check_output(options, print_only=print_only)
     _cloud(screen, recipe, options, "dstack")
 
@@ -191,7 +241,10 @@ def dstack(screen: Screen, recipe: NamedRecipe, options: CloudOptions, print_onl
 def _cloud(screen: Screen, recipe: NamedRecipe, options: CloudOptions, engine: Engine) -> None:
     from fsdp_tune.jobs.submit_containers import cloud_task
 
-    _render(screen, cloud_task(recipe.source(), recipe.overrides, options, engine, name=recipe.name, observer=screen))
+    _render(
+        screen,
+        cloud_task(recipe.source(), recipe.overrides, options, engine, name=recipe.name, observer=screen),
+    )
 
 
 def _render(screen: Screen, made: ManifestAnswer) -> None:

@@ -1,4 +1,5 @@
-"""The only writer to the terminal: lines, tables, notices and problems, a copy of each line in a log, and one JSON document.
+"""The only writer to the terminal: lines, tables, notices and problems, a copy of each line in a log, and one
+JSON document.
 
 Lines go to stdout; with `--json` they go to stderr, and stdout gets one document.
 A terminal that closes never stops a command: a run must outlive the window it was started from.
@@ -41,7 +42,10 @@ LEAST_LAST_COLUMN = 20
 
 def printable(text: str) -> str:
     """Return `text` with control characters escaped: names and rows from files may hold terminal escapes."""
-    return "".join(char if char in KEPT or unicodedata.category(char) not in ("Cc", "Cf", "Cs") else repr(char)[1:-1] for char in text)
+    return "".join(
+        char if char in KEPT or unicodedata.category(char) not in ("Cc", "Cf", "Cs") else repr(char)[1:-1]
+        for char in text
+    )
 
 
 def problem_lines(problem: Problem) -> list[str]:
@@ -57,7 +61,8 @@ def problem_lines(problem: Problem) -> list[str]:
 
 
 def fitted(fields: Sequence[str], width: int) -> str:
-    """Join `fields`, most important first, with two spaces, and leave out those at the end that do not fit into `width` columns."""
+    """Join `fields`, most important first, with two spaces, and leave out those at the end that do not fit
+    into `width` columns."""
     line = fields[0]
     for field in fields[1:]:
         if len(line) + 2 + len(field) > width:
@@ -67,13 +72,15 @@ def fitted(fields: Sequence[str], width: int) -> str:
 
 
 def trend(values: Sequence[float], *, is_narrow: bool) -> str:
-    """Return a sparkline of the last `TREND` values, of half as many on a narrow terminal; "" for fewer than two."""
+    """Return a sparkline of the last `TREND` values, of half as many on a narrow terminal; "" for fewer than
+    two."""
     shown = values[-(TREND // 2 if is_narrow else TREND) :]
     return sparkline(shown) if len(shown) > 1 else ""
 
 
 def wrapped(text: str, width: int, indent: int | None = None) -> list[str]:
-    """Wrap a line between words. What is in backticks, to be typed as it is, and words longer than a line stay on one line.
+    """Wrap a line between words. What is in backticks, to be typed as it is, and words longer than a line
+    stay on one line.
 
     Later lines are indented by `indent`; None: by two more than the first.
     """
@@ -81,17 +88,25 @@ def wrapped(text: str, width: int, indent: int | None = None) -> list[str]:
         return [text]
     kept = _CODE.sub(lambda match: match[0].replace(" ", _NO_BREAK), text)
     margin = " " * (len(text) - len(text.lstrip()) + 2 if indent is None else indent)
-    lines = textwrap.wrap(kept, max(width, len(margin) + LEAST_LAST_COLUMN), subsequent_indent=margin, **_BETWEEN_WORDS)
+    lines = textwrap.wrap(
+        kept, max(width, len(margin) + LEAST_LAST_COLUMN), subsequent_indent=margin, **_BETWEEN_WORDS
+    )
     return [line.replace(_NO_BREAK, " ") for line in lines]
 
 
 _CODE = re.compile(r"`[^`]+`")
 _NO_BREAK = "\x00"
-_BETWEEN_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False, "expand_tabs": False}
+_BETWEEN_WORDS: dict[str, Any] = {
+    "break_long_words": False,
+    "break_on_hyphens": False,
+    "replace_whitespace": False,
+    "expand_tabs": False,
+}
 
 
 class Terminal:
-    """The terminal of a command. With `json_output`, only `document` reaches stdout, once, when the command ends."""
+    """The terminal of a command. With `json_output`, only `document` reaches stdout, once, when the command
+    ends."""
 
     def __init__(self, *, json_output: bool) -> None:
         self.json_output = json_output
@@ -126,7 +141,8 @@ class Terminal:
 
     @property
     def wrap_width(self) -> int | None:
-        """The columns at which text is wrapped; None where this is no terminal, which gets lines as they are."""
+        """The columns at which text is wrapped; None where this is no terminal, which gets lines as they
+        are."""
         return self._width() if self.talk.isatty() else None
 
     @property
@@ -145,7 +161,8 @@ class Terminal:
             self._collected = None
 
     def log_to(self, path: Path) -> None:
-        """Append every line to a file too, starting with the lines that were shown before. A file that fails is closed with a warning."""
+        """Append every line to a file too, starting with the lines that were shown before. A file that fails
+        is closed with a warning."""
         self._log = TerminalLog(path, failed=self._log_failed)
         if self._waited_for is not None:
             self._log.stop_waiting()
@@ -154,7 +171,8 @@ class Terminal:
         self._shown.clear()
 
     def stop_waiting(self) -> None:
-        """From now on neither a reader of stdout or stderr nor the disk of the log delays this command (`cli.outlets`)."""
+        """From now on neither a reader of stdout or stderr nor the disk of the log delays this command
+        (`cli.outlets`)."""
         if self._waited_for is not None:
             return
         self._waited_for = sys.stdout, sys.stderr
@@ -192,8 +210,8 @@ class Terminal:
             self._log = None
 
     def message(self, text: str, *, indent: int | None = None, wraps: bool = True) -> None:
-        """Print a line. A terminal gets it as `wrapped` returns it, unless it `wraps` not: a table, or a command to be copied. A pipe and
-        the log get one line."""
+        """Print a line. A terminal gets it as `wrapped` returns it, unless it `wraps` not: a table, or a
+        command to be copied. A pipe and the log get one line."""
         lines = [text]
         if wraps and self.talk.isatty():
             lines = [line for part in text.split("\n") for line in wrapped(part, self._width(), indent)]
@@ -218,7 +236,8 @@ class Terminal:
         write_text(self.talk, printable(text))
 
     def ask(self, prompt: str) -> str | None:
-        """Return a line of stdin without its end; None at the end of the input. A line that is not typed is printed after the prompt."""
+        """Return a line of stdin without its end; None at the end of the input. A line that is not typed is
+        printed after the prompt."""
         stdin = sys.stdin
         if not self._has_asked and isinstance(stdin, io.TextIOWrapper):
             stdin.reconfigure(errors="replace")  # before the first read alone
@@ -243,8 +262,8 @@ class Terminal:
             return None
 
     def fields(self, fields: Sequence[str], narrow: Sequence[str]) -> None:
-        """Print `fields` on one line. A terminal that is too narrow gets `narrow`, the most important first, as far as they fit; a pipe and
-        the log file get all fields."""
+        """Print `fields` on one line. A terminal that is too narrow gets `narrow`, the most important first,
+        as far as they fit; a pipe and the log file get all fields."""
         line = "  ".join(fields)
         self._record(line)
         is_cut = self.talk.isatty() and len(line) > self._width()
@@ -261,12 +280,21 @@ class Terminal:
             self._log.write(printable(text))
 
     def _log_failed(self, path: Path, error: OSError) -> None:
-        write_text(sys.stderr, printable(f"warning: {path} cannot be written ({error.strerror}) and is closed; the run continues\n"))
+        write_text(
+            sys.stderr,
+            printable(
+                f"warning: {path} cannot be written ({error.strerror}) and is closed; the run continues\n"
+            ),
+        )
 
     def _width(self, stream: TextIO | None = None) -> int:
         """Return the columns of the terminal behind `stream`, None: `talk`; 80 if they are unknown."""
         try:
-            return int(os.environ.get("COLUMNS") or 0) or os.get_terminal_size((stream or self.talk).fileno()).columns or 80
+            return (
+                int(os.environ.get("COLUMNS") or 0)
+                or os.get_terminal_size((stream or self.talk).fileno()).columns
+                or 80
+            )
         except (OSError, ValueError):
             return 80
 
@@ -284,9 +312,13 @@ class Terminal:
     def _paint(self, head: str, colour: str, tail: str) -> None:
         self._record(head + tail)
         wants_colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-        text = "\n".join(wrapped(head + tail, self._width(sys.stderr))) if sys.stderr.isatty() else head + tail
+        text = (
+            "\n".join(wrapped(head + tail, self._width(sys.stderr))) if sys.stderr.isatty() else head + tail
+        )
         shown = printable(text).removeprefix(head)
-        write_text(sys.stderr, (typer.style(head, fg=colour, bold=True) if wants_colour else head) + shown + "\n")
+        write_text(
+            sys.stderr, (typer.style(head, fg=colour, bold=True) if wants_colour else head) + shown + "\n"
+        )
 
     def problems(self, problems: Sequence[Problem]) -> None:
         for problem in problems:
@@ -312,8 +344,8 @@ class Terminal:
 
         Where the table is wider than that, `droppable` columns are left out, the first ones first.
 
-        Within a width the last column is wrapped to fit. If the others leave no room for it, its words are below each row; if they do not
-        fit either, rows are printed as records.
+        Within a width the last column is wrapped to fit. If the others leave no room for it, its words are
+        below each row; if they do not fit either, rows are printed as records.
         """
         width = self._width() if self.talk.isatty() else pipe_width
         cells = [[printable(str(cell)) for cell in row] for row in rows]
@@ -337,23 +369,34 @@ class Terminal:
             for part in rest:
                 self.message(" " * indent + part, wraps=False)
 
-    def _rows_with_words_below(self, columns: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> None:
+    def _rows_with_words_below(
+        self, columns: Sequence[str], cells: Sequence[Sequence[str]], width: int
+    ) -> None:
         """Print a table without its last column, whose words are indented below each row."""
         widths = [max(len(line[index]) for line in [columns, *cells]) for index in range(len(columns) - 1)]
         for *row, words in [list(columns), ["─" * each for each in widths] + [""], *cells]:
-            self.message("  " + "  ".join(cell.ljust(each) for cell, each in zip(row, widths, strict=True)).rstrip(), wraps=False)
+            self.message(
+                "  " + "  ".join(cell.ljust(each) for cell, each in zip(row, widths, strict=True)).rstrip(),
+                wraps=False,
+            )
             for line in wrapped(f"      {words}", width, 6) if words else ():
                 self.message(line, wraps=False)
 
     def _records(self, columns: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> None:
-        """Print each row of a table that is too wide as its first cell, and below it a line for each other cell."""
+        """Print each row of a table that is too wide as its first cell, and below it a line for each other
+        cell."""
         name_width = max((len(name) for name in columns[1:]), default=0)
         indent = 4 + name_width + 2
         for first, *others in cells:
             self.message(f"  {first}".rstrip(), wraps=False)
             for name, cell in zip(columns[1:], others, strict=True):
                 # Paths and hashes are not broken, so that they can be copied.
-                parts = textwrap.wrap(cell, max(width - indent, LEAST_LAST_COLUMN), break_long_words=False, break_on_hyphens=False)
+                parts = textwrap.wrap(
+                    cell,
+                    max(width - indent, LEAST_LAST_COLUMN),
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
                 for number, part in enumerate(parts):
                     self.message(f"    {'' if number else name:<{name_width}}  {part}", wraps=False)
 
@@ -385,18 +428,23 @@ def _widths(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> list[int]
 def _fitting_columns(
     columns: Sequence[str], cells: Sequence[list[str]], width: int, droppable: Sequence[str]
 ) -> tuple[Sequence[str], Sequence[list[str]]]:
-    """Return the columns that fit into `width` after those of `droppable` that are needed for it are left out, the first ones first."""
+    """Return the columns that fit into `width` after those of `droppable` that are needed for it are left
+    out, the first ones first."""
     for name in droppable:
         if sum(each + 2 for each in _widths(columns, cells)) <= width:
             break
         if name in columns:
             at = columns.index(name)
-            columns, cells = [*columns[:at], *columns[at + 1 :]], [[*row[:at], *row[at + 1 :]] for row in cells]
+            columns, cells = (
+                [*columns[:at], *columns[at + 1 :]],
+                [[*row[:at], *row[at + 1 :]] for row in cells],
+            )
     return columns, cells
 
 
 class TerminalLog:
-    """A file that gets every printed line with its time. The first failure closes it and is reported once: a log never stops a command."""
+    """A file that gets every printed line with its time. The first failure closes it and is reported once: a
+    log never stops a command."""
 
     def __init__(self, path: Path, failed: Callable[[Path, OSError], None]) -> None:
         self._path, self._failed = path, failed
@@ -445,7 +493,9 @@ class TerminalLog:
     def _give_up(self, error: OSError) -> None:
         file, self._file = self._file, None
         if file is not None:
-            with contextlib.suppress(OSError):  # the disk has failed: what the buffer still holds cannot be written
+            with contextlib.suppress(
+                OSError
+            ):  # the disk has failed: what the buffer still holds cannot be written
                 file.close()
         self._failed(self._path, error)
 
@@ -462,8 +512,10 @@ def _closed(name: str, error: OSError) -> str:
 
 
 def write_text(stream: TextIO, text: str, *, is_result: bool = False) -> None:
-    """Write at once. A closed pipe or terminal is ignored from then on. After any other failure, such as a full disk, the stream is closed
-    with a warning: a command must not fail for its lines. Raises: OSError, if the text is what the command is run for.
+    """Write at once. A closed pipe or terminal is ignored from then on. After any other failure, such as a
+    full disk, the stream is closed
+    with a warning: a command must not fail for its lines. Raises: OSError, if the text is what the command is
+    run for.
     """
     try:
         encoding = stream.encoding or "utf-8"  # rich's stand-in for a stream under a live bar has none

@@ -38,13 +38,18 @@ def validate(screen: Screen, recipe: NamedRecipe, options: ValidateOptions) -> N
     from fsdp_tune.recipe.world import batch_arithmetic
 
     try:
-        loaded, found = validate_file(recipe.source(), recipe.overrides, name=recipe.name, **given(options), observer=screen)
+        loaded, found = validate_file(
+            recipe.source(), recipe.overrides, name=recipe.name, **given(options), observer=screen
+        )
     except InvalidRecipeError as error:
         screen.document(error.answer(recipe.source(), recipe.overrides))
         for line in error.unchecked:
             screen.message(f"not checked yet: {line}")
         raise
-    arithmetic, rate = batch_arithmetic(found.recipe), rate_line(found.recipe, total_steps(found.recipe, None))
+    arithmetic, rate = (
+        batch_arithmetic(found.recipe),
+        rate_line(found.recipe, total_steps(found.recipe, None)),
+    )
     screen.document(
         ValidateAnswer(
             recipe=str(loaded.path),
@@ -54,7 +59,9 @@ def validate(screen: Screen, recipe: NamedRecipe, options: ValidateOptions) -> N
             overrides=list(loaded.overrides),
             arithmetic=arithmetic,
             rate=rate.removeprefix("rate: "),
-            model=found.model.model_copy(update={"adapter_tensors": {}}).as_dict() if found.model is not None else {},
+            model=found.model.model_copy(update={"adapter_tensors": {}}).as_dict()
+            if found.model is not None
+            else {},
             data=found.inputs,
             unchecked=list(found.unchecked),
         )
@@ -95,12 +102,15 @@ def plan(
     recipe: NamedRecipe,
     options: PlanOptions,
     measuring: MeasureOptions,
-    html: Annotated[Path | None, Option("Write a page: the memory of a step over time, the ranked recipes.", metavar="FILE")] = None,
+    html: Annotated[
+        Path | None,
+        Option("Write a page: the memory of a step over time, the ranked recipes.", metavar="FILE"),
+    ] = None,
 ) -> None:
     """Predict memory, time, communication and disk of a recipe from a traced step, and rank recipes that fit.
 
-    Nothing is trained, unless `--measure` trains the best recipes of the ranking for a few steps on this machine.
-    The exit code is 0 even if the recipe does not fit; `fits` is yes, tight or no.
+    Nothing is trained, unless `--measure` trains the best recipes of the ranking for a few steps on this
+    machine. The exit code is 0 even if the recipe does not fit; `fits` is yes, tight or no.
 
     \b
     Examples:
@@ -127,7 +137,9 @@ def plan(
     screen.document(made.as_dict())
 
 
-def _measured(screen: Screen, recipe: NamedRecipe, options: PlanOptions, measuring: MeasureOptions, count: int) -> Plan:
+def _measured(
+    screen: Screen, recipe: NamedRecipe, options: PlanOptions, measuring: MeasureOptions, count: int
+) -> Plan:
     """Raises: usage error for options about another machine than this one."""
     elsewhere = {
         "--gpu": options.gpu,
@@ -139,7 +151,9 @@ def _measured(screen: Screen, recipe: NamedRecipe, options: PlanOptions, measuri
     }
     if given_too := [flag for flag, value in elsewhere.items() if value is not None]:
         raise usage_error(
-            "usage", f"`--measure` ranks by the speed on this machine: leave out {enumerated([f'`{flag}`' for flag in given_too], 'and')}"
+            "usage",
+            "`--measure` ranks by the speed on this machine: leave out "
+            f"{enumerated([f'`{flag}`' for flag in given_too], 'and')}",
         )
     return fsdp_tune.measure(
         recipe.load(allowed=options.allowed),
@@ -155,10 +169,12 @@ def _measured(screen: Screen, recipe: NamedRecipe, options: PlanOptions, measuri
 
 @verb
 def rehearse(screen: Screen, recipe: RecipeArgument, options: RehearseOptions) -> None:
-    """Rehearse a full run on CPU ranks with a scaled-down model: train, kill a rank, resume, merge, reload, compare.
+    """Rehearse a full run on CPU ranks with a scaled-down model: train, kill a rank, resume, merge, reload,
+    compare.
 
-    The rehearsal uses the code path of the real run. `--parity` trains once for each switch and prints how far loss
-    and gradient norm are from a plain PyTorch loop on one device. `--set launch.device=cuda` uses the GPUs of this
+    The rehearsal uses the code path of the real run. `--parity` trains once for each switch and prints how
+    far loss and gradient norm are from a plain PyTorch loop on one device. `--set launch.device=cuda` uses
+    the GPUs of this
     machine. Exit code 1: a check failed.
 
     \b
@@ -170,16 +186,26 @@ def rehearse(screen: Screen, recipe: RecipeArgument, options: RehearseOptions) -
     screen.document(done.as_dict())
     if done.failed is not None:
         message = f"{done.failed.name}: {done.failed.detail}"
-        raise failed_error("rehearsal-failed", message, hint=f"everything that was written is in {done.folder}")
-    screen.message(f"all {len(done.checks)} checks passed in {sum(check.seconds for check in done.checks):.0f} s")
+        raise failed_error(
+            "rehearsal-failed", message, hint=f"everything that was written is in {done.folder}"
+        )
+    screen.message(
+        f"all {len(done.checks)} checks passed in {sum(check.seconds for check in done.checks):.0f} s"
+    )
 
 
-def _sweep(screen: Screen, recipe: NamedRecipe, sweep: Sequence[str], options: TrainOptions, *, dry_run: bool) -> NoReturn:
+def _sweep(
+    screen: Screen, recipe: NamedRecipe, sweep: Sequence[str], options: TrainOptions, *, dry_run: bool
+) -> NoReturn:
     """Run a sweep, or show its runs; end with its exit code."""
     from fsdp_tune.jobs.sweep import answer_of, plan_sweep, run_sweep, waiting
 
     planned = plan_sweep(recipe.source(), recipe.overrides, sweep, options, name=recipe.name)
-    found = answer_of([waiting(each) for each in planned]) if dry_run else run_sweep(planned, observer=screen, next_run=screen.next_run)
+    found = (
+        answer_of([waiting(each) for each in planned])
+        if dry_run
+        else run_sweep(planned, observer=screen, next_run=screen.next_run)
+    )
     screen.document(found)
     show_sweep(screen, found, overwrites=options.overwrite)
     raise typer.Exit(found.exit_code)
@@ -188,7 +214,14 @@ def _sweep(screen: Screen, recipe: NamedRecipe, sweep: Sequence[str], options: T
 def show_sweep(screen: Screen, found: SweepAnswer, *, overwrites: bool = False) -> None:
     """Print a row for each run, the best one marked, and the command that compares them."""
     has_eval = any(run.eval_loss is not None for run in found.runs)
-    columns = ["", *(key.rpartition(".")[2] for key in found.runs[0].values), "state", "loss", *(["eval loss"] if has_eval else []), "time"]
+    columns = [
+        "",
+        *(key.rpartition(".")[2] for key in found.runs[0].values),
+        "state",
+        "loss",
+        *(["eval loss"] if has_eval else []),
+        "time",
+    ]
     folder = os.path.commonpath([Path(run.run_dir).parent for run in found.runs])
     rows = [
         [
@@ -208,7 +241,9 @@ def show_sweep(screen: Screen, found: SweepAnswer, *, overwrites: bool = False) 
         screen.message(f"* lowest {found.metric.replace('_', ' ')}: {found.best}")
     if any(run.steps for run in found.runs):
         screen.message(f"compare: {found.report}")
-    if any(run.state != "finished" for run in found.runs) and any(run.exit_code is not None for run in found.runs):
+    if any(run.state != "finished" for run in found.runs) and any(
+        run.exit_code is not None for run in found.runs
+    ):
         again = "the same command without `--overwrite`" if overwrites else "the same command"
         screen.message(f"{again} continues the runs that have not finished")
 
@@ -226,22 +261,34 @@ def train(
     sweep: Annotated[
         Sequence[str],
         Option(
-            "Train once for each value of a key, one run after another, each in a directory below `output_dir`; the same command again "
+            "Train once for each value of a key, one run after another, each in a directory below "
+            "`output_dir`; the same command again "
             "continues. Repeatable: all combinations.",
             metavar="KEY=VALUE,VALUE",
         ),
     ] = (),
-    dry_run: Annotated[bool, Option("Print the resolved recipe, the command and the environment; start and write nothing.")] = False,
-    full: Annotated[bool, Option("With --dry-run: print every key, not only those that differ from the defaults.")] = False,
-    no_start: Annotated[bool, Option("Write the run directory and print the commands that start it.")] = False,
-    verbose: Annotated[bool, Option("Print every value and kernel that was chosen, with the reason.")] = False,
-    quiet: Annotated[bool, Option("Print only notices, warnings and errors; RUN/logs has all lines.", flags=("--quiet", "-q"))] = False,
+    dry_run: Annotated[
+        bool, Option("Print the resolved recipe, the command and the environment; start and write nothing.")
+    ] = False,
+    full: Annotated[
+        bool, Option("With --dry-run: print every key, not only those that differ from the defaults.")
+    ] = False,
+    no_start: Annotated[
+        bool, Option("Write the run directory and print the commands that start it.")
+    ] = False,
+    verbose: Annotated[
+        bool, Option("Print every value and kernel that was chosen, with the reason.")
+    ] = False,
+    quiet: Annotated[
+        bool,
+        Option("Print only notices, warnings and errors; RUN/logs has all lines.", flags=("--quiet", "-q")),
+    ] = False,
 ) -> None:
     """Fine-tune a model as a recipe describes, and merge the result into an ordinary model directory.
 
     Exit codes: 0 finished, 1 failed, 2 recipe or usage, 3 out of device memory, 4 NaN or infinity, 5 hang or
-    lost rank, 130 Ctrl-C after saving, 143 saved and stopped. A sweep ends with the code of its first failure.
-    Arguments after `--` go to `accelerate launch`.
+    lost rank, 130 Ctrl-C after saving, 143 saved and stopped. A sweep ends with the code of its first
+    failure. Arguments after `--` go to `accelerate launch`.
 
     \b
     Examples:
@@ -251,9 +298,15 @@ def train(
         fsdp-tune train my.yaml --sweep training.learning_rate=1e-5,2e-5 --sweep lora.r=8,16
     """
     if full and not dry_run:
-        raise usage_error("usage", "`--full` belongs to `--dry-run`", hint="add `--dry-run`, or leave out `--full`")
+        raise usage_error(
+            "usage", "`--full` belongs to `--dry-run`", hint="add `--dry-run`, or leave out `--full`"
+        )
     if quiet and (verbose or dry_run or no_start):
-        raise usage_error("usage", "`--quiet` leaves out what `--verbose`, `--dry-run` and `--no-start` print", hint="leave out `--quiet`")
+        raise usage_error(
+            "usage",
+            "`--quiet` leaves out what `--verbose`, `--dry-run` and `--no-start` print",
+            hint="leave out `--quiet`",
+        )
     screen.is_quiet = quiet
     screen.phase("reading the recipe")
     from fsdp_tune.cli import train_view as view
@@ -263,7 +316,11 @@ def train(
     screen.verbose = verbose
     if sweep:
         if full or no_start:
-            raise usage_error("usage", "`--full` and `--no-start` are for a single run", hint="leave out `--sweep`, or the other option")
+            raise usage_error(
+                "usage",
+                "`--full` and `--no-start` are for a single run",
+                hint="leave out `--sweep`, or the other option",
+            )
         _sweep(screen, recipe, sweep, options, dry_run=dry_run)
     loaded = recipe.load(allowed=options.allowed)
     if dry_run:

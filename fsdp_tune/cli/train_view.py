@@ -33,7 +33,15 @@ from fsdp_tune.recipe.schema.keys import value_of
 from fsdp_tune.recipe.schema.reference import passed_defaults
 from fsdp_tune.recipe.world import batch_arithmetic
 from fsdp_tune.run.directory import RunDir, checkpoint_step
-from fsdp_tune.run.events import AnyEvent, FirstStep, SamplesGenerated, Stopping, TrainStarted, number, read_event
+from fsdp_tune.run.events import (
+    AnyEvent,
+    FirstStep,
+    SamplesGenerated,
+    Stopping,
+    TrainStarted,
+    number,
+    read_event,
+)
 from fsdp_tune.run.metrics_file import read_metrics, seconds_in_steps
 from fsdp_tune.run.records import Prediction
 from fsdp_tune.run.time_left import TimeLeft
@@ -42,8 +50,11 @@ Line = dict[str, Any]
 CARD_SAMPLES = 3
 
 
-def card(run: RunDir, facts: dict[str, object], next_commands: Sequence[str], seconds: float) -> list[tuple[str, str]]:
-    """Return the rows of the card, each a label and a text. `facts` are those of rank 0's outcome; the rest is read from the run directory.
+def card(
+    run: RunDir, facts: dict[str, object], next_commands: Sequence[str], seconds: float
+) -> list[tuple[str, str]]:
+    """Return the rows of the card, each a label and a text. `facts` are those of rank 0's outcome; the rest
+    is read from the run directory.
 
     `seconds`: since the start of the command.
     """
@@ -56,7 +67,11 @@ def card(run: RunDir, facts: dict[str, object], next_commands: Sequence[str], se
         ("rate", _rates(steps)),
         (
             "eval loss",
-            _losses(evals := [line for line in lines if "eval_loss" in line], "eval_loss", [f"step {line['step']}" for line in evals]),
+            _losses(
+                evals := [line for line in lines if "eval_loss" in line],
+                "eval_loss",
+                [f"step {line['step']}" for line in evals],
+            ),
         ),
         *(("sample", each) for each in _samples(lines)),
         ("peak memory", _memory(steps)),
@@ -74,21 +89,31 @@ def show_card(screen: Terminal, rows: Sequence[tuple[str, str]]) -> None:
     """Print the rows of the card. Commands are not broken, so that they can be copied."""
     label = ""
     for name, text in rows:
-        screen.message(f"  {name if name != label else '':<13} {text}", indent=CARD_INDENT, wraps=name != "next")
+        screen.message(
+            f"  {name if name != label else '':<13} {text}", indent=CARD_INDENT, wraps=name != "next"
+        )
         label = name
 
 
 def spans_of(steps: Sequence[Line]) -> list[str]:
-    """Return the steps of each training line, of whose tokens its loss is the mean: those since the line before."""
+    """Return the steps of each training line, of whose tokens its loss is the mean: those since the line
+    before."""
     ends = [0, *(int(line["step"]) for line in steps)]
-    return [f"step {end}" if end - start <= 1 else f"steps {start + 1} to {end}" for start, end in pairwise(ends)]
+    return [
+        f"step {end}" if end - start <= 1 else f"steps {start + 1} to {end}" for start, end in pairwise(ends)
+    ]
 
 
 def _time(seconds: float, steps: Sequence[Line]) -> str:
     """Return the seconds of this command and of the steps of all launches."""
     last = steps[-1]["step"] if steps else 0
     parts = [f"{format_seconds(seconds)} since the start"]
-    return ", ".join([*parts, *([f"{format_seconds(seconds_in_steps(steps))} in the run's {last:,} steps"] if last else [])])
+    return ", ".join(
+        [
+            *parts,
+            *([f"{format_seconds(seconds_in_steps(steps))} in the run's {last:,} steps"] if last else []),
+        ]
+    )
 
 
 def _tokens(facts: dict[str, object], steps: Sequence[Line]) -> str:
@@ -98,7 +123,11 @@ def _tokens(facts: dict[str, object], steps: Sequence[Line]) -> str:
 
 def _rates(steps: Sequence[Line]) -> str:
     """Return the highest learning rate that was logged, and the last one."""
-    logged = [(line["learning_rate"], line["step"]) for line in steps if isinstance(line.get("learning_rate"), float | int)]
+    logged = [
+        (line["learning_rate"], line["step"])
+        for line in steps
+        if isinstance(line.get("learning_rate"), float | int)
+    ]
     if not logged:
         return ""
     highest, step = max(logged, key=lambda each: each[0])
@@ -106,7 +135,8 @@ def _rates(steps: Sequence[Line]) -> str:
 
 
 def _losses(lines: Sequence[Line], name: str, spans: Sequence[str]) -> str:
-    """Return the first, last and best value with the steps of each; values such as `nan` are text and never the best."""
+    """Return the first, last and best value with the steps of each; values such as `nan` are text and never
+    the best."""
     if not lines:
         return ""
 
@@ -153,7 +183,11 @@ def _sizes(run: RunDir) -> str:
     except OSError:
         return ""
     held = format_bytes(sum(map(_bytes_below, checkpoints)))
-    parts = [f"{len(checkpoints)} checkpoint{'' if len(checkpoints) == 1 else 's'} {held}" if checkpoints else "no checkpoint"]
+    parts = [
+        f"{len(checkpoints)} checkpoint{'' if len(checkpoints) == 1 else 's'} {held}"
+        if checkpoints
+        else "no checkpoint"
+    ]
     if run.merged.is_dir():
         parts.append(f"merged {format_bytes(_bytes_below(run.merged))}")
     return f"{format_bytes(_bytes_below(run.path))} ({', '.join(parts)})"
@@ -178,9 +212,11 @@ _KERNEL_NAMES = {"quantization.train": "emulated", "model.attn_implementation": 
 
 
 def show_preview(screen: Terminal, preview: Preview, *, full: bool) -> None:
-    """Print the resolved recipe, the reason for each resolved key, the first step, the environment and the command.
+    """Print the resolved recipe, the reason for each resolved key, the first step, the environment and the
+    command.
 
-    Without `full` only the keys that differ from their defaults are printed. The JSON document always has the complete recipe.
+    Without `full` only the keys that differ from their defaults are printed. The JSON document always has the
+    complete recipe.
     """
     resolution, plan, start = preview.resolution, preview.plan, preview.start
     recipe = resolution.recipe.model_dump(mode="json", by_alias=True)
@@ -188,20 +224,31 @@ def show_preview(screen: Terminal, preview: Preview, *, full: bool) -> None:
     begins = StartPoint(start.step, str(start.checkpoint.path) if start.checkpoint else None)
     changes = [each.answer() for each in start.trajectory_changes]
     screen.document(PreviewAnswer(recipe, resolution.reasons, begins, changes, **plan.to_json()))
-    screen.message("# the resolved recipe" + ("" if full else ": keys that differ from their defaults (`--full` prints all keys)"))
+    screen.message(
+        "# the resolved recipe"
+        + ("" if full else ": keys that differ from their defaults (`--full` prints all keys)")
+    )
     shown = resolution.recipe.model_dump(mode="json", by_alias=True, exclude_defaults=not full)
     if full:
-        shown["training"] |= {name: value for name, value in passed_defaults().items() if name not in shown["training"]}
-    screen.message(yaml.safe_dump(shown, sort_keys=False, allow_unicode=True, width=140).rstrip(), wraps=False)
+        shown["training"] |= {
+            name: value for name, value in passed_defaults().items() if name not in shown["training"]
+        }
+    screen.message(
+        yaml.safe_dump(shown, sort_keys=False, allow_unicode=True, width=140).rstrip(), wraps=False
+    )
     screen.message("\n# why")
     for key, reason in sorted(resolution.reasons.items()):
         screen.message(f"#   {key}: {reason}")
     screen.message("\n# where it starts")
-    screen.message(f"#   {'already finished, ' if start.is_finished else ''}step {start.step} in {plan.run.path}")
+    screen.message(
+        f"#   {'already finished, ' if start.is_finished else ''}step {start.step} in {plan.run.path}"
+    )
     for change in start.trajectory_changes:
         screen.message(f"#   from step {start.step} on {change}")
     screen.message(f"#   {rate_line(resolution.recipe, total_steps(resolution.recipe, None))}")
-    screen.message("\n# the environment that is set" + (f"; removed: {', '.join(plan.removed)}" if plan.removed else ""))
+    screen.message(
+        "\n# the environment that is set" + (f"; removed: {', '.join(plan.removed)}" if plan.removed else "")
+    )
     for name, value in sorted(plan.settings.items()):
         screen.message(f"{name}={masked(name, value)}", wraps=False)
     screen.message("\n# the command")
@@ -217,12 +264,14 @@ def model_line(facts: ModelFacts) -> str:
 
 
 def adapter_lines(facts: ModelFacts) -> list[str]:
-    """Return the lines on LoRA adapters, if the recipe has them: where they are, what is trained, and what is in 4 bits."""
+    """Return the lines on LoRA adapters, if the recipe has them: where they are, what is trained, and what is
+    in 4 bits."""
     if (adapter := facts.adapter) is None:
         return []
     modules = ", ".join(f"{count} {name}" for name, count in adapter.modules.items())
     return [
-        f"lora: adapters on {modules}; {adapter.trained_parameters:,} parameters trained ({adapter.share:.2%} of the base), "
+        f"lora: adapters on {modules}; {adapter.trained_parameters:,} parameters trained "
+        f"({adapter.share:.2%} of the base), "
         f"{format_bytes(adapter.trained_bytes)}",
         *([f"quantization: {facts.quantization}"] if facts.quantization is not None else []),
     ]
@@ -232,14 +281,22 @@ def kernels_line(facts: ModelFacts) -> str:
     """Return the chosen kernels in one line; those that are off are left out."""
     values = {_KERNEL_NAMES.get(key, key.split(".")[-1]): each.value for key, each in facts.kernels.items()}
     on = {name: value for name, value in values.items() if value not in ("false", "null")}
-    return "kernels: " + ", ".join(name if value == "true" else f"{name} {value}" for name, value in on.items())
+    return "kernels: " + ", ".join(
+        name if value == "true" else f"{name} {value}" for name, value in on.items()
+    )
 
 
 def show_decided(screen: Terminal, resolution: Resolution, facts: ModelFacts | None) -> None:
     """Print each key that the recipe leaves unset, and each kernel, with the chosen value and the reason."""
-    rows = [(key, _word(value_of(resolution.recipe, key)), reason) for key, reason in resolution.reasons.items() if "[" not in key]
+    rows = [
+        (key, _word(value_of(resolution.recipe, key)), reason)
+        for key, reason in resolution.reasons.items()
+        if "[" not in key
+    ]
     kernels = facts.kernels if facts is not None else {}
-    rows += [(key, choice.value, choice.reason) for key, choice in kernels.items() if key not in resolution.reasons]
+    rows += [
+        (key, choice.value, choice.reason) for key, choice in kernels.items() if key not in resolution.reasons
+    ]
     screen.table("decided for you", ["key", "value", "because"], rows)
 
 
@@ -249,7 +306,8 @@ def _word(value: object) -> str:
 
 
 def data_lines(report: DataReport, *, reused: bool) -> list[str]:
-    """Return one line for each set, with what of it is trained and what was cut, and one for each of several training sources."""
+    """Return one line for each set, with what of it is trained and what was cut, and one for each of several
+    training sources."""
     lines: list[str] = []
     for name, account in sorted(report.sets.items(), key=lambda item: item[0] != "train"):
         trained = f"{account.supervised_tokens:,} trained ({account.trained_share:.0%})"
@@ -299,8 +357,15 @@ class StepView:
             self._evaluations.append(value)
         self._detail = self._beside_the_bar()
         self._bar.at(self._at, self._detail, self._losses)
-        sets = [f"{name.removeprefix('eval_').removesuffix('_loss')} {each:.4f}" for name, each in line.items() if _is_eval_of_a_set(name)]
-        self._screen.message(f"step {line['step']}: {self._last_evaluation}" + (f" ({', '.join(sets)})" if len(sets) > 1 else ""))
+        sets = [
+            f"{name.removeprefix('eval_').removesuffix('_loss')} {each:.4f}"
+            for name, each in line.items()
+            if _is_eval_of_a_set(name)
+        ]
+        self._screen.message(
+            f"step {line['step']}: {self._last_evaluation}"
+            + (f" ({', '.join(sets)})" if len(sets) > 1 else "")
+        )
 
     def _beside_the_bar(self) -> str:
         """Return the loss, and last, best and trend of the evaluation loss."""
@@ -311,7 +376,8 @@ class StepView:
         return "  ".join(part for part in (self._loss, f"{self._last_evaluation}{best}", drawn) if part)
 
     def move(self, step: int, phase: str, done: int, planned: int) -> None:
-        """Move the bar to the step of the first rank, and show its phase if that is not the training itself."""
+        """Move the bar to the step of the first rank, and show its phase if that is not the training
+        itself."""
         if self._total:  # heartbeats are read later than lines
             self._at = min(max(step, self._at), self._total)
             self._left.see(self._at)
@@ -340,7 +406,8 @@ class StepView:
             write(text)
 
     def _step(self, line: dict[str, Any]) -> None:
-        """Print one line: the step, the time left and the loss first, then what a narrow terminal leaves out."""
+        """Print one line: the step, the time left and the loss first, then what a narrow terminal leaves
+        out."""
         step = int(line["step"])
         loss = f"loss {_number(line['loss'], '.4f')}"
         if self._at == self._start:
@@ -363,11 +430,28 @@ class StepView:
         gib = [f"{_number(memory, '.2f')} GiB"] if memory is not None else []
         shares = _shares(line)
         wide = [", ".join(f"{name} {share:.0%}" for name, share in shares.items())] if shares else []
-        short = [" ".join(f"{SHORT_SHARES[name]} {share:.0%}" for name, share in shares.items())] if shares else []
-        slow = [f"rank {line['slow_rank']} costs {line['slow_rank_share']:.0%} ({line['slow_rank_part']})"] if "slow_rank" in line else []
+        short = (
+            [" ".join(f"{SHORT_SHARES[name]} {share:.0%}" for name, share in shares.items())]
+            if shares
+            else []
+        )
+        slow = (
+            [f"rank {line['slow_rank']} costs {line['slow_rank_share']:.0%} ({line['slow_rank_part']})"]
+            if "slow_rank" in line
+            else []
+        )
         first += slow
         self._screen.fields(
-            [*first, f"grad norm {norm}", rate, f"{speed} tokens/s/device", *mfu, *gib, *(f"({text})" for text in wide), *ends],
+            [
+                *first,
+                f"grad norm {norm}",
+                rate,
+                f"{speed} tokens/s/device",
+                *mfu,
+                *gib,
+                *(f"({text})" for text in wide),
+                *ends,
+            ],
             narrow=[*first, f"{speed} tok/s", *short, *gib, *mfu, f"grad {norm}", rate],
         )
 
@@ -383,7 +467,11 @@ def _shares(line: dict[str, Any]) -> dict[str, float]:
         ("communication", "exposed_communication_seconds", "last_step_seconds"),
         ("optimizer", "optimizer_seconds", "last_step_seconds"),
     )
-    return {name: line[part] / line[whole] for name, part, whole in named if line.get(part) is not None and line.get(whole)}
+    return {
+        name: line[part] / line[whole]
+        for name, part, whole in named
+        if line.get(part) is not None and line.get(whole)
+    }
 
 
 def _is_eval_of_a_set(name: str) -> bool:
@@ -415,8 +503,14 @@ def show_inputs(screen: Terminal, inputs: TrainingInputs, *, verbose: bool) -> N
 
 def predicted_line(plan: Plan) -> str:
     speed = plan.tokens_per_second_per_device
-    step = "" if plan.step_seconds is None or speed is None else f"; {plan.step_seconds:.3g} s a step, {speed:,.0f} tokens/s/GPU"
-    return f"plan: {plan.peak_reserved_gib:.1f} GiB reserved of {plan.usable_gib:.1f} (fits: {plan.fits}){step}"
+    step = (
+        ""
+        if plan.step_seconds is None or speed is None
+        else f"; {plan.step_seconds:.3g} s a step, {speed:,.0f} tokens/s/GPU"
+    )
+    return (
+        f"plan: {plan.peak_reserved_gib:.1f} GiB reserved of {plan.usable_gib:.1f} (fits: {plan.fits}){step}"
+    )
 
 
 def show_commands(screen: Terminal, written: WrittenRun) -> None:
@@ -431,16 +525,26 @@ def show_end(screen: Terminal, result: TrainResult) -> None:
     """Print where the model of a finished run is, the card, and the next commands."""
     run, recipe = result.run, result.recipe
     screen.document(result.as_dict())
-    where = f"the model is in {result.merged}" if result.merged else f"`{merge_command(str(run.path), recipe)}` merges it"
+    where = (
+        f"the model is in {result.merged}"
+        if result.merged
+        else f"`{merge_command(str(run.path), recipe)}` merges it"
+    )
     if result.had_finished:
         at_step = f" at step {result.step}; {where}" if result.machine_rank == 0 else ""
         screen.message(f"nothing to do: {run.path} has finished{at_step}")
     elif result.machine_rank == 0:
         is_finished = result.exit_reason is ExitReason.FINISHED
         screen.message(
-            f"finished at step {result.step}; {where}" if is_finished else f"stopped at step {result.step} ({result.exit_reason.value})"
+            f"finished at step {result.step}; {where}"
+            if is_finished
+            else f"stopped at step {result.step} ({result.exit_reason.value})"
         )
-        next_commands = commands_after(run, recipe, result.merged) if is_finished else commands_to_resume(run, result.checkpoint)
+        next_commands = (
+            commands_after(run, recipe, result.merged)
+            if is_finished
+            else commands_to_resume(run, result.checkpoint)
+        )
         show_card(screen, card(run, result.outcome, next_commands, time.monotonic() - screen.began))
     if result.pushed is not None:
         screen.message(f"pushed: {result.pushed}")

@@ -1,7 +1,9 @@
-"""Commands made of functions: a parameter that is a group of options (`jobs/options.py`) becomes one option for each of its fields.
+"""Commands made of functions: a parameter that is a group of options (`jobs/options.py`) becomes one option
+for each of its fields.
 
-`Screen` observes the command's job, and `command` is the only error boundary: a problem becomes lines, a JSON document and an exit code.
-The shell completes words by the metavar of an option or argument; no library that computes is imported for it.
+`Screen` observes the command's job, and `command` is the only error boundary: a problem becomes lines, a JSON
+document and an exit code. The shell completes words by the metavar of an option or argument; no library that
+computes is imported for it.
 """
 
 from __future__ import annotations
@@ -50,7 +52,10 @@ def complete_recipes(incomplete: str) -> list[str]:
     """Names of the catalogue, and YAML files."""
     from fsdp_tune.recipe.read.catalogue import catalogue
 
-    return [*(name for name in catalogue() if name.startswith(incomplete)), *_matching_paths(incomplete, _is_yaml)]
+    return [
+        *(name for name in catalogue() if name.startswith(incomplete)),
+        *_matching_paths(incomplete, _is_yaml),
+    ]
 
 
 def complete_runs(incomplete: str) -> list[str]:
@@ -81,14 +86,18 @@ def complete_keys(incomplete: str) -> list[str]:
 def complete_overrides(incomplete: str) -> list[str]:
     """Keys of a recipe, and after `KEY=` its values: the choices, or else its default.
 
-    The only key that fits is followed by `=` and its values: a shell puts a space after a single word, and none after what several have
-    in common.
+    The only key that fits is followed by `=` and its values: a shell puts a space after a single word, and
+    none after what several have in common.
     """
     key, equals, value = incomplete.partition("=")
     if equals:
         return [f"{key}={choice}" for choice in _values_of_key(key) if choice.startswith(value)]
     found = complete_keys(key)
-    return [f"{found[0]}=", *(f"{found[0]}={choice}" for choice in _values_of_key(found[0]))] if len(found) == 1 else found
+    return (
+        [f"{found[0]}=", *(f"{found[0]}={choice}" for choice in _values_of_key(found[0]))]
+        if len(found) == 1
+        else found
+    )
 
 
 COMPLETERS: dict[str, Completer] = {
@@ -109,7 +118,8 @@ COMPLETERS: dict[str, Completer] = {
 
 @contextmanager
 def split_words(environment: MutableMapping[str, str]) -> Iterator[None]:
-    """Answer bash in its own words: it splits at `=`, so that `--set key=value` arrives as four words, of which it completes the last."""
+    """Answer bash in its own words: it splits at `=`, so that `--set key=value` arrives as four words, of
+    which it completes the last."""
     if environment.get(SHELL) != BASH:
         yield
         return
@@ -138,13 +148,18 @@ def _joined_words(words: Sequence[str]) -> tuple[list[str], str]:
 
 
 def _settable_keys() -> list[str]:
-    """Return the keys that `--set` takes and that have a value of their own: no sections, and nothing inside a list."""
+    """Return the keys that `--set` takes and that have a value of their own: no sections, and nothing inside
+    a list."""
     from fsdp_tune.recipe.schema.keys import all_keys, sections_in
     from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS, owner_of
 
     declared = {key.path: sections_in(key.field.annotation) for key in all_keys()}
     listed = {key.path for key in all_keys() if "list[" in str(key.field.annotation) and declared[key.path]}
-    own = [path for path, sections in declared.items() if not sections and not any(path[:length] in listed for length in range(len(path)))]
+    own = [
+        path
+        for path, sections in declared.items()
+        if not sections and not any(path[:length] in listed for length in range(len(path)))
+    ]
     passed = [("training", name) for name in TRAINING_FIELDS.fields if owner_of(name) is None]
     return sorted({".".join(path) for path in [*own, *passed]})
 
@@ -159,13 +174,17 @@ def _values_of_key(name: str) -> list[str]:
             return []
         own = choices(field.annotation)
         default, is_bool = field.default, field.annotation is bool or "bool" in str(field.annotation)
-    elif (passed := TRAINING_FIELDS.fields.get(name.removeprefix("training."))) is not None and name.startswith("training."):
+    elif (
+        passed := TRAINING_FIELDS.fields.get(name.removeprefix("training."))
+    ) is not None and name.startswith("training."):
         own = [value for kind in passed.types for value in TRAINING_FIELDS.enums.get(kind, ())]
         default, is_bool = passed.default, "bool" in passed.types
     else:
         return []
     found = [*own, *(["true", "false"] if is_bool else [])]
-    return found or ([f"{default}"] if isinstance(default, int | float) or (isinstance(default, str) and default) else [])
+    return found or (
+        [f"{default}"] if isinstance(default, int | float) or (isinstance(default, str) and default) else []
+    )
 
 
 def _is_yaml(path: Path) -> bool:
@@ -182,12 +201,17 @@ def _matching_paths(incomplete: str, is_wanted: Callable[[Path], bool]) -> Itera
         if is_wanted(Path(path).expanduser()):
             yield path
         else:
-            yield from (f"{path}/{inner}" for inner in _entries_of(path) if is_wanted(Path(path, inner).expanduser()))
+            yield from (
+                f"{path}/{inner}" for inner in _entries_of(path) if is_wanted(Path(path, inner).expanduser())
+            )
 
 
 def _entries_of(folder: str) -> Iterable[str]:
     try:
-        return sorted(entry.name for entry, _ in zip(os.scandir(Path(folder).expanduser()), range(MOST_ENTRIES), strict=False))
+        return sorted(
+            entry.name
+            for entry, _ in zip(os.scandir(Path(folder).expanduser()), range(MOST_ENTRIES), strict=False)
+        )
     except OSError:
         return ()
 
@@ -230,7 +254,8 @@ class Screen(Terminal, Observer):
 
     @contextmanager
     def progress(self, label: str, total: int | None, unit: str) -> Iterator[Bar]:
-        """Open a bar on a terminal; elsewhere print a line every ten seconds. `total` None: unknown. Bytes are shown as MiB and GB/s."""
+        """Open a bar on a terminal; elsewhere print a line every ten seconds. `total` None: unknown. Bytes
+        are shown as MiB and GB/s."""
         from fsdp_tune.cli.progress import ByteBar, LiveBar, PlainBar
 
         self.end_phase()
@@ -316,7 +341,8 @@ def command(json_output: bool) -> Iterator[Screen]:
 
 
 def _close(screen: Screen, problems: Sequence[Problem] = ()) -> bool:
-    """End a command. Returns whether its document, if it has one, could be written: a full disk behind `> file` refuses it."""
+    """End a command. Returns whether its document, if it has one, could be written: a full disk behind
+    `> file` refuses it."""
     try:
         screen.close(problems)
     except OSError as error:
@@ -326,7 +352,8 @@ def _close(screen: Screen, problems: Sequence[Problem] = ()) -> bool:
 
 
 def _refuse_bytes_that_are_no_text() -> None:
-    """Refuse arguments and a working directory that are not UTF-8: recipes, manifests and cards could not name them."""
+    """Refuse arguments and a working directory that are not UTF-8: recipes, manifests and cards could not
+    name them."""
     hint = "rename the file or directory, or use another one"
     for word in sys.argv[1:]:
         if not _is_text(word):
@@ -350,14 +377,20 @@ def _is_text(word: str) -> bool:
 Typed = Mapping[str, Any]
 """Parameter of the command line → what was typed."""
 Made = tuple[list[inspect.Parameter], Callable[[Typed], object]]
-"""Parameters of the command line for one argument of a function, and what makes the argument of their values."""
-JSON = Option("Print exactly one JSON document on stdout, on failure too; everything else goes to stderr.", flags=("--json",))
+"""Parameters of the command line for one argument of a function, and what makes the argument of their
+values."""
+JSON = Option(
+    "Print exactly one JSON document on stdout, on failure too; everything else goes to stderr.",
+    flags=("--json",),
+)
 
 
 def verb(function: Callable[..., None]) -> Callable[..., None]:
-    """Make a command of `function`, which gets the command's Screen and then its arguments, inside the error boundary.
+    """Make a command of `function`, which gets the command's Screen and then its arguments, inside the error
+    boundary.
 
-    A parameter with an `Option`, and each such field of one that is a dataclass, is an option; `--json` is added.
+    A parameter with an `Option`, and each such field of one that is a dataclass, is an option; `--json` is
+    added.
     """
     hints = get_type_hints(function, include_extras=True)
     parameters = list(inspect.signature(function).parameters.values())[1:]
@@ -381,18 +414,25 @@ def _argument(name: str, hint: object, default: object) -> Made:
         return _option(name, kind, option, default)
     group = next((each for each in (kind, *extras) if isinstance(each, type) and is_dataclass(each)), None)
     if group is None:  # Typer's context
-        return [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=hint)], lambda typed: typed[name]
+        return [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=hint)
+        ], lambda typed: typed[name]
     names = next((each.names for each in extras if isinstance(each, Only)), None)
     hints = get_type_hints(group, include_extras=True)
     inner = {
         each.name: _argument(each.name, hints[each.name], each.default)
         for each in fields(group)
-        if (get_origin(hints[each.name]) is Annotated or is_dataclass(hints[each.name])) and (names is None or each.name in names)
+        if (get_origin(hints[each.name]) is Annotated or is_dataclass(hints[each.name]))
+        and (names is None or each.name in names)
     }
 
     def make(typed: Typed) -> object:
         values = {name: make_field(typed) for name, (_, make_field) in inner.items()}
-        return group(**values) if kind is group else {name: value for name, value in values.items() if value is not None}
+        return (
+            group(**values)
+            if kind is group
+            else {name: value for name, value in values.items() if value is not None}
+        )
 
     return [parameter for own, _ in inner.values() for parameter in own], make
 
@@ -432,7 +472,12 @@ def given(options: Any) -> dict[str, Any]:
 
 
 Overrides = Annotated[
-    Sequence[str], Option("Override a key: `--set training.learning_rate=1e-4`. Repeatable.", flags=("--set",), metavar="KEY=VALUE")
+    Sequence[str],
+    Option(
+        "Override a key: `--set training.learning_rate=1e-4`. Repeatable.",
+        flags=("--set",),
+        metavar="KEY=VALUE",
+    ),
 ]
 
 
@@ -441,14 +486,21 @@ class RecipeArgument:
     """The recipe of a command, with its overrides."""
 
     recipe: Annotated[
-        str | None, Argument("A recipe: a YAML file, or the name of one in the catalogue (`fsdp-tune recipes list`).", metavar="RECIPE")
+        str | None,
+        Argument(
+            "A recipe: a YAML file, or the name of one in the catalogue (`fsdp-tune recipes list`).",
+            metavar="RECIPE",
+        ),
     ] = None
-    config: Annotated[str | None, Option("Same as the argument RECIPE.", flags=("--config", "-c"), metavar="RECIPE")] = None
+    config: Annotated[
+        str | None, Option("Same as the argument RECIPE.", flags=("--config", "-c"), metavar="RECIPE")
+    ] = None
     overrides: Overrides = ()
     name: str | None = None
 
     def load(self, *, unneeded: frozenset[str] = frozenset(), allowed: Allowed | None = None) -> LoadedRecipe:
-        """Read the recipe that the argument or `--config` names. `allowed`: of a command that starts ranks, or checks whether it could.
+        """Read the recipe that the argument or `--config` names. `allowed`: of a command that starts ranks,
+        or checks whether it could.
 
         Raises: usage error for none or two.
         """

@@ -21,15 +21,19 @@ State = Literal["ok", "warn", "fail"]
 SLOW_SHARE, FAILING_SHARE = 1.10, 1.50
 """Time of a rank's matrix product relative to the median of all ranks."""
 SHARED_CORE_SHARE = 1.5
-"""The same for products in a row. Only this shows a limit of the CPU or another process, which the shortest single product avoids."""
+"""The same for products in a row. Only this shows a limit of the CPU or another process, which the shortest
+single product avoids."""
 SLOW_LINK_SHARE = 1.5
-"""Time of a collective relative to the link table of the planner, whose figures are those of healthy machines."""
+"""Time of a collective relative to the link table of the planner, whose figures are those of healthy
+machines."""
 SLOW_PAIR_SHARE, FAILING_PAIR_SHARE = 1.5, 3.0
-"""Time of an exchange of two machines relative to the lowest eighth of all pairs: with one slow machine of three, most pairs are slow."""
+"""Time of an exchange of two machines relative to the lowest eighth of all pairs: with one slow machine of
+three, most pairs are slow."""
 LEAST_PAIRS = 3
 """Of fewer, none can be called the slow one by the others."""
 LEAST_RATE_SHARE, USUAL_MBITS, MOST_MBITS = 1 / 4, 1_000, 4_000
-"""A link is slow below this share of its interface's rate. A virtual one has no known rate; one connection does not use up a fast one."""
+"""A link is slow below this share of its interface's rate. A virtual one has no known rate; one connection
+does not use up a fast one."""
 SLOW_CHECKPOINT_SECONDS = 600.0
 CLOCK_SECONDS = 1.0
 IDLE_BYTES = GIB
@@ -72,13 +76,15 @@ class RankHealth(RankLimits):
     """Ahead of rank 0."""
     output: OutputFacts
     inputs: dict[str, str]
-    """Model, tokenizer and data → digest or the reason why there is none; of the first rank of each machine."""
+    """Model, tokenizer and data → digest or the reason why there is none; of the first rank of each
+    machine."""
     matmul_seconds: float
     """Shortest of many."""
     mean_matmul_seconds: float
     """Mean in the best third of a second."""
     differs: str | None = None
-    """How this machine differs from the first in recipe, variables or ports, so that `train` would not start; of its first rank."""
+    """How this machine differs from the first in recipe, variables or ports, so that `train` would not start;
+    of its first rank."""
     network: NetworkFacts | None = None
     """Of the first rank of each machine; null on a single one."""
     collectives: list[CollectiveTime] = field(default_factory=list[CollectiveTime])
@@ -101,7 +107,8 @@ class HealthNeeds:
     """Kind → predicted time of the measured collective."""
     uses_infiniband: bool = False
     own_directories: int = 1
-    """Machines that each write a part of a checkpoint into a directory of their own; 1: all ranks write into one."""
+    """Machines that each write a part of a checkpoint into a directory of their own; 1: all ranks write into
+    one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +120,9 @@ class HealthCheck(JsonAnswer):
     """What to do; null for `ok`."""
 
 
-def differences_of_ranks(values: Sequence[Mapping[str, str | None]], labels: Sequence[str] | None = None) -> list[str]:
+def differences_of_ranks(
+    values: Sequence[Mapping[str, str | None]], labels: Sequence[str] | None = None
+) -> list[str]:
     """Describe each value that differs from that of rank 0. `labels` name the owners, by default `rank N`."""
     labels = labels or [f"rank {rank}" for rank in range(len(values))]
     first = values[0]
@@ -163,8 +172,13 @@ def _settings(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | 
     if len(_machines(facts)) == 1:
         return None
     found = [each.differs for each in facts if each.differs is not None]
-    fix = "pass the same recipe and `--set` and set the same variables on all machines, else `train` does not start"
-    return _check("settings", found, "the same recipe, devices and variables of NCCL and gloo on all machines", fix)
+    fix = (
+        "pass the same recipe and `--set` and set the same variables on all machines, else `train` does "
+        "not start"
+    )
+    return _check(
+        "settings", found, "the same recipe, devices and variables of NCCL and gloo on all machines", fix
+    )
 
 
 def _clocks(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck:  # noqa: ARG001
@@ -183,7 +197,12 @@ def _open_files(facts: Sequence[RankLimits], needs: HealthNeeds) -> HealthCheck:
         for each in _machines(facts)
         if each.open_files_limit is not None and each.open_files_limit < each.open_files_needed
     ]
-    return _check("open files", found, f"{facts[0].open_files_needed} allowed", "raise the hard limit (`ulimit -Hn`, LimitNOFILE=)")
+    return _check(
+        "open files",
+        found,
+        f"{facts[0].open_files_needed} allowed",
+        "raise the hard limit (`ulimit -Hn`, LimitNOFILE=)",
+    )
 
 
 def _shared_memory(facts: Sequence[RankLimits], needs: HealthNeeds) -> HealthCheck | None:
@@ -191,11 +210,15 @@ def _shared_memory(facts: Sequence[RankLimits], needs: HealthNeeds) -> HealthChe
     if needed is None:
         return None
     found = [
-        f"{each.host} has {format_bytes(each.shared_memory_bytes or 0)} free in /dev/shm, the ranks may need {format_bytes(needed)}"
+        f"{each.host} has {format_bytes(each.shared_memory_bytes or 0)} free in /dev/shm, the ranks "
+        f"may need {format_bytes(needed)}"
         for each in _machines(facts)
         if (each.shared_memory_bytes or 0) < needed
     ]
-    fix = f"`docker run --shm-size={max(1, needed // GIB)}g`, an emptyDir of medium Memory in Kubernetes, or remove stale files there"
+    fix = (
+        f"`docker run --shm-size={max(1, needed // GIB)}g`, an emptyDir of medium Memory in Kubernetes, "
+        "or remove stale files there"
+    )
     return _check("/dev/shm", found, f"{format_bytes(needed)} free", fix, "warn")
 
 
@@ -204,9 +227,16 @@ def _locked_memory(facts: Sequence[RankLimits], needs: HealthNeeds) -> HealthChe
         return None
     limits = [(each.host, each.locked_memory_limit_bytes) for each in _machines(facts)]
     found = [
-        f"{host} allows {format_bytes(limit)} of locked memory" for host, limit in limits if limit is not None and limit < LOCKED_BYTES
+        f"{host} allows {format_bytes(limit)} of locked memory"
+        for host, limit in limits
+        if limit is not None and limit < LOCKED_BYTES
     ]
-    return _check("locked memory", found, "enough for InfiniBand", "`ulimit -l unlimited`, or LimitMEMLOCK=infinity for the daemon")
+    return _check(
+        "locked memory",
+        found,
+        "enough for InfiniBand",
+        "`ulimit -l unlimited`, or LimitMEMLOCK=infinity for the daemon",
+    )
 
 
 def _gpus(facts: Sequence[RankLimits], needs: HealthNeeds) -> HealthCheck | None:  # noqa: ARG001
@@ -218,11 +248,25 @@ def _gpus(facts: Sequence[RankLimits], needs: HealthNeeds) -> HealthCheck | None
         if each.gpu is not None and each.gpu.uncorrected_errors
     ]
     if errors:
-        return _check("GPUs", errors, "", "reset the GPU, or leave its machine out; `nvidia-smi -q -d ECC` has the counts")
+        return _check(
+            "GPUs",
+            errors,
+            "",
+            "reset the GPU, or leave its machine out; `nvidia-smi -q -d ECC` has the counts",
+        )
     found = [f"the GPU of {each.label} {what}" for each in facts for what in _gpu_findings(each)]
-    fix = "`nvidia-smi` names the processes that use it, and `nvidia-smi -q -d PERFORMANCE,POWER` the causes of low clocks"
+    fix = (
+        "`nvidia-smi` names the processes that use it, and `nvidia-smi -q -d PERFORMANCE,POWER` the "
+        "causes of low clocks"
+    )
     clocks = [each.gpu.clock_mhz for each in facts if each.gpu is not None and each.gpu.clock_mhz is not None]
-    return _check("GPUs", found, f"idle before, {min(clocks)} MHz or more under load" if clocks else "idle before", fix, "warn")
+    return _check(
+        "GPUs",
+        found,
+        f"idle before, {min(clocks)} MHz or more under load" if clocks else "idle before",
+        fix,
+        "warn",
+    )
 
 
 def _gpu_findings(facts: RankLimits) -> Iterator[str]:
@@ -239,45 +283,83 @@ def _gpu_findings(facts: RankLimits) -> Iterator[str]:
         yield f"is limited to {now.power_limit_watts:.0f} W of {now.default_power_watts:.0f} W"
 
 
-_LIMITS: Sequence[Callable[[Sequence[RankLimits], HealthNeeds], HealthCheck | None]] = (_open_files, _shared_memory, _locked_memory, _gpus)
+_LIMITS: Sequence[Callable[[Sequence[RankLimits], HealthNeeds], HealthCheck | None]] = (
+    _open_files,
+    _shared_memory,
+    _locked_memory,
+    _gpus,
+)
 
 
 def _output(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck:
-    unwritable = [f"{each.label} cannot write in {each.output.directory}: {each.output.error}" for each in facts if each.output.error]
+    unwritable = [
+        f"{each.label} cannot write in {each.output.directory}: {each.output.error}"
+        for each in facts
+        if each.output.error
+    ]
     if unwritable:
-        return _check("output directory", unwritable, "", "change the permission or the mount, or `--set output_dir=DIR`")
+        return _check(
+            "output directory",
+            unwritable,
+            "",
+            "change the permission or the mount, or `--set output_dir=DIR`",
+        )
     if needs.own_directories > 1:
         return HealthCheck("output directory", "ok", "writable on all machines, each its own")
     hidden = [
-        f"{each.label} sees the files of {each.output.visible_ranks} of {len(facts)} ranks in {each.output.directory}"
+        f"{each.label} sees the files of {each.output.visible_ranks} of {len(facts)} ranks in "
+        f"{each.output.directory}"
         for each in facts
         if each.output.visible_ranks < len(facts)
     ]
-    fix = "`output_dir` must be on a file system that all machines see; `launch.shared_directory: false` gives each machine its own"
+    fix = (
+        "`output_dir` must be on a file system that all machines see; `launch.shared_directory: false` "
+        "gives each machine its own"
+    )
     return _check("output directory", hidden, "writable and shared by all ranks", fix)
 
 
 def _rename(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | None:
-    if needs.own_directories > 1 or any(each.output.error or each.output.visible_ranks < len(facts) for each in facts):
+    if needs.own_directories > 1 or any(
+        each.output.error or each.output.visible_ranks < len(facts) for each in facts
+    ):
         return None
-    found = [f"{each.label} does not see that rank 0 has renamed a directory" for each in facts if not each.output.sees_rename]
-    fix = "checkpoints are completed by a rename: shorten the attribute cache of the mount (NFS: `actimeo`), or use another file system"
+    found = [
+        f"{each.label} does not see that rank 0 has renamed a directory"
+        for each in facts
+        if not each.output.sees_rename
+    ]
+    fix = (
+        "checkpoints are completed by a rename: shorten the attribute cache of the mount (NFS: "
+        "`actimeo`), or use another file system"
+    )
     return _check("rename", found, "seen by all ranks", fix)
 
 
 def _locks(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | None:
-    """Judge whether a second command can be excluded; locks need not be shared by machines that have their own directories."""
+    """Judge whether a second command can be excluded; locks need not be shared by machines that have their
+    own directories."""
     if any(each.output.error for each in facts):
         return None
     words = {"missing": "has no locks"}
     if needs.own_directories <= 1:
         words["not shared"] = "does not share locks between machines"
-    found = [f"the file system of {each.output.directory} {words[each.output.lock]}" for each in facts if each.output.lock in words]
+    found = [
+        f"the file system of {each.output.directory} {words[each.output.lock]}"
+        for each in facts
+        if each.output.lock in words
+    ]
     if not found and all(each.output.lock == "untested" for each in facts):
         return HealthCheck(
-            "locks", "warn", f"could not be tested in {facts[0].output.directory}", "start a run once: a second command may not be excluded"
+            "locks",
+            "warn",
+            f"could not be tested in {facts[0].output.directory}",
+            "start a run once: a second command may not be excluded",
         )
-    fix = "nothing is lost: a killed command's run directory is free for another machine after 300 s; do not start a run twice"
+    fix = (
+        "nothing is lost: a killed command's run directory is free for another machine after 300 s; do "
+        "not start a run twice"
+    )
     return _check("locks", found, "exclude other commands", fix, "warn")
 
 
@@ -286,28 +368,43 @@ def _space(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | Non
     if not free or needs.checkpoint_bytes is None:
         return None
     least, rank = min(free, key=lambda pair: pair[0])
-    return judge_space(rank.output.directory, least, needs.checkpoint_bytes // needs.own_directories, needs.most_checkpoints)
+    return judge_space(
+        rank.output.directory, least, needs.checkpoint_bytes // needs.own_directories, needs.most_checkpoints
+    )
 
 
-def judge_space(directory: str, free_bytes: int, checkpoint_bytes: int, most_checkpoints: int | None) -> HealthCheck:
+def judge_space(
+    directory: str, free_bytes: int, checkpoint_bytes: int, most_checkpoints: int | None
+) -> HealthCheck:
     """Judge the free space for checkpoints. `most_checkpoints`: at one time; None: all are kept."""
     kept = most_checkpoints or 2
     wanted_bytes = checkpoint_bytes * kept
     fix = "free space, or lower `training.save_total_limit`"
     if free_bytes < checkpoint_bytes:
-        finding = f"{format_bytes(free_bytes)} free in {directory}; one checkpoint needs {format_bytes(checkpoint_bytes)}"
+        finding = (
+            f"{format_bytes(free_bytes)} free in {directory}; one checkpoint needs "
+            f"{format_bytes(checkpoint_bytes)}"
+        )
         return HealthCheck("space", "fail", finding, fix)
-    finding = f"{format_bytes(free_bytes)} free in {directory}; {kept} checkpoints need {format_bytes(wanted_bytes)}"
+    finding = (
+        f"{format_bytes(free_bytes)} free in {directory}; {kept} checkpoints need "
+        f"{format_bytes(wanted_bytes)}"
+    )
     is_enough = free_bytes >= wanted_bytes
     return HealthCheck("space", "ok" if is_enough else "warn", finding, None if is_enough else fix)
 
 
 def _write_rate(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | None:
-    rates = [each.output.written_bytes / each.output.write_seconds for each in facts if each.output.written_bytes]
+    rates = [
+        each.output.written_bytes / each.output.write_seconds for each in facts if each.output.written_bytes
+    ]
     if len(rates) < len(facts) or needs.checkpoint_bytes is None:
         return None
     seconds = needs.checkpoint_bytes / sum(rates)
-    finding = f"{format_bytes(sum(rates))}/s: {format_seconds(seconds)} for a checkpoint of {format_bytes(needs.checkpoint_bytes)}"
+    finding = (
+        f"{format_bytes(sum(rates))}/s: {format_seconds(seconds)} for a checkpoint of "
+        f"{format_bytes(needs.checkpoint_bytes)}"
+    )
     fix = "save less often (`training.save_steps`), or write to a faster file system"
     return _check("write rate", [finding] if seconds > SLOW_CHECKPOINT_SECONDS else [], finding, fix, "warn")
 
@@ -315,17 +412,24 @@ def _write_rate(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck 
 def _inputs(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck:  # noqa: ARG001
     machines = _machines(facts)
     missing = [
-        f"{each.host}: {text.removeprefix(MISSING)}" for each in machines for text in each.inputs.values() if text.startswith(MISSING)
+        f"{each.host}: {text.removeprefix(MISSING)}"
+        for each in machines
+        for text in each.inputs.values()
+        if text.startswith(MISSING)
     ]
     if missing:
-        return _check("inputs", missing, "", "`fsdp-tune validate` on that machine checks the paths of model and data")
+        return _check(
+            "inputs", missing, "", "`fsdp-tune validate` on that machine checks the paths of model and data"
+        )
     found = [words for each in machines[1:] for words in _differing_inputs(each, machines[0])]
     if found:
         return _check("inputs", found, "", "copy the same files to every machine")
     unseen = sorted({key for each in machines for key, text in each.inputs.items() if text == NOT_COMPARED})
     named = "what is on this disk of model, tokenizer and data is found, and equal on all machines"
     unseen_too = [f"{named}; not compared, as it would be downloaded: {', '.join(unseen)}"] if unseen else []
-    return _check("inputs", unseen_too, named, "download before the run, or see that every machine can", "warn")
+    return _check(
+        "inputs", unseen_too, named, "download before the run, or see that every machine can", "warn"
+    )
 
 
 def _differing_inputs(mine: RankHealth, first: RankHealth) -> Iterator[str]:
@@ -342,7 +446,8 @@ def _differing_inputs(mine: RankHealth, first: RankHealth) -> Iterator[str]:
 
 
 def slow_ranks(seconds: Sequence[float], share: float = SLOW_SHARE) -> list[int]:
-    """Return the ranks whose time exceeds the lower median by more than a share: of two ranks, that of the faster one."""
+    """Return the ranks whose time exceeds the lower median by more than a share: of two ranks, that of the
+    faster one."""
     middle = median_low(seconds)
     return [rank for rank, own in enumerate(seconds) if own > share * middle]
 
@@ -350,31 +455,58 @@ def slow_ranks(seconds: Sequence[float], share: float = SLOW_SHARE) -> list[int]
 def _matmul(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck:  # noqa: ARG001
     times, means = [each.matmul_seconds for each in facts], [each.mean_matmul_seconds for each in facts]
     middle, slow = median_low(times), sorted(slow_ranks(times), key=lambda rank: -times[rank])
-    found = [f"{facts[rank].label} takes {times[rank] / middle - 1:.0%} longer than the median for a matrix product" for rank in slow]
+    found = [
+        f"{facts[rank].label} takes {times[rank] / middle - 1:.0%} longer than the median for a "
+        "matrix product"
+        for rank in slow
+    ]
     found += [
-        f"{facts[rank].label} takes {means[rank] / median_low(means) - 1:.0%} longer than the median for matrix products in a row, "
+        f"{facts[rank].label} takes {means[rank] / median_low(means) - 1:.0%} longer than the median "
+        "for matrix products in a row, "
         "though not for a single one"
-        for rank in sorted(set(slow_ranks(means, SHARED_CORE_SHARE)) - set(slow), key=lambda rank: -means[rank])
+        for rank in sorted(
+            set(slow_ranks(means, SHARED_CORE_SHARE)) - set(slow), key=lambda rank: -means[rank]
+        )
     ]
     state: State = "fail" if any(times[rank] > FAILING_SHARE * middle for rank in slow) else "warn"
-    fix = "each step waits for it: leave its machine out, or look for heat, a power cap, a limit of the CPU, or another process there"
-    return _check("matrix product", found, f"{middle * 1e3:.2f} ms, no rank more than {SLOW_SHARE - 1:.0%} slower", fix, state)
+    fix = (
+        "each step waits for it: leave its machine out, or look for heat, a power cap, a limit of the "
+        "CPU, or another process there"
+    )
+    return _check(
+        "matrix product",
+        found,
+        f"{middle * 1e3:.2f} ms, no rank more than {SLOW_SHARE - 1:.0%} slower",
+        fix,
+        state,
+    )
 
 
 def _collectives(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | None:
     by_kind = {
-        each.kind: max(each, *(other for rank in facts for other in rank.collectives if other.kind == each.kind), key=_seconds)
+        each.kind: max(
+            each,
+            *(other for rank in facts for other in rank.collectives if other.kind == each.kind),
+            key=_seconds,
+        )
         for each in facts[0].collectives
     }
     if not by_kind:
         return None
     slow = [
-        f"{_kind(kind)} of {format_bytes(slowest.bytes)} takes {slowest.seconds * 1e3:.1f} ms, {predicted * 1e3:.1f} ms by the link table"
+        f"{_kind(kind)} of {format_bytes(slowest.bytes)} takes {slowest.seconds * 1e3:.1f} ms, "
+        f"{predicted * 1e3:.1f} ms by the link table"
         for kind, slowest in by_kind.items()
         if (predicted := needs.collective_seconds.get(kind)) and slowest.seconds > SLOW_LINK_SHARE * predicted
     ]
-    good = ", ".join(f"{_kind(kind)} of {format_bytes(each.bytes)} {each.seconds * 1e3:.1f} ms" for kind, each in by_kind.items())
-    fix = "`NCCL_DEBUG=INFO` names the transport in use; `fsdp-tune env` lists the interfaces and InfiniBand ports"
+    good = ", ".join(
+        f"{_kind(kind)} of {format_bytes(each.bytes)} {each.seconds * 1e3:.1f} ms"
+        for kind, each in by_kind.items()
+    )
+    fix = (
+        "`NCCL_DEBUG=INFO` names the transport in use; `fsdp-tune env` lists the interfaces and "
+        "InfiniBand ports"
+    )
     return _check("collectives", slow, good, fix, "warn")
 
 
@@ -391,19 +523,31 @@ def _network(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | N
     found += [
         f"{host} has the interfaces {_listed(network)}; {first_host} has {_listed(first)}"
         for host, network in known[1:]
-        if sorted((each.mbits, each.mtu) for each in network.interfaces) != sorted((each.mbits, each.mtu) for each in first.interfaces)
+        if sorted((each.mbits, each.mtu) for each in network.interfaces)
+        != sorted((each.mbits, each.mtu) for each in first.interfaces)
     ]
-    fix = "check cable, rate and MTU; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface of a machine"
-    return _check("network", found, f"{_listed(first)} on {first_host}, the same on all machines", fix, "warn")
+    fix = (
+        "check cable, rate and MTU; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface of "
+        "a machine"
+    )
+    return _check(
+        "network", found, f"{_listed(first)} on {first_host}, the same on all machines", fix, "warn"
+    )
 
 
 def _listed(network: NetworkFacts) -> str:
-    rates = {each.name: f"{each.mbits:,} Mbit/s" if each.mbits else "unknown rate" for each in network.interfaces}
-    return ", ".join(f"{each.name} ({rates[each.name]}, MTU {each.mtu})" for each in network.interfaces) or "none"
+    rates = {
+        each.name: f"{each.mbits:,} Mbit/s" if each.mbits else "unknown rate" for each in network.interfaces
+    }
+    return (
+        ", ".join(f"{each.name} ({rates[each.name]}, MTU {each.mtu})" for each in network.interfaces)
+        or "none"
+    )
 
 
 def _links(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | None:  # noqa: ARG001
-    """Find slow pairs of machines, the machines most of whose links are slow, and links that are slow for their interface."""
+    """Find slow pairs of machines, the machines most of whose links are slow, and links that are slow for
+    their interface."""
     largest = max((link.bytes for each in facts for link in each.links), default=0)
     pairs: dict[tuple[int, int], float] = {}
     rates: dict[tuple[int, int], float] = {}
@@ -412,23 +556,38 @@ def _links(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | Non
             pair = (min(each.machine, link.machine), max(each.machine, link.machine))
             pairs[pair] = max(link.seconds * largest / link.bytes, pairs.get(pair, 0.0))
             way = (link.machine, each.machine)
-            rates[way] = rates.get(way, 0.0) + link.bytes / link.seconds  # all ranks of a machine exchange at once
+            rates[way] = (
+                rates.get(way, 0.0) + link.bytes / link.seconds
+            )  # all ranks of a machine exchange at once
     if not pairs:
         return None
     usual = sorted(pairs.values())[len(pairs) // 8]
     found, state = (
-        _slower_than_others(pairs, usual, {each.machine: each.host for each in facts}) if len(pairs) >= LEAST_PAIRS else ([], "warn")
+        _slower_than_others(pairs, usual, {each.machine: each.host for each in facts})
+        if len(pairs) >= LEAST_PAIRS
+        else ([], "warn")
     )
     found = found or _slower_than_interface(rates, facts)
-    good = f"{len(pairs)} pairs of machines, {usual * 1e3:.1f} ms, none takes more than {SLOW_PAIR_SHARE} times as long"
+    good = (
+        f"{len(pairs)} pairs of machines, {usual * 1e3:.1f} ms, none takes more than {SLOW_PAIR_SHARE} "
+        "times as long"
+    )
     if len(pairs) < LEAST_PAIRS:
         good = f"{format_bytes(min(rates.values()))}/s or more in each direction"
-    fix = "check cables, ports and switch, or leave the machine out: every collective over machines waits for the slowest link"
+    fix = (
+        "check cables, ports and switch, or leave the machine out: every collective over machines waits "
+        "for the slowest link"
+    )
     return _check("links", found, good, fix, state)
 
 
-def _slower_than_others(pairs: Mapping[tuple[int, int], float], usual: float, hosts: Mapping[int, str]) -> tuple[list[str], State]:
-    slow = sorted((pair for pair, seconds in pairs.items() if seconds > SLOW_PAIR_SHARE * usual), key=lambda pair: -pairs[pair])
+def _slower_than_others(
+    pairs: Mapping[tuple[int, int], float], usual: float, hosts: Mapping[int, str]
+) -> tuple[list[str], State]:
+    slow = sorted(
+        (pair for pair, seconds in pairs.items() if seconds > SLOW_PAIR_SHARE * usual),
+        key=lambda pair: -pairs[pair],
+    )
     links_of = Counter(machine for pair in pairs for machine in pair)
     left: list[tuple[int, int]] = slow
     found: list[str] = []
@@ -437,27 +596,42 @@ def _slower_than_others(pairs: Mapping[tuple[int, int], float], usual: float, ho
         if number < 2 or number <= links_of[machine] / 2:
             break
         times = [pairs[pair] for pair in left if machine in pair]
-        found.append(f"{hosts[machine]}: {number} of its links take {_times(min(times), usual)} to {_times(max(times), usual)}")
+        found.append(
+            f"{hosts[machine]}: {number} of its links take {_times(min(times), usual)} to "
+            f"{_times(max(times), usual)}"
+        )
         left = [pair for pair in left if machine not in pair]
-    found += [f"{hosts[first]} and {hosts[second]}: {_times(pairs[first, second], usual)}" for first, second in left]
+    found += [
+        f"{hosts[first]} and {hosts[second]}: {_times(pairs[first, second], usual)}" for first, second in left
+    ]
     return found, "fail" if any(pairs[pair] > FAILING_PAIR_SHARE * usual for pair in slow) else "warn"
 
 
 def _slower_than_interface(rates: Mapping[tuple[int, int], float], facts: Sequence[RankHealth]) -> list[str]:
-    """Describe each direction between two machines that is slow. `rates`: bytes a second, by sender and receiver."""
+    """Describe each direction between two machines that is slow. `rates`: bytes a second, by sender and
+    receiver."""
     firsts = {each.machine: each for each in _machines(facts)}
     means = [each.mean_matmul_seconds for each in facts]
-    # gloo's messages are copied by the CPU: of a rank that does not get its core, they say nothing about the link.
-    busy = set[int]() if facts[0].gpu else {facts[rank].machine for rank in slow_ranks(means, SHARED_CORE_SHARE)}
+    # gloo's messages are copied by the CPU: of a rank that does not get its core, they say nothing about the
+    # link.
+    busy = (
+        set[int]() if facts[0].gpu else {facts[rank].machine for rank in slow_ranks(means, SHARED_CORE_SHARE)}
+    )
     found: list[str] = []
     for way, rate in sorted(rates.items(), key=lambda pair: pair[1]):
         if busy & {*way}:
             continue
         sender, receiver = (firsts[machine] for machine in way)
-        known = [end.network.mbits for end in (sender, receiver) if end.network is not None and end.network.mbits]
+        known = [
+            end.network.mbits for end in (sender, receiver) if end.network is not None and end.network.mbits
+        ]
         mbits = min(known, default=USUAL_MBITS)
         if rate * 8 / 1e6 < LEAST_RATE_SHARE * min(mbits, MOST_MBITS):
-            nominal = f"their interfaces have {mbits:,} Mbit/s" if known else "the rate of their interfaces is unknown"
+            nominal = (
+                f"their interfaces have {mbits:,} Mbit/s"
+                if known
+                else "the rate of their interfaces is unknown"
+            )
             found.append(f"{sender.host} to {receiver.host}: {rate * 8 / 1e6:,.0f} Mbit/s; {nominal}")
     return found
 

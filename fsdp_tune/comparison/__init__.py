@@ -1,1 +1,2 @@
-"""The computation of two recipes stage by stage, from tokens to the update, and the first place at which they differ."""
+"""The computation of two recipes stage by stage, from tokens to the update, and the first place at which they
+differ."""

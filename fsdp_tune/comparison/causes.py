@@ -1,4 +1,5 @@
-"""Keys that differ between two recipes, and which of them cause a difference: shown by giving one side the other's values."""
+"""Keys that differ between two recipes, and which of them cause a difference: shown by giving one side the
+other's values."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class DifferentKey(JsonAnswer):
     a: object
     b: object
     changes_numbers: bool
-    """Whether the key affects the rows, their order, losses, weights or the delivered model: without more, the sides are not equal."""
+    """Whether the key affects the rows, their order, losses, weights or the delivered model: without more,
+    the sides are not equal."""
     affects: list[str]
     meaning: str
     """As docs/reference/recipe.yaml describes the key."""
@@ -60,21 +62,33 @@ def different_paths(a: object, b: object, path: KeyPath = ()) -> Iterator[KeyPat
 
 
 def with_passed_defaults(document: Mapping[str, object]) -> dict[str, object]:
-    """Return a resolved recipe with the defaults of TrainingArguments written out: left out, they mean the same."""
+    """Return a resolved recipe with the defaults of TrainingArguments written out: left out, they mean the
+    same."""
     written = as_mapping(document.get("training"))
-    defaults = {name: value for name, value in passed_defaults().items() if value is not None and written.get(name) is None}
+    defaults = {
+        name: value
+        for name, value in passed_defaults().items()
+        if value is not None and written.get(name) is None
+    }
     return {**document, "training": {**written, **defaults}}
 
 
 def value_at(document: object, path: KeyPath) -> object:
     """Return the value at a path; None if there is none."""
     for part in path:
-        document = as_mapping(document).get(part) if isinstance(part, str) else next(iter(as_list(document)[part : part + 1]), None)
+        document = (
+            as_mapping(document).get(part)
+            if isinstance(part, str)
+            else next(iter(as_list(document)[part : part + 1]), None)
+        )
     return document
 
 
-def with_values(document: Mapping[str, object], source: Mapping[str, object], paths: Sequence[KeyPath]) -> dict[str, object]:
-    """Return a copy of a document with the values of another one at some paths; a key that the other lacks is removed."""
+def with_values(
+    document: Mapping[str, object], source: Mapping[str, object], paths: Sequence[KeyPath]
+) -> dict[str, object]:
+    """Return a copy of a document with the values of another one at some paths; a key that the other lacks is
+    removed."""
     made: dict[str, object] = json.loads(json.dumps(document))
     for path in paths:
         holder, part = value_at(made, path[:-1]), path[-1]
@@ -91,16 +105,25 @@ def with_values(document: Mapping[str, object], source: Mapping[str, object], pa
 
 
 def option_paths(
-    paths: Sequence[KeyPath], rows: Iterable[tuple[KeyPath, Sequence[KeyPath]]], documents: Sequence[Mapping[str, object]]
+    paths: Sequence[KeyPath],
+    rows: Iterable[tuple[KeyPath, Sequence[KeyPath]]],
+    documents: Sequence[Mapping[str, object]],
 ) -> list[KeyPath]:
-    """Return the options of a tool from which keys of a recipe come, as far as all `documents` have what holds them.
+    """Return the options of a tool from which keys of a recipe come, as far as all `documents` have what
+    holds them.
 
     `rows`: a path of the options, and the keys of the recipe that it gives values.
     """
     found: dict[KeyPath, None] = {}
     for option, targets in rows:
-        if any(target[: len(path)] == path or path[: len(target)] == target for target in targets for path in paths):
-            while len(option) > 1 and not all(isinstance(value_at(each, option[:-1]), dict | list) for each in documents):
+        if any(
+            target[: len(path)] == path or path[: len(target)] == target
+            for target in targets
+            for path in paths
+        ):
+            while len(option) > 1 and not all(
+                isinstance(value_at(each, option[:-1]), dict | list) for each in documents
+            ):
                 option = option[:-1]
             found[option] = None
     return [path for path in found if not any(path[:length] in found for length in range(1, len(path)))]
@@ -116,15 +139,19 @@ def is_of_data(name: str) -> bool:
 
 
 def rounds_otherwise(name: str) -> bool:
-    """Return whether a key, by its name, chooses how the same numbers are computed: ranks, micro-batches, kernels."""
+    """Return whether a key, by its name, chooses how the same numbers are computed: ranks, micro-batches,
+    kernels."""
     return bool(effect_of(_INDEX.sub("", name)).affects & (Affects.MEMORY | Affects.TIME))
 
 
 def changes_numbers(path: KeyPath, *, chooses_by_evaluation: bool = True) -> bool:
-    """Return whether a key changes rows, numbers or the delivered model. `chooses_by_evaluation`: of one of the sides."""
+    """Return whether a key changes rows, numbers or the delivered model. `chooses_by_evaluation`: of one of
+    the sides."""
     name = _INDEX.sub("", dotted(path))
     is_choosing = name in CHOOSING or path[0] == "evaluation"
-    if (is_choosing and not chooses_by_evaluation) or (path[:2] == _ENVIRONMENT and str(path[-1]).startswith(TRANSPORT)):
+    if (is_choosing and not chooses_by_evaluation) or (
+        path[:2] == _ENVIRONMENT and str(path[-1]).startswith(TRANSPORT)
+    ):
         return False
     return bool(affects_of(path) & (Affects.DATA | Affects.NUMBERS | Affects.RESULT))
 
@@ -145,8 +172,13 @@ def different_key(path: KeyPath, a: object, b: object, *, chooses_by_evaluation:
 
 
 def _or_default(name: str, value: object) -> object:
-    """Return the default of a field of TrainingArguments that is not written: a resolved recipe leaves it out."""
-    return passed_defaults().get(name.removeprefix("training.")) if value is None and name.startswith("training.") else value
+    """Return the default of a field of TrainingArguments that is not written: a resolved recipe leaves it
+    out."""
+    return (
+        passed_defaults().get(name.removeprefix("training."))
+        if value is None and name.startswith("training.")
+        else value
+    )
 
 
 def _safe(path: KeyPath, value: object) -> object:
@@ -159,11 +191,15 @@ def _safe(path: KeyPath, value: object) -> object:
     return mask_text(value) if isinstance(value, str) else value
 
 
-def causing(candidates: Sequence[KeyPath], vanishes: Callable[[Sequence[KeyPath]], bool]) -> tuple[KeyPath, ...]:
-    """Return a set of keys whose values, taken over from A, make a difference vanish in B; () if all of them do not.
+def causing(
+    candidates: Sequence[KeyPath], vanishes: Callable[[Sequence[KeyPath]], bool]
+) -> tuple[KeyPath, ...]:
+    """Return a set of keys whose values, taken over from A, make a difference vanish in B; () if all of them
+    do not.
 
-    `vanishes` computes B again with A's values of some keys. First each key alone, then all of them, reduced one by one until no single key
-    of the result can be left out. Another set may be smaller. No set is computed twice.
+    `vanishes` computes B again with A's values of some keys. First each key alone, then all of them, reduced
+    one by one until no single key of the result can be left out. Another set may be smaller. No set is
+    computed twice.
     """
     computed: dict[tuple[KeyPath, ...], bool] = {}
 
@@ -189,7 +225,8 @@ def causing(candidates: Sequence[KeyPath], vanishes: Callable[[Sequence[KeyPath]
 
 
 def by_likelihood(paths: Sequence[KeyPath], *, is_data_stage: bool) -> list[KeyPath]:
-    """Return candidates with those first that affect what the stage shows; keys that change nothing are left out.
+    """Return candidates with those first that affect what the stage shows; keys that change nothing are left
+    out.
 
     How a step is divided among ranks may change how many rows it has, but no number of the same rows.
     """
@@ -200,7 +237,10 @@ def by_likelihood(paths: Sequence[KeyPath], *, is_data_stage: bool) -> list[KeyP
 
 def is_named(key: str, causes: set[str]) -> bool:
     """Return whether a key, or the section above or the key below it, is among the causes."""
-    return any(key == each or key.startswith((f"{each}.", f"{each}[")) or each.startswith((f"{key}.", f"{key}[")) for each in causes)
+    return any(
+        key == each or key.startswith((f"{each}.", f"{each}[")) or each.startswith((f"{key}.", f"{key}["))
+        for each in causes
+    )
 
 
 def is_among(path: KeyPath, resolved: set[KeyPath]) -> bool:
@@ -228,6 +268,12 @@ def setting_of(written: Mapping[str, object], path: KeyPath, value: object) -> t
 def yaml_value(value: object) -> str:
     """Return the text that `--set` reads as this value."""
     with suppress(ScalarError):
-        if isinstance(value, str) and value and value == value.strip() and value[0] not in "[{\"'" and parse_plain(value) == (value, None):
+        if (
+            isinstance(value, str)
+            and value
+            and value == value.strip()
+            and value[0] not in "[{\"'"
+            and parse_plain(value) == (value, None)
+        ):
             return value
     return json.dumps(value, ensure_ascii=False)

@@ -1,6 +1,8 @@
-"""Which parameters patterns of names choose: those that are trained, each with its learning rate and weight decay.
+"""Which parameters patterns of names choose: those that are trained, each with its learning rate and weight
+decay.
 
-The stages are computed with a small model, in which a pattern may match other parameters; this is of the model in its own size.
+The stages are computed with a small model, in which a pattern may match other parameters; this is of the
+model in its own size.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from fsdp_tune.recipe.schema.recipe import Recipe
 
 
 def chosen_parameters(recipe: Recipe) -> dict[str, object]:
-    """Return the options of each trained parameter by name, without memory for weights; {} if the model cannot be built."""
+    """Return the options of each trained parameter by name, without memory for weights; {} if the model
+    cannot be built."""
     try:
         model = build_empty(recipe, model_config(recipe))
     except FsdpTuneError:  # then no key is shown to make no difference

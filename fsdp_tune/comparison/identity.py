@@ -20,7 +20,9 @@ SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
 """Files of a model's directory next to its weights: configurations, tokenizer, code."""
 
 
-def are_same_files(path: KeyPath, a: Mapping[str, object], b: Mapping[str, object], digests: FileDigests) -> bool:
+def are_same_files(
+    path: KeyPath, a: Mapping[str, object], b: Mapping[str, object], digests: FileDigests
+) -> bool:
     """Return whether a key of two recipes names the same bytes in both, as far as that can be read here."""
     if path[0] == "data" and path[-1] in OF_FILES:
         return _same([_digest_of_source(value_at(each, path[:-1]), digests) for each in (a, b)])
@@ -32,7 +34,8 @@ def are_same_files(path: KeyPath, a: Mapping[str, object], b: Mapping[str, objec
 
 
 def digest_of_model(name: object) -> str | None:
-    """Return a digest of a local directory's weights, configuration and tokenizer; None for what is not one."""
+    """Return a digest of a local directory's weights, configuration and tokenizer; None for what is not
+    one."""
     if not isinstance(name, str) or not Path(name).is_dir():
         return None
     weights = identify_weights(name, None)
@@ -49,7 +52,8 @@ def digest_of_model(name: object) -> str | None:
 
 
 def _digest_of_source(source: object, digests: FileDigests) -> list[str] | None:
-    """Return digests of the files of a source, those of a directory in their order; None if they cannot be read here."""
+    """Return digests of the files of a source, those of a directory in their order; None if they cannot be
+    read here."""
     try:
         entry = DataSource.model_validate(source)
         if not Path(entry.path).exists() and entry.data_files is None:

@@ -1,4 +1,5 @@
-"""What an observation says of the interpreter that computed it: versions of libraries, and packages that were lent to it."""
+"""What an observation says of the interpreter that computed it: versions of libraries, and packages that were
+lent to it."""
 
 from __future__ import annotations
 
@@ -18,6 +19,15 @@ def versions() -> dict[str, str | None]:
 
 
 def lent_packages() -> list[str]:
-    """Return the imported packages that are not this interpreter's own: those in the folders that its command line names."""
-    files = {name: str(getattr(module, "__file__", None) or "") for name, module in list(sys.modules.items()) if "." not in name}
-    return sorted(name for name, file in files.items() if file.startswith(tuple(f"{folder}/" for folder in sys.argv[1:])))
+    """Return the imported packages that are not this interpreter's own: those in the folders that its command
+    line names."""
+    files = {
+        name: str(getattr(module, "__file__", None) or "")
+        for name, module in list(sys.modules.items())
+        if "." not in name
+    }
+    return sorted(
+        name
+        for name, file in files.items()
+        if file.startswith(tuple(f"{folder}/" for folder in sys.argv[1:]))
+    )

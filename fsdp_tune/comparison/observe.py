@@ -1,15 +1,18 @@
-"""Compute the stages of a comparison for recipes, in a process of its own, in this environment or in another one.
+"""Compute the stages of a comparison for recipes, in a process of its own, in this environment or in another
+one.
 
     python -m fsdp_tune.comparison.observe [LENT-3.11]
 
-LENT-3.11 is a folder of packages for an interpreter of that version which lacks them (`jobs/compare.py`). A request is a line on stdin:
-{"recipe": a resolved recipe, "rows": 32, "until": "update", "model": "small", "folder": DIRECTORY, "defaults": false,
-"beside_tool": false}. Its answer is a line on stdout: an `Observation`. Requests are accepted until stdin ends. `beside_tool`: the other
-side is computed by another tool (`comparison/tool_side.py`), so the model gets the rows in their order, without dropout, and the
-file "inputs", if it is named, gets what the tool needs.
+LENT-3.11 is a folder of packages for an interpreter of that version which lacks them (`jobs/compare.py`). A
+request is a line on stdin: {"recipe": a resolved recipe, "rows": 32, "until": "update", "model": "small",
+"folder": DIRECTORY, "defaults": false, "beside_tool": false}. Its answer is a line on stdout: an
+`Observation`. Requests are accepted until stdin ends. `beside_tool`: the other side is computed by another
+tool (`comparison/tool_side.py`), so the model gets the rows in their order, without dropout, and the file
+"inputs", if it is named, gets what the tool needs.
 
-One process on the CPU, without FSDP: NO_SHARD in place of the recipe's strategy, so that mixed precision is autocast. The model has the
-recipe's architecture, scaled down as in a rehearsal; the step is that of the worker (`model/step.py`, `model/optim/`).
+One process on the CPU, without FSDP: NO_SHARD in place of the recipe's strategy, so that mixed precision is
+autocast. The model has the recipe's architecture, scaled down as in a rehearsal; the step is that of the
+worker (`model/step.py`, `model/optim/`).
 """
 
 from __future__ import annotations
@@ -24,7 +27,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
-sys.path.extend(folder for folder in sys.argv[1:] if folder.endswith(f"-{sys.version_info.major}.{sys.version_info.minor}"))
+sys.path.extend(
+    folder
+    for folder in sys.argv[1:]
+    if folder.endswith(f"-{sys.version_info.major}.{sys.version_info.minor}")
+)
 
 import numpy as np
 import torch
@@ -39,7 +46,16 @@ from fsdp_tune.comparison.chosen import chosen_parameters
 from fsdp_tune.comparison.interpreter import lent_packages, versions
 from fsdp_tune.comparison.small_model import map_patterns, raw_config, with_default_sizes
 from fsdp_tune.comparison.stages import DATA_STAGES, STAGES, Observation, StageFacts, stages_until
-from fsdp_tune.comparison.tool_side import AUTOCAST, SMALL_MODEL, cut_length, dropouts, dtype_text, is_drawn, settle_draws, summary
+from fsdp_tune.comparison.tool_side import (
+    AUTOCAST,
+    SMALL_MODEL,
+    cut_length,
+    dropouts,
+    dtype_text,
+    is_drawn,
+    settle_draws,
+    summary,
+)
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.small_config import scale_down_config
 from fsdp_tune.data.collate import collate, example_ids
@@ -123,14 +139,26 @@ class Side:
         self._attempt(self._data, [name for name in self.wanted if name in DATA_STAGES])
         if self.wanted[-1] not in DATA_STAGES:
             self._attempt(self._rate, ["rate"])
-            self._attempt(self._model, [name for name in self.wanted if name not in (*DATA_STAGES, "rate", "defaults")])
+            self._attempt(
+                self._model, [name for name in self.wanted if name not in (*DATA_STAGES, "rate", "defaults")]
+            )
         if self.inputs_file is not None:
             self._attempt(self._write_inputs, [])
         if lent := lent_packages():
-            self.left_out.append(f"own versions of {', '.join(lent)}, which this interpreter lacks: those of A were used")
+            self.left_out.append(
+                f"own versions of {', '.join(lent)}, which this interpreter lacks: those of A were used"
+            )
         stages = {name: self.stages[name] for name in STAGES if name in self.stages and name in self.wanted}
         complete = tuple(self.complete)
-        return Observation(stages, self.names, self.texts, versions(), tuple(self.left_out), complete=complete, chosen=self.chosen)
+        return Observation(
+            stages,
+            self.names,
+            self.texts,
+            versions(),
+            tuple(self.left_out),
+            complete=complete,
+            chosen=self.chosen,
+        )
 
     def _attempt(self, compute: Callable[[], None], stages: Sequence[str]) -> None:
         """Run a part; the stages that it could not compute get the reason."""
@@ -156,7 +184,10 @@ class Side:
         ids = {token for values in self.stages["tokens"].values.values() for token in values}
         self.texts = {str(token): encoder.decode([token]) for token in sorted(ids)}
         keys = self._keys(store)
-        rows = {f"row {index}": [[keys[example], *piece] for example, *piece in store.pieces(index)] for index in range(len(store))}
+        rows = {
+            f"row {index}": [[keys[example], *piece] for example, *piece in store.pieces(index)]
+            for index in range(len(store))
+        }
         self.stages["rows"] = StageFacts(rows)
         self.stages["batch"] = StageFacts({"sequences": self.recipe.global_batch_size})
         of_rows = row_order(recipe, store.lengths)
@@ -165,11 +196,16 @@ class Side:
         order: dict[str, list[str]] = {}
         items: dict[str, int] = {}
         for step in range(1, ORDERED_STEPS + 1):
-            order[f"step {step}"] = [keys[store.pieces(index)[0].example] for index in of_rows.batch_after(step - 1).tolist()]
+            order[f"step {step}"] = [
+                keys[store.pieces(index)[0].example] for index in of_rows.batch_after(step - 1).tolist()
+            ]
             found = [store[index] for index in walked.batch_after(step - 1).tolist()]
             items[f"step {step}"] = sum(int(supervised_tokens(torch.from_numpy(row.labels))) for row in found)
             self.steps_of_rows.append(found[:MODEL_ROWS])
-            self.names |= {f"row-id {row.row_id}": f"row {row.row_id} ({_where(store.origins(row.row_id)[0])})" for row in found}
+            self.names |= {
+                f"row-id {row.row_id}": f"row {row.row_id} ({_where(store.origins(row.row_id)[0])})"
+                for row in found
+            }
         self.stages["order"] = StageFacts(order, drawn_by="a hash" if self.recipe.data.shuffle else None)
         self.stages["items"], self.row_count = StageFacts(items), len(store)
         if self.recipe.evaluates and not self.is_beside_tool:
@@ -181,15 +217,21 @@ class Side:
         if any(account.rows >= self.rows for account in prepared.report.inputs if account.set == "train"):
             self.row_count = None
             self.left_out.append(
-                f"rows after the first {self.rows} of each source, and the order of all rows, if there are more (`--rows N` reads more)"
+                f"rows after the first {self.rows} of each source, and the order of all rows, if "
+                "there are more (`--rows N` reads more)"
             )
         else:
             self._complete_data(prepared.report.inputs, keys, store, of_rows)
         if (size := self.recipe.global_batch_size) > len(store):
-            self.left_out.append(f"steps as large as the recipe's {size:,} sequences: {len(store)} rows were read")
+            self.left_out.append(
+                f"steps as large as the recipe's {size:,} sequences: {len(store)} rows were read"
+            )
 
-    def _complete_data(self, accounts: Sequence[InputAccount], keys: Sequence[str], store: RowStore, rows: RowOrder) -> None:
-        """Name the stages that cover the full run, whose training rows were all read, and add the order of its later steps."""
+    def _complete_data(
+        self, accounts: Sequence[InputAccount], keys: Sequence[str], store: RowStore, rows: RowOrder
+    ) -> None:
+        """Name the stages that cover the full run, whose training rows were all read, and add the order of
+        its later steps."""
         if self.recipe.data.streaming:
             return
         self.complete.append("rows")
@@ -208,8 +250,14 @@ class Side:
         steps = int(training_value(self.recipe.training, "max_steps"))
         if steps > 0:
             return steps, False
-        of_epoch = NOMINAL_STEPS_OF_EPOCH if self.row_count is None else math.ceil(self.row_count / self.recipe.global_batch_size)
-        return math.ceil(float(training_value(self.recipe.training, "num_train_epochs")) * of_epoch), self.row_count is None
+        of_epoch = (
+            NOMINAL_STEPS_OF_EPOCH
+            if self.row_count is None
+            else math.ceil(self.row_count / self.recipe.global_batch_size)
+        )
+        return math.ceil(
+            float(training_value(self.recipe.training, "num_train_epochs")) * of_epoch
+        ), self.row_count is None
 
     def _sampled(self) -> Recipe:
         """Return the recipe with the first rows of each source, read in this process."""
@@ -228,7 +276,8 @@ class Side:
         return Recipe.model_validate(raw)
 
     def _write_inputs(self) -> None:
-        """Write what another tool needs to compute the same side: the rows as they are read, the model, and how much of both is used."""
+        """Write what another tool needs to compute the same side: the rows as they are read, the model, and
+        how much of both is used."""
         lines: list[str] = []
         recipe = self._sampled()
         for source, opened in enumerate(open_inputs(recipe, load_encoder(recipe), train_only=True)):
@@ -236,12 +285,27 @@ class Side:
             for file, (number, values) in itertools.islice(read, opened.entry.max_rows):
                 name = f"example {len(lines)} ({_where((opened.source.names[file], number))})"
                 key = f"{opened.first_file + file}:{number}:1"
-                lines.append(json.dumps({"key": key, "name": name, "source": source, "values": values}, default=str))
+                lines.append(
+                    json.dumps({"key": key, "name": name, "source": source, "values": values}, default=str)
+                )
         rows = f"{self.inputs_file}.rows"
         Path(rows).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        inputs = {"rows": rows, "model": self.start, "epoch_steps": None if self.row_count is not None else NOMINAL_STEPS_OF_EPOCH}
-        sizes = {"ordered_steps": ORDERED_STEPS, "trained_steps": STEPS, "model_rows": MODEL_ROWS, "model_tokens": MODEL_TOKENS}
-        sizes |= {"after_first_target": AFTER_FIRST_TARGET, "logit_columns": LOGIT_COLUMNS, "exact_steps": EXACT_STEPS}
+        inputs = {
+            "rows": rows,
+            "model": self.start,
+            "epoch_steps": None if self.row_count is not None else NOMINAL_STEPS_OF_EPOCH,
+        }
+        sizes = {
+            "ordered_steps": ORDERED_STEPS,
+            "trained_steps": STEPS,
+            "model_rows": MODEL_ROWS,
+            "model_tokens": MODEL_TOKENS,
+        }
+        sizes |= {
+            "after_first_target": AFTER_FIRST_TARGET,
+            "logit_columns": LOGIT_COLUMNS,
+            "exact_steps": EXACT_STEPS,
+        }
         Path(str(self.inputs_file)).write_text(json.dumps(inputs | sizes), encoding="utf-8")
 
     def _examples(self, store: RowStore) -> None:
@@ -249,12 +313,16 @@ class Side:
         labels: dict[str, list[int]] = {}
         for index, key in enumerate(self._keys(store)):
             ids, trained, origin = store.example(index)
-            tokens[key], labels[key] = ids.tolist(), [0, *trained[1:].tolist()]  # the first token of an example is never a target
+            tokens[key], labels[key] = (
+                ids.tolist(),
+                [0, *trained[1:].tolist()],
+            )  # the first token of an example is never a target
             self.names[key] = f"example {index} ({_where(origin)})"
         self.stages["tokens"], self.stages["labels"] = StageFacts(tokens), StageFacts(labels)
 
     def _keys(self, store: RowStore) -> list[str]:
-        """Return a key of each example that both sides share: the number of its file, its row, and its number among the row's examples."""
+        """Return a key of each example that both sides share: the number of its file, its row, and its number
+        among the row's examples."""
         counts: dict[tuple[str, int], int] = {}
         keys: list[str] = []
         for index in range(store.example_count):
@@ -271,10 +339,14 @@ class Side:
             self.left_out.append(f"the number of steps of an epoch: {assumed}")
         schedule = schedule_of(recipe, steps)
         if schedule is None:
-            self.stages["rate"] = StageFacts(reason=f"`{training_value(recipe.training, 'lr_scheduler_type')}` depends on losses")
+            self.stages["rate"] = StageFacts(
+                reason=f"`{training_value(recipe.training, 'lr_scheduler_type')}` depends on losses"
+            )
             return
         shown = (
-            range(steps) if steps <= EXACT_STEPS else sorted({*range(1000), *(step * steps // EXACT_STEPS for step in range(EXACT_STEPS))})
+            range(steps)
+            if steps <= EXACT_STEPS
+            else sorted({*range(1000), *(step * steps // EXACT_STEPS for step in range(EXACT_STEPS))})
         )
         values = {f"step {step + 1}": recipe.training.learning_rate * schedule(step) for step in shown}
         # Where all steps are listed, their number is not one more value that may differ.
@@ -298,27 +370,38 @@ class Side:
             self.stages["defaults"] = StageFacts({"parameters": str(loaded.dtype).removeprefix("torch.")})
         parameters = dict(model.named_parameters())
         shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
-        fields = dropouts(model) if self.is_beside_tool else {f"config.json: {name}": value for name, value in self.raw_config.items()}
+        fields = (
+            dropouts(model)
+            if self.is_beside_tool
+            else {f"config.json: {name}": value for name, value in self.raw_config.items()}
+        )
         self.stages["model"] = StageFacts({**fields, **shapes})
         self.stages["dtypes"] = StageFacts(
             {name: dtype_text(p) for name, p in parameters.items()}
             | ({AUTOCAST: recipe.precision.mixed_precision} if self.is_beside_tool else {})
         )
         self.stages["weights"] = StageFacts(
-            {name: summary(p.detach()) for name, p in parameters.items() if not (self.is_beside_tool and is_drawn(name))}
+            {
+                name: summary(p.detach())
+                for name, p in parameters.items()
+                if not (self.is_beside_tool and is_drawn(name))
+            }
         )
         if not self.is_full:
             self.left_out.append(SMALL_MODEL)
         if self.is_beside_tool:
             settle_draws(model)
             fp32 = {"model": recipe.model.model_copy(update={"dtype": "fp32"})}
-            recipe = recipe.model_copy(update=fp32 | {"precision": recipe.precision.model_copy(update={"mixed_precision": "no"})})
+            recipe = recipe.model_copy(
+                update=fp32 | {"precision": recipe.precision.model_copy(update={"mixed_precision": "no"})}
+            )
         steps = [self._cut(rows) for rows in self.steps_of_rows] or [self._invented(model)] * STEPS
         self._forward(recipe, model, steps[0])
         self._train(recipe, model, steps[:STEPS])
 
     def _quantise(self, recipe: Recipe, model: PreTrainedModel) -> None:
-        """Prepare quantisation-aware training; where the small model cannot be, it is reported as left out."""
+        """Prepare quantisation-aware training; where the small model cannot be, it is reported as left
+        out."""
         section = self.recipe.quantised_training
         if section is None:
             return
@@ -331,13 +414,20 @@ class Side:
                 self._leave_out(f"`quantization.train: {section.train}`")
 
     def _one_process(self) -> Recipe:
-        """Return the recipe for one process on the CPU, and write its small model unless the recipe's own weights are wanted."""
+        """Return the recipe for one process on the CPU, and write its small model unless the recipe's own
+        weights are wanted."""
         recipe = self.recipe
         raw = recipe.model_dump(mode="json", by_alias=True)
         raw["launch"] |= {"device": "cpu", "num_processes": 1, "num_machines": 1}
         raw["parallelism"] = dict.fromkeys(raw["parallelism"], 1)
         raw["fsdp"] = {"sharding_strategy": "NO_SHARD"}
-        raw["kernels"] |= {"liger": "auto", "loss": "full", "compile": False, "experts": "auto", "mlp_slice_tokens": None}
+        raw["kernels"] |= {
+            "liger": "auto",
+            "loss": "full",
+            "compile": False,
+            "experts": "auto",
+            "mlp_slice_tokens": None,
+        }
         if recipe.precision.mixed_precision == "fp8":
             raw["precision"]["mixed_precision"] = "bf16"
             self.left_out.append("fp8, which is computed in bf16 here")
@@ -354,7 +444,11 @@ class Side:
             return Recipe.model_validate(raw)
         self.raw_config = raw_config(recipe) | recipe.model.config_overrides
         small = scale_down_config(with_default_sizes(self.raw_config))
-        small = {name: value for name, value in small.items() if name != "auto_map" or recipe.model.trust_remote_code}
+        small = {
+            name: value
+            for name, value in small.items()
+            if name != "auto_map" or recipe.model.trust_remote_code
+        }
         map_patterns(raw, self.raw_config, small)
         raw["model"]["config_overrides"] = {}
         if recipe.model.from_config is not None:
@@ -365,15 +459,20 @@ class Side:
         return Recipe.model_validate(raw)
 
     def _written(self, small: dict[str, Any]) -> Path:
-        """Return the directory of the small model, written once for all sides whose small configuration is the same."""
+        """Return the directory of the small model, written once for all sides whose small configuration is
+        the same."""
         folder = self.folder / f"model-{digest(json.dumps([self.raw_config, small], sort_keys=True))}"
         if not folder.is_dir():
             torch.manual_seed(_SEED)
             fields = dict(small)
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields), dtype=torch.float32)
+            model = AutoModelForCausalLM.from_config(
+                AutoConfig.for_model(fields.pop("model_type"), **fields), dtype=torch.float32
+            )
             stage = folder.with_suffix(".part")
             model.save_pretrained(stage)
-            kept = {name: self.raw_config[name] for name in ("dtype", "torch_dtype") if name in self.raw_config}
+            kept = {
+                name: self.raw_config[name] for name in ("dtype", "torch_dtype") if name in self.raw_config
+            }
             # As a published file has it: what a version of the library writes, another one may not read.
             text = json.dumps({**small, **kept, "architectures": [type(model).__name__]})
             (stage / "config.json").write_text(text, encoding="utf-8")
@@ -389,7 +488,9 @@ class Side:
             if length < len(row.input_ids):
                 ends = np.minimum(np.cumsum(row.lengths), length)
                 lengths = tuple(int(each) for each in np.diff(ends, prepend=0) if each > 0)
-                row = replace(row, input_ids=row.input_ids[:length], labels=row.labels[:length], lengths=lengths)
+                row = replace(
+                    row, input_ids=row.input_ids[:length], labels=row.labels[:length], lengths=lengths
+                )
                 self._leave_out(f"tokens of a row after the first {MODEL_TOKENS}, in the stages of the model")
             cut.append(row)
         if self.recipe.global_batch_size > MODEL_ROWS:
@@ -402,13 +503,22 @@ class Side:
 
     def _invented(self, model: PreTrainedModel) -> list[Row]:
         """Return rows of drawn ids, for data that cannot be read here."""
-        self._leave_out("the recipe's rows in the stages of the model: drawn ids were used, since the data cannot be read here")
-        drawn = np.random.default_rng(_SEED).integers(0, int(model.config.get_text_config().vocab_size), (4, 32)).astype(np.int32)
+        self._leave_out(
+            "the recipe's rows in the stages of the model: drawn ids were used, since the data "
+            "cannot be read here"
+        )
+        drawn = (
+            np.random.default_rng(_SEED)
+            .integers(0, int(model.config.get_text_config().vocab_size), (4, 32))
+            .astype(np.int32)
+        )
         labels = np.concatenate([np.full((4, 1), IGNORE_INDEX, np.int32), drawn[:, 1:]], axis=1)
         return [Row(ids, labels[at], (32,), at) for at, ids in enumerate(drawn)]
 
     def _batch(self, model: PreTrainedModel, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-        arrays = collate(rows, self.pad_id, self.recipe.data.pad_to_multiple_of, max_length=self.recipe.data.max_length)
+        arrays = collate(
+            rows, self.pad_id, self.recipe.data.pad_to_multiple_of, max_length=self.recipe.data.max_length
+        )
         if auxiliary_loss_weight(model) > 0:
             arrays["example_ids"], arrays["example_lengths"] = example_ids(rows, arrays["input_ids"].shape[1])
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
@@ -425,12 +535,17 @@ class Side:
                 logits = cast(Any, model)(**model_inputs(batch), use_cache=False).logits
             used = logits[0, : len(row.input_ids)].float()
             columns = torch.linspace(0, used.shape[-1] - 1, min(LOGIT_COLUMNS, used.shape[-1])).long()
-            logits_of[f"row-id {row.row_id}"] = torch.cat([used.logsumexp(-1, keepdim=True), used[:, columns]], dim=1).tolist()
-            losses[f"row-id {row.row_id}"] = float(token_losses(logits, shift_labels(batch["labels"]), **loss_options(recipe)).sum())
+            logits_of[f"row-id {row.row_id}"] = torch.cat(
+                [used.logsumexp(-1, keepdim=True), used[:, columns]], dim=1
+            ).tolist()
+            losses[f"row-id {row.row_id}"] = float(
+                token_losses(logits, shift_labels(batch["labels"]), **loss_options(recipe)).sum()
+            )
         self.stages["logits"], self.stages["row_losses"] = StageFacts(logits_of), StageFacts(losses)
 
     def _train(self, recipe: Recipe, model: PreTrainedModel, steps: Sequence[Sequence[Row]]) -> None:
-        """Run the steps of the worker on one device; the update is at the peak learning rate, since a warm-up starts at 0."""
+        """Run the steps of the worker on one device; the update is at the peak learning rate, since a warm-up
+        starts at 0."""
         model.train()
         torch.manual_seed(recipe.training.seed)
         optimizer = build_optimizer(recipe, model, decayed_names(model))
@@ -445,18 +560,30 @@ class Side:
             norm = total_norm(parameters)
             if number == 1:  # that of step 2 depends on the first update
                 losses = {"step 1": loss}
-                summaries = {name: summary(parameter.grad) for name, parameter in trained.items() if parameter.grad is not None}
+                summaries = {
+                    name: summary(parameter.grad)
+                    for name, parameter in trained.items()
+                    if parameter.grad is not None
+                }
                 gradients = {"all parameters": float(norm), **summaries}
                 clipping["factor of step 1"] = float(clip_factor(norm, max_norm)) if max_norm else 1.0
             if max_norm:
                 scale_gradients(parameters, clip_factor(norm, max_norm))
             optimizer.step()
             optimizer.zero_grad()
-            # Of each step, so that what a key changes in step 1 comes before what follows from it in step 2; a tool has the last one.
+            # Of each step, so that what a key changes in step 1 comes before what follows from it in step 2;
+            # a tool has the last one.
             if not self.is_beside_tool or number == len(steps):
                 ending = "" if self.is_beside_tool else f", step {number}"
-                updates |= {f"{name}{ending}": summary(parameter.detach().double() - before[name]) for name, parameter in trained.items()}
-        self.stages |= {"loss": StageFacts(losses), "gradients": StageFacts(gradients), "clipping": StageFacts(clipping)}
+                updates |= {
+                    f"{name}{ending}": summary(parameter.detach().double() - before[name])
+                    for name, parameter in trained.items()
+                }
+        self.stages |= {
+            "loss": StageFacts(losses),
+            "gradients": StageFacts(gradients),
+            "clipping": StageFacts(clipping),
+        }
         self.stages["update"] = StageFacts(updates)
 
     def _accumulate(self, recipe: Recipe, model: PreTrainedModel, rows: Sequence[Row]) -> float:
@@ -470,7 +597,9 @@ class Side:
         total = 0.0
         for batch in batches:
             auxiliary = auxiliary_loss_weight(model) / tokens
-            _, loss_sum = forward_backward(recipe, model, batch, 1.0 / targets, auxiliary=auxiliary, **loss_options(recipe))
+            _, loss_sum = forward_backward(
+                recipe, model, batch, 1.0 / targets, auxiliary=auxiliary, **loss_options(recipe)
+            )
             total += float(loss_sum)
         return total / targets
 

@@ -1,7 +1,8 @@
 """A server with OpenAI's API: what it returns about prompts, and its answers with log-probabilities.
 
-Three kinds are told apart by their other endpoints: llama.cpp (`/props`, `/apply-template`, `/tokenize` of a text), vLLM (`/tokenize` of
-a chat), and any other, which has OpenAI's endpoints alone. A redirect is refused, so that prompts and key reach no other server.
+Three kinds are told apart by their other endpoints: llama.cpp (`/props`, `/apply-template`, `/tokenize` of a
+text), vLLM (`/tokenize` of a chat), and any other, which has OpenAI's endpoints alone. A redirect is refused,
+so that prompts and key reach no other server.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ class RefusedError(Exception):
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, req: object, fp: object, code: object, msg: object, headers: object, newurl: object) -> None:
+    def redirect_request(
+        self, req: object, fp: object, code: object, msg: object, headers: object, newurl: object
+    ) -> None:
         """Return None, so that urllib raises the redirect as an HTTPError."""
 
 
@@ -91,14 +94,17 @@ class OpenAIServer:
     def __init__(self, url: str, key: str | None, model: str | None) -> None:
         """Find out the kind of the server and its model. `model` None: the only one that it has.
 
-        Raises: usage error if the server cannot be reached, is not one with OpenAI's API, or has several models.
+        Raises: usage error if the server cannot be reached, is not one with OpenAI's API, or has several
+        models.
         """
         self.url = _checked(url)
         self._root = self.url.removesuffix("/v1")
         self._key = key
         handlers: list[urllib.request.BaseHandler] = [_NoRedirect()]
         if _is_loopback(self.url):
-            handlers.append(urllib.request.ProxyHandler({}))  # a proxy cannot reach this machine's own address
+            handlers.append(
+                urllib.request.ProxyHandler({})
+            )  # a proxy cannot reach this machine's own address
         self._opener = urllib.request.build_opener(*handlers)
         self.model = self._model(model)
         self.properties: Mapping[str, object] = {}
@@ -113,7 +119,9 @@ class OpenAIServer:
         except RefusedError as error:
             if error.status == 404 and not self.url.endswith("/v1"):
                 hint = f"`{self.url}/v1` is the usual address"
-                raise usage_error("server-response", f"`{self.url}/models` is not found on the server: {error}", hint=hint) from error
+                raise usage_error(
+                    "server-response", f"`{self.url}/models` is not found on the server: {error}", hint=hint
+                ) from error
             raise self._unusable("/models", str(error), error.status) from error
         names = [str(each["id"]) for each in map(as_mapping, as_list(found.get("data"))) if "id" in each]
         if wanted is not None:
@@ -140,40 +148,57 @@ class OpenAIServer:
 
     # ---- Prompts
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, object]], extra: Mapping[str, object]) -> ServedPrompt:
-        """Return a conversation as the server's template renders it, with the prompt of an answer. `extra`: tools and such."""
+    def chat_prompt(
+        self, messages: Sequence[Mapping[str, object]], extra: Mapping[str, object]
+    ) -> ServedPrompt:
+        """Return a conversation as the server's template renders it, with the prompt of an answer. `extra`:
+        tools and such."""
         if self.kind == "llama.cpp":
             found = self._optional("POST", "/apply-template", {"messages": list(messages), **extra})
             text = found.get("prompt") if found is not None else None
             return self.text_prompt(text) if isinstance(text, str) else ServedPrompt(None, None)
         if self.kind == "vLLM":
-            body: Document = {"model": self.model, "messages": list(messages), "add_generation_prompt": True, **extra}
+            body: Document = {
+                "model": self.model,
+                "messages": list(messages),
+                "add_generation_prompt": True,
+                **extra,
+            }
             return ServedPrompt(None, _ids((self._optional("POST", "/tokenize", body) or {}).get("tokens")))
         return ServedPrompt(None, None)
 
     def text_prompt(self, text: str) -> ServedPrompt:
         """Return a text as the server tokenises it: with what its tokenizer adds before every text."""
         if self.kind == "llama.cpp":  # as its /completions and /chat/completions tokenise
-            found = self._optional("POST", "/tokenize", {"content": text, "add_special": True, "parse_special": True})
+            found = self._optional(
+                "POST", "/tokenize", {"content": text, "add_special": True, "parse_special": True}
+            )
         elif self.kind == "vLLM":
-            found = self._optional("POST", "/tokenize", {"model": self.model, "prompt": text, "add_special_tokens": True})
+            found = self._optional(
+                "POST", "/tokenize", {"model": self.model, "prompt": text, "add_special_tokens": True}
+            )
         else:
             return ServedPrompt(None, None)
         return ServedPrompt(text, _ids((found or {}).get("tokens")))
 
     # ---- Answers
 
-    def chat(self, messages: Sequence[Mapping[str, object]], extra: Mapping[str, object], max_tokens: int) -> ServedAnswer:
+    def chat(
+        self, messages: Sequence[Mapping[str, object]], extra: Mapping[str, object], max_tokens: int
+    ) -> ServedAnswer:
         """Return the greedy answer to a conversation. Raises: usage error if the server does not answer."""
         body: Document = {"messages": list(messages), **extra, "max_tokens": max_tokens}
         return self._answer("/chat/completions", body, {"logprobs": True, "top_logprobs": TOP}, _chat_answer)
 
     def complete(self, text: str, max_tokens: int) -> ServedAnswer:
         """Return the greedy continuation of a text. Raises: usage error if the server does not answer."""
-        return self._answer("/completions", {"prompt": text, "max_tokens": max_tokens}, {"logprobs": TOP}, _text_answer)
+        return self._answer(
+            "/completions", {"prompt": text, "max_tokens": max_tokens}, {"logprobs": TOP}, _text_answer
+        )
 
     def complete_ids(self, ids: Sequence[int], max_tokens: int) -> ServedAnswer:
-        """Return the greedy continuation of given tokens, with the log-probabilities of the prompt where the server has `echo`.
+        """Return the greedy continuation of given tokens, with the log-probabilities of the prompt where the
+        server has `echo`.
 
         Raises: RefusedError if the server takes no tokens.
         """
@@ -184,12 +209,16 @@ class OpenAIServer:
                 is_echo = len(found.tokens) > len(ids) and math.isnan(found.tokens[0].logprob)
                 if is_echo:
                     prompt, answer = found.tokens[: len(ids)], found.tokens[len(ids) :]
-                    return ServedAnswer(found.text, found.finish_reason, found.prompt_tokens, answer, None, prompt)
+                    return ServedAnswer(
+                        found.text, found.finish_reason, found.prompt_tokens, answer, None, prompt
+                    )
             except RefusedError:
                 pass  # without `echo` it may answer
         return _text_answer(self._post("/completions", body))
 
-    def _answer(self, path: str, body: Document, logprobs: Document, read: Callable[[Document], ServedAnswer]) -> ServedAnswer:
+    def _answer(
+        self, path: str, body: Document, logprobs: Document, read: Callable[[Document], ServedAnswer]
+    ) -> ServedAnswer:
         try:
             return read(self._post(path, body | logprobs))
         except RefusedError as error:
@@ -208,7 +237,9 @@ class OpenAIServer:
 
     def _post(self, path: str, body: Document) -> Document:
         own = {"return_tokens_as_token_ids": True} if self.kind == "vLLM" else {}
-        return self._request("POST", self.url + path, {"model": self.model, "temperature": 0, **body, **own}, ANSWER_SECONDS)
+        return self._request(
+            "POST", self.url + path, {"model": self.model, "temperature": 0, **body, **own}, ANSWER_SECONDS
+        )
 
     def _optional(self, method: str, path: str, body: Document | None = None) -> Document | None:
         """Return what an endpoint outside OpenAI's API returns; None if the server does not have it."""
@@ -222,7 +253,8 @@ class OpenAIServer:
             raise
 
     def _request(self, method: str, url: str, body: Document | None, seconds: float) -> Document:
-        """Return the JSON object that is answered. Raises: RefusedError for an error of the server, usage error if there is none."""
+        """Return the JSON object that is answered. Raises: RefusedError for an error of the server, usage
+        error if there is none."""
         headers = {"Accept": "application/json", "User-Agent": "fsdp-tune"}
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
@@ -238,7 +270,9 @@ class OpenAIServer:
         except (OSError, HTTPException, ValueError) as error:
             reason = getattr(error, "reason", None) or error
             hint = "start the server, or correct the address: `http://HOST:PORT/v1`"
-            raise usage_error("server-unreachable", f"`{url}` cannot be reached: {reason}", hint=hint) from error
+            raise usage_error(
+                "server-unreachable", f"`{url}` cannot be reached: {reason}", hint=hint
+            ) from error
         try:
             found = json.loads(raw) if len(raw) <= MOST_BYTES else None
         except (ValueError, RecursionError):
@@ -252,7 +286,9 @@ class OpenAIServer:
             words = _words(error.read(1 << 16), f"{error.code} {error.reason}")
         if 300 <= error.code < 400:
             to = mask_text(error.headers.get("Location") or "no address")
-            hint = "redirects are not followed, so that prompts and key go nowhere else: give the final address"
+            hint = (
+                "redirects are not followed, so that prompts and key go nowhere else: give the final address"
+            )
             return usage_error("server-redirect", f"`{url}` redirects to {to}", hint=hint)
         if error.code in (401, 403):
             given = "refuses the key" if self._key is not None else "needs a key"
@@ -264,27 +300,41 @@ class OpenAIServer:
         return words.replace(self._key, "***") if self._key else words
 
     def _unusable(self, path: str, words: str, status: int | None) -> FsdpTuneError:
-        message = f"`{self.url}{path}` does not answer as OpenAI's API does{f' ({status})' if status else ''}: {words}"
+        message = (
+            f"`{self.url}{path}` does not answer as OpenAI's API "
+            f"does{f' ({status})' if status else ''}: {words}"
+        )
         return usage_error(
-            "server-response", message, hint="give the address of the API, which mostly ends with `/v1`; the log of the server"
+            "server-response",
+            message,
+            hint="give the address of the API, which mostly ends with `/v1`; the log of the server",
         )
 
 
 def _checked(url: str) -> str:
-    """Return the URL without a slash at its end. Raises: usage error for one that has no host, or a password."""
+    """Return the URL without a slash at its end. Raises: usage error for one that has no host, or a
+    password."""
     try:
         parts = urllib.parse.urlsplit(url)
         host, _ = parts.hostname, parts.port
     except ValueError as error:
-        raise usage_error("server-unreachable", f"`{mask_text(url)}` is not an address: {error}", hint="http://HOST:PORT/v1") from error
+        raise usage_error(
+            "server-unreachable", f"`{mask_text(url)}` is not an address: {error}", hint="http://HOST:PORT/v1"
+        ) from error
     if not host:
         raise usage_error("server-unreachable", f"`{url}` names no host", hint="http://HOST:PORT/v1")
     if parts.username or parts.password:
         raise usage_error(
-            "server-key", f"`{mask_text(url)}` holds a password", hint="name the variable that holds it: `--api-key-env NAME`"
+            "server-key",
+            f"`{mask_text(url)}` holds a password",
+            hint="name the variable that holds it: `--api-key-env NAME`",
         )
     if parts.query or parts.fragment:
-        raise usage_error("server-unreachable", f"`{mask_text(url)}` has a query, which no request keeps", hint="http://HOST:PORT/v1")
+        raise usage_error(
+            "server-unreachable",
+            f"`{mask_text(url)}` has a query, which no request keeps",
+            hint="http://HOST:PORT/v1",
+        )
     return url.rstrip("/")
 
 
@@ -303,12 +353,15 @@ def key_of(name: str | None) -> str | None:
     found = os.environ.get(name, "").strip()
     if not found or not found.isascii() or not found.isprintable():
         what = "is not set" if not found else "holds characters that a header may not have"
-        raise usage_error("server-key", f"`--api-key-env {name}`: the variable {what}", hint=f"`export {name}=…`")
+        raise usage_error(
+            "server-key", f"`--api-key-env {name}`: the variable {what}", hint=f"`export {name}=…`"
+        )
     return found
 
 
 def _words(raw: bytes, otherwise: str) -> str:
-    """Return the message of an error: of OpenAI (`error.message`), FastAPI (`detail`) or the first line of the body."""
+    """Return the message of an error: of OpenAI (`error.message`), FastAPI (`detail`) or the first line of
+    the body."""
     text = raw.decode(errors="replace").strip()
     try:
         found: object = json.loads(text)
@@ -361,13 +414,19 @@ def _text_answer(found: Document) -> ServedAnswer:
 
 
 def _tokens(found: object) -> tuple[ServedToken, ...]:
-    """Return the tokens of a chat (`content`), which llama.cpp gives for texts too, or of a text (`tokens`, `token_logprobs`)."""
+    """Return the tokens of a chat (`content`), which llama.cpp gives for texts too, or of a text (`tokens`,
+    `token_logprobs`)."""
     logprobs = as_mapping(found)
     if isinstance(logprobs.get("content"), list):
-        return tuple(_token(as_mapping(each)) for each in as_list(logprobs["content"]) if isinstance(each, dict))
+        return tuple(
+            _token(as_mapping(each)) for each in as_list(logprobs["content"]) if isinstance(each, dict)
+        )
     tops = as_list(logprobs.get("top_logprobs"))
     pairs = zip(as_list(logprobs.get("tokens")), as_list(logprobs.get("token_logprobs")), strict=False)
-    return tuple(_plain(text, value, _tops(tops[at]) if at < len(tops) else ()) for at, (text, value) in enumerate(pairs))
+    return tuple(
+        _plain(text, value, _tops(tops[at]) if at < len(tops) else ())
+        for at, (text, value) in enumerate(pairs)
+    )
 
 
 def _tops(found: object) -> list[ServedToken]:
@@ -377,7 +436,9 @@ def _tops(found: object) -> list[ServedToken]:
 
 def _token(raw: Document) -> ServedToken:
     tops = [as_mapping(each) for each in as_list(raw.get("top_logprobs")) if isinstance(each, dict)]
-    found = _plain(raw.get("token"), raw.get("logprob"), [_token({**each, "top_logprobs": None}) for each in tops])
+    found = _plain(
+        raw.get("token"), raw.get("logprob"), [_token({**each, "top_logprobs": None}) for each in tops]
+    )
     own = raw.get("id")
     return ServedToken(own if type(own) is int else found.id, found.text, found.logprob, found.top)
 

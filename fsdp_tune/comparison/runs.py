@@ -1,8 +1,9 @@
 """Compare two runs by their files: digests, training lines and evaluations of metrics.jsonl.
 
-Each quantity has its own limit. Counts (tokens, trained tokens) must be equal, and the learning rate, which is computed from the recipe,
-to 1e-9. Losses and gradient norms may differ by rounding: at first by what the compute dtype allows, later by a multiple of what earlier
-lines differ by, if the runs differ in something that rounds otherwise (ranks, kernels, versions, devices).
+Each quantity has its own limit. Counts (tokens, trained tokens) must be equal, and the learning rate, which
+is computed from the recipe, to 1e-9. Losses and gradient norms may differ by rounding: at first by what the
+compute dtype allows, later by a multiple of what earlier lines differ by, if the runs differ in something
+that rounds otherwise (ranks, kernels, versions, devices).
 """
 
 from __future__ import annotations
@@ -27,18 +28,25 @@ TITLES = {
 COMPUTED = 1e-9
 """Relative limit of a number that is computed from the recipe alone, in fp64."""
 ROUNDING = {"fp32": 2.0**-16, "bf16": 2.0**-10, "fp16": 2.0**-10}
-"""By compute dtype: relative limit of a loss, a mean over the tokens of a step. 128 times the spacing of fp32 numbers; of half precision
-an eighth of that of bf16."""
+"""By compute dtype: relative limit of a loss, a mean over the tokens of a step. 128 times the spacing of fp32
+numbers; of half precision an eighth of that of bf16."""
 NORM = 4.0
 """Times that limit: of a gradient norm, in which errors do not average out."""
 GROWTH, MOST_GROWTH = 4.0, 64.0
-"""A line may differ by GROWTH times what earlier lines differ by, but never by more than MOST_GROWTH times the first limit."""
+"""A line may differ by GROWTH times what earlier lines differ by, but never by more than MOST_GROWTH times
+the first limit."""
 POINTS = ("tokens", "skipped_steps", "learning_rate", "grad_norm")
-"""Fields that are those of a line's step, whatever steps its line covers. The others are of all steps since the line before it."""
+"""Fields that are those of a line's step, whatever steps its line covers. The others are of all steps since
+the line before it."""
 ORDER = ("tokens", "supervised_tokens", "skipped_steps", "learning_rate", "loss", "grad_norm")
 """In which a step depends on them."""
 DEPENDS_ON_WEIGHTS = ("loss", "grad_norm")
-NAMES = {"supervised_tokens": "trained tokens", "learning_rate": "learning rate", "grad_norm": "gradient norm", "tokens": "tokens"}
+NAMES = {
+    "supervised_tokens": "trained tokens",
+    "learning_rate": "learning rate",
+    "grad_norm": "gradient norm",
+    "tokens": "tokens",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +81,8 @@ class Limits:
     """The relative limits of the fields, which follow what the lines so far differ by."""
 
     def __init__(self, dtype: str, *, can_round: bool, given: float | None = None) -> None:
-        """`can_round`: the runs differ in what rounds otherwise. `given`: a limit in place of that of rounding, for all lines."""
+        """`can_round`: the runs differ in what rounds otherwise. `given`: a limit in place of that of
+        rounding, for all lines."""
         self.first = ROUNDING[dtype] if given is None else given
         self._grows = can_round and given is None
         self._seen: dict[str, float] = {}
@@ -96,15 +105,21 @@ def is_count(name: str) -> bool:
     return name == "skipped_steps" or name.endswith("tokens")
 
 
-def compare_lines(a: Sequence[Line], b: Sequence[Line], limits: Limits, every: tuple[int, int] = (1, 1)) -> ComparedLines:
-    """Compare the training lines of two runs at the steps that both have. `every`: `training.logging_steps` of each run.
+def compare_lines(
+    a: Sequence[Line], b: Sequence[Line], limits: Limits, every: tuple[int, int] = (1, 1)
+) -> ComparedLines:
+    """Compare the training lines of two runs at the steps that both have. `every`: `training.logging_steps`
+    of each run.
 
-    Lines between two such steps are joined: trained tokens are added, losses are averaged by them. A line whose predecessor is missing
-    covers steps that are unknown, so only the fields of its last step are compared.
+    Lines between two such steps are joined: trained tokens are added, losses are averaged by them. A line
+    whose predecessor is missing covers steps that are unknown, so only the fields of its last step are
+    compared.
     """
     ours, theirs = ({int(line["step"]): line for line in lines} for lines in (a, b))
     shared = sorted(ours.keys() & theirs.keys())
-    joined = [_joined(list(lines.values()), shared, each) for lines, each in zip((ours, theirs), every, strict=True)]
+    joined = [
+        _joined(list(lines.values()), shared, each) for lines, each in zip((ours, theirs), every, strict=True)
+    ]
     pairs = [(step, joined[0][step], joined[1][step]) for step in shared]
     covered = [_covered(lines, shared) for lines in (ours, theirs)]
     return _compared("steps", pairs, _fields_of_steps, limits, covered, (ours, theirs))
@@ -138,7 +153,8 @@ def compare_digests(name: str, a: str | None, b: str | None, file: str) -> Compa
 
 
 def _joined(lines: Sequence[Line], shared: Sequence[int], every: int) -> dict[int, dict[str, object]]:
-    """Return for each shared step the fields of all steps since the shared step before it; without those that cannot be known."""
+    """Return for each shared step the fields of all steps since the shared step before it; without those that
+    cannot be known."""
     found: dict[int, dict[str, object]] = {}
     ends, part, before, is_whole = set(shared), list[Line](), 0, True
     for line in lines:
@@ -172,11 +188,17 @@ def _covered(lines: Mapping[int, Line], shared: Sequence[int]) -> int:
 
 def _fields_of_steps(a: Line, b: Line) -> Iterator[str]:
     yield from (name for name in ORDER if (name in a and name in b) or name == "skipped_steps")  # absent: 0
-    yield from (name for name in a if name in b and name.startswith("source_") and name.endswith(("_tokens", "_loss")))
+    yield from (
+        name for name in a if name in b and name.startswith("source_") and name.endswith(("_tokens", "_loss"))
+    )
 
 
 def _fields_of_evaluation(a: Line, b: Line) -> Iterator[str]:
-    yield from (name for name in a if name in b and name.startswith("eval_") and not name.endswith(("_seconds", "_perplexity")))
+    yield from (
+        name
+        for name in a
+        if name in b and name.startswith("eval_") and not name.endswith(("_seconds", "_perplexity"))
+    )
 
 
 def _compared(
@@ -208,7 +230,8 @@ def _compared(
         different += beyond
     title = TITLES[stage]
     left_out = tuple(
-        f"{title}: {len(own) - count:,} of {len(own):,} of {side}, at steps that {'B' if side == 'A' else 'A'} has none of"
+        f"{title}: {len(own) - count:,} of {len(own):,} of {side}, at steps that "
+        f"{'B' if side == 'A' else 'A'} has none of"
         for side, own, count in zip("AB", lines, covered, strict=True)
         if len(own) > count
     )
@@ -232,7 +255,9 @@ def _evidence(
     covered: Sequence[int],
     lines: Sequence[Mapping[int, Line]],
 ) -> str:
-    of_sides = " and ".join(f"{count:,} of {len(own):,} of {side}" for side, own, count in zip("AB", lines, covered, strict=True))
+    of_sides = " and ".join(
+        f"{count:,} of {len(own):,} of {side}" for side, own, count in zip("AB", lines, covered, strict=True)
+    )
     names = ", ".join(NAMES.get(name, name) for name in seen if name != "skipped_steps")
     steps = f"step {pairs[0][0]:,}" if len(pairs) == 1 else f"steps {pairs[0][0]:,} to {pairs[-1][0]:,}"
     return f"{title}: {of_sides} ({steps}: {names})"
@@ -243,7 +268,8 @@ def _finite(value: object) -> float | None:
 
 
 def _difference(step: int, name: str, a: object, b: object) -> DifferentStep | None:
-    """Return the difference of two values of a field; None if they are equal. NaN, infinity and other types have no number."""
+    """Return the difference of two values of a field; None if they are equal. NaN, infinity and other types
+    have no number."""
     if a == b:
         return None
     one, other = _finite(a), _finite(b)
@@ -253,7 +279,12 @@ def _difference(step: int, name: str, a: object, b: object) -> DifferentStep | N
 
 
 def _stage(
-    name: str, first: DifferentStep | None, first_bits: DifferentStep | None, places: int, different: int, limit: float
+    name: str,
+    first: DifferentStep | None,
+    first_bits: DifferentStep | None,
+    places: int,
+    different: int,
+    limit: float,
 ) -> ComparedStage:
     title = TITLES[name]
     if first is not None:
@@ -261,5 +292,9 @@ def _stage(
         difference = StageDifference(f"step {first.step}, {first.field}", *shown)
         detail = "counts are compared exactly" if is_count(first.field) else f"beyond {limit:.2g}"
         return ComparedStage(name, title, "different", detail, difference, places, different)
-    detail = None if first_bits is None else f"within rounding; the first bits differ at step {first_bits.step}, {first_bits.field}"
+    detail = (
+        None
+        if first_bits is None
+        else f"within rounding; the first bits differ at step {first_bits.step}, {first_bits.field}"
+    )
     return ComparedStage(name, title, "equal", detail, None, places)

@@ -18,7 +18,8 @@ from fsdp_tune.run.written_files import model_files
 
 
 def raw_config(recipe: Recipe) -> dict[str, object]:
-    """Return config.json as its file has it: two versions of transformers read the same. Raises: OSError, ValueError."""
+    """Return config.json as its file has it: two versions of transformers read the same. Raises: OSError,
+    ValueError."""
     source = recipe.model.from_config
     if isinstance(source, dict):
         return dict(source)
@@ -40,7 +41,8 @@ def raw_config(recipe: Recipe) -> dict[str, object]:
 
 
 def with_default_sizes(config: dict[str, Any]) -> dict[str, object]:
-    """Return a configuration with the whole numbers that it leaves to its class, such as the number of layers."""
+    """Return a configuration with the whole numbers that it leaves to its class, such as the number of
+    layers."""
     fields = dict(config)
     made = AutoConfig.for_model(fields.pop("model_type"), **fields)
     every: dict[str, object] = json.loads(made.to_json_string(use_diff=False))

@@ -1,7 +1,7 @@
 """The stages of a comparison, from tokens to the update: the first place at which two sides differ.
 
-An observation of a side is computed by `comparison/observe.py` in a child process. This module compares two of them; it imports no
-torch.
+An observation of a side is computed by `comparison/observe.py` in a child process. This module compares two
+of them; it imports no torch.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ STAGES: dict[str, str] = {
     "rate": "learning rate of all steps",
     "update": "change of each parameter in two steps at the peak learning rate",
 }
-"""In the order in which they are computed, with the text for users. A later stage depends on the earlier ones."""
+"""In the order in which they are computed, with the text for users. A later stage depends on the earlier
+ones."""
 RANDOM = "both draw the order of their rows, by other generators: torch's in a tool, a hash in a recipe"
 DATA_STAGES = ("tokens", "labels", "rows", "batch", "order", "items", "eval_rows")
 NEVER_COMPARED = (
-    "what ranks do: sharding, sums over ranks, recomputation (`fsdp-tune rehearse --parity` compares them with one device)",
+    "what ranks do: sharding, sums over ranks, recomputation (`fsdp-tune rehearse --parity` compares "
+    "them with one device)",
     "kernels of a GPU and of `kernels:`: the stages ran on the CPU with transformers' own attention",
     "evaluation losses, checkpoints and everything after the second step, except the learning rate",
 )
@@ -51,31 +53,39 @@ COMPUTED = 1e-9
 TOLERANCE = 1e-6
 """Relative. In one environment equal input gives equal bits; padding to another width moves the last ones."""
 GROWTH = {"loss": 4.0, "gradients": 8.0, "clipping": 8.0, "update": 64.0}
-"""Stages of a step. A later one may differ by this multiple of what the stages before it differ by. Adam divides a gradient by the root of
-its square, so that the smallest gradients move as far as the largest, with their larger relative errors."""
+"""Stages of a step. A later one may differ by this multiple of what the stages before it differ by. Adam
+divides a gradient by the root of its square, so that the smallest gradients move as far as the largest, with
+their larger relative errors."""
 OTHER_VERSIONS_TOLERANCE = 1e-4
 """Relative, of other versions of the libraries in fp32: their kernels add in another order."""
 OTHER_VERSIONS_HALF_TOLERANCE = 2e-2
 """The same where matrices are multiplied in bf16 or fp16: three times the spacing of bf16 numbers."""
 MICRO_BATCHES = frozenset(
     (
-        *("training.per_device_train_batch_size", "training.per_device_train_batch_tokens", "training.gradient_accumulation_steps"),
+        *(
+            "training.per_device_train_batch_size",
+            "training.per_device_train_batch_tokens",
+            "training.gradient_accumulation_steps",
+        ),
         *("launch.num_processes", "data.pad_to_multiple_of"),
     )
 )
-"""Keys that cut the same step into other micro-batches, whose matrices have other shapes: kernels may add in another order."""
+"""Keys that cut the same step into other micro-batches, whose matrices have other shapes: kernels may add in
+another order."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageFacts:
-    """What is observed in a stage: a value by place, such as a list of ids by example. `reason`: why there is none."""
+    """What is observed in a stage: a value by place, such as a list of ids by example. `reason`: why there is
+    none."""
 
     values: dict[str, Any] = field(default_factory=dict[str, Any])
     reason: str | None = None
     assumed: str | None = None
     """What the values assume. They are compared only with values of the same assumption."""
     drawn_by: str | None = None
-    """Of an order of rows: what draws it. Two that are drawn are compared only if the same generator draws them."""
+    """Of an order of rows: what draws it. Two that are drawn are compared only if the same generator draws
+    them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +105,21 @@ class Observation:
     ignored: tuple[str, ...] = ()
     """Options of its configuration that the tool does not read."""
     complete: tuple[str, ...] = ()
-    """Stages whose values are those of the whole run: `rows` (all rows were read), `order` and `rate` (of all steps), `eval_rows`."""
+    """Stages whose values are those of the whole run: `rows` (all rows were read), `order` and `rate` (of all
+    steps), `eval_rows`."""
     chosen: dict[str, Any] = field(default_factory=dict[str, Any])
-    """The trained parameters of the model in its own size, with the options of their groups; {} if they were not computed."""
+    """The trained parameters of the model in its own size, with the options of their groups; {} if they were
+    not computed."""
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Self:
         stages = {name: StageFacts(**facts) for name, facts in raw["stages"].items()}
-        lists = (tuple(raw["left_out"]), raw.get("failed"), tuple(raw.get("ignored", ())), tuple(raw.get("complete", ())))
+        lists = (
+            tuple(raw["left_out"]),
+            raw.get("failed"),
+            tuple(raw.get("ignored", ())),
+            tuple(raw.get("complete", ())),
+        )
         return cls(stages, raw["names"], raw["texts"], raw["versions"], *lists, raw.get("chosen", {}))
 
 
@@ -145,16 +162,28 @@ def compare_stage(name: str, a: Observation, b: Observation, tolerance: float = 
     title = STAGES[name]
     own, other = a.stages.get(name), b.stages.get(name)
     if own is None or other is None or own.reason or other.reason:
-        reasons = {side: facts.reason for side, facts in (("A", own), ("B", other)) if facts is not None and facts.reason}
+        reasons = {
+            side: facts.reason
+            for side, facts in (("A", own), ("B", other))
+            if facts is not None and facts.reason
+        }
         same = len(set(reasons.values())) == 1 and len(reasons) == 2
-        detail = next(iter(reasons.values())) if same else "; ".join(f"{side}: {reason}" for side, reason in reasons.items())
+        detail = (
+            next(iter(reasons.values()))
+            if same
+            else "; ".join(f"{side}: {reason}" for side, reason in reasons.items())
+        )
         return ComparedStage(name, title, "not_compared", detail or "it was not computed")
     if own.assumed != other.assumed:
-        return ComparedStage(name, title, "not_compared", f"{'A' if own.assumed else 'B'}: {own.assumed or other.assumed}")
+        return ComparedStage(
+            name, title, "not_compared", f"{'A' if own.assumed else 'B'}: {own.assumed or other.assumed}"
+        )
     if own.drawn_by and other.drawn_by and own.drawn_by != other.drawn_by:
         return ComparedStage(name, title, "not_compared", RANDOM)
     if name in OF_ROWS and has_rows(a) is not has_rows(b):
-        return ComparedStage(name, title, "not_compared", f"{'B' if has_rows(a) else 'A'}: its rows cannot be read")
+        return ComparedStage(
+            name, title, "not_compared", f"{'B' if has_rows(a) else 'A'}: its rows cannot be read"
+        )
     if name == "rate" and tolerance > 0.0:
         tolerance = COMPUTED
     places, different, first, largest = _COMPARE.get(name, _numbers)(own, other, a, b, tolerance)
@@ -167,13 +196,22 @@ def compare_stage(name: str, a: Observation, b: Observation, tolerance: float = 
 
 
 def without_weights(stages: Sequence[ComparedStage], a: str, b: str) -> list[ComparedStage]:
-    """Return stages of two models without that of the weights: equal random ones say nothing about models that start from other files."""
-    detail = f"A starts from `{a}` and B from `{b}`, and both ran with random weights (`--model full` loads them)"
-    return [replace(stage, status="not_compared", detail=detail, difference=None) if stage.name == "weights" else stage for stage in stages]
+    """Return stages of two models without that of the weights: equal random ones say nothing about models
+    that start from other files."""
+    detail = (
+        f"A starts from `{a}` and B from `{b}`, and both ran with random weights (`--model full` loads them)"
+    )
+    return [
+        replace(stage, status="not_compared", detail=detail, difference=None)
+        if stage.name == "weights"
+        else stage
+        for stage in stages
+    ]
 
 
 def tolerances(*, is_fp32: bool, is_one_environment: bool, keys: Iterable[str]) -> tuple[float, float | None]:
-    """Return the tolerance, and that of the stages of a step if it is another one. `keys`: those that differ."""
+    """Return the tolerance, and that of the stages of a step if it is another one. `keys`: those that
+    differ."""
     if not is_one_environment:
         return OTHER_VERSIONS_TOLERANCE if is_fp32 else OTHER_VERSIONS_HALF_TOLERANCE, None
     is_cut_otherwise = not is_fp32 and not MICRO_BATCHES.isdisjoint(keys)
@@ -181,16 +219,22 @@ def tolerances(*, is_fp32: bool, is_one_environment: bool, keys: Iterable[str]) 
 
 
 def open_words(stage: str, decisions: Sequence[tuple[str, str]], a: Observation, b: Observation) -> list[str]:
-    """Return what may be behind a difference that no key causes: what an import leaves open there, and other rows of the same examples."""
+    """Return what may be behind a difference that no key causes: what an import leaves open there, and other
+    rows of the same examples."""
     words = [
         f"`{key}`: {each}"
         for key, each in decisions
         if (stage == "labels" if key == "data.loss_on" else key.startswith("data.") is (stage in DATA_STAGES))
     ]
     if stage == "rows":
-        pieces = [sorted(json.dumps(piece) for row in side.stages[stage].values.values() for piece in row) for side in (a, b)]
+        pieces = [
+            sorted(json.dumps(piece) for row in side.stages[stage].values.values() for piece in row)
+            for side in (a, b)
+        ]
         if pieces[0] == pieces[1]:
-            words.insert(0, "the same pieces of examples stand in other rows, since each packs by its own rule")
+            words.insert(
+                0, "the same pieces of examples stand in other rows, since each packs by its own rule"
+            )
     return words
 
 
@@ -201,12 +245,17 @@ def has_rows(side: Observation) -> bool:
 
 
 def compare_observations(
-    a: Observation, b: Observation, tolerance: float = TOLERANCE, *, of_steps: float | None = None, grows: bool = True
+    a: Observation,
+    b: Observation,
+    tolerance: float = TOLERANCE,
+    *,
+    of_steps: float | None = None,
+    grows: bool = True,
 ) -> list[ComparedStage]:
     """Compare all stages that one of the sides has, in order.
 
-    `of_steps`: the tolerance of stages that depend on how a step is cut into micro-batches, if it is another one. `grows`: the limit of a
-    later stage follows from what earlier ones differ by (`GROWTH`).
+    `of_steps`: the tolerance of stages that depend on how a step is cut into micro-batches, if it is another
+    one. `grows`: the limit of a later stage follows from what earlier ones differ by (`GROWTH`).
     """
     found: list[ComparedStage] = []
     largest = 0.0
@@ -224,9 +273,14 @@ def _places(own: StageFacts, other: StageFacts) -> list[str]:
 
 
 def _walk(
-    own: StageFacts, other: StageFacts, a: Observation, b: Observation, at: Callable[[str, Any, Any], StageDifference | None]
+    own: StageFacts,
+    other: StageFacts,
+    a: Observation,
+    b: Observation,
+    at: Callable[[str, Any, Any], StageDifference | None],
 ) -> Compared:
-    """Compare place by place. `at` returns the difference of two values; a place that one side lacks differs."""
+    """Compare place by place. `at` returns the difference of two values; a place that one side lacks
+    differs."""
     first: StageDifference | None = None
     different, places = 0, _places(own, other)
     for place in places:
@@ -248,7 +302,10 @@ def _tokens(own: StageFacts, other: StageFacts, a: Observation, b: Observation, 
     def at(_place: str, ids: list[int], others: list[int]) -> StageDifference | None:
         if ids == others:
             return None
-        index = next((i for i, (x, y) in enumerate(zip(ids, others, strict=False)) if x != y), min(len(ids), len(others)))
+        index = next(
+            (i for i, (x, y) in enumerate(zip(ids, others, strict=False)) if x != y),
+            min(len(ids), len(others)),
+        )
         return StageDifference(f", token {index}", _token(a, ids, index), _token(b, others, index))
 
     return _walk(own, other, a, b, at)
@@ -269,10 +326,19 @@ def _labels(own: StageFacts, other: StageFacts, a: Observation, b: Observation, 
         if flags == others:
             return None
         index = next(i for i, (x, y) in enumerate(zip(flags, others, strict=True)) if x != y)
-        counts = [f"{_VERDICT[side[index]]} ({sum(side)} of {len(side)} tokens of the example are trained)" for side in (flags, others)]
+        counts = [
+            f"{_VERDICT[side[index]]} ({sum(side)} of {len(side)} tokens of the example are trained)"
+            for side in (flags, others)
+        ]
         return StageDifference(f", token {index} {a.texts.get(str(tokens[place][index]), '')!r}", *counts)
 
-    return _walk(StageFacts({place: own.values[place] for place in shared}), StageFacts({p: other.values[p] for p in shared}), a, b, at)
+    return _walk(
+        StageFacts({place: own.values[place] for place in shared}),
+        StageFacts({p: other.values[p] for p in shared}),
+        a,
+        b,
+        at,
+    )
 
 
 _VERDICT = {0: "is not trained", 1: "is trained"}
@@ -302,7 +368,11 @@ def _pieces(side: Observation, pieces: Sequence[Sequence[Any]]) -> str:
 
 def _exact(own: StageFacts, other: StageFacts, a: Observation, b: Observation, _: float) -> Compared:
     def at(_place: str, value: Any, other_value: Any) -> StageDifference | None:
-        return None if value == other_value else StageDifference("", *(_shown(each, of) for each, of in ((value, a), (other_value, b))))
+        return (
+            None
+            if value == other_value
+            else StageDifference("", *(_shown(each, of) for each, of in ((value, a), (other_value, b))))
+        )
 
     return _walk(own, other, a, b, at)
 
@@ -315,9 +385,14 @@ def _order(own: StageFacts, other: StageFacts, a: Observation, b: Observation, _
     def at(_place: str, rows: list[str], others: list[str]) -> StageDifference | None:
         if rows == others:
             return None
-        index = next((i for i, (x, y) in enumerate(zip(rows, others, strict=False)) if x != y), min(len(rows), len(others)))
+        index = next(
+            (i for i, (x, y) in enumerate(zip(rows, others, strict=False)) if x != y),
+            min(len(rows), len(others)),
+        )
         shown = [
-            f"reads {side.names.get(each[index], each[index])}" if index < len(each) else f"has only {len(each)} rows"
+            f"reads {side.names.get(each[index], each[index])}"
+            if index < len(each)
+            else f"has only {len(each)} rows"
             for side, each in ((a, rows), (b, others))
         ]
         return StageDifference(f", row {index + 1}", *shown)
@@ -331,8 +406,11 @@ def _shown(value: Any, side: Observation) -> str:
     return f"{value:.8g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
 
 
-def _numbers(own: StageFacts, other: StageFacts, a: Observation, b: Observation, tolerance: float) -> Compared:
-    """Compare numbers relative to the largest of their vector; a value with two dimensions has a vector for each token."""
+def _numbers(
+    own: StageFacts, other: StageFacts, a: Observation, b: Observation, tolerance: float
+) -> Compared:
+    """Compare numbers relative to the largest of their vector; a value with two dimensions has a vector for
+    each token."""
     largest = 0.0
 
     def at(_place: str, value: Any, other_value: Any) -> StageDifference | None:

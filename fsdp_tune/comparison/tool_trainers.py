@@ -1,7 +1,9 @@
-"""Build the trainer of a tool from the options of its configuration, with a small model and given rows. Imports nothing of a tool on load.
+"""Build the trainer of a tool from the options of its configuration, with a small model and given rows.
+Imports nothing of a tool on load.
 
-TRL: `trl.SFTTrainer`, as `trl sft` builds it from the options that TRL's own parser reads. axolotl: its configuration, data and trainer
-builder, as `axolotl train` calls them, with the dtypes of a GPU that has bf16. The trainers compute on the CPU, in fp32.
+TRL: `trl.SFTTrainer`, as `trl sft` builds it from the options that TRL's own parser reads. axolotl: its
+configuration, data and trainer builder, as `axolotl train` calls them, with the dtypes of a GPU that has
+bf16. The trainers compute on the CPU, in fp32.
 """
 
 from __future__ import annotations
@@ -19,12 +21,45 @@ from typing import Any, Protocol
 
 Facts = dict[str, Any]
 IGNORE_INDEX = -100
-PACKAGES = ("axolotl", "trl", "torch", "transformers", "tokenizers", "accelerate", "peft", "datasets", "numpy", "safetensors")
+PACKAGES = (
+    "axolotl",
+    "trl",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "accelerate",
+    "peft",
+    "datasets",
+    "numpy",
+    "safetensors",
+)
 """Packages that compute: their versions are shown, and those that a tool requires are installed."""
-CODE = ("trust_remote_code", "code_revision", "weights_only", "use_kernels", "kernel_config", "allow_all_kernels", "attn_implementation")
+CODE = (
+    "trust_remote_code",
+    "code_revision",
+    "weights_only",
+    "use_kernels",
+    "kernel_config",
+    "allow_all_kernels",
+    "attn_implementation",
+)
 """Fields of `model_init_kwargs` that let code of others run, and kernels."""
-KERNELS = ("attn_implementation", "load_in_4bit", "load_in_8bit", "use_bnb_nested_quant", "bnb_4bit_quant_type")
-ROW_COLUMNS = ("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks", "seq_lengths", "position_ids")
+KERNELS = (
+    "attn_implementation",
+    "load_in_4bit",
+    "load_in_8bit",
+    "use_bnb_nested_quant",
+    "bnb_4bit_quant_type",
+)
+ROW_COLUMNS = (
+    "input_ids",
+    "labels",
+    "attention_mask",
+    "completion_mask",
+    "assistant_masks",
+    "seq_lengths",
+    "position_ids",
+)
 
 
 class NotShownError(Exception):
@@ -33,7 +68,8 @@ class NotShownError(Exception):
 
 @dataclass
 class ToolRequest:
-    """What a tool computes its side from; the JSON object that `ToolChild` of `comparison/environments.py` sends."""
+    """What a tool computes its side from; the JSON object that `ToolChild` of `comparison/environments.py`
+    sends."""
 
     tool: str
     values: dict[str, Any]
@@ -95,13 +131,15 @@ class ToolTrainers(Protocol):
         ...
 
     def rows(self, trainer: Any) -> list[Facts]:
-        """Return the rows that run through the model, with `seq_lengths` where the tool packs examples into them."""
+        """Return the rows that run through the model, with `seq_lengths` where the tool packs examples into
+        them."""
         ...
 
     def collated(self, trainer: Any, rows: Sequence[Facts]) -> Facts: ...
 
     def own_order(self, trainer: Any) -> str | None:
-        """Let the sampler of a trainer of `small` have the order that the file says. Returns why it cannot, if so."""
+        """Let the sampler of a trainer of `small` have the order that the file says. Returns why it cannot,
+        if so."""
         ...
 
 
@@ -131,7 +169,9 @@ class TrlTrainers:
         return BatchOptions(args.per_device_train_batch_size, args.gradient_accumulation_steps, autocast)
 
     def small(self, size: int, accumulation: int) -> Any:
-        return self._built(bf16=False, fp16=False, per_device_train_batch_size=size, gradient_accumulation_steps=accumulation)
+        return self._built(
+            bf16=False, fp16=False, per_device_train_batch_size=size, gradient_accumulation_steps=accumulation
+        )
 
     def rows(self, trainer: Any) -> list[Facts]:
         return [_columns(row) for row in trainer.train_dataset]
@@ -140,13 +180,19 @@ class TrlTrainers:
         return trainer.data_collator([dict(row) for row in rows])
 
     def own_order(self, trainer: Any) -> str | None:  # noqa: ARG002  its sampler is the file's
-        return "TRL shuffles the rows before all else (`shuffle_dataset`)" if self.request.values.get("shuffle_dataset") else None
+        return (
+            "TRL shuffles the rows before all else (`shuffle_dataset`)"
+            if self.request.values.get("shuffle_dataset")
+            else None
+        )
 
     def _parsed(self, **changes: Any) -> tuple[Any, Any]:
         """Return SFTConfig and ModelConfig, as TRL's parser reads the file with these changes."""
         trl = self.trl
         classes = [
-            getattr(trl, name) for name in ("ScriptArguments", "SFTConfig", "ModelConfig", "DatasetMixtureConfig") if hasattr(trl, name)
+            getattr(trl, name)
+            for name in ("ScriptArguments", "SFTConfig", "ModelConfig", "DatasetMixtureConfig")
+            if hasattr(trl, name)
         ]
         known = {field.name for each in classes for field in fields(each)}
         if kernels := [name for name in KERNELS if self.request.values.get(name)]:
@@ -157,18 +203,23 @@ class TrlTrainers:
         values |= {name: value for name, value in changes.items() if name in known}
         path = Path(self.folder, "config.yaml")
         path.write_text(json.dumps(values), encoding="utf-8")  # JSON is YAML
-        found = trl.TrlParser(tuple(classes)).parse_args_and_config(["--config", str(path)], return_remaining_strings=True)
+        found = trl.TrlParser(tuple(classes)).parse_args_and_config(
+            ["--config", str(path)], return_remaining_strings=True
+        )
         self.ignored = [word.removeprefix("--") for word in map(str, found[-1]) if word.startswith("--")]
         for name in self.ignored:
             self.leave_out(f"`{name}`, which this TRL ignores")
         by_class = {type(each).__name__: each for each in found[:-1]}
         args, model_args = by_class["SFTConfig"], by_class["ModelConfig"]
-        options = {name: value for name, value in dict(args.model_init_kwargs or {}).items() if name not in CODE}
+        options = {
+            name: value for name, value in dict(args.model_init_kwargs or {}).items() if name not in CODE
+        }
         args.model_init_kwargs = options | trust
         return args, model_args
 
     def _built(self, **changes: Any) -> Any:
-        """Return a trainer as `trl sft` makes it, with the small model, the tokenizer of the file and the given rows."""
+        """Return a trainer as `trl sft` makes it, with the small model, the tokenizer of the file and the
+        given rows."""
         datasets: Any = importlib.import_module("datasets")
         transformers: Any = importlib.import_module("transformers")
         args, model_args = self._parsed(**changes)
@@ -176,13 +227,20 @@ class TrlTrainers:
         name = "dtype" if int(transformers.__version__.partition(".")[0]) >= 5 else "torch_dtype"
         options = {name: given, **args.model_init_kwargs}
         args.model_init_kwargs = {key: value for key, value in options.items() if value is not None}
-        own = {"revision": self.request.revision or "main", "trust_remote_code": self.request.trust_remote_code}
+        own = {
+            "revision": self.request.revision or "main",
+            "trust_remote_code": self.request.trust_remote_code,
+        }
         tokenizer = transformers.AutoTokenizer.from_pretrained(self.request.tokenizer, **own)
-        columns = dict.fromkeys(name for row in self.raw for name in row)  # `from_list` has those of the first row
+        columns = dict.fromkeys(
+            name for row in self.raw for name in row
+        )  # `from_list` has those of the first row
         return self.trl.SFTTrainer(
             model=self.request.model,
             args=args,
-            train_dataset=datasets.Dataset.from_list([{name: row.get(name) for name in columns} for row in self.raw]),
+            train_dataset=datasets.Dataset.from_list(
+                [{name: row.get(name) for name in columns} for row in self.raw]
+            ),
             processing_class=tokenizer,
             peft_config=self.trl.get_peft_config(model_args),
         )
@@ -195,21 +253,53 @@ ATTENTION = (
 )
 """Options of axolotl that choose a kernel."""
 ISOLATING = ("flash_attention", "xformers_attention", "sage_attention", "flex_attention")
-"""Attentions with which axolotl joins the rows of a micro-batch to one, in which examples do not see each other."""
+"""Attentions with which axolotl joins the rows of a micro-batch to one, in which examples do not see each
+other."""
 STREAMS = ("streaming", "pretraining_dataset", "skip_prepare_dataset")
 FSDP = ("fsdp", "fsdp_config")
-OF_A_FILE = ("path", "ds_type", "data_files", "name", "split", "revision", "shards", "shards_idx", "preprocess_shards", "trust_remote_code")
+OF_A_FILE = (
+    "path",
+    "ds_type",
+    "data_files",
+    "name",
+    "split",
+    "revision",
+    "shards",
+    "shards_idx",
+    "preprocess_shards",
+    "trust_remote_code",
+)
 """Options of an entry of `datasets` that say where its rows are."""
 
 
 class AxolotlTrainers:
-    def __init__(self, request: ToolRequest, raw: list[Facts], sources: list[int], folder: str, leave_out: Callable[[str], None]) -> None:
-        self.request, self.raw, self.sources, self.folder, self.leave_out = request, raw, sources, folder, leave_out
+    def __init__(
+        self,
+        request: ToolRequest,
+        raw: list[Facts],
+        sources: list[int],
+        folder: str,
+        leave_out: Callable[[str], None],
+    ) -> None:
+        self.request, self.raw, self.sources, self.folder, self.leave_out = (
+            request,
+            raw,
+            sources,
+            folder,
+            leave_out,
+        )
         self.ignored: list[str] = []
         tempfile.tempdir = folder  # axolotl keeps a copy of each configuration
-        os.environ.update(AXOLOTL_DO_NOT_TRACK="1", DO_NOT_TRACK="1", ACCELERATE_USE_CPU="true", HF_DATASETS_CACHE=f"{folder}/datasets")
+        os.environ.update(
+            AXOLOTL_DO_NOT_TRACK="1",
+            DO_NOT_TRACK="1",
+            ACCELERATE_USE_CPU="true",
+            HF_DATASETS_CACHE=f"{folder}/datasets",
+        )
         if streams := [name for name in STREAMS if request.values.get(name)]:
-            raise ValueError(f"`{'`, `'.join(streams)}`: rows that are made while the run reads them are not compared")
+            raise ValueError(
+                f"`{'`, `'.join(streams)}`: rows that are made while the run reads them are not compared"
+            )
         config: Any = importlib.import_module("axolotl.cli.config")
         rules: Any = importlib.import_module("axolotl.utils.config")
         sft: Any = importlib.import_module("axolotl.utils.data.sft")
@@ -230,7 +320,9 @@ class AxolotlTrainers:
     def batch(self) -> BatchOptions:
         cfg = self._read()
         autocast = "bf16" if cfg.bf16 else "fp16" if cfg.fp16 else "no"
-        return BatchOptions(1 if self._joins() else cfg.micro_batch_size, cfg.gradient_accumulation_steps, autocast)
+        return BatchOptions(
+            1 if self._joins() else cfg.micro_batch_size, cfg.gradient_accumulation_steps, autocast
+        )
 
     def small(self, size: int, accumulation: int) -> Any:
         # The capacity of a joined row is that of a micro-batch.
@@ -261,8 +353,12 @@ class AxolotlTrainers:
 
     def _joins(self) -> bool:
         values = self.request.values
-        is_isolating = any(values.get(name) for name in ISOLATING) or str(values.get("attn_implementation")).startswith("fl")
-        return bool(values.get("sample_packing")) and is_isolating and not values.get("multipack_real_batches")
+        is_isolating = any(values.get(name) for name in ISOLATING) or str(
+            values.get("attn_implementation")
+        ).startswith("fl")
+        return (
+            bool(values.get("sample_packing")) and is_isolating and not values.get("multipack_real_batches")
+        )
 
     def _written(self) -> list[str]:
         """Write the rows of each entry of `datasets` to a file."""
@@ -281,27 +377,51 @@ class AxolotlTrainers:
         request = self.request
         if dropped := [name for name in QUANTISED if request.values.get(name)]:
             self.leave_out(f"what needs a GPU in axolotl: `{'`, `'.join(dropped)}`")
-        values = {name: value for name, value in request.values.items() if name not in (*QUANTISED, *ATTENTION, *FSDP)}
+        values = {
+            name: value
+            for name, value in request.values.items()
+            if name not in (*QUANTISED, *ATTENTION, *FSDP)
+        }
         if values.get("adapter") == "qlora":
             values["adapter"] = "lora"
         if self._joins():
             values["multipack_real_batches"] = False
         values |= request.settings | changes
         entries = [
-            {**{name: value for name, value in entry.items() if name not in OF_A_FILE}, "path": path, "ds_type": "json", "split": "train"}
+            {
+                **{name: value for name, value in entry.items() if name not in OF_A_FILE},
+                "path": path,
+                "ds_type": "json",
+                "split": "train",
+            }
             for entry, path in zip(values["datasets"], self._files, strict=True)
         ]
-        values |= {"datasets": entries, "base_model": request.model, "base_model_config": None, "tokenizer_config": request.tokenizer}
-        values |= {"trust_remote_code": request.trust_remote_code, "revision_of_model": request.revision or "main"}
+        values |= {
+            "datasets": entries,
+            "base_model": request.model,
+            "base_model_config": None,
+            "tokenizer_config": request.tokenizer,
+        }
+        values |= {
+            "trust_remote_code": request.trust_remote_code,
+            "revision_of_model": request.revision or "main",
+        }
         values |= {"output_dir": self.folder, "dataset_prepared_path": tempfile.mkdtemp(dir=self.folder)}
-        cfg = self._config.load_cfg(self._mapping({name: value for name, value in values.items() if value is not None}))
-        self.ignored = [name for name, value in values.items() if value is not None and name not in self._known and name not in cfg]
+        cfg = self._config.load_cfg(
+            self._mapping({name: value for name, value in values.items() if value is not None})
+        )
+        self.ignored = [
+            name
+            for name, value in values.items()
+            if value is not None and name not in self._known and name not in cfg
+        ]
         for name in self.ignored:
             self.leave_out(f"`{name}`, which this axolotl ignores")
         return cfg
 
     def _built(self, **changes: Any) -> Any:
-        """Return a trainer as `axolotl train` makes it, with the small model, the tokenizer of the file and the given rows."""
+        """Return a trainer as `axolotl train` makes it, with the small model, the tokenizer of the file and
+        the given rows."""
         request = self.request
         utilities: Any = importlib.import_module("axolotl.utils.trainer")
         cfg = self._read(**changes)
@@ -357,4 +477,5 @@ def _apart(row: Facts) -> list[Facts]:
 
 
 TRAINERS: dict[str, Callable[..., ToolTrainers]] = {"TRL": TrlTrainers, "axolotl": AxolotlTrainers}
-"""By the name of the tool. Called with the request, the rows and the source of each, a folder, and what lists what is left out."""
+"""By the name of the tool. Called with the request, the rows and the source of each, a folder, and what lists
+what is left out."""

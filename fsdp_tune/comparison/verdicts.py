@@ -1,8 +1,8 @@
 """The verdict of a comparison: what it rests on, and which keys that differ are shown to make no difference.
 
-*equal* needs an equal stage of each kind that is claimed: of the rows, and of what is computed from them. A key that changes rows, numbers
-or the delivered model forbids it, unless a stage that covers the full run is equal and shows all that the key affects, or the key names
-the same bytes elsewhere.
+*equal* needs an equal stage of each kind that is claimed: of the rows, and of what is computed from them. A
+key that changes rows, numbers or the delivered model forbids it, unless a stage that covers the full run is
+equal and shows all that the key affects, or the key names the same bytes elsewhere.
 """
 
 from __future__ import annotations
@@ -20,10 +20,18 @@ from fsdp_tune.recipe.schema.effects import Affects
 
 Verdict = Literal["equal", "different", "not_comparable"]
 CLAIMS = (("tokens", "data"), ("loss", "update", "steps", "logprobs", "same_tokens", "answers"))
-"""Stages of which one has to be equal: of the rows, and of what depends on the weights. A server has no rows."""
+"""Stages of which one has to be equal: of the rows, and of what depends on the weights. A server has no
+rows."""
 SCHEDULE = frozenset(
     f"training.{name}"
-    for name in ("learning_rate", "warmup_steps", "lr_scheduler_type", "lr_scheduler_kwargs", "max_steps", "num_train_epochs")
+    for name in (
+        "learning_rate",
+        "warmup_steps",
+        "lr_scheduler_type",
+        "lr_scheduler_kwargs",
+        "max_steps",
+        "num_train_epochs",
+    )
 )
 """Keys that affect nothing but the learning rate of each step, and the number of steps."""
 PATTERNS = (("model", "freeze"), ("lora", "target_modules"), ("training", "parameter_groups"))
@@ -32,8 +40,11 @@ SAME_UPDATE = ("adamw_torch", "adamw_torch_fused")
 """Optimizers that compute the same update, one with a fused kernel, unless `training.optim_args` has more."""
 
 
-def verdict(stages: Sequence[ComparedStage], unsettled: Iterable[KeyPath], *, failed: bool = False) -> Verdict:
-    """Return the verdict. `unsettled`: keys that differ and are not shown to make no difference; `failed`: a tool did not compute all."""
+def verdict(
+    stages: Sequence[ComparedStage], unsettled: Iterable[KeyPath], *, failed: bool = False
+) -> Verdict:
+    """Return the verdict. `unsettled`: keys that differ and are not shown to make no difference; `failed`: a
+    tool did not compute all."""
     names = {stage.name for stage in stages}
     equal = {stage.name for stage in stages if stage.status == "equal"}
     keys = list(unsettled)
@@ -52,9 +63,14 @@ def unsettled_keys(
     observations: tuple[Observation, Observation] | None,
     digests: FileDigests,
 ) -> list[KeyPath]:
-    """Return the keys among `paths` that are not shown to make no difference. `observations`: None if nothing was computed."""
+    """Return the keys among `paths` that are not shown to make no difference. `observations`: None if nothing
+    was computed."""
     equal = {stage.name for stage in stages if stage.status == "equal"}
-    complete = equal & set.intersection(*(set(each.complete) for each in observations)) if observations is not None else set[str]()
+    complete = (
+        equal & set.intersection(*(set(each.complete) for each in observations))
+        if observations is not None
+        else set[str]()
+    )
     has_evaluations = observations is not None and any("eval_rows" in each.stages for each in observations)
     rows = {"rows", "order"} <= complete and equal.issuperset(set(DATA_STAGES) - {"eval_rows"})
     shown_rows = rows and (not has_evaluations or "eval_rows" in complete)
@@ -70,7 +86,9 @@ def unsettled_keys(
             return are_chosen_alike
         if name == "training.optim" and "update" in equal:
             training = [as_mapping(each.get("training")) for each in recipes]
-            return all(each.get("optim") in (None, *SAME_UPDATE) and not each.get("optim_args") for each in training)
+            return all(
+                each.get("optim") in (None, *SAME_UPDATE) and not each.get("optim_args") for each in training
+            )
         if name == "training.global_batch_size":
             return "batch" in equal
         if _is_of_rows(path) and (shown_rows or (shown_by_digest and not name.startswith("data.eval"))):

@@ -1,8 +1,8 @@
 """Write files and directories atomically: a reader sees the complete old one or the complete new one.
 
-Protocol: write under a stage name next to the target, fsync every file and directory, rename, fsync the parent.
-Stage names start with `.` and end in `.stage-<pid and random digits>`, so that leftovers are distinguishable from users' files,
-and processes of several machines with equal pids do not share one.
+Protocol: write under a stage name next to the target, fsync every file and directory, rename, fsync the
+parent. Stage names start with `.` and end in `.stage-<pid and random digits>`, so that leftovers are
+distinguishable from users' files, and processes of several machines with equal pids do not share one.
 All writes go through `DISK`; the fault suite replaces it by one that fails at the n-th operation.
 """
 
@@ -32,7 +32,8 @@ PRIVATE_MODE = 0o600
 
 
 class Disk:
-    """Writes through Python, with one method per operation, so that tests can count operations and make them fail."""
+    """Writes through Python, with one method per operation, so that tests can count operations and make them
+    fail."""
 
     def open(self, path: Path, mode: str = "wb") -> IO[bytes]:
         return open(path, mode)
@@ -42,7 +43,8 @@ class Disk:
         return open(path, mode, opener=lambda name, flags: os.open(name, flags, PRIVATE_MODE))
 
     def open_direct(self, path: Path) -> IO[bytes]:
-        """Open a file for direct I/O, which bypasses the page cache and needs page-aligned sizes, offsets and buffers.
+        """Open a file for direct I/O, which bypasses the page cache and needs page-aligned sizes, offsets and
+        buffers.
 
         Raises: OSError(EINVAL) if the operating system or the file system does not support it.
         """
@@ -99,7 +101,8 @@ def stage_path(target: Path) -> Path:
 def check_output_file(path: Path, *, replaces: bool = False, otherwise: str = "remove it") -> None:
     """Check, before the work for it, that `write_file` can write a file that the user named.
 
-    An existing file is refused unless the command `replaces` it; `otherwise` is the way out next to another name.
+    An existing file is refused unless the command `replaces` it; `otherwise` is the way out next to another
+    name.
     Raises: usage error (exit 2).
     """
     parent = path.absolute().parent
@@ -109,19 +112,29 @@ def check_output_file(path: Path, *, replaces: bool = False, otherwise: str = "r
     if _is_stream(path):
         return
     if not replaces and (path.exists() or path.is_symlink()):
-        raise usage_error("output-exists", f"`{path}` already exists", hint=f"give another file name, or {otherwise}")
+        raise usage_error(
+            "output-exists", f"`{path}` already exists", hint=f"give another file name, or {otherwise}"
+        )
     if not parent.is_dir():
         raise usage_error(
-            "no-directory", f"{unwritable}: the directory `{parent}` does not exist", hint=f"mkdir -p {shlex.quote(str(parent))}"
+            "no-directory",
+            f"{unwritable}: the directory `{parent}` does not exist",
+            hint=f"mkdir -p {shlex.quote(str(parent))}",
         )
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise usage_error("no-directory", f"{unwritable}: no permission to write in `{parent}`", hint="give another directory")
+        raise usage_error(
+            "no-directory",
+            f"{unwritable}: no permission to write in `{parent}`",
+            hint="give another directory",
+        )
 
 
 def write_file(path: Path, data: bytes | str, *, private: bool = False) -> None:
-    """Replace the content of `path` atomically. A `private` file is readable only by its owner, any other by the umask.
+    """Replace the content of `path` atomically. A `private` file is readable only by its owner, any other by
+    the umask.
 
-    A device, a pipe and a descriptor of this process (/dev/null, /dev/stdout) are written to: root could replace them.
+    A device, a pipe and a descriptor of this process (/dev/null, /dev/stdout) are written to: root could
+    replace them.
     """
     raw = data.encode() if isinstance(data, str) else data
     if _is_stream(path):
@@ -150,12 +163,16 @@ def _is_stream(path: Path) -> bool:
         return False
     if not stat.S_ISREG(mode):
         return not stat.S_ISDIR(mode)
-    names = [path.absolute(), *([path.readlink()] if path.is_symlink() else [])]  # of standard output that is sent to a file
+    names = [
+        path.absolute(),
+        *([path.readlink()] if path.is_symlink() else []),
+    ]  # of standard output that is sent to a file
     return any(str(name).startswith(("/proc/", "/dev/fd/")) for name in names)
 
 
 def json_safe(value: object) -> Any:
-    """Return `value` with NaN and infinities as text ("nan", "inf"), which JSON cannot represent as numbers."""
+    """Return `value` with NaN and infinities as text ("nan", "inf"), which JSON cannot represent as
+    numbers."""
     match value:
         case float():
             return value if math.isfinite(value) else str(value)
@@ -185,8 +202,9 @@ def fsync_tree(root: Path) -> None:
 def publish(stage: Path, final: Path, *, replace: bool = False) -> None:
     """Rename a finished directory to its final name. With `replace`, an existing one is kept until then.
 
-    Between the two renames of a replacement `final` is briefly absent. The old directory is then next to it under a stage
-    name, and the next writer restores it (`merge.output_directory.bring_back`, `worker.checkpoint.save`).
+    Between the two renames of a replacement `final` is briefly absent. The old directory is then next to it
+    under a stage name, and the next writer restores it (`merge.output_directory.bring_back`,
+    `worker.checkpoint.save`).
     """
     DISK.fsync_dir(stage)
     if replace and final.exists():
@@ -210,8 +228,9 @@ def staging_path(final: Path, *, last: str | None) -> Path:
 def staged_directory(final: Path, *, replace: bool = False, last: str | None = None) -> Iterator[Path]:
     """Yield an empty stage directory; publish it if the block succeeds, remove it otherwise.
 
-    `last` is the name of the file without which `final` counts as absent. If given, a directory that cannot be replaced by a rename
-    (see `needs_filling`) is filled instead: staged inside, then moved entry by entry, `last` at the end.
+    `last` is the name of the file without which `final` counts as absent. If given, a directory that cannot
+    be replaced by a rename (see `needs_filling`) is filled instead: staged inside, then moved entry by entry,
+    `last` at the end.
     """
     stage = staging_path(final, last=last)
     fills = stage.parent == final
@@ -233,28 +252,41 @@ def staged_directory(final: Path, *, replace: bool = False, last: str | None = N
 
 
 def needs_filling(path: Path) -> bool:
-    """Return whether a directory exists that a rename cannot replace: a mount point, a link, or one in a read-only parent."""
-    return path.is_dir() and (path.is_symlink() or is_mount_point(path) or not os.access(path.parent, os.W_OK | os.X_OK))
+    """Return whether a directory exists that a rename cannot replace: a mount point, a link, or one in a
+    read-only parent."""
+    return path.is_dir() and (
+        path.is_symlink() or is_mount_point(path) or not os.access(path.parent, os.W_OK | os.X_OK)
+    )
 
 
 def is_mount_point(path: Path) -> bool:
-    """Return `os.path.ismount`, or whether it is a bind mount within one file system, which is only in the kernel's list."""
+    """Return `os.path.ismount`, or whether it is a bind mount within one file system, which is only in the
+    kernel's list."""
     if os.path.ismount(path):
         return True
     try:
-        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+        lines = (
+            Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+        )
     except OSError:  # not Linux
         return False
     mounted = (line.split(" ")[4] for line in lines)
-    return str(path.resolve()) in {re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), each) for each in mounted}
+    return str(path.resolve()) in {
+        re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), each) for each in mounted
+    }
 
 
 def occupants(directory: Path, *, ignored: Collection[str] = ("lost+found",)) -> list[str]:
-    """Return the names in a directory, without `ignored` and without leftovers of a killed fill; [] if it does not exist."""
+    """Return the names in a directory, without `ignored` and without leftovers of a killed fill; [] if it
+    does not exist."""
     if not directory.is_dir():
         return []
-    ours = {path.name for path in _staged_inside(directory)} | {name for stage in stages_inside(directory) for name in _filled_names(stage)}
-    return sorted(path.name for path in directory.iterdir() if path.name not in ignored and path.name not in ours)
+    ours = {path.name for path in _staged_inside(directory)} | {
+        name for stage in stages_inside(directory) for name in _filled_names(stage)
+    }
+    return sorted(
+        path.name for path in directory.iterdir() if path.name not in ignored and path.name not in ours
+    )
 
 
 def stage_lock(stage: Path) -> Path:
@@ -273,7 +305,8 @@ def _staged_inside(directory: Path) -> Iterator[Path]:
 
 
 _FILLING_NAME = ".filling.json"
-"""File in the stage with all names that the fill removes from the directory or moves into it, `last` at the end."""
+"""File in the stage with all names that the fill removes from the directory or moves into it, `last` at the
+end."""
 
 
 def _fill(stage: Path, final: Path, last: str, *, replace: bool) -> None:

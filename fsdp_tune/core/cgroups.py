@@ -1,8 +1,10 @@
-"""Limits of the control groups of this process: memory, processes and CPU time, by cgroup v1, v2, and both at once (hybrid).
+"""Limits of the control groups of this process: memory, processes and CPU time, by cgroup v1, v2, and both at
+once (hybrid).
 
-A limit holds for a group and all groups below it, so the least on the way from this process's group to the root of its mount counts.
-`/proc/self/cgroup` has the group in each hierarchy, `/proc/self/mountinfo` where each is mounted and which group is the root there: in a
-container that is often its own. A cpuset is not read: the kernel applies it to `os.sched_getaffinity`.
+A limit holds for a group and all groups below it, so the least on the way from this process's group to the
+root of its mount counts. `/proc/self/cgroup` has the group in each hierarchy, `/proc/self/mountinfo` where
+each is mounted and which group is the root there: in a container that is often its own. A cpuset is not read:
+the kernel applies it to `os.sched_getaffinity`.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ def process_limit() -> GroupLimit | None:
 def core_limit() -> GroupLimit | None:
     """Return the limit of CPU time, in cores, rounded up; None if it is not limited.
 
-    `docker run --cpus` and Kubernetes limit the time and leave all cores visible: threads for each of them would wait for it in turns.
+    `docker run --cpus` and Kubernetes limit the time and leave all cores visible: threads for each of them
+    would wait for it in turns.
     """
     return _least("cpu", {"cpu.max": _cores_of_max, "cpu.cfs_quota_us": _cores_of_quota})
 
@@ -57,25 +60,32 @@ def _least(controller: str, readers: dict[str, Callable[[Path], int | None]]) ->
 
 
 def _folders(controller: str) -> Iterator[Path]:
-    """Yield the folder of this process's group and of each visible group around it, in each hierarchy that may have the controller."""
+    """Yield the folder of this process's group and of each visible group around it, in each hierarchy that
+    may have the controller."""
     mounts = list(_mounts(controller))
     for is_v2, path in _own_groups(controller):
         group = PurePosixPath(path)
         visible = [
-            (mount.point, group.relative_to(mount.root)) for mount in mounts if mount.is_v2 is is_v2 and _contains(mount.root, group)
+            (mount.point, group.relative_to(mount.root))
+            for mount in mounts
+            if mount.is_v2 is is_v2 and _contains(mount.root, group)
         ]
         # If none shows the group, the mounts are those of a container that sees its own group as their root.
-        for point, inside in visible or [(mount.point, PurePosixPath()) for mount in mounts if mount.is_v2 is is_v2]:
+        for point, inside in visible or [
+            (mount.point, PurePosixPath()) for mount in mounts if mount.is_v2 is is_v2
+        ]:
             yield from (point / part for part in (inside, *inside.parents))
 
 
 def _contains(root: PurePosixPath, group: PurePosixPath) -> bool:
-    """Return whether a group is below another one. A path with `..` is outside the namespace of this process."""
+    """Return whether a group is below another one. A path with `..` is outside the namespace of this
+    process."""
     return group.is_relative_to(root) and ".." not in group.parts
 
 
 def _own_groups(controller: str) -> Iterator[tuple[bool, str]]:
-    """Yield (whether it is of version 2, path) of this process's group; the hierarchy of version 2 has no number and no controllers."""
+    """Yield (whether it is of version 2, path) of this process's group; the hierarchy of version 2 has no
+    number and no controllers."""
     for line in _lines(OWN_GROUPS):
         match line.split(":", 2):
             case ["0", "", path]:

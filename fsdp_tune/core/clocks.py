@@ -1,8 +1,9 @@
 """Seconds that this process lived through, for limits that one process judges another by.
 
-A job can be stopped as a whole and continued: `scontrol suspend`, `docker pause`, Ctrl-Z, a laptop's lid. The monotonic clock runs on
-meanwhile, so that by it everything has been silent for hours. A thread looks at the clock each second. Where it could not, for longer
-than `LEAST_GAP_SECONDS`, this process did not run, and that time does not count.
+A job can be stopped as a whole and continued: `scontrol suspend`, `docker pause`, Ctrl-Z, a laptop's lid. The
+monotonic clock runs on meanwhile, so that by it everything has been silent for hours. A thread looks at the
+clock each second. Where it could not, for longer than `LEAST_GAP_SECONDS`, this process did not run, and that
+time does not count.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class LivedClock:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def now(self) -> float:
-        """Return the seconds lived through. The first call starts the thread. Not for a handler of signals: it waits for a lock."""
+        """Return the seconds lived through. The first call starts the thread. Not for a handler of signals:
+        it waits for a lock."""
         if self._pid != os.getpid():  # also in a fork, which has no threads
             self._pid, self._seen, self._lock = os.getpid(), None, threading.Lock()
             self._look()
@@ -51,7 +53,9 @@ class LivedClock:
 
     def at(self, monotonic: float) -> float:
         """Return `now()` of the moment at which the monotonic clock had a value."""
-        return monotonic - sum(min(gap.ended, monotonic) - gap.began for gap in self.gaps if gap.began < monotonic)
+        return monotonic - sum(
+            min(gap.ended, monotonic) - gap.began for gap in self.gaps if gap.began < monotonic
+        )
 
     def _look(self) -> float:
         with self._lock:

@@ -1,4 +1,5 @@
-"""What commands and jobs share: declared options, the base of `--json` answers, and the interface by which long work reports progress.
+"""What commands and jobs share: declared options, the base of `--json` answers, and the interface by which
+long work reports progress.
 
 Options are declared at the fields of the jobs' arguments; `cli/verbs.py` makes commands of them.
 """
@@ -23,7 +24,8 @@ Target = Literal["fastest", "cheapest", "largest-context"]
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What a field is on the command line: `step: Annotated[int | None, Option("Merge the checkpoint of this step.")] = None`.
+    """What a field is on the command line: `step: Annotated[int |
+    None, Option("Merge the checkpoint of this step.")] = None`.
 
     Name, type, choices (of a `Literal`) and default are those of the field.
     """
@@ -44,7 +46,8 @@ class Argument(Option):
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """Fields of a nested group of options that a command has: `allowed: Annotated[Allowed, Only("remote_code")]`."""
+    """Fields of a nested group of options that a command has:
+    `allowed: Annotated[Allowed, Only("remote_code")]`."""
 
     names: tuple[str, ...]
 
@@ -73,7 +76,8 @@ def parse_profile(text: str) -> ProfiledSteps:
         raise usage_error(
             "profile-not-understood",
             f"`--profile {text}` does not name steps",
-            hint="give the first and the last step, as in `--profile steps=10:13`; the first steps allocate and compile, so start later",
+            hint="give the first and the last step, as in `--profile steps=10:13`; the first steps "
+            "allocate and compile, so start later",
         )
     return steps
 

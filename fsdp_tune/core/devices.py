@@ -1,7 +1,8 @@
 """Detect the accelerators and cores of this machine without importing torch, and describe it and this Python.
 
-By NVML for NVIDIA, by device files for others. Importing torch takes two seconds and may initialise CUDA, and the command line only needs
-a count and a name. `torch_facts` queries torch in a child process, for `env`, and if no accelerator is detected but the recipe needs one.
+By NVML for NVIDIA, by device files for others. Importing torch takes two seconds and may initialise CUDA, and
+the command line only needs a count and a name. `torch_facts` queries torch in a child process, for `env`, and
+if no accelerator is detected but the recipe needs one.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from fsdp_tune.core.version import __version__
 
 TORCH_FACTS_SECONDS = 120.0
 AMD_NODES, DRM = Path("/sys/class/kfd/kfd/topology/nodes"), Path("/sys/class/drm")
-"""The nodes of AMD's driver, which are CPUs and GPUs, and the kernel's graphics devices, by the number of their render node."""
+"""The nodes of AMD's driver, which are CPUs and GPUs, and the kernel's graphics devices, by the number of
+their render node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,8 @@ class Device:
 
 
 def available_cores() -> int:
-    """Return the number of cores that this process may use, limited by `taskset` and the CPU time of a container; on macOS, all cores."""
+    """Return the number of cores that this process may use, limited by `taskset` and the CPU time of a
+    container; on macOS, all cores."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limit = core_limit()
     return allowed if limit is None else min(allowed, limit.value)
@@ -70,8 +73,9 @@ def available_cores() -> int:
 
 CPU_INFO = Path("/proc/cpuinfo")
 _BF16_FLAGS = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
-"""x86 (Sapphire Rapids; Cooper Lake, Zen 4 and later) and Arm. oneDNN, and with it `torch.ops.mkldnn._is_mkldnn_bf16_supported`, also
-accepts AVX-512 without them, where each product converts its operands to fp32 and back."""
+"""x86 (Sapphire Rapids; Cooper Lake, Zen 4 and later) and Arm. oneDNN, and with it
+`torch.ops.mkldnn._is_mkldnn_bf16_supported`, also accepts AVX-512 without them, where each product converts
+its operands to fp32 and back."""
 
 
 def has_bf16_instructions() -> bool:
@@ -85,21 +89,36 @@ def has_bf16_instructions() -> bool:
 
 
 def this_machine(wanted: str, environment: Mapping[str, str] | None = None) -> Machine:
-    """Return the machine for `recipe.resolve`. `wanted` is `launch.device`; nothing is detected if it is `cpu`."""
+    """Return the machine for `recipe.resolve`. `wanted` is `launch.device`; nothing is detected if it is
+    `cpu`."""
     environment = os.environ if environment is None else environment
     cores, has_bf16_cpu = available_cores(), has_bf16_instructions()
     if wanted == "cpu":
         return Machine(None, 0, cores, None, has_bf16_cpu=has_bf16_cpu)
-    # torch.distributed has no collectives on a Mac's device, so recipes are checked and planned there for another machine.
-    devices, lost = [device for device in visible_devices(environment) if device.kind != "mps"], tuple(lost_devices())
+    # torch.distributed has no collectives on a Mac's device, so recipes are checked and planned there for
+    # another machine.
+    devices, lost = (
+        [device for device in visible_devices(environment) if device.kind != "mps"],
+        tuple(lost_devices()),
+    )
     if not devices and (wanted != "auto" or _has_intel_graphics()):
         facts = torch_facts()
         if facts.get("device") is not None:
-            return Machine(str(facts["device"]), int(facts["device_count"]), cores, facts.get("device_name"), has_bf16_cpu=has_bf16_cpu)
+            return Machine(
+                str(facts["device"]),
+                int(facts["device_count"]),
+                cores,
+                facts.get("device_name"),
+                has_bf16_cpu=has_bf16_cpu,
+            )
     if not devices:
-        return Machine(None, 0, cores, None, lost=lost, hidden=hidden_by(environment), has_bf16_cpu=has_bf16_cpu)
+        return Machine(
+            None, 0, cores, None, lost=lost, hidden=hidden_by(environment), has_bf16_cpu=has_bf16_cpu
+        )
     first = devices[0]
-    return Machine(first.kind, len(devices), cores, first.name, first.capability, lost, has_bf16_cpu=has_bf16_cpu)
+    return Machine(
+        first.kind, len(devices), cores, first.name, first.capability, lost, has_bf16_cpu=has_bf16_cpu
+    )
 
 
 def visible_devices(environment: Mapping[str, str]) -> list[Device]:
@@ -123,7 +142,8 @@ def only_visible(environment: Mapping[str, str], chosen: slice) -> dict[str, str
 
 
 def _devices(environment: Mapping[str, str]) -> tuple[list[Device], str] | None:
-    """Return the accelerators of this machine, and the variable that selects among them; None if there are none, or there is none."""
+    """Return the accelerators of this machine, and the variable that selects among them; None if there are
+    none, or there is none."""
     if nvidia := nvidia_devices():
         return nvidia, "CUDA_VISIBLE_DEVICES"
     if amd := amd_devices():
@@ -134,7 +154,8 @@ def _devices(environment: Mapping[str, str]) -> tuple[list[Device], str] | None:
 
 
 def hidden_by(environment: Mapping[str, str]) -> str | None:
-    """Return the variable that hides every NVIDIA GPU of this machine, as `NAME=value`; None if one is visible or there is none."""
+    """Return the variable that hides every NVIDIA GPU of this machine, as `NAME=value`; None if one is
+    visible or there is none."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None or not (all_of_them := nvidia_devices()) or select(all_of_them, visible):
         return None
@@ -142,7 +163,8 @@ def hidden_by(environment: Mapping[str, str]) -> str | None:
 
 
 def select(devices: list[Device], visible: str | None) -> list[Device]:
-    """Apply CUDA_VISIBLE_DEVICES as CUDA does: indices or beginnings of UUIDs, up to the first that matches no device.
+    """Apply CUDA_VISIBLE_DEVICES as CUDA does: indices or beginnings of UUIDs, up to the first that matches
+    no device.
 
     https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#cuda-environment-variables
     """
@@ -170,7 +192,8 @@ def _named(devices: list[Device], word: str) -> Device | None:
 
 
 def _has_intel_graphics() -> bool:
-    """Return whether there is Intel graphics, most of which torch cannot use, so that torch must be queried."""
+    """Return whether there is Intel graphics, most of which torch cannot use, so that torch must be
+    queried."""
     vendors = Path("/sys/class/drm").glob("renderD*/device/vendor")
     return any(vendor.read_text().strip() == "0x8086" for vendor in vendors)
 
@@ -180,21 +203,32 @@ class _NvmlMemory(ctypes.Structure):
 
 
 def nvidia_devices() -> list[Device]:
-    """Return all NVIDIA devices by NVML, in PCI order, regardless of CUDA_VISIBLE_DEVICES; [] if there is no driver."""
+    """Return all NVIDIA devices by NVML, in PCI order, regardless of CUDA_VISIBLE_DEVICES; [] if there is no
+    driver."""
     with open_nvml() as nvml:
         if nvml is None:
             return []
-        return [device for index in range(nvml.device_count()) if (device := _nvidia_device(nvml, index)) is not None]
+        return [
+            device
+            for index in range(nvml.device_count())
+            if (device := _nvidia_device(nvml, index)) is not None
+        ]
 
 
 def lost_devices() -> list[str]:
-    """Return the NVIDIA GPUs that the driver lists and that do not respond, each with the driver's reason: `GPU 1 (GPU is lost)`."""
+    """Return the NVIDIA GPUs that the driver lists and that do not respond, each with the driver's reason:
+    `GPU 1 (GPU is lost)`."""
     with open_nvml() as nvml:
         if nvml is None:
             return []
         count = nvml.device_count()
-        codes = [nvml.call("nvmlDeviceGetHandleByIndex_v2", index, ctypes.byref(ctypes.c_void_p())) for index in range(count)]
-        return [f"GPU {index} ({nvml.describe(code)})" for index, code in enumerate(codes) if code != NVML_SUCCESS]
+        codes = [
+            nvml.call("nvmlDeviceGetHandleByIndex_v2", index, ctypes.byref(ctypes.c_void_p()))
+            for index in range(count)
+        ]
+        return [
+            f"GPU {index} ({nvml.describe(code)})" for index, code in enumerate(codes) if code != NVML_SUCCESS
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,15 +247,25 @@ class GpuState:
     """Why the clock is lower than requested: heat, power supply."""
 
 
-_SLOWED = {0x08: "hardware slowdown", 0x20: "heat", 0x40: "heat, by the hardware", 0x80: "power brake of the machine"}
-"""nvmlClocksThrottleReason…, those that a healthy GPU does not have. The power cap (0x04) is reached by any large matrix product."""
+_SLOWED = {
+    0x08: "hardware slowdown",
+    0x20: "heat",
+    0x40: "heat, by the hardware",
+    0x80: "power brake of the machine",
+}
+"""nvmlClocksThrottleReason…, those that a healthy GPU does not have. The power cap (0x04) is reached by any
+large matrix product."""
 _SM_CLOCK, _UNCORRECTED, _VOLATILE = 1, 1, 0
 
 
 def gpu_states(environment: Mapping[str, str]) -> list[GpuState]:
     """Return the state of each NVIDIA GPU visible to a rank, in its order; [] if there are none."""
     with open_nvml() as nvml:
-        return [] if nvml is None else [_gpu_state(nvml, each.uuid) for each in visible_devices(environment) if each.uuid]
+        return (
+            []
+            if nvml is None
+            else [_gpu_state(nvml, each.uuid) for each in visible_devices(environment) if each.uuid]
+        )
 
 
 def _gpu_state(nvml: Nvml, uuid: str) -> GpuState:
@@ -230,17 +274,26 @@ def _gpu_state(nvml: Nvml, uuid: str) -> GpuState:
 
     def number(function: str, *arguments: int, kind: Any = ctypes.c_uint) -> int | None:
         value = kind()
-        return value.value if found and nvml.succeeds(function, handle, *arguments, ctypes.byref(value)) else None
+        return (
+            value.value
+            if found and nvml.succeeds(function, handle, *arguments, ctypes.byref(value))
+            else None
+        )
 
     has_memory = found and nvml.succeeds("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
     has_use = found and nvml.succeeds("nvmlDeviceGetUtilizationRates", handle, ctypes.byref(busy))
-    limit, default = number("nvmlDeviceGetPowerManagementLimit"), number("nvmlDeviceGetPowerManagementDefaultLimit")
+    limit, default = (
+        number("nvmlDeviceGetPowerManagementLimit"),
+        number("nvmlDeviceGetPowerManagementDefaultLimit"),
+    )
     reasons = number("nvmlDeviceGetCurrentClocksThrottleReasons", kind=ctypes.c_ulonglong) or 0
     return GpuState(
         used_bytes=memory.used if has_memory else None,
         busy_percent=busy[0] if has_use else None,
         clock_mhz=number("nvmlDeviceGetClockInfo", _SM_CLOCK),
-        uncorrected_errors=number("nvmlDeviceGetTotalEccErrors", _UNCORRECTED, _VOLATILE, kind=ctypes.c_ulonglong),
+        uncorrected_errors=number(
+            "nvmlDeviceGetTotalEccErrors", _UNCORRECTED, _VOLATILE, kind=ctypes.c_ulonglong
+        ),
         power_limit_watts=None if limit is None else limit / 1000,
         default_power_watts=None if default is None else default / 1000,
         slowed_by=tuple(word for bit, word in _SLOWED.items() if reasons & bit),
@@ -260,20 +313,29 @@ def _nvidia_device(nvml: Nvml, index: int) -> Device | None:
     name, uuid = nvml.text("nvmlDeviceGetName", handle), nvml.text("nvmlDeviceGetUUID", handle)
     knows_memory = nvml.succeeds("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
     major, minor = ctypes.c_int(), ctypes.c_int()
-    has_capability = nvml.succeeds("nvmlDeviceGetCudaComputeCapability", handle, ctypes.byref(major), ctypes.byref(minor))
+    has_capability = nvml.succeeds(
+        "nvmlDeviceGetCudaComputeCapability", handle, ctypes.byref(major), ctypes.byref(minor)
+    )
     capability = (major.value, minor.value) if has_capability else None
-    return Device("cuda", name or "NVIDIA GPU", uuid or "", memory.total if knows_memory else None, capability)
+    return Device(
+        "cuda", name or "NVIDIA GPU", uuid or "", memory.total if knows_memory else None, capability
+    )
 
 
 def amd_devices() -> list[Device]:
-    """Return the AMD GPUs that this process may use, regardless of HIP_VISIBLE_DEVICES; [] if there is no driver."""
-    nodes = sorted(AMD_NODES.iterdir(), key=lambda node: (len(node.name), node.name)) if AMD_NODES.is_dir() else []
+    """Return the AMD GPUs that this process may use, regardless of HIP_VISIBLE_DEVICES; [] if there is no
+    driver."""
+    nodes = (
+        sorted(AMD_NODES.iterdir(), key=lambda node: (len(node.name), node.name))
+        if AMD_NODES.is_dir()
+        else []
+    )
     return [device for node in nodes if (device := _amd_device(node)) is not None]
 
 
 def _amd_device(node: Path) -> Device | None:
-    """Return the GPU of a node; None for a CPU, whose `gpu_id` is 0, and for a GPU that the container may not use: the driver refuses
-    to show its files (`node_show` in kfd_topology.c of Linux)."""
+    """Return the GPU of a node; None for a CPU, whose `gpu_id` is 0, and for a GPU that the container may not
+    use: the driver refuses to show its files (`node_show` in kfd_topology.c of Linux)."""
     try:
         if (node / "gpu_id").read_text(encoding="ascii").strip() in ("", "0"):
             return None
@@ -294,7 +356,8 @@ def _amd_device(node: Path) -> Device | None:
 
 
 _KFD_DEVICE_HEAPS = (1, 2)
-"""HSA_MEM_HEAP_TYPE_FB_PUBLIC and _FB_PRIVATE of kfd_sysfs.h: memory of the GPU that the host can address, and that it cannot."""
+"""HSA_MEM_HEAP_TYPE_FB_PUBLIC and _FB_PRIVATE of kfd_sysfs.h: memory of the GPU that the host can address,
+and that it cannot."""
 
 
 def _kfd_properties(folder: Path) -> dict[str, int]:
@@ -323,11 +386,12 @@ if kind == "cuda":
     facts["peer_access"] = all(torch.cuda.can_device_access_peer(0, other) for other in others)
     facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if "nccl" in facts["backends"] else None
 print(json.dumps(facts))
-"""
+"""  # noqa: E501
 
 
 def torch_facts() -> dict[str, Any]:
-    """Return the accelerators visible to torch, queried in a child process; {"error": …} if torch cannot be imported."""
+    """Return the accelerators visible to torch, queried in a child process; {"error": …} if torch cannot be
+    imported."""
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-c", _ASK_TORCH],
@@ -351,13 +415,35 @@ def torch_facts() -> dict[str, Any]:
 
 
 PACKAGES = (
-    *("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "huggingface_hub", "peft", "bitsandbytes"),
-    *("flash-attn", "liger-kernel", "torchao", "triton", "numpy", "ml_dtypes", "pydantic", "typer", "tensorboard", "wandb"),
+    *(
+        "torch",
+        "transformers",
+        "accelerate",
+        "datasets",
+        "tokenizers",
+        "safetensors",
+        "huggingface_hub",
+        "peft",
+        "bitsandbytes",
+    ),
+    *(
+        "flash-attn",
+        "liger-kernel",
+        "torchao",
+        "triton",
+        "numpy",
+        "ml_dtypes",
+        "pydantic",
+        "typer",
+        "tensorboard",
+        "wandb",
+    ),
 )
 
 
 def versions() -> dict[str, str | None]:
-    """Return the installed version of each package, or None; read from metadata, without importing anything."""
+    """Return the installed version of each package, or None; read from metadata, without importing
+    anything."""
     return {"python": platform.python_version(), "fsdp-tune": __version__, **installed_versions(PACKAGES)}
 
 
@@ -368,7 +454,8 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str | None]:
 
 @functools.cache
 def _installed_version(package: str) -> str | None:
-    """Kept, because reading the metadata takes 6 ms and each recipe that is read compares the version of transformers."""
+    """Kept, because reading the metadata takes 6 ms and each recipe that is read compares the version of
+    transformers."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -405,11 +492,14 @@ def _memory_info() -> dict[str, int]:
         text = Path("/proc/meminfo").read_text(encoding="ascii")
     except OSError:
         return {}
-    return {match[1]: int(match[2]) * 1024 for match in re.finditer(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
+    return {
+        match[1]: int(match[2]) * 1024 for match in re.finditer(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)
+    }
 
 
 def interconnect() -> dict[str, Any]:
-    """Return the network devices: InfiniBand and RoCE ports with their state, and the names of all interfaces except loopback."""
+    """Return the network devices: InfiniBand and RoCE ports with their state, and the names of all interfaces
+    except loopback."""
     ports = {
         f"{port.parent.parent.name}/{port.name}": {
             "state": _word(port / "state"),

@@ -1,7 +1,8 @@
-"""Problems as data: code, message, position and hint; the documented exit codes; and the errors of libraries that become problems.
+"""Problems as data: code, message, position and hint; the documented exit codes; and the errors of libraries
+that become problems.
 
-Every error that a user can cause is raised as `FsdpTuneError` with one or more `Problem`s. Any other exception is a bug of
-this package. Only the command line (`cli/`) prints problems.
+Every error that a user can cause is raised as `FsdpTuneError` with one or more `Problem`s. Any other
+exception is a bug of this package. Only the command line (`cli/`) prints problems.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ class Problem:
     ways_out: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Truncate words of thousands of characters, which a message may quote from a recipe, an argument or a library."""
+        """Truncate words of thousands of characters, which a message may quote from a recipe, an argument or
+        a library."""
         set_field = object.__setattr__
         set_field(self, "message", without_long_words(self.message))
         set_field(self, "hint", None if self.hint is None else without_long_words(self.hint))
@@ -102,9 +104,16 @@ class Problem:
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> Problem:
-        """Create a problem from its `as_dict`, or from a rank's outcome, which stores the ways out separately."""
+        """Create a problem from its `as_dict`, or from a rank's outcome, which stores the ways out
+        separately."""
         where = Where(raw.get("file"), raw.get("line"), raw.get("column"), raw.get("key"))
-        return cls(str(raw["code"]), str(raw["message"]), where, raw.get("hint"), tuple(map(str, raw.get("ways_out", ()))))
+        return cls(
+            str(raw["code"]),
+            str(raw["message"]),
+            where,
+            raw.get("hint"),
+            tuple(map(str, raw.get("ways_out", ()))),
+        )
 
     def at(self, where: Where) -> Problem:
         return replace(self, where=where)
@@ -148,7 +157,8 @@ class FailedError(FsdpTuneError):
 
 @contextmanager
 def collected(problems: list[Problem]) -> Iterator[None]:
-    """Add the problems of an error in the block to a list, so that later checks still run. Raises: the error of a stop signal."""
+    """Add the problems of an error in the block to a list, so that later checks still run. Raises: the error
+    of a stop signal."""
     try:
         yield
     except FsdpTuneError as error:
@@ -158,14 +168,24 @@ def collected(problems: list[Problem]) -> Iterator[None]:
 
 
 def usage_error(
-    code: str, message: str, *, hint: str | None = None, where: Where = NOWHERE, ways_out: tuple[str, ...] = ()
+    code: str,
+    message: str,
+    *,
+    hint: str | None = None,
+    where: Where = NOWHERE,
+    ways_out: tuple[str, ...] = (),
 ) -> FsdpTuneError:
     """Return an error with one problem and exit code 2."""
     return FsdpTuneError(Problem(code, message, where, hint, ways_out))
 
 
 def failed_error(
-    code: str, message: str, *, hint: str | None = None, where: Where = NOWHERE, ways_out: tuple[str, ...] = ()
+    code: str,
+    message: str,
+    *,
+    hint: str | None = None,
+    where: Where = NOWHERE,
+    ways_out: tuple[str, ...] = (),
 ) -> FailedError:
     """Return an error with one problem and exit code 1."""
     return FailedError(Problem(code, message, where, hint, ways_out))

@@ -1,10 +1,12 @@
-"""What differs by model family: the names under which configurations, files and models hold a fact, and the families with a quirk.
+"""What differs by model family: the names under which configurations, files and models hold a fact, and the
+families with a quirk.
 
-Everything that reads one of these facts reads it here: planner, ranks, rehearsal, merge and the rules of a recipe. Most entries are names,
-not families, so a new family works without an entry if it uses the names of another one. Needs no torch: a configuration is a `config.json`
-or an object of transformers.
+Everything that reads one of these facts reads it here: planner, ranks, rehearsal, merge and the rules of a
+recipe. Most entries are names, not families, so a new family works without an entry if it uses the names of
+another one. Needs no torch: a configuration is a `config.json` or an object of transformers.
 
-Also the fields of config.json of which transformers 4 and 5 spell one fact differently, and the names of the files next to the weights.
+Also the fields of config.json of which transformers 4 and 5 spell one fact differently, and the names of the
+files next to the weights.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from fsdp_tune.core.values import as_mapping
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """The names of one number in the configurations of different families, in the order in which they are looked up."""
+    """The names of one number in the configurations of different families, in the order in which they are
+    looked up."""
 
     names: tuple[str, ...]
 
@@ -31,7 +34,11 @@ class Fields:
 
 def _values(config: object, names: Sequence[str]) -> Iterator[Any]:
     for name in names:
-        yield cast("Mapping[str, object]", config).get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+        yield (
+            cast("Mapping[str, object]", config).get(name)
+            if isinstance(config, Mapping)
+            else getattr(config, name, None)
+        )
 
 
 # ---- Sizes
@@ -44,20 +51,32 @@ INNER_SIZE = Fields(
         *("shared_expert_intermediate_size", "intermediate_size_mlp"),
     )
 )
-HEADS = Fields(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads"))
+HEADS = Fields(
+    (
+        "num_attention_heads",
+        "n_head",
+        "n_heads",
+        "num_heads",
+        "decoder_attention_heads",
+        "encoder_attention_heads",
+    )
+)
 KV_HEADS = Fields(("num_key_value_heads", "num_kv_heads"))
 HEAD_WIDTH = Fields(("head_dim", "v_head_dim", "global_head_dim", "query_pre_attn_scalar", "qk_head_dim"))
 ROTARY_WIDTH = Fields(("rotary_dim",))
 LATENT_RANK = Fields(("q_lora_rank", "kv_lora_rank"))
 """Multi-head latent attention: rank of the compressed projections."""
 LATENT_POSITIONS = "qk_rope_head_dim"
-"""Its part of a head with positions. Where `head_dim` has the same value, DeepSeek's rotary embedding reads it in its place."""
+"""Its part of a head with positions. Where `head_dim` has the same value, DeepSeek's rotary embedding reads
+it in its place."""
 LATENT_WIDTH = Fields((LATENT_POSITIONS, "qk_nope_head_dim"))
 """Its parts of a head, with and without positions."""
 STATE_SPACE = (("num_heads", "head_dim", "expand"), ("mamba_n_heads", "mamba_d_head", "mamba_expand"))
-"""Number of heads, width of a head and expansion, where models require heads × width = hidden size × expansion."""
+"""Number of heads, width of a head and expansion, where models require heads × width = hidden size ×
+expansion."""
 STATE_DECAY = "A_log"
-"""Matrix of a state-space layer (Mamba, Jamba) with the decay rate of each channel, which no matrix product uses."""
+"""Matrix of a state-space layer (Mamba, Jamba) with the decay rate of each channel, which no matrix product
+uses."""
 UNDECLARED = frozenset({"head_dim"})
 """Fields that models read although their configuration classes do not declare them (Qwen3-MoE)."""
 
@@ -71,7 +90,8 @@ def layer_types(config: object) -> list[str]:
 
 
 def heads_by_layer(config: Any) -> list[tuple[int, int]]:
-    """Return (heads, width) of each layer; of a single one if all layers are alike. `config` is an object of transformers.
+    """Return (heads, width) of each layer; of a single one if all layers are alike. `config` is an object of
+    transformers.
 
     transformers raises an error for a field of the configuration that its layers differ in.
     """
@@ -85,12 +105,14 @@ def heads_by_layer(config: Any) -> list[tuple[int, int]]:
 
 
 def widest_head(config: object) -> int:
-    """Return the largest width of an attention head over all layers; 0 if the configuration declares no heads."""
+    """Return the largest width of an attention head over all layers; 0 if the configuration declares no
+    heads."""
     return max((width for _, width in heads_by_layer(config)), default=0)
 
 
 def mean_heads(config: object) -> tuple[int, int]:
-    """Return (heads of a layer, their width) whose product is the mean of all layers; zeros if the configuration declares no heads."""
+    """Return (heads of a layer, their width) whose product is the mean of all layers; zeros if the
+    configuration declares no heads."""
     layers = heads_by_layer(config)
     if not layers:
         return 0, 0
@@ -104,7 +126,8 @@ _ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout")
 _DROPOUT_WORDS = ("dropout", "pdrop", "layerdrop", "jitter")
 _DROPOUT_OF_OTHER_HEADS = ("classifier", "summary")
 SINKS = ("s_aux", "sinks")
-"""One number a head: the argument of attention kernels, and the attribute of the module that gpt-oss's eager kernel reads instead."""
+"""One number a head: the argument of attention kernels, and the attribute of the module that gpt-oss's eager
+kernel reads instead."""
 CAUSAL_SWITCHES = ("is_decoder", "causal")
 """Fields that give a bidirectional model a causal mask."""
 
@@ -122,11 +145,18 @@ def has_attention_soft_cap(config: object) -> bool:
 def dropout_fields(config: Mapping[str, object]) -> list[str]:
     """Return the fields of a `config.json` that make the model's forward random in training, sorted."""
     rates = (name for name, value in config.items() if isinstance(value, float) and value > 0)
-    return sorted(name for name in rates if any(word in name for word in _DROPOUT_WORDS) and not name.startswith(_DROPOUT_OF_OTHER_HEADS))
+    return sorted(
+        name
+        for name in rates
+        if any(word in name for word in _DROPOUT_WORDS) and not name.startswith(_DROPOUT_OF_OTHER_HEADS)
+    )
 
 
-CACHE_ARGUMENTS = frozenset({"cache", "cache_params", "past_key_values", "past_key_value", "state", "use_cache"})
-"""Arguments of the forward of a module that needs earlier tokens when it generates: attention, a convolution or a recurrence."""
+CACHE_ARGUMENTS = frozenset(
+    {"cache", "cache_params", "past_key_values", "past_key_value", "state", "use_cache"}
+)
+"""Arguments of the forward of a module that needs earlier tokens when it generates: attention, a convolution
+or a recurrence."""
 EXAMPLE_LENGTHS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
 """Arguments of a model's forward that name the examples of packed rows."""
 
@@ -135,7 +165,8 @@ EXAMPLE_LENGTHS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "
 
 POSITIONS = Fields(("max_position_embeddings",))
 OLD_ROPE = ("rope_theta", "rope_scaling", "partial_rotary_factor")
-"""Fields of transformers 4 that `rope_parameters` replaced. transformers 5 reads `rope_scaling` first if both are there."""
+"""Fields of transformers 4 that `rope_parameters` replaced. transformers 5 reads `rope_scaling` first if both
+are there."""
 OLD_LOCAL_ROPE = "rope_local_base_freq"
 """The same for layers with a sliding window (Gemma 3)."""
 SLIDING = "sliding_attention"
@@ -157,7 +188,9 @@ def max_positions(config: object) -> int | None:
 
 EXPERTS = Fields(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"))
 """Experts in a layer."""
-CHOSEN_EXPERTS = Fields(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"))
+CHOSEN_EXPERTS = Fields(
+    ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
+)
 """Experts that a token uses."""
 EMPTY_EXPERTS = Fields(("zero_expert_num",))
 """Further outputs of the router, for experts without weights that return their input (LongCat)."""
@@ -175,7 +208,8 @@ EXPERT_PARTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "up_proj": (("up_proj",),),
     "down_proj": (("down_proj",), ("w2",)),
 }
-"""Stacked parameter → names of the tensors of one expert in files, whose rows follow each other in the stack."""
+"""Stacked parameter → names of the tensors of one expert in files, whose rows follow each other in the
+stack."""
 EXPERT_MODULES = ((".mlp.", ".mlp."), (".mlp.", ".block_sparse_moe."))
 """Module in the model → module in the files: Mixtral's kept its name from before transformers 5."""
 _IN_EXPERTS = ".experts."
@@ -185,19 +219,20 @@ _SHARED = "shared"
 
 
 def expert_count(config: object) -> int:
-    """Return the number of experts in a layer; 1 for a dense model. Configurations that have it under two names have it once
-    (`attribute_map` of transformers), so the first name decides."""
+    """Return the number of experts in a layer; 1 for a dense model. Configurations that have it under two
+    names have it once (`attribute_map` of transformers), so the first name decides."""
     return EXPERTS.of(config) or 1
 
 
 def dim_inside(shape: Sequence[int], ranks: int) -> int | None:
-    """Return the dimension in which `ranks` with the same experts shard a stack of them: the first after that of the experts which they
-    divide, since FSDP2 shards it evenly or not at all; None if there is none."""
+    """Return the dimension in which `ranks` with the same experts shard a stack of them: the first after that
+    of the experts which they divide, since FSDP2 shards it evenly or not at all; None if there is none."""
     return next((dim for dim in range(1, len(shape)) if shape[dim] % ranks == 0), None)
 
 
 def is_in_experts(name: str) -> bool:
-    """Return whether a module or a parameter is below `experts`. JetMoE's routers are, and some of its stacks are not."""
+    """Return whether a module or a parameter is below `experts`. JetMoE's routers are, and some of its stacks
+    are not."""
     return _IN_EXPERTS in name
 
 
@@ -207,7 +242,8 @@ def number_of_expert(name: str) -> int | None:
 
 
 def stack_of(name: str) -> str | None:
-    """Return the module that holds the experts of a layer, of a name of one of them that may be stacked in it; None for other names."""
+    """Return the module that holds the experts of a layer, of a name of one of them that may be stacked in
+    it; None for other names."""
     return name[: found.start(1) - 1] if (found := _EXPERT.search(name)) else None
 
 
@@ -237,10 +273,15 @@ def is_router(config: object, outputs: int) -> bool:
     return experts > 1 and outputs == experts + (EMPTY_EXPERTS.of(config) or 0)
 
 
-# ---- Embeddings and heads. The left and right sides of `_tied_weights_keys` of transformers' causal language models; a test reads them.
+# ---- Embeddings and heads. The left and right sides of `_tied_weights_keys` of transformers' causal language
+# models; a test reads them.
 
-_HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output_projection|lm_loss|proj_out|generator_lm_head|head|output|decoder|proj)\.weight$")
-_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|w|tokens_embed|embed_in|embeddings|word_embeddings?|tok_embeddings)\.weight$")
+_HEAD = re.compile(
+    r"(^|\.)(lm_head|embed_out|output_projection|lm_loss|proj_out|generator_lm_head|head|output|decoder|proj)\.weight$"
+)
+_EMBEDDING = re.compile(
+    r"(^|\.)(embed_tokens|wte|w|tokens_embed|embed_in|embeddings|word_embeddings?|tok_embeddings)\.weight$"
+)
 OLD_HEADS = {"lm_head.weight": "embed_out.weight"}
 """Head in the model → head in files of transformers 4 (GPT-NeoX)."""
 TIE_KEY = "tie_word_embeddings"
@@ -260,17 +301,26 @@ def tie_setting(config: Mapping[str, object]) -> bool | None:
     return next((each for each in settings if isinstance(each, bool)), None)
 
 
-NEXT_TOKEN_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_num_layers", "num_mtp_modules")
-"""Fields of a configuration with the number of layers that predict further tokens, which no class of transformers trains."""
+NEXT_TOKEN_LAYERS = (
+    "num_nextn_predict_layers",
+    "mtp_num_hidden_layers",
+    "num_mtp_layers",
+    "mtp_num_layers",
+    "num_mtp_modules",
+)
+"""Fields of a configuration with the number of layers that predict further tokens, which no class of
+transformers trains."""
 _NEXT_TOKEN = re.compile(r"(^|\.)(mtp|nextn)[^.]*\.")
 _LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
 _WRAPPERS = ("model", "language_model", "transformer")
 
 
 def part_of(name: str, layers: int) -> str:
-    """Return the part of a model that a tensor of its files is in, as a user names it: `mtp`, `visual`, `vision_tower`.
+    """Return the part of a model that a tensor of its files is in, as a user names it: `mtp`, `visual`,
+    `vision_tower`.
 
-    `layers`: those of the language model; one beyond them predicts further tokens (DeepSeek V3, GLM), and is part of `mtp`.
+    `layers`: those of the language model; one beyond them predicts further tokens (DeepSeek V3, GLM), and is
+    part of `mtp`.
     """
     layer = _LAYER.search(name)
     if _NEXT_TOKEN.search(name) or (layer is not None and layers and int(layer[2]) >= layers):
@@ -336,7 +386,9 @@ _FAMILIES = {
     "qwen3_moe": Family(old_names={"num_local_experts": "num_experts"}),
     "recurrent_gemma": _READS_PADDING,
     "rwkv": _READS_PADDING,
-    "xlm": Family(old_names={"bos_token_id": "bos_index", "eos_token_id": "eos_index", "pad_token_id": "pad_index"}),
+    "xlm": Family(
+        old_names={"bos_token_id": "bos_index", "eos_token_id": "eos_index", "pad_token_id": "pad_index"}
+    ),
     "xlstm": _READS_PADDING,
 }
 """By `model_type` of the configuration."""
@@ -347,7 +399,8 @@ def family_of(model_type: object) -> Family:
     return _FAMILIES.get(str(model_type), Family())
 
 
-# ---- Files next to the weights, and fields of config.json: which ones differ, and the spellings of transformers 4 and 5 for one fact
+# ---- Files next to the weights, and fields of config.json: which ones differ, and the spellings of
+# transformers 4 and 5 for one fact
 
 COMPANION = re.compile(
     r"generation_config\.json|tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt"
@@ -362,11 +415,13 @@ def is_of_tokenizer(name: str) -> bool:
 
 
 _TAGGED = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
-"""How transformers 5 writes these values, `{"__float__": "Infinity"}`; transformers 4 writes and reads the bare word."""
+"""How transformers 5 writes these values, `{"__float__": "Infinity"}`; transformers 4 writes and reads the
+bare word."""
 
 
 def changed_fields(before: Mapping[str, object], after: Mapping[str, object]) -> dict[str, object]:
-    """Return the fields of a config.json that differ from those of another one; of nested configurations their differing fields."""
+    """Return the fields of a config.json that differ from those of another one; of nested configurations
+    their differing fields."""
     changed: dict[str, object] = {}
     for name, value in after.items():
         old = before.get(name)
@@ -379,18 +434,28 @@ def changed_fields(before: Mapping[str, object], after: Mapping[str, object]) ->
 
 def with_changes(config: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
     """Return a config.json with the fields of `changed_fields`, rotary positions in both spellings."""
-    merged = {name: value for name, value in config.items() if "rope_parameters" not in changes or name not in (*OLD_ROPE, OLD_LOCAL_ROPE)}
+    merged = {
+        name: value
+        for name, value in config.items()
+        if "rope_parameters" not in changes or name not in (*OLD_ROPE, OLD_LOCAL_ROPE)
+    }
     for name, value in changes.items():
         inner = config.get(name)
         is_nested = _is_nested(name, inner) and _is_nested(name, value)
         merged[name] = with_changes(inner, value) if is_nested else value  # type: ignore[arg-type]
-    return merged | (_old_rope_fields_of(merged) if "rope_parameters" in changes else {}) | old_names(config, changes)
+    return (
+        merged
+        | (_old_rope_fields_of(merged) if "rope_parameters" in changes else {})
+        | old_names(config, changes)
+    )
 
 
 def with_old_spellings(config: Mapping[str, object]) -> dict[str, object]:
-    """Return a config.json of transformers 5 that transformers 4 reads too, nested configurations included."""
+    """Return a config.json of transformers 5 that transformers 4 reads too, nested configurations
+    included."""
     old: dict[str, object] = {
-        name: with_old_spellings(as_mapping(value)) if _is_nested(name, value) else with_floats(value) for name, value in config.items()
+        name: with_old_spellings(as_mapping(value)) if _is_nested(name, value) else with_floats(value)
+        for name, value in config.items()
     }
     return old | _old_rope_fields_of(config) | old_names(config, config)
 
@@ -415,21 +480,29 @@ def _old_rope_fields_of(config: Mapping[str, object]) -> dict[str, object]:
 
 
 def old_names(config: Mapping[str, object], fields: Mapping[str, object]) -> dict[str, object]:
-    """Return those of `fields` that transformers 4 reads under another name for the model type of `config`, by that name."""
-    return {old: fields[name] for name, old in family_of(config.get("model_type")).old_names.items() if name in fields}
+    """Return those of `fields` that transformers 4 reads under another name for the model type of `config`,
+    by that name."""
+    return {
+        old: fields[name]
+        for name, old in family_of(config.get("model_type")).old_names.items()
+        if name in fields
+    }
 
 
 def old_rope_fields(parameters: object) -> dict[str, object]:
     """Return `rope_parameters` in the fields of transformers 4; empty if they had no spelling there.
 
-    Parameters by layer type had one for the two types of Gemma 3 and its relatives, whose sliding layers are not scaled.
+    Parameters by layer type had one for the two types of Gemma 3 and its relatives, whose sliding layers are
+    not scaled.
     """
     if not isinstance(parameters, dict) or not parameters:
         return {}
     fields = cast("dict[str, Any]", parameters)
     if not any(isinstance(value, dict) for value in fields.values()):
         return _flat(fields)
-    if set(fields) != {"full_attention", SLIDING} or not all(isinstance(value, dict) for value in fields.values()):
+    if set(fields) != {"full_attention", SLIDING} or not all(
+        isinstance(value, dict) for value in fields.values()
+    ):
         return {}
     local = _flat(fields[SLIDING])
     if local["rope_scaling"] is not None or "rope_theta" not in local:
@@ -441,7 +514,9 @@ def _flat(parameters: Mapping[str, object]) -> dict[str, object]:
     own = ("rope_theta", "partial_rotary_factor")
     scaling = {name: value for name, value in parameters.items() if name not in own}
     is_scaled = scaling.get("rope_type", "default") != "default"
-    return {name: parameters[name] for name in own if name in parameters} | {"rope_scaling": scaling if is_scaled else None}
+    return {name: parameters[name] for name in own if name in parameters} | {
+        "rope_scaling": scaling if is_scaled else None
+    }
 
 
 def _is_nested(name: str, value: object) -> bool:

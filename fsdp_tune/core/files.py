@@ -1,7 +1,8 @@
-"""Open and read files that others may have replaced: regular files only, without blocking, and up to a limit of size.
+"""Open and read files that others may have replaced: regular files only, without blocking, and up to a limit
+of size.
 
-A FIFO in the place of a file blocks `open` until a writer appears, a device may never end, and a file of many gigabytes exhausts memory.
-Whatever reads the files of a run or of a checkpoint opens them here.
+A FIFO in the place of a file blocks `open` until a writer appears, a device may never end, and a file of many
+gigabytes exhausts memory. Whatever reads the files of a run or of a checkpoint opens them here.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ _KINDS = {
 class UnsuitableFileError(FsdpTuneError, OSError):
     """A path that is not a regular file, or a file above its limit.
 
-    As an OSError it is handled by callers that can do without the file; to all others it is a usage error with the path and a remedy.
-    `errno` is EFBIG of a file above its limit, EINVAL of any other.
+    As an OSError it is handled by callers that can do without the file; to all others it is a usage error
+    with the path and a remedy. `errno` is EFBIG of a file above its limit, EINVAL of any other.
     """
 
     def __init__(self, path: Path, what: str, hint: str, number: int = errno.EINVAL) -> None:
@@ -70,7 +71,8 @@ def open_descriptor(path: Path) -> int:
 
 
 def folders_in(folder: Path) -> list[Path]:
-    """Return the directories in a directory, sorted; [] for one that may not be read. `Path.is_dir` raises for links that may not."""
+    """Return the directories in a directory, sorted; [] for one that may not be read. `Path.is_dir` raises
+    for links that may not."""
     found: list[Path] = []
     with contextlib.suppress(PermissionError, FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
@@ -95,7 +97,8 @@ def read_regular(path: Path, *, most_bytes: int = DOCUMENT_BYTES) -> bytes:
 
 
 def read_end_of_log(path: Path, start: int) -> str:
-    """Return what a log has from `start` on, but at most its last `LOG_BYTES`. Raises: UnsuitableFileError, OSError."""
+    """Return what a log has from `start` on, but at most its last `LOG_BYTES`. Raises: UnsuitableFileError,
+    OSError."""
     with open_regular(path) as file:
         file.seek(max(start, os.fstat(file.fileno()).st_size - LOG_BYTES))
         return file.read(LOG_BYTES).decode("utf-8", "replace")
@@ -107,14 +110,18 @@ def refuse_larger(path: Path, size_bytes: int, most_bytes: int) -> None:
         what = f"has {format_bytes(size_bytes)}, and at most {format_bytes(most_bytes)} are read"
         if path.suffix == ".jsonl":
             kept = shlex.quote(f"{path}.newest")
-            hint = f"keep its newest lines: `tail -n 100000 {shlex.quote(str(path))} > {kept}`, then move {kept} into its place"
+            hint = (
+                f"keep its newest lines: `tail -n 100000 {shlex.quote(str(path))} > {kept}`, then move "
+                f"{kept} into its place"
+            )
         else:
             hint = "move it away, or put back the file that the run wrote"
         raise UnsuitableFileError(path, what, hint, errno.EFBIG)
 
 
 def lines_of(path: Path, *, last_bytes: int | None = None, marker: bytes = b"") -> Iterator[bytes]:
-    """Yield the lines of a regular file that contain `marker`, read in pieces; of a large file those in its `last_bytes`.
+    """Yield the lines of a regular file that contain `marker`, read in pieces; of a large file those in its
+    `last_bytes`.
 
     Raises: UnsuitableFileError, OSError.
     """
@@ -146,9 +153,18 @@ def _lines_with(block: bytes, marker: bytes) -> Iterator[bytes]:
 def _require_regular(path: Path, mode: int) -> None:
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "not a file")
-        raise UnsuitableFileError(path, f"is {kind}, not a regular file", "move it away, or put back the file that the run wrote")
+        raise UnsuitableFileError(
+            path, f"is {kind}, not a regular file", "move it away, or put back the file that the run wrote"
+        )
 
 
 def is_inside(name: str) -> bool:
-    """Return whether a relative path that was read from a file stays inside the directory that the file describes."""
-    return bool(name) and "\0" not in name and "\\" not in name and not name.startswith("/") and ".." not in name.split("/")
+    """Return whether a relative path that was read from a file stays inside the directory that the file
+    describes."""
+    return (
+        bool(name)
+        and "\0" not in name
+        and "\\" not in name
+        and not name.startswith("/")
+        and ".." not in name.split("/")
+    )

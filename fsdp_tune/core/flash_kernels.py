@@ -26,8 +26,11 @@ class FlashAttention:
         return without_kernels(f"FlashAttention {self.version}", self.generations, name, capability)
 
 
-def without_kernels(what: str, generations: frozenset[int], name: str, capability: tuple[int, int]) -> str | None:
-    """Return why code for these `generations` does not run on a GPU of this name and compute capability; None if it does."""
+def without_kernels(
+    what: str, generations: frozenset[int], name: str, capability: tuple[int, int]
+) -> str | None:
+    """Return why code for these `generations` does not run on a GPU of this name and compute capability; None
+    if it does."""
     major, minor = capability
     if major in generations:
         return None
@@ -35,8 +38,9 @@ def without_kernels(what: str, generations: frozenset[int], name: str, capabilit
     return f"{what} has kernels for {wanted}, and {name} has compute capability {major}.{minor}"
 
 
-# Sources: the build lists of github.com/Dao-AILab/flash-attention (setup.py, hopper/setup.py, flash_attn/cute) in 2026. transformers
-# checks a lower bound alone, so that FlashAttention 3 on Blackwell fails at the first step with "no kernel image".
+# Sources: the build lists of github.com/Dao-AILab/flash-attention (setup.py, hopper/setup.py,
+# flash_attn/cute) in 2026. transformers checks a lower bound alone, so that FlashAttention 3 on Blackwell
+# fails at the first step with "no kernel image".
 FLASH_ATTENTION = (
     FlashAttention(3, "flash-attn-3", frozenset({9}), has_dropout=False, widest_head=256),
     FlashAttention(4, "flash-attn-4", frozenset({9, 10}), has_dropout=False, widest_head=128),
@@ -46,6 +50,9 @@ FLASH_ATTENTION = (
 
 
 def flash_version(kernel: str) -> FlashAttention | None:
-    """Return the version that a name of a kernel requests: `flash_attention_3`, `kernels-community/vllm-flash-attn3`."""
+    """Return the version that a name of a kernel requests: `flash_attention_3`,
+    `kernels-community/vllm-flash-attn3`."""
     found = _NAME.search(kernel)
-    return next((each for each in FLASH_ATTENTION if found is not None and each.version == int(found[1])), None)
+    return next(
+        (each for each in FLASH_ATTENTION if found is not None and each.version == int(found[1])), None
+    )

@@ -1,6 +1,8 @@
-"""GPUs: vendor data, looked up by name or by the driver's device name, or read from a user's file; and model FLOPs utilisation.
+"""GPUs: vendor data, looked up by name or by the driver's device name, or read from a user's file; and model
+FLOPs utilisation.
 
-The vendor data are in `hardware.yaml`. Utilisation is by the convention of PaLM (arXiv:2204.02311, appendix B).
+The vendor data are in `hardware.yaml`. Utilisation is by the convention of PaLM (arXiv:2204.02311, appendix
+B).
 """
 
 from __future__ import annotations
@@ -52,7 +54,11 @@ class Hardware:
     @property
     def capability(self) -> tuple[int, int] | None:
         """The compute capability as torch reports it."""
-        return None if self.compute_capability is None else (int(self.compute_capability), round(self.compute_capability % 1 * 10))
+        return (
+            None
+            if self.compute_capability is None
+            else (int(self.compute_capability), round(self.compute_capability % 1 * 10))
+        )
 
     @property
     def usable_bytes(self) -> int:
@@ -85,7 +91,13 @@ CPU = "CPU rank"
 
 def cpu_rank(usable_bytes: int) -> Hardware:
     """Return a rank on the CPU, with its share of the host's memory. Its speed is unknown."""
-    return Hardware(CPU, memory_gb=usable_bytes / 1e9, bandwidth_gb_s=1.0, usable_gib=usable_bytes / GIB, devices_per_machine=None)
+    return Hardware(
+        CPU,
+        memory_gb=usable_bytes / 1e9,
+        bandwidth_gb_s=1.0,
+        usable_gib=usable_bytes / GIB,
+        devices_per_machine=None,
+    )
 
 
 def squeezed(name: str) -> str:
@@ -96,7 +108,9 @@ def squeezed(name: str) -> str:
 @cache
 def known_hardware() -> Mapping[str, Hardware]:
     """Return every GPU of the table by name."""
-    table: dict[str, dict[str, object]] = yaml.load(TABLE.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    table: dict[str, dict[str, object]] = yaml.load(
+        TABLE.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    )
     return {name: hardware_of(name, fields) for name, fields in table.items()}
 
 
@@ -113,10 +127,12 @@ def find_hardware(name: str) -> Hardware:
         return detected
     family = squeezed(name.split("-")[0])
     beginnings = [
-        [known for short, known in by_squeezed.items() if start and short.startswith(start)] for start in (squeezed(name), family)
+        [known for short, known in by_squeezed.items() if start and short.startswith(start)]
+        for start in (squeezed(name), family)
     ]
     close = next(filter(None, beginnings), None) or [
-        by_squeezed[short] for short in difflib.get_close_matches(squeezed(name), by_squeezed, n=3, cutoff=0.6)
+        by_squeezed[short]
+        for short in difflib.get_close_matches(squeezed(name), by_squeezed, n=3, cutoff=0.6)
     ]
     meant = f"did you mean {' or '.join(close)}? " if close else ""
     hint = f"{meant}Known: {', '.join(table)}; or a YAML file with memory_gb, bandwidth_gb_s, bf16_tflops …"
@@ -159,15 +175,27 @@ def attended_length(lengths: Iterable[int]) -> float:
 
 
 def flops_per_token(model: ModelDimensions, length: float) -> float:
-    """Return 6 N + 12 L H Q T: forward and backward with attention, not halved for causal masks, without recomputation.
+    """Return 6 N + 12 L H Q T: forward and backward with attention, not halved for causal masks, without
+    recomputation.
 
-    N is the number of active parameters; `length` is T: the length of the sequences, or `attended_length` if it varies. A frozen
+    N is the number of active parameters; `length` is T: the length of the sequences, or `attended_length` if
+    it varies. A frozen
     parameter counts 4: forward and the gradient of its input, but no gradient of its own.
     """
     frozen = max(0, model.active_parameters - model.trained_parameters)
-    return 6.0 * model.active_parameters - 2.0 * frozen + 12.0 * model.layers * model.heads * model.head_dim * length
+    return (
+        6.0 * model.active_parameters
+        - 2.0 * frozen
+        + 12.0 * model.layers * model.heads * model.head_dim * length
+    )
 
 
-def mfu(model: ModelDimensions, length: float, tokens_per_second_per_device: float, peak_flops: float | None) -> float | None:
+def mfu(
+    model: ModelDimensions, length: float, tokens_per_second_per_device: float, peak_flops: float | None
+) -> float | None:
     """Return the share of one device's dense bf16 peak; None if the peak is unknown."""
-    return None if peak_flops is None else flops_per_token(model, length) * tokens_per_second_per_device / peak_flops
+    return (
+        None
+        if peak_flops is None
+        else flops_per_token(model, length) * tokens_per_second_per_device / peak_flops
+    )

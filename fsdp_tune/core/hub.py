@@ -1,7 +1,7 @@
 """The Hugging Face hub: check once whether it is reachable, and convert its errors to problems.
 
-Without a network, the libraries retry each file for half a minute. A single connection attempt detects that in seconds;
-files in the local cache are then used without a query.
+Without a network, the libraries retry each file for half a minute. A single connection attempt detects that
+in seconds; files in the local cache are then used without a query.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ NO_SUCH_FILE = {"EntryNotFoundError", "RemoteEntryNotFoundError"}
 
 @functools.cache
 def hub_is_reachable() -> bool:
-    """Return False under HF_HUB_OFFLINE, or if no connection to the hub (or its proxy) opens within CONNECT_SECONDS."""
+    """Return False under HF_HUB_OFFLINE, or if no connection to the hub (or its proxy) opens within
+    CONNECT_SECONDS."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -49,13 +50,19 @@ def hub_is_reachable() -> bool:
     return True
 
 
-def unreachable(what: str, name: str, key: str, *, is_data_set: bool = False, where: Where = NOWHERE) -> FsdpTuneError:
+def unreachable(
+    what: str, name: str, key: str, *, is_data_set: bool = False, where: Where = NOWHERE
+) -> FsdpTuneError:
     """Return a usage error (exit 2) that names the missing resource and the offline alternatives."""
     from huggingface_hub import constants
 
     download = f"hf download {'--repo-type dataset ' if is_data_set else ''}{name}"
     offline = constants.HF_HUB_OFFLINE
-    why = "HF_HUB_OFFLINE keeps this command off the Hugging Face hub" if offline else "the Hugging Face hub cannot be reached"
+    why = (
+        "HF_HUB_OFFLINE keeps this command off the Hugging Face hub"
+        if offline
+        else "the Hugging Face hub cannot be reached"
+    )
     return usage_error(
         "hub-unreachable",
         f"{what} `{name}` is not in the local cache, and {why}",
@@ -95,17 +102,32 @@ class HubResource:
         status = next((int(response.status_code) for response in responses if response is not None), None)
         name, where = f"`{self.name}`", self.where
         if kinds & BROKEN_OFF or (status is not None and (status == 429 or status >= 500)):
-            how = f"the hub responds with {status} repeatedly" if status is not None else "the connection to the hub breaks off repeatedly"
-            return usage_error("hub-busy", f"{name}: {how}", hint="try again later, or give a local path", where=where)
+            how = (
+                f"the hub responds with {status} repeatedly"
+                if status is not None
+                else "the connection to the hub breaks off repeatedly"
+            )
+            return usage_error(
+                "hub-busy", f"{name}: {how}", hint="try again later, or give a local path", where=where
+            )
         if "GatedRepoError" in kinds:
             hint = f"request access on {self._page()}, then {LOGIN}"
-            return usage_error("gated", f"{name} is gated: your account has no access", hint=hint, where=where)
+            return usage_error(
+                "gated", f"{name} is gated: your account has no access", hint=hint, where=where
+            )
         if "HFValidationError" in kinds:
-            message = f"{name} does not exist on this disk, and is not a valid name of a repository on the hub (ORG/NAME)"
-            return usage_error(self.not_found, message, hint=f"correct `{self.key}`{self.or_else}", where=where)
+            message = (
+                f"{name} does not exist on this disk, and is not a valid name of a repository on the hub "
+                "(ORG/NAME)"
+            )
+            return usage_error(
+                self.not_found, message, hint=f"correct `{self.key}`{self.or_else}", where=where
+            )
         if "RevisionNotFoundError" in kinds:
             hint = f"set a branch, a tag or a full commit of {self._page()}"
-            return usage_error(self.not_found, f"{name} on the hub has no such revision", hint=hint, where=where)
+            return usage_error(
+                self.not_found, f"{name} on the hub has no such revision", hint=hint, where=where
+            )
         if "RepositoryNotFoundError" in kinds:
             message = f"{name} is neither on this disk nor accessible to your account on the hub"
             hint = f"correct `{self.key}`{self.or_else}, or log in with {LOGIN} if it is private"
@@ -139,11 +161,19 @@ def first_line(error: BaseException) -> str:
 
 
 def snapshot(wanted: HubResource, files: Sequence[str], *, revision: str | None = None) -> Path:
-    """Return the local directory of a repository's `files`, downloaded if the hub is reachable. Raises: usage error (exit 2)."""
+    """Return the local directory of a repository's `files`, downloaded if the hub is reachable. Raises: usage
+    error (exit 2)."""
     from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]  its progress bar is untyped
 
     try:
-        return Path(snapshot_download(wanted.name, revision=revision, allow_patterns=list(files), local_files_only=not hub_is_reachable()))
+        return Path(
+            snapshot_download(
+                wanted.name,
+                revision=revision,
+                allow_patterns=list(files),
+                local_files_only=not hub_is_reachable(),
+            )
+        )
     except FsdpTuneError:  # a signal that ends the command may arrive here
         raise
     except Exception as error:
@@ -154,11 +184,14 @@ def snapshot(wanted: HubResource, files: Sequence[str], *, revision: str | None 
 
 def download_model(name: str, revision: str) -> Path:
     """Return the local directory of the files of a model repository that training reads."""
-    return snapshot(HubResource("model", name, "model.name_or_path", "model-not-found"), MODEL_FILES, revision=revision)
+    return snapshot(
+        HubResource("model", name, "model.name_or_path", "model-not-found"), MODEL_FILES, revision=revision
+    )
 
 
 def cached_model_file(name: str, revision: str, file: str) -> Path | None:
-    """Return a file of a model repository in the local cache, in the directory of its commit; None if it is not cached."""
+    """Return a file of a model repository in the local cache, in the directory of its commit; None if it is
+    not cached."""
     from huggingface_hub import constants
 
     repository = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
@@ -180,7 +213,8 @@ def _first_hop(endpoint: str) -> tuple[str, int]:
 
 @contextmanager
 def cache_only() -> Iterator[None]:
-    """Prevent `datasets` from querying the hub, for which it has no argument and would retry for half a minute."""
+    """Prevent `datasets` from querying the hub, for which it has no argument and would retry for half a
+    minute."""
     import datasets.config
     from huggingface_hub import constants
 
@@ -193,7 +227,8 @@ def cache_only() -> Iterator[None]:
 
 
 def resolves_inside(path: Path, folder: Path) -> bool:
-    """Return whether `path`, with all its links followed, is in `folder` or is a file of the hub's cache, whose snapshots are links."""
+    """Return whether `path`, with all its links followed, is in `folder` or is a file of the hub's cache,
+    whose snapshots are links."""
     from huggingface_hub import constants
 
     target = path.resolve()
@@ -204,6 +239,11 @@ def resolves_inside(path: Path, folder: Path) -> bool:
 
 
 def _blobs(snapshot: Path) -> Path | None:
-    """Return the store of a snapshot in a cache at another place: `…/models--ORG--NAME/{snapshots/COMMIT,blobs}`."""
+    """Return the store of a snapshot in a cache at another place:
+    `…/models--ORG--NAME/{snapshots/COMMIT,blobs}`."""
     store = snapshot.resolve().parent
-    return store.parent / "blobs" if store.name == "snapshots" and store.parent.name.startswith("models--") else None
+    return (
+        store.parent / "blobs"
+        if store.name == "snapshots" and store.parent.name.startswith("models--")
+        else None
+    )

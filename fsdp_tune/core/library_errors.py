@@ -1,7 +1,7 @@
 """Errors of libraries that only a text distinguishes.
 
-The texts are those of torch 2.11 and 2.13 (with the bundled gloo), torchao 0.18 and PyYAML 6.0.3. If a new version
-changes one, the original error is reported instead of the more specific one.
+The texts are those of torch 2.11 and 2.13 (with the bundled gloo), torchao 0.18 and PyYAML 6.0.3. If a new
+version changes one, the original error is reported instead of the more specific one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ PEER_LOST = (
     "remote process exited",
     "NCCL communicator was aborted",
 )
-"""torch.distributed, gloo and NCCL, on the surviving ranks when another rank has ended; all are RuntimeErrors."""
+"""torch.distributed, gloo and NCCL, on the surviving ranks when another rank has ended; all are
+RuntimeErrors."""
 
 
 HOST_ALLOCATION_FAILED = ("can't allocate memory", "not enough memory: you tried to allocate")
@@ -32,13 +33,20 @@ DEVICE_ALLOCATION_FAILED = ("CUBLAS_STATUS_ALLOC_FAILED",)
 """RuntimeError of torch (aten/src/ATen/cuda/CUDABlas.cpp); its own allocator raises OutOfMemoryError."""
 
 
-CUDA_ALLOCATION_FAILED = re.compile(r"(CUDA|HIP) error: out of memory|(Cuda|HIP) failure (\d+ )?'out of memory'")
-"""cudaErrorMemoryAllocation, which CUDA returns for device memory and for page-locked host memory (cudaHostAlloc) alike: by torch outside
-its caching allocator, and by NCCL, whose older versions omit the number."""
+CUDA_ALLOCATION_FAILED = re.compile(
+    r"(CUDA|HIP) error: out of memory|(Cuda|HIP) failure (\d+ )?'out of memory'"
+)
+"""cudaErrorMemoryAllocation, which CUDA returns for device memory and for page-locked host memory
+(cudaHostAlloc) alike: by torch outside its caching allocator, and by NCCL, whose older versions omit the
+number."""
 
 
-DEVICE_FAILED = re.compile(r"(?:CUDA|HIP) error: ([^\n]+)|(?:Cuda|HIP) failure (?:\d+ )?'([^']+)'|(Memory access fault by GPU [^\n]+)")
-"""An error of the CUDA or HIP runtime, as torch and NCCL format it, and what ROCm's runtime prints before it calls abort()."""
+DEVICE_FAILED = re.compile(
+    r"(?:CUDA|HIP) error: ([^\n]+)|(?:Cuda|HIP) failure (?:\d+ )?'([^']+)'|(Memory access fault by "
+    r"GPU [^\n]+)"
+)
+"""An error of the CUDA or HIP runtime, as torch and NCCL format it, and what ROCm's runtime prints before it
+calls abort()."""
 
 
 FAULTS_OF_A_DEVICE = (
@@ -63,7 +71,8 @@ FAULTS_OF_A_PROGRAM = (
 
 
 FAULTS_OF_A_BUILD = ("no kernel image is available for execution on the device",)
-"""Texts of cudaGetErrorString, and of ROCm's runtime, after which no work of the process can succeed on the device."""
+"""Texts of cudaGetErrorString, and of ROCm's runtime, after which no work of the process can succeed on the
+device."""
 
 
 NATIVE_ENDS = (
@@ -72,8 +81,8 @@ NATIVE_ENDS = (
     re.compile(r"HSA_STATUS_ERROR\w*: .+"),
     re.compile(r"what\(\):\s+(?:\[.*?\] )?(.+)"),
 )
-"""Why a process called abort(): NCCL's watchdog (ProcessGroupNCCL.cpp), ROCm's runtime (runtime.cpp of ROCR, rocdevice.cpp of CLR), and
-what C++ prints of an exception that nothing catches."""
+"""Why a process called abort(): NCCL's watchdog (ProcessGroupNCCL.cpp), ROCm's runtime (runtime.cpp of ROCR,
+rocdevice.cpp of CLR), and what C++ prints of an exception that nothing catches."""
 
 
 PINS_MEMORY = re.compile(r"pin.memory")
@@ -81,8 +90,8 @@ PINS_MEMORY = re.compile(r"pin.memory")
 
 
 _RUST_IO = re.compile(r"\(os error (\d+)\)")
-"""How Rust's standard library prints an I/O error (std::io::Error). tokenizers, safetensors and hf_xet pass the text on in an Exception of
-their own, so that a full disk would look like a bug."""
+"""How Rust's standard library prints an I/O error (std::io::Error). tokenizers, safetensors and hf_xet pass
+the text on in an Exception of their own, so that a full disk would look like a bug."""
 
 
 _LINK_LOOP = re.compile(r"Symlink loop from '(.+)'")
@@ -90,7 +99,8 @@ _LINK_LOOP = re.compile(r"Symlink loop from '(.+)'")
 
 
 def as_os_error(error: BaseException, path: Path | None = None) -> BaseException:
-    """Return the OSError that a Rust library or pathlib reports as a text, with the error as its cause; any other error as it is."""
+    """Return the OSError that a Rust library or pathlib reports as a text, with the error as its cause; any
+    other error as it is."""
     if isinstance(error, RuntimeError) and (loop := _LINK_LOOP.search(str(error))) is not None:
         looped = OSError(errno.ELOOP, os.strerror(errno.ELOOP), loop[1])
         looped.__cause__ = error
@@ -105,7 +115,8 @@ def as_os_error(error: BaseException, path: Path | None = None) -> BaseException
 
 @contextmanager
 def rust_errors_as_os_errors(path: Path) -> Iterator[None]:
-    """Raise an I/O error of a Rust library in the block as the OSError that it is, with the path that was written or read."""
+    """Raise an I/O error of a Rust library in the block as the OSError that it is, with the path that was
+    written or read."""
     try:
         yield
     except Exception as error:
@@ -125,18 +136,36 @@ OUT_OF_MEMORY_SIZES = {
     "allocated": re.compile(rf"{_SIZE} is allocated by PyTorch"),
     "unused": re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated"),
 }
-"""Sizes in the message of torch.OutOfMemoryError (c10/cuda/CUDACachingAllocator.cpp), which has no attributes."""
+"""Sizes in the message of torch.OutOfMemoryError (c10/cuda/CUDACachingAllocator.cpp), which has no
+attributes."""
 
 
 BLOCKS_CUT = "block boundary"
-"""torchao (optim/subclass_8bit.py, subclass_4bit.py): a ValueError for a slice of quantized state that cuts a block."""
+"""torchao (optim/subclass_8bit.py, subclass_4bit.py): a ValueError for a slice of quantized state that cuts a
+block."""
 
 
 YAML_SYNTAX = (
     ("cannot start any token", "this character cannot begin a value", "put the value in double quotes"),
-    ("mapping values are not allowed here", "a `: ` where no key is allowed", "check the indentation, or quote a text that holds `: `"),
-    ("could not find expected ':'", "this line is neither `key: value` nor a list item", "write `key: value`"),
-    ("expected <block end>", "the indentation does not fit the lines above", "align the line with the other keys of its section"),
-    ("expected '<document start>'", "there is text after the end of the value", "check the brackets and the indentation"),
+    (
+        "mapping values are not allowed here",
+        "a `: ` where no key is allowed",
+        "check the indentation, or quote a text that holds `: `",
+    ),
+    (
+        "could not find expected ':'",
+        "this line is neither `key: value` nor a list item",
+        "write `key: value`",
+    ),
+    (
+        "expected <block end>",
+        "the indentation does not fit the lines above",
+        "align the line with the other keys of its section",
+    ),
+    (
+        "expected '<document start>'",
+        "there is text after the end of the value",
+        "check the brackets and the indentation",
+    ),
 )
 """`problem` of PyYAML's MarkedYAMLError (scanner.py, parser.py), its meaning in a recipe, and the hint."""

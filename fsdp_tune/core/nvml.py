@@ -13,7 +13,8 @@ _LONGEST_TEXT = 96
 
 
 class Nvml:
-    """The driver's management library. Every call goes through here, since old drivers and stand-ins for them lack functions."""
+    """The driver's management library. Every call goes through here, since old drivers and stand-ins for them
+    lack functions."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -29,7 +30,11 @@ class Nvml:
     def text(self, function: str, *arguments: object) -> str | None:
         """Return the text that a function writes into a buffer after its arguments; None if it fails."""
         buffer = ctypes.create_string_buffer(_LONGEST_TEXT)
-        return buffer.value.decode(errors="replace") if self.succeeds(function, *arguments, buffer, _LONGEST_TEXT) else None
+        return (
+            buffer.value.decode(errors="replace")
+            if self.succeeds(function, *arguments, buffer, _LONGEST_TEXT)
+            else None
+        )
 
     def device_count(self) -> int:
         count = ctypes.c_uint()

@@ -1,12 +1,13 @@
 """Exclusive ownership of a directory or a stage, recorded in a lock file.
 
-The lock file holds the record of its owner: host, process and the id of the claim. The owner refreshes the modification
-time of the file every few seconds. Mutual exclusion is by flock, which the kernel releases when the owner dies. On a file
-system without flock it is by creating the file with O_EXCL.
+The lock file holds the record of its owner: host, process and the id of the claim. The owner refreshes the
+modification time of the file every few seconds. Mutual exclusion is by flock, which the kernel releases when
+the owner dies. On a file system without flock it is by creating the file with O_EXCL.
 
-Readers only read the record and take no lock, so a query never makes a claim fail. If the owner's processes are visible to
-this process, pid and start time decide whether it lives. Any other owner counts as dead only after
-`FOREIGN_SILENCE_SECONDS` without a refresh, since flock on a network file system may be local to each client.
+Readers only read the record and take no lock, so a query never makes a claim fail. If the owner's processes
+are visible to this process, pid and start time decide whether it lives. Any other owner counts as dead only
+after `FOREIGN_SILENCE_SECONDS` without a refresh, since flock on a network file system may be local to each
+client.
 
 Also tells which processes are ranks of a run.
 """
@@ -72,7 +73,10 @@ class Owner:
         return replace(self, claim="", since=0.0) == replace(other, claim="", since=0.0)
 
     def __str__(self) -> str:
-        return f"pid {self.pid} on {self.host} since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self.since))}"
+        return (
+            f"pid {self.pid} on {self.host} since "
+            f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self.since))}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +104,9 @@ class HeldError(Exception):
 def this_owner() -> Owner:
     """Return the record of a new claim of this process."""
     started = _start_of(os.getpid()) or ""
-    return Owner(socket.gethostname(), os.getpid(), time.time(), secrets.token_hex(8), _kernel(), _namespace(), started)
+    return Owner(
+        socket.gethostname(), os.getpid(), time.time(), secrets.token_hex(8), _kernel(), _namespace(), started
+    )
 
 
 def is_running(owner: Owner) -> bool | None:
@@ -109,7 +115,8 @@ def is_running(owner: Owner) -> bool | None:
 
 
 def read_owner(path: Path) -> Owner | None:
-    """Return the record in a lock file, of a live owner or a dead one; None if the file has no readable record."""
+    """Return the record in a lock file, of a live owner or a dead one; None if the file has no readable
+    record."""
     try:
         return parse_owner(read_regular(path))
     except OSError:
@@ -133,14 +140,16 @@ def live_owner(path: Path) -> Owner | None:
 
 
 def is_abandoned(path: Path) -> bool:
-    """Return whether no process holds a lock file or may still write its record, by the clock of the file system."""
+    """Return whether no process holds a lock file or may still write its record, by the clock of the file
+    system."""
     now, owner = _file_system_time(path.parent), read_owner(path)
     return _age(path, now) >= _CLAIM_SECONDS if owner is None else not _is_live(owner, path, now)
 
 
 @contextmanager
 def announced(path: Path) -> Iterator[None]:
-    """Hold a lock file that no other process claims, to show that this process lives. It is removed at the end."""
+    """Hold a lock file that no other process claims, to show that this process lives. It is removed at the
+    end."""
     descriptor = os.open(path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         with _recorded(descriptor, path):
@@ -158,7 +167,8 @@ _RECORD = "owner.json"
 def temporary_directory(kind: str = "", keep: Callable[[], bool] = lambda: False) -> Iterator[Path]:
     """Make a private directory TMPDIR/fsdp-tune-KIND…, and remove it at the end unless `keep` returns True.
 
-    A process that is killed with SIGKILL removes nothing, so that the directories of dead owners are removed first.
+    A process that is killed with SIGKILL removes nothing, so that the directories of dead owners are removed
+    first.
     """
     _remove_abandoned(Path(tempfile.gettempdir()))
     path, is_kept = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY_PREFIX}{kind}")), False
@@ -175,7 +185,8 @@ def temporary_directory(kind: str = "", keep: Callable[[], bool] = lambda: False
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove this user's temporary directories whose record names a dead process; any other may be a user's own."""
+    """Remove this user's temporary directories whose record names a dead process; any other may be a user's
+    own."""
     with contextlib.suppress(OSError):
         for path in parent.glob(f"{TEMPORARY_PREFIX}*"):
             with contextlib.suppress(OSError):
@@ -188,8 +199,8 @@ def _remove_abandoned(parent: Path) -> None:
 def owned(path: Path) -> Iterator[Claim]:
     """Hold the lock file `path` and refresh its record. Raises: HeldError if another owner holds it.
 
-    At the end the file is removed if ownership depends on its existence; otherwise it is emptied and stays, since removing it
-    would let two processes lock two files of one name.
+    At the end the file is removed if ownership depends on its existence; otherwise it is emptied and stays,
+    since removing it would let two processes lock two files of one name.
     """
     descriptor, previous, has_flock = _claim(path)
     try:
@@ -270,16 +281,19 @@ def _open(path: Path) -> tuple[int, bool]:
 
 
 def _clear_dead(path: Path) -> Owner | None:
-    """Remove the lock file of a dead owner, without flock, and return that owner. Raises: HeldError if it may live.
+    """Remove the lock file of a dead owner, without flock, and return that owner. Raises: HeldError if it may
+    live.
 
-    A second file, created with O_EXCL, guards the removal: if two processes find the same dead owner, the slower one must not
-    remove the file that the faster one has created in the meantime.
+    A second file, created with O_EXCL, guards the removal: if two processes find the same dead owner, the
+    slower one must not remove the file that the faster one has created in the meantime.
     """
     guard = path.with_name(f".{path.name}.taking")
     try:
         os.close(os.open(guard, _FLAGS | os.O_CREAT | os.O_EXCL, 0o644))
     except FileExistsError:
-        if _age(guard, _file_system_time(path.parent)) >= FOREIGN_SILENCE_SECONDS:  # left by a process that was killed here
+        if (
+            _age(guard, _file_system_time(path.parent)) >= FOREIGN_SILENCE_SECONDS
+        ):  # left by a process that was killed here
             guard.unlink(missing_ok=True)
         time.sleep(_RETRY_SECONDS)
         return None
@@ -315,7 +329,8 @@ def _is_live(owner: Owner, path: Path, now: float) -> bool:
 
 
 def _may_hold(pid: int, path: Path) -> bool:
-    """Return False if a process certainly has another file open than `path`: a copy of its directory, whose record it has not written."""
+    """Return False if a process certainly has another file open than `path`: a copy of its directory, whose
+    record it has not written."""
     try:
         own = path.stat()
         descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
@@ -329,7 +344,8 @@ def _may_hold(pid: int, path: Path) -> bool:
 
 
 def _file_system_time(directory: Path) -> float:
-    """Return the current time by the clock that sets modification times in a directory, which may be that of a file server."""
+    """Return the current time by the clock that sets modification times in a directory, which may be that of
+    a file server."""
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             return os.fstat(file.fileno()).st_mtime
@@ -374,7 +390,8 @@ def _start_of(pid: int) -> str | None:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Return whether a process runs and is not a zombie. psutil compares start times, so a reused pid does not count.
+    """Return whether a process runs and is not a zombie. psutil compares start times, so a reused pid does
+    not count.
 
     One that cannot be looked at, such as with no descriptor left for it, counts as alive.
     """
@@ -387,10 +404,15 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def is_rank_of(run: Path, rank: int, pid: int) -> bool:
-    """Return whether a pid still belongs to a rank of the run: pids are reused, but not with the same RANK and run directory."""
+    """Return whether a pid still belongs to a rank of the run: pids are reused, but not with the same RANK
+    and run directory."""
     try:
         process = psutil.Process(pid)
         named = Path(process.cwd(), *process.cmdline()[-1:])
-        return is_alive(process) and process.environ().get("RANK") == str(rank) and named.resolve() == run.resolve()
+        return (
+            is_alive(process)
+            and process.environ().get("RANK") == str(rank)
+            and named.resolve() == run.resolve()
+        )
     except psutil.Error:
         return False

@@ -2,8 +2,9 @@
 
     python -m fsdp_tune.core.parent_death PARENT_PID COMMAND…
 
-requests from the kernel to kill this process when its parent dies, then executes COMMAND; the request survives exec. This is
-a separate program because `preexec_fn` is not safe in a process with threads. Ranks call `die_with_launcher` first of all.
+requests from the kernel to kill this process when its parent dies, then executes COMMAND; the request
+survives exec. This is a separate program because `preexec_fn` is not safe in a process with threads. Ranks
+call `die_with_launcher` first of all.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ LAUNCHER_PID = "FSDP_TUNE_LAUNCHER_PID"
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
-    """Let the kernel send SIGKILL to this process when the THREAD that started it ends; that thread must stay alive.
+    """Let the kernel send SIGKILL to this process when the THREAD that started it ends; that thread must stay
+    alive.
 
-    `parent_pid`, if known, covers the time between fork and this call: for a parent that has already ended, no signal is sent.
-    On other systems than Linux this does nothing, and only the supervisor ends the ranks.
+    `parent_pid`, if known, covers the time between fork and this call: for a parent that has already ended,
+    no signal is sent. On other systems than Linux this does nothing, and only the supervisor ends the ranks.
     """
     if sys.platform != "linux":
         return
@@ -34,9 +36,11 @@ def die_with_parent(parent_pid: int | None = None) -> None:
 
 
 def die_with_launcher() -> None:
-    """Let the kernel end this rank with its parent, and end it now if its launcher died between starting it and this call.
+    """Let the kernel end this rank with its parent, and end it now if its launcher died between starting it
+    and this call.
 
-    No signal tells of a parent that died before the request. A launcher by hand has no `LAUNCHER_PID`, and its ranks are not checked.
+    No signal tells of a parent that died before the request. A launcher by hand has no `LAUNCHER_PID`, and
+    its ranks are not checked.
     """
     die_with_parent()
     launcher = os.environ.get(LAUNCHER_PID, "")
@@ -57,13 +61,15 @@ def _ancestors() -> list[int]:
 
 
 def ends_with_parent(command: list[str], python: str = sys.executable) -> list[str]:
-    """Return `command`, bound to the calling process. `-I -S` and no import of the package: the overhead is 15 ms."""
+    """Return `command`, bound to the calling process. `-I -S` and no import of the package: the overhead is
+    15 ms."""
     return [python, "-I", "-S", os.path.abspath(__file__), str(os.getpid()), *command]  # noqa: PTH100  no pathlib: this program imports as little as possible
 
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))
-    # A scheduler may send these to every process of the job; the command, which gets them too, ends its children. Ranks have handlers.
+    # A scheduler may send these to every process of the job; the command, which gets them too, ends its
+    # children. Ranks have handlers.
     for name in ("SIGUSR2", "SIGXCPU", "SIGPWR"):
         if hasattr(signal, name):
             signal.signal(signal.Signals[name], signal.SIG_IGN)

@@ -1,4 +1,5 @@
-"""Child processes of a command, which end when the command ends, even if it is killed; and the directory that compilers use in them."""
+"""Child processes of a command, which end when the command ends, even if it is killed; and the directory that
+compilers use in them."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ _STARTING = threading.Lock()
 
 @dataclass(eq=False, slots=True)
 class _Pool:
-    """The children of the threads of one `threads` block. A script may run several jobs, each in a thread of its own."""
+    """The children of the threads of one `threads` block. A script may run several jobs, each in a thread of
+    its own."""
 
     running: list[subprocess.Popen[str]] = field(default_factory=list[subprocess.Popen[str]])
     is_ending: bool = False
@@ -49,19 +51,25 @@ _OF_THREAD = _OfThread()
 _POOLS: list[_Pool] = []
 
 
-QUIET_LIBRARIES = {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
+QUIET_LIBRARIES = {
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 """Environment of a child that loads models, whose output is a protocol."""
 
 
 def start(command: Sequence[str], environment: Mapping[str, str], **pipes: Any) -> subprocess.Popen[str]:
-    """Start a child in a separate session: Ctrl-C reaches only the command, which calls `end`. If the command is killed, the kernel
-    kills the child. `pipes` are stdin, stdout and stderr of `Popen`."""
+    """Start a child in a separate session: Ctrl-C reaches only the command, which calls `end`. If the command
+    is killed, the kernel kills the child. `pipes` are stdin, stdout and stderr of `Popen`."""
     with _STARTING:
         pool = _OF_THREAD.pool
         if pool is not None and pool.is_ending:
             raise InterruptedError("the command is ending, and starts no other process")
         variables = {**environment, **compiler_variables()}
-        child = subprocess.Popen(ends_with_parent(list(command)), text=True, env=variables, start_new_session=True, **pipes)
+        child = subprocess.Popen(
+            ends_with_parent(list(command)), text=True, env=variables, start_new_session=True, **pipes
+        )
         if pool is not None:
             pool.running.append(child)
     return child
@@ -72,16 +80,20 @@ END_SECONDS = 60.0
 
 
 def end(child: subprocess.Popen[str], below: Iterable[psutil.Process] = ()) -> None:
-    """Kill a child and everything below it, and return when they are gone, with what they held. A child that was waited for is only removed
-    from the list.
+    """Kill a child and everything below it, and return when they are gone, with what they held. A child that
+    was waited for is only removed from the list.
 
-    A child that has ended without that may have left children of its own, which are killed: its id is not free before it is waited for.
-    `below`: `descendants` of earlier, since those in sessions of their own are not found any more when it has ended.
+    A child that has ended without that may have left children of its own, which are killed: its id is not
+    free before it is waited for.
+    `below`: `descendants` of earlier, since those in sessions of their own are not found any more when it has
+    ended.
     """
     release(child)
     if child.returncode is None:
         left = [*below, *descendants(child)]
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # PermissionError: macOS, for a group of zombies
+        with contextlib.suppress(
+            ProcessLookupError, PermissionError
+        ):  # PermissionError: macOS, for a group of zombies
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
         _kill(left)
@@ -98,12 +110,15 @@ def descendants(child: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def _kill(processes: Iterable[psutil.Process]) -> None:
-    """Kill processes and wait until they are gone, `END_SECONDS` at most. Their parents have ended, and may leave them as zombies."""
+    """Kill processes and wait until they are gone, `END_SECONDS` at most. Their parents have ended, and may
+    leave them as zombies."""
     import psutil
 
     def is_left(process: psutil.Process) -> bool:
         try:  # while its other threads end, a process that is a zombie still holds memory of devices
-            return process.is_running() and (process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1)
+            return process.is_running() and (
+                process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1
+            )
         except psutil.Error:
             return False
 
@@ -146,12 +161,15 @@ def describe_failure(exit_code: int, errors: str) -> str:
 
 
 class JsonChild:
-    """A child that reads lines from its standard input and answers in lines of JSON objects. It ends with the block, or by `close`."""
+    """A child that reads lines from its standard input and answers in lines of JSON objects. It ends with the
+    block, or by `close`."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  closed with the child
         try:
-            self._child = start(command, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors)
+            self._child = start(
+                command, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors
+            )
         except BaseException:
             self._errors.close()
             raise
@@ -166,7 +184,8 @@ class JsonChild:
         self.close()
 
     def send(self, line: str, *, is_last: bool = False) -> None:
-        """Send a line. If the child has ended, nothing is sent: `receive` returns None, and `failure` the reason."""
+        """Send a line. If the child has ended, nothing is sent: `receive` returns None, and `failure` the
+        reason."""
         with contextlib.suppress(BrokenPipeError):
             self._input.write(line + "\n")
             self._input.flush()
@@ -202,13 +221,16 @@ class JsonChild:
 
 @contextlib.contextmanager
 def threads(number: int) -> Iterator[ThreadPoolExecutor]:
-    """Yield a pool of threads that wait for children. An exception in the block (Ctrl-C, a signal, an error in the recipe) first ends the
-    children and lets the threads start no others, since leaving the block waits for the threads, and these wait for the children."""
+    """Yield a pool of threads that wait for children. An exception in the block (Ctrl-C, a signal, an error
+    in the recipe) first ends the children and lets the threads start no others, since leaving the block waits
+    for the threads, and these wait for the children."""
     pool = _Pool()
     with _STARTING:
         _POOLS.append(pool)
     try:
-        with ThreadPoolExecutor(max_workers=number, initializer=setattr, initargs=(_OF_THREAD, "pool", pool)) as executor:
+        with ThreadPoolExecutor(
+            max_workers=number, initializer=setattr, initargs=(_OF_THREAD, "pool", pool)
+        ) as executor:
             try:
                 yield executor
             except BaseException:
@@ -229,23 +251,33 @@ def threads(number: int) -> Iterator[ThreadPoolExecutor]:
 def open_standard_streams() -> None:
     """Open each of descriptors 0 to 2 that the caller closed on /dev/null, for this process and its children.
 
-    Shells (`>&- 2>&-`) and some service managers start commands like that. Otherwise the next file or socket that
-    is opened gets the number, and lines for the screen are written into it.
+    Shells (`>&- 2>&-`) and some service managers start commands like that. Otherwise the next file or socket
+    that is opened gets the number, and lines for the screen are written into it.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number, which is this one
+            os.set_inheritable(
+                os.open(os.devnull, os.O_RDWR), True
+            )  # gets the lowest free number, which is this one
         if getattr(sys, name) is None:  # Python makes no stream of a closed descriptor
-            stream = os.fdopen(number, "r" if number == 0 else "w", encoding="utf-8", errors="backslashreplace", closefd=False)
+            stream = os.fdopen(
+                number,
+                "r" if number == 0 else "w",
+                encoding="utf-8",
+                errors="backslashreplace",
+                closefd=False,
+            )
             setattr(sys, name, stream)
 
 
 def continue_in_utf8() -> None:
-    """Replace this process by itself in Python's UTF-8 mode if it encodes paths otherwise, as under `LC_ALL=C PYTHONUTF8=0`.
+    """Replace this process by itself in Python's UTF-8 mode if it encodes paths otherwise, as under
+    `LC_ALL=C PYTHONUTF8=0`.
 
-    Recipes, manifests and messages are UTF-8, so a path that is not ASCII could be neither read from a recipe nor printed.
+    Recipes, manifests and messages are UTF-8, so a path that is not ASCII could be neither read from a recipe
+    nor printed.
     """
     if sys.getfilesystemencoding() != "utf-8":
         os.environ["PYTHONUTF8"] = "1"  # for children too
@@ -255,9 +287,10 @@ def continue_in_utf8() -> None:
 def reset_inherited() -> None:
     """Undo what a caller may have changed and every command relies on.
 
-    Under an ignored SIGCHLD the kernel forgets how children ended; a stop signal that is blocked never arrives. Python of `PYTHONINSPECT`
-    waits for someone to type when a program has ended, and that of `PYTHONOPTIMIZE=2` has no docstrings, from which transformers makes
-    those of its models. The program is executed again without them.
+    Under an ignored SIGCHLD the kernel forgets how children ended; a stop signal that is blocked never
+    arrives. Python of `PYTHONINSPECT` waits for someone to type when a program has ended, and that of
+    `PYTHONOPTIMIZE=2` has no docstrings, from which transformers makes those of its models. The program is
+    executed again without them.
     """
     if os.environ.pop("PYTHONINSPECT", None) or os.environ.pop("PYTHONOPTIMIZE", None):
         os.execv(sys.executable, sys.orig_argv)
@@ -272,16 +305,20 @@ STOP_SIGNALS = tuple(
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGXCPU", "SIGPWR")
     if hasattr(signal, name)
 )
-"""Signals that ask a command to end: of people, schedulers (Grid Engine: SIGUSR2), limits of CPU time (SIGXCPU), power supplies."""
+"""Signals that ask a command to end: of people, schedulers (Grid Engine: SIGUSR2), limits of CPU time
+(SIGXCPU), power supplies."""
 
-# `nohup` ignores SIGHUP, and a shell without job control ignores SIGINT and SIGQUIT for a command in the background.
+# `nohup` ignores SIGHUP, and a shell without job control ignores SIGINT and SIGQUIT for a command in the
+# background.
 _IGNORED_BY_CALLERS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
 
 
 def without_ignored(numbers: Iterable[int]) -> list[signal.Signals]:
     """Return the signals that this process may handle: all except those that were ignored when it started."""
     return [
-        signal.Signals(number) for number in numbers if number not in _IGNORED_BY_CALLERS or signal.getsignal(number) is not signal.SIG_IGN
+        signal.Signals(number)
+        for number in numbers
+        if number not in _IGNORED_BY_CALLERS or signal.getsignal(number) is not signal.SIG_IGN
     ]
 
 
@@ -291,7 +328,9 @@ class StoppedBySignal(FsdpTuneError):
     def __init__(self, number: int) -> None:
         self.number = number
         name = signal.Signals(number).name
-        super().__init__(Problem("stopped", f"stopped by {name} while no rank was running"), exit_code=ExitCode.PREEMPTED)
+        super().__init__(
+            Problem("stopped", f"stopped by {name} while no rank was running"), exit_code=ExitCode.PREEMPTED
+        )
 
 
 @contextlib.contextmanager
@@ -318,7 +357,8 @@ def stop_signals_raise() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interrupts_call(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` on the first SIGINT, which raises nothing, so that no line that is being read is lost; the next raises KeyboardInterrupt.
+    """Call `stop` on the first SIGINT, which raises nothing, so that no line that is being read is lost; the
+    next raises KeyboardInterrupt.
 
     Does nothing outside the main thread, and if SIGINT is ignored.
     """
@@ -345,7 +385,8 @@ def interrupts_call(stop: Callable[[], None]) -> Iterator[None]:
 
 
 def port_refusal(port: int) -> OSError | None:
-    """Return why no process can listen on a port of this machine, in IPv4 or in IPv6, as torch's store does; None if one can."""
+    """Return why no process can listen on a port of this machine, in IPv4 or in IPv6, as torch's store does;
+    None if one can."""
     for family in (socket.AF_INET, socket.AF_INET6):
         try:
             with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -354,6 +395,9 @@ def port_refusal(port: int) -> OSError | None:
                     probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 probe.bind(("", port))
         except OSError as error:
-            if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):  # a machine without addresses of the family
+            if error.errno not in (
+                errno.EAFNOSUPPORT,
+                errno.EADDRNOTAVAIL,
+            ):  # a machine without addresses of the family
                 return error
     return None

@@ -1,8 +1,9 @@
 """Record what a process reads, so that its answer can be reused while none of that has changed.
 
-An audit hook sees each file that Python opens and each directory that it lists, a wrapper of `os.stat` also the files that it looks for and
-does not find. Libraries in C open files unseen: `include` adds a file or a directory with everything in it. A process that connects to
-another machine or starts a process has read what cannot be compared later, so its answer is not reusable.
+An audit hook sees each file that Python opens and each directory that it lists, a wrapper of `os.stat` also
+the files that it looks for and does not find. Libraries in C open files unseen: `include` adds a file or a
+directory with everything in it. A process that connects to another machine or starts a process has read what
+cannot be compared later, so its answer is not reusable.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _KERNEL = ("/proc/", "/sys/")
 """Files without size and times of their own: their contents are compared."""
 _REPLACED = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 _MARGIN_NS = 2_000_000_000
-"""More than the coarsest times of file systems: a file that changed this recently can change again and keep its time."""
+"""More than the coarsest times of file systems: a file that changed this recently can change again and keep
+its time."""
 
 _stat = os.stat
 
@@ -34,8 +36,9 @@ _stat = os.stat
 class Reads:
     """What is read in the block. One at a time in a process.
 
-    `states`: path → its state when it was read first. The path of a directory whose entries were read ends in `/`. `started_ns`: when the
-    process was started, in ns since the epoch, if it read files before the block that are included later.
+    `states`: path → its state when it was read first. The path of a directory whose entries were read ends in
+    `/`. `started_ns`: when the process was started, in ns since the epoch, if it read files before the block
+    that are included later.
     """
 
     def __init__(self, started_ns: int | None = None) -> None:
@@ -52,10 +55,13 @@ class Reads:
         os.stat = self._recorded_stat
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         os.stat = _stat
         self._is_recording = False
-        # Imports open compiled files, and look for sources and for other modules of the name without `os.stat`.
+        # Imports open compiled files, and look for sources and for other modules of the name without
+        # `os.stat`.
         for module in list(sys.modules.values()):
             names: dict[str, Any] = getattr(module, "__dict__", {})
             self._add(names.get("__file__"))
@@ -66,7 +72,8 @@ class Reads:
 
     @property
     def is_reusable(self) -> bool:
-        """Whether another process would read the same while `digest_of` these paths is the digest of `states`."""
+        """Whether another process would read the same while `digest_of` these paths is the digest of
+        `states`."""
         return self._is_comparable and self._changed_ns < self._started_ns - _MARGIN_NS
 
     def include(self, path: str) -> None:
@@ -121,9 +128,11 @@ def _digest(states: Iterable[tuple[str, str]]) -> str:
 
 
 def _state(path: str) -> tuple[str, int]:
-    """Return what changes with a file's content or a directory's entries, and when a file last changed, in ns since the epoch.
+    """Return what changes with a file's content or a directory's entries, and when a file last changed, in ns
+    since the epoch.
 
-    The time of the last write can be set back; that of the last change of the inode, which is part of the state, cannot.
+    The time of the last write can be set back; that of the last change of the inode, which is part of the
+    state, cannot.
     """
     try:
         found = _stat(path)
@@ -137,5 +146,8 @@ def _state(path: str) -> tuple[str, int]:
                 return hashlib.sha256(file.read()).hexdigest(), 0
     except (OSError, ValueError) as error:  # a text that cannot be a path
         return f"{type(error).__name__} {getattr(error, 'errno', '')}", 0
-    state = f"{found.st_dev} {found.st_ino} {found.st_mode} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns}"
+    state = (
+        f"{found.st_dev} {found.st_ino} {found.st_mode} {found.st_size} {found.st_mtime_ns} "
+        f"{found.st_ctime_ns}"
+    )
     return state, max(found.st_mtime_ns, found.st_ctime_ns)

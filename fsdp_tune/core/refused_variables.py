@@ -1,6 +1,8 @@
-"""Environment variables with values that a library refuses while it is imported, such as `TORCH_LOGS=garbage`.
+"""Environment variables with values that a library refuses while it is imported, such as
+`TORCH_LOGS=garbage`.
 
-Libraries read dozens of variables and raise at once, in any process, with a traceback into their own code. The variable is found in that
+Libraries read dozens of variables and raise at once, in any process, with a traceback into their own code.
+The variable is found in that
 traceback: its name is in the message, or in the statement that failed, or its value is quoted in the message.
 """
 
@@ -23,7 +25,15 @@ _RAISED = re.compile(r"^\S*?([A-Za-z_][\w.]*): ?(?!\s*File)", re.MULTILINE)
 _LIBRARY = re.compile(r"(?:site|dist)-packages/([^/]+)/")
 _NO_REFUSALS = frozenset(
     {
-        *("ImportError", "ModuleNotFoundError", "OSError", "FileNotFoundError", "PermissionError", "MemoryError", "OutOfMemoryError"),
+        *(
+            "ImportError",
+            "ModuleNotFoundError",
+            "OSError",
+            "FileNotFoundError",
+            "PermissionError",
+            "MemoryError",
+            "OutOfMemoryError",
+        ),
         *("ChildFailedError", "SignalException"),
     }
 )
@@ -31,7 +41,22 @@ _NO_REFUSALS = frozenset(
 
 BOOLEANS = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 """Variables that Hugging Face's libraries take as 0 unless they know the word."""
-_OF_THE_SHELL = frozenset({"HOME", "HOSTNAME", "LANG", "LOGNAME", "OLDPWD", "PATH", "PWD", "SHELL", "SHLVL", "TERM", "TMPDIR", "USER"})
+_OF_THE_SHELL = frozenset(
+    {
+        "HOME",
+        "HOSTNAME",
+        "LANG",
+        "LOGNAME",
+        "OLDPWD",
+        "PATH",
+        "PWD",
+        "SHELL",
+        "SHLVL",
+        "TERM",
+        "TMPDIR",
+        "USER",
+    }
+)
 """Variables whose values appear in messages of all kinds."""
 _WORDS = frozenset({"", "1", "ON", "YES", "TRUE", "0", "OFF", "NO", "FALSE"})
 
@@ -47,7 +72,8 @@ class _Traceback:
     def library(self) -> str | None:
         """The library that was being imported; None: the exception was not raised by an import.
 
-        The module that `python -m` runs is no import: its frame is called by `runpy`, and is below everything that the program does.
+        The module that `python -m` runs is no import: its frame is called by `runpy`, and is below everything
+        that the program does.
         """
         callers = ["", *(function for _, _, function in self.frames)]
         imported = [
@@ -59,13 +85,15 @@ class _Traceback:
 
 
 def raise_if_refused(text: str, environment: Mapping[str, str] | None = None) -> None:
-    """Raise a usage error if a traceback in `text` is that of a library that refuses an environment variable."""
+    """Raise a usage error if a traceback in `text` is that of a library that refuses an environment
+    variable."""
     if (problem := find_refusal(text, environment)) is not None:
         raise usage_error(problem.code, problem.message, hint=problem.hint)
 
 
 def find_refusal(text: str, environment: Mapping[str, str] | None = None) -> Problem | None:
-    """Return the problem of the variable that a library refused, by a traceback in `text`; None if there is none.
+    """Return the problem of the variable that a library refused, by a traceback in `text`; None if there is
+    none.
 
     `environment`: that of the process that wrote the text; None: as of this one.
     """
@@ -73,11 +101,17 @@ def find_refusal(text: str, environment: Mapping[str, str] | None = None) -> Pro
     for trace in _tracebacks(text):
         if trace.library is None or trace.kind.rpartition(".")[2] in _NO_REFUSALS:
             continue
-        if (name := _in_message(trace, variables) or _in_statement(trace, variables) or _by_value(trace, variables)) is not None:
+        if (
+            name := _in_message(trace, variables)
+            or _in_statement(trace, variables)
+            or _by_value(trace, variables)
+        ) is not None:
             value = masked(name, variables[name])
             reason = next((line.strip() for line in trace.message.splitlines() if line.strip()), trace.kind)
             reason = reason.replace(variables[name], value)[:200] if variables[name] else reason
-            message = f"{trace.library} does not accept the environment variable {name}={shown(value)}: {reason}"
+            message = (
+                f"{trace.library} does not accept the environment variable {name}={shown(value)}: {reason}"
+            )
             return Problem("environment-variable", message, hint=f"correct it, or remove it: `unset {name}`")
     return None
 
@@ -95,11 +129,17 @@ def _tracebacks(text: str) -> Iterator[_Traceback]:
         frames = list(_FRAME.finditer(part))
         raised = _RAISED.search(part, frames[-1].end()) if frames else None
         if raised is not None:
-            yield _Traceback([(frame[1], int(frame[2]), frame[3]) for frame in frames], raised[1], part[raised.end() :][:2000])
+            yield _Traceback(
+                [(frame[1], int(frame[2]), frame[3]) for frame in frames],
+                raised[1],
+                part[raised.end() :][:2000],
+            )
 
 
 def _in_message(trace: _Traceback, variables: Mapping[str, str]) -> str | None:
-    return next((name for name in re.findall(r"\b[A-Z][A-Z0-9_]{2,}\b", trace.message) if name in variables), None)
+    return next(
+        (name for name in re.findall(r"\b[A-Z][A-Z0-9_]{2,}\b", trace.message) if name in variables), None
+    )
 
 
 def _in_statement(trace: _Traceback, variables: Mapping[str, str]) -> str | None:
@@ -117,7 +157,10 @@ def _by_value(trace: _Traceback, variables: Mapping[str, str]) -> str | None:
     found = [
         name
         for name, value in variables.items()
-        if re.fullmatch(r"[A-Z][A-Z0-9_]+", name) and name not in _OF_THE_SHELL and len(value) > 1 and _has_word(message, value.lower())
+        if re.fullmatch(r"[A-Z][A-Z0-9_]+", name)
+        and name not in _OF_THE_SHELL
+        and len(value) > 1
+        and _has_word(message, value.lower())
     ]
     return found[0] if len(found) == 1 else None
 
@@ -130,7 +173,11 @@ def _statement(file: str, line: int) -> str:
     """Return the source of the simple statement around a line, or the line."""
     source = linecache.getlines(file)
     try:
-        nodes = [node for node in ast.walk(ast.parse("".join(source))) if isinstance(node, ast.stmt) and not hasattr(node, "body")]
+        nodes = [
+            node
+            for node in ast.walk(ast.parse("".join(source)))
+            if isinstance(node, ast.stmt) and not hasattr(node, "body")
+        ]
     except (SyntaxError, ValueError):
         nodes = []
     around = [node for node in nodes if node.lineno <= line <= (node.end_lineno or node.lineno)]

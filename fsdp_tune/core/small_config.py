@@ -1,4 +1,5 @@
-"""Scale a model's `config.json` down: the same architecture class with fewer and narrower layers, for tests that a real size would slow.
+"""Scale a model's `config.json` down: the same architecture class with fewer and narrower layers, for tests
+that a real size would slow.
 
 Pure. A rehearsal trains such a model on CPU ranks; the inspection of a model looks at what its layers do.
 """
@@ -21,9 +22,11 @@ NOT_COPIED = {"architectures", "_name_or_path", "dtype"}
 
 
 def scale_down_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `config.json` with `LAYERS` layers of `HIDDEN_SIZE`. Ratios (grouped queries, inner size) and all other fields are kept.
+    """Return `config.json` with `LAYERS` layers of `HIDDEN_SIZE`. Ratios (grouped queries, inner size) and
+    all other fields are kept.
 
-    The vocabulary is also kept, so that the recipe's tokenizer fits. Of alternating layer types, one layer each is kept.
+    The vocabulary is also kept, so that the recipe's tokenizer fits. Of alternating layer types, one layer
+    each is kept.
     """
     small = {name: value for name, value in config.items() if name not in NOT_COPIED}
     hidden, heads = families.HIDDEN_SIZE.of(config), families.HEADS.of(config)
@@ -33,7 +36,11 @@ def scale_down_config(config: Mapping[str, Any]) -> dict[str, Any]:
     _change(small, families.HEADS, lambda _: HEADS)
     _change(small, families.KV_HEADS, lambda value: max(1, HEADS * value // heads) if heads else value)
     _change(small, families.HEAD_WIDTH, lambda _: HEAD_SIZE)
-    _change(small, families.INNER_SIZE, lambda value: max(8, HIDDEN_SIZE * value // hidden // 8 * 8) if hidden else value)
+    _change(
+        small,
+        families.INNER_SIZE,
+        lambda value: max(8, HIDDEN_SIZE * value // hidden // 8 * 8) if hidden else value,
+    )
     _change(small, families.EXPERTS, lambda value: min(value, EXPERTS))
     _change(small, families.CHOSEN_EXPERTS, lambda value: min(value, 2))
     _change(small, families.EXPERT_GROUPS, lambda _: 1)
@@ -47,13 +54,21 @@ def scale_down_config(config: Mapping[str, Any]) -> dict[str, Any]:
         small["head_dim"] = small[families.LATENT_POSITIONS]
     for names in families.STATE_SPACE:
         count, size, expand = (config.get(name) for name in names)
-        if isinstance(count, int) and isinstance(size, int) and isinstance(expand, int) and count * size == (hidden or 0) * expand:
+        if (
+            isinstance(count, int)
+            and isinstance(size, int)
+            and isinstance(expand, int)
+            and count * size == (hidden or 0) * expand
+        ):
             small |= {names[0]: HIDDEN_SIZE * expand // HEAD_SIZE, names[1]: HEAD_SIZE}
     if (by_layer := config.get("per_layer_config")) is not None:
         # Each kept layer overrides the same fields as in the full model, with the sizes of the other layers.
         given = {int(index): fields for index, fields in by_layer.items()}
         kept = {str(at): given[index] for at, index in enumerate(layers) if index in given}
-        small["per_layer_config"] = {at: {name: small.get(name, value) for name, value in fields.items()} for at, fields in kept.items()}
+        small["per_layer_config"] = {
+            at: {name: small.get(name, value) for name, value in fields.items()}
+            for at, fields in kept.items()
+        }
     for name, value in config.items():
         per_layer = cast("list[Any]", value) if isinstance(value, list) else []
         if per_layer and len(per_layer) == families.LAYERS.of(config):
@@ -62,7 +77,8 @@ def scale_down_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _change(config: dict[str, object], fields: families.Fields, new: Callable[[int], int]) -> None:
-    """Replace the number under each of its names. A null field stays null: the model class derives its value."""
+    """Replace the number under each of its names. A null field stays null: the model class derives its
+    value."""
     for name in fields.names:
         value = config.get(name)
         if isinstance(value, int) and not isinstance(value, bool):

@@ -1,7 +1,8 @@
-"""The parallel dimensions of a run and the position of each rank in them. Pure arithmetic; `model.shard.wrap` builds the process groups.
+"""The parallel dimensions of a run and the position of each rank in them. Pure arithmetic; `model.shard.wrap`
+builds the process groups.
 
-A dimension is declared here, at its field of `Topology`. Rows, loss weights, sharding and plans take their numbers from a `Topology` and
-name no dimension, except where one has code of its own.
+A dimension is declared here, at its field of `Topology`. Rows, loss weights, sharding and plans take their
+numbers from a `Topology` and name no dimension, except where one has code of its own.
 """
 
 from __future__ import annotations
@@ -55,15 +56,18 @@ class Dimension:
 
 
 def _dimension(key: str, *, own: str = "") -> Any:
-    return field(default=1, metadata={"dimension": Dimension(key, "rows" in own, "tokens" in own, "shards" in own)})
+    return field(
+        default=1, metadata={"dimension": Dimension(key, "rows" in own, "tokens" in own, "shards" in own)}
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
     """Sizes of the dimensions, outermost first; `world_size` is their product.
 
-    Ranks are numbered in this order, machine by machine: neighbours differ in the innermost dimension. Those with rows of their own come
-    before those that share rows, and those with tokens of their own before those that share tokens.
+    Ranks are numbered in this order, machine by machine: neighbours differ in the innermost dimension. Those
+    with rows of their own come before those that share rows, and those with tokens of their own before those
+    that share tokens.
     """
 
     replicate: int = _dimension("dp_replicate_size", own="rows tokens")
@@ -78,7 +82,9 @@ class Topology:
 
     def _size(self, counts: Callable[[Dimension], bool]) -> int:
         """Return the number of ranks along the dimensions that `counts` selects."""
-        sizes: list[int] = [getattr(self, name) for name, dimension in DIMENSIONS.items() if counts(dimension)]
+        sizes: list[int] = [
+            getattr(self, name) for name, dimension in DIMENSIONS.items() if counts(dimension)
+        ]
         return math.prod(sizes)
 
     @property
@@ -121,25 +127,35 @@ class Topology:
         return {f"parallelism.{key}": size for key, size in sizes.items() if size > 1}
 
     def open_files_needed(self, other_groups: int = 0) -> int:
-        """Return the open files of a rank: gloo connects it with all others for each group, of which `other_groups` are of meshes that
-        are not the model's."""
-        return _OPEN_FILES + (_GLOO_GROUPS + _GLOO_GROUPS_OF_ROWS * len(self.row_keys()) + other_groups) * self.world_size
+        """Return the open files of a rank: gloo connects it with all others for each group, of which
+        `other_groups` are of meshes that are not the model's."""
+        return (
+            _OPEN_FILES
+            + (_GLOO_GROUPS + _GLOO_GROUPS_OF_ROWS * len(self.row_keys()) + other_groups) * self.world_size
+        )
 
     def data_rank(self, rank: int) -> int:
         """Return the group of `data_size` that a rank belongs to."""
         return rank // self.row_size
 
     def counts_rows(self, rank: int) -> bool:
-        """Return whether a rank counts the rows of its data rank, which several ranks may share: the first of them does."""
+        """Return whether a rank counts the rows of its data rank, which several ranks may share: the first of
+        them does."""
         return rank % self.row_size == 0
 
     def counts_loss(self, rank: int) -> bool:
-        """Return whether a rank counts the loss of its tokens, which several ranks may compute: the first of them does."""
+        """Return whether a rank counts the loss of its tokens, which several ranks may compute: the first of
+        them does."""
         return rank % self._size(lambda dimension: not dimension.has_own_tokens) == 0
 
     def split(self, dimension: str) -> Split:
-        """Return how a dimension splits the ranks; `shard` is all dimensions along which ranks hold shards of one copy."""
-        names = [name for name, each in DIMENSIONS.items() if each.has_own_shards] if dimension == "shard" else [dimension]
+        """Return how a dimension splits the ranks; `shard` is all dimensions along which ranks hold shards of
+        one copy."""
+        names = (
+            [name for name, each in DIMENSIONS.items() if each.has_own_shards]
+            if dimension == "shard"
+            else [dimension]
+        )
         order = list(DIMENSIONS)
         inside: list[int] = [getattr(self, name) for name in order[order.index(names[-1]) + 1 :]]
         ranks, distance = math.prod(getattr(self, name) for name in names), math.prod(inside)
@@ -150,10 +166,14 @@ class Topology:
         if dimension == "world":
             return Group(self.world_size, self.machines)
         split = self.split(dimension)
-        return Group(split.ranks, max(1, math.ceil(split.ranks / max(1, self.local_world_size // split.distance))))
+        return Group(
+            split.ranks, max(1, math.ceil(split.ranks / max(1, self.local_world_size // split.distance)))
+        )
 
 
-DIMENSIONS: dict[str, Dimension] = {each.name: each.metadata["dimension"] for each in fields(Topology) if each.metadata}
+DIMENSIONS: dict[str, Dimension] = {
+    each.name: each.metadata["dimension"] for each in fields(Topology) if each.metadata
+}
 """By their name in a `Topology`, outermost first."""
 DATA_KEYS = tuple(each.key for each in DIMENSIONS.values() if each.has_own_rows)
 """Keys of `parallelism:` that may be `auto`: the ranks that no other key takes read rows of their own."""

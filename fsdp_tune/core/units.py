@@ -1,10 +1,11 @@
-"""Values as users and other programs write them: sizes, durations, YAML scalars, JSON values, text that is safe to print.
+"""Values as users and other programs write them: sizes, durations, YAML scalars, JSON values, text that is
+safe to print.
 
 GiB = 2**30 bytes, GB = 10**9 bytes.
 
-Plain YAML scalars follow the core schema of YAML 1.2, in which `no` is text and `2e-5` is a number. YAML 1.1, which PyYAML implements,
-reads `2e-5` as text, `0123` as 83, `no` as false and `12:30` as 750. Text that the two versions read differently stays text and has a
-`suspicion`, which is shown if the key does not take text.
+Plain YAML scalars follow the core schema of YAML 1.2, in which `no` is text and `2e-5` is a number. YAML 1.1,
+which PyYAML implements, reads `2e-5` as text, `0123` as 83, `no` as false and `12:30` as 750. Text that the
+two versions read differently stays text and has a `suspicion`, which is shown if the key does not take text.
 """
 
 from __future__ import annotations
@@ -15,13 +16,24 @@ import time
 from collections.abc import Sequence
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-_SIZE_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": 1 << 40}
+_SIZE_UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": KIB,
+    "MIB": MIB,
+    "GIB": GIB,
+    "TIB": 1 << 40,
+}
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,40})?)\s*([KMGT]?I?B)", re.IGNORECASE)
 _DURATION = re.compile(r"(?:(\d{1,9})d)?(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s)?")
 
 
 def parse_bytes(text: str) -> int:
-    """Parse a size: `5GB` → 5_000_000_000, `512MiB` → 536_870_912. Raises: ValueError with the expected format."""
+    """Parse a size: `5GB` → 5_000_000_000, `512MiB` → 536_870_912. Raises: ValueError with the expected
+    format."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"`{text}` is not a size: write a number and a unit, such as 5GB or 512MiB")
@@ -74,7 +86,8 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_clock(at: float, now: float) -> str:
-    """Format a time in the local zone, both in seconds since the epoch: `14:32` today, `Tue 14:32` within six days, else with the date."""
+    """Format a time in the local zone, both in seconds since the epoch: `14:32` today, `Tue 14:32` within six
+    days, else with the date."""
     then, today = time.localtime(at), time.localtime(now)
     if then[:3] == today[:3]:
         return time.strftime("%H:%M", then)
@@ -91,7 +104,8 @@ def format_age(seconds: float) -> str:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Draw numbers as bars of eight heights, from the least to the greatest: `▇▅▂▁`. NaN and infinity are `×`."""
+    """Draw numbers as bars of eight heights, from the least to the greatest: `▇▅▂▁`. NaN and infinity are
+    `×`."""
     finite = [value for value in values if math.isfinite(value)]
     least = min(finite, default=0.0)
     spread = max(finite, default=0.0) - least
@@ -122,7 +136,8 @@ class ScalarError(ValueError):
 
 
 def parse_plain(text: str) -> tuple[Value, str | None]:
-    """Return the value of an unquoted scalar, and its suspicion or None. Raises: ScalarError for a number that cannot be represented."""
+    """Return the value of an unquoted scalar, and its suspicion or None. Raises: ScalarError for a number
+    that cannot be represented."""
     if text in _NULLS:
         return None, None
     if text in _BOOLEANS:
@@ -167,7 +182,10 @@ def _float(text: str) -> float:
 
 def printable(text: str) -> str:
     """Escape everything in a text that a terminal would interpret."""
-    return "".join(character if character.isprintable() else character.encode("unicode_escape").decode() for character in text)
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in text
+    )
 
 
 def shown(text: str) -> str:
@@ -177,7 +195,8 @@ def shown(text: str) -> str:
 
 
 def without_long_words(text: str) -> str:
-    """Truncate each word above `WORD_CHARACTERS`: a number of 200,000 digits, a file's contents in the place of its name."""
+    """Truncate each word above `WORD_CHARACTERS`: a number of 200,000 digits, a file's contents in the place
+    of its name."""
     if len(text) <= WORD_CHARACTERS:
         return text
     return _LONG_WORD.sub(lambda found: f"{found[0][:SHOWN_CHARACTERS]}…{_closing(found[0])}", text)

@@ -10,6 +10,7 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def shipped(installed: str, checkout: str) -> Path:
-    """Return the path in the package of an installed wheel if it is there, or else that below the root of a checkout."""
+    """Return the path in the package of an installed wheel if it is there, or else that below the root of a
+    checkout."""
     path = PACKAGE / installed
     return path if path.exists() else PACKAGE.parent / checkout

@@ -1,4 +1,5 @@
-"""The account of the training data: rows read, kept and left out with reasons, supervised tokens, EOS and BOS tokens."""
+"""The account of the training data: rows read, kept and left out with reasons, supervised tokens, EOS and BOS
+tokens."""
 
 from __future__ import annotations
 
@@ -39,9 +40,11 @@ def set_account(cut: Cut, packed: PackedRows, names: Sequence[str], max_length: 
 
 
 def source_accounts(count: int, available: Examples, drawn: Examples, pieces: Cut) -> list[InputAccount]:
-    """Return the share of each of `count` sources in an epoch: rows, repeats of each row, tokens and their share of the set.
+    """Return the share of each of `count` sources in an epoch: rows, repeats of each row, tokens and their
+    share of the set.
 
-    `available` are the examples of a set, `drawn` those of one epoch, `pieces` the segments of `drawn` after cutting.
+    `available` are the examples of a set, `drawn` those of one epoch, `pieces` the segments of `drawn` after
+    cutting.
     """
     rows = np.bincount(available.sources, minlength=count)
     drawn_rows = np.bincount(drawn.sources, minlength=count)
@@ -66,8 +69,8 @@ def mean_tokens(report: DataReport) -> list[float]:
 
 
 def source_lines(report: DataReport) -> list[str]:
-    """Return one line for each training source about its share of an epoch; no lines for a single source, and for a stream one line on
-    what was read of it."""
+    """Return one line for each training source about its share of an epoch; no lines for a single source, and
+    for a stream one line on what was read of it."""
     sources = [given for given in report.inputs if given.set == TRAIN]
     if rows := report.stream_sample_rows:
         return [f"a stream: these figures are of the first rows of each source, at most {rows:,}"]
@@ -81,18 +84,23 @@ def source_lines(report: DataReport) -> list[str]:
 
 
 def duplicate_lines(report: DataReport) -> list[str]:
-    """Return the line on duplicates in the training set; no line if there are none. Of a stream they are not counted."""
+    """Return the line on duplicates in the training set; no line if there are none. Of a stream they are not
+    counted."""
     account = report.sets[TRAIN]
     same = "the tokens and targets of"
     if report.stream_sample_rows:
         return ["duplicates of rows are not counted in a stream"]
     if dropped := account.dropped_duplicates.rows:
         return [
-            f"{dropped:,} training rows with {same} an earlier or held-out one were left out; {account.dropped_duplicates.describe_first()}"
+            f"{dropped:,} training rows with {same} an earlier or held-out one were left out; "
+            f"{account.dropped_duplicates.describe_first()}"
         ]
     if repeated := account.repeated.rows:
         how = "`data.drop_duplicates: true` leaves them out"
-        return [f"{repeated:,} training rows have {same} an earlier one ({how}); {account.repeated.describe_first()}"]
+        return [
+            f"{repeated:,} training rows have {same} an earlier one ({how}); "
+            f"{account.repeated.describe_first()}"
+        ]
     return []
 
 
@@ -108,11 +116,14 @@ def spread(values: Int64) -> Spread:
 
 
 def rows_named(origins: Int64, names: Sequence[str]) -> NamedRows:
-    return NamedRows(len(origins), tuple(f"{names[file]}:{row}" for file, row in origins[:NAMED_ROWS].tolist()))
+    return NamedRows(
+        len(origins), tuple(f"{names[file]}:{row}" for file, row in origins[:NAMED_ROWS].tolist())
+    )
 
 
 def rows_renamed(stored: Any, names: Mapping[str, str]) -> Any:
-    """Return a report or its notices as JSON, with rows (`file:row`) by the `names` that their files have now, by their old names."""
+    """Return a report or its notices as JSON, with rows (`file:row`) by the `names` that their files have
+    now, by their old names."""
     if not names:
         return stored
     longest_first = sorted(map(re.escape, names), key=len, reverse=True)
@@ -145,7 +156,9 @@ class SourceSample:
     """Some of them."""
 
 
-def sample_sources(store: RowStore, inputs: Sequence[InputAccount], encoder: Encoder, count: int) -> list[SourceSample]:
+def sample_sources(
+    store: RowStore, inputs: Sequence[InputAccount], encoder: Encoder, count: int
+) -> list[SourceSample]:
     """Return `count` examples of each training source, spread evenly; `inputs` are those of the report."""
     segments = store.segments()
     first_of_row = np.searchsorted(segments.rows, np.arange(len(store)))
@@ -161,7 +174,9 @@ def sample_sources(store: RowStore, inputs: Sequence[InputAccount], encoder: Enc
             segment = int(own[at])
             row = int(segments.rows[segment])
             examples.append(decoded_row(store, row, encoder)[segment - int(first_of_row[row])])
-        samples.append(SourceSample(account, segments.lengths[own], int(segments.is_cut[own].sum()), examples))
+        samples.append(
+            SourceSample(account, segments.lengths[own], int(segments.is_cut[own].sum()), examples)
+        )
     return samples
 
 
@@ -177,10 +192,11 @@ def decoded_row(store: RowStore, row: int, encoder: Encoder) -> list[DecodedExam
 
 
 def _decoded(row: Row, encoder: Encoder, where: str) -> DecodedExample:
-    """Return the row as text, in runs that are trained or not, with their ids. Joined, the runs are the decoded row.
+    """Return the row as text, in runs that are trained or not, with their ids. Joined, the runs are the
+    decoded row.
 
-    Tokens are decoded from the beginning of the row each time, because some tokenizers write the space of a token only if
-    another token precedes it.
+    Tokens are decoded from the beginning of the row each time, because some tokenizers write the space of a
+    token only if another token precedes it.
     """
     flags = row.labels != IGNORE_INDEX
     runs: list[tuple[str, bool]] = []

@@ -18,17 +18,22 @@ POOR_FILL = 0.8
 
 
 MANY_REPEATS = 4
-"""Muennighoff et al. 2023 (Scaling Data-Constrained Language Models): data repeated up to 4 times train almost as well as new data."""
+"""Muennighoff et al. 2023 (Scaling Data-Constrained Language Models): data repeated up to 4 times train
+almost as well as new data."""
 
 
-def refuse_nothing(examples: Examples, names: Sequence[str], *, rows: int, bad: int, untrained: Sequence[tuple[int, int]]) -> None:
-    """Refuse data without a trained token. Training would otherwise appear to work, with a finite loss and an unchanged model."""
+def refuse_nothing(
+    examples: Examples, names: Sequence[str], *, rows: int, bad: int, untrained: Sequence[tuple[int, int]]
+) -> None:
+    """Refuse data without a trained token. Training would otherwise appear to work, with a finite loss and an
+    unchanged model."""
     if len(examples):
         return
     first = ", ".join(f"{names[file]}:{row}" for file, row in untrained[:3])
     raise usage_error(
         "no-supervised-tokens",
-        f"no row has a token to train: {rows:,} were read, {bad:,} cannot be used, {len(untrained):,} are empty or entirely masked",
+        f"no row has a token to train: {rows:,} were read, {bad:,} cannot be used, "
+        f"{len(untrained):,} are empty or entirely masked",
         hint=f"check {first}" if first else None,
     )
 
@@ -37,13 +42,17 @@ def refuse_empty_set(name: str, rows: int, examples: int, max_length: int) -> No
     if not rows:
         raise usage_error(
             "no-supervised-tokens",
-            f"the set `{name}` has no row left: of {examples:,} examples none has a trained token within {max_length} tokens",
+            f"the set `{name}` has no row left: of {examples:,} examples none has a trained token "
+            f"within {max_length} tokens",
             hint="raise `data.max_length`, or change `data.overlong`",
         )
 
 
-def data_notices(recipe: Recipe, inputs: Sequence[Input], report: DataReport, *, bad_rows_name: str) -> list[dict[str, object]]:
-    """Return notices about conditions that are allowed but may be unintended, as JSON for the manifest of the cache."""
+def data_notices(
+    recipe: Recipe, inputs: Sequence[Input], report: DataReport, *, bad_rows_name: str
+) -> list[dict[str, object]]:
+    """Return notices about conditions that are allowed but may be unintended, as JSON for the manifest of the
+    cache."""
     notices = [
         *_row_notices(report, bad_rows_name),
         *_key_notices(recipe, report),
@@ -92,9 +101,12 @@ def _split_notices(report: DataReport) -> Iterator[Notice]:
     if split.rows:
         yield Notice(
             "chats-split",
-            f"{split.rows:,} conversations were split into {split.examples:,} examples, each with the context of its answers at "
-            "inference: the chat template renders earlier messages differently once more follow (it may drop their reasoning)",
-            hint="each example repeats its context, which costs tokens; `data.loss_on: last_assistant` trains the last answer only",
+            f"{split.rows:,} conversations were split into {split.examples:,} examples, each with "
+            "the context of its answers at "
+            "inference: the chat template renders earlier messages differently once more follow (it "
+            "may drop their reasoning)",
+            hint="each example repeats its context, which costs tokens; `data.loss_on: last_assistant` "
+            "trains the last answer only",
         )
 
 
@@ -105,9 +117,11 @@ def _repeat_notices(recipe: Recipe, report: DataReport) -> Iterator[Notice]:
         if account.repeats > MANY_REPEATS:
             yield Notice(
                 "source-repeated",
-                f"`{account.path}`: each of its {account.rows:,} rows is drawn {account.repeats:.1f} times an epoch; "
+                f"`{account.path}`: each of its {account.rows:,} rows is drawn {account.repeats:.1f} "
+                "times an epoch; "
                 f"the source makes up {account.share:.0%} of the training tokens",
-                hint="lower its `weight`, or set `data.mixture.stopping_strategy: first_exhausted` or `data.mixture.weight_by: tokens`",
+                hint="lower its `weight`, or set `data.mixture.stopping_strategy: first_exhausted` or "
+                "`data.mixture.weight_by: tokens`",
             )
 
 
@@ -115,12 +129,16 @@ def _eval_notices(recipe: Recipe, report: DataReport) -> Iterator[Notice]:
     if isinstance(recipe.data.eval, list):
         remedy = "remove them from one of the two sets"
     else:
-        remedy = "files write them differently, and a split is by content: `data.drop_duplicates: true` leaves out the training rows"
+        remedy = (
+            "files write them differently, and a split is by content: `data.drop_duplicates: true` "
+            "leaves out the training rows"
+        )
     for name, account in report.sets.items():
         if account.also_trained.rows:
             yield Notice(
                 "eval-rows-trained",
-                f"{name}: {account.also_trained} with the content or the tokens of a training row: the loss on them measures memorization",
+                f"{name}: {account.also_trained} with the content or the tokens of a training row: "
+                "the loss on them measures memorization",
                 hint=f"{remedy}; {account.also_trained.describe_first()}",
             )
 
@@ -137,7 +155,9 @@ def _length_notices(recipe: Recipe, report: DataReport) -> Iterator[Notice]:
             (account.dropped_nothing_left, f"all trained tokens come after {limit}"),
         ):
             if dropped.rows:
-                yield Notice("rows-dropped", f"{name}: {dropped} left out: {why}", hint=dropped.describe_first())
+                yield Notice(
+                    "rows-dropped", f"{name}: {dropped} left out: {why}", hint=dropped.describe_first()
+                )
     train = report.sets[TRAIN]
     if recipe.data.packing and train.fill < POOR_FILL and train.rows > 1:
         fill = f"packed rows are filled to {100 * train.fill:.0f} % only"
@@ -149,17 +169,24 @@ def _end_notices(inputs: Sequence[Input], report: DataReport) -> Iterator[Notice
     if missing := eos.examples - eos.supervised:
         yield Notice(
             "eos-untrained",
-            f"{missing:,} of {eos.examples:,} examples do not train the token `{eos.token}` (EOS): the model may not learn to stop",
+            f"{missing:,} of {eos.examples:,} examples do not train the token `{eos.token}` (EOS): "
+            "the model may not learn to stop",
             hint="`data.append_eos: true` adds it",
         )
     if appended := eos.appended_to_chats:
         yield Notice(
             "eos-not-in-template",
-            f"the chat template does not end answers with `{eos.token}`, so it was appended to {appended:,} conversations",
-            hint="if answers end with another token, set it as `model.tokens.eos`, or generation will not stop there",
+            f"the chat template does not end answers with `{eos.token}`, so it was appended to "
+            f"{appended:,} conversations",
+            hint="if answers end with another token, set it as `model.tokens.eos`, or generation will not "
+            "stop there",
         )
     if repeated := report.bos_repeated_in_text:
-        yield Notice("bos-twice", f"{repeated:,} examples contain the beginning-of-sequence token more than once", hint="check the texts")
+        yield Notice(
+            "bos-twice",
+            f"{repeated:,} examples contain the beginning-of-sequence token more than once",
+            hint="check the texts",
+        )
     if missing := report.bos_missing_in_chat:
         yield Notice(
             "bos-not-in-template",
@@ -167,8 +194,14 @@ def _end_notices(inputs: Sequence[Input], report: DataReport) -> Iterator[Notice
             "this tokenizer adds it to other texts",
             hint="use the model's own template, or begin yours with `{{ bos_token }}`",
         )
-    if any(opened.settings.template is not None and "strftime_now" in opened.settings.template for opened in inputs):
-        yield Notice("dated-template", "the chat template writes today's date: the prepared data contain the date of their preparation")
+    if any(
+        opened.settings.template is not None and "strftime_now" in opened.settings.template
+        for opened in inputs
+    ):
+        yield Notice(
+            "dated-template",
+            "the chat template writes today's date: the prepared data contain the date of their preparation",
+        )
 
 
 def _text_notices(report: DataReport) -> Iterator[Notice]:
@@ -177,14 +210,19 @@ def _text_notices(report: DataReport) -> Iterator[Notice]:
         yield Notice(
             "no-space",
             f"in {count:,} of {kept:,} rows there is no white space between prompt and completion",
-            hint='add a separator (`data.separator: "\\n"`), unless the prompt itself marks the beginning of the answer',
+            hint='add a separator (`data.separator: "\\n"`), unless the prompt itself marks the beginning '
+            "of the answer",
         )
     for prompt in sorted({account.alpaca_prompt for account in report.inputs if account.alpaca_prompt}):
         yield Notice("alpaca-prompt", f"alpaca rows are formatted with {prompt}")
 
 
 _NOTES = (
-    Notice("not-rendered", "the chat template omits", hint="choose another `data.chat_template` if the model needs them"),
+    Notice(
+        "not-rendered",
+        "the chat template omits",
+        hint="choose another `data.chat_template` if the model needs them",
+    ),
     Notice("unanswered-turns", "turns after the last answer were left out, in conversations that end with"),
     Notice(
         "tools-missing",
@@ -194,10 +232,13 @@ _NOTES = (
     Notice(
         "arguments-not-an-object",
         "the arguments of calls are not an object, so the template writes them as they are",
-        hint="write them as an object or its JSON text, as with `json.dumps`, unless the function takes plain text",
+        hint="write them as an object or its JSON text, as with `json.dumps`, unless the function takes "
+        "plain text",
     ),
     Notice(
-        "mark-without-effect", "marks such as `train` and `weight` only exclude messages; marked as trained, but not selected by `loss_on`"
+        "mark-without-effect",
+        "marks such as `train` and `weight` only exclude messages; marked as trained, but not "
+        "selected by `loss_on`",
     ),
     Notice(
         "special-tokens-as-text",
@@ -211,12 +252,14 @@ _NOTES = (
     ),
     Notice(
         "special-tokens-inseparable",
-        "special tokens in rows cannot be encoded as text with this tokenizer and template and remain special",
+        "special tokens in rows cannot be encoded as text with this tokenizer and template and "
+        "remain special",
         hint="remove them from the rows",
     ),
     Notice(
         "tokenised-apart",
-        "a token would span the text that the model receives and the answer that it must generate, so these were tokenised "
+        "a token would span the text that the model receives and the answer that it must generate, "
+        "so these were tokenised "
         "separately, as at inference",
         hint="no change is needed; white space that ends a prompt or begins an answer causes it",
     ),
@@ -226,16 +269,23 @@ _NOTES = (
         hint="begin completions with white space",
     ),
 )
-"""Message and hint for each kind of note on rows (`data.format.row_account`), to which details and rows are appended."""
+"""Message and hint for each kind of note on rows (`data.format.row_account`), to which details and rows are
+appended."""
 
 
 def _note_notices(notes: dict[str, dict[str, NamedRows]]) -> Iterator[Notice]:
     for kind in _NOTES:
         if details := notes.get(kind.code):
             first = next(iter(details.values())).describe_first()
-            yield Notice(kind.code, f"{kind.message}: {_listed(details)}", hint=f"{kind.hint}; {first}" if kind.hint else first)
+            yield Notice(
+                kind.code,
+                f"{kind.message}: {_listed(details)}",
+                hint=f"{kind.hint}; {first}" if kind.hint else first,
+            )
 
 
 def _listed(details: dict[str, NamedRows]) -> str:
     listed = [f"{detail} ({rows})" for detail, rows in details.items()]
-    return ", ".join(listed[:SHOWN_DETAILS]) + (f" and {len(listed) - SHOWN_DETAILS} more" if len(listed) > SHOWN_DETAILS else "")
+    return ", ".join(listed[:SHOWN_DETAILS]) + (
+        f" and {len(listed) - SHOWN_DETAILS} more" if len(listed) > SHOWN_DETAILS else ""
+    )

@@ -1,6 +1,8 @@
-"""Judge rows that cannot be used: one rule for `validate`, `prepare` and `train`, with an example of each kind of bad row.
+"""Judge rows that cannot be used: one rule for `validate`, `prepare` and `train`, with an example of each
+kind of bad row.
 
-With `data.on_bad_row: error` any bad row is refused; with `skip`, more of them than the share `data.max_bad_share` of all rows.
+With `data.on_bad_row: error` any bad row is refused; with `skip`, more of them than the share
+`data.max_bad_share` of all rows.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class BadRows:
         return f"{len(self.rows):,} of {'the first ' if self.is_beginning else ''}{self.rows_read:,} rows"
 
     def problems(self, data: Data) -> list[Problem]:
-        """Return an example of each kind of bad row and, last, the total; nothing if the rows are to be left out."""
+        """Return an example of each kind of bad row and, last, the total; nothing if the rows are to be left
+        out."""
         if not self.rows:
             return []
         if data.on_bad_row == "error":
@@ -54,7 +57,10 @@ class BadRows:
             return []
         unread = self.ignoring_unread()
         total = too_many(len(self.rows), self.rows_read, data.max_bad_share, unread or "fix them")
-        return [*self.examples(), replace(total, hint=unread) if unread and len(self.rows) >= self.rows_read else total]
+        return [
+            *self.examples(),
+            replace(total, hint=unread) if unread and len(self.rows) >= self.rows_read else total,
+        ]
 
     def notices(self, data: Data) -> list[Notice]:
         """Return what a preparation will leave out, of rows that are not `problems`."""
@@ -63,20 +69,25 @@ class BadRows:
         first, more = self.examples()[0], f"{data.max_bad_share:g}"
         message = f"{self.counts} cannot be used and will be left out, such as {first.where}: {first.message}"
         is_more = exceeds_bad_share(len(self.rows), self.rows_read, data.max_bad_share)
-        hint = f"more than `data.max_bad_share: {more}` of these rows; `fsdp-tune prepare` refuses the data if that is so of all rows"
+        hint = (
+            f"more than `data.max_bad_share: {more}` of these rows; `fsdp-tune prepare` refuses the data "
+            "if that is so of all rows"
+        )
         return [Notice("bad-rows-skipped", message, hint=hint if is_more else first.hint)]
 
     def examples(self) -> list[Problem]:
         return bad_row_examples(self.rows, self.names)
 
     def ignoring_unread(self) -> str | None:
-        """Return a hint with the option that ignores what no format reads in any of the rows; None if that would not be enough."""
+        """Return a hint with the option that ignores what no format reads in any of the rows; None if that
+        would not be enough."""
         if not all(row.unread for _, row in self.rows):
             return None
         return ignoring_hint(name for _, row in self.rows for name in row.unread)
 
     def _skipping(self, most: float) -> str:
-        """Return a hint with the options that leave the rows out: with another `data.max_bad_share` if there are more than `most`."""
+        """Return a hint with the options that leave the rows out: with another `data.max_bad_share` if there
+        are more than `most`."""
         if len(self.rows) >= self.rows_read:
             return NO_GOOD_ROW
         options, lost = "--set data.on_bad_row=skip", lost_rows(len(self.rows), self.rows_read)
@@ -95,10 +106,11 @@ def bad_row_problem(name: str, row: BadRow) -> Problem:
 
 
 def bad_row_examples(bad: Sequence[tuple[int, BadRow]], names: Sequence[str]) -> list[Problem]:
-    """Return the first row of each kind, with the number of rows of that kind, in the order of the rows; at most EXAMPLES.
+    """Return the first row of each kind, with the number of rows of that kind, in the order of the rows; at
+    most EXAMPLES.
 
-    Rows are of one kind if their reasons differ in numbers alone. If there are too many kinds, those go first that differ in more than
-    quoted names and values.
+    Rows are of one kind if their reasons differ in numbers alone. If there are too many kinds, those go first
+    that differ in more than quoted names and values.
     """
     kinds: dict[str, list[tuple[int, BadRow]]] = {}
     for file, row in bad:
@@ -143,5 +155,7 @@ def _percent(share: float) -> str:
 
 
 def _raised_share(bad: int, rows: int) -> str:
-    percent = next((percent for percent in range(100) if not exceeds_bad_share(bad, rows, percent / 100)), 100)
+    percent = next(
+        (percent for percent in range(100) if not exceeds_bad_share(bad, rows, percent / 100)), 100
+    )
     return f"--set data.max_bad_share={percent / 100:g}"

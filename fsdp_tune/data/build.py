@@ -38,7 +38,8 @@ BAD_ROWS_NAME = "bad_rows.jsonl"
 
 
 class StoreWriter:
-    """Write a store into a directory that the caller stages. Examples are appended in the order of the calls."""
+    """Write a store into a directory that the caller stages. Examples are appended in the order of the
+    calls."""
 
     def __init__(self, stage: Path) -> None:
         self.stage = stage
@@ -67,10 +68,14 @@ class StoreWriter:
         """Write the index of the pool. Call it after the last example and before the first set."""
         self.close()
         self._write(self.stage / "examples.int64", np.concatenate(self._offsets))
-        self._write(self.stage / "origins.int64", np.concatenate(self._origins) if self._origins else np.zeros((0, 2), np.int64))
+        self._write(
+            self.stage / "origins.int64",
+            np.concatenate(self._origins) if self._origins else np.zeros((0, 2), np.int64),
+        )
 
     def add_set(self, name: str, segments: Int64, rows: Int64) -> None:
-        """Write one set. `segments` is [m, 2], start and length in tokens; `rows` is [r + 1], offsets into segments."""
+        """Write one set. `segments` is [m, 2], start and length in tokens; `rows` is [r + 1], offsets into
+        segments."""
         DISK.mkdir(self.stage / name)
         self._write(self.stage / name / "segments.int64", segments)
         self._write(self.stage / name / "rows.int64", rows)
@@ -119,7 +124,9 @@ class TokenisedRows:
     def examples(self) -> Examples:
         if not self.lengths:
             none = np.zeros(0, np.int64)
-            return Examples(none, none, none, none, none.astype(np.uint64), none.astype(np.uint64), none.reshape(0, 2))
+            return Examples(
+                none, none, none, none, none.astype(np.uint64), none.astype(np.uint64), none.reshape(0, 2)
+            )
         lengths = np.concatenate(self.lengths)
         return Examples(
             starts=np.cumsum(lengths) - lengths,
@@ -133,11 +140,18 @@ class TokenisedRows:
 
 
 def build_store(
-    stage: Path, recipe: Recipe, encoder: Encoder, inputs: Sequence[Input], stamps: Sequence[Sequence[Stamp]], progress: Bar | None
+    stage: Path,
+    recipe: Recipe,
+    encoder: Encoder,
+    inputs: Sequence[Input],
+    stamps: Sequence[Sequence[Stamp]],
+    progress: Bar | None,
 ) -> dict[str, object]:
-    """Fill `stage` and return the facts for its manifest: `files`, `sets` (folder by name), `report`, `notices`.
+    """Fill `stage` and return the facts for its manifest: `files`, `sets` (folder by name), `report`,
+    `notices`.
 
-    `stamps` are those of each input's files before they were hashed. A file that changed since would be stored under the wrong key.
+    `stamps` are those of each input's files before they were hashed. A file that changed since would be
+    stored under the wrong key.
     """
     names = [name for opened in inputs for name in opened.source.names]
     writer = StoreWriter(stage)
@@ -146,8 +160,14 @@ def build_store(
     finally:
         writer.close()
     if list(stamps) != [opened.source.stamps() for opened in inputs]:
-        raise usage_error("data-changing", "a data file was written to while it was read", hint="run again when the file is complete")
-    bad = BadRows(found.bad, names, found.counts["rows"], found.counts["unencoded"], found.counts["bad_unencoded"])
+        raise usage_error(
+            "data-changing",
+            "a data file was written to while it was read",
+            hint="run again when the file is complete",
+        )
+    bad = BadRows(
+        found.bad, names, found.counts["rows"], found.counts["unencoded"], found.counts["bad_unencoded"]
+    )
     if wrong := bad.problems(recipe.data):
         raise FsdpTuneError(*wrong)
     _write_bad_rows(stage, found.bad, names)
@@ -163,7 +183,9 @@ def build_store(
     return {"files": names, "sets": index.folders, "report": report.as_dict(), "notices": notices}
 
 
-def _tokenise_all(recipe: Recipe, encoder: Encoder, inputs: Sequence[Input], writer: StoreWriter, progress: Bar | None) -> TokenisedRows:
+def _tokenise_all(
+    recipe: Recipe, encoder: Encoder, inputs: Sequence[Input], writer: StoreWriter, progress: Bar | None
+) -> TokenisedRows:
     found = TokenisedRows()
 
     def good_rows() -> Iterator[RawRow]:
@@ -176,7 +198,9 @@ def _tokenise_all(recipe: Recipe, encoder: Encoder, inputs: Sequence[Input], wri
 
     tokeniser = Tokeniser(encoder, tuple(opened.settings for opened in inputs))
     hopeless = recipe.data.on_bad_row == "error"
-    for chunk in tokenise(good_rows(), tokeniser, _processes(recipe), check_only=lambda: hopeless and bool(found.bad)):
+    for chunk in tokenise(
+        good_rows(), tokeniser, _processes(recipe), check_only=lambda: hopeless and bool(found.bad)
+    ):
         found.add(chunk)
         writer.add(chunk.tokens, chunk.trained, chunk.lengths, chunk.origins)
         if progress is not None:
@@ -194,7 +218,10 @@ def _write_bad_rows(stage: Path, bad: Sequence[tuple[int, BadRow]], names: Seque
     """Write the skipped rows, one per line, so that the user can inspect and fix them."""
     if bad:
         lines = [
-            json.dumps({"file": names[file], "row": row.number, "column": row.column, "reason": row.reason}, ensure_ascii=False)
+            json.dumps(
+                {"file": names[file], "row": row.number, "column": row.column, "reason": row.reason},
+                ensure_ascii=False,
+            )
             for file, row in bad
         ]
         write_file(stage / BAD_ROWS_NAME, "\n".join(lines) + "\n")
@@ -214,7 +241,9 @@ class Index:
     """Number of examples that `data.drop_duplicates` leaves out."""
 
 
-def _index(recipe: Recipe, inputs: Sequence[Input], examples: Examples, writer: StoreWriter, names: Sequence[str]) -> Index:
+def _index(
+    recipe: Recipe, inputs: Sequence[Input], examples: Examples, writer: StoreWriter, names: Sequence[str]
+) -> Index:
     """Write every set, training first."""
     data = recipe.data
     trained = writer.trained()
@@ -228,7 +257,9 @@ def _index(recipe: Recipe, inputs: Sequence[Input], examples: Examples, writer: 
             is_repeated = repeated(available.origins, available.token_hashes)
             if data.drop_duplicates and not isinstance(data.eval, list):
                 is_repeated |= _is_held_out_too(available, sets)
-            copies = {"dropped_duplicates" if data.drop_duplicates else "repeated": _origins(available, is_repeated)}
+            copies = {
+                "dropped_duplicates" if data.drop_duplicates else "repeated": _origins(available, is_repeated)
+            }
             if data.drop_duplicates:
                 available = available.take(~is_repeated)
                 index.dropped_duplicates = int(np.count_nonzero(is_repeated))
@@ -237,17 +268,23 @@ def _index(recipe: Recipe, inputs: Sequence[Input], examples: Examples, writer: 
             copies = {"also_trained": _origins(available, _also_trained(available, training))}
         packing = data.packing if in_train or data.eval_packing is None else data.eval_packing
         pieces = _cut(recipe, inputs, chosen, trained, names)
-        pieces, rows = packed(pieces, trained, data.max_length, packing=packing, strategy=data.packing_strategy)
+        pieces, rows = packed(
+            pieces, trained, data.max_length, packing=packing, strategy=data.packing_strategy
+        )
         if len(rows.rows) == 1 and not in_train and len(sets) > 2 and not isinstance(data.eval, list):
             continue  # one of several sources without a held-out row that can be used
         refuse_empty_set(name, len(rows.rows) - 1, len(chosen), data.max_length)
         index.folders[name] = TRAIN if in_train else f"eval-{number:03d}"
         writer.add_set(index.folders[name], rows.segments, rows.rows)
         account = set_account(pieces, rows, names, data.max_length)
-        index.accounts[name] = account.model_copy(update={what: rows_named(origins, names) for what, origins in copies.items()})
+        index.accounts[name] = account.model_copy(
+            update={what: rows_named(origins, names) for what, origins in copies.items()}
+        )
         index.sources[name] = source_accounts(len(inputs), available, chosen, pieces)
     if len(sets) > 1 and len(index.folders) == 1:
-        refuse_empty_set("held out", 0, sum(len(each) for name, each in sets.items() if name != TRAIN), data.max_length)
+        refuse_empty_set(
+            "held out", 0, sum(len(each) for name, each in sets.items() if name != TRAIN), data.max_length
+        )
     return index
 
 
@@ -266,7 +303,8 @@ def _is_held_out_too(training: Examples, sets: dict[str, Examples]) -> Any:
 
 
 def _also_trained(examples: Examples, training: Examples) -> npt.NDArray[np.bool_]:
-    """Return True for each example whose row has the content, or the tokens and targets, of a training row."""
+    """Return True for each example whose row has the content, or the tokens and targets, of a training
+    row."""
     return np.isin(examples.hashes, training.hashes) | np.isin(examples.token_hashes, training.token_hashes)
 
 
@@ -284,11 +322,16 @@ def _sets(recipe: Recipe, inputs: Sequence[Input], examples: Examples) -> dict[s
             f"`data.eval` holds out {np.count_nonzero(out):,} of {len(train):,} rows",
             hint="take another `fraction`, or a number of `rows`",
         )
-    parts = {label: train.take(out & (train.sources == source)) for source, label in enumerate(recipe.data.eval_labels)}
+    parts = {
+        label: train.take(out & (train.sources == source))
+        for source, label in enumerate(recipe.data.eval_labels)
+    }
     return {TRAIN: train.take(~out), **{label: part for label, part in parts.items() if len(part)}}
 
 
-def _mixture(recipe: Recipe, inputs: Sequence[Input], train: Examples, trained: Mask, names: Sequence[str]) -> Examples:
+def _mixture(
+    recipe: Recipe, inputs: Sequence[Input], train: Examples, trained: Mask, names: Sequence[str]
+) -> Examples:
     entries = [opened for opened in inputs if opened.set_name == TRAIN]
     mixture, weights = recipe.data.mixture, [opened.entry.weight for opened in entries]
     if not is_weighted(weights, mixture):
@@ -297,19 +340,32 @@ def _mixture(recipe: Recipe, inputs: Sequence[Input], train: Examples, trained: 
     tokens = None
     if mixture.weight_by == "tokens":
         pieces = _cut(recipe, inputs, train, trained, names)
-        tokens = [int(count) for count in np.bincount(pieces.sources, pieces.segments[:, 1], minlength=len(entries))]
-    empty = next((opened for opened, amount in zip(entries, tokens or sizes, strict=True) if not amount), None)
+        tokens = [
+            int(count) for count in np.bincount(pieces.sources, pieces.segments[:, 1], minlength=len(entries))
+        ]
+    empty = next(
+        (opened for opened, amount in zip(entries, tokens or sizes, strict=True) if not amount), None
+    )
     if empty is not None:
-        raise usage_error("no-rows", f"`{empty.entry.path}` has no row left to train on, so no share of it can be drawn")
+        raise usage_error(
+            "no-rows", f"`{empty.entry.path}` has no row left to train on, so no share of it can be drawn"
+        )
     return train.take(mixed(train.sources, sizes, weights, mixture, tokens))
 
 
-def _cut(recipe: Recipe, inputs: Sequence[Input], examples: Examples, trained: Mask, names: Sequence[str]) -> Cut:
+def _cut(
+    recipe: Recipe, inputs: Sequence[Input], examples: Examples, trained: Mask, names: Sequence[str]
+) -> Cut:
     return cut(examples, [opened.overlong for opened in inputs], recipe.data.max_length, trained, names)
 
 
 def _report(
-    inputs: Sequence[Input], found: TokenisedRows, examples: Examples, index: Index, names: Sequence[str], encoder: Encoder
+    inputs: Sequence[Input],
+    found: TokenisedRows,
+    examples: Examples,
+    index: Index,
+    names: Sequence[str],
+    encoder: Encoder,
 ) -> DataReport:
     """Return the account of the complete store."""
     counts = found.counts
@@ -323,11 +379,15 @@ def _report(
         rows_kept=len(examples) - index.dropped_duplicates,
         rows_split=SplitRows(counts["split_rows"], counts["split_examples"]),
         inputs=tuple(
-            index.sources[opened.set_name][number].model_copy(update=_described(opened) | {"keys": key_account(found.keys, number)})
+            index.sources[opened.set_name][number].model_copy(
+                update=_described(opened) | {"keys": key_account(found.keys, number)}
+            )
             for number, opened in enumerate(inputs)
         ),
         sets=index.accounts,
-        eos=EndTokens(encoder.eos_token, counts["eos_supervised"], len(examples), counts["eos_appended_to_chat"]),
+        eos=EndTokens(
+            encoder.eos_token, counts["eos_supervised"], len(examples), counts["eos_appended_to_chat"]
+        ),
         bos=BeginTokens(counts["bos_once"], counts["bos_more"], len(examples)) if has_bos else None,
         bos_repeated_in_text=counts["bos_repeated_in_text"],
         bos_missing_in_chat=counts["bos_missing_in_chat"],

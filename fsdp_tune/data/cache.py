@@ -1,4 +1,5 @@
-"""The cache of prepared data: one directory per content key, published atomically, built by one process at a time."""
+"""The cache of prepared data: one directory per content key, published atomically, built by one process at a
+time."""
 
 from __future__ import annotations
 
@@ -12,7 +13,15 @@ from pathlib import Path
 from fsdp_tune.core.atomic import DISK, STAGE_MARK, staged_directory, write_file, write_json
 from fsdp_tune.core.ownership import LOCKLESS
 from fsdp_tune.data.store import STORE_KIND
-from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, damage, digest, digest_file, list_files, read_manifest
+from fsdp_tune.run.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    damage,
+    digest,
+    digest_file,
+    list_files,
+    read_manifest,
+)
 
 STORES = "data"
 """Folder of the stores below `data.cache_dir`."""
@@ -32,7 +41,8 @@ def content_key(parts: object) -> str:
 
 
 def complete(path: Path, digests: Digests | None = None) -> Manifest | None:
-    """Return the manifest of a complete store, or None. Compares the sizes of its files, and what `digests` returns for them."""
+    """Return the manifest of a complete store, or None. Compares the sizes of its files, and what `digests`
+    returns for them."""
     try:
         manifest = read_manifest(path)
         if manifest is None or manifest.kind != STORE_KIND or damage(path, manifest, digests=False):
@@ -43,11 +53,14 @@ def complete(path: Path, digests: Digests | None = None) -> Manifest | None:
     return manifest if found in (None, [entry.digest for entry in manifest.files.values()]) else None
 
 
-def built(path: Path, build: Callable[[Path], dict[str, object]], digests: Digests | None = None) -> tuple[Manifest, bool]:
-    """Return the manifest of the store at `path`, and whether it existed. `build` fills a stage and returns the facts of the manifest.
+def built(
+    path: Path, build: Callable[[Path], dict[str, object]], digests: Digests | None = None
+) -> tuple[Manifest, bool]:
+    """Return the manifest of the store at `path`, and whether it existed. `build` fills a stage and returns
+    the facts of the manifest.
 
-    If two processes need the same store, the second waits and reuses the store of the first. `path` is absent or complete even
-    if a process is killed at any moment.
+    If two processes need the same store, the second waits and reuses the store of the first. `path` is absent
+    or complete even if a process is killed at any moment.
     """
     if (manifest := complete(path, digests)) is not None:
         return manifest, True
@@ -72,7 +85,8 @@ def built(path: Path, build: Callable[[Path], dict[str, object]], digests: Diges
 
 @contextmanager
 def alone(path: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Hold the lock of one store, which the process releases when it ends; yield whether the file system supports locks.
+    """Hold the lock of one store, which the process releases when it ends; yield whether the file system
+    supports locks.
 
     Raises: BlockingIOError without `wait`, if another process holds it.
     """
@@ -97,7 +111,8 @@ def remove_leftovers(path: Path) -> None:
 
 
 def record_use(path: Path, *, recipe: str, run: Path | None) -> None:
-    """Record the use of an entry by a recipe and a run: one file for each run, and one for `prepare`. Best effort."""
+    """Record the use of an entry by a recipe and a run: one file for each run, and one for `prepare`. Best
+    effort."""
     user = digest(str(run or ""))
     content = {"time": time.time(), "recipe": recipe, "run": str(run) if run else None}
     with suppress(OSError):  # a cache that cannot be written to can still be read

@@ -1,4 +1,5 @@
-"""List the entries of the cache directory, with kind, size and last use, and remove those that no run needs."""
+"""List the entries of the cache directory, with kind, size and last use, and remove those that no run
+needs."""
 
 from __future__ import annotations
 
@@ -19,14 +20,16 @@ from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.manifest import Manifest
 
 STARTING_SECONDS = 600.0
-"""A run that has just prepared its data does not hold the lock of its directory yet, so it counts as live for this long."""
+"""A run that has just prepared its data does not hold the lock of its directory yet, so it counts as live for
+this long."""
 
 
 TRACES = "traces"
 
 
 _KEY = re.compile(r"[0-9a-f]{32}")
-"""Names of stores, traces and inspections. A folder of the cache may hold other files, which are never entries."""
+"""Names of stores, traces and inspections. A folder of the cache may hold other files, which are never
+entries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,9 @@ class Use:
         """Whether the run is running, or has just started."""
         if self.run is None:
             return False
-        return live_owner(RunDir(Path(self.run)).lock) is not None or time.time() - self.time < STARTING_SECONDS
+        return (
+            live_owner(RunDir(Path(self.run)).lock) is not None or time.time() - self.time < STARTING_SECONDS
+        )
 
     def __str__(self) -> str:
         return f"run {self.run}" if self.run else f"prepare of {self.recipe or 'a recipe'}"
@@ -82,7 +87,8 @@ _FLAT = {TRACES: "traces of `plan`", INSPECTIONS: "inspections of models"}
 
 
 def _flat(path: Path, live: tuple[Use, ...]) -> CacheEntry | None:
-    """Return all files of a directory as one entry, which is kept while any run is `live`; None if there is none."""
+    """Return all files of a directory as one entry, which is kept while any run is `live`; None if there is
+    none."""
     files = _files_of(path)
     if not files:
         return None
@@ -94,15 +100,26 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def _compiled(path: Path, live: tuple[Use, ...]) -> CacheEntry | None:
-    """Return Inductor's kernels as one entry; None for any directory but the default cache directory, the only one with kernels."""
+    """Return Inductor's kernels as one entry; None for any directory but the default cache directory, the
+    only one with kernels."""
     if path.parent.resolve() != default_cache_directory().resolve() or not path.is_dir():
         return None
     uses = _sorted_uses(path)
-    return CacheEntry(path, "compiled kernels", _size(path), uses, path.stat().st_mtime, (*(use for use in uses if use.is_live), *live))
+    return CacheEntry(
+        path,
+        "compiled kernels",
+        _size(path),
+        uses,
+        path.stat().st_mtime,
+        (*(use for use in uses if use.is_live), *live),
+    )
 
 
-def clean(cache_dir: Path, *, unused_seconds: float, dry_run: bool) -> tuple[list[CacheEntry], list[tuple[CacheEntry, str]]]:
-    """Remove entries unused for `unused_seconds` that no live run uses. Return the removed entries, and the kept ones with the reason."""
+def clean(
+    cache_dir: Path, *, unused_seconds: float, dry_run: bool
+) -> tuple[list[CacheEntry], list[tuple[CacheEntry, str]]]:
+    """Remove entries unused for `unused_seconds` that no live run uses. Return the removed entries, and the
+    kept ones with the reason."""
     removed: list[CacheEntry] = []
     kept: list[tuple[CacheEntry, str]] = []
     for entry in list_entries(cache_dir):
@@ -160,14 +177,19 @@ def _store(path: Path) -> CacheEntry:
     manifest = complete(path)
     what = _described(manifest) if manifest is not None else "unfinished or damaged data"
     changed = max((one.stat().st_mtime for one in present), default=0.0)
-    return CacheEntry(path, what, sum(map(_size, present)), uses, changed, tuple(use for use in uses if use.is_live))
+    return CacheEntry(
+        path, what, sum(map(_size, present)), uses, changed, tuple(use for use in uses if use.is_live)
+    )
 
 
 def _described(manifest: Manifest) -> str:
     sets = DataReport.model_validate(manifest.facts["report"]).sets
     files = [Path(name).name for name in manifest.facts["files"]]
     others = f" and {len(files) - 1} more" if len(files) > 1 else ""
-    rows = ", ".join(f"{name} {account.rows:,}" for name, account in sorted(sets.items(), key=lambda item: item[0] != "train"))
+    rows = ", ".join(
+        f"{name} {account.rows:,}"
+        for name, account in sorted(sets.items(), key=lambda item: item[0] != "train")
+    )
     return f"rows of {files[0]}{others}: {rows}"
 
 

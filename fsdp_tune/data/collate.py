@@ -15,12 +15,15 @@ import numpy.typing as npt
 from fsdp_tune.data.store import IGNORE_INDEX, Int32, Row
 
 
-def collate(rows: Sequence[Row], pad_token_id: int, multiple_of: int, *, max_length: int | None = None) -> dict[str, npt.NDArray[np.int64]]:
-    """Return `input_ids` and `labels`, int64 [rows, width]: the longest row, rounded up to `multiple_of`, at most `max_length`.
+def collate(
+    rows: Sequence[Row], pad_token_id: int, multiple_of: int, *, max_length: int | None = None
+) -> dict[str, npt.NDArray[np.int64]]:
+    """Return `input_ids` and `labels`, int64 [rows, width]: the longest row, rounded up to `multiple_of`, at
+    most `max_length`.
 
-    `position_ids`, of the same shape, are included only if a row has several examples: they count from 0 in each example and
-    in the padding. Without rows, the batch is one row of padding without labels, so that a rank without rows still takes part
-    in collectives.
+    `position_ids`, of the same shape, are included only if a row has several examples: they count from 0 in
+    each example and in the padding. Without rows, the batch is one row of padding without labels, so that a
+    rank without rows still takes part in collectives.
     """
     width = padded_width(rows, multiple_of, max_length)
     input_ids = np.full((max(1, len(rows)), width), pad_token_id, np.int64)
@@ -47,14 +50,16 @@ def padded_length(longest: int, multiple_of: int, max_length: int | None = None)
 def cumulative_lengths(rows: Sequence[Row], width: int) -> Int32:
     """Return `cu_seq_lens` for variable-length attention over the batch flattened to rows × width tokens.
 
-    The padding of each row is a separate sequence, so that the last entry is the number of tokens in the batch.
+    The padding of each row is a separate sequence, so that the last entry is the number of tokens in the
+    batch.
     """
     spans = [span for row in rows for span in _spans(row, width)] or [width]
     return np.concatenate([[0], np.cumsum(spans)]).astype(np.int32)
 
 
 def example_ids(rows: Sequence[Row], width: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return (int64 [rows, width], int64 [examples]): the index of each token's example in the batch, and the tokens of each example.
+    """Return (int64 [rows, width], int64 [examples]): the index of each token's example in the batch, and the
+    tokens of each example.
 
     Padding has the number of examples as its index.
     """

@@ -1,6 +1,8 @@
-"""Find rows that train what an earlier row trains: the same tokens with the same targets, regardless of how their files write them.
+"""Find rows that train what an earlier row trains: the same tokens with the same targets, regardless of how
+their files write them.
 
-Unlike the hash of a row's content (`data/tokenise/content_hash.py`), the hash here depends on tokenizer, template and trained parts.
+Unlike the hash of a row's content (`data/tokenise/content_hash.py`), the hash here depends on tokenizer,
+template and trained parts.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ from fsdp_tune.data.store import Int32, Int64, Mask, UInt64
 
 
 def token_hashes(tokens: Int32, trained: Mask, lengths: Int64, origins: Int64) -> UInt64:
-    """Return for each example a 64-bit hash of its row: the tokens, and which of them are targets, of all examples of the row.
+    """Return for each example a 64-bit hash of its row: the tokens, and which of them are targets, of all
+    examples of the row.
 
-    `tokens` and `trained` [tokens] are concatenated examples of `lengths` [examples]; `origins` [examples, 2] are file and row,
-    where the examples of a row are consecutive. The probability that two different ones of n rows have equal hashes is n² / 2⁶⁵.
+    `tokens` and `trained` [tokens] are concatenated examples of `lengths` [examples]; `origins` [examples, 2]
+    are file and row, where the examples of a row are consecutive. The probability that two different ones of
+    n rows have equal hashes is n² / 2⁶⁵.
     """
     ends = np.cumsum(lengths)
     targets = trained.copy()
@@ -32,7 +36,8 @@ def token_hashes(tokens: Int32, trained: Mask, lengths: Int64, origins: Int64) -
 
 
 def repeated(origins: Int64, hashes: UInt64) -> npt.NDArray[np.bool_]:
-    """Return True for each example of a row whose hash an earlier row has. The examples are in the order of the recipe's rows."""
+    """Return True for each example of a row whose hash an earlier row has. The examples are in the order of
+    the recipe's rows."""
     first, counts = _rows(origins)
     _, originals = np.unique(hashes[first], return_index=True)
     is_repeated = np.ones(len(first), bool)

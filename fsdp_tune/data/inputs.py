@@ -1,4 +1,5 @@
-"""Open the recipe's data entries: find the source of each, its format, and the settings for converting its rows."""
+"""Open the recipe's data entries: find the source of each, its format, and the settings for converting its
+rows."""
 
 from __future__ import annotations
 
@@ -60,18 +61,26 @@ class Input:
 
 
 def open_inputs(recipe: Recipe, encoder: Encoder, *, train_only: bool = False) -> list[Input]:
-    """Open the entries of `data.train` and of a list in `data.eval`. Raises: FsdpTuneError with the problems of every entry."""
+    """Open the entries of `data.train` and of a list in `data.eval`. Raises: FsdpTuneError with the problems
+    of every entry."""
     inputs, errors = opened_inputs(recipe, encoder, train_only=train_only)
     if errors:
         raise FsdpTuneError(*(problem for error in errors for problem in error.problems))
     return inputs
 
 
-def opened_inputs(recipe: Recipe, encoder: Encoder, *, train_only: bool = False) -> tuple[list[Input], list[FsdpTuneError]]:
-    """Return the entries that can be opened, and the errors of the others. Raises: FsdpTuneError of a stop signal."""
+def opened_inputs(
+    recipe: Recipe, encoder: Encoder, *, train_only: bool = False
+) -> tuple[list[Input], list[FsdpTuneError]]:
+    """Return the entries that can be opened, and the errors of the others. Raises: FsdpTuneError of a stop
+    signal."""
     if not recipe.data.train:
         hint = "data.train: [{path: data.jsonl}]"
-        return [], [usage_error("no-data", "the recipe names no training data", hint=hint, where=Where(key="data.train"))]
+        return [], [
+            usage_error(
+                "no-data", "the recipe names no training data", hint=hint, where=Where(key="data.train")
+            )
+        ]
     inputs: list[Input] = []
     errors: list[FsdpTuneError] = []
     files = 0
@@ -109,17 +118,25 @@ def _entries(recipe: Recipe) -> list[_Entry]:
     labels: set[str] = set()
     for index, (label, entry) in enumerate(zip(recipe.data.eval_labels, recipe.data.eval, strict=True)):
         if label in labels or label == TRAIN:
-            raise usage_error("label-twice", f"two sets are labelled `{label}`", where=Where(key=f"data.eval[{index}].label"))
+            raise usage_error(
+                "label-twice",
+                f"two sets are labelled `{label}`",
+                where=Where(key=f"data.eval[{index}].label"),
+            )
         labels.add(label)
         entries.append(_Entry(label, f"data.eval[{index}]", entry))
     return entries
 
 
-def _open(recipe: Recipe, entry: DataSource, key: str, set_name: str, encoder: Encoder, first_file: int) -> Input:
+def _open(
+    recipe: Recipe, entry: DataSource, key: str, set_name: str, encoder: Encoder, first_file: int
+) -> Input:
     source = find_source(entry, key, streaming=recipe.data.streaming and set_name == TRAIN)
     try:
         first = _first_row(source)
-        columns = tuple(column for column in first if _name_in_file(entry, column) not in recipe.data.ignore_columns)
+        columns = tuple(
+            column for column in first if _name_in_file(entry, column) not in recipe.data.ignore_columns
+        )
         settings = _settings(recipe, source, first, columns, encoder)
     except FsdpTuneError as error:
         raise _with_shape(error, source) from error
@@ -140,7 +157,8 @@ def _with_shape(error: FsdpTuneError, source: RowSource) -> FsdpTuneError:
 
 
 def _check_kinds(source: RowSource, format_: str) -> None:
-    """Check that files of a directory with another ending than the first, such as a manifest, hold rows too. Raises: usage error."""
+    """Check that files of a directory with another ending than the first, such as a manifest, hold rows too.
+    Raises: usage error."""
     others = {Path(file.path).suffix: file for file in reversed(source.files)}
     if not source.files or len(others) == 1 or not Path(source.entry.path).is_dir():
         return
@@ -148,13 +166,17 @@ def _check_kinds(source: RowSource, format_: str) -> None:
     for file in (file for other, file in others.items() if other != suffix):
         try:
             row = next((row for row in read_rows(file.path, file.kind) if not isinstance(row, BadRow)), None)
-            fits = row is not None and all(column in _renamed(row[1], source.entry) for column in needed_columns(format_, row[1]))
+            fits = row is not None and all(
+                column in _renamed(row[1], source.entry) for column in needed_columns(format_, row[1])
+            )
         except (FsdpTuneError, KeyError):
             fits = False
         if not fits:
             message = f"it does not hold rows like those of {Path(source.files[0].path).name}"
             hint = f"read only the files with rows: `path: {source.entry.path}/*{suffix}`"
-            raise usage_error("columns-differ", message, where=Where(str(file.path), key=source.key), hint=hint)
+            raise usage_error(
+                "columns-differ", message, where=Where(str(file.path), key=source.key), hint=hint
+            )
 
 
 _OF_SHAPE = frozenset({"no-format", "bad-row", "data-unreadable", "columns-differ", "no-such-column"})
@@ -163,11 +185,14 @@ _OF_SHAPE = frozenset({"no-format", "bad-row", "data-unreadable", "columns-diffe
 def _is_row(columns: Collection[str]) -> bool:
     """Return whether columns fit a format, at least after renaming."""
     renamed = set(_renames(tuple(columns), {}).values())
-    return bool(matching_formats(columns) or renamed - {"text"} or {"input", "preferred_output"} <= set(columns))
+    return bool(
+        matching_formats(columns) or renamed - {"text"} or {"input", "preferred_output"} <= set(columns)
+    )
 
 
 def _first_row(source: RowSource) -> dict[str, object]:
-    """Return the first readable row, with renamed columns. Raises: usage error (exit 2) if no row is readable."""
+    """Return the first readable row, with renamed columns. Raises: usage error (exit 2) if no row is
+    readable."""
     bad: list[tuple[int, BadRow]] = []
     for file, row in source.read():
         if not isinstance(row, BadRow):
@@ -185,17 +210,27 @@ def select(row: dict[str, object], entry: DataSource, name: str) -> dict[str, An
     """Return the row with the kept columns, renamed. Raises: usage error (exit 2) if a column is missing."""
     for old in (*(entry.columns or ()), *entry.rename_columns):
         if old not in row:
-            raise usage_error("no-such-column", f"it has no column `{old}`", hint=_other_columns(old, row), where=Where(name))
+            raise usage_error(
+                "no-such-column",
+                f"it has no column `{old}`",
+                hint=_other_columns(old, row),
+                where=Where(name),
+            )
     renamed = _renamed(row, entry)
     if len(renamed) != len(entry.columns or row):
-        raise usage_error("column-twice", "after `rename_columns` two columns have one name", where=Where(name))
+        raise usage_error(
+            "column-twice", "after `rename_columns` two columns have one name", where=Where(name)
+        )
     return renamed
 
 
 def _other_columns(wanted: str, row: Collection[str]) -> str:
     only = next(iter(row)) if len(row) == 1 else ""
     if sign := next((sign for sign in ";|\t," if sign in only), None):
-        return f"its one column is `{only}`: fields are separated by `,` in .csv files and by tabs in .tsv files, not by `{sign}`"
+        return (
+            f"its one column is `{only}`: fields are separated by `,` in .csv files and by tabs in .tsv "
+            f"files, not by `{sign}`"
+        )
     close = difflib.get_close_matches(wanted, row, n=1)
     return f"did you mean `{close[0]}`?" if close else f"it has: {', '.join(row) or 'none'}"
 
@@ -205,7 +240,9 @@ def _renamed(row: dict[str, object], entry: DataSource) -> dict[str, object]:
     return {entry.rename_columns.get(column, column): value for column, value in kept.items()}
 
 
-def _settings(recipe: Recipe, source: RowSource, first: dict[str, object], columns: Sequence[str], encoder: Encoder) -> FormatSettings:
+def _settings(
+    recipe: Recipe, source: RowSource, first: dict[str, object], columns: Sequence[str], encoder: Encoder
+) -> FormatSettings:
     format_ = _format(source.entry.format or recipe.data.format, source, first, columns)
     held: object = first[needed_columns(format_, columns)[0]]
     is_nested = isinstance(held, dict) or (
@@ -213,7 +250,10 @@ def _settings(recipe: Recipe, source: RowSource, first: dict[str, object], colum
     )
     if is_nested and not ROW_FORMATS[format_].marks_trained and source.files:
         column = needed_columns(format_, columns)[0]
-        message = f"column `{_name_in_file(source.entry, column)}` holds {kind_of(cast('object', held))} instead of one value"
+        message = (
+            f"column `{_name_in_file(source.entry, column)}` holds {kind_of(cast('object', held))} "
+            "instead of one value"
+        )
         problem = usage_error("bad-row", message, where=Where(source.names[0], key=source.key))
         if _with_shape(problem, source) is not problem:
             raise problem
@@ -223,13 +263,18 @@ def _settings(recipe: Recipe, source: RowSource, first: dict[str, object], colum
 def format_settings(
     recipe: Recipe, entry: DataSource, key: str, format_: str, encoder: Encoder, columns: Sequence[str] = ()
 ) -> FormatSettings:
-    """Return how rows of an entry are converted. Raises: usage error for a chat without a template, or a `loss_on` that does not fit."""
+    """Return how rows of an entry are converted. Raises: usage error for a chat without a template, or a
+    `loss_on` that does not fit."""
     data = recipe.data
     where = Where(key=key)
     template_key = f"{key}.chat_template" if entry.chat_template else KEY
     template = template_of_source(entry.chat_template, template_key, encoder.chat_template)
     if ROW_FORMATS[format_].holds == "chat" and template is None:
-        lacking = f"`{template_key}` is `{NO_TEMPLATE}`" if entry.chat_template else "the tokenizer has no chat template"
+        lacking = (
+            f"`{template_key}` is `{NO_TEMPLATE}`"
+            if entry.chat_template
+            else "the tokenizer has no chat template"
+        )
         raise usage_error(
             "no-chat-template",
             f"`{entry.path}` holds conversations, and {lacking}",
@@ -239,8 +284,16 @@ def format_settings(
     wanted = entry.loss_on or data.loss_on
     possible, marks_trained = ROW_FORMATS[format_].loss_on, ROW_FORMATS[format_].marks_trained
     if wanted != "auto" and wanted not in possible:
-        allowed = "mark what is trained themselves" if marks_trained else f"can be trained on: {', '.join(possible)}"
-        raise usage_error("loss-on", f"`loss_on: {wanted}` does not fit `{entry.path}`: {format_} rows {allowed}", where=where)
+        allowed = (
+            "mark what is trained themselves"
+            if marks_trained
+            else f"can be trained on: {', '.join(possible)}"
+        )
+        raise usage_error(
+            "loss-on",
+            f"`loss_on: {wanted}` does not fit `{entry.path}`: {format_} rows {allowed}",
+            where=where,
+        )
     append_eos = not marks_trained if data.append_eos == "auto" else data.append_eos
     loss_on = possible[0] if wanted == "auto" else wanted
     names = {new: old for old, new in entry.rename_columns.items()}
@@ -282,7 +335,8 @@ def _format(wanted: str, source: RowSource, first: dict[str, object], columns: S
     if found:
         raise usage_error(
             "two-formats",
-            f"`{source.entry.path}` looks like {' and like '.join(found)}: its columns are {', '.join(columns)}",
+            f"`{source.entry.path}` looks like {' and like '.join(found)}: its columns are "
+            f"{', '.join(columns)}",
             where=where,
             hint=_choice(sorted(found, key=lambda name: name == "text")),
         )
@@ -295,27 +349,36 @@ def _format(wanted: str, source: RowSource, first: dict[str, object], columns: S
 
 
 def _choice(formats: Sequence[str]) -> str:
-    """Return the hint for rows that fit several formats; the first is that whose answers alone are trained."""
+    """Return the hint for rows that fit several formats; the first is that whose answers alone are
+    trained."""
     others = " and ".join(f"`{name}`" for name in formats[1:])
     all_of_it = ", which trains every token" if formats[1:] == ["text"] else ""
-    return f"name one: `--set data.format={formats[0]}` (or {others}{all_of_it}); the columns of the other are then ignored"
+    return (
+        f"name one: `--set data.format={formats[0]}` (or {others}{all_of_it}); the columns of the other "
+        "are then ignored"
+    )
 
 
 def _renaming_hint(columns: Sequence[str], first: dict[str, object]) -> str:
-    """Return a hint with the columns to rename, so that a file that fits no format fits one; those of preferences to the better answer."""
+    """Return a hint with the columns to rename, so that a file that fits no format fits one; those of
+    preferences to the better answer."""
     renames = _renames(columns, first)
     if {"input", "preferred_output"}.issubset(columns):  # OpenAI's preferences: the question is below `input`
         program = "{prompt: .input.messages, completion: .preferred_output, tools: .input.tools}"
         return f"write the better answers as rows of their own: `jq -c '{program}' OLD.jsonl > NEW.jsonl`"
     if not renames:
         return (
-            "a format needs `prompt` and `completion`, `instruction` and `output`, `messages`, or `text`: rename columns with "
+            "a format needs `prompt` and `completion`, `instruction` and `output`, `messages`, or "
+            "`text`: rename columns with "
             "`rename_columns: {OLD: NEW}` of the source, or write such rows"
         )
     shown = ", ".join(f"{old}: {new}" for old, new in renames.items() if old != new)
     hint = f"rename them, for example `rename_columns: {{{shown}}}`"
     if renames.keys() >= {"query", "answers"}:
-        return f"{hint}: calls are then trained as their text; as `tool_calls` of `messages` they follow the chat template"
+        return (
+            f"{hint}: calls are then trained as their text; as `tool_calls` of `messages` they follow "
+            "the chat template"
+        )
     if "messages" in renames.values():
         hint += " (or to `text`, if they are no lists of messages)"
     worse = [column for column in columns if column in WORSE_ANSWERS]
@@ -356,7 +419,11 @@ def raw_rows(inputs: Sequence[Input]) -> Iterator[RawRow | tuple[int, BadRow]]:
                 continue
             name = opened.source.names[file]
             try:
-                values = select(row[1], opened.entry, name) if file != last_file else kept_columns(row[1], opened.entry)
+                values = (
+                    select(row[1], opened.entry, name)
+                    if file != last_file
+                    else kept_columns(row[1], opened.entry)
+                )
             except RowError as error:
                 yield opened.first_file + file, error.bad_row(row[0])
                 continue
@@ -367,10 +434,13 @@ def raw_rows(inputs: Sequence[Input]) -> Iterator[RawRow | tuple[int, BadRow]]:
 
 
 def kept_columns(row: dict[str, object], entry: DataSource) -> dict[str, object]:
-    """Do `select` for the later rows of a file. Raises: RowError, so that a missing column is a problem of this row alone."""
+    """Do `select` for the later rows of a file. Raises: RowError, so that a missing column is a problem of
+    this row alone."""
     if not entry.columns and not entry.rename_columns:
         return row
-    missing = next((column for column in (*(entry.columns or ()), *entry.rename_columns) if column not in row), None)
+    missing = next(
+        (column for column in (*(entry.columns or ()), *entry.rename_columns) if column not in row), None
+    )
     if missing is not None:
         raise RowError(f"it has no column `{missing}`; it has {', '.join(row) or 'none'}")
     return _renamed(row, entry)
@@ -381,7 +451,8 @@ def _check_same_columns(opened: Input, name: str, values: dict[str, object]) -> 
     if not all(column in values for column in needed_columns(opened.settings.format, values)):
         raise usage_error(
             "columns-differ",
-            f"its columns are {', '.join(values)}, and those of {opened.source.names[0]} are {', '.join(opened.columns)}",
+            f"its columns are {', '.join(values)}, and those of {opened.source.names[0]} are "
+            f"{', '.join(opened.columns)}",
             where=Where(name),
             hint="put files with other columns in a separate entry",
         )

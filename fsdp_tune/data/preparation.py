@@ -1,4 +1,5 @@
-"""Prepare data once, before any rank starts: rows → token ids → sets in the cache, with an account of the trained tokens."""
+"""Prepare data once, before any rank starts: rows → token ids → sets in the cache, with an account of the
+trained tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +29,14 @@ from fsdp_tune.data.read.sources import find_source
 from fsdp_tune.data.report import DataReport, DecodedExample, ReportedExample
 from fsdp_tune.data.row_order import Attempt, RowOrder, continued, row_order
 from fsdp_tune.data.row_record import RowRecord
-from fsdp_tune.data.skipped_rows import NamedRow, PreparedFiles, SkippedRow, StreamedFiles, removed_rows, resolved_rows
+from fsdp_tune.data.skipped_rows import (
+    NamedRow,
+    PreparedFiles,
+    SkippedRow,
+    StreamedFiles,
+    removed_rows,
+    resolved_rows,
+)
 from fsdp_tune.data.store import EVALUATION_HASHES, RowStore
 from fsdp_tune.data.stream.units import count_units, rows_of, stream_stamps, stream_units, unstamped_files
 from fsdp_tune.data.tokenise.encoder import Encoder
@@ -50,9 +58,11 @@ ROWS_FORMAT = 1
 SAMPLE_ROWS = 1000
 """Rows of each streamed source that are prepared before the ranks start, to check and show them."""
 DATA_FORMAT = 12
-"""Incremented when the same input would give other rows or another layout, so that old caches are not used."""
+"""Incremented when the same input would give other rows or another layout, so that old caches are not
+used."""
 ACCOUNT_FORMAT = 2
-"""Incremented when the account of the same rows would differ. It is not part of the key that a resumed run must have."""
+"""Incremented when the account of the same rows would differ. It is not part of the key that a resumed run
+must have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +70,8 @@ class Prepared(Document):
     """The prepared data of a run; RUN/data.json. Paths are sets of a store, for `RowStore`."""
 
     key: str
-    """Digest of all that determines the training rows: source bytes, settings, tokenizer. A resumed run must have the same key."""
+    """Digest of all that determines the training rows: source bytes, settings, tokenizer. A resumed run must
+    have the same key."""
     path: str
     train: str
     evals: dict[str, str]
@@ -73,8 +84,8 @@ class Prepared(Document):
     reused: bool = False
     """Whether the data were found in the cache."""
     stamps: dict[str, str] = field(default_factory=dict[str, str])
-    """Of each file of a stream, whose training rows are read while the run trains; `train` has those of its beginning. A source without
-    files has a digest of its rows."""
+    """Of each file of a stream, whose training rows are read while the run trains; `train` has those of its
+    beginning. A source without files has a digest of its rows."""
     unit_rows: dict[str, int] = field(default_factory=dict[str, int])
     """Rows of each unit of a stream by its name, unless its rows cannot be counted before they are read."""
     skipped: tuple[SkippedRow, ...] = ()
@@ -103,7 +114,9 @@ class Prepared(Document):
         `record`: of the checkpoint from which it starts; None: the attempts that these data have.
         """
         before = {each.origin: each.step for each in (record.skipped or () if record is not None else ())}
-        skipped = tuple(replace(each, step=before.get(each.origin, min(each.step, step))) for each in self.skipped)
+        skipped = tuple(
+            replace(each, step=before.get(each.origin, min(each.step, step))) for each in self.skipped
+        )
         attempts = self.attempts if record is None else record.attempts
         return replace(self, skipped=skipped, attempts=continued(attempts, step, global_batch_size))
 
@@ -117,8 +130,11 @@ class Prepared(Document):
         """Return the global batches of `training_store`, which is not a stream's."""
         return row_order(recipe, store.lengths, self.attempts, removed_rows(store, self.skipped))
 
-    def without(self, recipe: Recipe, named: Sequence[NamedRow], earlier: Sequence[SkippedRow], step: int) -> Prepared:
-        """Return the data of a run that leaves out the `named` rows from `step` on, and those that it has left out `earlier`.
+    def without(
+        self, recipe: Recipe, named: Sequence[NamedRow], earlier: Sequence[SkippedRow], step: int
+    ) -> Prepared:
+        """Return the data of a run that leaves out the `named` rows from `step` on, and those that it has
+        left out `earlier`.
 
         Raises: usage error with the line of each name that is not a training row, and if too few rows remain.
         """
@@ -129,8 +145,13 @@ class Prepared(Document):
         if not self.is_stream:
             left = self.train_rows - sum(len(rows) for _, rows in removed_rows(self.store(), changed.skipped))
             if left < recipe.global_batch_size:
-                message = f"{left:,} rows remain without those that are skipped, and one step takes {recipe.global_batch_size:,}"
-                raise usage_error("too-few-rows", message, hint="skip fewer rows, or lower `training.global_batch_size`")
+                message = (
+                    f"{left:,} rows remain without those that are skipped, and one step takes "
+                    f"{recipe.global_batch_size:,}"
+                )
+                raise usage_error(
+                    "too-few-rows", message, hint="skip fewer rows, or lower `training.global_batch_size`"
+                )
         return changed
 
     def as_notices(self) -> list[Notice]:
@@ -139,8 +160,15 @@ class Prepared(Document):
     def _unstamped(self) -> list[Notice]:
         if not (names := unstamped_files(self.stamps)):
             return []
-        message = f"{names[0]}{f' and {len(names) - 1} more files have' if len(names) > 1 else ' has'} neither an ETag nor a time"
-        return [Notice("data-without-stamp", f"{message}: only a change of size would be noticed", Where(names[0]))]
+        message = (
+            f"{names[0]}{f' and {len(names) - 1} more files have' if len(names) > 1 else ' has'} neither "
+            "an ETag nor a time"
+        )
+        return [
+            Notice(
+                "data-without-stamp", f"{message}: only a change of size would be noticed", Where(names[0])
+            )
+        ]
 
     def _stored_notices(self) -> list[Notice]:
         return [Notice(notice["code"], notice["message"], hint=notice["hint"]) for notice in self.notices]
@@ -155,11 +183,12 @@ def prepare(
     verify: bool = False,
     run: Path | None = None,
 ) -> Prepared:
-    """Return the prepared data, from the cache or built. Raises: usage error for any problem of the data, with file and line.
+    """Return the prepared data, from the cache or built. Raises: usage error for any problem of the data,
+    with file and line.
 
-    With `check_rows`, fewer rows than the global batch of the (resolved) recipe are an error too. `verify` hashes the files of
-    all sources, and of the cached data, instead of those that changed since their last hash. `run` is the run that will
-    read the data.
+    With `check_rows`, fewer rows than the global batch of the (resolved) recipe are an error too. `verify`
+    hashes the files of all sources, and of the cached data, instead of those that changed since their last
+    hash. `run` is the run that will read the data.
     """
     assert recipe.data.cache_dir is not None, "the recipe is resolved"
     cache_dir = Path(recipe.data.cache_dir)
@@ -171,13 +200,29 @@ def prepare(
     if recipe.data.streaming:
         file_stamps, unit_rows, source_rows = _counted_units(recipe, inputs, cache_dir)
         inputs = [
-            replace(opened, source=replace(opened.source, head=SAMPLE_ROWS)) if opened.set_name == TRAIN else opened for opened in inputs
+            replace(opened, source=replace(opened.source, head=SAMPLE_ROWS))
+            if opened.set_name == TRAIN
+            else opened
+            for opened in inputs
         ]
         check_rows = False
     stamps = [opened.source.stamps() for opened in inputs]
-    training_key = content_key([*_training_content(recipe, encoder, inputs, digests), *([file_stamps] if file_stamps else [])])
-    account = [ACCOUNT_FORMAT, *([EVALUATION_HASHES] if recipe.data.streaming else [])]  # older stores of streams lack the hashes
-    key = content_key([training_key, recipe.data.eval_packing, recipe.data.eval_labels, _content(inputs, digests, train=False), *account])
+    training_key = content_key(
+        [*_training_content(recipe, encoder, inputs, digests), *([file_stamps] if file_stamps else [])]
+    )
+    account = [
+        ACCOUNT_FORMAT,
+        *([EVALUATION_HASHES] if recipe.data.streaming else []),
+    ]  # older stores of streams lack the hashes
+    key = content_key(
+        [
+            training_key,
+            recipe.data.eval_packing,
+            recipe.data.eval_labels,
+            _content(inputs, digests, train=False),
+            *account,
+        ]
+    )
     path = cache_dir / STORES / key
 
     def build(stage: Path) -> dict[str, object]:
@@ -187,12 +232,20 @@ def prepare(
     record_use(path, recipe=recipe.name or "", run=run)
     if run is not None and compiles(recipe):
         record_use(default_cache_directory() / COMPILED, recipe=recipe.name or "", run=run)
-    prepared = replace(_prepared(path, training_key, manifest, encoder, inputs, reused=reused), stamps=file_stamps, unit_rows=unit_rows)
+    prepared = replace(
+        _prepared(path, training_key, manifest, encoder, inputs, reused=reused),
+        stamps=file_stamps,
+        unit_rows=unit_rows,
+    )
     if recipe.data.streaming:
         report = prepared.report.model_copy(update={"stream_sample_rows": SAMPLE_ROWS})
-        prepared = replace(prepared, report=report, notices=[*prepared.notices, *_short_stream(recipe, source_rows, report)])
+        prepared = replace(
+            prepared, report=report, notices=[*prepared.notices, *_short_stream(recipe, source_rows, report)]
+        )
     bad, rows = prepared.report.rows_bad.rows, prepared.report.rows_read
-    refuse_bad_share(bad, rows, recipe.data.max_bad_share, hint=f"fix those that {path / BAD_ROWS_NAME} lists")
+    refuse_bad_share(
+        bad, rows, recipe.data.max_bad_share, hint=f"fix those that {path / BAD_ROWS_NAME} lists"
+    )
     if check_rows:
         _refuse_few_rows(recipe, prepared)
         _refuse_unmeasured(recipe, prepared)
@@ -201,13 +254,20 @@ def prepare(
 
 def _streamed_files(recipe: Recipe, unit_rows: Mapping[str, int]) -> StreamedFiles:
     assert recipe.data.stream_lanes != "auto", "the recipe is resolved"
-    sources = [find_source(entry, f"data.train[{index}]", streaming=True) for index, entry in enumerate(recipe.data.train)]
+    sources = [
+        find_source(entry, f"data.train[{index}]", streaming=True)
+        for index, entry in enumerate(recipe.data.train)
+    ]
     units = [unit for source in sources for unit in stream_units(source, recipe.data.stream_lanes)]
 
     def last_row(name: str) -> int:
-        # Several units have the name of a file that they read in turns (piece p of n: rows p, p + n, …), or that two sources have.
+        # Several units have the name of a file that they read in turns (piece p of n: rows p, p + n, …), or
+        # that two sources have.
         pieces = [unit for unit in units if unit.name == name]
-        return max((row.number if isinstance(row, BadRow) else row[0] for piece in pieces for row in piece.read()), default=0)
+        return max(
+            (row.number if isinstance(row, BadRow) else row[0] for piece in pieces for row in piece.read()),
+            default=0,
+        )
 
     return StreamedFiles([unit.name for unit in units], unit_rows, last_row)
 
@@ -225,12 +285,18 @@ class _CountedStream(NamedTuple):
 def _counted_units(recipe: Recipe, inputs: Sequence[Input], cache_dir: Path) -> _CountedStream:
     """Return the rows of a stream, from the cache if its files have not changed, else counted."""
     assert recipe.data.stream_lanes != "auto", "the recipe is resolved"
-    of_sources = [stream_units(opened.source, recipe.data.stream_lanes) for opened in inputs if opened.set_name == TRAIN]
+    of_sources = [
+        stream_units(opened.source, recipe.data.stream_lanes) for opened in inputs if opened.set_name == TRAIN
+    ]
     units = [unit for of_source in of_sources for unit in of_source]
     stamps = stream_stamps(units)
-    record = cache_dir / UNIT_ROWS / f"{content_key([ROWS_FORMAT, stamps, [unit.name for unit in units]])}.json"
+    record = (
+        cache_dir / UNIT_ROWS / f"{content_key([ROWS_FORMAT, stamps, [unit.name for unit in units]])}.json"
+    )
     known: dict[str, int] = {}
-    with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):  # no record, or one that cannot be read: count again
+    with suppress(
+        OSError, ValueError, TypeError, AttributeError, RecursionError
+    ):  # no record, or one that cannot be read: count again
         known = {str(name): int(rows) for name, rows in json.loads(record.read_bytes()).items()}
     counted = [count_units(of_source, known) for of_source in of_sources]
     found: dict[str, int] = {}
@@ -244,8 +310,11 @@ def _counted_units(recipe: Recipe, inputs: Sequence[Input], cache_dir: Path) -> 
     return _CountedStream(stamps, found, [rows_of(of_source) for of_source in counted])
 
 
-def _short_stream(recipe: Recipe, source_rows: Sequence[int | None], report: DataReport) -> list[dict[str, object]]:
-    """Return a notice if a stream has rows for fewer steps than the run. With packing their number follows from the sample."""
+def _short_stream(
+    recipe: Recipe, source_rows: Sequence[int | None], report: DataReport
+) -> list[dict[str, object]]:
+    """Return a notice if a stream has rows for fewer steps than the run. With packing their number follows
+    from the sample."""
     data, most = recipe.data, int(training_value(recipe.training, "max_steps"))
     full = data.max_length * report.sets[TRAIN].fill
     total = 0.0  # rows of the run
@@ -256,22 +325,37 @@ def _short_stream(recipe: Recipe, source_rows: Sequence[int | None], report: Dat
     steps = int(total // recipe.global_batch_size)
     if steps >= most:
         return []
-    message = f"the stream has rows for {'about ' if data.packing else ''}{steps:,} steps, and `training.max_steps` is {most:,}"
-    hint = f"the run would end there with `stream-ended`: raise `repeats`, or `--set training.max_steps={steps}`"
+    message = (
+        f"the stream has rows for {'about ' if data.packing else ''}{steps:,} steps, and "
+        f"`training.max_steps` is {most:,}"
+    )
+    hint = (
+        f"the run would end there with `stream-ended`: raise `repeats`, or `--set training.max_steps={steps}`"
+    )
     return [notice_fields(Notice("stream-short", message, hint=hint))]
 
 
-def _prepared(path: Path, key: str, manifest: Manifest, encoder: Encoder, inputs: Sequence[Input], *, reused: bool) -> Prepared:
+def _prepared(
+    path: Path, key: str, manifest: Manifest, encoder: Encoder, inputs: Sequence[Input], *, reused: bool
+) -> Prepared:
     # Names are no content: the data may have been prepared under others.
     named = [{"path": opened.entry.path, "label": opened.entry.label} for opened in inputs]
-    before, files = tuple(manifest.facts["files"]), tuple(name for opened in inputs for name in opened.source.names)
+    before, files = (
+        tuple(manifest.facts["files"]),
+        tuple(name for opened in inputs for name in opened.source.names),
+    )
     moved = {old: new for old, new in zip(before, files, strict=True) if old != new}
-    # The keys of the JSON file are sorted; reports list `train` first, then the eval sets in the order of the recipe.
-    folders: dict[str, str] = dict(sorted(manifest.facts["sets"].items(), key=lambda item: (item[0] != TRAIN, item[1])))
+    # The keys of the JSON file are sorted; reports list `train` first, then the eval sets in the order of the
+    # recipe.
+    folders: dict[str, str] = dict(
+        sorted(manifest.facts["sets"].items(), key=lambda item: (item[0] != TRAIN, item[1]))
+    )
     report = DataReport.model_validate(rows_renamed(manifest.facts["report"], moved))
     example = decoded_rows(RowStore(path / folders[TRAIN], files=files), encoder, 1)[0][0]
     changes = {
-        "inputs": tuple(account.model_copy(update=names) for account, names in zip(report.inputs, named, strict=True)),
+        "inputs": tuple(
+            account.model_copy(update=names) for account, names in zip(report.inputs, named, strict=True)
+        ),
         "sets": {name: report.sets[name] for name in folders},
         "example": ReportedExample(example.where, example.runs),
     }
@@ -290,33 +374,50 @@ def _prepared(path: Path, key: str, manifest: Manifest, encoder: Encoder, inputs
     )
 
 
-def _training_content(recipe: Recipe, encoder: Encoder, inputs: Sequence[Input], digests: FileDigests) -> list[object]:
+def _training_content(
+    recipe: Recipe, encoder: Encoder, inputs: Sequence[Input], digests: FileDigests
+) -> list[object]:
     """Return all that determines the training rows. A list of eval sets does not; a held-out split does."""
     data = recipe.data
     settings = data.model_dump(include={"max_length", "packing", "packing_strategy", "mixture", "on_bad_row"})
     if data.streaming:
         settings |= data.model_dump(include={"stream_lanes", "curriculum", "shuffle", "shuffle_buffer_size"})
     split = None if isinstance(data.eval, list) or data.eval is None else data.eval.model_dump()
-    if data.drop_duplicates:  # a run of a version without the key has the same training rows, and can be resumed
+    if (
+        data.drop_duplicates
+    ):  # a run of a version without the key has the same training rows, and can be resumed
         settings |= {"drop_duplicates": True if split is None else "also held out"}
     return [DATA_FORMAT, encoder.digest, settings, split, _content(inputs, digests, train=True)]
 
 
 def _content(inputs: Sequence[Input], digests: FileDigests, *, train: bool) -> list[object]:
     return [
-        [opened.set_name, opened.overlong, _settings(opened), opened.columns, _entry(opened.entry), opened.source.content(digests)]
+        [
+            opened.set_name,
+            opened.overlong,
+            _settings(opened),
+            opened.columns,
+            _entry(opened.entry),
+            opened.source.content(digests),
+        ]
         for opened in inputs
         if (opened.set_name == TRAIN) == train
     ]
 
 
 def _settings(opened: Input) -> dict[str, object]:
-    """Return the settings that determine tokens. Original column names and keys only occur in messages; `_entry` includes the former."""
-    return {name: value for name, value in asdict(opened.settings).items() if name not in ("names_in_file", "template_key")}
+    """Return the settings that determine tokens. Original column names and keys only occur in messages;
+    `_entry` includes the former."""
+    return {
+        name: value
+        for name, value in asdict(opened.settings).items()
+        if name not in ("names_in_file", "template_key")
+    }
 
 
 def _entry(entry: DataSource) -> dict[str, object]:
-    """Return the fields of an entry that matter besides the bytes of its files. Paths do not: a moved file is the same data."""
+    """Return the fields of an entry that matter besides the bytes of its files. Paths do not: a moved file is
+    the same data."""
     return entry.model_dump(include={"name", "split", "columns", "rename_columns", "weight", "max_rows"})
 
 
@@ -333,28 +434,39 @@ def _refuse_few_rows(recipe: Recipe, prepared: Prepared) -> None:
         packing = f", packed from {account.examples:,} examples" if recipe.data.packing else ""
         raise usage_error(
             "too-few-rows",
-            f"there are {rows:,} rows to train on{packing} ({prepared.report.rows_read:,} were read), and one step takes {wanted:,}",
-            hint="lower `training.global_batch_size` or `gradient_accumulation_steps`, use fewer ranks, or give more data",
+            f"there are {rows:,} rows to train on{packing} ({prepared.report.rows_read:,} were "
+            f"read), and one step takes {wanted:,}",
+            hint="lower `training.global_batch_size` or `gradient_accumulation_steps`, use fewer ranks, "
+            "or give more data",
         )
 
 
 def _refuse_unmeasured(recipe: Recipe, prepared: Prepared) -> None:
-    """Refuse a best model by a source of which no row is held out: small sources may have none. Raises: usage error."""
+    """Refuse a best model by a source of which no row is held out: small sources may have none. Raises: usage
+    error."""
     metric = training_value(recipe.training, "metric_for_best_model")
     measured = measured_metrics(recipe, prepared.evals)
     if metric is not None and not recipe.best_by_score and metric.removeprefix("eval_") not in measured:
-        message = f"`training.metric_for_best_model: {metric}` is not measured: no row of that source is held out"
-        raise usage_error("metric-not-measured", message, hint=f"measured are {', '.join(measured)}; or raise `data.eval.fraction`")
+        message = (
+            f"`training.metric_for_best_model: {metric}` is not measured: no row of that source is held out"
+        )
+        raise usage_error(
+            "metric-not-measured",
+            message,
+            hint=f"measured are {', '.join(measured)}; or raise `data.eval.fraction`",
+        )
 
 
-# ---- The shortest usable `max_length` of a rehearsal: after a long prompt, the first trained token comes late.
+# ---- The shortest usable `max_length` of a rehearsal: after a long prompt, the first trained token comes
+# late.
 
 FEW_ROWS = 16
 """With fewer rows than this, every row must keep a trained token."""
 
 
 def length_with_targets(recipe: Recipe, encoder: Encoder, *, rows: int) -> int:
-    """Return the length at which half of the first `rows` rows of each source have a trained token; all of them if there are few."""
+    """Return the length at which half of the first `rows` rows of each source have a trained token; all of
+    them if there are few."""
     return max(_of_source(opened, encoder, rows) for opened in open_inputs(recipe, encoder))
 
 
@@ -363,7 +475,9 @@ def _of_source(opened: Input, encoder: Encoder, rows: int) -> int:
     done = Tokeniser(encoder, (opened.settings,)).chunk(usable)
     ends = np.cumsum(done.lengths)
     trained = [done.trained[end - length : end] for end, length in zip(ends, done.lengths, strict=True)]
-    needed = sorted(2 + int(np.argmax(flags[1:])) for flags in trained)  # the first token of a row is never a target
+    needed = sorted(
+        2 + int(np.argmax(flags[1:])) for flags in trained
+    )  # the first token of a row is never a target
     if not needed:
         return 0
     kept = len(needed) if len(needed) < FEW_ROWS else (len(needed) + 1) // 2
@@ -373,8 +487,8 @@ def _of_source(opened: Input, encoder: Encoder, rows: int) -> int:
 def rows_of_step(data_json: Path, recipe: Recipe, step: int) -> str | None:
     """Describe the rows of a step, counted from 1, of a run; None if its data cannot be read.
 
-    `data_json` and `recipe` are those of a start of the run, from its directory or its `history/`. Steps before this start are those of
-    the attempts that it continued.
+    `data_json` and `recipe` are those of a start of the run, from its directory or its `history/`. Steps
+    before this start are those of the attempts that it continued.
     """
     try:
         prepared = Prepared.read(data_json)

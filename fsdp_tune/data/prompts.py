@@ -1,4 +1,5 @@
-"""Prompts for a trained model: encoded as the context of an answer is in training, with the tokens that end an answer there."""
+"""Prompts for a trained model: encoded as the context of an answer is in training, with the tokens that end
+an answer there."""
 
 from __future__ import annotations
 
@@ -39,10 +40,15 @@ class Prompt:
 
     @property
     def shown(self) -> str:
-        """The text by which a person recognises it: the question, or the last message that is not the assistant's."""
+        """The text by which a person recognises it: the question, or the last message that is not the
+        assistant's."""
         if self.kind != "chat":
             return str(self.row[self.kind if self.kind == "text" else "prompt"])
-        turns = [cast("Message", turn) for turn in cast("list[object]", self.row["messages"]) if isinstance(turn, dict)]
+        turns = [
+            cast("Message", turn)
+            for turn in cast("list[object]", self.row["messages"])
+            if isinstance(turn, dict)
+        ]
         asked = [turn for turn in turns if turn.get("role", turn.get("from")) not in ("assistant", "gpt")]
         return str(asked[-1].get("content", asked[-1].get("value"))) if asked else ""
 
@@ -52,7 +58,8 @@ def question(text: str) -> Prompt:
 
 
 def prompt_of_row(row: Mapping[str, object], *, is_line: bool) -> Prompt:
-    """Return the prompt of a row with `messages`, `prompt` or `text`, or of a line of a text file. Raises: RowError for other rows."""
+    """Return the prompt of a row with `messages`, `prompt` or `text`, or of a line of a text file. Raises:
+    RowError for other rows."""
     if is_line:
         return question(str(row["text"]))
     key = next((key for key in READ_KEYS if row.get(key) is not None), None)
@@ -75,7 +82,8 @@ def prompt_of_row(row: Mapping[str, object], *, is_line: bool) -> Prompt:
 class EncodedPrompt:
     ids: list[int]
     text: str
-    """What the ids are of: the rendered conversation, or the text without what the tokenizer adds before it."""
+    """What the ids are of: the rendered conversation, or the text without what the tokenizer adds before
+    it."""
     chat: Chat | None
     """The conversation up to the answer; None: the prompt is text."""
 
@@ -91,17 +99,34 @@ class PromptDescription:
 
 
 class PromptFormat:
-    """Encodes prompts as the rows of one source were; without a run, as chats if there is a template, else as text."""
+    """Encodes prompts as the rows of one source were; without a run, as chats if there is a template, else as
+    text."""
 
     def __init__(self, recipe: Recipe, encoder: Encoder, report: DataReport | None) -> None:
         """`report`: of the run's data. Raises: usage error for a run of chats whose template is gone."""
         self._encoder, self._special = encoder, SpecialTokens(encoder)
         at, account = _trained_source(report)
-        named = account.format if account is not None else "messages" if encoder.chat_template is not None else "text"
-        entry = recipe.data.train[at] if account is not None and at < len(recipe.data.train) else DataSource(path="prompts")
-        settings = format_settings(recipe, entry.model_copy(update={"loss_on": "auto"}), f"data.train[{at}]", named, encoder)
-        self.is_chat = ROW_FORMATS[named].holds == "chat" or (account is not None and _holds_chats(account, settings.template))
-        self._settings = replace(settings, format="messages", loss_on="assistant") if self.is_chat else settings
+        named = (
+            account.format
+            if account is not None
+            else "messages"
+            if encoder.chat_template is not None
+            else "text"
+        )
+        entry = (
+            recipe.data.train[at]
+            if account is not None and at < len(recipe.data.train)
+            else DataSource(path="prompts")
+        )
+        settings = format_settings(
+            recipe, entry.model_copy(update={"loss_on": "auto"}), f"data.train[{at}]", named, encoder
+        )
+        self.is_chat = ROW_FORMATS[named].holds == "chat" or (
+            account is not None and _holds_chats(account, settings.template)
+        )
+        self._settings = (
+            replace(settings, format="messages", loss_on="assistant") if self.is_chat else settings
+        )
         self._is_of_run = account is not None
         self.notices: tuple[Notice, ...] = ()
         self.end_ids = frozenset({encoder.eos_id, *self._trained_end()})
@@ -111,8 +136,14 @@ class PromptFormat:
         ends = tuple(self._encoder.decode([token]) for token in sorted(end_ids))
         whose = "the run's" if self._is_of_run else "the model's own"
         if self.is_chat:
-            return PromptDescription(is_chat=True, text=f"a chat: turns are formatted by {whose} chat template", ends=ends)
-        rows = f"the run trained on `{self._settings.format}` rows" if self._is_of_run else "the model has no chat template"
+            return PromptDescription(
+                is_chat=True, text=f"a chat: turns are formatted by {whose} chat template", ends=ends
+            )
+        rows = (
+            f"the run trained on `{self._settings.format}` rows"
+            if self._is_of_run
+            else "the model has no chat template"
+        )
         row_format, how = ROW_FORMATS[self._settings.format], "a prompt is continued as it is"
         if row_format.surrounds is not None:
             how = f"a prompt becomes {row_format.surrounds}"
@@ -121,7 +152,8 @@ class PromptFormat:
         return PromptDescription(is_chat=False, text=f"no chat: {rows}; {how}", ends=ends)
 
     def encode(self, prompt: Prompt, system: str | None = None) -> list[int]:
-        """Return the ids of a prompt. Raises: RowError for one that cannot be read, is empty, or that the template rejects."""
+        """Return the ids of a prompt. Raises: RowError for one that cannot be read, is empty, or that the
+        template rejects."""
         return self.encoded(prompt, system).ids
 
     def encoded(self, prompt: Prompt, system: str | None = None) -> EncodedPrompt:
@@ -131,7 +163,9 @@ class PromptFormat:
             chat = self._chat(prompt, system)
             text, ids = self._chat_ids(chat)
         elif system is not None:
-            raise RowError("a system message needs a chat, and this prompt is text", hint="leave out `--system`")
+            raise RowError(
+                "a system message needs a chat, and this prompt is text", hint="leave out `--system`"
+            )
         else:
             ids = self._text_ids(prompt)
             prefix = self._encoder.prefix_ids
@@ -143,9 +177,20 @@ class PromptFormat:
     def _chat(self, prompt: Prompt, system: str | None) -> Chat:
         """Return the conversation up to the answer that is asked for: a row's own last answer is left out."""
         if self._settings.template is None:
-            raise RowError("the row is a conversation, and the model has no chat template", hint="write it as `prompt` or `text`")
-        turns: list[object] = [{"role": "user", "content": prompt.row["prompt"]}] if prompt.kind == "question" else prompt.row["messages"]
-        others = {} if prompt.kind == "question" else {name: value for name, value in prompt.row.items() if name != "messages"}
+            raise RowError(
+                "the row is a conversation, and the model has no chat template",
+                hint="write it as `prompt` or `text`",
+            )
+        turns: list[object] = (
+            [{"role": "user", "content": prompt.row["prompt"]}]
+            if prompt.kind == "question"
+            else prompt.row["messages"]
+        )
+        others = (
+            {}
+            if prompt.kind == "question"
+            else {name: value for name, value in prompt.row.items() if name != "messages"}
+        )
         settings = replace(self._settings, format="messages", loss_on="assistant")
         read = settings.example({"messages": _with_answer(turns), **others})
         assert isinstance(read, Chat)
@@ -153,7 +198,10 @@ class PromptFormat:
         while messages and messages[-1]["role"] == "assistant":
             messages.pop()
         if system is not None:
-            messages = [{"role": "system", "content": system}, *(each for each in messages if each["role"] != "system")]
+            messages = [
+                {"role": "system", "content": system},
+                *(each for each in messages if each["role"] != "system"),
+            ]
         if not any(message["role"] != "system" for message in messages):
             raise RowError("there is no message to answer")
         return replace(read, messages=messages, trained=None)
@@ -195,17 +243,31 @@ class PromptFormat:
         done = Tokeniser(self._encoder, (settings,)).chunk([RawRow(0, 0, 1, row)])
         if done.bad:
             bad: BadRow = done.bad[0][1]
-            message = f"the token that ends an answer is not known, since the chat template does not render a plain one: {bad.reason}"
-            self.notices = (Notice("answer-end-unknown", message, hint="answers end at the end of sequence, or at `--max-new-tokens`"),)
+            message = (
+                "the token that ends an answer is not known, since the chat template does not render a "
+                f"plain one: {bad.reason}"
+            )
+            self.notices = (
+                Notice(
+                    "answer-end-unknown",
+                    message,
+                    hint="answers end at the end of sequence, or at `--max-new-tokens`",
+                ),
+            )
             return set()
         trained = [int(token) for token, flag in zip(done.tokens, done.trained, strict=True) if flag]
         return closing_tokens(trained, self._encoder)
 
 
 def _trained_source(report: DataReport | None) -> tuple[int, InputAccount | None]:
-    """Return the training source whose format prompts get, with its position: the first of chats, else the first."""
+    """Return the training source whose format prompts get, with its position: the first of chats, else the
+    first."""
     sources = [each for each in report.inputs if each.set == "train"] if report is not None else []
-    chats = [at for at, each in enumerate(sources) if ROW_FORMATS[each.format].holds == "chat" or _has_messages(each)]
+    chats = [
+        at
+        for at, each in enumerate(sources)
+        if ROW_FORMATS[each.format].holds == "chat" or _has_messages(each)
+    ]
     at = next(iter(chats), 0)
     return (at, sources[at]) if sources else (0, None)
 
@@ -217,7 +279,9 @@ def _has_messages(account: InputAccount) -> bool:
 
 def _holds_chats(account: InputAccount, template: str | None) -> bool:
     """Return whether rows of a format that has chats and texts are chats."""
-    return _has_messages(account) or (ROW_FORMATS[account.format].holds == "chat with a template" and template is not None)
+    return _has_messages(account) or (
+        ROW_FORMATS[account.format].holds == "chat with a template" and template is not None
+    )
 
 
 def _with_answer(turns: list[object]) -> list[object]:

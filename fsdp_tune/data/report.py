@@ -116,7 +116,8 @@ class InputAccount(PartialFacts):
 
 
 class SetAccount(PartialFacts):
-    """The numbers of one set. Examples are complete or split rows of a source; `rows` are the units of a global batch."""
+    """The numbers of one set. Examples are complete or split rows of a source; `rows` are the units of a
+    global batch."""
 
     rows: int = 0
     examples: int = 0
@@ -131,11 +132,13 @@ class SetAccount(PartialFacts):
     dropped_too_long: NamedRows = NamedRows()
     dropped_nothing_left: NamedRows = NamedRows()
     dropped_duplicates: NamedRows = NamedRows()
-    """Of the training set with `data.drop_duplicates`: rows with the tokens and targets of an earlier row, or of one that is held out."""
+    """Of the training set with `data.drop_duplicates`: rows with the tokens and targets of an earlier row, or
+    of one that is held out."""
     fill: float = 0.0
     """Tokens in the rows, of `data.max_length` in each."""
     repeated: NamedRows = NamedRows()
-    """Of the training set without `data.drop_duplicates`: rows with the tokens and targets of an earlier one."""
+    """Of the training set without `data.drop_duplicates`: rows with the tokens and targets of an earlier
+    one."""
     also_trained: NamedRows = NamedRows()
     """Of the other sets: rows with the content, or the tokens and targets, of a training row."""
 
@@ -154,7 +157,8 @@ class DataReport(PartialFacts):
     rows_bad: NamedRows = NamedRows()
     rows_untrained: NamedRows = NamedRows()
     rows_kept: int = 0
-    """Examples of all sets, without those of bad and untrained rows and of dropped duplicates, before they are cut."""
+    """Examples of all sets, without those of bad and untrained rows and of dropped duplicates, before they
+    are cut."""
     rows_split: SplitRows = SplitRows()
     inputs: tuple[InputAccount, ...] = ()
     sets: dict[str, SetAccount] = Field(default_factory=dict[str, SetAccount])

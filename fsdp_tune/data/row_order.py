@@ -1,7 +1,8 @@
 """The global batches of a run: the rows of each step, over all attempts of the run.
 
-The position in the data follows from the record of the attempts and of the rows that were left out, not from the step and the
-global batch in force. So a run that is resumed with another global batch trains each row of the epoch exactly once.
+The position in the data follows from the record of the attempts and of the rows that were left out, not from
+the step and the global batch in force. So a run that is resumed with another global batch trains each row of
+the epoch exactly once.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class Attempt:
 def continued(attempts: Sequence[Attempt], step: int, global_batch_size: int) -> tuple[Attempt, ...]:
     """Return the attempts of a run that continues after `step` steps with this global batch.
 
-    `attempts` are those before; later ones are left out, since their steps are trained again. If there are none, the steps before are
-    counted with the same global batch.
+    `attempts` are those before; later ones are left out, since their steps are trained again. If there are
+    none, the steps before are counted with the same global batch.
     """
     before = [each for each in attempts if each.step < step]
     if before and before[-1].global_batch_size == global_batch_size:
@@ -82,11 +83,13 @@ class Epoch:
 
 
 class RowOrder:
-    """The global batches of a run: which rows of each epoch, in which order. A pure function of its arguments, on every rank.
+    """The global batches of a run: which rows of each epoch, in which order. A pure function of its
+    arguments, on every rank.
 
-    An epoch starts with the rows that are not left out yet, in the order of `order` for the global batch at that step. Where another
-    global batch starts within it, or more rows are removed, the rows of the steps before stay, and the other rows close up and are
-    cut into the new global batches. So an epoch may have fewer or more steps than another.
+    An epoch starts with the rows that are not left out yet, in the order of `order` for the global batch at
+    that step. Where another global batch starts within it, or more rows are removed, the rows of the steps
+    before stay, and the other rows close up and are cut into the new global batches. So an epoch may have
+    fewer or more steps than another.
     """
 
     def __init__(
@@ -96,7 +99,8 @@ class RowOrder:
         attempts: Sequence[Attempt],
         removed: Sequence[Removed] = (),
     ) -> None:
-        """`order(epoch, lengths, global_batch)` returns a permutation of the indices of `lengths`, the lengths of all rows of the store.
+        """`order(epoch, lengths, global_batch)` returns a permutation of the indices of `lengths`, the
+        lengths of all rows of the store.
 
         `attempts` has increasing steps from 0 on; the last one is the current one.
         """
@@ -178,7 +182,8 @@ class RowOrder:
         return self.epoch(epoch).batch(index)
 
     def epochs_after(self, step: int) -> float:
-        """Return the epochs that `step` steps of the run train: complete ones, and the share of rows of the next."""
+        """Return the epochs that `step` steps of the run train: complete ones, and the share of rows of the
+        next."""
         epoch, index = self.locate(step)
         if not index:
             return float(epoch)
@@ -186,7 +191,8 @@ class RowOrder:
         return epoch + found.rows_before(index) / len(found.rows)
 
     def total_steps(self, epochs: float) -> int:
-        """Return the steps of a number of epochs, which need not be whole, rounded as the Trainer rounds them."""
+        """Return the steps of a number of epochs, which need not be whole, rounded as the Trainer rounds
+        them."""
         whole = math.floor(epochs)
         first = self.first_step(whole)
         if epochs == whole:
@@ -202,9 +208,13 @@ class RowOrder:
         return first + part.step + math.ceil((wanted - part.row) / part.global_batch)
 
 
-def row_order(recipe: Recipe, lengths: Int64, attempts: Sequence[Attempt] = (), removed: Sequence[Removed] = ()) -> RowOrder:
+def row_order(
+    recipe: Recipe, lengths: Int64, attempts: Sequence[Attempt] = (), removed: Sequence[Removed] = ()
+) -> RowOrder:
     """Return the global batches of a resolved recipe. `lengths` are those of all rows of the store.
 
     `attempts` empty: all steps have the global batch of the recipe.
     """
-    return RowOrder(partial(order_of, recipe), lengths, attempts or continued((), 0, recipe.global_batch_size), removed)
+    return RowOrder(
+        partial(order_of, recipe), lengths, attempts or continued((), 0, recipe.global_batch_size), removed
+    )

@@ -1,4 +1,5 @@
-"""The record of what decides which rows a run has trained. Each checkpoint has it, and the start that continues it reads it."""
+"""The record of what decides which rows a run has trained. Each checkpoint has it, and the start that
+continues it reads it."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ ROWS_FACT = "rows"
 
 @dataclass(frozen=True, slots=True)
 class RowRecord(Document):
-    """What decides the rows of the steps before a checkpoint. None: not recorded, since an earlier version wrote the checkpoint."""
+    """What decides the rows of the steps before a checkpoint. None: not recorded, since an earlier version
+    wrote the checkpoint."""
 
     attempts: tuple[Attempt, ...] = ()
     """Empty: unknown."""
@@ -33,7 +35,8 @@ class RowRecord(Document):
 def record_of(checkpoint: Checkpoint | None) -> RowRecord:
     """Return the record of a checkpoint, or of a run that has trained no step.
 
-    An earlier version recorded nothing, and counted all steps with the global batch of its recipe, so this is what is known of them.
+    An earlier version recorded nothing, and counted all steps with the global batch of its recipe, so this is
+    what is known of them.
     """
     if checkpoint is None:
         return RowRecord(skipped=())
@@ -44,7 +47,9 @@ def record_of(checkpoint: Checkpoint | None) -> RowRecord:
             return RowRecord.from_dict(raw)
         except (ValueError, TypeError) as error:
             message = f"{checkpoint.path}: the record of its rows cannot be read by this version"
-            raise usage_error("checkpoint-unusable", message, hint="continue with the version in its `launch.json`") from error
+            raise usage_error(
+                "checkpoint-unusable", message, hint="continue with the version in its `launch.json`"
+            ) from error
     saved = _saved_recipe(RunDir(checkpoint.path.parent), facts.get("recipe_digest"))
     return RowRecord() if saved is None else RowRecord((Attempt(0, saved.global_batch_size),))
 

@@ -1,4 +1,5 @@
-"""Assign examples to rows: hold out, mix, cut to length, pack. Index arithmetic over lengths; no tokens are copied."""
+"""Assign examples to rows: hold out, mix, cut to length, pack. Index arithmetic over lengths; no tokens are
+copied."""
 
 from __future__ import annotations
 
@@ -50,31 +51,46 @@ class Examples:
 
 
 def held_out(hashes: UInt64, wanted: EvalFraction | EvalRows) -> Bools:
-    """Return True for each row to evaluate on. Rows are chosen by their content: equal rows are on the same side, and neither order,
-    seed nor tokenizer changes the choice. A fraction is applied to each row independently, so rows may be added later."""
+    """Return True for each row to evaluate on. Rows are chosen by their content: equal rows are on the same
+    side, and neither order, seed nor tokenizer changes the choice. A fraction is applied to each row
+    independently, so rows may be added later."""
     if isinstance(wanted, EvalFraction):
         return hashes < np.uint64(min(int(wanted.fraction * 2**64), 2**64 - 1))
     if wanted.rows >= len(hashes):
-        raise usage_error("empty-split", f"`data.eval.rows: {wanted.rows}` would hold out all of {len(hashes):,} rows")
+        raise usage_error(
+            "empty-split", f"`data.eval.rows: {wanted.rows}` would hold out all of {len(hashes):,} rows"
+        )
     return hashes <= np.partition(hashes, wanted.rows - 1)[wanted.rows - 1]
 
 
 def mixed(
-    sources: Int64, sizes: Sequence[int], weights: Sequence[float | None], mixture: Mixture, tokens: Sequence[int] | None = None
+    sources: Int64,
+    sizes: Sequence[int],
+    weights: Sequence[float | None],
+    mixture: Mixture,
+    tokens: Sequence[int] | None = None,
 ) -> Int64:
-    """Return the indices of the examples of one epoch, source by source; an example may be drawn several times.
+    """Return the indices of the examples of one epoch, source by source; an example may be drawn several
+    times.
 
-    `sources` [n] is the source of each example, `sizes` the number of examples of each source. Without weights and with
-    temperature 1, every example occurs once. Otherwise the shares are the weights, or amount ** (1 / temperature);
-    `all_exhausted` repeats the other sources until each has been drawn completely, `first_exhausted` stops when the first one
-    is used up (as in `datasets`). Amounts and shares count examples, or `tokens` of each source if given.
+    `sources` [n] is the source of each example, `sizes` the number of examples of each source. Without
+    weights and with temperature 1, every example occurs once. Otherwise the shares are the weights, or amount
+    ** (1 / temperature); `all_exhausted` repeats the other sources until each has been drawn completely,
+    `first_exhausted` stops when the first one is used up (as in `datasets`). Amounts and shares count
+    examples, or `tokens` of each source if given.
     """
     if not is_weighted(weights, mixture):
         return np.arange(len(sources))
     if not all(weights) and any(weights):
-        raise usage_error("weights-missing", "some entries of `data.train` have a `weight` and others do not", hint="give one to each")
+        raise usage_error(
+            "weights-missing",
+            "some entries of `data.train` have a `weight` and others do not",
+            hint="give one to each",
+        )
     amounts = sizes if tokens is None else tokens
-    shares = [weight or amount ** (1 / mixture.temperature) for weight, amount in zip(weights, amounts, strict=True)]
+    shares = [
+        weight or amount ** (1 / mixture.temperature) for weight, amount in zip(weights, amounts, strict=True)
+    ]
     epochs = [amount / share for amount, share in zip(amounts, shares, strict=True)]
     scale = max(epochs) if mixture.stopping_strategy == "all_exhausted" else min(epochs)
     counts = [round(size * (scale / epoch)) for size, epoch in zip(sizes, epochs, strict=True)]
@@ -90,7 +106,9 @@ def is_weighted(weights: Sequence[float | None], mixture: Mixture) -> bool:
 def _draw(examples: Int64, count: int, source: int) -> Int64:
     """Draw `count` of the examples: as many complete passes as fit, and a hashed selection for the rest."""
     passes, rest = divmod(count, len(examples))
-    scattered = np.argsort(splitmix64(np.arange(len(examples), dtype=np.uint64) + np.uint64(source << 32)), kind="stable")
+    scattered = np.argsort(
+        splitmix64(np.arange(len(examples), dtype=np.uint64) + np.uint64(source << 32)), kind="stable"
+    )
     return np.concatenate([np.tile(examples, passes), np.sort(examples[scattered[:rest]])])
 
 
@@ -105,7 +123,8 @@ class Cut:
     sources: Int64
     """Source of each segment."""
     truncated: Int64
-    """[k, 2] origins of truncated rows, including those of `emptied`; a row that is drawn twice counts once."""
+    """[k, 2] origins of truncated rows, including those of `emptied`; a row that is drawn twice counts
+    once."""
     split: int
     dropped: Int64
     """[k, 2] origins of rows dropped by `overlong: drop`."""
@@ -113,9 +132,11 @@ class Cut:
     """[k, 2] origins of rows without a trained token after cutting."""
 
 
-def cut(examples: Examples, overlong: Sequence[str], max_length: int, trained: Mask, names: Sequence[str]) -> Cut:
-    """Cut examples to `max_length`. `overlong` is a mode per source: truncate | drop | split | error; `trained` has a flag for every token
-    of the pool; `names` are the names of the files."""
+def cut(
+    examples: Examples, overlong: Sequence[str], max_length: int, trained: Mask, names: Sequence[str]
+) -> Cut:
+    """Cut examples to `max_length`. `overlong` is a mode per source: truncate | drop | split | error;
+    `trained` has a flag for every token of the pool; `names` are the names of the files."""
     long = examples.lengths > max_length
     modes = np.array(overlong)[examples.sources]
     _refuse_long(examples, long & (modes == "error"), max_length, names)
@@ -145,20 +166,26 @@ def cut(examples: Examples, overlong: Sequence[str], max_length: int, trained: M
 def _refuse_long(examples: Examples, long: Bools, max_length: int, names: Sequence[str]) -> None:
     if not long.any():
         return
-    (file, first), *others = [(int(file), int(row)) for file, row in np.unique(examples.origins[long], axis=0)]
+    (file, first), *others = [
+        (int(file), int(row)) for file, row in np.unique(examples.origins[long], axis=0)
+    ]
     longest = f"{int(examples.lengths[long].max()):,} tokens"
     message = f"the row is longer than `data.max_length: {max_length}`: it has {longest}"
     if others:
         named = ", ".join(f"{names[number]}:{row}" for number, row in others[: NAMED_ROWS - 1])
         message = (
-            f"{len(others) + 1:,} rows are longer than `data.max_length: {max_length}`, the longest has {longest}; after this one: {named}"
+            f"{len(others) + 1:,} rows are longer than `data.max_length: {max_length}`, the longest has "
+            f"{longest}; after this one: {named}"
         )
     hint = "raise `data.max_length`, or set `data.overlong` to truncate, drop or split"
     raise usage_error("row-too-long", message, hint=hint, where=Where(names[file], first))
 
 
-def packed(pieces: Cut, trained: Mask, max_length: int, *, packing: bool, strategy: str) -> tuple[Cut, PackedRows]:
-    """Return the packed rows, and `pieces` with updated targets: a segment that packing cuts loses the target after the cut."""
+def packed(
+    pieces: Cut, trained: Mask, max_length: int, *, packing: bool, strategy: str
+) -> tuple[Cut, PackedRows]:
+    """Return the packed rows, and `pieces` with updated targets: a segment that packing cuts loses the target
+    after the cut."""
     if not packing:
         return pieces, one_a_row(pieces.segments)
     if strategy != "wrapped":
@@ -169,29 +196,34 @@ def packed(pieces: Cut, trained: Mask, max_length: int, *, packing: bool, strate
     return replace(pieces, supervised=supervised), rows
 
 
-# ---- Pack several examples into a row: best-fit decreasing, which keeps examples complete, or wrapped, which fills every row.
+# ---- Pack several examples into a row: best-fit decreasing, which keeps examples complete, or wrapped, which
+# fills every row.
 #
-# Best-fit decreasing takes the longest example first and puts it where it leaves the least room (Johnson 1974: at most
-# 11/9 of the optimal number of rows, plus 4). Examples of one length are placed together, and rows with the same room left
-# are grouped, so the cost is a sort plus one step for each pair of length and room that occurs.
+# Best-fit decreasing takes the longest example first and puts it where it leaves the least room (Johnson
+# 1974: at most 11/9 of the optimal number of rows, plus 4). Examples of one length are placed together, and
+# rows with the same room left are grouped, so the cost is a sort plus one step for each pair of length and
+# room that occurs.
 #
-# If no example is very short, this leaves a little room in every row: 1.2 % of GSM8K at 1,024 tokens. So rows are also
-# filled one by one, longest example first, and closed by one or two examples that leave no room, which bit operations find
-# among all lengths at once (0.1 % on GSM8K). The packing with fewer rows is used.
+# If no example is very short, this leaves a little room in every row: 1.2 % of GSM8K at 1,024 tokens. So rows
+# are also filled one by one, longest example first, and closed by one or two examples that leave no room,
+# which bit operations find among all lengths at once (0.1 % on GSM8K). The packing with fewer rows is used.
 
 BLOCK_BITS = 1024
 CLOSING_TOKENS = 64
-"""A row may be closed with less than this many tokens of room; if no pair achieves that, the longest example that fits comes first."""
+"""A row may be closed with less than this many tokens of room; if no pair achieves that, the longest example
+that fits comes first."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """Packed rows: `segments` [m, 2] (start, length) in the order of the rows, and `rows` [r + 1], offsets into `segments`."""
+    """Packed rows: `segments` [m, 2] (start, length) in the order of the rows, and `rows` [r + 1], offsets
+    into `segments`."""
 
     segments: Int64
     rows: Int64
     cuts: Int64
-    """[k, 2] for each cut segment: its index in the input, and the first token after the cut, which is no longer a target."""
+    """[k, 2] for each cut segment: its index in the input, and the first token after the cut, which is no
+    longer a target."""
 
 
 _NO_CUTS = np.zeros((0, 2), np.int64)
@@ -202,7 +234,8 @@ def one_a_row(segments: Int64) -> PackedRows:
 
 
 def best_fit(segments: Int64, capacity: int) -> PackedRows:
-    """Pack complete segments, none longer than `capacity` tokens, into at most as many rows as best-fit decreasing needs.
+    """Pack complete segments, none longer than `capacity` tokens, into at most as many rows as best-fit
+    decreasing needs.
 
     The same input always gives the same rows.
     """
@@ -215,7 +248,8 @@ def best_fit(segments: Int64, capacity: int) -> PackedRows:
 
 
 def _decreasing(runs: list[tuple[int, int]], capacity: int, examples: int) -> tuple[int, Int64]:
-    """Pack by best-fit decreasing. Return the number of rows, and the row of each example, the longest example first."""
+    """Pack by best-fit decreasing. Return the number of rows, and the row of each example, the longest
+    example first."""
     row_of = np.empty(examples, np.int64)
     open_rows = _OpenRows(capacity)
     at = 0
@@ -227,7 +261,8 @@ def _decreasing(runs: list[tuple[int, int]], capacity: int, examples: int) -> tu
 
 
 def _closed(runs: list[tuple[int, int]], capacity: int, examples: int) -> tuple[int, Int64]:
-    """Pack row by row, and close each row with examples that leave no room. Return the same values as `_decreasing`."""
+    """Pack row by row, and close each row with examples that leave no room. Return the same values as
+    `_decreasing`."""
     row_of = np.empty(examples, np.int64)
     unplaced = _Unplaced(runs, capacity)
     row = 0
@@ -242,7 +277,8 @@ def _closed(runs: list[tuple[int, int]], capacity: int, examples: int) -> tuple[
 
 
 def wrapped(segments: Int64, capacity: int) -> PackedRows:
-    """Concatenate segments, and cut them where a row of `capacity` tokens is full; only the last row may be shorter."""
+    """Concatenate segments, and cut them where a row of `capacity` tokens is full; only the last row may be
+    shorter."""
     ends = np.cumsum(segments[:, 1])
     total = int(ends[-1])
     cuts = np.arange(capacity, total, capacity, dtype=np.int64)
@@ -257,7 +293,8 @@ def wrapped(segments: Int64, capacity: int) -> PackedRows:
 
 
 class _OpenRows:
-    """Open rows, grouped by the room that they have left. Two bit-mask operations find the smallest sufficient room."""
+    """Open rows, grouped by the room that they have left. Two bit-mask operations find the smallest
+    sufficient room."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -268,7 +305,8 @@ class _OpenRows:
         self._top = 0
 
     def place(self, length: int, count: int, row_of: Int64, at: int) -> int:
-        """Put up to `count` segments of one length into the rows that fit best; write their rows to `row_of[at:]`, and return the end."""
+        """Put up to `count` segments of one length into the rows that fit best; write their rows to
+        `row_of[at:]`, and return the end."""
         room = self._smallest(length)
         if room is None:
             room = self.capacity
@@ -319,7 +357,8 @@ class _OpenRows:
 
 
 class _Unplaced:
-    """Examples that are not placed yet, by length. A mask of lengths and its mirror image find pairs of lengths with a given sum."""
+    """Examples that are not placed yet, by length. A mask of lengths and its mirror image find pairs of
+    lengths with a given sum."""
 
     def __init__(self, runs: list[tuple[int, int]], capacity: int) -> None:
         ends = np.cumsum([count for _, count in runs]).tolist()
@@ -331,7 +370,8 @@ class _Unplaced:
             self._flip(length)
 
     def _flip(self, length: int) -> None:
-        """Flip bit n of the mask and bit `end - n` of the mirror, which are set while examples of length n wait."""
+        """Flip bit n of the mask and bit `end - n` of the mirror, which are set while examples of length n
+        wait."""
         self._mask ^= 1 << length
         self._mirror ^= 1 << (self._end - length)
 
@@ -349,7 +389,8 @@ class _Unplaced:
         return at
 
     def choose(self, room: int) -> tuple[int, ...]:
-        """Return the lengths to place next: one or two that close the row if possible, else the longest that fits; () if none fits."""
+        """Return the lengths to place next: one or two that close the row if possible, else the longest that
+        fits; () if none fits."""
         if room <= 2 * self.longest:
             for total in range(room, max(0, room - CLOSING_TOKENS), -1):
                 if self._mask >> total & 1:
@@ -360,7 +401,8 @@ class _Unplaced:
         return (fitting.bit_length() - 1,) if fitting else ()
 
     def _pair(self, total: int) -> tuple[int, int] | None:
-        """Return the two most similar lengths with that sum, which saves short examples for later; None if there are none."""
+        """Return the two most similar lengths with that sum, which saves short examples for later; None if
+        there are none."""
         pairs = self._mask & (self._mirror >> (self._end - total))
         least = total - total // 2
         at, end = self._places.get(least, (0, 0))

@@ -9,8 +9,8 @@ A store is a directory of little-endian arrays without headers; `manifest.json` 
     SET/segments.int64   m × 2: first token in the pool, number of tokens
     SET/rows.int64       r + 1 offsets of the rows in segments
 
-A row is a list of segments; a segment is an example or a part of one. So packing, cutting, splitting off the eval rows
-and repeating rows of a mixture copy no tokens, and a row is read without decompression.
+A row is a list of segments; a segment is an example or a part of one. So packing, cutting, splitting off the
+eval rows and repeating rows of a mixture copy no tokens, and a row is read without decompression.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ Number = TypeVar("Number", np.int32, np.int64, np.uint8)
 class Row:
     """One input sequence of the model.
 
-    `input_ids` and `labels` have the same length; labels are -100 where not trained, and always at the first token of each
-    example, which the previous example must not predict. `lengths` are the lengths of the examples; their sum is that of the row.
-    `sources` are the indices of their sources in `data.train`, or empty where no caller needs them.
+    `input_ids` and `labels` have the same length; labels are -100 where not trained, and always at the first
+    token of each example, which the previous example must not predict. `lengths` are the lengths of the
+    examples; their sum is that of the row. `sources` are the indices of their sources in `data.train`, or
+    empty where no caller needs them.
     """
 
     input_ids: Int32
@@ -95,10 +96,12 @@ class ExamplePiece(NamedTuple):
 
 
 class RowStore:
-    """One set of a store: `RowStore(store / "train")`. Picklable: another process maps the same files again."""
+    """One set of a store: `RowStore(store / "train")`. Picklable: another process maps the same files
+    again."""
 
     def __init__(self, path: Path | str, skipped: Sequence[Origin] = (), files: Sequence[str] = ()) -> None:
-        """Map the files of a set. Of the rows of the source files in `skipped` no example is read, and every other number stays.
+        """Map the files of a set. Of the rows of the source files in `skipped` no example is read, and every
+        other number stays.
 
         `files`: names of the source files, if they have others now than when the store was built.
         Raises: FailedError if the store is missing or incomplete.
@@ -110,7 +113,8 @@ class RowStore:
             raise failed_error(
                 "no-prepared-data",
                 f"there are no prepared data at {self.path}",
-                hint="prepare them again (`fsdp-tune prepare`); with several machines, `data.cache_dir` must be a directory that all share",
+                hint="prepare them again (`fsdp-tune prepare`); with several machines, `data.cache_dir` "
+                "must be a directory that all share",
             )
         self.built_from: tuple[str, ...] = tuple(manifest.facts["files"])
         """Names that the source files had when the store was built."""
@@ -122,10 +126,15 @@ class RowStore:
         self._origins = mapped(pool / "origins.int64", np.int64).reshape(-1, 2)
         self._segments = mapped(self.path / "segments.int64", np.int64).reshape(-1, 2)
         self._rows = mapped(self.path / "rows.int64", np.int64)
-        self._left_out = np.sort(np.concatenate(self.find(self._skipped))) if self._skipped else np.zeros(0, np.int64)
+        self._left_out = (
+            np.sort(np.concatenate(self.find(self._skipped))) if self._skipped else np.zeros(0, np.int64)
+        )
 
     def __reduce__(self) -> tuple[type[Self], tuple[Path, tuple[Origin, ...], tuple[str, ...]]]:
-        return (type(self), (self.path, self._skipped, self.files))  # else pickle would copy the mapped arrays
+        return (
+            type(self),
+            (self.path, self._skipped, self.files),
+        )  # else pickle would copy the mapped arrays
 
     def __len__(self) -> int:
         return len(self._rows) - 1
@@ -136,7 +145,8 @@ class RowStore:
         return row_of(self._tokens, self._trained, self._segments_of(index), index)
 
     def _segments_of(self, index: int) -> Int64:
-        """Return [n, 2], start and length of the segments of a row, without those of skipped rows of the source files."""
+        """Return [n, 2], start and length of the segments of a row, without those of skipped rows of the
+        source files."""
         first, end = int(self._rows[index]), int(self._rows[index + 1])
         segments = self._segments[first:end]
         low, high = np.searchsorted(self._left_out, (first, end))
@@ -144,7 +154,8 @@ class RowStore:
 
     @property
     def lengths(self) -> Int64:
-        """Number of tokens of each row, those of skipped examples included: the order of a run must not change when more are skipped."""
+        """Number of tokens of each row, those of skipped examples included: the order of a run must not
+        change when more are skipped."""
         return np.add.reduceat(self._segments[:, 1], self._rows[:-1])
 
     def find(self, rows: Sequence[Origin]) -> list[Int64]:
@@ -152,7 +163,9 @@ class RowStore:
         numbers: dict[str, list[int]] = {}
         for number, name in enumerate(self.files):  # a file may be named by several sources
             numbers.setdefault(name, []).append(number)
-        wanted = [(number, row, at) for at, (name, row) in enumerate(rows) for number in numbers.get(name, ())]
+        wanted = [
+            (number, row, at) for at, (name, row) in enumerate(rows) for number in numbers.get(name, ())
+        ]
         keys = np.array([(number << ROW_BITS) + row for number, row, _ in wanted], np.int64)
         examples = np.flatnonzero(np.isin((self._origins[:, 0] << ROW_BITS) + self._origins[:, 1], keys))
         owners = np.searchsorted(self._examples, self._segments[:, 0], side="right") - 1
@@ -186,7 +199,8 @@ class RowStore:
         return self._origins[examples, 0], segments[:, 1]
 
     def are_complete(self, index: int) -> list[bool]:
-        """Return for each example in a row whether all its tokens are there: none were cut off at `data.max_length` or by packing."""
+        """Return for each example in a row whether all its tokens are there: none were cut off at
+        `data.max_length` or by packing."""
         segments = self._segments_of(index)
         examples = np.searchsorted(self._examples, segments[:, 0], side="right") - 1
         return (self._examples[examples + 1] - self._examples[examples] == segments[:, 1]).tolist()
@@ -224,8 +238,11 @@ class RowStore:
         )
 
     def describe_rows(self, rows: Sequence[int]) -> str:
-        """Return `12 (train.jsonl:17), 3 (train.jsonl:5) and 6 more`, with the source of the first example of each row."""
-        named = [f"{row} ({file}:{line})" for row in rows[:SHOWN_ROWS] for file, line in self.origins(row)[:1]]
+        """Return `12 (train.jsonl:17), 3 (train.jsonl:5) and 6 more`, with the source of the first example of
+        each row."""
+        named = [
+            f"{row} ({file}:{line})" for row in rows[:SHOWN_ROWS] for file, line in self.origins(row)[:1]
+        ]
         return ", ".join(named) + (f" and {len(rows) - SHOWN_ROWS} more" if len(rows) > SHOWN_ROWS else "")
 
 
@@ -245,7 +262,8 @@ def row_of(tokens: Int32, trained: Mask, segments: Int64, row_id: int) -> Row:
 
 
 def evaluation_hashes(train: Path | str) -> UInt64:
-    """Return the sorted hashes of the rows of the evaluation sets next to the training set of a stream; empty without such sets."""
+    """Return the sorted hashes of the rows of the evaluation sets next to the training set of a stream; empty
+    without such sets."""
     path = Path(train).parent / EVALUATION_HASHES
     return np.fromfile(path, "<u8") if path.exists() else np.zeros(0, np.uint64)
 

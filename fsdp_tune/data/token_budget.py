@@ -1,4 +1,5 @@
-"""Divide a global batch into micro-batches by token slots: the rows of a micro-batch × its longest row, padded.
+"""Divide a global batch into micro-batches by token slots: the rows of a micro-batch × its longest row,
+padded.
 
  This only assigns rows to ranks and micro-steps. The rows of a step, and so its update, follow from
 `data/batches.py`.
@@ -20,13 +21,15 @@ from fsdp_tune.data.store import Int64, RowStore
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 SAMPLED_STEPS = 1000
-"""Largest number of steps that `filling_lines` samples: each takes tenths of a millisecond, and more do not change the shown digits."""
+"""Largest number of steps that `filling_lines` samples: each takes tenths of a millisecond, and more do not
+change the shown digits."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBudget:
     slots: int
-    """Token slots of one micro-batch on one rank, padding included: a multiple of `max_length`, which no row exceeds."""
+    """Token slots of one micro-batch on one rank, padding included: a multiple of `max_length`, which no row
+    exceeds."""
     multiple_of: int
     max_length: int
 
@@ -37,16 +40,20 @@ class TokenBudget:
 def budget_of(recipe: Recipe) -> TokenBudget | None:
     """Return the token budget of a recipe; None if it sets micro-batches in rows."""
     slots = recipe.training.per_device_train_batch_tokens
-    return None if slots is None else TokenBudget(slots, recipe.data.pad_to_multiple_of, recipe.data.max_length)
+    return (
+        None if slots is None else TokenBudget(slots, recipe.data.pad_to_multiple_of, recipe.data.max_length)
+    )
 
 
 def token_micro_batches(lengths: Int64, budget: TokenBudget, dp_size: int) -> list[list[Int64]]:
-    """Return, for [micro-step][rank], indices into `lengths`, the rows of one global batch; each index occurs once.
+    """Return, for [micro-step][rank], indices into `lengths`, the rows of one global batch; each index occurs
+    once.
 
-    Rows are taken longest first, and each micro-batch takes as many of the next rows as fit. No division within the budget has
-    fewer micro-batches, because the one with the longest row cannot hold more rows. Their number is rounded up to a multiple of
-    `dp_size`. Then the smallest size that needs no more micro-steps is used for the division, so that the ranks of a micro-step
-    have about equal work. The rows of the last micro-step are divided again by the smallest size that suffices for them.
+    Rows are taken longest first, and each micro-batch takes as many of the next rows as fit. No division
+    within the budget has fewer micro-batches, because the one with the longest row cannot hold more rows.
+    Their number is rounded up to a multiple of `dp_size`. Then the smallest size that needs no more
+    micro-steps is used for the division, so that the ranks of a micro-step have about equal work. The rows of
+    the last micro-step are divided again by the smallest size that suffices for them.
     A micro-batch is empty only if there are more micro-batches than rows.
     """
     order = np.argsort(-lengths, kind="stable")
@@ -57,7 +64,7 @@ def token_micro_batches(lengths: Int64, budget: TokenBudget, dp_size: int) -> li
     starts = _evened(widths, budget.slots, wanted)
     last = starts[
         wanted - dp_size
-    ]  # in range: `wanted` is the smallest possible number of micro-batches, rounded up to a multiple of `dp_size`
+    ]  # in range: `wanted` is the smallest possible number of micro-batches, rounded up to a multiple of `dp_size`  # noqa: E501
     starts[wanted - dp_size :] = [last + start for start in _evened(widths[last:], budget.slots, dp_size)]
     cut = _split_largest(list(pairwise([*starts, len(widths)])), widths, wanted)
     taken = [order[start:end] for start, end in cut] + [order[:0]] * (wanted - len(cut))
@@ -65,7 +72,8 @@ def token_micro_batches(lengths: Int64, budget: TokenBudget, dp_size: int) -> li
 
 
 def _starts(widths: list[int], slots: int) -> list[int]:
-    """Return the first row of each micro-batch of at most `slots`. `widths` descend, so the first row sets the width of its micro-batch."""
+    """Return the first row of each micro-batch of at most `slots`. `widths` descend, so the first row sets
+    the width of its micro-batch."""
     found: list[int] = []
     at = 0
     while at < len(widths):
@@ -75,7 +83,8 @@ def _starts(widths: list[int], slots: int) -> list[int]:
 
 
 def _evened(widths: list[int], enough: int, micro_batches: int) -> list[int]:
-    """Return the first row of each micro-batch for the smallest size that gives at most `micro_batches`; `enough` slots suffice."""
+    """Return the first row of each micro-batch for the smallest size that gives at most `micro_batches`;
+    `enough` slots suffice."""
     low, high = widths[0], enough
     while low < high:
         middle = (low + high) // 2
@@ -87,7 +96,8 @@ def _evened(widths: list[int], enough: int, micro_batches: int) -> list[int]:
 
 
 def _split_largest(cut: list[tuple[int, int]], widths: list[int], wanted: int) -> list[tuple[int, int]]:
-    """Halve the largest micro-batch until there are `wanted` of them or each has one row; return them in the order of `widths`."""
+    """Halve the largest micro-batch until there are `wanted` of them or each has one row; return them in the
+    order of `widths`."""
     largest = [(-(end - start) * widths[start], start, end) for start, end in cut if end - start > 1]
     heapq.heapify(largest)
     done = [(start, end) for start, end in cut if end - start == 1]
@@ -123,20 +133,24 @@ class Filling:
 
 
 def filling(batches: Iterator[list[list[Int64]]], budget: TokenBudget) -> Filling:
-    """Measure the fill. `batches` has the lengths of each micro-batch by step, [micro-step][rank]; an empty one is a row of padding."""
+    """Measure the fill. `batches` has the lengths of each micro-batch by step, [micro-step][rank]; an empty
+    one is a row of padding."""
     micro_steps: list[int] = []
     tokens = slots = held = 0
     for step in batches:
         micro_steps.append(len(step))
         for ranks in step:
-            sizes = [max(1, len(rows)) * budget.widths(rows.max(initial=1, keepdims=True))[0] for rows in ranks]
+            sizes = [
+                max(1, len(rows)) * budget.widths(rows.max(initial=1, keepdims=True))[0] for rows in ranks
+            ]
             tokens += sum(int(rows.sum()) for rows in ranks)
             slots, held = slots + sum(sizes), held + max(sizes) * len(ranks)
     return Filling(tuple(micro_steps), tokens, slots, held)
 
 
 def filling_lines(recipe: Recipe, train: Path | str) -> list[str]:
-    """Describe the micro-batches of the first epoch under the token budget; no lines if it has none. `train` is a set of a store."""
+    """Describe the micro-batches of the first epoch under the token budget; no lines if it has none. `train`
+    is a set of a store."""
     budget = budget_of(recipe)
     if budget is None:
         return []
@@ -145,5 +159,8 @@ def filling_lines(recipe: Recipe, train: Path | str) -> list[str]:
     steps = max(1, len(order) // size)
     sampled = np.unique(np.linspace(0, steps - 1, min(steps, SAMPLED_STEPS)).astype(np.int64))
     of_steps = (lengths[order[step * size : (step + 1) * size]] for step in sampled.tolist())
-    cut = ([[rows[taken] for taken in ranks] for ranks in token_micro_batches(rows, budget, recipe.data_size)] for rows in of_steps)
+    cut = (
+        [[rows[taken] for taken in ranks] for ranks in token_micro_batches(rows, budget, recipe.data_size)]
+        for rows in of_steps
+    )
     return [f"{budget.slots:,} token slots at most: {filling(cut, budget)}"]

@@ -1,1 +1,2 @@
-"""The commands as functions without terminal output: the public Python API. Imports neither torch nor a terminal library."""
+"""The commands as functions without terminal output: the public Python API. Imports neither torch nor a
+terminal library."""

@@ -1,5 +1,6 @@
-"""The answers of the commands with `--json`, a class each, as far as they need no other room: any command may load this module. The rest
-are next to what makes them, such as those of `status`, `evaluate`, `plan`, `validate`, `prepare` and `merge-checkpoint`.
+"""The answers of the commands with `--json`, a class each, as far as they need no other room: any command may
+load this module. The rest are next to what makes them, such as those of `status`, `evaluate`, `plan`,
+`validate`, `prepare` and `merge-checkpoint`.
 
 `scripts/generate` writes their JSON Schemas. Fields are added, and none is renamed or taken away.
 """

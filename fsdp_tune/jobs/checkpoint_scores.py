@@ -1,8 +1,9 @@
-"""Score the model of one checkpoint of a run, in a process of its own: `python -m fsdp_tune.jobs.checkpoint_scores RUN STEP DEVICE`.
+"""Score the model of one checkpoint of a run, in a process of its own:
+`python -m fsdp_tune.jobs.checkpoint_scores RUN STEP DEVICE`.
 
-Merges the checkpoint as `merge-checkpoint --step STEP` does, into a directory that is removed at the end, and evaluates the model that the
-run ships, with `merge.quantise` the quantised one, as `evaluate` does. Prints one JSON line: `{"scores": {name: {"value", "low", "high",
-"rows"}}, "warnings": […]}`, or `{"problem": {…}}`.
+Merges the checkpoint as `merge-checkpoint --step STEP` does, into a directory that is removed at the end, and
+evaluates the model that the run ships, with `merge.quantise` the quantised one, as `evaluate` does. Prints
+one JSON line: `{"scores": {name: {"value", "low", "high", "rows"}}, "warnings": […]}`, or `{"problem": {…}}`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ _FIRST_OUT_OF_MEMORY = "1000"
 
 
 def options_of_set(entry: EvaluationSet, recipe: Recipe, device: DeviceKind = "auto") -> EvaluateOptions:
-    """Return a set as options of `evaluate`. Every key of the set is given, so that it has nothing of the training sources."""
+    """Return a set as options of `evaluate`. Every key of the set is given, so that it has nothing of the
+    training sources."""
     own = {"path", "max_rows", "metric", "answer", "max_new_tokens"}
     return EvaluateOptions(
         metric=entry.metric,
@@ -57,8 +59,11 @@ def options_of_set(entry: EvaluationSet, recipe: Recipe, device: DeviceKind = "a
     )
 
 
-def score_checkpoint(run: RunDir, step: int, device: DeviceKind) -> tuple[dict[str, CheckpointScore], list[str]]:
-    """Return the scores of a checkpoint by name as evaluation.json defines them, and warnings about them. Raises: FsdpTuneError."""
+def score_checkpoint(
+    run: RunDir, step: int, device: DeviceKind
+) -> tuple[dict[str, CheckpointScore], list[str]]:
+    """Return the scores of a checkpoint by name as evaluation.json defines them, and warnings about them.
+    Raises: FsdpTuneError."""
     record, recipe = EvaluationRecord.read(run.evaluation_json), read_resolved(run)
     if record is not None:  # a finished run keeps its recipe.json
         recipe = recipe.model_copy(update={"evaluation": record.section})
@@ -68,10 +73,14 @@ def score_checkpoint(run: RunDir, step: int, device: DeviceKind) -> tuple[dict[s
     try:
         exports = recipe.lora is not None and recipe.merge.adapter == "adapter"
         output = folder / f"checkpoint-{step}-model"
-        options = MergeOptions(output=output, step=step, verify="quick", adapter=exports, quantise=recipe.ships_quantised)
+        options = MergeOptions(
+            output=output, step=step, verify="quick", adapter=exports, quantise=recipe.ships_quantised
+        )
         merged = merge_checkpoint(run.path, options)
         model = merged.output if merged.quantised is None else merged.quantised.path
-        scores, warnings = _score_sets(run, model, recipe, device, record) if recipe.evaluation.sets else ({}, [])
+        scores, warnings = (
+            _score_sets(run, model, recipe, device, record) if recipe.evaluation.sets else ({}, [])
+        )
         if recipe.evaluation.tasks:
             scores |= _score_tasks(model, recipe, device)
         return _numbers(scores, warnings)
@@ -79,10 +88,19 @@ def score_checkpoint(run: RunDir, step: int, device: DeviceKind) -> tuple[dict[s
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _numbers(scores: dict[str, CheckpointScore], warnings: list[str]) -> tuple[dict[str, CheckpointScore], list[str]]:
+def _numbers(
+    scores: dict[str, CheckpointScore], warnings: list[str]
+) -> tuple[dict[str, CheckpointScore], list[str]]:
     """Leave out scores that are NaN or infinity, which have no order, with a warning for each."""
-    left_out = [f"`{name}` is {score.value}, so it is left out" for name, score in scores.items() if not math.isfinite(score.value)]
-    kept = {name: replace(score, low=_number(score.low), high=_number(score.high)) for name, score in scores.items()}
+    left_out = [
+        f"`{name}` is {score.value}, so it is left out"
+        for name, score in scores.items()
+        if not math.isfinite(score.value)
+    ]
+    kept = {
+        name: replace(score, low=_number(score.low), high=_number(score.high))
+        for name, score in scores.items()
+    }
     return {name: score for name, score in kept.items() if math.isfinite(score.value)}, [*warnings, *left_out]
 
 
@@ -94,22 +112,37 @@ def _score_sets(
     run: RunDir, model: Path, recipe: Recipe, device: DeviceKind, record: EvaluationRecord | None
 ) -> tuple[dict[str, CheckpointScore], list[str]]:
     sets = {each.set_label: each for each in recipe.evaluation.sets}
-    results = evaluate_checkpoint(run, model, {label: options_of_set(each, recipe, device) for label, each in sets.items()})
+    results = evaluate_checkpoint(
+        run, model, {label: options_of_set(each, recipe, device) for label, each in sets.items()}
+    )
     if record is not None:
         _refuse_changed_rows(results, record)
     scores: dict[str, CheckpointScore] = {}
     for label, result in results.sets.items():
-        estimates = {sets[label].metric: result.metric} | ({} if result.loss is None else {"loss": result.loss})
-        scores |= {f"{label}/{name}": CheckpointScore(each.value, each.low, each.high, result.rows) for name, each in estimates.items()}
+        estimates = {sets[label].metric: result.metric} | (
+            {} if result.loss is None else {"loss": result.loss}
+        )
+        scores |= {
+            f"{label}/{name}": CheckpointScore(each.value, each.low, each.high, result.rows)
+            for name, each in estimates.items()
+        }
     return scores, [notice.message for notice in results.notices]
 
 
 def _refuse_changed_rows(results: CheckpointResults, record: EvaluationRecord) -> None:
-    """Raises: FailedError if a set has other rows than at the start, so that its scores could not be compared with earlier ones."""
+    """Raises: FailedError if a set has other rows than at the start, so that its scores could not be compared
+    with earlier ones."""
     changed = [label for label, found in results.rows.items() if record.rows.get(label) != found]
     if changed:
-        message = f"the rows of `{changed[0]}` are not those that the start of the run read, so its scores are of other rows"
-        raise failed_error("evaluation-failed", message, hint="start the run again: all its checkpoints are then scored on the new rows")
+        message = (
+            f"the rows of `{changed[0]}` are not those that the start of the run read, so its scores are "
+            "of other rows"
+        )
+        raise failed_error(
+            "evaluation-failed",
+            message,
+            hint="start the run again: all its checkpoints are then scored on the new rows",
+        )
 
 
 def _score_tasks(model: Path, recipe: Recipe, device: DeviceKind) -> dict[str, CheckpointScore]:
@@ -127,7 +160,9 @@ def _score_tasks(model: Path, recipe: Recipe, device: DeviceKind) -> dict[str, C
         child.send(request.as_json(), is_last=True)
         if (line := child.receive()) is None:
             message = f"lm_eval could not run {', '.join(evaluation.tasks)}: {child.failure()}"
-            raise failed_error("evaluation-failed", message, hint="see its documentation for what a task needs")
+            raise failed_error(
+                "evaluation-failed", message, hint="see its documentation for what a task needs"
+            )
         return {name: CheckpointScore(**score) for name, score in line["scores"].items()}
 
 
@@ -140,7 +175,10 @@ def main() -> None:
     with contextlib.redirect_stdout(sys.stderr):
         try:
             scores, warnings = score_checkpoint(run, step, device)
-            line: dict[str, object] = {"scores": {name: score.as_dict() for name, score in scores.items()}, "warnings": warnings}
+            line: dict[str, object] = {
+                "scores": {name: score.as_dict() for name, score in scores.items()},
+                "warnings": warnings,
+            }
         except FsdpTuneError as error:
             line = {"problem": error.problems[0].as_dict()}
     output.write(json.dumps(line) + "\n")

@@ -1,4 +1,5 @@
-"""Compare two recipes, runs or configurations of other tools: the first difference from tokens to the update, and its cause.
+"""Compare two recipes, runs or configurations of other tools: the first difference from tokens to the update,
+and its cause.
 
 Torch runs in child processes, one for each interpreter (`comparison/observe.py`).
 """
@@ -30,7 +31,14 @@ from fsdp_tune.comparison.causes import (
     with_passed_defaults,
     with_values,
 )
-from fsdp_tune.comparison.environments import TOOLS, ObservingChild, ToolChild, find_interpreter, needed_requirements, python_with
+from fsdp_tune.comparison.environments import (
+    TOOLS,
+    ObservingChild,
+    ToolChild,
+    find_interpreter,
+    needed_requirements,
+    python_with,
+)
 from fsdp_tune.comparison.openai_server import is_url
 from fsdp_tune.comparison.stages import (
     DATA_STAGES,
@@ -103,7 +111,8 @@ class _Side:
 
     @property
     def not_carried(self) -> list[ImportedKey]:
-        """Keys of a foreign file that its recipe lacks. A default of the tool that the file spells out says nothing more."""
+        """Keys of a foreign file that its recipe lacks. A default of the tool that the file spells out says
+        nothing more."""
         rows = () if self.imported is None else self.imported.rows
         left_out = [row for row in rows if row.fate in (Fate.DROPPED, Fate.QUESTION)]
         return [ImportedKey(**row.as_dict()) for row in left_out if not row.reason.startswith(DEFAULT_OF)]
@@ -117,31 +126,43 @@ def compare(
     overrides: Sequence[str] = (),
     observer: Observer = Observer(),
 ) -> CompareAnswer:
-    """Compare two recipes stage by stage, from the tokens of their first rows to the update of a step, on the CPU in one process.
+    """Compare two recipes stage by stage, from the tokens of their first rows to the update of a step, on the
+    CPU in one process.
 
-    Each side is a recipe (a path or a catalogue name), a run directory, or a configuration of another tool, which is imported first
-    unless it is given as an `ImportedRecipe`. B may be the address of a server with OpenAI's API; A is then the run, model or adapter that
-    it should serve. `overrides` are `KEY=VALUE` for B. Two runs are compared by their files, and their recipes stage by stage where these
-    differ.
-    Raises: FsdpTuneError for a side that cannot be read or resolved, and for an interpreter that cannot run the comparison.
+    Each side is a recipe (a path or a catalogue name), a run directory, or a configuration of another tool,
+    which is imported first unless it is given as an `ImportedRecipe`. B may be the address of a server with
+    OpenAI's API; A is then the run, model or adapter that it should serve. `overrides` are `KEY=VALUE` for B.
+    Two runs are compared by their files, and their recipes stage by stage where these differ.
+    Raises: FsdpTuneError for a side that cannot be read or resolved, and for an interpreter that cannot run
+    the comparison.
     """
     if options.tolerance is not None and not (math.isfinite(options.tolerance) and options.tolerance >= 0):
-        raise usage_error("usage", f"`--tolerance {options.tolerance}` is not a number of 0 or more", hint="--tolerance 1e-6")
+        raise usage_error(
+            "usage",
+            f"`--tolerance {options.tolerance}` is not a number of 0 or more",
+            hint="--tolerance 1e-6",
+        )
     if options.requirements and options.python is not None:
-        raise usage_error("compare-with", "`--with` and `--python` both name the environment of B", hint="give one of them")
+        raise usage_error(
+            "compare-with", "`--with` and `--python` both name the environment of B", hint="give one of them"
+        )
     with session():
         if is_url(str(b)) and not isinstance(a, ImportedRecipe):
             return compare_with_server(str(a), str(b), options, observer)
         one = _read(a if isinstance(a, ImportedRecipe) else str(a), (), options, observer)
         other = _read(str(b), overrides, options, observer)
         options = _with_interpreter(one, other, options, observer)
-        paths = list(different_paths(with_passed_defaults(one.resolved), with_passed_defaults(other.resolved)))
+        paths = list(
+            different_paths(with_passed_defaults(one.resolved), with_passed_defaults(other.resolved))
+        )
         chooses = any(chooses_by_evaluation(side.recipe.training) for side in (one, other))
         values = [(path, value_at(one.resolved, path), value_at(other.resolved, path)) for path in paths]
         keys = {path: different_key(path, a, b, chooses_by_evaluation=chooses) for path, a, b in values}
         result = _Result(one, other, keys, options)
         if one.run is not None and other.run is not None:
-            result.runs = compare_runs(one.run, other.run, (one.recipe, other.recipe), list(keys.values()), options.tolerance)
+            result.runs = compare_runs(
+                one.run, other.run, (one.recipe, other.recipe), list(keys.values()), options.tolerance
+            )
         if not result.is_of_runs or options.python is not None or result.unsettled():
             with ExitStack() as stack:
                 folder = stack.enter_context(temporary_directory("compare-"))
@@ -151,21 +172,35 @@ def compare(
 
 def _with_interpreter(a: _Side, b: _Side, options: CompareOptions, observer: Observer) -> CompareOptions:
     """Make the environment that is needed, and return the options with its interpreter."""
-    requirements = needed_requirements([side.kind for side in (a, b) if side.options is not None], options.requirements)
+    requirements = needed_requirements(
+        [side.kind for side in (a, b) if side.options is not None], options.requirements
+    )
     if options.python is not None or not requirements:
         return options
     observer.phase(f"environment with {', '.join(requirements)}")
     return replace(options, python=python_with(requirements, default_cache_directory()))
 
 
-def _read(side: str | ImportedRecipe, overrides: Sequence[str], options: CompareOptions, observer: Observer) -> _Side:
+def _read(
+    side: str | ImportedRecipe, overrides: Sequence[str], options: CompareOptions, observer: Observer
+) -> _Side:
     """Read a side. Raises: FsdpTuneError."""
     if isinstance(side, ImportedRecipe):
-        return _resolved(str(side.path), parse_recipe(side.text, side.path, overrides, name=side.path.stem), side, options, observer)
+        return _resolved(
+            str(side.path),
+            parse_recipe(side.text, side.path, overrides, name=side.path.stem),
+            side,
+            options,
+            observer,
+        )
     name, path = side, Path(side)
     if RunDir(path).is_used:
         if overrides:
-            raise usage_error("compare-override", f"`--set` changes a recipe, and `{name}` is a run", hint="leave out `--set`")
+            raise usage_error(
+                "compare-override",
+                f"`--set` changes a recipe, and `{name}` is a run",
+                hint="leave out `--set`",
+            )
         run = RunDir(path.resolve())
         recipe = read_resolved(run)
         return _Side(name, "run", LoadedRecipe(recipe, (), run.recipe_json, "", (), {}), recipe, run)
@@ -181,7 +216,13 @@ def _read(side: str | ImportedRecipe, overrides: Sequence[str], options: Compare
     return _resolved(name, loaded, imported, options, observer)
 
 
-def _resolved(name: str, loaded: LoadedRecipe, imported: ImportedRecipe | None, options: CompareOptions, observer: Observer) -> _Side:
+def _resolved(
+    name: str,
+    loaded: LoadedRecipe,
+    imported: ImportedRecipe | None,
+    options: CompareOptions,
+    observer: Observer,
+) -> _Side:
     if options.num_gpus is not None and loaded.recipe.launch.num_processes == "auto":
         launch = loaded.recipe.launch.model_copy(update={"num_processes": options.num_gpus})
         loaded = replace(loaded, recipe=loaded.recipe.model_copy(update={"launch": launch}))
@@ -222,16 +263,21 @@ class _Result:
         return [*self.runs.before, *self.stages, *self.runs.after]
 
     def unsettled(self) -> list[KeyPath]:
-        """Return the keys that change rows, numbers or the delivered model, and are not shown to make no difference."""
+        """Return the keys that change rows, numbers or the delivered model, and are not shown to make no
+        difference."""
         changing = [path for path, key in self.keys.items() if key.changes_numbers]
         digests = FileDigests(default_cache_directory())
-        return unsettled_keys(changing, (self.a.resolved, self.b.resolved), self.all_stages(), self.observations, digests)
+        return unsettled_keys(
+            changing, (self.a.resolved, self.b.resolved), self.all_stages(), self.observations, digests
+        )
 
     def answer(self) -> CompareAnswer:
         stages, unsettled = self.all_stages(), self.unsettled()
         environment = self.runs.environment | self.environment
         found = first_of(stages)
-        causes = self.causes if found is not None and self.causes and self.causes[0].difference == found else []
+        causes = (
+            self.causes if found is not None and self.causes and self.causes[0].difference == found else []
+        )
         shown_cause = causes[0].cause if causes else None
         keys = sorted(self.keys.values(), key=lambda key: not key.changes_numbers)
         open_keys = [self.keys[path] for path in unsettled]
@@ -253,7 +299,10 @@ class _Result:
             not_compared=self._not_compared(stages, unsettled),
             failed=self.failed,
             verdict=outcome,
-            compared=[*evidence_of([stage for stage in stages if stage.name not in by_lines]), *self.runs.compared],
+            compared=[
+                *evidence_of([stage for stage in stages if stage.name not in by_lines]),
+                *self.runs.compared,
+            ],
             unsettled=[key.key for key in open_keys],
         )
 
@@ -261,21 +310,45 @@ class _Result:
         missing = ((each.title, str(each.detail)) for each in stages if each.status == "not_compared")
         left_out = [*self.left_out, *self.runs.left_out, *not_compared_lines(missing)]
         for side in (self.a, self.b):
-            left_out += not_compared_lines((f"`{key.key}`", f"of {side.name}: {key.reason or key.fate}") for key in side.not_carried)
+            left_out += not_compared_lines(
+                (f"`{key.key}`", f"of {side.name}: {key.reason or key.fate}") for key in side.not_carried
+            )
             if side.imported is not None and side.options is None:
-                left_out.append(f"what {side.kind} computes: {side.name} is the recipe that `import` makes of it")
-            left_out += [f"`{key}`, to decide: {words}" for key, words in (side.imported.decisions if side.imported else ())]
+                left_out.append(
+                    f"what {side.kind} computes: {side.name} is the recipe that `import` makes of it"
+                )
+            left_out += [
+                f"`{key}`, to decide: {words}"
+                for key, words in (side.imported.decisions if side.imported else ())
+            ]
         shown = {key.key for each in self.causes if each.cause is not None for key in each.cause.keys}
-        if self.stages and not self.failed and all(each.cause is not None and each.cause.is_shown for each in self.causes):
-            written = {dotted(path) for path in different_paths(self.a.written, self.b.written)}  # others follow from these
-            unseen = [dotted(path) for path in unsettled if not is_named(dotted(path), shown) and is_named(dotted(path), written)]
+        if (
+            self.stages
+            and not self.failed
+            and all(each.cause is not None and each.cause.is_shown for each in self.causes)
+        ):
+            written = {
+                dotted(path) for path in different_paths(self.a.written, self.b.written)
+            }  # others follow from these
+            unseen = [
+                dotted(path)
+                for path in unsettled
+                if not is_named(dotted(path), shown) and is_named(dotted(path), written)
+            ]
             left_out += not_compared_lines((f"`{key}`", "no stage shows an effect") for key in unseen)
         return list(dict.fromkeys([*left_out, *(NEVER_COMPARED if self.stages else ())]))
 
     def _side_answer(self, index: int) -> SideAnswer:
         side = (self.a, self.b)[index]
         overrides = [mask_text(each) for each in side.loaded.overrides]
-        return SideAnswer(side.name, side.kind, self.interpreters[index], side.not_carried, overrides, self.tool_versions[index])
+        return SideAnswer(
+            side.name,
+            side.kind,
+            self.interpreters[index],
+            side.not_carried,
+            overrides,
+            self.tool_versions[index],
+        )
 
 
 def _without(side: _Side, options: Sequence[KeyPath]) -> _Side:
@@ -286,7 +359,8 @@ def _without(side: _Side, options: Sequence[KeyPath]) -> _Side:
 class _Walk:
     """The stages of two sides, and the search for the cause of the first difference.
 
-    For the cause, the *changed* side is computed with values of the *kept* one. It is B, unless a tool computes B and not A.
+    For the cause, the *changed* side is computed with values of the *kept* one. It is B, unless a tool
+    computes B and not A.
     """
 
     def __init__(self, result: _Result, folder: Path, stack: ExitStack, observer: Observer) -> None:
@@ -301,7 +375,11 @@ class _Walk:
         self._is_turned = result.b.options is not None and result.a.options is None
         self._kept, self._changed = (result.b, result.a) if self._is_turned else (result.a, result.b)
         tools = [side for side in (result.a, result.b) if side.options is not None]
-        settings: dict[str, Any] = {"rows": options.rows, "model": options.model, "is_beside_tool": bool(tools)}
+        settings: dict[str, Any] = {
+            "rows": options.rows,
+            "model": options.model,
+            "is_beside_tool": bool(tools),
+        }
         python = None if tools else options.python  # with a tool, its interpreter
         settings["shows_defaults"] = python is not None
         self._here = stack.enter_context(ObservingChild(sys.executable, folder, **settings))
@@ -312,7 +390,8 @@ class _Walk:
         self._tolerance, self._of_steps = self._tolerance_of()
 
     def _tool_of(self, side: _Side) -> ToolChild:
-        """Return the process in which a tool computes a side, on the rows and the model of the recipe that `import` makes."""
+        """Return the process in which a tool computes a side, on the rows and the model of the recipe that
+        `import` makes."""
         recipe, python = side.recipe, self._options.python
         assert python is not None, "an environment was made"
         file = self._folder / f"inputs-{len(list(self._folder.glob('inputs-*')))}.json"
@@ -339,58 +418,91 @@ class _Walk:
         own = str(self._options.python or sys.executable)
         is_own = (result.a.options is not None, result.b.options is not None or not self._tools)
         result.interpreters = (own if is_own[0] else sys.executable, own if is_own[1] else sys.executable)
-        versions = differing_values([{name: str(version) for name, version in each.versions.items()} for each in (a, b)])
+        versions = differing_values(
+            [{name: str(version) for name, version in each.versions.items()} for each in (a, b)]
+        )
         result.tool_versions = tuple(  # type: ignore[assignment]  # of two
             each.versions.get(TOOLS[side.kind]) if side.options is not None else None for side, each in sides
         )
         if self._there is not self._here or self._tools:
-            result.environment |= {name: found for name, found in versions.items() if name in a.versions and name in b.versions}
+            result.environment |= {
+                name: found for name, found in versions.items() if name in a.versions and name in b.versions
+            }
         result.tolerance = self._tolerance
         result.stages, result.observations = self._all_compared(a, b), (a, b)
-        models = [(side.recipe.model.name_or_path, side.recipe.model.revision) for side in (result.a, result.b)]
+        models = [
+            (side.recipe.model.name_or_path, side.recipe.model.revision) for side in (result.a, result.b)
+        ]
         if self._options.model == "small" and models[0] != models[1]:
             result.stages = without_weights(result.stages, *(str(name) for name, _ in models))
-        result.failed = [f"{side.kind} did not compute all of {side.name}: {each.failed}" for side, each in sides if each.failed]
+        result.failed = [
+            f"{side.kind} did not compute all of {side.name}: {each.failed}"
+            for side, each in sides
+            if each.failed
+        ]
         result.left_out += [*a.left_out, *(each for each in b.left_out if each not in a.left_out)]
         self._observer.phase("searching for the causes")
         result.causes = list(self._causes(b if self._is_turned else a, result.stages, versions))
 
     def _as_read(self, a: Observation, b: Observation) -> None:
-        """Import each side again without what its tool does not read, and find the keys in which the recipes then differ."""
-        one, other = (self._read_by_tool(side, seen) for side, seen in ((self._result.a, a), (self._result.b, b)))
+        """Import each side again without what its tool does not read, and find the keys in which the recipes
+        then differ."""
+        one, other = (
+            self._read_by_tool(side, seen) for side, seen in ((self._result.a, a), (self._result.b, b))
+        )
         resolved = set(different_paths(one.resolved, other.resolved))
-        self._paths = [path for path in different_paths(one.written, other.written) if is_among(path, resolved)]
+        self._paths = [
+            path for path in different_paths(one.written, other.written) if is_among(path, resolved)
+        ]
         self._kept, self._changed = (other, one) if self._is_turned else (one, other)
 
     def _read_by_tool(self, side: _Side, seen: Observation) -> _Side:
         # The rows are those of the file in any case.
-        named = [row for row in (side.imported.rows if side.imported else ()) if str(row.path[0]) in seen.ignored]
+        named = [
+            row for row in (side.imported.rows if side.imported else ()) if str(row.path[0]) in seen.ignored
+        ]
         rows = [
-            row for row in named if row.targets and not any(target[:2] in (("data", "train"), ("data", "eval")) for target in row.targets)
+            row
+            for row in named
+            if row.targets
+            and not any(target[:2] in (("data", "train"), ("data", "eval")) for target in row.targets)
         ]
         if side.options is None or side.imported is None or not rows:
             return side
-        self._ignored |= {target: f"`{row.key}` of {side.name}, which {side.kind} ignores" for row in rows for target in row.targets}
+        self._ignored |= {
+            target: f"`{row.key}` of {side.name}, which {side.kind} ignores"
+            for row in rows
+            for target in row.targets
+        }
         ignored = frozenset(str(row.path[0]) for row in rows)
         try:
             path, gpus = side.imported.path, self._options.num_gpus
             imported = import_file(path, tool=side.kind, num_gpus=gpus, templates=_TEMPLATES, ignored=ignored)
             loaded = parse_recipe(imported.text, path, (), name=path.stem)
-            return replace(_resolved(side.name, loaded, imported, self._options, Observer()), options=side.options)
+            return replace(
+                _resolved(side.name, loaded, imported, self._options, Observer()), options=side.options
+            )
         except FsdpTuneError:
             return side
 
-    def _all_compared(self, kept: Observation, changed: Observation, *, is_turned: bool = False) -> list[ComparedStage]:
+    def _all_compared(
+        self, kept: Observation, changed: Observation, *, is_turned: bool = False
+    ) -> list[ComparedStage]:
         sides = (changed, kept) if is_turned else (kept, changed)
-        return compare_observations(*sides, self._tolerance, of_steps=self._of_steps, grows=self._options.tolerance is None)
+        return compare_observations(
+            *sides, self._tolerance, of_steps=self._of_steps, grows=self._options.tolerance is None
+        )
 
     def _compared(self, name: str, kept: Observation, changed: Observation) -> ComparedStage:
         found = self._all_compared(kept, changed, is_turned=self._is_turned)
         absent = ComparedStage(name, name, "not_compared", "it was not computed")
         return next((stage for stage in found if stage.name == name), absent)
 
-    def _causes(self, kept: Observation, stages: Sequence[ComparedStage], versions: Versions) -> Iterator[LaterDifference]:
-        """Yield the first difference with its cause, then what is left with the kept side's values of that cause, and so on."""
+    def _causes(
+        self, kept: Observation, stages: Sequence[ComparedStage], versions: Versions
+    ) -> Iterator[LaterDifference]:
+        """Yield the first difference with its cause, then what is left with the kept side's values of that
+        cause, and so on."""
         fixed: tuple[KeyPath, ...] = ()
         different = {stage.name for stage in stages if stage.status == "different"}
         while (found := first_of(stages)) is not None and found.stage in different:
@@ -402,12 +514,18 @@ class _Walk:
             if not (keys or is_left_out):
                 return
             fixed = (*fixed, *keys)
-            kept, changed = self._observe(self._kept, "update"), self._changed_with(fixed, "update", self._there)
+            kept, changed = (
+                self._observe(self._kept, "update"),
+                self._changed_with(fixed, "update", self._there),
+            )
             assert changed is not None, "it was computed to find the cause"
             stages = self._all_compared(kept, changed, is_turned=self._is_turned)
 
-    def _changed_with(self, paths: Sequence[KeyPath], until: str, child: ObservingChild) -> Observation | None:
-        """Compute the changed side with values of the kept one; None for a combination that no recipe may have."""
+    def _changed_with(
+        self, paths: Sequence[KeyPath], until: str, child: ObservingChild
+    ) -> Observation | None:
+        """Compute the changed side with values of the kept one; None for a combination that no recipe may
+        have."""
         if self._changed.options is not None:
             return self._tool_with(self._changed, paths, until)
         recipe = self._recipe_with(paths)
@@ -419,25 +537,38 @@ class _Walk:
         chosen = option_paths(paths, [(row.path, row.targets) for row in rows], (kept, own))
         return self._observe(replace(side, options=with_values(own, kept, chosen)), until)
 
-    def _cause_in_tools(self, stage: str, kept: Observation, fixed: tuple[KeyPath, ...]) -> tuple[bool, Cause]:
-        """Leave out of a tool's side the options without which the stage is equal. Return whether there are any, and the cause."""
+    def _cause_in_tools(
+        self, stage: str, kept: Observation, fixed: tuple[KeyPath, ...]
+    ) -> tuple[bool, Cause]:
+        """Leave out of a tool's side the options without which the stage is equal. Return whether there are
+        any, and the cause."""
         changed = self._changed_with(fixed, stage, self._there)
         assert changed is not None
-        if found := self._needless(self._kept, lambda less: self._compared(stage, self._observe(less, stage), changed)):
+        if found := self._needless(
+            self._kept, lambda less: self._compared(stage, self._observe(less, stage), changed)
+        ):
             side, self._kept = self._kept, _without(self._kept, found)
-        elif found := self._needless(self._changed, lambda less: self._compared(stage, kept, self._tool_with(less, fixed, stage))):
+        elif found := self._needless(
+            self._changed, lambda less: self._compared(stage, kept, self._tool_with(less, fixed, stage))
+        ):
             side, self._changed = self._changed, _without(self._changed, found)
         else:
             side = self._kept if self._kept.options is not None else self._changed
         assert side.imported is not None, "a tool computes it"
         values = {dotted(path): value_at(side.options, path) for path in found}
-        return bool(found), cause_in_tool(side.kind, side.name, values, open_words(stage, side.imported.decisions, kept, changed))
+        return bool(found), cause_in_tool(
+            side.kind, side.name, values, open_words(stage, side.imported.decisions, kept, changed)
+        )
 
     def _needless(self, side: _Side, compared: Callable[[_Side], ComparedStage]) -> tuple[KeyPath, ...]:
         """Return the options of a tool's side without which a stage is equal."""
         if side.options is None or side.imported is None:
             return ()
-        rows = [row for row in side.imported.rows if row.fate in (Fate.DROPPED, Fate.QUESTION) or set(row.targets) & set(self._paths)]
+        rows = [
+            row
+            for row in side.imported.rows
+            if row.fate in (Fate.DROPPED, Fate.QUESTION) or set(row.targets) & set(self._paths)
+        ]
         lost = [row.path for row in rows if value_at(side.options, row.path) is not None]
         return causing(lost, lambda chosen: compared(_without(side, chosen)).is_settled)
 
@@ -445,7 +576,9 @@ class _Walk:
         """Return the tolerance, and that of stages of a step if it is another one."""
         if self._options.tolerance is not None:
             return self._options.tolerance, None
-        is_fp32 = bool(self._tools) or all(side.recipe.compute_dtype == "fp32" for side in (self._result.a, self._result.b))
+        is_fp32 = bool(self._tools) or all(
+            side.recipe.compute_dtype == "fp32" for side in (self._result.a, self._result.b)
+        )
         is_one = self._there is self._here and not self._tools
         return tolerances(is_fp32=is_fp32, is_one_environment=is_one, keys=map(dotted, self._result.keys))
 
@@ -453,7 +586,9 @@ class _Walk:
         self, stage: str, kept: Observation, versions: Versions, fixed: tuple[KeyPath, ...]
     ) -> tuple[tuple[KeyPath, ...], Cause | None]:
         """Return the keys without which the stage is equal, and the cause: these keys, or the interpreter."""
-        candidates = by_likelihood([path for path in self._paths if path not in fixed], is_data_stage=stage in DATA_STAGES)
+        candidates = by_likelihood(
+            [path for path in self._paths if path not in fixed], is_data_stage=stage in DATA_STAGES
+        )
 
         def vanishes(chosen: Sequence[KeyPath], child: ObservingChild) -> bool:
             changed = self._changed_with((*fixed, *chosen), stage, child)
@@ -469,7 +604,8 @@ class _Walk:
         return (), cause_of_versions(stage, versions, self._described(found)) if found else None
 
     def _recipe_with(self, paths: Sequence[KeyPath]) -> Recipe | None:
-        """Return the changed side's recipe with the kept one's values of some keys, resolved; None if no recipe may have them."""
+        """Return the changed side's recipe with the kept one's values of some keys, resolved; None if no
+        recipe may have them."""
         document = with_values(self._changed.written, self._kept.written, paths)
         try:
             loaded = replace(self._changed.loaded, recipe=Recipe.model_validate(document), notices=())
@@ -482,17 +618,26 @@ class _Walk:
             return None
 
     def _described(self, paths: Sequence[KeyPath]) -> list[DifferentKey]:
-        a, b = (self._changed.written, self._kept.written) if self._is_turned else (self._kept.written, self._changed.written)
+        a, b = (
+            (self._changed.written, self._kept.written)
+            if self._is_turned
+            else (self._kept.written, self._changed.written)
+        )
         return [different_key(path, value_at(a, path), value_at(b, path)) for path in paths]
 
     def _of_keys(self, found: Sequence[KeyPath]) -> Cause:
         keys = self._described(found)
         values = [key.b if self._is_turned else key.a for key in keys]
-        settings = dict(setting_of(self._kept.written, path, value) for path, value in zip(found, values, strict=True))
-        ignored = {text: self._has(path) for path, text in self._ignored.items() if is_among(path, set(found))}
+        settings = dict(
+            setting_of(self._kept.written, path, value) for path, value in zip(found, values, strict=True)
+        )
+        ignored = {
+            text: self._has(path) for path, text in self._ignored.items() if is_among(path, set(found))
+        }
         return cause_of_keys(keys, settings, ("B", "A") if self._is_turned else ("A", "B"), ignored)
 
     def _has(self, path: KeyPath) -> bool:
-        """Return whether the changed side has the value that an option of the kept side, which its tool ignores, gives a recipe."""
+        """Return whether the changed side has the value that an option of the kept side, which its tool
+        ignores, gives a recipe."""
         given = self._result.b if self._is_turned else self._result.a
         return value_at(given.written, path) == value_at(self._changed.written, path)

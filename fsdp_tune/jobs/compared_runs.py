@@ -1,4 +1,5 @@
-"""Two runs compared by their files: digests of rows, order and base, the lines of metrics.jsonl, and what may explain a difference."""
+"""Two runs compared by their files: digests of rows, order and base, the lines of metrics.jsonl, and what may
+explain a difference."""
 
 from __future__ import annotations
 
@@ -41,8 +42,11 @@ class ComparedRuns:
     tolerance: float = 0.0
 
 
-def compare_runs(a: RunDir, b: RunDir, recipes: tuple[Recipe, Recipe], keys: Sequence[DifferentKey], given: float | None) -> ComparedRuns:
-    """Compare two runs. `keys`: those that differ; `given`: a tolerance in place of what the compute dtype allows.
+def compare_runs(
+    a: RunDir, b: RunDir, recipes: tuple[Recipe, Recipe], keys: Sequence[DifferentKey], given: float | None
+) -> ComparedRuns:
+    """Compare two runs. `keys`: those that differ; `given`: a tolerance in place of what the compute dtype
+    allows.
 
     Raises: usage error for damaged files.
     """
@@ -59,20 +63,30 @@ def compare_runs(a: RunDir, b: RunDir, recipes: tuple[Recipe, Recipe], keys: Seq
     can_round = bool(found.environment) or any(rounds_otherwise(key.key) for key in keys)
     limits = [Limits(dtypes[-1], can_round=can_round, given=given) for _ in range(2)]
     found.tolerance = limits[0].first
-    lines = compare_lines(one.lines.losses, other.lines.losses, limits[0], (_every(recipes[0]), _every(recipes[1])))
+    lines = compare_lines(
+        one.lines.losses, other.lines.losses, limits[0], (_every(recipes[0]), _every(recipes[1]))
+    )
     evaluations = compare_evaluations(one.lines.evals, other.lines.evals, limits[1])
-    has_evaluations = bool(one.lines.evals or other.lines.evals) or any(recipe.evaluates for recipe in recipes)
+    has_evaluations = bool(one.lines.evals or other.lines.evals) or any(
+        recipe.evaluates for recipe in recipes
+    )
     parts: list[ComparedLines] = [lines, evaluations] if has_evaluations else [lines]
     parts.sort(key=_first_step)
     found.after = [part.stage for part in parts]
     found.first = next((part.first for part in parts if part.first is not None), None)
-    found.first_bits = min((part.first_bits for part in parts if part.first_bits is not None), key=lambda each: each.step, default=None)
+    found.first_bits = min(
+        (part.first_bits for part in parts if part.first_bits is not None),
+        key=lambda each: each.step,
+        default=None,
+    )
     found.compared = [part.evidence for part in parts if part.evidence]
     found.left_out = [line for part in parts for line in part.left_out]
     if found.first is not None and lines.first is not None:
         found.rows_of_step = rows_of_step(a.data_json, recipes[0], lines.first.step)
         if found.rows_of_step is None:
-            found.left_out.append(f"the rows of step {lines.first.step}: the prepared data of A are gone, or it reads a stream")
+            found.left_out.append(
+                f"the rows of step {lines.first.step}: the prepared data of A are gone, or it reads a stream"
+            )
     return found
 
 
@@ -107,9 +121,13 @@ def _base_of(run: RunDir) -> str | None:
 
 
 def cause_not_shown(
-    found: FirstDifference, changing: Sequence[DifferentKey], environment: dict[str, list[str | None]], stages: Sequence[ComparedStage]
+    found: FirstDifference,
+    changing: Sequence[DifferentKey],
+    environment: dict[str, list[str | None]],
+    stages: Sequence[ComparedStage],
 ) -> Cause:
-    """Return what may be the cause of a difference, where none was shown: keys that affect it, else versions and machines.
+    """Return what may be the cause of a difference, where none was shown: keys that affect it, else versions
+    and machines.
 
     A key is left out if all that it affects was found equal.
     """
@@ -119,20 +137,42 @@ def cause_not_shown(
         named = ", ".join(f"`{key.key}`" for key in keys)
         return Cause(keys, {}, is_shown=False, text=f"not shown; keys that may be it: {named}", hint=None)
     if found.stage == "data":
-        text = "not shown; the recipes read the same, so the files of the data or the tokenizer changed between the runs"
+        text = (
+            "not shown; the recipes read the same, so the files of the data or the tokenizer changed "
+            "between the runs"
+        )
         return Cause([], environment, is_shown=False, text=text, hint=None)
     if found.stage == "base":
-        text = "not shown; the recipes name the same model, so its weight files, or the commit of its branch, changed between the runs"
-        return Cause([], {}, is_shown=False, text=text, hint="`model.revision: COMMIT` keeps a model of the hub")
+        text = (
+            "not shown; the recipes name the same model, so its weight files, or the commit of its "
+            "branch, changed between the runs"
+        )
+        return Cause(
+            [], {}, is_shown=False, text=text, hint="`model.revision: COMMIT` keeps a model of the hub"
+        )
     if _field(found) == "learning_rate":
-        text = "not shown; the recipes have the same schedule, so one of the runs was continued with another one, or edited"
-        return Cause([], {}, is_shown=False, text=text, hint="`RUN/history` has the recipes of earlier starts")
-    unseen = [stage.title for stage in stages if stage.name in ("data", "data_order", "base") and stage.status == "not_compared"]
+        text = (
+            "not shown; the recipes have the same schedule, so one of the runs was continued with "
+            "another one, or edited"
+        )
+        return Cause(
+            [], {}, is_shown=False, text=text, hint="`RUN/history` has the recipes of earlier starts"
+        )
+    unseen = [
+        stage.title
+        for stage in stages
+        if stage.name in ("data", "data_order", "base") and stage.status == "not_compared"
+    ]
     also = f"; not compared: {', '.join(unseen)}" if unseen else ""
     if environment:
-        text = f"not shown; the recipes have the same numbers, and the environments differ: {', '.join(environment)}{also}"
+        text = (
+            "not shown; the recipes have the same numbers, and the environments differ: "
+            f"{', '.join(environment)}{also}"
+        )
         return Cause([], environment, is_shown=False, text=text, hint=None)
-    return Cause([], {}, is_shown=False, text=f"not found: recipes and environments are equal{also}", hint=None)
+    return Cause(
+        [], {}, is_shown=False, text=f"not found: recipes and environments are equal{also}", hint=None
+    )
 
 
 def _field(found: FirstDifference) -> str:

@@ -1,4 +1,5 @@
-"""The prepared data of a run that starts or continues: which rows its steps have trained, and which are left out from now on."""
+"""The prepared data of a run that starts or continues: which rows its steps have trained, and which are left
+out from now on."""
 
 from __future__ import annotations
 
@@ -20,11 +21,20 @@ from fsdp_tune.run.directory import RunDir
 
 
 def continued_data(
-    recipe: Recipe, start: Start, data: Prepared, named: Sequence[NamedRow], observer: Observer, *, run: RunDir, overwrite: bool
+    recipe: Recipe,
+    start: Start,
+    data: Prepared,
+    named: Sequence[NamedRow],
+    observer: Observer,
+    *,
+    run: RunDir,
+    overwrite: bool,
 ) -> Prepared:
-    """Return the data of a start of `run`: its attempts, and its rows without the `named` ones and those that it left out before.
+    """Return the data of a start of `run`: its attempts, and its rows without the `named` ones and those that
+    it left out before.
 
-    Raises: usage error if the steps before trained other data or another order of the rows, and for names that are no training rows.
+    Raises: usage error if the steps before trained other data or another order of the rows, and for names
+    that are no training rows.
     """
     record = record_of(start.checkpoint)
     _refuse_other_rows(recipe, start, data, record)
@@ -33,10 +43,18 @@ def continued_data(
     if changed.skipped:
         kept = len({each.origin for each in earlier})
         before = f", {kept:,} of them as before" if kept else ""
-        observer.message(f"{len(changed.skipped):,} rows of the files are skipped from step {start.step:,} on{before}")
+        observer.message(
+            f"{len(changed.skipped):,} rows of the files are skipped from step {start.step:,} on{before}"
+        )
     if start.checkpoint is not None and not record.attempts and not data.is_stream:
-        message = f"{start.checkpoint.path} does not record the global batch of its steps: {recipe.global_batch_size} is assumed"
-        hint = "if it was another one, rows are trained twice or never; `training.global_batch_size` continues with it"
+        message = (
+            f"{start.checkpoint.path} does not record the global batch of its steps: "
+            f"{recipe.global_batch_size} is assumed"
+        )
+        hint = (
+            "if it was another one, rows are trained twice or never; `training.global_batch_size` "
+            "continues with it"
+        )
         observer.notices([Notice("batch-not-recorded", message, hint=hint)])
     return changed.continued(recipe.global_batch_size, start.step, record)
 
@@ -44,11 +62,14 @@ def continued_data(
 def _skipped_before(start: Start, record: RowRecord, run: RunDir) -> list[SkippedRow]:
     """Return the rows that the run leaves out. Where one occurs twice, the last entry counts.
 
-    A start that trained no step before its end is in the run's data.json only: its rows are left out from the checkpoint on.
+    A start that trained no step before its end is in the run's data.json only: its rows are left out from the
+    checkpoint on.
     """
     if start.checkpoint is None and start.is_new:
         return []
-    of_run = Prepared.read((RunDir(start.checkpoint.path.parent) if start.checkpoint is not None else run).data_json)
+    of_run = Prepared.read(
+        (RunDir(start.checkpoint.path.parent) if start.checkpoint is not None else run).data_json
+    )
     remembered = of_run.skipped if of_run is not None else ()
     if record.skipped is None:
         return list(remembered)
@@ -61,19 +82,34 @@ def _refuse_other_rows(recipe: Recipe, start: Start, data: Prepared, record: Row
     if record.data_key is not None and record.data_key != start.data_key:
         check_data(Start(start.checkpoint, data_key=record.data_key), data.key)
     now = data.record(recipe)
-    recorded = [("training.data_seed", record.data_seed, now.data_seed), ("data.shuffle", record.shuffle, now.shuffle)]
-    changes = [Change(key, old, new, OnResume.REFUSED) for key, old, new in recorded if old is not None and old != new]
+    recorded = [
+        ("training.data_seed", record.data_seed, now.data_seed),
+        ("data.shuffle", record.shuffle, now.shuffle),
+    ]
+    changes = [
+        Change(key, old, new, OnResume.REFUSED)
+        for key, old, new in recorded
+        if old is not None and old != new
+    ]
     for source, (old, new) in enumerate(zip(record.repeats or (), now.repeats or (), strict=False)):
         if old != new:
             changes.append(Change(f"data.train[{source}].repeats", old, new, OnResume.REFUSED))
     for last in record.attempts[-1:]:
         if last.global_batch_size != recipe.global_batch_size:
-            changes.append(Change(GLOBAL_BATCH, last.global_batch_size, recipe.global_batch_size, class_of_global_batch(recipe)))
+            changes.append(
+                Change(
+                    GLOBAL_BATCH,
+                    last.global_batch_size,
+                    recipe.global_batch_size,
+                    class_of_global_batch(recipe),
+                )
+            )
     check(changes)
 
 
 def steps_of_run(recipe: Recipe, data: Prepared) -> int | None:
-    """Return the optimizer steps of a run. Without skipped rows, and after a change of the global batch, epochs have other numbers."""
+    """Return the optimizer steps of a run. Without skipped rows, and after a change of the global batch,
+    epochs have other numbers."""
     is_regular = not data.skipped and len(data.attempts) <= 1
     if is_regular or data.is_stream or total_steps(recipe, None) is not None:
         return total_steps(recipe, data.train_rows)

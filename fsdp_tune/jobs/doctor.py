@@ -1,4 +1,5 @@
-"""Check the machines of a recipe before its run: its ranks start as in `train`, measure for some seconds, and the facts are judged."""
+"""Check the machines of a recipe before its run: its ranks start as in `train`, measure for some seconds, and
+the facts are judged."""
 
 from __future__ import annotations
 
@@ -17,7 +18,16 @@ from pathlib import Path
 import yaml
 from pydantic import TypeAdapter
 
-from fsdp_tune.cluster.doctor_checks import HealthCheck, HealthNeeds, RankHealth, RankLimits, State, judge_health, judge_limits, judge_space
+from fsdp_tune.cluster.doctor_checks import (
+    HealthCheck,
+    HealthNeeds,
+    RankHealth,
+    RankLimits,
+    State,
+    judge_health,
+    judge_limits,
+    judge_space,
+)
 from fsdp_tune.cluster.submit.container_job import shared_memory
 from fsdp_tune.cluster.submit.slurm import check_allocation
 from fsdp_tune.core import processes as children
@@ -47,7 +57,8 @@ from fsdp_tune.run.health_files import HealthFiles, HealthRequest, MessageSize
 
 WORKER = "fsdp_tune.worker.doctor"
 LIMIT_SECONDS = 300.0
-"""From the start of the ranks. Imports on a slow shared disk and the waits for other machines take most of it."""
+"""From the start of the ranks. Imports on a slow shared disk and the waits for other machines take most of
+it."""
 POLL_SECONDS = 0.1
 MEASURED = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -65,10 +76,14 @@ class DoctorAnswer(JsonAnswer):
     """What each rank measured; empty if the ranks have not come that far."""
 
 
-def doctor(recipe: LoadedRecipe, options: DoctorOptions = DoctorOptions(), *, observer: Observer = Observer()) -> DoctorAnswer:
-    """Start the ranks of a recipe on this machine, measure for some seconds and judge. With several machines, call it on each of them.
+def doctor(
+    recipe: LoadedRecipe, options: DoctorOptions = DoctorOptions(), *, observer: Observer = Observer()
+) -> DoctorAnswer:
+    """Start the ranks of a recipe on this machine, measure for some seconds and judge. With several machines,
+    call it on each of them.
 
-    Nothing is left on disk. Raises: FsdpTuneError for a recipe that `train` would refuse before its inputs are read.
+    Nothing is left on disk. Raises: FsdpTuneError for a recipe that `train` would refuse before its inputs
+    are read.
     """
     with session(recipe):
         observer.phase("finding the devices of this machine")
@@ -106,14 +121,17 @@ def doctor(recipe: LoadedRecipe, options: DoctorOptions = DoctorOptions(), *, ob
 def refuse_failed(answer: DoctorAnswer) -> None:
     """Raise FailedError (exit 1) with each check that failed."""
     failed = [
-        Problem("doctor-failed", f"{check.name}: {check.finding}", hint=check.fix) for check in answer.checks if check.state == "fail"
+        Problem("doctor-failed", f"{check.name}: {check.finding}", hint=check.fix)
+        for check in answer.checks
+        if check.state == "fail"
     ]
     if failed:
         raise FailedError(*failed)
 
 
 def notices_of_machine(recipe: Recipe, plan: LaunchPlan) -> list[Notice]:
-    """Return the findings of the checks that need no rank, for the ranks of this machine. Takes milliseconds; call it before they start."""
+    """Return the findings of the checks that need no rank, for the ranks of this machine. Takes milliseconds;
+    call it before they start."""
     facts, on_gpus = host(), recipe.launch.device == "cuda"
     states = gpu_states(plan.env) if on_gpus else []
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -131,13 +149,21 @@ def notices_of_machine(recipe: Recipe, plan: LaunchPlan) -> list[Notice]:
         for place, rank in enumerate(plan.ranks)
     ]
     checks = [_host_name(recipe, plan), *judge_limits(limits, _needs_of_machine(recipe))]
-    return [Notice("machine-unfit", f"{check.name}: {check.finding}", hint=check.fix) for check in checks if check.state != "ok"]
+    return [
+        Notice("machine-unfit", f"{check.name}: {check.finding}", hint=check.fix)
+        for check in checks
+        if check.state != "ok"
+    ]
 
 
-def check_space(recipe: Recipe, *, parameters: int, trained_parameters: int, is_new: bool, steps: int | None) -> list[Notice]:
-    """Compare the free space of the output directory with what the checkpoints need. Raises: FailedError if not one has room.
+def check_space(
+    recipe: Recipe, *, parameters: int, trained_parameters: int, is_new: bool, steps: int | None
+) -> list[Notice]:
+    """Compare the free space of the output directory with what the checkpoints need. Raises: FailedError if
+    not one has room.
 
-    `is_new`: whether the run begins at step 0, so that earlier checkpoints there stay beside its own. `steps`: those of the whole run.
+    `is_new`: whether the run begins at step 0, so that earlier checkpoints there stay beside its own.
+    `steps`: those of the whole run.
     """
     run = RunDir(Path(recipe.output_dir))
     folder = next(each for each in (run.path, *run.path.parents) if each.is_dir())
@@ -149,38 +175,58 @@ def check_space(recipe: Recipe, *, parameters: int, trained_parameters: int, is_
         saves = -(-steps // max(1, math.ceil(period * steps) if period < 1 else int(period)))
         most = saves if most is None else min(most, saves)
     kept = 0 if is_new else len(complete_checkpoints(run)[0])
-    check = judge_space(str(folder), shutil.disk_usage(folder).free, needed_bytes, None if most is None else max(1, most - kept))
+    check = judge_space(
+        str(folder),
+        shutil.disk_usage(folder).free,
+        needed_bytes,
+        None if most is None else max(1, most - kept),
+    )
     message = f"{check.name}: {check.finding}"
     if check.state == "fail":
-        raise FailedError(Problem("machine-unfit", message, hint=f"{check.fix}; `--ignore-plan` to train all the same"))
+        raise FailedError(
+            Problem("machine-unfit", message, hint=f"{check.fix}; `--ignore-plan` to train all the same")
+        )
     return [] if check.state == "ok" else [Notice("machine-unfit", message, hint=check.fix)]
 
 
 def _traced(trace: Trace | None, judged: Sequence[HealthCheck]) -> list[HealthCheck]:
-    if trace is not None or any(check.name == "inputs" and check.state == "fail" for check in judged):  # a missing model has no trace
+    if trace is not None or any(
+        check.name == "inputs" and check.state == "fail" for check in judged
+    ):  # a missing model has no trace
         return []
     finding = "the step could not be traced, so neither messages nor checkpoints have a known size"
     return [HealthCheck("sizes", "warn", finding, "`fsdp-tune plan` shows the reason")]
 
 
 def _packages(recipe: Recipe) -> list[HealthCheck]:
-    """Return a check for the optional packages whose kernels the model would use on this machine's GPUs; none if it names no package."""
+    """Return a check for the optional packages whose kernels the model would use on this machine's GPUs; none
+    if it names no package."""
     if recipe.launch.device != "cuda":
         return []
     found = inspect_model(recipe)
-    missing = [HealthCheck("packages", "warn", notice.message, notice.hint) for notice in found.notices if notice.code == "slow-kernels"]
+    missing = [
+        HealthCheck("packages", "warn", notice.message, notice.hint)
+        for notice in found.notices
+        if notice.code == "slow-kernels"
+    ]
     kernels = {} if found.model is None else found.model.kernels
     installed = [name for name in sorted(kernels) if kernels[name].value == INSTALLED]
-    return missing or ([HealthCheck("packages", "ok", f"{' and '.join(installed)} installed")] if installed else [])
+    return missing or (
+        [HealthCheck("packages", "ok", f"{' and '.join(installed)} installed")] if installed else []
+    )
 
 
 def _host_name(recipe: Recipe, plan: LaunchPlan) -> HealthCheck:
     """gloo connects to the address of the host's own name, unless a variable names the interface."""
     name = socket.gethostname()
-    interface = plan.env.get("GLOO_SOCKET_IFNAME")  # chosen by the launch if a route leads to the first machine
+    interface = plan.env.get(
+        "GLOO_SOCKET_IFNAME"
+    )  # chosen by the launch if a route leads to the first machine
     if recipe.launch.num_machines == 1 or interface is not None:
         return HealthCheck(
-            "host name", "ok", f"{name}; not needed on one machine" if interface is None else f"the interface is {interface}"
+            "host name",
+            "ok",
+            f"{name}; not needed on one machine" if interface is None else f"the interface is {interface}",
         )
     try:
         address = socket.gethostbyname(name)
@@ -188,13 +234,17 @@ def _host_name(recipe: Recipe, plan: LaunchPlan) -> HealthCheck:
         address = f"nothing ({error.strerror})"
     if address.startswith(("127.", "nothing")):
         fix = "set `launch.env: {GLOO_SOCKET_IFNAME: NAME}` to the interface that the machines share"
-        return HealthCheck("host name", "fail", f"{name} resolves to {address}, where other machines cannot connect", fix)
+        return HealthCheck(
+            "host name", "fail", f"{name} resolves to {address}, where other machines cannot connect", fix
+        )
     return HealthCheck("host name", "ok", f"{name} resolves to {address}")
 
 
 def _request(recipe: Recipe, trace: Trace | None) -> HealthRequest:
     size = None if trace is None else disk(recipe, trace, None).checkpoint_bytes
-    return HealthRequest(_messages(trace), size, gpu_states(os.environ) if recipe.launch.device == "cuda" else [])
+    return HealthRequest(
+        _messages(trace), size, gpu_states(os.environ) if recipe.launch.device == "cuda" else []
+    )
 
 
 def _messages(trace: Trace | None) -> list[MessageSize]:
@@ -218,7 +268,9 @@ def _needs(recipe: Recipe, trace: Trace | None, request: HealthRequest) -> Healt
         seconds = (
             None
             if hardware is None
-            else collective_seconds(each.kind, each.bytes, Group(recipe.world_size, recipe.launch.num_machines), hardware)
+            else collective_seconds(
+                each.kind, each.bytes, Group(recipe.world_size, recipe.launch.num_machines), hardware
+            )
         )
         predicted |= {} if seconds is None else {each.kind: seconds}
     return replace(
@@ -238,8 +290,11 @@ def _needs_of_machine(recipe: Recipe) -> HealthNeeds:
     )
 
 
-def _run_ranks(plan: LaunchPlan, recipe: Recipe, request: HealthRequest, files: HealthFiles) -> HealthCheck | None:
-    """Run the ranks of this machine to their end. Return the failed check if they did not measure everything."""
+def _run_ranks(
+    plan: LaunchPlan, recipe: Recipe, request: HealthRequest, files: HealthFiles
+) -> HealthCheck | None:
+    """Run the ranks of this machine to their end. Return the failed check if they did not measure
+    everything."""
     run = plan.run
     write_file(run.accelerate_yaml, yaml.safe_dump(accelerate_config(recipe), sort_keys=False))
     write_file(run.recipe_json, recipe.model_dump_json(by_alias=True), private=True)
@@ -258,21 +313,36 @@ def _run_ranks(plan: LaunchPlan, recipe: Recipe, request: HealthRequest, files: 
                 shutil.rmtree(files.probe.read_text(encoding="utf-8"), ignore_errors=True)
     if is_late:
         finding = f"not ready after {LIMIT_SECONDS:.0f} s: {_phases(plan.ranks, files)}"
-        return HealthCheck("ranks", "fail", finding, "start it on all machines; check their network, firewall and `launch.main_process_ip`")
+        return HealthCheck(
+            "ranks",
+            "fail",
+            finding,
+            "start it on all machines; check their network, firewall and `launch.main_process_ip`",
+        )
     if child.returncode or not files.facts.exists():
         return _failed(plan.ranks, files, child.returncode, log)
     return None
 
 
 def _phases(ranks: Sequence[int], files: HealthFiles) -> str:
-    known = [(rank, files.phase(rank).read_text(encoding="utf-8") if files.phase(rank).exists() else "starting") for rank in ranks]
+    known = [
+        (rank, files.phase(rank).read_text(encoding="utf-8") if files.phase(rank).exists() else "starting")
+        for rank in ranks
+    ]
     return ", ".join(f"rank {rank} is {phase}" for rank, phase in known[:8])
 
 
 def _failed(ranks: Sequence[int], files: HealthFiles, exit_code: int, log: Path) -> HealthCheck:
     problems = {rank: json.loads(path.read_text(encoding="utf-8")) for rank, path in files.problems().items()}
-    for rank, problem in sorted(problems.items(), key=lambda pair: pair[1]["code"] == "lost-rank"):  # of a lost peer only if nothing else
-        return HealthCheck("ranks", "fail", f"rank {rank}: {problem['message']}", problem["hint"] or "`fsdp-tune env` shows the machine")
+    for rank, problem in sorted(
+        problems.items(), key=lambda pair: pair[1]["code"] == "lost-rank"
+    ):  # of a lost peer only if nothing else
+        return HealthCheck(
+            "ranks",
+            "fail",
+            f"rank {rank}: {problem['message']}",
+            problem["hint"] or "`fsdp-tune env` shows the machine",
+        )
     words = children.describe_failure(exit_code, log.read_text(encoding="utf-8", errors="replace"))
     finding = f"the ranks ended before they had measured ({_phases(ranks, files)}): {words}"
     return HealthCheck("ranks", "fail", finding, "`fsdp-tune env` shows devices and known-bad combinations")

@@ -1,4 +1,5 @@
-"""A drill: interrupt a small run on the user's own cluster in the ways that a cluster does, and compare its model with an undisturbed one.
+"""A drill: interrupt a small run on the user's own cluster in the ways that a cluster does, and compare its
+model with an undisturbed one.
 
 It acts on jobs that it has submitted itself, by their ids, and on nothing else.
 """
@@ -22,7 +23,16 @@ from fsdp_tune.core.units import format_seconds
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import SlurmOptions, SubmitOptions
 from fsdp_tune.jobs.results import merge_checkpoint
-from fsdp_tune.jobs.submit import ENDED, QueuedJob, Submission, already_queued, call_slurm, job_now, queued_jobs, submission
+from fsdp_tune.jobs.submit import (
+    ENDED,
+    QueuedJob,
+    Submission,
+    already_queued,
+    call_slurm,
+    job_now,
+    queued_jobs,
+    submission,
+)
 from fsdp_tune.launch.command.resume import move_aside
 from fsdp_tune.launch.run_status import last_lines
 from fsdp_tune.merge.merge_options import MergeOptions, hints_with_command
@@ -43,7 +53,8 @@ QUEUE_SECONDS = 5.0
 START_SECONDS = 900.0
 """Limit for a start to train, without the time in the queue; and for a job to end after it is told to."""
 TOLERANCE = 1e-4
-"""Largest difference of a weight. On CPUs there is none; kernels of GPUs may add in another order each time."""
+"""Largest difference of a weight. On CPUs there is none; kernels of GPUs may add in another order each
+time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +96,11 @@ class DrillAnswer(JsonAnswer):
         return self.largest_difference <= TOLERANCE
 
 
-def drill(options: SubmitOptions, slurm: SlurmOptions, overrides: list[str], observer: Observer = Observer()) -> DrillAnswer:
-    """Play preemption, the loss of a node and the time limit with a small job, then train the same steps undisturbed and compare.
+def drill(
+    options: SubmitOptions, slurm: SlurmOptions, overrides: list[str], observer: Observer = Observer()
+) -> DrillAnswer:
+    """Play preemption, the loss of a node and the time limit with a small job, then train the same steps
+    undisturbed and compare.
 
     Its jobs are cancelled if it ends early. Raises: FailedError `drill-failed` if the job does not come back.
     """
@@ -108,14 +122,21 @@ def drill(options: SubmitOptions, slurm: SlurmOptions, overrides: list[str], obs
         "merge.at_end": "false",
         "output_dir": DIRECTORY,
     }
-    own = replace(options, time=options.time or TIME_LIMIT, job_name=options.job_name or "fsdp-tune-drill", again=False)
+    own = replace(
+        options, time=options.time or TIME_LIMIT, job_name=options.job_name or "fsdp-tune-drill", again=False
+    )
     disturbed = submission(RECIPE, _words(overrides, settings), own, slurm, name="drill", observer=observer)
     with _Jobs(observer) as jobs:
         played = _disturb(jobs, disturbed, observer)
         observer.message(f"training {played.steps:,} steps without a disturbance")
         minutes = math.ceil(4 * played.seconds / 60) + 10
-        plain = _words(overrides, settings | {"training.max_steps": played.steps, "output_dir": f"{DIRECTORY}-undisturbed"})
-        undisturbed = submission(RECIPE, plain, replace(own, time=f"{minutes}m"), slurm, name="drill", observer=observer)
+        plain = _words(
+            overrides,
+            settings | {"training.max_steps": played.steps, "output_dir": f"{DIRECTORY}-undisturbed"},
+        )
+        undisturbed = submission(
+            RECIPE, plain, replace(own, time=f"{minutes}m"), slurm, name="drill", observer=observer
+        )
         second = _Watched(jobs, replace(undisturbed, block_file=disturbed.files.script), observer)
         second.wait(lambda: second.is_over, "it trains undisturbed", limit=math.inf, needs_job=False)
         if not second.starts or second.starts[-1].then != "finished":
@@ -152,7 +173,11 @@ def _disturb(jobs: _Jobs, disturbed: Submission, observer: Observer) -> _Disturb
     first.wait(lambda: first.is_over, "it is cancelled", needs_job=False)
     checkpoint, _ = latest_checkpoint(RunDir(first.files.output_dir))
     if checkpoint is None:
-        raise failed_error("drill-failed", f"job {first.job} left no complete checkpoint", hint=f"its log is {first.files.log(first.job)}")
+        raise failed_error(
+            "drill-failed",
+            f"job {first.job} left no complete checkpoint",
+            hint=f"its log is {first.files.log(first.job)}",
+        )
     ran = sum((start.ended_at or start.started_at) - start.started_at for start in first.starts)
     return _Disturbed(events, checkpoint.step, ran)
 
@@ -192,7 +217,9 @@ class _Watched:
         if queued := queued_jobs(self.files):
             raise already_queued(queued)  # before its run is moved away
         if RunDir(self.files.output_dir).is_used:
-            self.observer.message(f"the run of an earlier drill is now {move_aside(RunDir(self.files.output_dir))}")
+            self.observer.message(
+                f"the run of an earlier drill is now {move_aside(RunDir(self.files.output_dir))}"
+            )
         self.job = str(self.submitted.submit().job)
         self.jobs.ids.append(self.job)
         self.observer.message(f"job {self.job} submitted; log: {self.files.log(self.job)}")
@@ -217,7 +244,11 @@ class _Watched:
     def has_saved(self) -> bool:
         """Whether the newest start has trained, saved and trained on."""
         starts = self.starts
-        return bool(starts) and self.saved_step > starts[-1].first_step and self.step >= self.saved_step + STEPS_AFTER_SAVE
+        return (
+            bool(starts)
+            and self.saved_step > starts[-1].first_step
+            and self.step >= self.saved_step + STEPS_AFTER_SAVE
+        )
 
     def interrupted(self, name: str, interrupt: Callable[[], object]) -> DrillEvent:
         """Interrupt the newest start once it has saved a checkpoint, and wait until the next one trains."""
@@ -227,7 +258,9 @@ class _Watched:
         began = time.monotonic()
         interrupt()
         if name == "time limit":
-            self.wait(lambda: self.starts[number - 1].ended_at is not None, "its time limit comes", limit=math.inf)
+            self.wait(
+                lambda: self.starts[number - 1].ended_at is not None, "its time limit comes", limit=math.inf
+            )
             began = time.monotonic()
         self.wait(lambda: len(self.starts) > number, f"it starts again after {name}")
         ended, now, last = self.starts[number - 1], self.starts[number], self.step
@@ -235,17 +268,25 @@ class _Watched:
         self.wait(lambda: self.step > now.first_step, f"it trains again after {name}")
         lost, seconds = max(0, last - now.first_step), time.monotonic() - began
         self.observer.message(f"{name}: {lost:,} steps lost, training again after {format_seconds(seconds)}")
-        return DrillEvent(name, ended.start, ended.exit_code, ended.then, last, now.first_step, lost, round(seconds, 1))
+        return DrillEvent(
+            name, ended.start, ended.exit_code, ended.then, last, now.first_step, lost, round(seconds, 1)
+        )
 
     def kill_last_node(self) -> None:
         """Kill all processes of the job's step on its last node, as if that had lost its power."""
         hosts = call_slurm("scontrol", "show", "hostnames", self.starts[-1].nodes).split()
-        kill = f'scontrol listpids {self.job}.0 "$SLURMD_NODENAME" | awk "NR > 1 {{print \\$1}}" | xargs kill -KILL'
+        kill = (
+            f'scontrol listpids {self.job}.0 "$SLURMD_NODENAME" | awk "NR > 1 {{print \\$1}}" | xargs '
+            "kill -KILL"
+        )
         step = (f"--jobid={self.job}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={hosts[-1]}")
         call_slurm("srun", *step, "bash", "-c", kill)
 
-    def wait(self, is_done: Callable[[], bool], what: str, *, limit: float = START_SECONDS, needs_job: bool = True) -> None:
-        """Wait until `is_done`. Raises: FailedError if the job ends before, or runs for `limit` seconds without it."""
+    def wait(
+        self, is_done: Callable[[], bool], what: str, *, limit: float = START_SECONDS, needs_job: bool = True
+    ) -> None:
+        """Wait until `is_done`. Raises: FailedError if the job ends before, or runs for `limit` seconds
+        without it."""
         began = time.monotonic()
         while not is_done():
             self._look()
@@ -258,7 +299,10 @@ class _Watched:
             time.sleep(POLL_SECONDS)
 
     def fail(self, what: str) -> NoReturn:
-        message = f"job {self.job} was watched until {what}, which did not happen: {self.state or 'Slurm has forgotten the job'}"
+        message = (
+            f"job {self.job} was watched until {what}, which did not happen: "
+            f"{self.state or 'Slurm has forgotten the job'}"
+        )
         raise failed_error("drill-failed", message, hint=f"its log is {self.files.log(self.job)}")
 
     def _look(self) -> None:
@@ -270,7 +314,9 @@ class _Watched:
             self.state = job_now(self.job)
         if self.state is not None and self.state != before:
             self.observer.message(str(self.state))
-        if self.state is not None and self.state.reason == "BeginTime":  # Slurm lets a requeued job wait for two minutes
+        if (
+            self.state is not None and self.state.reason == "BeginTime"
+        ):  # Slurm lets a requeued job wait for two minutes
             with suppress(FailedError):
                 call_slurm("scontrol", "update", f"JobId={self.job}", "StartTime=now")
 
@@ -278,7 +324,10 @@ class _Watched:
 def _merged(run: Path, observer: Observer) -> Path:
     output = run / "merged"
     with hints_with_command(run):
-        return merge_checkpoint(run, MergeOptions(output=output, overwrite=True), observer=observer).output / "model.safetensors"
+        return (
+            merge_checkpoint(run, MergeOptions(output=output, overwrite=True), observer=observer).output
+            / "model.safetensors"
+        )
 
 
 def _compare(one: Path, other: Path) -> tuple[bool, float]:
@@ -292,4 +341,7 @@ def _compare(one: Path, other: Path) -> tuple[bool, float]:
 
 def _tensors(raw: bytes) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
     entries = read_header(lambda at, count: raw[at : at + count], len(raw), {"F32": 4})
-    return {entry.name: np.frombuffer(raw, np.float32, entry.size_bytes // 4, entry.first_byte) for entry in entries}
+    return {
+        entry.name: np.frombuffer(raw, np.float32, entry.size_bytes // 4, entry.first_byte)
+        for entry in entries
+    }

@@ -97,17 +97,24 @@ class Evaluation(JsonAnswer):
     processes: int
     """Of this machine, which shared the rows."""
     card: str | None
-    """The model card of the run's model, which has the result now; None if MODEL is not the model of a run."""
+    """The model card of the run's model, which has the result now; None if MODEL is not the model of a
+    run."""
 
 
 def evaluate(
-    model: str | Path, options: EvaluateOptions = EvaluateOptions(), *, recipe: LoadedRecipe | None = None, observer: Observer = Observer()
+    model: str | Path,
+    options: EvaluateOptions = EvaluateOptions(),
+    *,
+    recipe: LoadedRecipe | None = None,
+    observer: Observer = Observer(),
 ) -> Evaluation:
     """Evaluate a model on rows that are formatted and tokenised as in training.
 
-    `model` is a Hugging Face directory, a run (its merged model), RUN/adapter or a hub id. Data settings come from `recipe`, else from the
-    run that wrote the model, else they are the defaults. A script needs `if __name__ == "__main__":` around the call.
-    Raises: FsdpTuneError, with exit code 1 for a model that cannot be run and 4 for a score that is NaN or infinity.
+    `model` is a Hugging Face directory, a run (its merged model), RUN/adapter or a hub id. Data settings come
+    from `recipe`, else from the run that wrote the model, else they are the defaults. A script needs
+    `if __name__ == "__main__":` around the call.
+    Raises: FsdpTuneError, with exit code 1 for a model that cannot be run and 4 for a score that is NaN or
+    infinity.
     """
     with session(recipe):
         started = time.monotonic()
@@ -118,9 +125,13 @@ def evaluate(
         metric = _extension(options)
         settings = _recipe(models[0], options, recipe, observer)
         scored, request = _score(models, settings, options, metric, observer)
-        observer.notices([notice for each in scored.values() for notice in (*each.few_rows, *each.cut_answers(models))])
+        observer.notices(
+            [notice for each in scored.values() for notice in (*each.few_rows, *each.cut_answers(models))]
+        )
         if options.out is not None:
-            lines = [line for each in scored.values() for line in each.lines([model.name for model in models])]
+            lines = [
+                line for each in scored.values() for line in each.lines([model.name for model in models])
+            ]
             write_file(options.out, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
         is_match = options.metric == EXACT_MATCH
         results = {label: each.result() for label, each in scored.items()}
@@ -129,7 +140,11 @@ def evaluate(
             base=options.base,
             metric=options.metric,
             interval="Wilson, 95 %" if is_match else "bootstrap over rows, 95 %",
-            test=None if options.base is None else "McNemar, exact" if is_match else "paired bootstrap over rows",
+            test=None
+            if options.base is None
+            else "McNemar, exact"
+            if is_match
+            else "paired bootstrap over rows",
             sets=results,
             seconds=time.monotonic() - started,
             device=request.device,
@@ -149,9 +164,11 @@ class CheckpointResults:
 
 
 def evaluate_checkpoint(run: RunDir, model: Path, sets: Mapping[str, EvaluateOptions]) -> CheckpointResults:
-    """Evaluate the model of a checkpoint, a Hugging Face directory or an adapter, on the rows that each `data` names, read as by its run.
+    """Evaluate the model of a checkpoint, a Hugging Face directory or an adapter, on the rows that each
+    `data` names, read as by its run.
 
-    The model is loaded once for all sets, which have the same `device` and `batch_size`. Raises: FsdpTuneError.
+    The model is loaded once for all sets, which have the same `device` and `batch_size`. Raises:
+    FsdpTuneError.
     """
     recipe, models, observer = recipe_of_run(run), [find_model(str(model))], Observer()
     encoder, options = load_encoder(recipe), next(iter(sets.values()))
@@ -161,20 +178,30 @@ def evaluate_checkpoint(run: RunDir, model: Path, sets: Mapping[str, EvaluateOpt
     return CheckpointResults(
         sets={label: each.result() for label, each in scored.items()},
         rows={label: each.digest for label, each in scored.items()},
-        notices=[notice for each in scored.values() for notice in (*each.few_rows, *each.cut_answers(models))],
+        notices=[
+            notice for each in scored.values() for notice in (*each.few_rows, *each.cut_answers(models))
+        ],
     )
 
 
-def prepare_set(recipe: Recipe, options: EvaluateOptions, label: str, encoder: TokenizerEncoder, observer: Observer) -> PreparedSet:
-    """Prepare the rows of `options.data` as in a run of the recipe. Raises: usage error for rows that cannot be scored."""
+def prepare_set(
+    recipe: Recipe, options: EvaluateOptions, label: str, encoder: TokenizerEncoder, observer: Observer
+) -> PreparedSet:
+    """Prepare the rows of `options.data` as in a run of the recipe. Raises: usage error for rows that cannot
+    be scored."""
     (rows,) = _prepare(recipe_of_set(recipe, options), options, encoder, observer).values()
     return PreparedSet(label, rows, options, AnswerReader(encoder, options.answer))
 
 
 def _score(
-    models: Sequence[ModelToEvaluate], settings: Recipe, options: EvaluateOptions, metric: Extension | None, observer: Observer
+    models: Sequence[ModelToEvaluate],
+    settings: Recipe,
+    options: EvaluateOptions,
+    metric: Extension | None,
+    observer: Observer,
 ) -> tuple[dict[str, PreparedSet], Request]:
-    """Run the models on the rows of the settings. Returns the scores of each set, and how they were computed. Raises: FsdpTuneError."""
+    """Run the models on the rows of the settings. Returns the scores of each set, and how they were computed.
+    Raises: FsdpTuneError."""
     check_cache(settings)
     encoder = load_encoder(settings)
     _check_models(models, encoder, options, observer)
@@ -209,9 +236,14 @@ def _request(
 
 
 def _put_on_card(
-    model: ModelToEvaluate, options: EvaluateOptions, recipe: Recipe, results: Mapping[str, SetResult], observer: Observer
+    model: ModelToEvaluate,
+    options: EvaluateOptions,
+    recipe: Recipe,
+    results: Mapping[str, SetResult],
+    observer: Observer,
 ) -> str | None:
-    """Write the results into the card of a run's model, and return its path. A card that cannot be written is a notice."""
+    """Write the results into the card of a run's model, and return its path. A card that cannot be written is
+    a notice."""
     folder = Path(model.adapter or model.weights)
     if run_of_model(model) is None or not (folder / CARD_NAME).is_file():
         return None
@@ -230,49 +262,76 @@ def _put_on_card(
         add_results(folder / CARD_NAME, rows)
     except (OSError, ValueError, yaml.YAMLError) as error:
         message = f"the result is not in the model card: {str(error).splitlines()[0]}"
-        observer.notices([Notice("card-not-written", message, Where(str(folder / CARD_NAME)), "`--out FILE` and `--json` have the result")])
+        observer.notices(
+            [
+                Notice(
+                    "card-not-written",
+                    message,
+                    Where(str(folder / CARD_NAME)),
+                    "`--out FILE` and `--json` have the result",
+                )
+            ]
+        )
         return None
     return str(folder / CARD_NAME)
 
 
 def _origin(recipe: Recipe, label: str, *, is_only: bool) -> dict[str, Any]:
-    """Return name, data, configuration and split of a set of the recipe; `is_only`: its rows are those of the only training source."""
+    """Return name, data, configuration and split of a set of the recipe; `is_only`: its rows are those of the
+    only training source."""
     data, labels = recipe.data, recipe.data.eval_labels
     if isinstance(data.eval, list):
         sources, name = [data.eval[labels.index(label)]], label
     else:
         sources = data.train if len(labels) < 2 else [data.train[labels.index(label)]]
         name = sources[0].path if is_only else label
-    configs, splits, revisions = {each.name for each in sources}, {each.split for each in sources}, {each.revision for each in sources}
+    configs, splits, revisions = (
+        {each.name for each in sources},
+        {each.split for each in sources},
+        {each.revision for each in sources},
+    )
     return {
         "name": name,
-        "data": ", ".join(dict.fromkeys(hub_id(each.path) or str(without_folders(each.path)) for each in sources)),
+        "data": ", ".join(
+            dict.fromkeys(hub_id(each.path) or str(without_folders(each.path)) for each in sources)
+        ),
         "revision": revisions.pop() if len(revisions) == 1 else None,
         "config": configs.pop() if len(configs) == 1 else None,
-        "split": f"{'' if is_only or isinstance(data.eval, list) else 'held out of '}{', '.join(sorted(splits))}",
+        "split": f"{'' if is_only or isinstance(data.eval, list) else 'held out of '}{', '.join(sorted(splits))}",  # noqa: E501
     }
 
 
-def _check_models(models: Sequence[ModelToEvaluate], encoder: TokenizerEncoder, options: EvaluateOptions, observer: Observer) -> None:
-    """Refuse models with another tokenizer, for which the ids of the rows are other words; report a merged model that is out of date."""
+def _check_models(
+    models: Sequence[ModelToEvaluate], encoder: TokenizerEncoder, options: EvaluateOptions, observer: Observer
+) -> None:
+    """Refuse models with another tokenizer, for which the ids of the rows are other words; report a merged
+    model that is out of date."""
     own: dict[str, int] = encoder.tokenizer.get_vocab()
     for model in models:
         if (run := run_of_model(model)) is not None:
             folder = Path(model.adapter or model.weights)
-            observer.notices([*newer_checkpoint(run, folder), *rounding_notices(read_resolved(run), folder, run)])
+            observer.notices(
+                [*newer_checkpoint(run, folder), *rounding_notices(read_resolved(run), folder, run)]
+            )
         try:
             other = open_tokenizer(recipe_of_model(model, options.allowed)).tokenizer.get_vocab()
         except FsdpTuneError:  # it has no tokenizer of its own, or none that can be trained with
             continue
         shared = own.keys() & other.keys()
-        if 2 * sum(own[token] == other[token] for token in shared) < len(shared):  # some special tokens may be renumbered
-            message = f"the tokenizer of `{model.name}` gives other ids than that of the rows, so its scores would mean nothing"
+        if 2 * sum(own[token] == other[token] for token in shared) < len(
+            shared
+        ):  # some special tokens may be renumbered
+            message = (
+                f"the tokenizer of `{model.name}` gives other ids than that of the rows, so its scores "
+                "would mean nothing"
+            )
             hint = "evaluate models of one tokenizer; without `--config`, the rows are tokenised for MODEL"
             raise usage_error("tokenizer-differs", message, hint=hint)
 
 
 def device_of(kind: DeviceKind) -> str:
-    """Return the device to run on; `auto` is this machine's accelerator, else the CPU. Raises: usage error if it is not there."""
+    """Return the device to run on; `auto` is this machine's accelerator, else the CPU. Raises: usage error if
+    it is not there."""
     found = this_machine("auto").device or "cpu"
     if kind not in ("auto", "cpu", found):
         shows = "no accelerator" if found == "cpu" else found
@@ -292,7 +351,8 @@ def processes_of(options: EvaluateOptions, device: str) -> int:
 
 
 def _extension(options: EvaluateOptions) -> Extension | None:
-    """Return the entry point that is the metric, or None for a metric of this package. Raises: usage error."""
+    """Return the entry point that is the metric, or None for a metric of this package. Raises: usage
+    error."""
     if options.answer is not None and options.metric != EXACT_MATCH:
         message = f"`--answer` extracts what exact_match compares, and the metric is {options.metric}"
         raise usage_error("answer-pattern", message, hint="--metric exact_match")
@@ -303,15 +363,22 @@ def _extension(options: EvaluateOptions) -> Extension | None:
     except FsdpTuneError as error:
         (problem,) = error.problems
         hint = f"this package has {EXACT_MATCH} and {PERPLEXITY}; {problem.hint}"
-        raise usage_error(problem.code, f"`--metric {options.metric}`: {problem.message}", hint=hint) from error
+        raise usage_error(
+            problem.code, f"`--metric {options.metric}`: {problem.message}", hint=hint
+        ) from error
     if not options.allowed.extensions:
         message = f"`--metric` names the installed extension {found}"
-        raise usage_error("extension-not-allowed", message, hint="read its code; if you trust it, add `--allow-extensions`")
+        raise usage_error(
+            "extension-not-allowed", message, hint="read its code; if you trust it, add `--allow-extensions`"
+        )
     return found
 
 
-def _recipe(model: ModelToEvaluate, options: EvaluateOptions, loaded: LoadedRecipe | None, observer: Observer) -> Recipe:
-    """Return the settings of the data: of the given recipe, of the run that wrote the model, or the defaults with its tokenizer."""
+def _recipe(
+    model: ModelToEvaluate, options: EvaluateOptions, loaded: LoadedRecipe | None, observer: Observer
+) -> Recipe:
+    """Return the settings of the data: of the given recipe, of the run that wrote the model, or the defaults
+    with its tokenizer."""
     run = run_of_model(model)
     if loaded is not None:
         recipe = resolve_recipe(loaded, options.allowed, observer).recipe
@@ -324,13 +391,17 @@ def _recipe(model: ModelToEvaluate, options: EvaluateOptions, loaded: LoadedReci
     return recipe
 
 
-def _prepare(recipe: Recipe, options: EvaluateOptions, encoder: TokenizerEncoder, observer: Observer) -> dict[str, RowStore]:
+def _prepare(
+    recipe: Recipe, options: EvaluateOptions, encoder: TokenizerEncoder, observer: Observer
+) -> dict[str, RowStore]:
     """Return each prepared set by its label."""
     observer.notices(encoder.notices)
     with observer.progress("tokenising", None, "rows") as bar:
         data = prepare_data(recipe, encoder, progress=bar, check_rows=False)
     observer.notices(data.as_notices())
-    sets = data.evals if options.data is None else {str(options.source.get("split") or options.data): data.train}
+    sets = (
+        data.evals if options.data is None else {str(options.source.get("split") or options.data): data.train}
+    )
     return {label: data.store(path) for label, path in sets.items()}
 
 
@@ -342,7 +413,9 @@ class PreparedSet:
         self.label, self._rows, self._options, self._reader = label, rows, options, reader
         self.examples = read_examples(rows, most=options.max_rows)
         self._is_match = options.metric == EXACT_MATCH
-        self._used = [index for index, example in enumerate(self.examples) if not (self._is_match and example.is_cut)]
+        self._used = [
+            index for index, example in enumerate(self.examples) if not (self._is_match and example.is_cut)
+        ]
         self._targets: dict[int, str] = {}
         self._found: list[dict[int, RowScore]] = []
         if self._is_match:
@@ -354,24 +427,36 @@ class PreparedSet:
 
     @property
     def digest(self) -> str:
-        """Return a digest of the tokens and targets that are scored, in their order, wherever the rows are stored."""
+        """Return a digest of the tokens and targets that are scored, in their order, wherever the rows are
+        stored."""
         rows = [self.examples[index].row for index in self._used]
-        return digest(*(np.asarray(part, np.int64).tobytes() for row in rows for part in (row.input_ids, row.labels)))
+        return digest(
+            *(np.asarray(part, np.int64).tobytes() for row in rows for part in (row.input_ids, row.labels))
+        )
 
     @property
     def few_rows(self) -> list[Notice]:
-        """Return a notice if the bootstrap has too few rows; Wilson's and McNemar's methods hold for any number."""
+        """Return a notice if the bootstrap has too few rows; Wilson's and McNemar's methods hold for any
+        number."""
         if self._is_match or len(self._used) >= FEW_ROWS:
             return []
-        message = f"the interval of `{self.label}` is too narrow: a bootstrap of {len(self._used)} rows underestimates the variance"
+        message = (
+            f"the interval of `{self.label}` is too narrow: a bootstrap of {len(self._used)} rows "
+            "underestimates the variance"
+        )
         return [Notice("few-rows", message, hint=f"evaluate {FEW_ROWS} rows or more")]
 
     def cut_answers(self, models: Sequence[ModelToEvaluate]) -> list[Notice]:
-        """Return a notice for each model whose answers did not all end: an answer that is cut seldom matches."""
+        """Return a notice for each model whose answers did not all end: an answer that is cut seldom
+        matches."""
         counts = [sum(found[index].is_cut for index in self._used) for found in self._found]
         ending = f"answers to `{self.label}` did not end within {self._options.max_new_tokens:,} tokens"
         return [
-            Notice("answers-cut", f"`{model.name}`: {count:,} of {len(self._used):,} {ending}", hint="raise `--max-new-tokens`")
+            Notice(
+                "answers-cut",
+                f"`{model.name}`: {count:,} of {len(self._used):,} {ending}",
+                hint="raise `--max-new-tokens`",
+            )
             for model, count in zip(models, counts, strict=True)
             if count
         ]
@@ -380,7 +465,9 @@ class PreparedSet:
     def request(self) -> SetRequest:
         options, path, files = self._options, str(self._rows.path), self._rows.files
         if not self._is_match:
-            return SetRequest(path, "loss" if options.metric == PERPLEXITY else "extension", options.max_rows, files=files)
+            return SetRequest(
+                path, "loss" if options.metric == PERPLEXITY else "extension", options.max_rows, files=files
+            )
         ends = sorted(self._reader.end_ids([self.examples[index] for index in self._used]))
         return SetRequest(path, "generate", options.max_rows, options.max_new_tokens, ends, files)
 
@@ -398,17 +485,27 @@ class PreparedSet:
     def scores(self, model: int) -> Scores:
         """Raises: FailedError if the metric counted nothing."""
         rows = [self._found[model][index] for index in self._used]
-        scores = Scores(np.array([row.total for row in rows], float), np.array([row.count for row in rows], float))
+        scores = Scores(
+            np.array([row.total for row in rows], float), np.array([row.count for row in rows], float)
+        )
         if not scores.counts.sum():
-            raise failed_error("extension-failed", f"the metric `{self._options.metric}` counted nothing in the set `{self.label}`")
+            raise failed_error(
+                "extension-failed",
+                f"the metric `{self._options.metric}` counted nothing in the set `{self.label}`",
+            )
         return scores
 
     def result(self) -> SetResult:
         scores = [self.scores(model) for model in range(len(self._found))]
-        estimates = [wilson(int(each.totals.sum()), len(each.totals)) if self._is_match else bootstrap(each) for each in scores]
+        estimates = [
+            wilson(int(each.totals.sum()), len(each.totals)) if self._is_match else bootstrap(each)
+            for each in scores
+        ]
         comparison = None
         if len(scores) == 2:
-            comparison = mcnemar(scores[0].totals, scores[1].totals) if self._is_match else paired_bootstrap(*scores)
+            comparison = (
+                mcnemar(scores[0].totals, scores[1].totals) if self._is_match else paired_bootstrap(*scores)
+            )
         is_loss = self._options.metric == PERPLEXITY
         shown = [each.exponential() if is_loss else each for each in estimates]
         spans = [self.examples[index].answer for index in self._used]
@@ -426,21 +523,35 @@ class PreparedSet:
 
     def lines(self, names: Sequence[str]) -> list[dict[str, object]]:
         """Return one object for each row and model, for `options.out`."""
-        return [self._line(index, name, found[index]) for index in self._used for name, found in zip(names, self._found, strict=True)]
+        return [
+            self._line(index, name, found[index])
+            for index in self._used
+            for name, found in zip(names, self._found, strict=True)
+        ]
 
     def _line(self, index: int, name: str, row: RowScore) -> dict[str, object]:
         example = self.examples[index]
         begin, end = example.answer
         ids = example.row.input_ids.tolist()
-        line: dict[str, object] = {"set": self.label, "row": str(example.where), "model": name, "prompt": self._reader.text(ids[:begin])}
+        line: dict[str, object] = {
+            "set": self.label,
+            "row": str(example.where),
+            "model": name,
+            "prompt": self._reader.text(ids[:begin]),
+        }
         line["target"] = self._reader.text(ids[begin:end])
         if row.prediction is not None:
             return line | {"prediction": row.prediction, "score": row.total}
-        return line | {"total": row.total, "count": row.count, "score": row.total / row.count if row.count else None}
+        return line | {
+            "total": row.total,
+            "count": row.count,
+            "score": row.total / row.count if row.count else None,
+        }
 
 
 def _run(request: Request, scored: Mapping[str, PreparedSet], observer: Observer) -> None:
-    """Run the models in child processes and add their scores. Raises: FsdpTuneError with the problems of the first child that fails."""
+    """Run the models in child processes and add their scores. Raises: FsdpTuneError with the problems of the
+    first child that fails."""
     total = len(request.models) * sum(len(each.examples) for each in scored.values())
     most = max(-(-len(each.examples) // request.batch_size) for each in scored.values())
     request.parts = min(request.parts, most)  # a process without a batch would load the models for nothing
@@ -451,12 +562,17 @@ def _run(request: Request, scored: Mapping[str, PreparedSet], observer: Observer
             done.result()
 
 
-def _run_part(request: Request, part: int, scored: Mapping[str, PreparedSet], bar: Bar, added: threading.Lock) -> None:
-    """Run the models on the batches of one part, in a process with a share of the cores or on a GPU of its own."""
+def _run_part(
+    request: Request, part: int, scored: Mapping[str, PreparedSet], bar: Bar, added: threading.Lock
+) -> None:
+    """Run the models on the batches of one part, in a process with a share of the cores or on a GPU of its
+    own."""
     environment = os.environ | QUIET_LIBRARIES
     is_alone, on_cpu = request.parts == 1, request.device == "cpu"
     if on_cpu and not is_alone:
-        environment = {"OMP_NUM_THREADS": str(max(1, this_machine("auto").cores // request.parts))} | environment
+        environment = {
+            "OMP_NUM_THREADS": str(max(1, this_machine("auto").cores // request.parts))
+        } | environment
     device = request.device if on_cpu or is_alone else f"{request.device}:{part}"
     with JsonChild(SCORE, environment) as child:
         child.send(replace(request, part=part, device=device).as_json(), is_last=True)
@@ -470,8 +586,11 @@ def _run_part(request: Request, part: int, scored: Mapping[str, PreparedSet], ba
 
 
 def lines_of(child: JsonChild) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a child that runs models, until it ends. Raises: FsdpTuneError with the problems that it reports."""
+    """Yield the lines of a child that runs models, until it ends. Raises: FsdpTuneError with the problems
+    that it reports."""
     while (line := child.receive()) is not None:
         if "problems" in line:
-            raise FsdpTuneError(*map(Problem.from_dict, line["problems"]), exit_code=ExitCode(line["exit_code"]))
+            raise FsdpTuneError(
+                *map(Problem.from_dict, line["problems"]), exit_code=ExitCode(line["exit_code"])
+            )
         yield line

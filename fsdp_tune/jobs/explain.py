@@ -1,4 +1,5 @@
-"""Explain a recipe key or an error code, from the schema and from docs/reference/messages.tsv and errors.md."""
+"""Explain a recipe key or an error code, from the schema and from docs/reference/messages.tsv and
+errors.md."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def explain(word: str) -> KeyExplanation | CodeExplanation:
         return _key(found[0])
     if found:
         raise usage_error(
-            "unknown-word", f"several keys are named `{name}`", hint=f"give one of {enumerated([f'`{each}`' for each in found])}"
+            "unknown-word",
+            f"several keys are named `{name}`",
+            hint=f"give one of {enumerated([f'`{each}`' for each in found])}",
         )
     raise _unknown(name, [*names, *codes])
 
@@ -61,14 +64,19 @@ def _unknown(name: str, known: list[str]) -> FsdpTuneError:
         hint = None if "-" in name else unknown_key_hint(name.split("."))
         hint = hint or (f"did you mean `{by_end[near]}`?" if near else None)
     fallback = "docs/reference/recipe.yaml lists the keys of a recipe, docs/reference/messages.tsv the codes"
-    return usage_error("unknown-word", f"there is no recipe key and no error code `{name}`", hint=hint or fallback)
+    return usage_error(
+        "unknown-word", f"there is no recipe key and no error code `{name}`", hint=hint or fallback
+    )
 
 
 @cache
 def error_codes() -> dict[str, CodeExplanation]:
-    """Return each code of docs/reference/messages.tsv with its messages and its text in errors.md, without marks of Markdown."""
+    """Return each code of docs/reference/messages.tsv with its messages and its text in errors.md, without
+    marks of Markdown."""
     texts = _texts()
-    return {code: CodeExplanation(code, texts.get(code, ""), messages) for code, messages in _messages().items()}
+    return {
+        code: CodeExplanation(code, texts.get(code, ""), messages) for code, messages in _messages().items()
+    }
 
 
 def _texts() -> dict[str, str]:

@@ -1,4 +1,5 @@
-"""Read the first rows of each data source as a preparation does, and judge those that cannot be used by the same rule."""
+"""Read the first rows of each data source as a preparation does, and judge those that cannot be used by the
+same rule."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class FirstRows:
 
 
 def read_first_rows(opened: Input, encoder: Encoder, *, is_encoding: bool = True) -> FirstRows:
-    """Convert the first rows, and render and encode those of them that take less than RENDERED_BYTES, as a preparation does.
+    """Convert the first rows, and render and encode those of them that take less than RENDERED_BYTES, as a
+    preparation does.
 
     Without `is_encoding`, none is rendered or encoded.
     """
@@ -77,10 +79,14 @@ def read_first_rows(opened: Input, encoder: Encoder, *, is_encoding: bool = True
     settings = opened.settings
     tokeniser = Tokeniser(encoder, (settings,))
     chunks = [tokeniser.chunk(rows[:rendered]), tokeniser.chunk(rows[rendered:], check_only=True)]
-    unencoded, bad_unencoded = (seen - rendered, len(bad) + len(chunks[1].bad)) if rendered < len(rows) else (0, 0)
+    unencoded, bad_unencoded = (
+        (seen - rendered, len(bad) + len(chunks[1].bad)) if rendered < len(rows) else (0, 0)
+    )
     bad += [each for chunk in chunks for each in chunk.bad]
     bad.sort(key=lambda each: (each[0], each[1].number))
-    keys = key_account(sum((chunk.keys for chunk in chunks), Counter[tuple[int, KeyUse]]()), rows[0].source if rows else 0)
+    keys = key_account(
+        sum((chunk.keys for chunk in chunks), Counter[tuple[int, KeyUse]]()), rows[0].source if rows else 0
+    )
     checked = CheckedSource(
         key=opened.source.key,
         set=opened.set_name,

@@ -1,4 +1,5 @@
-"""Answer prompts with a trained model, or with it and its base: one after another in a chat, or those of a file."""
+"""Answer prompts with a trained model, or with it and its base: one after another in a chat, or those of a
+file."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ class GeneratedAnswer(JsonAnswer):
     tokens: int
     """Generated, with the token that ended the answer."""
     finish_reason: FinishReason
-    """stop: the model ended the answer. length: `--max-new-tokens`, or the last position of the model. interrupted: Ctrl-C."""
+    """stop: the model ended the answer. length: `--max-new-tokens`, or the last position of the model.
+    interrupted: Ctrl-C."""
     seconds: float
 
 
@@ -93,7 +95,8 @@ class AskedPrompt:
     """A prompt for the model and its base, and its position in a file."""
 
     of_models: tuple[Prompt, ...]
-    """One for each model, since in a chat each continues its own answers; the last one is for all that follow."""
+    """One for each model, since in a chat each continues its own answers; the last one is for all that
+    follow."""
     where: Where = NOWHERE
 
     @property
@@ -129,10 +132,13 @@ class _Chosen:
 
 
 @contextmanager
-def open_model(name: str | Path, options: GenerateOptions, *, observer: Observer = Observer()) -> Iterator[AnsweringModel]:
+def open_model(
+    name: str | Path, options: GenerateOptions, *, observer: Observer = Observer()
+) -> Iterator[AnsweringModel]:
     """Load a model in a child process, and yield it.
 
-    `name` is a run (its merged model, else its adapter, else the adapter of its newest complete checkpoint), a model directory, an adapter
+    `name` is a run (its merged model, else its adapter, else the adapter of its newest complete checkpoint),
+    a model directory, an adapter
     or a hub id. Raises: FsdpTuneError, with exit code 1 for a model that cannot be run.
     """
     _check(options)
@@ -145,7 +151,13 @@ def open_model(name: str | Path, options: GenerateOptions, *, observer: Observer
             adapter_off=chosen.adapter_off,
             recipe=_settings(chosen, options).model_dump(mode="json", by_alias=True),
             data=None if prepared is None else prepared.report.model_dump(mode="json"),
-            settings=AnswerSettings(options.max_new_tokens, options.temperature, options.top_p, options.seed, options.show_special_tokens),
+            settings=AnswerSettings(
+                options.max_new_tokens,
+                options.temperature,
+                options.top_p,
+                options.seed,
+                options.show_special_tokens,
+            ),
             device=device,
             dtype=options.dtype,
             trust_remote_code=options.allowed.remote_code,
@@ -179,11 +191,17 @@ class AnsweringModel:
                 continue
             raw = line["format"]
             self.format = PromptDescription(raw["is_chat"], raw["text"], tuple(raw["ends"]))
-            observer.notices([Notice(each["code"], each["message"], hint=each["hint"]) for each in line["notices"]])
+            observer.notices(
+                [Notice(each["code"], each["message"], hint=each["hint"]) for each in line["notices"]]
+            )
             return
 
     def answer(
-        self, prompts: Sequence[AskedPrompt], *, system: str | None = None, piece: Callable[[AnswerPiece], None] | None = None
+        self,
+        prompts: Sequence[AskedPrompt],
+        *,
+        system: str | None = None,
+        piece: Callable[[AnswerPiece], None] | None = None,
     ) -> Iterator[GeneratedAnswer]:
         """Yield the answers to a list of prompts: of each model to the first, then to the second …
 
@@ -191,8 +209,13 @@ class AnsweringModel:
         Raises: FsdpTuneError with every prompt that cannot be answered.
         """
         last = len(self.names) - 1
-        asked = [[each.of_models[min(model, len(each.of_models) - 1)] for model in range(last + 1)] for each in prompts]
-        self._send(json.dumps([[{**asdict(each), "system": system} for each in of_models] for of_models in asked]))
+        asked = [
+            [each.of_models[min(model, len(each.of_models) - 1)] for model in range(last + 1)]
+            for each in prompts
+        ]
+        self._send(
+            json.dumps([[{**asdict(each), "system": system} for each in of_models] for of_models in asked])
+        )
         for line in self._lines():
             self._refuse_bad(line, prompts)
             if "end" in line:
@@ -201,9 +224,13 @@ class AnsweringModel:
             if "piece" in line and piece is not None:
                 piece(AnswerPiece(prompt, self.names, model, line["piece"]))
             if "answer" in line:
-                yield GeneratedAnswer(model=self.names[model], row=str(prompt.where) or None, **line["answer"])
+                yield GeneratedAnswer(
+                    model=self.names[model], row=str(prompt.where) or None, **line["answer"]
+                )
 
-    def refer(self, prompts: Sequence[AskedPrompt], max_new_tokens: int) -> tuple[ReferenceTokens, list[ReferenceAnswer]]:
+    def refer(
+        self, prompts: Sequence[AskedPrompt], max_new_tokens: int
+    ) -> tuple[ReferenceTokens, list[ReferenceAnswer]]:
         """Return the special tokens, and what the model makes of each prompt.
 
         Raises: FsdpTuneError with every prompt that cannot be answered.
@@ -214,13 +241,18 @@ class AnsweringModel:
 
     def scores(self, answers: Sequence[ScoreRequest]) -> list[ScoredTokens]:
         """Return the model's log-probabilities of each answer."""
-        return [ScoredTokens(**line["score"]) for line in self._object({"scores": [asdict(each) for each in answers]})]
+        return [
+            ScoredTokens(**line["score"])
+            for line in self._object({"scores": [asdict(each) for each in answers]})
+        ]
 
     def texts(self, every: Sequence[Sequence[int]]) -> list[str]:
         """Return the text of each list of ids."""
         return [line["text"] for line in self._object({"decode": [list(ids) for ids in every]})]
 
-    def _object(self, request: dict[str, object], prompts: Sequence[AskedPrompt] = ()) -> Iterator[dict[str, Any]]:
+    def _object(
+        self, request: dict[str, object], prompts: Sequence[AskedPrompt] = ()
+    ) -> Iterator[dict[str, Any]]:
         self._send(json.dumps(request))
         for line in self._lines():
             self._refuse_bad(line, prompts)
@@ -231,7 +263,12 @@ class AnsweringModel:
     def _refuse_bad(self, line: dict[str, Any], prompts: Sequence[AskedPrompt]) -> None:
         """Raises: FsdpTuneError with every prompt that cannot be answered."""
         if "bad" in line:
-            raise FsdpTuneError(*(Problem("prompt-unusable", why, prompts[int(number)].where, hint) for number, why, hint in line["bad"]))
+            raise FsdpTuneError(
+                *(
+                    Problem("prompt-unusable", why, prompts[int(number)].where, hint)
+                    for number, why, hint in line["bad"]
+                )
+            )
 
     def stop(self) -> None:
         """End the answer that is being generated; it is returned as far as it is."""
@@ -256,10 +293,12 @@ def generate(
     piece: Callable[[AnswerPiece], None] | None = None,
     observer: Observer = Observer(),
 ) -> Generation:
-    """Answer the prompts of a file: rows with `messages`, `prompt` or `text`, or a text file with a prompt on each line.
+    """Answer the prompts of a file: rows with `messages`, `prompt` or `text`, or a text file with a prompt on
+    each line.
 
-    With `output`, an object for each answer is written there as JSON Lines, once all are generated. `piece` receives the answers as they
-    come; without it there is a progress bar. Raises: FsdpTuneError with file and line of every prompt that cannot be answered.
+    With `output`, an object for each answer is written there as JSON Lines, once all are generated. `piece`
+    receives the answers as they come; without it there is a progress bar. Raises: FsdpTuneError with file and
+    line of every prompt that cannot be answered.
     """
     with session():
         started = time.monotonic()
@@ -269,14 +308,20 @@ def generate(
         with open_model(model, options, observer=observer) as opened:
             total = len(found) * len(opened.names)
             answers: list[GeneratedAnswer] = []
-            with nullcontext() if piece is not None else observer.progress("generating", total, "answers") as bar:
+            with (
+                nullcontext()
+                if piece is not None
+                else observer.progress("generating", total, "answers") as bar
+            ):
                 for answer in opened.answer(found, system=options.system, piece=piece):
                     answers.append(answer)
                     if bar is not None:
                         bar.advance()
             made = generation(opened, answers, time.monotonic() - started)
         if output is not None:
-            write_file(output, "".join(json.dumps(answer.as_dict(), ensure_ascii=False) + "\n" for answer in answers))
+            write_file(
+                output, "".join(json.dumps(answer.as_dict(), ensure_ascii=False) + "\n" for answer in answers)
+            )
         return made
 
 
@@ -311,7 +356,11 @@ def read_prompts(path: str) -> list[AskedPrompt]:
                 continue
             except RowError as error:
                 row = error.bad_row(row[0])
-        problems.append(Problem("prompt-unusable", row.reason, Where(source.names[file], row.number, row.column), row.hint))
+        problems.append(
+            Problem(
+                "prompt-unusable", row.reason, Where(source.names[file], row.number, row.column), row.hint
+            )
+        )
     if problems:
         raise FsdpTuneError(*problems)
     if not found:
@@ -322,16 +371,30 @@ def read_prompts(path: str) -> list[AskedPrompt]:
 def _check(options: GenerateOptions) -> None:
     """Raises: usage error for a temperature or a share that is out of range."""
     if not (math.isfinite(options.temperature) and options.temperature >= 0):
-        raise usage_error("wrong-value", f"`--temperature {options.temperature}` is not 0 or more", hint="0 is greedy; 0.7 is common")
+        raise usage_error(
+            "wrong-value",
+            f"`--temperature {options.temperature}` is not 0 or more",
+            hint="0 is greedy; 0.7 is common",
+        )
     if not 0 < options.top_p <= 1:
-        raise usage_error("wrong-value", f"`--top-p {options.top_p}` is not above 0 and at most 1", hint="--top-p 0.95")
+        raise usage_error(
+            "wrong-value", f"`--top-p {options.top_p}` is not above 0 and at most 1", hint="--top-p 0.95"
+        )
     if options.top_p < 1 and options.temperature == 0:
-        raise usage_error("wrong-value", "`--top-p` has no effect at temperature 0", hint="add `--temperature 0.7`, or leave it out")
+        raise usage_error(
+            "wrong-value",
+            "`--top-p` has no effect at temperature 0",
+            hint="add `--temperature 0.7`, or leave it out",
+        )
 
 
 def _settings(chosen: _Chosen, options: GenerateOptions) -> Recipe:
     """Return the recipe that formats prompts. Raises: usage error if it runs code that is not allowed."""
-    recipe = recipe_of_run(chosen.run) if chosen.run is not None else recipe_of_model(chosen.models[0], options.allowed)
+    recipe = (
+        recipe_of_run(chosen.run)
+        if chosen.run is not None
+        else recipe_of_model(chosen.models[0], options.allowed)
+    )
     raw = recipe.model_dump(by_alias=True)
     # Callbacks, loaders and the kernels of attention and experts in training are not used here.
     raw |= {"extensions": {}}
@@ -353,7 +416,11 @@ def _choose(name: str, options: GenerateOptions, observer: Observer, stack: Exit
     if run is not None:
         return _of_run(run, name, _step(path, options), options, observer, stack)
     if options.checkpoint is not None:
-        raise usage_error("usage", f"`--checkpoint` chooses a checkpoint of a run, and `{name}` is none", hint="give the run directory")
+        raise usage_error(
+            "usage",
+            f"`--checkpoint` chooses a checkpoint of a run, and `{name}` is none",
+            hint="give the run directory",
+        )
     model = find_model(name)
     run = run_of_model(model)
     if run is not None:
@@ -363,14 +430,23 @@ def _choose(name: str, options: GenerateOptions, observer: Observer, stack: Exit
 
 
 def _step(path: Path, options: GenerateOptions) -> int | None:
-    """Return the step of the checkpoint that is named: by `--checkpoint 500` or `checkpoint-500`, or as the model."""
-    given = None if options.checkpoint is None else options.checkpoint.rstrip("/").rpartition("/")[2].removeprefix("checkpoint-")
+    """Return the step of the checkpoint that is named: by `--checkpoint 500` or `checkpoint-500`, or as the
+    model."""
+    given = (
+        None
+        if options.checkpoint is None
+        else options.checkpoint.rstrip("/").rpartition("/")[2].removeprefix("checkpoint-")
+    )
     if given is not None and not given.isdecimal():
-        raise usage_error("wrong-value", f"`--checkpoint {options.checkpoint}` is not a step", hint="--checkpoint 500")
+        raise usage_error(
+            "wrong-value", f"`--checkpoint {options.checkpoint}` is not a step", hint="--checkpoint 500"
+        )
     return checkpoint_step(path) if given is None else int(given)
 
 
-def _of_run(run: RunDir, name: str, step: int | None, options: GenerateOptions, observer: Observer, stack: ExitStack) -> _Chosen:
+def _of_run(
+    run: RunDir, name: str, step: int | None, options: GenerateOptions, observer: Observer, stack: ExitStack
+) -> _Chosen:
     """Return the merged model of a run, else its adapter, else that of a checkpoint.
 
     With `--base` an adapter comes first, since it has its base in the same weights.
@@ -401,15 +477,22 @@ def _refuse_unmerged(run: RunDir, name: str, step: int | None) -> NoReturn:
         message = f"`{name}` has neither a merged model nor a complete checkpoint"
         raise usage_error("run-not-merged", message, hint=f"`fsdp-tune status {shown}` shows what it has")
     ways = (f"fsdp-tune merge-checkpoint {shown} --step {step} --output {output}", f"fsdp-tune chat {output}")
-    raise usage_error("run-not-merged", f"checkpoint-{step} of `{run.path}` is sharded, and has to be merged first", ways_out=ways)
+    raise usage_error(
+        "run-not-merged",
+        f"checkpoint-{step} of `{run.path}` is sharded, and has to be merged first",
+        ways_out=ways,
+    )
 
 
 def _of_checkpoint(run: RunDir, step: int | None, observer: Observer, stack: ExitStack) -> ModelToEvaluate:
-    """Return the adapter of a checkpoint, written as PEFT's files into a temporary directory. Raises: FsdpTuneError."""
+    """Return the adapter of a checkpoint, written as PEFT's files into a temporary directory. Raises:
+    FsdpTuneError."""
     observer.phase("reading the adapter of a checkpoint")
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fsdp-tune-"))) / "adapter"
     with hints_with_command(run.path):
-        merged = merging.merge_checkpoint(run.path, MergeOptions(output=folder, step=step, adapter=True), observer.progress)
+        merged = merging.merge_checkpoint(
+            run.path, MergeOptions(output=folder, step=step, adapter=True), observer.progress
+        )
     observer.notices(merged.notices)
     return replace(find_model(str(folder)), name=str(merged.source))
 
@@ -425,6 +508,8 @@ def _with_base(model: ModelToEvaluate, run: RunDir | None, options: GenerateOpti
     start = read_resolved(run).model if run is not None else None
     if start is None or start.name_or_path is None:
         reason = "is neither a run nor an adapter" if run is None else "was trained from random weights"
-        raise usage_error("no-base", f"`--base`: `{model.name}` {reason}, so it has no base", hint="leave out `--base`")
+        raise usage_error(
+            "no-base", f"`--base`: `{model.name}` {reason}, so it has no base", hint="leave out `--base`"
+        )
     base = replace(find_model(start.name_or_path), revision=start.revision)
     return _Chosen((model, base), (model.name, base.name), run)

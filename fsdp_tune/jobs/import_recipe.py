@@ -51,7 +51,8 @@ class ImportAnswer(JsonAnswer):
 
 @dataclass(frozen=True, slots=True)
 class Import:
-    """A recipe made of another tool's configuration. Its `imported.text` loads; whether it trains the same is for `unchecked` to say."""
+    """A recipe made of another tool's configuration. Its `imported.text` loads; whether it trains the same is
+    for `unchecked` to say."""
 
     imported: ImportedRecipe
     unchecked: tuple[str, ...]
@@ -88,47 +89,69 @@ def import_recipe(
     allowed: Allowed = Allowed(),
     observer: Observer = Observer(),
 ) -> Import:
-    """Read a configuration of another trainer (`OPTION_NAMES` has them), or the script or notebook with its arguments, which is not run.
+    """Read a configuration of another trainer (`OPTION_NAMES` has them), or the script or notebook with its
+    arguments, which is not run.
 
-    `tool` is a name of `--from`; None: recognised by the keys. The recipe is written to `output`, if it is given; an existing file is
-    replaced with `force` alone. `num_gpus`: the GPUs that the configuration was made for, if it does not say it. `overrides`: `KEY=VALUE`
-    for the recipe, in place of what the file has or leaves open. `check`: as `check_import`; `allowed` is the code that this may run.
-    Raises: FsdpTuneError for a file of no known tool, of another kind of training, or that exists already, and for a wrong override.
+    `tool` is a name of `--from`; None: recognised by the keys. The recipe is written to `output`, if it is
+    given; an existing file is
+    replaced with `force` alone. `num_gpus`: the GPUs that the configuration was made for, if it does not say
+    it. `overrides`: `KEY=VALUE` for the recipe, in place of what the file has or leaves open. `check`: as
+    `check_import`; `allowed` is the code that this may run.
+    Raises: FsdpTuneError for a file of no known tool, of another kind of training, or that exists already,
+    and for a wrong override.
     """
     path = Path(source)
     target = None if output is None else Path(output)
     if tool is not None and tool not in OPTION_NAMES:
-        raise usage_error("unknown-foreign-file", f"`{tool}` is not a tool whose files are read", hint=f"one of {', '.join(OPTION_NAMES)}")
+        raise usage_error(
+            "unknown-foreign-file",
+            f"`{tool}` is not a tool whose files are read",
+            hint=f"one of {', '.join(OPTION_NAMES)}",
+        )
     if check and target is None:
         raise nothing_to_check()
     if target is not None:
         _check_target(target, path, force=force)
     known = OPTION_NAMES[tool] if tool else None
-    imported = import_file(path, tool=known, num_gpus=num_gpus, templates=frozenset(BUNDLED), overrides=overrides)
+    imported = import_file(
+        path, tool=known, num_gpus=num_gpus, templates=frozenset(BUNDLED), overrides=overrides
+    )
     if target is not None:
         atomic.write_file(target, imported.text)
     found = Import(imported, _unchecked(imported.recipe), target, num_gpus, tuple(overrides))
     return replace(found, check=check_import(found, allowed=allowed, observer=observer)) if check else found
 
 
-def check_import(found: Import, *, allowed: Allowed = Allowed(), observer: Observer = Observer()) -> CompareAnswer:
-    """Compare the imported file with the recipe that was written, as `compare` does: from the tokens of the rows to a step's update.
+def check_import(
+    found: Import, *, allowed: Allowed = Allowed(), observer: Observer = Observer()
+) -> CompareAnswer:
+    """Compare the imported file with the recipe that was written, as `compare` does: from the tokens of the
+    rows to a step's update.
 
-    TRL and axolotl compute the side of their files themselves. Of another tool it is what is imported without overrides, so that only
-    what they, or a person, have changed is found.
-    Raises: FsdpTuneError if no recipe was written, or if the model or the rows that it names cannot be read here.
+    TRL and axolotl compute the side of their files themselves. Of another tool it is what is imported without
+    overrides, so that only what they, or a person, have changed is found.
+    Raises: FsdpTuneError if no recipe was written, or if the model or the rows that it names cannot be read
+    here.
     """
     if found.output is None:
         raise nothing_to_check()
     path = found.imported.path
-    read = partial(import_file, path, tool=found.imported.tool, num_gpus=found.num_gpus, templates=frozenset(BUNDLED))
+    read = partial(
+        import_file, path, tool=found.imported.tool, num_gpus=found.num_gpus, templates=frozenset(BUNDLED)
+    )
     plain = read() if found.overrides else found.imported
     if answers := _answers(plain, found.overrides):
         plain = read(overrides=answers)
     if not plain.names_inputs:
-        message = f"`--check` compares {path} with the recipe, and neither it nor `--set` names model and rows"
-        raise usage_error("import-check", message, hint="leave out `--check`: `fsdp-tune rehearse` tries the recipe itself")
-    return compare(plain, found.output, CompareOptions(num_gpus=found.num_gpus, allowed=allowed), observer=observer)
+        message = (
+            f"`--check` compares {path} with the recipe, and neither it nor `--set` names model and rows"
+        )
+        raise usage_error(
+            "import-check", message, hint="leave out `--check`: `fsdp-tune rehearse` tries the recipe itself"
+        )
+    return compare(
+        plain, found.output, CompareOptions(num_gpus=found.num_gpus, allowed=allowed), observer=observer
+    )
 
 
 def _answers(plain: ImportedRecipe, overrides: Sequence[str]) -> list[str]:
@@ -140,13 +163,17 @@ def _answers(plain: ImportedRecipe, overrides: Sequence[str]) -> list[str]:
 
 def nothing_to_check() -> FsdpTuneError:
     return usage_error(
-        "import-check", "`--check` compares the file with the written recipe, and `--output` is missing", hint="--output recipe.yaml"
+        "import-check",
+        "`--check` compares the file with the written recipe, and `--output` is missing",
+        hint="--output recipe.yaml",
     )
 
 
 def _check_target(target: Path, source: Path, *, force: bool) -> None:
     if target.exists() and source.exists() and target.samefile(source):
-        raise usage_error("output-exists", f"`{target}` is the file to be imported", hint="give another file name")
+        raise usage_error(
+            "output-exists", f"`{target}` is the file to be imported", hint="give another file name"
+        )
     atomic.check_output_file(target, replaces=force, otherwise="`--force`")
 
 
@@ -155,17 +182,21 @@ def _unchecked(recipe: Recipe) -> tuple[str, ...]:
     found: list[str] = []
     name = recipe.model.name_or_path
     if name is not None and not Path(name).is_dir():
-        found.append(f"the model `{name}` is not on this machine: its architecture, tokenizer and chat template")
+        found.append(
+            f"the model `{name}` is not on this machine: its architecture, tokenizer and chat template"
+        )
     missing = [name for _, source in recipe.data.sources for name in _missing_rows(source)]
     if missing:
         found.append(
-            f"the rows of {', '.join(f'`{path}`' for path in dict.fromkeys(missing))} are not on this machine: their columns and format"
+            f"the rows of {', '.join(f'`{path}`' for path in dict.fromkeys(missing))} are not on "
+            "this machine: their columns and format"
         )
     return tuple(found)
 
 
 def _missing_rows(source: DataSource) -> list[str]:
-    """Return what is not on this machine of the rows of a source: its path, or files of it where that is their kind."""
+    """Return what is not on this machine of the rows of a source: its path, or files of it where that is
+    their kind."""
     names = [source.path]
     if source.path in BUILDERS and source.data_files:
         names = [str(Path(source.data_dir or "", str(name))) for name in as_items(source.data_files)]

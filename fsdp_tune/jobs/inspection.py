@@ -1,8 +1,10 @@
-"""Inspect model and data of a resolved recipe without GPUs: each stage alone, with what a mistake of another one does not concern.
+"""Inspect model and data of a resolved recipe without GPUs: each stage alone, with what a mistake of another
+one does not concern.
 
-The model is inspected in a child process, since this one never imports torch, unless the inspection of an earlier one still holds; the
-first rows of each source are read here. A stage whose keys have a mistake already is not run, since what it finds would be about other
-values than the user's: it is listed as unchecked.
+The model is inspected in a child process, since this one never imports torch, unless the inspection of an
+earlier one still holds; the first rows of each source are read here. A stage whose keys have a mistake
+already is not run, since what it finds would be about other values than the user's: it is listed as
+unchecked.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ if TYPE_CHECKING:
 INSPECT = (sys.executable, "-P", "-m", "fsdp_tune.model.loading.inspect")
 INSPECT_SECONDS = 300.0
 _UNREACHABLE = re.compile(
-    r"couldn't connect|offline mode|connection error|could not reach|max retries|timed out|name resolution", re.IGNORECASE
+    r"couldn't connect|offline mode|connection error|could not reach|max retries|timed out|name resolution",
+    re.IGNORECASE,
 )
 
 
@@ -67,7 +70,8 @@ class Inspection:
             self.add(error)
 
     def add(self, error: FsdpTuneError) -> None:
-        """Record the problems of the data. A hub that cannot be reached is not a mistake in the recipe, and a stop signal is raised."""
+        """Record the problems of the data. A hub that cannot be reached is not a mistake in the recipe, and a
+        stop signal is raised."""
         if error.exit_code is ExitCode.PREEMPTED:
             raise error
         for problem in error.problems:
@@ -95,11 +99,13 @@ def inspect(recipe: Recipe, *, offline: bool = False) -> Inspection:
     )
 
 
-def inspect_model(recipe: Recipe, *, offline: bool = False, answer: Callable[[float], str] | None = None) -> Inspection:
+def inspect_model(
+    recipe: Recipe, *, offline: bool = False, answer: Callable[[float], str] | None = None
+) -> Inspection:
     """Return parameters, layer classes, FSDP units and every problem of the model, found on the meta device.
 
-    `answer` waits some seconds for the document of an inspection that has already been started. Empty: there is none. Its process may be
-    a rank that hangs, of which the user learns when the ranks start.
+    `answer` waits some seconds for the document of an inspection that has already been started. Empty: there
+    is none. Its process may be a rank that hangs, of which the user learns when the ranks start.
     """
     limit_seconds = min(INSPECT_SECONDS, parse_seconds(recipe.launch.hang_timeout))
     text = answer(limit_seconds) if answer is not None else ""
@@ -108,31 +114,44 @@ def inspect_model(recipe: Recipe, *, offline: bool = False, answer: Callable[[fl
     for problem in document.problems:
         if problem.code == "model-not-found" and (offline or _UNREACHABLE.search(problem.message)):
             found.unchecked.append(
-                f"the model `{recipe.model.name_or_path}`: the hub cannot be reached, and its files are not in the cache"
+                f"the model `{recipe.model.name_or_path}`: the hub cannot be reached, and its files "
+                "are not in the cache"
             )
         else:
             found.problems.append(problem)
     if found.model is not None and not found.problems:
         found.problems += merge_problems(recipe, found.model) or carried_problems(recipe, found.model)
     elif found.model is None and found.problems:
-        found.unchecked.append("checks that need the complete model, such as the merge of adapters and the size of the embedding")
+        found.unchecked.append(
+            "checks that need the complete model, such as the merge of adapters and the size of the embedding"
+        )
     return found
 
 
 def _inspect_in_child(recipe: Recipe, *, offline: bool) -> ModelInspection:
-    """Return the document of `fsdp_tune.model.loading.inspect`, kept or new, or one with the reason why there is none."""
+    """Return the document of `fsdp_tune.model.loading.inspect`, kept or new, or one with the reason why there
+    is none."""
     environment = kept_inspections.without_session(os.environ) | ({"HF_HUB_OFFLINE": "1"} if offline else {})
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    environment |= {
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
     raw = kept_inspections.inspected_part(recipe).model_dump_json(by_alias=True)
     entry = kept_inspections.entry_path(INSPECT, raw, environment)
     if entry is not None and (document := kept_inspections.kept(entry)) is not None:
         return document
     command = (*INSPECT, *([str(entry), str(time.time_ns())] if entry is not None else []))
-    child = children.start(command, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    child = children.start(
+        command, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     try:
         output, errors = child.communicate(raw, timeout=INSPECT_SECONDS)
     except subprocess.TimeoutExpired:
-        return ModelInspection(None, (Problem("model-not-inspected", f"inspecting the model took more than {INSPECT_SECONDS:.0f} s"),))
+        return ModelInspection(
+            None,
+            (Problem("model-not-inspected", f"inspecting the model took more than {INSPECT_SECONDS:.0f} s"),),
+        )
     finally:
         children.end(child)
     try:
@@ -143,15 +162,23 @@ def _inspect_in_child(recipe: Recipe, *, offline: bool) -> ModelInspection:
 
 def _crashed(exit_code: int, errors: str) -> Problem:
     is_killed = exit_code < 0
-    hint = "out of host memory? The kernel then kills a process: see `dmesg`" if is_killed else "`fsdp-tune env` shows the installation"
-    return Problem("model-not-inspected", f"the model could not be inspected: {children.describe_failure(exit_code, errors)}", hint=hint)
+    hint = (
+        "out of host memory? The kernel then kills a process: see `dmesg`"
+        if is_killed
+        else "`fsdp-tune env` shows the installation"
+    )
+    return Problem(
+        "model-not-inspected",
+        f"the model could not be inspected: {children.describe_failure(exit_code, errors)}",
+        hint=hint,
+    )
 
 
 def inspect_data(recipe: Recipe, *, has_tokenizer: bool = True) -> Inspection:
     """Load the tokenizer, open every source and read its first rows; write nothing.
 
-    Without tokenizer or template the rows are still read and converted, but not encoded. `has_tokenizer`: whether the keys of the
-    tokenizer are right.
+    Without tokenizer or template the rows are still read and converted, but not encoded. `has_tokenizer`:
+    whether the keys of the tokenizer are right.
     """
     found = Inspection()
     encoder = _encoder(recipe, found, has_tokenizer=has_tokenizer)
@@ -178,7 +205,8 @@ def inspect_data(recipe: Recipe, *, has_tokenizer: bool = True) -> Inspection:
 
 
 def _encoder(recipe: Recipe, found: Inspection, *, has_tokenizer: bool) -> Encoder | None:
-    """Return the encoder; None, with the problems in `found`, if the tokenizer or the chat template of the recipe cannot be used."""
+    """Return the encoder; None, with the problems in `found`, if the tokenizer or the chat template of the
+    recipe cannot be used."""
     has_template = recipe.data.chat_template is None
     with found.collected():
         if recipe.data.chat_template is not None:
@@ -202,7 +230,8 @@ MODEL_KEYS = (
     *("data.max_length", "data.packing", "training.optim", "training.optim_args"),
 )
 TOKENIZER_KEYS = tuple(
-    f"model.{name}" for name in ("name_or_path", "tokenizer", "revision", "tokenizer_revision", "trust_remote_code", "tokens")
+    f"model.{name}"
+    for name in ("name_or_path", "tokenizer", "revision", "tokenizer_revision", "trust_remote_code", "tokens")
 )
 ROW_KEYS = ("data", "training.sample")
 NOT_OF_ROWS = tuple(
@@ -222,18 +251,22 @@ NOT_OF_ROWS = tuple(
         *("mixture", "pad_to_multiple_of", "num_proc", "cache_dir"),
     )
 )
-"""Keys of `data:` by which examples are cut, packed, ordered or stored: a row is read and encoded without them."""
+"""Keys of `data:` by which examples are cut, packed, ordered or stored: a row is read and encoded without
+them."""
 
 
 def inspect_remaining(recipe: Recipe, suspects: Collection[str], *, offline: bool) -> Inspection:
-    """Inspect model and rows of a recipe with mistakes, as far as they do not depend on the keys with a mistake, `suspects`.
+    """Inspect model and rows of a recipe with mistakes, as far as they do not depend on the keys with a
+    mistake, `suspects`.
 
     `recipe`: resolved, as far as it could be. The rest is listed in `unchecked`.
     """
     meant = {key: meant_key(key) for key in sorted(suspects)}
     of_model = [key for key, known in meant.items() if _reads(MODEL_KEYS, known)]
     of_tokenizer = [key for key, known in meant.items() if known == "model" or _reads(TOKENIZER_KEYS, known)]
-    of_rows = [key for key, known in meant.items() if _reads(ROW_KEYS, known) and not _reads(NOT_OF_ROWS, known)]
+    of_rows = [
+        key for key, known in meant.items() if _reads(ROW_KEYS, known) and not _reads(NOT_OF_ROWS, known)
+    ]
     if not (of_model or of_tokenizer or of_rows):
         return inspect(recipe, offline=offline)
     found = Inspection()
@@ -245,12 +278,15 @@ def inspect_remaining(recipe: Recipe, suspects: Collection[str], *, offline: boo
         found.unchecked.append(f"the model and its adapters, which depend on {_listed(of_model)}")
     if of_rows:
         found.problems.extend(missing_sources(recipe))
-        found.unchecked.append(f"tokenizer, chat template and rows, which depend on {_listed([*of_tokenizer, *of_rows])}")
+        found.unchecked.append(
+            f"tokenizer, chat template and rows, which depend on {_listed([*of_tokenizer, *of_rows])}"
+        )
     return found
 
 
 def _reads(keys: Collection[str], suspect: str) -> bool:
-    """Return whether a suspect key is one of `keys`, or in one of these sections, or a section that has one of them."""
+    """Return whether a suspect key is one of `keys`, or in one of these sections, or a section that has one
+    of them."""
     return any(suspect == key or suspect.startswith((f"{key}.", f"{key}[")) for key in keys)
 
 

@@ -1,4 +1,5 @@
-"""Make a recipe: for a model, data and GPUs (`new`), or from the configuration of another trainer (`import`)."""
+"""Make a recipe: for a model, data and GPUs (`new`), or from the configuration of another trainer
+(`import`)."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ _COMMENTS = {
 
 @dataclass(frozen=True, slots=True)
 class NewRecipe:
-    """`plan` is that of the recipe on the GPUs; `refused` has, for each method that did not fit, the reason."""
+    """`plan` is that of the recipe on the GPUs; `refused` has, for each method that did not fit, the
+    reason."""
 
     path: Path
     method: Method
@@ -66,23 +68,34 @@ class _ProgressOnly(Observer):
         return self.inner.progress(f"{self.method}: {label}", total, unit)
 
 
-def new_recipe(model: str, data: str, options: NewRecipeOptions, observer: Observer = Observer()) -> NewRecipe:
+def new_recipe(
+    model: str, data: str, options: NewRecipeOptions, observer: Observer = Observer()
+) -> NewRecipe:
     """Write the best recipe for a model, a source of rows and GPUs to `options.output`.
 
-    With the method `auto`, all parameters are trained if that fits, else adapters, else adapters on weights in 4 bits.
-    A layout with parameters in host memory is not taken by `auto`.
+    With the method `auto`, all parameters are trained if that fits, else adapters, else adapters on weights
+    in 4 bits. A layout with parameters in host memory is not taken by `auto`.
     Raises: FsdpTuneError for inputs that are not found, a file that exists, or if nothing fits.
     """
     target = options.output
     check_output_file(target)
-    if can_only_be_a_path(data) and "://" not in data and not glob.has_magic(data) and not Path(data).expanduser().exists():
-        raise usage_error("data-not-found", f"`{data}` does not exist", hint="a file, a directory, a hub id or builtin:NAME")
+    if (
+        can_only_be_a_path(data)
+        and "://" not in data
+        and not glob.has_magic(data)
+        and not Path(data).expanduser().exists()
+    ):
+        raise usage_error(
+            "data-not-found", f"`{data}` does not exist", hint="a file, a directory, a hub id or builtin:NAME"
+        )
     refused: dict[str, str] = {}
     offloaded: NewRecipe | None = None
     for method in _methods(options.method):
         text = _text(model, data, method, options)
         try:
-            made = _written(parse_recipe(text, target, unneeded=INPUTS), target, options, _ProgressOnly(observer, method))
+            made = _written(
+                parse_recipe(text, target, unneeded=INPUTS), target, options, _ProgressOnly(observer, method)
+            )
         except FsdpTuneError as error:
             if error.problems[0].code != "nothing-fits":
                 raise
@@ -100,13 +113,21 @@ def new_recipe(model: str, data: str, options: NewRecipeOptions, observer: Obser
     tried = ", ".join(refused)
     if offloaded is not None:
         hint = f"`--method {offloaded.method}` writes the one with parameters in host memory"
-        raise usage_error("nothing-fits", f"no recipe for {model} fits the GPUs alone ({tried} tried)", hint=hint)
+        raise usage_error(
+            "nothing-fits", f"no recipe for {model} fits the GPUs alone ({tried} tried)", hint=hint
+        )
     hint = "more or larger GPUs, or a shorter `--max-length`"
-    raise usage_error("nothing-fits", f"no recipe for {model} fits ({tried} tried): {next(iter(refused.values()))}", hint=hint)
+    raise usage_error(
+        "nothing-fits",
+        f"no recipe for {model} fits ({tried} tried): {next(iter(refused.values()))}",
+        hint=hint,
+    )
 
 
 def _written(loaded: LoadedRecipe, target: Path, options: NewRecipeOptions, observer: Observer) -> Plan:
-    return plan(loaded, gpu=options.gpu, num_gpus=options.num_gpus, target="fastest", write=target, observer=observer)
+    return plan(
+        loaded, gpu=options.gpu, num_gpus=options.num_gpus, target="fastest", write=target, observer=observer
+    )
 
 
 def _methods(wanted: str) -> list[Method]:
@@ -117,7 +138,12 @@ def _text(model: str, data: str, method: Method, options: NewRecipeOptions) -> s
     source: dict[str, Any] = {"path": data} | ({"split": options.split} if options.split else {})
     document: dict[str, object] = {
         "model": {"name_or_path": model},
-        "data": {"train": [source], "eval": {"fraction": 0.01}, "max_length": options.max_length, "packing": True},
+        "data": {
+            "train": [source],
+            "eval": {"fraction": 0.01},
+            "max_length": options.max_length,
+            "packing": True,
+        },
         **_METHODS[method],
         "precision": {"mixed_precision": "bf16"},
         "training": {

@@ -1,4 +1,5 @@
-"""Train the best recipes of a ranking for a few steps on this machine, and set what they took beside the prediction."""
+"""Train the best recipes of a ranking for a few steps on this machine, and set what they took beside the
+prediction."""
 
 from __future__ import annotations
 
@@ -12,7 +13,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fsdp_tune.core.atomic import check_output_file, write_file
-from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FsdpTuneError, Problem, failed_error, usage_error
+from fsdp_tune.core.errors import (
+    EXIT_CODE_OF_REASON,
+    ExitCode,
+    ExitReason,
+    FsdpTuneError,
+    Problem,
+    failed_error,
+    usage_error,
+)
 from fsdp_tune.core.gpus import CPU
 from fsdp_tune.core.units import format_figure, parse_seconds
 from fsdp_tune.jobs.observer import Observer, TrainResult, session
@@ -30,7 +39,8 @@ from fsdp_tune.run.metrics_file import read_metrics
 UNCOUNTED_STEPS = 2
 """The first step compiles and allocates, and the second is the first beside a complete optimizer state."""
 FULL_ROWS = 0.9
-"""A plan is of rows of `data.max_length`. A run that computes fewer tokens than this share of them calibrates nothing."""
+"""A plan is of rows of `data.max_length`. A run that computes fewer tokens than this share of them calibrates
+nothing."""
 _LEAST_HANG_SECONDS = 60
 _TRAINING: dict[str, object] = {
     "eval_strategy": "no",
@@ -61,10 +71,12 @@ def measure(
     allowed: Allowed = Allowed(),
     observer: Observer = Observer(),
 ) -> Plan:
-    """Rank recipes as `plan` does, train the `count` fastest and the requested one for a few steps on this machine, and rank what ran.
+    """Rank recipes as `plan` does, train the `count` fastest and the requested one for a few steps on this
+    machine, and rank what ran.
 
-    `steps` are counted after the first two. No measurement begins that would end after `minutes`. Full rows on a GPU calibrate its later
-    plans. `write` is a file for the fastest. Call it where `train` may be called. Raises: FsdpTuneError, also if nothing was measured.
+    `steps` are counted after the first two. No measurement begins that would end after `minutes`. Full rows
+    on a GPU calibrate its later plans. `write` is a file for the fastest. Call it where `train` may be
+    called. Raises: FsdpTuneError, also if nothing was measured.
     """
     with session(recipe):
         if write is not None:
@@ -80,27 +92,39 @@ def measure(
                     found = plans.search("fastest", lambda _changes: bar.advance())
             chosen = found.to_measure(count)
             if not chosen:
-                raise usage_error("nothing-fits", f"no recipe fits {made.num_processes} × {made.gpu}, so there is none to measure")
+                raise usage_error(
+                    "nothing-fits",
+                    f"no recipe fits {made.num_processes} × {made.gpu}, so there is none to measure",
+                )
             measuring = _Measuring(steps, minutes, allowed, observer)
             for number, each in enumerate(chosen, 1):
                 loaded = parse_recipe(recipe_body(plans.recipe, planned.written, each), recipe.path)
                 measuring.trials.append(Trial(each, loaded, folder / str(number)))
             stop = measuring.run()
-            made = replace(made, alternatives=tuple(each.plan for each in found.ranked), best_because=found.because)
+            made = replace(
+                made, alternatives=tuple(each.plan for each in found.ranked), best_because=found.because
+            )
             made = replace(made, measured=tuple(each.figures for each in measuring.fastest_first()))
             observer.planned(made, "measured")
             fastest = measuring.fastest_first()[0]
             if fastest.figures.step_seconds is not None:
                 with PlanSession(plans.recipe, planned.hardware, exact=exact) as plans:
                     if write is not None:
-                        write_file(write, recipe_text(plans, write, planned.written, fastest.planned, _why(made, fastest.figures)))
+                        write_file(
+                            write,
+                            recipe_text(
+                                plans, write, planned.written, fastest.planned, _why(made, fastest.figures)
+                            ),
+                        )
                         observer.message(f"the fastest recipe is {write}")
                     _calibrate(plans, fastest, observer)
         if stop is not None:
             raise stop
         if fastest.figures.step_seconds is None:
             message = f"none of {len(chosen)} recipes was measured; the first: {fastest.figures.problem}"
-            raise failed_error("nothing-measured", message, hint="`fsdp-tune train` on this machine shows the complete error")
+            raise failed_error(
+                "nothing-measured", message, hint="`fsdp-tune train` on this machine shows the complete error"
+            )
         return made
 
 
@@ -114,8 +138,15 @@ def _planned(recipe: LoadedRecipe, allowed: Allowed, observer: Observer) -> Plan
             raise usage_error("no-gpu-to-measure", message, hint=hint) from error
         raise
     if planned.recipe.launch.num_machines > 1:
-        message = f"`--measure` trains on this machine alone, and the recipe has {planned.recipe.launch.num_machines}"
-        raise usage_error("measured-on-one-machine", message, hint="--set launch.num_machines=1, with the ranks of this machine")
+        message = (
+            "`--measure` trains on this machine alone, and the recipe has "
+            f"{planned.recipe.launch.num_machines}"
+        )
+        raise usage_error(
+            "measured-on-one-machine",
+            message,
+            hint="--set launch.num_machines=1, with the ranks of this machine",
+        )
     return planned
 
 
@@ -138,7 +169,13 @@ class Trial:
     def ended(self, outcome: str, problem: str | None) -> None:
         plan = self.planned.plan
         self.figures = MeasuredPlan(
-            plan.recipe_changes, plan.batch, outcome, problem, plan.tokens_per_step, plan.step_seconds, plan.peak_reserved_gib
+            plan.recipe_changes,
+            plan.batch,
+            outcome,
+            problem,
+            plan.tokens_per_step,
+            plan.step_seconds,
+            plan.peak_reserved_gib,
         )
 
 
@@ -152,14 +189,18 @@ class _Measuring:
     trials: list[Trial] = field(default_factory=list[Trial])
 
     def run(self) -> FsdpTuneError | None:
-        """Train each recipe for a few steps. Return the error of a signal that asks to stop; the other trials are then not started."""
+        """Train each recipe for a few steps. Return the error of a signal that asks to stop; the other trials
+        are then not started."""
         began, longest = time.monotonic(), 0.0
         for number, trial in enumerate(self.trials, 1):
             start, plan = time.monotonic(), trial.planned.plan
             if self.minutes is not None and number > 1 and start - began + longest > 60 * self.minutes:
                 trial.ended("not started", f"it would have ended after {self.minutes:g} minutes")
                 continue
-            changes = ", ".join(f"{key}: {value}" for key, value in plan.recipe_changes.items()) or "the requested recipe"
+            changes = (
+                ", ".join(f"{key}: {value}" for key, value in plan.recipe_changes.items())
+                or "the requested recipe"
+            )
             self.observer.message(f"measuring {number} of {len(self.trials)}: {changes}")
             try:
                 self._train(trial)
@@ -173,7 +214,10 @@ class _Measuring:
 
     def fastest_first(self) -> list[Trial]:
         """Return the trials by their tokens a second over all devices, and last what was not measured."""
-        return sorted(self.trials, key=lambda trial: (trial.figures.step_seconds is None, -trial.figures.tokens_per_second))
+        return sorted(
+            self.trials,
+            key=lambda trial: (trial.figures.step_seconds is None, -trial.figures.tokens_per_second),
+        )
 
     def _train(self, trial: Trial) -> None:
         """Raises: FsdpTuneError if a signal asks to stop."""
@@ -183,7 +227,10 @@ class _Measuring:
         except FsdpTuneError as error:
             if error.exit_code in (ExitCode.INTERRUPTED, ExitCode.PREEMPTED):
                 raise
-            trial.ended("out of memory" if error.exit_code is ExitCode.OUT_OF_MEMORY else "failed", error.problems[0].message)
+            trial.ended(
+                "out of memory" if error.exit_code is ExitCode.OUT_OF_MEMORY else "failed",
+                error.problems[0].message,
+            )
             return
         if result.exit_reason is not ExitReason.FINISHED:
             problem = Problem("stopped-measuring", "stopped while a recipe was measured")
@@ -195,12 +242,16 @@ class _Measuring:
         recipe = trial.loaded.recipe
         launch: dict[str, object] = {"max_restarts": 0}
         if self.minutes is not None:
-            hang_seconds = min(parse_seconds(recipe.launch.hang_timeout), max(_LEAST_HANG_SECONDS, round(60 * self.minutes)))
+            hang_seconds = min(
+                parse_seconds(recipe.launch.hang_timeout), max(_LEAST_HANG_SECONDS, round(60 * self.minutes))
+            )
             launch["hang_timeout"] = f"{hang_seconds}s"
         return recipe.model_copy(
             update={
                 "output_dir": str(trial.folder),
-                "training": recipe.training.model_copy(update=_TRAINING | {"max_steps": self.steps + UNCOUNTED_STEPS}),
+                "training": recipe.training.model_copy(
+                    update=_TRAINING | {"max_steps": self.steps + UNCOUNTED_STEPS}
+                ),
                 "checkpoint": recipe.checkpoint.model_copy(update={"probe": False, "mirror": None}),
                 "evaluation": CheckpointEvaluation(),
                 "merge": recipe.merge.model_copy(update={"at_end": False}),
@@ -211,7 +262,9 @@ class _Measuring:
 
 def _read(trial: Trial, result: TrainResult) -> None:
     """Take the figures of a finished run from its metrics."""
-    lines = [line for line in read_metrics(result.run) if "loss" in line and line.get("step_seconds")][UNCOUNTED_STEPS:]
+    lines = [line for line in read_metrics(result.run) if "loss" in line and line.get("step_seconds")][
+        UNCOUNTED_STEPS:
+    ]
     if not lines:
         trial.ended("failed", "the run has no line of a counted step")
         return
@@ -221,7 +274,9 @@ def _read(trial: Trial, result: TrainResult) -> None:
     trial.figures = replace(
         trial.figures,
         step_seconds=statistics.median(line["step_seconds"] for line in lines),
-        tokens_per_second_per_device=statistics.median(line["tokens_per_second_per_device"] for line in lines),
+        tokens_per_second_per_device=statistics.median(
+            line["tokens_per_second_per_device"] for line in lines
+        ),
         num_processes=trial.planned.plan.num_processes,
         peak_reserved_gib=max(peaks, default=None),
     )
@@ -246,22 +301,29 @@ def _calibrate(plans: PlanSession, fastest: Trial, observer: Observer) -> None:
 
 def _why(made: Plan, figures: MeasuredPlan) -> list[str]:
     trained = sum(each.step_seconds is not None for each in made.measured)
-    speed = f"{figures.step_seconds:.3g} s a step, {figures.tokens_per_second_per_device:,.0f} tokens a second and device"
+    speed = (
+        f"{figures.step_seconds:.3g} s a step, {figures.tokens_per_second_per_device:,.0f} tokens a "
+        "second and device"
+    )
     return [
-        f"# {made.recipe} for {made.num_processes} × {made.gpu}: the fastest of {trained} that `fsdp-tune plan --measure` trained.",
+        f"# {made.recipe} for {made.num_processes} × {made.gpu}: the fastest of {trained} that "
+        "`fsdp-tune plan --measure` trained.",
         f"# Measured: {speed}.",
     ]
 
 
 @contextmanager
 def _folder(output: Path) -> Iterator[Path]:
-    """Yield a folder for runs on the disk of the recipe's own, and remove it at the end. Raises: usage error if it cannot be made."""
+    """Yield a folder for runs on the disk of the recipe's own, and remove it at the end. Raises: usage error
+    if it cannot be made."""
     parent = next(folder for folder in (output.absolute(), *output.absolute().parents) if folder.is_dir())
     try:
         folder = Path(tempfile.mkdtemp(prefix=".fsdp-tune-measure-", dir=parent))
     except OSError as error:
         message = f"{parent} cannot be written ({error.strerror}), and the measured runs belong there"
-        raise usage_error("output-not-writable", message, hint="--set output_dir=… names another directory") from error
+        raise usage_error(
+            "output-not-writable", message, hint="--set output_dir=… names another directory"
+        ) from error
     try:
         yield folder
     finally:

@@ -1,4 +1,5 @@
-"""`checkpoint.mirror` on the side of the command: the check at the start, the download, and the process that sends."""
+"""`checkpoint.mirror` on the side of the command: the check at the start, the download, and the process that
+sends."""
 
 from __future__ import annotations
 
@@ -64,13 +65,15 @@ class Mirroring:
     """The error of the process that sends which was a notice last."""
     _start_step: int | None = None
     _was_read: bool = False
-    """Whether the start was decided with the mirror's checkpoints in view: only then may newer ones of it be taken back."""
+    """Whether the start was decided with the mirror's checkpoints in view: only then may newer ones of it be
+    taken back."""
     _adopted: str | None = field(default=None)
     """Id of the run in the mirror that this command continues."""
 
     @classmethod
     def of(cls, run: RunDir, recipe: Recipe, observer: Observer, machine: int = 0) -> Mirroring | None:
-        """Return the mirror that a recipe names, or None. Raises: usage error if the package of its protocol is missing."""
+        """Return the mirror that a recipe names, or None. Raises: usage error if the package of its protocol
+        is missing."""
         url = recipe.checkpoint.mirror
         if url is None:
             return None
@@ -80,10 +83,12 @@ class Mirroring:
             raise mirror_error(url, error) from error
 
     def prepare(self, start: Start, resume: str | None, *, overwrite: bool = False) -> bool:
-        """Claim and check the mirror before anything is trained; under `--resume auto`, download a newer checkpoint than that of `start`.
+        """Claim and check the mirror before anything is trained; under `--resume auto`, download a newer
+        checkpoint than that of `start`.
 
-        Returns whether one was downloaded, after which the start is to be decided again. Raises: usage error for a mirror that
-        cannot be used; one that cannot be reached is a notice if this disk has a checkpoint.
+        Returns whether one was downloaded, after which the start is to be decided again. Raises: usage error
+        for a mirror that cannot be used; one that cannot be reached is a notice if this disk has a
+        checkpoint.
         """
         self.observer.phase("checking the mirror")
         try:
@@ -103,8 +108,16 @@ class Mirroring:
             return downloaded
         except UrlError as error:
             if error.refusal in (None, "full") and start.checkpoint is not None:
-                message = f"the mirror {self.remote.url} cannot be used: {error}; the run continues from this disk"
-                self.observer.notices([Notice("mirror-unreachable", message, Where(key="checkpoint.mirror"), "it is tried again")])
+                message = (
+                    f"the mirror {self.remote.url} cannot be used: {error}; the run continues from this disk"
+                )
+                self.observer.notices(
+                    [
+                        Notice(
+                            "mirror-unreachable", message, Where(key="checkpoint.mirror"), "it is tried again"
+                        )
+                    ]
+                )
                 return False
             raise mirror_error(self.remote.url, error) from error
 
@@ -118,7 +131,10 @@ class Mirroring:
             return [Notice("mirror-unreachable", f"the mirror {self.remote.url} cannot be read: {error}")]
         if newest is None or (start.checkpoint is not None and newest <= start.step):
             return []
-        message = f"the run would continue from checkpoint-{newest} of {self.remote.url}, which is newer than what is on this disk"
+        message = (
+            f"the run would continue from checkpoint-{newest} of {self.remote.url}, which is newer than "
+            "what is on this disk"
+        )
         return [Notice("mirror-newer", message)]
 
     def _claim(self) -> None:
@@ -127,7 +143,10 @@ class Mirroring:
 
         def wait(other: WriterRecord | None) -> None:
             seconds = f"up to {SILENCE_SECONDS:.0f} s"
-            self.observer.message(f"waiting {seconds} to see whether {other or 'another command'} still writes to {self.remote.url}")
+            self.observer.message(
+                f"waiting {seconds} to see whether {other or 'another command'} still writes to "
+                f"{self.remote.url}"
+            )
             self.observer.phase("waiting for the other command's sign of life")
 
         try:
@@ -137,10 +156,16 @@ class Mirroring:
                 "mirror-in-use",
                 f"{self.remote.url} is in use by {error.record or 'another command'}",
                 where=Where(key="checkpoint.mirror"),
-                ways_out=("stop that command, or wait for its end", "--set checkpoint.mirror=… or --set output_dir=… names another place"),
+                ways_out=(
+                    "stop that command, or wait for its end",
+                    "--set checkpoint.mirror=… or --set output_dir=… names another place",
+                ),
             ) from error
         if taken is not None:
-            message = f"{self.remote.url} was claimed by {taken}, which has ended or does not respond: it is taken over"
+            message = (
+                f"{self.remote.url} was claimed by {taken}, which has ended or does not respond: it is "
+                "taken over"
+            )
             self.observer.notices([Notice("mirror-taken-over", message)])
 
     def close(self) -> None:
@@ -157,12 +182,20 @@ class Mirroring:
         if resume == AUTO and start.is_new:
             self._adopted = there
             return
-        continues = () if resume is not None or overwrite else ("--resume auto continues from it, if its directory is gone",)
+        continues = (
+            ()
+            if resume is not None or overwrite
+            else ("--resume auto continues from it, if its directory is gone",)
+        )
         raise usage_error(
             "mirror-used",
             f"{self.remote.url} has the checkpoints of another run",
             where=Where(key="checkpoint.mirror"),
-            ways_out=(*continues, "--set checkpoint.mirror=… or --set output_dir=… names another place", "remove what is there"),
+            ways_out=(
+                *continues,
+                "--set checkpoint.mirror=… or --set output_dir=… names another place",
+                "remove what is there",
+            ),
         )
 
     def _refuse_later(self, start: Start, listing: Listing) -> None:
@@ -170,14 +203,23 @@ class Mirroring:
         if later := [f"checkpoint-{step}" for step in reversed(steps) if step > start.step]:
             raise usage_error(
                 "later-checkpoints",
-                f"{self.remote.url} has checkpoints after step {start.step} ({', '.join(later)}), which the run would replace",
-                ways_out=("--resume auto continues from the newest", "--set output_dir=… continues in a new directory", "remove them"),
+                f"{self.remote.url} has checkpoints after step {start.step} ({', '.join(later)}), "
+                "which the run would replace",
+                ways_out=(
+                    "--resume auto continues from the newest",
+                    "--set output_dir=… continues in a new directory",
+                    "remove them",
+                ),
             )
 
     def _download(self, start: Start, listing: Listing) -> bool:
-        """Download the newest checkpoint that is complete and newer than this disk's, and the best one. Returns whether there was one."""
+        """Download the newest checkpoint that is complete and newer than this disk's, and the best one.
+        Returns whether there was one."""
         steps = self.remote.complete_steps(listing)
-        if self._fetch_newest([step for step in steps if start.checkpoint is None or step > start.step]) is not None:
+        if (
+            self._fetch_newest([step for step in steps if start.checkpoint is None or step > start.step])
+            is not None
+        ):
             return True
         if start.checkpoint is None and steps:  # from step 0, the run would replace them
             raise usage_error(
@@ -187,11 +229,19 @@ class Mirroring:
                 hint="--set checkpoint.mirror=… starts another copy, and the run at step 0",
             )
         if start.checkpoint is None:
-            self.observer.notices([Notice("mirror-empty", f"{self.remote.url} has no complete checkpoint: training starts at step 0")])
+            self.observer.notices(
+                [
+                    Notice(
+                        "mirror-empty",
+                        f"{self.remote.url} has no complete checkpoint: training starts at step 0",
+                    )
+                ]
+            )
         return False
 
     def newer_copy(self, step: int, advance: Callable[[int], object]) -> Path | None:
-        """Download the newest checkpoint after `step`, for a restart. Returns its directory; None, after a message, if there is none.
+        """Download the newest checkpoint after `step`, for a restart. Returns its directory; None, after a
+        message, if there is none.
 
         `advance` is called with the number of bytes as they arrive.
         """
@@ -204,8 +254,11 @@ class Mirroring:
             self.observer.message(f"a newer checkpoint of {self.remote.url} cannot be used: {error}")
             return None
 
-    def _fetch_newest(self, steps: Sequence[int], advance: Callable[[int], object] | None = None) -> Path | None:
-        """Download the first of `steps` whose files are those of its manifest, and the best one. Returns its directory."""
+    def _fetch_newest(
+        self, steps: Sequence[int], advance: Callable[[int], object] | None = None
+    ) -> Path | None:
+        """Download the first of `steps` whose files are those of its manifest, and the best one. Returns its
+        directory."""
         for step in steps:
             found = self.remote.checkpoint(step)
             if isinstance(found, RemoteCheckpoint):
@@ -213,11 +266,14 @@ class Mirroring:
             if isinstance(found, RemoteCheckpoint):
                 self._fetch_best(found, advance)
                 return self.run.checkpoint(step)
-            self.observer.notices([Notice("checkpoint-rejected", f"checkpoint-{step} of the mirror is not used: {found}")])
+            self.observer.notices(
+                [Notice("checkpoint-rejected", f"checkpoint-{step} of the mirror is not used: {found}")]
+            )
         return None
 
     def _check_recipe(self, found: RemoteCheckpoint) -> str | None:
-        """Refuse a recipe that must not continue the run, before the download. Returns why the file is not usable, or None.
+        """Refuse a recipe that must not continue the run, before the download. Returns why the file is not
+        usable, or None.
 
         Raises: usage error, UrlError.
         """
@@ -234,8 +290,11 @@ class Mirroring:
         return None
 
     def _fetch(self, found: RemoteCheckpoint, advance: Callable[[int], object] | None = None) -> str | None:
-        """Download a checkpoint, with a progress bar unless `advance` counts. Returns why its files are not usable, or None."""
-        self.observer.message(f"downloading {found.name} ({format_bytes(found.size_bytes)}) from {self.remote.url}")
+        """Download a checkpoint, with a progress bar unless `advance` counts. Returns why its files are not
+        usable, or None."""
+        self.observer.message(
+            f"downloading {found.name} ({format_bytes(found.size_bytes)}) from {self.remote.url}"
+        )
         try:
             if advance is not None:
                 fetch_checkpoint(self.remote, found, self.run, advance, identity=self._adopted)
@@ -258,7 +317,14 @@ class Mirroring:
         except OSError as error:
             reason = str(error)
         if reason is not None:
-            self.observer.notices([Notice("checkpoint-rejected", f"checkpoint-{best.step}, the best, is not on this disk: {reason}")])
+            self.observer.notices(
+                [
+                    Notice(
+                        "checkpoint-rejected",
+                        f"checkpoint-{best.step}, the best, is not on this disk: {reason}",
+                    )
+                ]
+            )
 
     @contextmanager
     def sending(self, start_step: int | None) -> Iterator[None]:
@@ -285,24 +351,34 @@ class Mirroring:
 
     def _start(self) -> None:
         keep, start = self.recipe.training.save_total_limit, self._start_step
-        words = [str(self.run.path), str(self.recipe.checkpoint.mirror), str(self.machine), str(self.recipe.launch.num_machines)]
+        words = [
+            str(self.run.path),
+            str(self.recipe.checkpoint.mirror),
+            str(self.machine),
+            str(self.recipe.launch.num_machines),
+        ]
         words += ["all" if keep is None else str(keep), "unknown" if start is None else str(start)]
         words += [self._writer.key if self._writer is not None else "none"]
         words += ["own" if self.recipe.has_own_directories else "shared"]
         command = [sys.executable, "-m", "fsdp_tune.cluster.mirror.send", *words]
         with DISK.open_private(self.run.logs / f"mirror-{self.machine:02d}.log", "ab") as log:
-            self._child = children.start(command, dict(os.environ), stdin=subprocess.PIPE, stdout=log, stderr=log)
+            self._child = children.start(
+                command, dict(os.environ), stdin=subprocess.PIPE, stdout=log, stderr=log
+            )
         self._started += 1
 
     def tend(self) -> None:
-        """Start the process that sends again if it has died, and report at once an error that does not pass by itself."""
+        """Start the process that sends again if it has died, and report at once an error that does not pass
+        by itself."""
         if self._child is None or self.machine != 0:
             return
         state = self._state()
         if state.is_refused and state.pid == self._child.pid and state.error != self._reported:
             self._reported = state.error
             message = f"no checkpoint reaches the mirror {self.remote.url}: {state.error}"
-            self.observer.notices([Notice("mirror-stopped", message, Where(key="checkpoint.mirror"), "training continues")])
+            self.observer.notices(
+                [Notice("mirror-stopped", message, Where(key="checkpoint.mirror"), "training continues")]
+            )
         if self._child.poll() is not None and self._started <= RESTARTS:
             self._start_step = None  # what is on this disk is the run by now
             self._start()
@@ -327,7 +403,11 @@ class Mirroring:
         state = self._state()
         ending = moved = LIVED.now()
         with self.observer.progress("sending to the mirror", state.left_bytes or None, "bytes") as bar:
-            while child.poll() is None and LIVED.now() - moved < STALL_SECONDS and LIVED.now() - ending < WAIT_SECONDS:
+            while (
+                child.poll() is None
+                and LIVED.now() - moved < STALL_SECONDS
+                and LIVED.now() - ending < WAIT_SECONDS
+            ):
                 time.sleep(POLL_SECONDS)
                 before, state = state, self._state()
                 if state.sent_bytes > before.sent_bytes:
@@ -340,9 +420,18 @@ class Mirroring:
 
     def _behind(self) -> Notice:
         state = self._state()
-        newest = "no checkpoint" if state.newest_step is None else f"checkpoint-{state.newest_step} at the newest"
-        left = f"; {', '.join(state.waiting)} ({format_bytes(state.left_bytes)}) on this disk alone" if state.waiting else ""
-        reasons = [*state.refused.values(), *([state.error] if state.error and state.error not in state.refused.values() else [])]
+        newest = (
+            "no checkpoint" if state.newest_step is None else f"checkpoint-{state.newest_step} at the newest"
+        )
+        left = (
+            f"; {', '.join(state.waiting)} ({format_bytes(state.left_bytes)}) on this disk alone"
+            if state.waiting
+            else ""
+        )
+        reasons = [
+            *state.refused.values(),
+            *([state.error] if state.error and state.error not in state.refused.values() else []),
+        ]
         why = f": {'; '.join(reasons)}" if reasons else ""
         hint = f"`fsdp-tune status {self.run.path}` shows it; the next start of the run sends the rest"
         return Notice("mirror-behind", f"the mirror {self.remote.url} has {newest}{left}{why}", hint=hint)

@@ -44,7 +44,8 @@ class TrainingInputs:
     steps: int | None
     """Optimizer steps of the run; None if they are unknown."""
     evaluation: EvaluationRecord
-    """What the scores of checkpoints are computed from; without sets and tasks if there is no `evaluation:`."""
+    """What the scores of checkpoints are computed from; without sets and tasks if there is no
+    `evaluation:`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,20 +135,23 @@ class Observer:
         """Receive a line for people about what happens now."""
 
     def phase(self, name: str) -> None:
-        """Receive what the job does now, such as `checking checkpoints`. It lasts until the next phase or progress bar."""
+        """Receive what the job does now, such as `checking checkpoints`. It lasts until the next phase or
+        progress bar."""
 
     def progress(self, label: str, total: int | None, unit: str) -> AbstractContextManager[Bar]:  # noqa: ARG002
         """Open a progress bar; `total` None: unknown. `unit` is `bytes`, `rows` or another plural."""
         return nullcontext(_NoBar())
 
     def planned(self, plan: Plan, stage: PlanStage) -> None:
-        """Receive the plan after each stage: of the recipe itself, with other recipes ranked, with the scaling table."""
+        """Receive the plan after each stage: of the recipe itself, with other recipes ranked, with the
+        scaling table."""
 
     def inputs_checked(self, inputs: TrainingInputs) -> None:
         """Receive the model, data and plan of a training before its run directory is written."""
 
     def run_opened(self, run: RunDir, log: Path) -> None:
-        """Receive the run directory, which the job owns from now on, and the file where messages of this machine belong."""
+        """Receive the run directory, which the job owns from now on, and the file where messages of this
+        machine belong."""
 
     def training(self) -> AbstractContextManager[None]:
         """Return a context that is open while ranks run."""
@@ -157,11 +161,13 @@ class Observer:
         """Receive a line of metrics.jsonl: a step, an evaluation or an event (`docs/reference`)."""
 
     def position(self, step: int, phase: str, done: int, planned: int) -> None:
-        """Receive where the first rank of this machine is, a few times a second: the step, the phase (`importing`, `training`,
-        `evaluating`, `saving` …), and in an evaluation how many of its planned batches are done."""
+        """Receive where the first rank of this machine is, a few times a second: the step, the phase
+        (`importing`, `training`, `evaluating`, `saving` …), and in an evaluation how many of its planned
+        batches are done."""
 
     def run_ended(self, result: TrainResult) -> None:
-        """Receive the result when the ranks have ended. Until a finished run is merged, its `exit_reason` is FAILED."""
+        """Receive the result when the ranks have ended. Until a finished run is merged, its `exit_reason` is
+        FAILED."""
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""Arguments of the jobs: each field is declared once, for scripts, for the option of the command and for its help.
+"""Arguments of the jobs: each field is declared once, for scripts, for the option of the command and for its
+help.
 
 Importing this module is cheap: the command line is made of it before it is known which job runs.
 """
@@ -26,7 +27,8 @@ class Allowed:
     remote_code: Annotated[
         bool,
         Option(
-            "Allow code from the repositories of models (`model.trust_remote_code`) and of kernels on the hub to run.",
+            "Allow code from the repositories of models (`model.trust_remote_code`) and of kernels "
+            "on the hub to run.",
             flags=("--trust-remote-code",),
         ),
     ] = False
@@ -41,7 +43,8 @@ class Allowed:
     extensions: Annotated[
         bool,
         Option(
-            "Allow `extensions` and `loader` of the recipe to run code of the installed packages that they name.",
+            "Allow `extensions` and `loader` of the recipe to run code of the installed packages "
+            "that they name.",
             flags=("--allow-extensions",),
         ),
     ] = False
@@ -63,14 +66,17 @@ VerifyData = Annotated[bool, Option("Hash all data files, even if their size and
 @dataclass(frozen=True, slots=True)
 class ValidateOptions:
     strict: Annotated[bool, Option("Treat keys that have no effect as errors.")] = False
-    offline: Annotated[bool, Option("Do not contact the hub; checks that need it are listed as not checked.")] = False
+    offline: Annotated[
+        bool, Option("Do not contact the hub; checks that need it are listed as not checked.")
+    ] = False
     allowed: Allowed = Allowed()
 
 
 @dataclass(frozen=True, slots=True)
 class DoctorOptions:
     machine_rank: Annotated[
-        int | None, Option("Number of this machine; the first is 0. Inside `srun` it is taken from Slurm.", metavar="N")
+        int | None,
+        Option("Number of this machine; the first is 0. Inside `srun` it is taken from Slurm.", metavar="N"),
     ] = None
     allowed: Allowed = Allowed()
 
@@ -87,21 +93,24 @@ class TrainOptions:
     resume: Annotated[
         str | None,
         Option(
-            "auto: continue from the newest complete checkpoint of the run. PATH: continue from that checkpoint.",
+            "auto: continue from the newest complete checkpoint of the run. PATH: continue from that "
+            "checkpoint.",
             metavar="auto|never|PATH",
             read=_resume,
         ),
     ] = None
     overwrite: Annotated[bool, Option("Move a used run directory aside and start over.")] = False
     machine_rank: Annotated[
-        int | None, Option("Number of this machine; the first is 0. Inside `srun` it is taken from Slurm.", metavar="N")
+        int | None,
+        Option("Number of this machine; the first is 0. Inside `srun` it is taken from Slurm.", metavar="N"),
     ] = None
     launcher_arguments: Sequence[str] = ()
     """Further arguments of `accelerate launch`."""
     profile: Annotated[
         ProfiledSteps | None,
         Option(
-            "Profile these steps: write a Chrome trace of each rank and a breakdown of the steps to RUN/profile.",
+            "Profile these steps: write a Chrome trace of each rank and a breakdown of the steps to "
+            "RUN/profile.",
             metavar="steps=FIRST:LAST",
             read=parse_profile,
         ),
@@ -109,7 +118,8 @@ class TrainOptions:
     skip_rows: Annotated[
         Path | None,
         Option(
-            "Leave out the rows that FILE lists (`PATH:ROW` or a JSON object on each line), from the step at which this command starts.",
+            "Leave out the rows that FILE lists (`PATH:ROW` or a JSON object on each line), from the "
+            "step at which this command starts.",
             metavar="FILE",
         ),
     ] = None
@@ -119,16 +129,28 @@ class TrainOptions:
     command: Sequence[str] = ()
     """The command line without `fsdp-tune`, for messages that say how to continue."""
     is_elsewhere: bool = False
-    """Whether the run starts on another machine, so that what is missing here is a notice: of a preview alone."""
+    """Whether the run starts on another machine, so that what is missing here is a notice: of a preview
+    alone."""
     saves: bool = True
     """False: no checkpoint is written."""
 
 
 Nodes = Annotated[
-    int | None, Option("Machines; overrides `launch.num_machines` of the recipe.", flags=("--nodes", "-N"), metavar="N", minimum=1)
+    int | None,
+    Option(
+        "Machines; overrides `launch.num_machines` of the recipe.",
+        flags=("--nodes", "-N"),
+        metavar="N",
+        minimum=1,
+    ),
 ]
 GpusPerNode = Annotated[
-    int | None, Option("Ranks on each node; overrides `launch.num_processes`, which is for all nodes.", metavar="N", minimum=1)
+    int | None,
+    Option(
+        "Ranks on each node; overrides `launch.num_processes`, which is for all nodes.",
+        metavar="N",
+        minimum=1,
+    ),
 ]
 
 
@@ -139,17 +161,31 @@ class SubmitOptions:
     nodes: Nodes = None
     gpus_per_node: GpusPerNode = None
     cpus_per_node: Annotated[
-        int | None, Option("Cores on each node [default: the cluster's; without GPUs one for each rank].", metavar="N", minimum=1)
+        int | None,
+        Option(
+            "Cores on each node [default: the cluster's; without GPUs one for each rank].",
+            metavar="N",
+            minimum=1,
+        ),
     ] = None
     time: Annotated[
         str | None,
-        Option("Time limit of each start: 11h30m, or in Slurm's format. The run saves before the limit and is requeued.", metavar="TIME"),
+        Option(
+            "Time limit of each start: 11h30m, or in Slurm's format. The run saves before the limit "
+            "and is requeued.",
+            metavar="TIME",
+        ),
     ] = None
     job_name: Annotated[str | None, Option("Name of the job [default: the run's].", metavar="NAME")] = None
     max_stalled_starts: Annotated[
-        int, Option("Stop the job after this many starts in a row without a new checkpoint.", metavar="N", minimum=1)
+        int,
+        Option(
+            "Stop the job after this many starts in a row without a new checkpoint.", metavar="N", minimum=1
+        ),
     ] = 3
-    again: Annotated[bool, Option("Submit a job that starts after the one that is queued or running.")] = False
+    again: Annotated[bool, Option("Submit a job that starts after the one that is queued or running.")] = (
+        False
+    )
     allowed: Allowed = Allowed()
 
 
@@ -157,14 +193,22 @@ class SubmitOptions:
 class SlurmOptions:
     """What only Slurm needs."""
 
-    partition: Annotated[str | None, Option("Partition [default: the cluster's].", flags=("--partition", "-p"), metavar="NAME")] = None
-    account: Annotated[str | None, Option("Account to charge.", flags=("--account", "-A"), metavar="NAME")] = None
+    partition: Annotated[
+        str | None, Option("Partition [default: the cluster's].", flags=("--partition", "-p"), metavar="NAME")
+    ] = None
+    account: Annotated[
+        str | None, Option("Account to charge.", flags=("--account", "-A"), metavar="NAME")
+    ] = None
     qos: Annotated[str | None, Option("Quality of service.", metavar="NAME")] = None
     constraint: Annotated[str | None, Option("Features that the nodes must have.", metavar="LIST")] = None
 
 
 PlannedGpu = Annotated[
-    str | None, Option("A GPU of the table (A100-40GB, H100-SXM …) or a YAML file; default: this machine's.", metavar="NAME|FILE")
+    str | None,
+    Option(
+        "A GPU of the table (A100-40GB, H100-SXM …) or a YAML file; default: this machine's.",
+        metavar="NAME|FILE",
+    ),
 ]
 
 
@@ -173,21 +217,40 @@ class PlanOptions:
     gpu: PlannedGpu = None
     num_gpus: Annotated[
         int | None,
-        Option("GPUs over all machines; overrides the recipe.", flags=("--num-gpus", "--num-processes"), metavar="N", minimum=1),
+        Option(
+            "GPUs over all machines; overrides the recipe.",
+            flags=("--num-gpus", "--num-processes"),
+            metavar="N",
+            minimum=1,
+        ),
     ] = None
     target: Annotated[
         Target | None,
-        Option("How recipes are ranked: fastest (the default), cheapest (also on fewer GPUs), largest-context."),
+        Option(
+            "How recipes are ranked: fastest (the default), cheapest (also on fewer GPUs), largest-context."
+        ),
     ] = None
     exact: Annotated[bool, Option("Trace every decoder layer instead of repeating the middle ones.")] = False
     search: Annotated[
         bool,
-        Option("Plan only this recipe, without a ranking and a scaling table.", flags=("--no-search",), read=operator.not_, typed=bool),
+        Option(
+            "Plan only this recipe, without a ranking and a scaling table.",
+            flags=("--no-search",),
+            read=operator.not_,
+            typed=bool,
+        ),
     ] = True
-    write: Annotated[Path | None, Option("Write the best recipe, with the reasons as comments.", metavar="FILE")] = None
-    calibrate: Annotated[Path | None, Option("Measure this GPU's speed from the metrics of a finished run.", metavar="RUN")] = None
+    write: Annotated[
+        Path | None, Option("Write the best recipe, with the reasons as comments.", metavar="FILE")
+    ] = None
+    calibrate: Annotated[
+        Path | None, Option("Measure this GPU's speed from the metrics of a finished run.", metavar="RUN")
+    ] = None
     dollars_per_hour: Annotated[
-        float | None, Option("Price of one GPU, for the cost of the run; overrides the price in a GPU file.", metavar="PRICE")
+        float | None,
+        Option(
+            "Price of one GPU, for the cost of the run; overrides the price in a GPU file.", metavar="PRICE"
+        ),
     ] = None
     allowed: AllowedCode = Allowed()
 
@@ -198,14 +261,24 @@ class MeasureOptions:
 
     measure: Annotated[
         int | None,
-        Option("Train the N best recipes for a few steps on this machine, and rank them by measured speed.", metavar="N", minimum=1),
+        Option(
+            "Train the N best recipes for a few steps on this machine, and rank them by measured speed.",
+            metavar="N",
+            minimum=1,
+        ),
     ] = None
     measure_steps: Annotated[
-        int, Option("With --measure: measured steps of each recipe, after two that do not count.", metavar="N", minimum=1)
+        int,
+        Option(
+            "With --measure: measured steps of each recipe, after two that do not count.",
+            metavar="N",
+            minimum=1,
+        ),
     ] = 5
-    minutes: Annotated[float | None, Option("With --measure: start no measurement that would end after this time.", metavar="MINUTES")] = (
-        None
-    )
+    minutes: Annotated[
+        float | None,
+        Option("With --measure: start no measurement that would end after this time.", metavar="MINUTES"),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,9 +293,16 @@ class PrepareOptions:
 class RehearseOptions:
     num_processes: Annotated[
         int | None,
-        Option("Number of ranks [default: 2; 4 if the recipe shards in groups or its ranks share rows].", metavar="N", minimum=1),
+        Option(
+            "Number of ranks [default: 2; 4 if the recipe shards in groups or its ranks share rows].",
+            metavar="N",
+            minimum=1,
+        ),
     ] = None
-    parity: Annotated[bool, Option("Instead, compare every FSDP switch (strategy, checkpointing, offload …) with one device.")] = False
+    parity: Annotated[
+        bool,
+        Option("Instead, compare every FSDP switch (strategy, checkpointing, offload …) with one device."),
+    ] = False
     allowed: Allowed = Allowed()
 
 
@@ -233,16 +313,24 @@ class CompareOptions:
     rows: Annotated[int, Option("Read the first N rows of each source.", metavar="N", minimum=1)] = 32
     model: Annotated[
         Literal["small", "full"],
-        Option("small: the recipe's architecture, scaled down, with random weights; full: the recipe's own model."),
+        Option(
+            "small: the recipe's architecture, scaled down, with random weights; full: the recipe's "
+            "own model."
+        ),
     ] = "small"
     python: Annotated[
         Path | None,
-        Option("Compute B with this interpreter, which has other versions of torch or transformers [default: as A].", metavar="PYTHON"),
+        Option(
+            "Compute B with this interpreter, which has other versions of torch or transformers "
+            "[default: as A].",
+            metavar="PYTHON",
+        ),
     ] = None
     requirements: Annotated[
         Sequence[str],
         Option(
-            "Compute B with this version of a package, in an environment that is created in the cache. Repeatable.",
+            "Compute B with this version of a package, in an environment that is created in the "
+            "cache. Repeatable.",
             flags=("--with",),
             metavar="REQUIREMENT",
         ),
@@ -258,29 +346,46 @@ class CompareOptions:
     tolerance: Annotated[
         float | None,
         Option(
-            "Relative difference that counts as equal [default: 1e-6; with --python 1e-4, in half precision 0.02; "
-            "between lines of two runs 1.5e-5, in half precision 0.001; with a server 0.02, the mean difference of log-probabilities].",
+            "Relative difference that counts as equal [default: 1e-6; with --python 1e-4, in half "
+            "precision 0.02; "
+            "between lines of two runs 1.5e-5, in half precision 0.001; with a server 0.02, the mean "
+            "difference of log-probabilities].",
             metavar="X",
         ),
     ] = None
     num_gpus: Annotated[
         int | None,
-        Option("Number of ranks of a side that does not set it, such as a configuration of another tool.", metavar="N", minimum=1),
+        Option(
+            "Number of ranks of a side that does not set it, such as a configuration of another tool.",
+            metavar="N",
+            minimum=1,
+        ),
     ] = None
     prompts: Annotated[
         Path | None,
-        Option("With a server: rows with `messages`, `prompt` or `text`, or lines of text [default: rows of the run].", metavar="FILE"),
+        Option(
+            "With a server: rows with `messages`, `prompt` or `text`, or lines of text [default: "
+            "rows of the run].",
+            metavar="FILE",
+        ),
     ] = None
     max_new_tokens: Annotated[int, Option("With a server: longest answer.", metavar="N", minimum=1)] = 32
-    served_model: Annotated[str | None, Option("With a server of several models: the model to compare.", metavar="NAME")] = None
-    api_key_env: Annotated[str | None, Option("With a server: the environment variable that holds its key.", metavar="NAME")] = None
+    served_model: Annotated[
+        str | None, Option("With a server of several models: the model to compare.", metavar="NAME")
+    ] = None
+    api_key_env: Annotated[
+        str | None, Option("With a server: the environment variable that holds its key.", metavar="NAME")
+    ] = None
     allowed: AllowedCode = Allowed()
 
 
 @dataclass(frozen=True, slots=True)
 class PushOptions:
     to: Annotated[
-        str | None, Option("The repository [default: training.hub_model_id, else the name of the run].", metavar="OWNER/NAME")
+        str | None,
+        Option(
+            "The repository [default: training.hub_model_id, else the name of the run].", metavar="OWNER/NAME"
+        ),
     ] = None
     public: Annotated[
         bool | None,
@@ -290,9 +395,10 @@ class PushOptions:
             flags=("--public/--private",),
         ),
     ] = None
-    revision: Annotated[str | None, Option("Branch, created if needed [default: training.hub_revision, else main].", metavar="BRANCH")] = (
-        None
-    )
+    revision: Annotated[
+        str | None,
+        Option("Branch, created if needed [default: training.hub_revision, else main].", metavar="BRANCH"),
+    ] = None
     adapter: Annotated[bool, Option("Upload RUN/adapter instead of the merged model.")] = False
 
 
@@ -303,31 +409,48 @@ Method = Literal["full", "lora", "qlora"]
 class NewRecipeOptions:
     gpu: PlannedGpu = None
     num_gpus: Annotated[int, Option("GPUs over all machines.", metavar="N", minimum=1)] = 1
-    method: Annotated[Literal["auto", Method], Option("What to train; auto: all parameters if that fits, else LoRA, else QLoRA.")] = "auto"
+    method: Annotated[
+        Literal["auto", Method],
+        Option("What to train; auto: all parameters if that fits, else LoRA, else QLoRA."),
+    ] = "auto"
     split: Annotated[str | None, Option("Split of a hub data set [default: train].")] = None
     max_length: Annotated[int, Option("Largest number of tokens in a row.", metavar="N", minimum=1)] = 2048
     global_batch_size: Annotated[int, Option("Rows in a step, over all GPUs.", metavar="N", minimum=1)] = 64
-    output: Annotated[Path, Option("The recipe.", flags=("--output", "-o"), metavar="FILE")] = Path("recipe.yaml")
+    output: Annotated[Path, Option("The recipe.", flags=("--output", "-o"), metavar="FILE")] = Path(
+        "recipe.yaml"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class ImportOptions:
-    tool: Annotated[OptionName | None, Option("The tool that the file is for [default: recognised by its keys].", flags=("--from",))] = None
-    output: Annotated[Path | None, Option("The recipe [default: stdout].", flags=("--output", "-o"), metavar="FILE")] = None
+    tool: Annotated[
+        OptionName | None,
+        Option("The tool that the file is for [default: recognised by its keys].", flags=("--from",)),
+    ] = None
+    output: Annotated[
+        Path | None, Option("The recipe [default: stdout].", flags=("--output", "-o"), metavar="FILE")
+    ] = None
     force: Annotated[bool, Option("Replace `--output` if it exists.")] = False
     num_gpus: Annotated[
         int | None,
         Option(
-            "Number of GPUs that the file was written for; sets `launch.num_processes` and `training.global_batch_size`.",
+            "Number of GPUs that the file was written for; sets `launch.num_processes` and "
+            "`training.global_batch_size`.",
             metavar="N",
             minimum=1,
         ),
     ] = None
     overrides: Annotated[
         Sequence[str],
-        Option("Set a key that FILE lacks, or replace its value. Repeatable.", flags=("--set",), metavar="KEY=VALUE"),
+        Option(
+            "Set a key that FILE lacks, or replace its value. Repeatable.",
+            flags=("--set",),
+            metavar="KEY=VALUE",
+        ),
     ] = ()
-    check: Annotated[bool, Option("Compare FILE with the written recipe, as `fsdp-tune compare` does.")] = False
+    check: Annotated[bool, Option("Compare FILE with the written recipe, as `fsdp-tune compare` does.")] = (
+        False
+    )
     allowed: Annotated[Allowed, Only(("remote_code",))] = Allowed()
 
 
@@ -343,11 +466,19 @@ class SourceKeys:
     """Keys of `data.train` that describe rows to evaluate on."""
 
     split: Annotated[str | None, Option("Split of `--data` [default: train].")] = None
-    name: Annotated[str | None, Option("Configuration of a hub data set.", flags=("--data-name",), metavar="NAME")] = None
+    name: Annotated[
+        str | None, Option("Configuration of a hub data set.", flags=("--data-name",), metavar="NAME")
+    ] = None
     format: Annotated[str | None, Option("Format of `--data`, as `data.format` [default: detected].")] = None
     rename_columns: Annotated[
         Mapping[str, str] | None,
-        Option("Rename a column of `--data`. Repeatable.", flags=("--rename",), metavar="OLD=NEW", read=_renamed, typed=list[str]),
+        Option(
+            "Rename a column of `--data`. Repeatable.",
+            flags=("--rename",),
+            metavar="OLD=NEW",
+            read=_renamed,
+            typed=list[str],
+        ),
     ] = None
 
 
@@ -355,37 +486,60 @@ class SourceKeys:
 class EvaluateOptions:
     """What is measured, and how the models run."""
 
-    metric: Annotated[str, Option("exact_match, perplexity, or an entry point of the group `fsdp_tune.metrics`.", metavar="NAME")] = (
-        "perplexity"
-    )
+    metric: Annotated[
+        str,
+        Option(
+            "exact_match, perplexity, or an entry point of the group `fsdp_tune.metrics`.", metavar="NAME"
+        ),
+    ] = "perplexity"
     data: Annotated[
         str | None,
-        Option("Rows: a file, a directory, a hub id or builtin:NAME [default: the eval sets of RECIPE or of the run].", metavar="PATH"),
+        Option(
+            "Rows: a file, a directory, a hub id or builtin:NAME [default: the eval sets of RECIPE "
+            "or of the run].",
+            metavar="PATH",
+        ),
     ] = None
     source: Annotated[Mapping[str, object], SourceKeys] = field(default_factory=dict[str, object])
-    """Further keys of `data`, as in a recipe's `data.train`: those of `SourceKeys`, loss_on, chat_template …"""
+    """Further keys of `data`, as in a recipe's `data.train`: those of `SourceKeys`, loss_on, chat_template
+    …"""
     ignore_columns: Annotated[
         tuple[str, ...],
-        Option("Ignore a column of `--data` that no format reads. Repeatable.", flags=("--ignore-column",), metavar="NAME"),
+        Option(
+            "Ignore a column of `--data` that no format reads. Repeatable.",
+            flags=("--ignore-column",),
+            metavar="NAME",
+        ),
     ] = ()
     max_rows: Annotated[int | None, Option("Evaluate only the first N rows.", metavar="N", minimum=1)] = None
     answer: Annotated[
         str | None,
         Option(
-            "exact_match: compare only the first match of this pattern in both texts (its first group), such as '#### (.*)'.",
+            "exact_match: compare only the first match of this pattern in both texts (its first "
+            "group), such as '#### (.*)'.",
             metavar="REGEX",
         ),
     ] = None
-    max_new_tokens: Annotated[int, Option("exact_match: longest generated answer.", metavar="N", minimum=1)] = 256
-    base: Annotated[str | None, Option("Also evaluate this model on the same rows, and compare both.", metavar="MODEL")] = None
+    max_new_tokens: Annotated[
+        int, Option("exact_match: longest generated answer.", metavar="N", minimum=1)
+    ] = 256
+    base: Annotated[
+        str | None, Option("Also evaluate this model on the same rows, and compare both.", metavar="MODEL")
+    ] = None
     num_processes: Annotated[
         int | None,
-        Option("Processes that share the rows, each with the model [default: one per GPU; 1 on the CPU].", metavar="N", minimum=1),
+        Option(
+            "Processes that share the rows, each with the model [default: one per GPU; 1 on the CPU].",
+            metavar="N",
+            minimum=1,
+        ),
     ] = None
     batch_size: Annotated[int, Option("Rows in one forward pass.", metavar="N", minimum=1)] = 8
     device: Annotated[DeviceKind, Option("auto = the accelerator of this machine, else cpu.")] = "auto"
     dtype: Annotated[LoadedDtype, Option("Type of the weights; auto = as stored.")] = "auto"
-    out: Annotated[Path | None, Option("Write prompt, prediction, target and score of each row.", metavar="FILE")] = None
+    out: Annotated[
+        Path | None, Option("Write prompt, prediction, target and score of each row.", metavar="FILE")
+    ] = None
     allowed: AllowedCode = Allowed()
 
 
@@ -394,10 +548,20 @@ class GenerateOptions:
     """How a model answers prompts, one at a time or from a file."""
 
     max_new_tokens: Annotated[int, Option("Longest answer.", metavar="N", minimum=1)] = 512
-    temperature: Annotated[float, Option("0: always take the most probable token. Above 0: sample.", metavar="T")] = 0.0
-    top_p: Annotated[float, Option("Sample only from the most probable tokens whose probabilities add up to P.", metavar="P")] = 1.0
+    temperature: Annotated[
+        float, Option("0: always take the most probable token. Above 0: sample.", metavar="T")
+    ] = 0.0
+    top_p: Annotated[
+        float,
+        Option("Sample only from the most probable tokens whose probabilities add up to P.", metavar="P"),
+    ] = 1.0
     seed: Annotated[
-        int, Option("Seed for sampling, combined with each prompt; copies of a prompt get different answers.", metavar="N", minimum=0)
+        int,
+        Option(
+            "Seed for sampling, combined with each prompt; copies of a prompt get different answers.",
+            metavar="N",
+            minimum=0,
+        ),
     ] = 0
     system: Annotated[str | None, Option("System message of the chat.", metavar="TEXT")] = None
     base: Annotated[
@@ -409,7 +573,11 @@ class GenerateOptions:
     ] = False
     checkpoint: Annotated[
         str | None,
-        Option("For a run with `lora:`: use the adapter of step N [default: the exported adapter, else the newest].", metavar="N"),
+        Option(
+            "For a run with `lora:`: use the adapter of step N [default: the exported adapter, else "
+            "the newest].",
+            metavar="N",
+        ),
     ] = None
     show_special_tokens: Annotated[bool, Option("Also print the special tokens of answers.")] = False
     device: Annotated[DeviceKind, Option("auto = the accelerator of this machine, else cpu.")] = "auto"
@@ -420,26 +588,38 @@ class GenerateOptions:
 Mounts = Annotated[
     Sequence[str],
     Option(
-        "Mount a volume that all machines share; the run directory must be on one. Repeatable.", flags=("--volume",), metavar="NAME:/PATH"
+        "Mount a volume that all machines share; the run directory must be on one. Repeatable.",
+        flags=("--volume",),
+        metavar="NAME:/PATH",
     ),
 ]
-RenderedFile = Annotated[Path | None, Option("The file to write [default: stdout].", flags=("--output", "-o"), metavar="FILE")]
-JobName = Annotated[str | None, Option("Name of the job [default: that of the run].", flags=("--job-name",), metavar="NAME")]
+RenderedFile = Annotated[
+    Path | None, Option("The file to write [default: stdout].", flags=("--output", "-o"), metavar="FILE")
+]
+JobName = Annotated[
+    str | None, Option("Name of the job [default: that of the run].", flags=("--job-name",), metavar="NAME")
+]
 
 
 @dataclass(frozen=True, slots=True)
 class KubernetesOptions:
     """What a cluster of Kubernetes gives a run."""
 
-    image: Annotated[str | None, Option("Image with fsdp-tune, preferably by digest. Required.", metavar="IMAGE")] = None
+    image: Annotated[
+        str | None, Option("Image with fsdp-tune, preferably by digest. Required.", metavar="IMAGE")
+    ] = None
     kind: Annotated[
         Literal["job", "jobset", "trainjob"],
-        Option("job: a plain Indexed Job; jobset: restarts all machines together; trainjob: of Kubeflow Trainer, reports progress."),
+        Option(
+            "job: a plain Indexed Job; jobset: restarts all machines together; trainjob: of Kubeflow "
+            "Trainer, reports progress."
+        ),
     ] = "job"
     claims: Annotated[
         Sequence[str],
         Option(
-            "Mount a PersistentVolumeClaim that all machines share; the run directory must be on one. Repeatable.",
+            "Mount a PersistentVolumeClaim that all machines share; the run directory must be on "
+            "one. Repeatable.",
             flags=("--pvc",),
             metavar="NAME:/PATH",
         ),
@@ -447,36 +627,61 @@ class KubernetesOptions:
     secrets: Annotated[
         Sequence[str],
         Option(
-            "Set a variable from a Secret of the cluster, such as HF_TOKEN=my-secret; KEY is VARIABLE by default. Repeatable.",
+            "Set a variable from a Secret of the cluster, such as HF_TOKEN=my-secret; KEY is "
+            "VARIABLE by default. Repeatable.",
             flags=("--secret",),
             metavar="VARIABLE=SECRET[:KEY]",
         ),
     ] = ()
     nodes: Nodes = None
     gpus_per_node: GpusPerNode = None
-    cpus_per_node: Annotated[int | None, Option("Cores on each node [default: 4 for each rank].", metavar="N", minimum=1)] = None
-    gpu_resource: Annotated[str, Option("Resource of the GPUs, such as amd.com/gpu.", metavar="NAME")] = "nvidia.com/gpu"
+    cpus_per_node: Annotated[
+        int | None, Option("Cores on each node [default: 4 for each rank].", metavar="N", minimum=1)
+    ] = None
+    gpu_resource: Annotated[str, Option("Resource of the GPUs, such as amd.com/gpu.", metavar="NAME")] = (
+        "nvidia.com/gpu"
+    )
     memory: Annotated[
-        str | None, Option("Memory of each node, /dev/shm included [default: neither requested nor limited].", metavar="SIZE")
+        str | None,
+        Option(
+            "Memory of each node, /dev/shm included [default: neither requested nor limited].", metavar="SIZE"
+        ),
     ] = None
     resources: Annotated[
-        Sequence[str], Option("Request another resource, such as rdma/hca=1. Repeatable.", flags=("--resource",), metavar="NAME=N")
+        Sequence[str],
+        Option(
+            "Request another resource, such as rdma/hca=1. Repeatable.",
+            flags=("--resource",),
+            metavar="NAME=N",
+        ),
     ] = ()
     shared_memory: Annotated[
-        str | None, Option("Size of /dev/shm [default: for NCCL and the data loaders of the recipe].", metavar="SIZE")
+        str | None,
+        Option("Size of /dev/shm [default: for NCCL and the data loaders of the recipe].", metavar="SIZE"),
     ] = None
-    namespace: Annotated[str | None, Option("Namespace [default: that of the context].", metavar="NAME")] = None
+    namespace: Annotated[str | None, Option("Namespace [default: that of the context].", metavar="NAME")] = (
+        None
+    )
     queue: Annotated[str | None, Option("Local queue of Kueue.", metavar="NAME")] = None
     restarts: Annotated[
-        int, Option("Restarts after failures; preemptions do not count, and mistakes end the job.", metavar="N", minimum=0)
+        int,
+        Option(
+            "Restarts after failures; preemptions do not count, and mistakes end the job.",
+            metavar="N",
+            minimum=0,
+        ),
     ] = 3
     grace: Annotated[
         str | None,
         Option(
-            "Time to save between the signal and the end of a pod [default: from measured saves, or from the model's size].", metavar="TIME"
+            "Time to save between the signal and the end of a pod [default: from measured saves, or "
+            "from the model's size].",
+            metavar="TIME",
         ),
     ] = None
-    user: Annotated[int, Option("User and group id in the containers; not 0.", metavar="ID", minimum=1)] = 1000
+    user: Annotated[int, Option("User and group id in the containers; not 0.", metavar="ID", minimum=1)] = (
+        1000
+    )
     job_name: JobName = None
     output: RenderedFile = None
     allowed: Allowed = Allowed()
@@ -486,18 +691,31 @@ class KubernetesOptions:
 class CloudOptions:
     """What SkyPilot or dstack gives a run."""
 
-    gpu: Annotated[str | None, Option("Name of the GPUs as the engine writes it, such as H100.", metavar="NAME")] = None
+    gpu: Annotated[
+        str | None, Option("Name of the GPUs as the engine writes it, such as H100.", metavar="NAME")
+    ] = None
     nodes: Nodes = None
     gpus_per_node: GpusPerNode = None
-    image: Annotated[str | None, Option("Image with fsdp-tune [default: the machines have the command].", metavar="IMAGE")] = None
+    image: Annotated[
+        str | None, Option("Image with fsdp-tune [default: the machines have the command].", metavar="IMAGE")
+    ] = None
     volumes: Mounts = ()
     secrets: Annotated[
-        Sequence[str], Option("Set a variable from the engine's secret of this name. Repeatable.", flags=("--secret",), metavar="VARIABLE")
+        Sequence[str],
+        Option(
+            "Set a variable from the engine's secret of this name. Repeatable.",
+            flags=("--secret",),
+            metavar="VARIABLE",
+        ),
     ] = ()
     spot: Annotated[bool, Option("Use spot machines.")] = False
     restarts: Annotated[
         int,
-        Option("Restarts after errors, mistakes included; dstack: for a day. Preemptions do not count.", metavar="N", minimum=0),
+        Option(
+            "Restarts after errors, mistakes included; dstack: for a day. Preemptions do not count.",
+            metavar="N",
+            minimum=0,
+        ),
     ] = 0
     job_name: JobName = None
     output: RenderedFile = None

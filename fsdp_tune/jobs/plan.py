@@ -1,6 +1,7 @@
 """Plan a recipe: what it needs, how fast it is, and which recipe is best, before the first GPU-hour.
 
-Other jobs use the steps: decide what a recipe leaves to a plan, trace in a child process, predict, search, learn from a run.
+Other jobs use the steps: decide what a recipe leaves to a plan, trace in a child process, predict, search,
+learn from a run.
 """
 
 from __future__ import annotations
@@ -73,11 +74,16 @@ def visible_gpu(recipe: Recipe) -> Device | None:
 
 
 def budget_of(recipe: Recipe, gpu: Device | None) -> MemoryBudget | None:
-    """Return the memory of a rank: its GPU's by the table or the driver, or its share of the host's. None if it is unknown."""
+    """Return the memory of a rank: its GPU's by the table or the driver, or its share of the host's. None if
+    it is unknown."""
     if recipe.launch.device == "cpu":
         facts, ranks = devices.host(), recipe.local_world_size
         known = [size for size in (facts["memory_bytes"], facts["memory_limit_bytes"]) if size is not None]
-        return MemoryBudget(f"the host's memory, shared by {ranks} ranks", min(known) // ranks) if known else None
+        return (
+            MemoryBudget(f"the host's memory, shared by {ranks} ranks", min(known) // ranks)
+            if known
+            else None
+        )
     if gpu is None:
         return None
     if (hardware := detect(gpu.name)) is not None:
@@ -140,7 +146,8 @@ class PlanSession:
         self._tracing.close()
 
     def decide(self) -> Decided:
-        """Decide for this GPU what the recipe leaves to a plan, and use it from now on. Raises: FsdpTuneError if it cannot be traced."""
+        """Decide for this GPU what the recipe leaves to a plan, and use it from now on. Raises: FsdpTuneError
+        if it cannot be traced."""
         found = Decided(self.recipe, {})
         if undecided(self.recipe):
             found = decide_by_memory(self.recipe, MemoryBudget.of(self.hardware), _one_trace(self._tracing))
@@ -148,7 +155,8 @@ class PlanSession:
         return found
 
     def trace(self) -> Trace:
-        """Trace the recipe itself, once. Raises: FsdpTuneError if its model is not found or cannot be traced."""
+        """Trace the recipe itself, once. Raises: FsdpTuneError if its model is not found or cannot be
+        traced."""
         if self._trace is None:
             self._trace = _one_trace(self._tracing)(self.recipe)
         return self._trace
@@ -164,7 +172,12 @@ class PlanSession:
         except UnknownFigure as error:
             return replace(made, unknown=[*made.unknown, f"experts: {error}"])
         assumed = [LOADS_ASSUMED] if rows and LOADS_ASSUMED not in made.assumptions else []
-        return replace(made, experts=rows, experts_because=why_experts(rows, self.recipe), assumptions=[*made.assumptions, *assumed])
+        return replace(
+            made,
+            experts=rows,
+            experts_because=why_experts(rows, self.recipe),
+            assumptions=[*made.assumptions, *assumed],
+        )
 
     def plan_other(self, recipe: Recipe) -> Plan:
         """Plan another resolved recipe on the same GPUs. Raises: FsdpTuneError if it cannot be traced."""
@@ -173,7 +186,12 @@ class PlanSession:
     def plan_once(self) -> Plan:
         """Return the plan kept from an earlier command, without its timeline, or make and keep it."""
         cache = _cache_of(self.recipe) / "plans"
-        key = plan_key(self.recipe, self.hardware, self.efficiency, traces.trace_key(self.recipe, exact=self.exact, vocabulary=None))
+        key = plan_key(
+            self.recipe,
+            self.hardware,
+            self.efficiency,
+            traces.trace_key(self.recipe, exact=self.exact, vocabulary=None),
+        )
         found = kept_plan(cache, key, self.recipe)
         if found is None:
             found = self.plan()
@@ -201,10 +219,14 @@ class PlanSession:
         return scaling_table(self._search(), self.recipe)
 
     def calibrate(self, run: Path) -> str:
-        """Learn this GPU's speed from a run and use it here and in later plans. Return a line that reports it."""
+        """Learn this GPU's speed from a run and use it here and in later plans. Return a line that reports
+        it."""
         measured = read_run(run, self.hardware)
         factor = self.learn(measured)
-        return f"{self.hardware.name} took {factor:.2f} of the predicted time in {measured.steps} steps of {run}; kept for later plans"
+        return (
+            f"{self.hardware.name} took {factor:.2f} of the predicted time in {measured.steps} steps of "
+            f"{run}; kept for later plans"
+        )
 
     def learn(self, measured: Measured) -> float:
         """Learn this GPU's speed, use it here and in later plans, and return measured ÷ predicted time."""
@@ -213,7 +235,8 @@ class PlanSession:
         return factor
 
 
-# ---- The plan of a run on this machine. Nothing is predicted on a CPU, or for a GPU that is not in the table.
+# ---- The plan of a run on this machine. Nothing is predicted on a CPU, or for a GPU that is not in the
+# table.
 
 
 class MachinePlan(NamedTuple):
@@ -241,7 +264,9 @@ def plan_here(recipe: Recipe) -> MachinePlan:
         return MachinePlan(decided, None, [*decided.notices, Notice("not-planned", why)])
     try:
         with PlanSession(decided.recipe, hardware) as plans:
-            return MachinePlan(decided, replace(plans.plan_once(), decided=decisions(decided)), list(decided.notices))
+            return MachinePlan(
+                decided, replace(plans.plan_once(), decided=decisions(decided)), list(decided.notices)
+            )
     except (FsdpTuneError, ValueError) as error:
         why = f"the step could not be traced, so nothing is predicted: {error}"
         return MachinePlan(decided, None, [*decided.notices, Notice("not-planned", why)])
@@ -257,13 +282,15 @@ def trace_of(recipe: Recipe) -> Trace | None:
 
 
 def checkpoint_bytes(recipe: Recipe) -> int | None:
-    """Return the size of a checkpoint of a resolved recipe, from a trace; None if the step cannot be traced here."""
+    """Return the size of a checkpoint of a resolved recipe, from a trace; None if the step cannot be traced
+    here."""
     trace = trace_of(recipe)
     return None if trace is None else disk(recipe, trace, None).checkpoint_bytes
 
 
 def refuse_what_cannot_fit(plan: Plan | None) -> None:
-    """Raise a usage error for a recipe that needs more memory than the GPU has, even if the prediction is too high by its usual error."""
+    """Raise a usage error for a recipe that needs more memory than the GPU has, even if the prediction is too
+    high by its usual error."""
     if plan is not None and plan.fits == "no":
         raise usage_error(
             "does-not-fit",
@@ -273,7 +300,8 @@ def refuse_what_cannot_fit(plan: Plan | None) -> None:
 
 
 def keep_prediction(run: RunDir, plan: Plan | None) -> None:
-    """Write plan.json; without a prediction remove that of an earlier start, which would be compared with this one's figures."""
+    """Write plan.json; without a prediction remove that of an earlier start, which would be compared with
+    this one's figures."""
     if plan is None:
         DISK.unlink(run.plan_json)
     else:
@@ -294,18 +322,27 @@ def plan(
     allowed: Allowed = Allowed(),
     observer: Observer = Observer(),
 ) -> Plan:
-    """Predict memory, time, communication and disk of a recipe from a traced step, and rank recipes that fit. Starts nothing.
+    """Predict memory, time, communication and disk of a recipe from a traced step, and rank recipes that fit.
+    Starts nothing.
 
-    `gpu` is a name of the table or a YAML file, by default this machine's; `num_gpus` counts those of all machines. `target` ranks
-    other recipes (fastest by default); without `search` only this recipe is planned. `exact` traces every layer. `calibrate` learns the
-    GPU's speed from a finished run. `dollars_per_hour` is the price of one GPU. `write` is a file for the best recipe.
-    Raises: FsdpTuneError. A recipe that does not fit is not an error: `fits` of the result is yes, tight or no.
+    `gpu` is a name of the table or a YAML file, by default this machine's; `num_gpus` counts those of all
+    machines. `target` ranks other recipes (fastest by default); without `search` only this recipe is planned.
+    `exact` traces every layer. `calibrate` learns the GPU's speed from a finished run. `dollars_per_hour` is
+    the price of one GPU. `write` is a file for the best recipe.
+    Raises: FsdpTuneError. A recipe that does not fit is not an error: `fits` of the result is yes, tight or
+    no.
     """
     with session(recipe):
         if not search and (target or write):
-            raise usage_error("usage", "`--no-search` ranks nothing: leave it out, or `--target` and `--write`")
+            raise usage_error(
+                "usage", "`--no-search` ranks nothing: leave it out, or `--target` and `--write`"
+            )
         if dollars_per_hour is not None and not 0 <= dollars_per_hour < math.inf:
-            raise usage_error("usage", f"`--dollars-per-hour {dollars_per_hour}` is not a price", hint="--dollars-per-hour 2.5")
+            raise usage_error(
+                "usage",
+                f"`--dollars-per-hour {dollars_per_hour}` is not a price",
+                hint="--dollars-per-hour 2.5",
+            )
         if write is not None:
             check_output_file(write)
         planned = planned_here(recipe, gpu, num_gpus, allowed, observer)
@@ -313,7 +350,11 @@ def plan(
             planned = replace(planned, hardware=replace(planned.hardware, dollars_per_hour=dollars_per_hour))
         if planned.hardware.name == CPU:
             if target or write:
-                raise usage_error("usage", "recipes are ranked for GPUs, and this one runs on the CPU", hint="name a GPU by `--gpu`")
+                raise usage_error(
+                    "usage",
+                    "recipes are ranked for GPUs, and this one runs on the CPU",
+                    hint="name a GPU by `--gpu`",
+                )
             search = False
         with PlanSession(planned.recipe, planned.hardware, exact=exact) as plans:
             if calibrate is not None:
@@ -336,7 +377,9 @@ class PlannedHere:
     """Key → the value that `--num-gpus` forces, with the reason."""
 
 
-def planned_here(loaded: LoadedRecipe, gpu: str | None, num_gpus: int | None, allowed: Allowed, observer: Observer) -> PlannedHere:
+def planned_here(
+    loaded: LoadedRecipe, gpu: str | None, num_gpus: int | None, allowed: Allowed, observer: Observer
+) -> PlannedHere:
     plain = loaded.recipe
     on_cpu = gpu is None and plain.launch.device == "cpu"
     hardware = None if on_cpu else find_or_read_hardware(gpu) if gpu is not None else _own_gpu()
@@ -346,7 +389,9 @@ def planned_here(loaded: LoadedRecipe, gpu: str | None, num_gpus: int | None, al
         machine_devices = devices_of_machine(hardware) if hardware is not None else num_gpus
         options, forced = _on_other_ranks(loaded, num_gpus, machine_devices)
     written = _with_options(loaded, options)
-    if hardware is not None and plain.launch.device != "cuda":  # GPUs are planned, whatever the recipe runs on here
+    if (
+        hardware is not None and plain.launch.device != "cuda"
+    ):  # GPUs are planned, whatever the recipe runs on here
         options.append(OptionOverride(f"plan for {hardware.name}", "launch.device=cuda"))
     resolution = resolve_recipe(_with_options(loaded, options), allowed, observer, planned=hardware)
     check_cache(resolution.recipe)
@@ -354,25 +399,46 @@ def planned_here(loaded: LoadedRecipe, gpu: str | None, num_gpus: int | None, al
     if hardware is None:
         budget = budget_of(resolution.recipe, None)
         if budget is None:
-            raise usage_error("no-gpu-named", "the memory of this machine is not known", hint="name a GPU by `--gpu`")
+            raise usage_error(
+                "no-gpu-named", "the memory of this machine is not known", hint="name a GPU by `--gpu`"
+            )
         hardware = cpu_rank(budget.usable_bytes)
-    return PlannedHere(resolution.recipe, hardware, written.recipe.model_dump(mode="json", by_alias=True, exclude_unset=True), forced)
+    return PlannedHere(
+        resolution.recipe,
+        hardware,
+        written.recipe.model_dump(mode="json", by_alias=True, exclude_unset=True),
+        forced,
+    )
 
 
 def _with_options(loaded: LoadedRecipe, options: list[OptionOverride]) -> LoadedRecipe:
-    return parse_recipe(loaded.text, loaded.path, loaded.overrides, name=loaded.recipe.name, options=options, unneeded=INPUTS)
+    return parse_recipe(
+        loaded.text, loaded.path, loaded.overrides, name=loaded.recipe.name, options=options, unneeded=INPUTS
+    )
 
 
-def _on_other_ranks(loaded: LoadedRecipe, num_gpus: int, machine_devices: int) -> tuple[list[OptionOverride], dict[str, str]]:
-    """Return the keys that `--num-gpus` sets, and those that it forces. Keys given by `--set` are left to contradict."""
+def _on_other_ranks(
+    loaded: LoadedRecipe, num_gpus: int, machine_devices: int
+) -> tuple[list[OptionOverride], dict[str, str]]:
+    """Return the keys that `--num-gpus` sets, and those that it forces. Keys given by `--set` are left to
+    contradict."""
     machines = machines_for(num_gpus, machine_devices)
     given = {override.partition("=")[0].strip() for override in loaded.overrides}
-    forced = {key: value for key, value in forced_changes(loaded.recipe, World(num_gpus, machines)).items() if key not in given}
+    forced = {
+        key: value
+        for key, value in forced_changes(loaded.recipe, World(num_gpus, machines)).items()
+        if key not in given
+    }
     option = f"--num-gpus {num_gpus}"
     keys = {"launch.num_processes": num_gpus, "launch.num_machines": machines} | forced
-    options = [OptionOverride(option, f"{key}={value if isinstance(value, str) else json.dumps(value)}") for key, value in keys.items()]
+    options = [
+        OptionOverride(option, f"{key}={value if isinstance(value, str) else json.dumps(value)}")
+        for key, value in keys.items()
+    ]
     instead = {key: json.dumps(value_of(loaded.recipe, key)) for key in forced}
-    return options, {key: f"{json.dumps(value)} instead of {instead[key]}, for `{option}`" for key, value in forced.items()}
+    return options, {
+        key: f"{json.dumps(value)} instead of {instead[key]}, for `{option}`" for key, value in forced.items()
+    }
 
 
 def _own_gpu() -> Hardware:
@@ -381,10 +447,19 @@ def _own_gpu() -> Hardware:
     if found is not None:
         return found
     problem = f"this machine's {name} is not in the table" if name else "this machine shows no GPU"
-    raise usage_error("no-gpu-named", problem, hint=f"name one by `--gpu`: {', '.join(known_hardware())}, or a YAML file")
+    raise usage_error(
+        "no-gpu-named", problem, hint=f"name one by `--gpu`: {', '.join(known_hardware())}, or a YAML file"
+    )
 
 
-def _ranked(plans: PlanSession, planned: PlannedHere, made: Plan, target: Target, write: Path | None, observer: Observer) -> Plan:
+def _ranked(
+    plans: PlanSession,
+    planned: PlannedHere,
+    made: Plan,
+    target: Target,
+    write: Path | None,
+    observer: Observer,
+) -> Plan:
     """Add the ranked recipes and the scaling table to a plan, and write the best recipe."""
     with observer.progress("trying recipes", None, "recipes") as bar:
         found = plans.search(target, lambda _changes: bar.advance())
@@ -392,14 +467,25 @@ def _ranked(plans: PlanSession, planned: PlannedHere, made: Plan, target: Target
     smallest = plans.smallest_hardware(found.ranked) if best is None else None
     alternatives = tuple(each.plan for each in found.ranked)
     others = plans.other_trainings() if best is None or best.fsdp.offload_params else ()
-    made = replace(made, alternatives=alternatives, best_because=found.because, smallest_hardware=smallest, other_trainings=others)
+    made = replace(
+        made,
+        alternatives=alternatives,
+        best_because=found.because,
+        smallest_hardware=smallest,
+        other_trainings=others,
+    )
     observer.planned(made, "ranking")
     made = replace(made, scaling=tuple(plans.scaling()))
     observer.planned(made, "scaling")
     if write is not None:
         if best is None:
-            raise usage_error("nothing-fits", f"no recipe fits {made.num_processes} × {made.gpu}, so there is none to write")
-        why = [f"# {made.recipe} for {made.num_processes} × {made.gpu}, as `fsdp-tune plan` ranks it.", f"# Why: {made.best_because}."]
+            raise usage_error(
+                "nothing-fits", f"no recipe fits {made.num_processes} × {made.gpu}, so there is none to write"
+            )
+        why = [
+            f"# {made.recipe} for {made.num_processes} × {made.gpu}, as `fsdp-tune plan` ranks it.",
+            f"# Why: {made.best_because}.",
+        ]
         write_file(write, recipe_text(plans, write, planned.written, found.ranked[0], why))
         observer.message(f"the best recipe is {write}")
     return made
@@ -409,31 +495,43 @@ _BATCH = ("training.global_batch_size", "training.per_device_train_batch_tokens"
 """Keys that the search resets and that `_settle_batch` keeps."""
 
 
-def recipe_text(plans: PlanSession, path: Path, written: dict[str, object], best: PlannedRecipe, why: Sequence[str]) -> str:
+def recipe_text(
+    plans: PlanSession, path: Path, written: dict[str, object], best: PlannedRecipe, why: Sequence[str]
+) -> str:
     """Return the text of the file `path`. It begins with the comments `why`.
 
-    `written` are the keys that the user wrote, by section; they keep their place. Raises: FsdpTuneError if the text is not a recipe
-    that loads as `best` and fits.
+    `written` are the keys that the user wrote, by section; they keep their place. Raises: FsdpTuneError if
+    the text is not a recipe that loads as `best` and fits.
     """
     body = recipe_body(plans.recipe, written, best)
     again = _load(body, path, best.recipe, plans.hardware)
     planned = plans.plan_other(again)
     if planned.fits == "no":
-        raise failed_error("written-recipe-differs", f"the recipe for {path} does not fit when it is planned again: {planned.fits_because}")
+        raise failed_error(
+            "written-recipe-differs",
+            f"the recipe for {path} does not fit when it is planned again: {planned.fits_because}",
+        )
     return "\n".join([*why, _predicted(planned), "", body])
 
 
 def recipe_body(base: Recipe, written: dict[str, object], best: PlannedRecipe) -> str:
-    """Return a ranked recipe as its user would write it, with the changed keys marked. `base` is the resolved recipe of the user."""
+    """Return a ranked recipe as its user would write it, with the changed keys marked. `base` is the resolved
+    recipe of the user."""
     changes = best.plan.recipe_changes
     document = _document(written, base, best.recipe, changes)
     return _marked(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), changes)
 
 
-def _document(written: Mapping[str, object], base: Recipe, best: Recipe, changes: Mapping[str, object]) -> dict[str, object]:
+def _document(
+    written: Mapping[str, object], base: Recipe, best: Recipe, changes: Mapping[str, object]
+) -> dict[str, object]:
     """Return the keys of the file: the user's, less those that `best` has otherwise, and the changes."""
     document: dict[str, Any] = copy.deepcopy(dict(written))
-    sections = {section: cast("dict[str, object]", keys) for section, keys in document.items() if isinstance(keys, dict)}
+    sections = {
+        section: cast("dict[str, object]", keys)
+        for section, keys in document.items()
+        if isinstance(keys, dict)
+    }
     for section, keys in sections.items():
         for name in list(keys):
             key = f"{section}.{name}"
@@ -468,16 +566,27 @@ def _load(text: str, path: Path, best: Recipe, hardware: Hardware) -> Recipe:
     """Load and resolve the text as `train` would. Raises: FsdpTuneError if it is refused or is not `best`."""
     loaded = parse_recipe(text, path, unneeded=INPUTS)
     machine = Machine(best.launch.device, best.world_size, 1, hardware.name, hardware.capability)
-    again = resolve(loaded.recipe, machine, cwd=Path.cwd(), assume=best.launch.device, positions=loaded.positions).recipe
+    again = resolve(
+        loaded.recipe, machine, cwd=Path.cwd(), assume=best.launch.device, positions=loaded.positions
+    ).recipe
     if found := differences(best, again):
-        raise failed_error("written-recipe-differs", f"the recipe for {path} is not the one that was planned: {', '.join(found)}")
+        raise failed_error(
+            "written-recipe-differs",
+            f"the recipe for {path} is not the one that was planned: {', '.join(found)}",
+        )
     return again
 
 
 def _predicted(planned: Plan) -> str:
-    predicted = f"# Predicted: {planned.device_gib:.1f} of {planned.usable_gib:.1f} GiB on each GPU (fits: {planned.fits})"
+    predicted = (
+        f"# Predicted: {planned.device_gib:.1f} of {planned.usable_gib:.1f} GiB on each GPU (fits: "
+        f"{planned.fits})"
+    )
     if planned.step_seconds is not None and planned.tokens_per_second_per_device is not None:
-        predicted += f", {planned.step_seconds:.3g} s a step, {planned.tokens_per_second_per_device:,.0f} tokens a second and GPU"
+        predicted += (
+            f", {planned.step_seconds:.3g} s a step, {planned.tokens_per_second_per_device:,.0f} tokens "
+            "a second and GPU"
+        )
     return f"{predicted}."
 
 

@@ -1,4 +1,5 @@
-"""What is made of runs: a merged model directory, its upload to the hub, and a report about one or several runs from their files alone.
+"""What is made of runs: a merged model directory, its upload to the hub, and a report about one or several
+runs from their files alone.
 
 A checkpoint below a URL, as `checkpoint.mirror` leaves it, is on this disk while it is merged.
 """
@@ -16,7 +17,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import xxhash
 
-from fsdp_tune.cluster.mirror.remote_run import Listing, RemoteCheckpoint, RemoteRun, fetch_checkpoint, mirror_error
+from fsdp_tune.cluster.mirror.remote_run import (
+    Listing,
+    RemoteCheckpoint,
+    RemoteRun,
+    fetch_checkpoint,
+    mirror_error,
+)
 from fsdp_tune.core.atomic import DISK, check_output_file, json_safe, write_file
 from fsdp_tune.core.errors import FailedError, FsdpTuneError, Notice, Where, failed_error, usage_error
 from fsdp_tune.core.secrets import mask_text
@@ -60,8 +67,9 @@ def is_mirror_url(source: str) -> bool:
 def downloaded(url: str, options: MergeOptions, observer: Observer) -> Iterator[DownloadedCheckpoint]:
     """Download the weights of a checkpoint next to the output of a merge, and remove them at the end.
 
-    `url`: of a mirrored run, or of its `checkpoint-N`. A download that was interrupted is kept for the next call. Raises: FsdpTuneError,
-    with exit code 2 for a URL without such a checkpoint and a store that cannot be used, and 1 for files that are damaged.
+    `url`: of a mirrored run, or of its `checkpoint-N`. A download that was interrupted is kept for the next
+    call. Raises: FsdpTuneError, with exit code 2 for a URL without such a checkpoint and a store that cannot
+    be used, and 1 for files that are damaged.
     """
     output = _output_of_mirrored(url, options)
     try:
@@ -86,7 +94,10 @@ def downloaded(url: str, options: MergeOptions, observer: Observer) -> Iterator[
         shutil.rmtree(folder, ignore_errors=True)
         hint = "merge another checkpoint of the run: `--step N`"
         raise failed_error(
-            "merge-incomplete-checkpoint", f"the checkpoint is damaged: {mask_text(str(error))}", where=Where(mask_text(url)), hint=hint
+            "merge-incomplete-checkpoint",
+            f"the checkpoint is damaged: {mask_text(str(error))}",
+            where=Where(mask_text(url)),
+            hint=hint,
         ) from error
     try:
         yield DownloadedCheckpoint(path, f"{remote.url}/{found.name}")
@@ -95,26 +106,38 @@ def downloaded(url: str, options: MergeOptions, observer: Observer) -> Iterator[
 
 
 def _output_of_mirrored(url: str, options: MergeOptions) -> Path:
-    """Return the absolute output. Raises: FsdpTuneError for options that do not fit a URL, and an output that cannot be written."""
+    """Return the absolute output. Raises: FsdpTuneError for options that do not fit a URL, and an output that
+    cannot be written."""
     if not MIRROR_URL.fullmatch(url) or ".." in url.split("/"):
         message = f"`{mask_text(url)}` is not the URL of a mirrored run or checkpoint at s3, gs, az or file"
-        raise usage_error("merge-url", message, hint="for example `s3://bucket/runs/llama7b/checkpoint-500`, or a path of this machine")
+        raise usage_error(
+            "merge-url",
+            message,
+            hint="for example `s3://bucket/runs/llama7b/checkpoint-500`, or a path of this machine",
+        )
     if options.best or options.average is not None or options.allow_incomplete:
         raise usage_error(
             "merge-url",
-            "`--best`, `--average` and `--allow-incomplete` choose among the checkpoints of a run on this disk",
+            "`--best`, `--average` and `--allow-incomplete` choose among the checkpoints of a run on "
+            "this disk",
             where=Where(mask_text(url)),
             hint="choose one with `--step N`",
         )
     if options.output is None:
-        raise usage_error("merge-no-output", "a URL has no default for `--output`", where=Where(mask_text(url)), hint="pass `--output DIR`")
+        raise usage_error(
+            "merge-no-output",
+            "a URL has no default for `--output`",
+            where=Where(mask_text(url)),
+            hint="pass `--output DIR`",
+        )
     output = options.output.absolute()
     check_target(output, overwrite=options.overwrite)
     return output
 
 
 def _find(url: str, options: MergeOptions, observer: Observer) -> tuple[RemoteRun, RemoteCheckpoint]:
-    """Return the run and the checkpoint that `url` and `options` name, or else the newest whose manifest is right.
+    """Return the run and the checkpoint that `url` and `options` name, or else the newest whose manifest is
+    right.
 
     Raises: FsdpTuneError, UrlError.
     """
@@ -123,7 +146,12 @@ def _find(url: str, options: MergeOptions, observer: Observer) -> tuple[RemoteRu
     remote = RemoteRun(*(above if match else url.rstrip("/")).rsplit("/", 1))
     wanted = int(match[1]) if match else options.step
     if match and options.step not in (None, wanted):
-        raise usage_error("merge-url", f"`--step {options.step}` is not {last}", where=Where(mask_text(url)), hint="leave `--step` out")
+        raise usage_error(
+            "merge-url",
+            f"`--step {options.step}` is not {last}",
+            where=Where(mask_text(url)),
+            hint="leave `--step` out",
+        )
     listing = remote.directory.list()
     steps = remote.complete_steps(listing)
     candidates = steps if wanted is None else [step for step in steps if step == wanted]
@@ -133,10 +161,14 @@ def _find(url: str, options: MergeOptions, observer: Observer) -> tuple[RemoteRu
         if isinstance(found, RemoteCheckpoint):
             observer.notices(rejected)
             return remote, found
-        rejected.append(Notice("checkpoint-rejected", f"checkpoint-{step} of the mirror is not used: {found}"))
+        rejected.append(
+            Notice("checkpoint-rejected", f"checkpoint-{step} of the mirror is not used: {found}")
+        )
     if not rejected:
         raise _no_checkpoint(remote, wanted, listing)
-    reasons = "; ".join(notice.message for notice in rejected[:3]) + (f"; and {len(rejected) - 3} more" if len(rejected) > 3 else "")
+    reasons = "; ".join(notice.message for notice in rejected[:3]) + (
+        f"; and {len(rejected) - 3} more" if len(rejected) > 3 else ""
+    )
     raise failed_error(
         "merge-incomplete-checkpoint",
         f"no checkpoint can be merged: {reasons}",
@@ -148,21 +180,36 @@ def _find(url: str, options: MergeOptions, observer: Observer) -> tuple[RemoteRu
 def _no_checkpoint(remote: RemoteRun, step: int | None, listing: Listing) -> FsdpTuneError:
     what = "no complete checkpoint" if step is None else f"no complete checkpoint-{step}"
     steps = ", ".join(f"checkpoint-{each}" for each in remote.complete_steps(listing))
-    model = f"{mask_text(remote.url)}/merged is its merged model" if "merged/manifest.json" in listing else None
-    hint = f"complete there: {steps}" if steps else model or ("there is nothing at this URL" if not listing else "give the URL of a run")
+    model = (
+        f"{mask_text(remote.url)}/merged is its merged model" if "merged/manifest.json" in listing else None
+    )
+    hint = (
+        f"complete there: {steps}"
+        if steps
+        else model or ("there is nothing at this URL" if not listing else "give the URL of a run")
+    )
     return usage_error("merge-url-checkpoint", f"{mask_text(remote.url)} has {what}", hint=hint)
 
 
 def _of_weights(found: RemoteCheckpoint) -> dict[str, FileEntry]:
-    return {name: entry for name, entry in found.manifest.files.items() if not name.startswith(OPTIMIZER_FILES)}
+    return {
+        name: entry for name, entry in found.manifest.files.items() if not name.startswith(OPTIMIZER_FILES)
+    }
 
 
 def _check_space(folder: Path, found: RemoteCheckpoint) -> None:
     while not folder.exists():
         folder = folder.parent
     if (free_bytes := shutil.disk_usage(folder).free) < found.size_bytes:
-        needed = f"the download needs {format_bytes(found.size_bytes)}, and {format_bytes(free_bytes)} are free"
-        raise failed_error("merge-disk-full", needed, where=Where(str(folder)), hint="free space, or give an `--output` on another disk")
+        needed = (
+            f"the download needs {format_bytes(found.size_bytes)}, and {format_bytes(free_bytes)} are free"
+        )
+        raise failed_error(
+            "merge-disk-full",
+            needed,
+            where=Where(str(folder)),
+            hint="free space, or give an `--output` on another disk",
+        )
 
 
 def _fetch(remote: RemoteRun, found: RemoteCheckpoint, run: RunDir, observer: Observer) -> Path:
@@ -170,19 +217,26 @@ def _fetch(remote: RemoteRun, found: RemoteCheckpoint, run: RunDir, observer: Ob
     path = run.checkpoint(found.step)
     if run.is_used and isinstance(inspect_checkpoint(path, digests=True), Checkpoint):
         return path
-    observer.message(f"downloading the weights of {found.name} ({format_bytes(found.size_bytes)}) from {mask_text(remote.url)}")
+    observer.message(
+        f"downloading the weights of {found.name} ({format_bytes(found.size_bytes)}) from "
+        f"{mask_text(remote.url)}"
+    )
     with observer.progress("downloading", found.size_bytes, "bytes") as bar:
         return fetch_checkpoint(remote, found, run, bar.advance)
 
 
-def merge_checkpoint(source: str | Path, options: MergeOptions = MergeOptions(), *, observer: Observer = Observer()) -> MergeResult:
-    """Merge the checkpoint that `source` and `options` name into an ordinary Hugging Face model directory, completely or not at all.
+def merge_checkpoint(
+    source: str | Path, options: MergeOptions = MergeOptions(), *, observer: Observer = Observer()
+) -> MergeResult:
+    """Merge the checkpoint that `source` and `options` name into an ordinary Hugging Face model directory,
+    completely or not at all.
 
-    `source` is a run directory, a `checkpoint-N` of any tool, a folder of `.distcp` shards or a PEFT adapter, or the URL of a run or
-    checkpoint in a mirror (`checkpoint.mirror`), which needs `options.output`. No code from it is run.
-    Of a run with `lora:` its `merge.adapter` decides whether the adapter is written too, into RUN/adapter; the result is then that of
-    the merged model.
-    Raises: FsdpTuneError, with exit code 1 for a damaged source, an output that cannot be written and weights that are not finite.
+    `source` is a run directory, a `checkpoint-N` of any tool, a folder of `.distcp` shards or a PEFT adapter,
+    or the URL of a run or checkpoint in a mirror (`checkpoint.mirror`), which needs `options.output`. No code
+    from it is run. Of a run with `lora:` its `merge.adapter` decides whether the adapter is written too, into
+    RUN/adapter; the result is then that of the merged model.
+    Raises: FsdpTuneError, with exit code 1 for a damaged source, an output that cannot be written and weights
+    that are not finite.
     """
     with session():
         if isinstance(source, str) and is_mirror_url(source):
@@ -196,7 +250,9 @@ def merge_checkpoint(source: str | Path, options: MergeOptions = MergeOptions(),
         return _merge(path, replace(options, adapter=output == "adapter"), observer)
 
 
-def _merge(source: Path, options: MergeOptions, observer: Observer, *, origin: str | None = None) -> MergeResult:
+def _merge(
+    source: Path, options: MergeOptions, observer: Observer, *, origin: str | None = None
+) -> MergeResult:
     observer.phase("merging")
     result = merging.merge_checkpoint(source, options, observer.progress, origin=origin)
     observer.notices(result.notices)
@@ -205,7 +261,10 @@ def _merge(source: Path, options: MergeOptions, observer: Observer, *, origin: s
     observer.phase("quantising")
     quantised = quantise_merged(result.output, *result.to_quantise)
     size = format_bytes(quantised.size_bytes)
-    observer.message(f"the quantised model is in {quantised.path} ({size}); its logits differ by {quantised.difference:.1e} of their norm")
+    observer.message(
+        f"the quantised model is in {quantised.path} ({size}); its logits differ by "
+        f"{quantised.difference:.1e} of their norm"
+    )
     return replace(result, quantised=quantised)
 
 
@@ -234,9 +293,11 @@ def push(
     adapter: bool = False,
     observer: Observer = Observer(),
 ) -> Pushed:
-    """Upload the merged model of a run (`adapter`: its adapter), or the output of a merge, and return the address of the commit.
+    """Upload the merged model of a run (`adapter`: its adapter), or the output of a merge, and return the
+    address of the commit.
 
-    What is not given is that of the run's recipe (`training.hub_model_id`, `hub_private_repo`, `hub_revision`), else the name of the run,
+    What is not given is that of the run's recipe (`training.hub_model_id`, `hub_private_repo`,
+    `hub_revision`), else the name of the run,
     private, on main. Raises: FsdpTuneError, with exit code 1 if the hub does not take it.
     """
     path = Path(source)
@@ -249,14 +310,20 @@ def push(
         target = target_of(recipe) if recipe is not None else None
         name = to or (target.repository if target is not None else None)
         if name is None:
-            raise usage_error("push-name", f"`{path}` is not a run, so its repository must be named", hint="--to OWNER/NAME")
+            raise usage_error(
+                "push-name", f"`{path}` is not a run, so its repository must be named", hint="--to OWNER/NAME"
+            )
         chosen = HubTarget(
             name,
             is_public=public if public is not None else bool(target and target.is_public),
             revision=revision or (target.revision if target is not None else None),
         )
         observer.phase("uploading")
-        pushed = upload(folder, chosen, f"fsdp-tune push {shlex.quote(str(path))}{f' --to {shlex.quote(to)}' if to else ''}")
+        pushed = upload(
+            folder,
+            chosen,
+            f"fsdp-tune push {shlex.quote(str(path))}{f' --to {shlex.quote(to)}' if to else ''}",
+        )
         observer.notices(pushed.notices)
         return pushed
 
@@ -275,13 +342,23 @@ def _folder(path: Path, run: RunDir | None, *, adapter: bool) -> Path:
     """Return the directory to upload. Raises: usage error if there is none."""
     if run is None:
         if not (path / RECORD_NAME).is_file():
-            message = "it is neither a run nor the output of a merge" if path.exists() else "it does not exist"
+            message = (
+                "it is neither a run nor the output of a merge" if path.exists() else "it does not exist"
+            )
             raise usage_error(
-                "push-not-merged", message, where=Where(str(path)), hint="give a run, or a directory that `merge-checkpoint` wrote"
+                "push-not-merged",
+                message,
+                where=Where(str(path)),
+                hint="give a run, or a directory that `merge-checkpoint` wrote",
             )
         if adapter:
             message = "`--adapter` chooses what a run has, and this is the output of a merge"
-            raise usage_error("usage", message, where=Where(str(path)), hint="leave it out: such a directory is uploaded as it is")
+            raise usage_error(
+                "usage",
+                message,
+                where=Where(str(path)),
+                hint="leave it out: such a directory is uploaded as it is",
+            )
         return path
     folder = run.adapter if adapter else run.merged
     if not (folder / RECORD_NAME).is_file():
@@ -314,9 +391,11 @@ class RunReport:
 
 
 def report(runs: Sequence[Path | str], *, output: Path | str | None = None) -> RunReport:
-    """Read run directories, also of runs that are training, and compare them; with `output`, write the page there, replacing it.
+    """Read run directories, also of runs that are training, and compare them; with `output`, write the page
+    there, replacing it.
 
-    The umask decides who may read the page, so that it can be shared: secrets in recipes and commands are masked in it. No run is changed.
+    The umask decides who may read the page, so that it can be shared: secrets in recipes and commands are
+    masked in it. No run is changed.
     Raises: FsdpTuneError `not-a-run`, and `run-unreadable` for files that are damaged or of a newer version.
     """
     page = Path(output) if output is not None else None
@@ -341,17 +420,21 @@ def follow_report(
     serving: Callable[[RunReport, str], None],
     ended: Callable[[Path, str, bool], None] | None = None,
 ) -> None:
-    """Serve the page of `report` on this machine until the process is interrupted; in a browser it shows what the runs write, as they do.
+    """Serve the page of `report` on this machine until the process is interrupted; in a browser it shows what
+    the runs write, as they do.
 
-    `serving` gets the runs as they are, and the URL, which contains a secret. `ended` gets the directory of each run that no process works
-    on any more, how it ended, and whether no other is left; the page is served on. `port` 0 is a free one. No file is written.
+    `serving` gets the runs as they are, and the URL, which contains a secret. `ended` gets the directory of
+    each run that no process works on any more, how it ended, and whether no other is left; the page is served
+    on. `port` 0 is a free one. No file is written.
     Raises: FsdpTuneError as `report` does, and `port-not-free`.
     """
     from fsdp_tune.launch.run_status import run_status
     from fsdp_tune.pages.report_page import LivePage, report_page
 
     readers = _readers(runs)  # each keeps what it has read of metrics.jsonl
-    first = _report([reader.read() for reader in readers])  # before the port is taken, so that a mistake is reported at once
+    first = _report(
+        [reader.read() for reader in readers]
+    )  # before the port is taken, so that a mistake is reported at once
     watched = [each.run for each in first.runs]
 
     def watch() -> None:
@@ -362,7 +445,11 @@ def follow_report(
                     if ended is not None:
                         ended(run.path, now.state, not watched)
 
-    page = LivePage(lambda: report_page([reader.read() for reader in readers], _now(), is_live=True), port=port, watch=watch)
+    page = LivePage(
+        lambda: report_page([reader.read() for reader in readers], _now(), is_live=True),
+        port=port,
+        watch=watch,
+    )
     serving(first, page.url)
     page.run()
 
@@ -371,7 +458,10 @@ def _readers(runs: Sequence[Path | str]) -> list[RunReader]:
     from fsdp_tune.pages.run_record import RunReader, labels_of
 
     found = list(dict.fromkeys(existing_run(Path(run)) for run in runs))
-    return [RunReader(run, label) for run, label in zip(found, labels_of([run.path for run in found]), strict=True)]
+    return [
+        RunReader(run, label)
+        for run, label in zip(found, labels_of([run.path for run in found]), strict=True)
+    ]
 
 
 def _now() -> str:

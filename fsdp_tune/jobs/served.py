@@ -1,4 +1,5 @@
-"""What `compare` answers, whatever its sides are, and the comparison of a trained model with a server: `compare RUN http://HOST:PORT/v1`."""
+"""What `compare` answers, whatever its sides are, and the comparison of a trained model with a server:
+`compare RUN http://HOST:PORT/v1`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from typing import NamedTuple
 
 from fsdp_tune.answer.examples import ReferenceAnswer, ReferenceTokens
 from fsdp_tune.comparison.causes import DifferentKey, yaml_value
-from fsdp_tune.comparison.openai_server import OpenAIServer, RefusedError, ServedAnswer, ServedPrompt, is_url, key_of
+from fsdp_tune.comparison.openai_server import (
+    OpenAIServer,
+    RefusedError,
+    ServedAnswer,
+    ServedPrompt,
+    is_url,
+    key_of,
+)
 from fsdp_tune.comparison.runs import DifferentStep
 from fsdp_tune.comparison.served import (
     TOLERANCE,
@@ -43,7 +51,8 @@ from fsdp_tune.run.directory import run_of
 class SideAnswer(JsonAnswer):
     name: str
     kind: str
-    """`recipe`, `run`, or the tool whose configuration it is; `model` and `server` where a server is compared."""
+    """`recipe`, `run`, or the tool whose configuration it is; `model` and `server` where a server is
+    compared."""
     python: str | None
     """The interpreter that computed it; null if nothing was computed."""
     not_carried: list[ImportedKey]
@@ -51,7 +60,8 @@ class SideAnswer(JsonAnswer):
     overrides: list[str] = field(default_factory=list[str])
     """`--set` of this side."""
     tool_version: str | None = None
-    """Version of the tool that computed it, such as TRL's; null if `import` made a recipe of its configuration."""
+    """Version of the tool that computed it, such as TRL's; null if `import` made a recipe of its
+    configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,55 +121,96 @@ class CompareAnswer(JsonAnswer):
     served: ServedNumbers | None = None
     """Of a server: how far its log-probabilities are from the model's."""
     verdict: Verdict = "not_comparable"
-    """equal: rows and what is computed from them were compared and are equal, and no key that differs may change the result; different;
-    not_comparable: nothing that shows it was compared, or a tool failed. What the verdict rests on and what it leaves out:"""
+    """equal: rows and what is computed from them were compared and are equal, and no key that differs may
+    change the result; different;
+    not_comparable: nothing that shows it was compared, or a tool failed. What the verdict rests on and what
+    it leaves out:"""
     compared: list[str] = field(default_factory=list[str])
     """What was compared, and how much of it."""
     unsettled: list[str] = field(default_factory=list[str])
-    """Keys that differ, affect rows, numbers or the delivered model, and are not shown to make no difference."""
+    """Keys that differ, affect rows, numbers or the delivered model, and are not shown to make no
+    difference."""
 
 
 def first_of(stages: Sequence[ComparedStage]) -> FirstDifference | None:
     found = next((stage for stage in stages if stage.difference is not None), None)
-    return None if found is None or found.difference is None else FirstDifference(**found.difference.as_dict(), stage=found.name)
+    return (
+        None
+        if found is None or found.difference is None
+        else FirstDifference(**found.difference.as_dict(), stage=found.name)
+    )
 
 
-def cause_of_keys(keys: list[DifferentKey], settings: Mapping[str, object], sides: tuple[str, str], ignored: Mapping[str, bool]) -> Cause:
+def cause_of_keys(
+    keys: list[DifferentKey],
+    settings: Mapping[str, object],
+    sides: tuple[str, str],
+    ignored: Mapping[str, bool],
+) -> Cause:
     """Return the cause of a difference that vanishes with the values of one side's `keys` in the other.
 
-    `settings`: as `--set` takes them, None for a key that is not written. `sides`: whose values, and where. `ignored`: options of the kept
-    side that its tool does not read, and whether the other side has the values that they give a recipe.
+    `settings`: as `--set` takes them, None for a key that is not written. `sides`: whose values, and where.
+    `ignored`: options of the kept side that its tool does not read, and whether the other side has the values
+    that they give a recipe.
     """
     kept, changed = sides
     named = ", ".join(f"`{key.key}`" for key in keys)
     text = f"{named}: with {kept}'s value{'s' if len(keys) > 1 else ''} in {changed} the difference vanishes"
     had, others = ([option for option, has in ignored.items() if has is wanted] for wanted in (True, False))
-    text = f"{named}: {changed} has it from {', '.join(had)}; with {kept}'s value the difference vanishes" if had else text
+    text = (
+        f"{named}: {changed} has it from {', '.join(had)}; with {kept}'s value the difference vanishes"
+        if had
+        else text
+    )
     text += "".join(f"; {kept} is given {option}" for option in others)
-    options = " ".join(f"--set {shlex.quote(f'{name}={yaml_value(value)}')}" for name, value in settings.items() if value is not None)
+    options = " ".join(
+        f"--set {shlex.quote(f'{name}={yaml_value(value)}')}"
+        for name, value in settings.items()
+        if value is not None
+    )
     unset = ", ".join(f"`{name}`" for name, value in settings.items() if value is None)
     ways = [*([f"`{options}`"] if options else []), *([f"a recipe without {unset}"] if unset else [])]
-    hint = None if MASK in options else f"{' and '.join(ways)} gives {changed} the numbers of {kept} at this stage"
+    hint = (
+        None
+        if MASK in options
+        else f"{' and '.join(ways)} gives {changed} the numbers of {kept} at this stage"
+    )
     return Cause(keys, {}, is_shown=True, text=text, hint=hint)
 
 
-def cause_in_tool(tool: str, name: str, options: Mapping[str, object], open_decisions: Sequence[str]) -> Cause:
-    """Return the cause of a difference from a configuration that no recipe shows: its `options` without which it vanishes, if any."""
+def cause_in_tool(
+    tool: str, name: str, options: Mapping[str, object], open_decisions: Sequence[str]
+) -> Cause:
+    """Return the cause of a difference from a configuration that no recipe shows: its `options` without which
+    it vanishes, if any."""
     if not options:
-        text = "; ".join([f"no key: {tool} computes this otherwise than the recipe that `import` makes of {name}", *open_decisions])
+        text = "; ".join(
+            [
+                f"no key: {tool} computes this otherwise than the recipe that `import` makes of {name}",
+                *open_decisions,
+            ]
+        )
         return Cause([], {}, is_shown=False, text=text, hint=None)
     named = ", ".join(f"`{key}: {yaml_value(value)}`" for key, value in options.items())
     text = f"{named} of {name}: without it {tool} gives what the other side has"
     return Cause([], {}, is_shown=True, text=text, hint=None)
 
 
-def cause_of_versions(stage: str, versions: dict[str, list[str | None]], keys: Sequence[DifferentKey]) -> Cause:
+def cause_of_versions(
+    stage: str, versions: dict[str, list[str | None]], keys: Sequence[DifferentKey]
+) -> Cause:
     """Return the cause of a difference that vanishes with A's interpreter, and with A's values of `keys`."""
-    named = ", ".join(f"{name} {a} / {b}" for name, (a, b) in versions.items()) or "equal, so it is something else of the interpreter"
+    named = (
+        ", ".join(f"{name} {a} / {b}" for name, (a, b) in versions.items())
+        or "equal, so it is something else of the interpreter"
+    )
     also = f"; and `{'`, `'.join(key.key for key in keys)}`" if keys else ""
     hint = None
     if stage == "defaults":
-        hint = "a tool that names no dtype trains in another one: `torch_dtype`/`dtype` decides; a recipe here always has `model.dtype`"
+        hint = (
+            "a tool that names no dtype trains in another one: `torch_dtype`/`dtype` decides; a recipe "
+            "here always has `model.dtype`"
+        )
     text = f"versions: {named}{also}: with A's interpreter{' and values' if keys else ''} B gives the same"
     return Cause(list(keys), versions, is_shown=True, text=text, hint=hint)
 
@@ -175,14 +226,17 @@ def not_compared_lines(found: Iterable[tuple[str, str]]) -> list[str]:
 PROMPTS_OF_A_RUN = 8
 NEVER_COMPARED = (
     "sampling: the server was asked for greedy answers (temperature 0)",
-    "answers after `--max-new-tokens`, and many requests at a time, which some servers compute in another order",
+    "answers after `--max-new-tokens`, and many requests at a time, which some servers compute in "
+    "another order",
 )
 
 
 def compare_with_server(a: str, url: str, options: CompareOptions, observer: Observer) -> CompareAnswer:
-    """Compare prompts, log-probabilities and greedy answers of a server with those of the model, computed here on the CPU in fp32.
+    """Compare prompts, log-probabilities and greedy answers of a server with those of the model, computed
+    here on the CPU in fp32.
 
-    Raises: FsdpTuneError for a model or prompts that cannot be read, and a server that cannot be reached or answers otherwise.
+    Raises: FsdpTuneError for a model or prompts that cannot be read, and a server that cannot be reached or
+    answers otherwise.
     """
     if is_url(a):
         raise usage_error(
@@ -193,12 +247,16 @@ def compare_with_server(a: str, url: str, options: CompareOptions, observer: Obs
     prompts = read_prompts(str(options.prompts)) if options.prompts is not None else _prompts_of_run(a)
     observer.phase(f"connecting to {url}")
     server = OpenAIServer(url, key_of(options.api_key_env), options.served_model)
-    loading = GenerateOptions(max_new_tokens=options.max_new_tokens, device="cpu", dtype="fp32", allowed=options.allowed)
+    loading = GenerateOptions(
+        max_new_tokens=options.max_new_tokens, device="cpu", dtype="fp32", allowed=options.allowed
+    )
     with open_model(a, loading, observer=observer) as model:
         exchanges, special, refused = _exchanges(model, server, prompts, options.max_new_tokens, observer)
         found = _answer(a, server, exchanges, special, refused, model, options)
     stored = server.stored_type or ""
-    is_off = any(stage.status == "different" for stage in found.stages if stage.name in ("logprobs", "same_tokens"))
+    is_off = any(
+        stage.status == "different" for stage in found.stages if stage.name in ("logprobs", "same_tokens")
+    )
     if not is_off or options.tolerance is not None or stored.endswith("F32") or not is_near(exchanges):
         return found
     observer.phase("computing A in half precision")
@@ -209,12 +267,20 @@ def compare_with_server(a: str, url: str, options: CompareOptions, observer: Obs
 
 
 def _prompts_of_run(name: str) -> list[AskedPrompt]:
-    """Return the first prompts of a run's first training source. Raises: usage error if it has none that can be asked."""
-    hint = "`--prompts FILE`: rows with `messages`, `prompt` or `text`, or a text file with a prompt on each line"
+    """Return the first prompts of a run's first training source. Raises: usage error if it has none that can
+    be asked."""
+    hint = (
+        "`--prompts FILE`: rows with `messages`, `prompt` or `text`, or a text file with a prompt on "
+        "each line"
+    )
     run = run_of(Path(name)) if Path(name).is_dir() else None
     if run is None:
-        raise usage_error("compare-prompts", f"`{name}` is not a run, so it has no prompts to send", hint=hint)
-    source = find_source(read_resolved(run).data.train[0].model_copy(update={"max_rows": PROMPTS_OF_A_RUN}), "data.train[0]")
+        raise usage_error(
+            "compare-prompts", f"`{name}` is not a run, so it has no prompts to send", hint=hint
+        )
+    source = find_source(
+        read_resolved(run).data.train[0].model_copy(update={"max_rows": PROMPTS_OF_A_RUN}), "data.train[0]"
+    )
     found: list[AskedPrompt] = []
     for file, row in islice(source.read(), PROMPTS_OF_A_RUN):
         where = Where(source.names[file], row.number if isinstance(row, BadRow) else row[0])
@@ -224,7 +290,10 @@ def _prompts_of_run(name: str) -> list[AskedPrompt]:
             found.append(AskedPrompt((prompt_of_row(row[1], is_line=False),), where))
         except RowError as error:
             raise usage_error(
-                "compare-prompts", f"the rows of the run cannot be sent as prompts: {error}", where=where, hint=hint
+                "compare-prompts",
+                f"the rows of the run cannot be sent as prompts: {error}",
+                where=where,
+                hint=hint,
             ) from error
     if not found:
         raise usage_error("compare-prompts", f"the first source of `{name}` has no rows", hint=hint)
@@ -242,7 +311,11 @@ class _Exchanged(NamedTuple):
 
 
 def _exchanges(
-    model: AnsweringModel, server: OpenAIServer, prompts: Sequence[AskedPrompt], max_tokens: int, observer: Observer
+    model: AnsweringModel,
+    server: OpenAIServer,
+    prompts: Sequence[AskedPrompt],
+    max_tokens: int,
+    observer: Observer,
 ) -> _Exchanged:
     """Ask model and server for each prompt, and score their answers with the model."""
     observer.phase("computing the answers of A")
@@ -256,7 +329,8 @@ def _exchanges(
             each = Exchange(name, prompt.shown, str(prompt.where) or None, reference, read, answer)
             if read.ids is not None and answer.prompt_tokens not in (None, len(read.ids)):
                 refused.append(
-                    f"the tokens of {name}: the server's endpoint for them returns {len(read.ids)}, and it answered {answer.prompt_tokens}"
+                    f"the tokens of {name}: the server's endpoint for them returns {len(read.ids)}, "
+                    f"and it answered {answer.prompt_tokens}"
                 )
                 each.prompt = ServedPrompt(read.text, None)
             try:
@@ -270,7 +344,9 @@ def _exchanges(
     return _Exchanged(exchanges, special, refused)
 
 
-def _asked(server: OpenAIServer, reference: ReferenceAnswer, max_tokens: int) -> tuple[ServedPrompt, ServedAnswer]:
+def _asked(
+    server: OpenAIServer, reference: ReferenceAnswer, max_tokens: int
+) -> tuple[ServedPrompt, ServedAnswer]:
     messages = reference.messages
     if messages is None:
         return server.text_prompt(reference.text), server.complete(reference.text, max_tokens)
@@ -279,8 +355,11 @@ def _asked(server: OpenAIServer, reference: ReferenceAnswer, max_tokens: int) ->
     return server.chat_prompt(messages, extra), server.chat(messages, extra, max_tokens)
 
 
-def _score(model: AnsweringModel, exchanges: Sequence[Exchange], special: ReferenceTokens, *, is_half: bool = False) -> None:
-    """Add the model's log-probabilities of the server's answers. `is_half`: the model computes in the server's dtype."""
+def _score(
+    model: AnsweringModel, exchanges: Sequence[Exchange], special: ReferenceTokens, *, is_half: bool = False
+) -> None:
+    """Add the model's log-probabilities of the server's answers. `is_half`: the model computes in the
+    server's dtype."""
     begun = [None if is_half else begun_otherwise(each, special) for each in exchanges]
     requests = [
         request
@@ -318,7 +397,9 @@ def _answer(
     stages, left_out = compare_served(exchanges, special, server.properties, tolerance, decode)
     numbers = numbers_of(exchanges, server.kind, server.model, server.stored_type)
     found = first_of(stages)
-    missing = not_compared_lines((stage.title, str(stage.detail)) for stage in stages if stage.status == "not_compared")
+    missing = not_compared_lines(
+        (stage.title, str(stage.detail)) for stage in stages if stage.status == "not_compared"
+    )
     cause = None
     if found is not None:
         why = served_cause(exchanges, special, stages, tolerance, server.stored_type, decode)

@@ -1,4 +1,5 @@
-"""Submit a run to Slurm: the batch script, at most one job of a run in the queue, and following a job to its end."""
+"""Submit a run to Slurm: the batch script, at most one job of a run in the queue, and following a job to its
+end."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
 
-from fsdp_tune.cluster.submit.cluster_job import ArrayTask, ClusterJob, Lead, cores_of_machine, estimated_lead, measured_lead
+from fsdp_tune.cluster.submit.cluster_job import (
+    ArrayTask,
+    ClusterJob,
+    Lead,
+    cores_of_machine,
+    estimated_lead,
+    measured_lead,
+)
 from fsdp_tune.cluster.submit.slurm import parse_time, render, user_block
 from fsdp_tune.core.atomic import DISK, write_file
 from fsdp_tune.core.command import JsonAnswer
@@ -53,7 +61,9 @@ class QueuedJob:
     reason: str
 
     def __str__(self) -> str:
-        return f"job {self.id} is {self.state}" + (f" ({self.reason})" if self.reason not in ("", "None") else "")
+        return f"job {self.id} is {self.state}" + (
+            f" ({self.reason})" if self.reason not in ("", "None") else ""
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +74,8 @@ class SubmitAnswer(JsonAnswer):
     job: str | None
     """Its id; null: nothing was submitted, since the run has finished or only the script was requested."""
     state: str
-    """submitted, printed, finished; of a job that was in the queue before, what the queue shows; with --follow, how it ended."""
+    """submitted, printed, finished; of a job that was in the queue before, what the queue shows; with
+    --follow, how it ended."""
     script: str | None
     """The file that was submitted."""
     log: str | None
@@ -105,18 +116,29 @@ class Submission:
         return self._script(found.stem if found.parent == catalogue_directory() else str(found.resolve()))
 
     def _script(self, config: str) -> SubmitAnswer:
-        """Resolve the recipe and return the script. Raises: FsdpTuneError for what `train` would refuse before its inputs are read."""
+        """Resolve the recipe and return the script. Raises: FsdpTuneError for what `train` would refuse
+        before its inputs are read."""
         on_cpus = self.loaded.recipe.launch.device == "cpu"
         if self.loaded.recipe.launch.num_processes == "auto" and not on_cpus:
             hint = "`--gpus-per-node N`, or write `launch.num_processes`, which is for all nodes"
             raise usage_error("submit-size", "the recipe does not say how many GPUs a node has", hint=hint)
         seen = self._previews()
-        recipe, open_ = seen[0].resolution.recipe, [each for each in self.sweep if not each.preview.start.is_finished]
-        self.observer.notices([notice for each in seen for notice in (*each.resolution.notices, *each.start.notices)])
+        recipe, open_ = (
+            seen[0].resolution.recipe,
+            [each for each in self.sweep if not each.preview.start.is_finished],
+        )
+        self.observer.notices(
+            [notice for each in seen for notice in (*each.resolution.notices, *each.start.notices)]
+        )
         lead, limit = self._lead(recipe), _slurm_time(self.options.time)
         if limit is not None and parse_time(limit) < 2 * lead.seconds:
-            message = f"`--time {self.options.time}` is less than twice the {lead.seconds} s that are kept for stopping: {lead.reason}"
-            raise usage_error("submit-time", message, hint=f"--time {format_seconds(2 * lead.seconds)} or more")
+            message = (
+                f"`--time {self.options.time}` is less than twice the {lead.seconds} s that are kept for "
+                f"stopping: {lead.reason}"
+            )
+            raise usage_error(
+                "submit-time", message, hint=f"--time {format_seconds(2 * lead.seconds)} or more"
+            )
         job = ClusterJob(
             name=self.options.job_name or str(recipe.name),
             program=_program(),
@@ -129,12 +151,16 @@ class Submission:
             cpus_per_machine=self.options.cpus_per_node or cores_of_machine(recipe),
             time_limit=limit,
             chooses_port=recipe.launch.num_machines > 1 and recipe.launch.main_process_port == "auto",
-            tasks=tuple(ArrayTask(each.run.path, tuple(_set(_own_settings(each, self.loaded)))) for each in open_),
+            tasks=tuple(
+                ArrayTask(each.run.path, tuple(_set(_own_settings(each, self.loaded)))) for each in open_
+            ),
             max_stalled_starts=self.options.max_stalled_starts,
         )
         block = self._block()
         if not _MEMORY.search(block or ""):
-            message = "the script asks for no memory, and Slurm's default for a job can be less than its ranks need"
+            message = (
+                "the script asks for no memory, and Slurm's default for a job can be less than its ranks need"
+            )
             hint = "add `#SBATCH --mem=0` (all memory of a node) or `#SBATCH --exclusive` to your lines in it"
             self.observer.notices([Notice("submit-memory", message, hint=hint)])
         text = render(job, _site(self.slurm), block)
@@ -162,8 +188,15 @@ class Submission:
 
     def _settings(self) -> list[str]:
         if self.sweep:  # each run sets its own name and directory
-            return [*_set([each for each in self.loaded.overrides if not each.startswith(OWN_KEYS)]), *self.options.allowed.options()]
-        name = [] if self.loaded.recipe.name == self.loaded.path.stem else ["--name", str(self.loaded.recipe.name)]
+            return [
+                *_set([each for each in self.loaded.overrides if not each.startswith(OWN_KEYS)]),
+                *self.options.allowed.options(),
+            ]
+        name = (
+            []
+            if self.loaded.recipe.name == self.loaded.path.stem
+            else ["--name", str(self.loaded.recipe.name)]
+        )
         return [*name, *_set(self.loaded.overrides), *self.options.allowed.options()]
 
     def _lead(self, recipe: Recipe) -> Lead:
@@ -175,7 +208,8 @@ class Submission:
         return estimated_lead(checkpoint_bytes(recipe))
 
     def _block(self) -> str | None:
-        """Return the user's lines of the earlier script. Raises: usage error if they cannot be found in it."""
+        """Return the user's lines of the earlier script. Raises: usage error if they cannot be found in
+        it."""
         try:
             return user_block((self.block_file or self.files.script).read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -192,7 +226,8 @@ class Submission:
     def submit(self, *, finds: bool = False) -> SubmitAnswer:
         """Write the script and submit it, unless the run has finished or a job of it is in the queue.
 
-        Such a job is returned if it `finds`. Raises: else usage error `job-queued`; FailedError with Slurm's words if it takes no job.
+        Such a job is returned if it `finds`. Raises: else usage error `job-queued`; FailedError with Slurm's
+        words if it takes no job.
         """
         files = self.files
         DISK.mkdir(files.folder)
@@ -213,13 +248,19 @@ class Submission:
             job = call_slurm("sbatch", "--parsable", *after, str(files.script)).strip().partition(";")[0]
             with DISK.open(files.submitted, "ab") as ledger:
                 DISK.write(ledger, json.dumps({"job": job, "time": time.time()}).encode() + b"\n")
-            return replace(answer, job=job, state="submitted", script=str(files.script), log=str(files.log(job)))
+            return replace(
+                answer, job=job, state="submitted", script=str(files.script), log=str(files.log(job))
+            )
 
     def _found(self, job: QueuedJob) -> SubmitAnswer:
         files, recipe = self.files, self.loaded.recipe
         text = files.script.read_text(encoding="utf-8") if files.script.exists() else ""
         machines = recipe.launch.num_machines
-        gpus = 0 if recipe.launch.device == "cpu" or recipe.launch.num_processes == "auto" else recipe.launch.num_processes // machines
+        gpus = (
+            0
+            if recipe.launch.device == "cpu" or recipe.launch.num_processes == "auto"
+            else recipe.launch.num_processes // machines
+        )
         return SubmitAnswer(
             run_dir=str(files.output_dir),
             job=job.id,
@@ -249,7 +290,8 @@ def submission(
     is_printed: bool = False,
     observer: Observer = Observer(),
 ) -> Submission:
-    """Read a recipe with the size that the options give; with `sweep`, resolve that of each of its runs. Raises: FsdpTuneError.
+    """Read a recipe with the size that the options give; with `sweep`, resolve that of each of its runs.
+    Raises: FsdpTuneError.
 
     `is_printed`: as in `Submission`.
     """
@@ -283,18 +325,28 @@ def _slurm_time(text: str | None) -> str | None:
     try:
         minutes, seconds = divmod(parse_seconds(text), 60)
     except ValueError:
-        raise usage_error("usage", f"`--time {text}` is not a time", hint="11h30m, or as Slurm writes it: 11:30:00, 1-12:00:00") from None
+        raise usage_error(
+            "usage",
+            f"`--time {text}` is not a time",
+            hint="11h30m, or as Slurm writes it: 11:30:00, 1-12:00:00",
+        ) from None
     return f"{minutes // 1440}-{minutes // 60 % 24:02d}:{minutes % 60:02d}:{seconds:02d}"
 
 
 def _site(slurm: SlurmOptions) -> dict[str, str]:
-    values = {"partition": slurm.partition, "account": slurm.account, "qos": slurm.qos, "constraint": slurm.constraint}
+    values = {
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "qos": slurm.qos,
+        "constraint": slurm.constraint,
+    }
     return {name: value for name, value in values.items() if value is not None}
 
 
 @contextmanager
 def _alone(files: JobFiles) -> Iterator[None]:
-    """Hold the lock of submitting this run, after another `submit` has released it. Raises: usage error if it does not."""
+    """Hold the lock of submitting this run, after another `submit` has released it. Raises: usage error if it
+    does not."""
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
         try:
@@ -304,7 +356,11 @@ def _alone(files: JobFiles) -> Iterator[None]:
         except HeldError as error:
             if time.monotonic() > deadline:
                 message = f"another command submits this run: {error.owner or 'its process is unknown'}"
-                raise usage_error("submit-in-progress", message, hint=f"remove {files.lock} if that process has certainly ended") from None
+                raise usage_error(
+                    "submit-in-progress",
+                    message,
+                    hint=f"remove {files.lock} if that process has certainly ended",
+                ) from None
         time.sleep(0.2)
 
 
@@ -312,7 +368,8 @@ def already_queued(queued: Sequence[QueuedJob]) -> Exception:
     """Return the usage error for a run that has jobs in the queue."""
     return usage_error(
         "job-queued",
-        f"nothing is submitted: {queued[0]}, and trains this run" + (f"; so do {len(queued) - 1} more" if queued[1:] else ""),
+        f"nothing is submitted: {queued[0]}, and trains this run"
+        + (f"; so do {len(queued) - 1} more" if queued[1:] else ""),
         ways_out=(
             "`--follow` shows that job until it ends",
             f"`scancel {queued[0].id}` cancels it; a running one saves first",
@@ -325,9 +382,17 @@ def already_queued(queued: Sequence[QueuedJob]) -> Exception:
 
 
 def call_slurm(*command: str) -> str:
-    """Return the output of a command of Slurm. Raises: FailedError with its own words; usage error if it is not on this machine."""
+    """Return the output of a command of Slurm. Raises: FailedError with its own words; usage error if it is
+    not on this machine."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=CALL_SECONDS, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=CALL_SECONDS,
+            stdin=subprocess.DEVNULL,
+        )
     except FileNotFoundError:
         hint = "run it on a login node of the cluster; `--print` needs no Slurm"
         raise usage_error("no-slurm", f"there is no `{command[0]}` on this machine", hint=hint) from None
@@ -341,23 +406,31 @@ def call_slurm(*command: str) -> str:
     raise failed_error("slurm-failed", f"`{command[0]}` failed: {said}", hint=hint)
 
 
-_REMEDIES = {"sbatch": "options of this command, or your lines in the script, set what it names; `sinfo` shows the partitions"}
+_REMEDIES = {
+    "sbatch": "options of this command, or your lines in the script, set what it names; `sinfo` shows the "
+    "partitions"
+}
 
 
 def queued_jobs(files: JobFiles) -> list[QueuedJob]:
     """Return the jobs of this run in the queue, those first that were submitted first.
 
-    They are known by their ids, and by their comment: a command that was killed after `sbatch` has written no id.
+    They are known by their ids, and by their comment: a command that was killed after `sbatch` has written no
+    id.
     """
     try:
         known = {str(line.get("job")) for line in json_objects(files.submitted.read_bytes())}
     except FileNotFoundError:
         known = set[str]()
-    return sorted((job for job, comment in _queue() if job.id in known or comment == files.mark), key=lambda job: int(job.id))
+    return sorted(
+        (job for job, comment in _queue() if job.id in known or comment == files.mark),
+        key=lambda job: int(job.id),
+    )
 
 
 def job_now(job: str) -> QueuedJob | None:
-    """Return a job, also one that has ended a moment ago; None if the controller has forgotten it. Raises: FailedError."""
+    """Return a job, also one that has ended a moment ago; None if the controller has forgotten it. Raises:
+    FailedError."""
     return next((each for each, _ in _queue("--states=all") if each.id == job), None)
 
 
@@ -369,11 +442,24 @@ def _queue(*options: str) -> Iterator[tuple[QueuedJob, str]]:
         yield QueuedJob(number, state, reason), comment.strip()
 
 
-ENDED = frozenset({"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY"})
+ENDED = frozenset(
+    {
+        "COMPLETED",
+        "CANCELLED",
+        "FAILED",
+        "TIMEOUT",
+        "NODE_FAIL",
+        "PREEMPTED",
+        "BOOT_FAIL",
+        "DEADLINE",
+        "OUT_OF_MEMORY",
+    }
+)
 
 
 def follow_job(answer: SubmitAnswer, observer: Observer) -> SubmitAnswer:
-    """Report the state of a job and the lines of its log until it ends, starts again included. Return the answer with its end.
+    """Report the state of a job and the lines of its log until it ends, starts again included. Return the
+    answer with its end.
 
     Raises: FailedError if the controller does not answer for long.
     """
@@ -406,7 +492,9 @@ def _followed(answer: SubmitAnswer, files: JobFiles, log: _Log) -> SubmitAnswer:
 
 def _end_of(files: JobFiles, job: str, state: str) -> tuple[str, int]:
     last = next((start for start in reversed(read_attempts(files.output_dir)) if start.job == job), None)
-    if last is None or last.exit_code is None or last.then == "requeued":  # what came after it is not in the ledger
+    if (
+        last is None or last.exit_code is None or last.then == "requeued"
+    ):  # what came after it is not in the ledger
         return state, ExitCode.OK if state == "COMPLETED" else ExitCode.FAILED
     return state if last.then == ENDED_BY_SLURM else str(last.then), last.exit_code
 

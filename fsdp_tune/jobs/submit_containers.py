@@ -1,4 +1,5 @@
-"""Make the files with which Kubernetes and clouds start a recipe. Nothing is submitted: the engine's own command does that."""
+"""Make the files with which Kubernetes and clouds start a recipe. Nothing is submitted: the engine's own
+command does that."""
 
 from __future__ import annotations
 
@@ -56,7 +57,12 @@ class ManifestAnswer(JsonAnswer):
 
 
 def kubernetes_manifest(
-    source: str, overrides: Sequence[str], options: KubernetesOptions, *, name: str | None = None, observer: Observer = Observer()
+    source: str,
+    overrides: Sequence[str],
+    options: KubernetesOptions,
+    *,
+    name: str | None = None,
+    observer: Observer = Observer(),
 ) -> ManifestAnswer:
     """Make the manifest of a recipe for Kubernetes, and write it if `options.output` is given.
 
@@ -68,11 +74,21 @@ def kubernetes_manifest(
     recipe = _load(source, overrides, options, name)
     with session(recipe):
         grace = None if options.grace is None else _parsed(options.grace, "--grace", parse_seconds)
-        missing = [] if options.image else [Problem("usage", "Kubernetes needs an image with fsdp-tune", hint="`--image IMAGE`")]
+        missing = (
+            []
+            if options.image
+            else [Problem("usage", "Kubernetes needs an image with fsdp-tune", hint="`--image IMAGE`")]
+        )
         job = _job(recipe, options, mounts, container_engines.RECIPE_DIRECTORY, observer, missing)
         assert options.image is not None, "a missing image is refused"
-        job = _with_lead(job, Lead(grace, "`--grace`") if grace is not None else _lead(recipe, options.allowed, observer))
-        shared = None if options.shared_memory is None else _parsed(options.shared_memory, "--shared-memory", parse_bytes)
+        job = _with_lead(
+            job, Lead(grace, "`--grace`") if grace is not None else _lead(recipe, options.allowed, observer)
+        )
+        shared = (
+            None
+            if options.shared_memory is None
+            else _parsed(options.shared_memory, "--shared-memory", parse_bytes)
+        )
         pod = container_engines.PodSettings(
             image=options.image,
             namespace=options.namespace,
@@ -111,11 +127,17 @@ def cloud_task(
     recipe = _load(source, overrides, options, name)
     with session(recipe):
         needs_gpu = recipe.recipe.launch.device != "cpu" and options.gpu is None
-        missing = [Problem("usage", f"{engine} needs the name of the GPUs", hint="`--gpu H100`")] if needs_gpu else []
+        missing = (
+            [Problem("usage", f"{engine} needs the name of the GPUs", hint="`--gpu H100`")]
+            if needs_gpu
+            else []
+        )
         job = _job(recipe, options, mounts, container_engines.TASK_RECIPE_DIRECTORY, observer, missing)
         if engine == "dstack":  # SkyPilot has no such time
             job = _with_lead(job, _lead(recipe, options.allowed, observer))
-        settings = container_engines.CloudSettings(options.image, options.gpu, options.spot, secrets, options.restarts)
+        settings = container_engines.CloudSettings(
+            options.image, options.gpu, options.spot, secrets, options.restarts
+        )
         if options.image is not None:
             _report_tag(options.image, observer)
         return _finish(
@@ -127,7 +149,9 @@ def cloud_task(
         )
 
 
-def _load(source: str, overrides: Sequence[str], options: KubernetesOptions | CloudOptions, name: str | None) -> LoadedRecipe:
+def _load(
+    source: str, overrides: Sequence[str], options: KubernetesOptions | CloudOptions, name: str | None
+) -> LoadedRecipe:
     if options.output is not None:
         check_output_file(options.output)
     return sized_recipe(source, overrides, options.nodes, options.gpus_per_node, name=name)
@@ -141,7 +165,8 @@ def _job(
     observer: Observer,
     missing: Sequence[Problem],
 ) -> ContainerJob:
-    """Return the job. Raises: FsdpTuneError with the options that are `missing`, and every reason why the recipe cannot run there."""
+    """Return the job. Raises: FsdpTuneError with the options that are `missing`, and every reason why the
+    recipe cannot run there."""
     refused = code_not_allowed(recipe.recipe, options.allowed, starts_ranks=True)
     names: dict[str, Any] = {"name": options.job_name, "options": options.allowed.options()}
     names["volume_option"] = "--pvc" if isinstance(options, KubernetesOptions) else "--volume"
@@ -160,7 +185,8 @@ def _with_lead(job: ContainerJob, lead: Lead) -> ContainerJob:
 
 
 def _lead(loaded: LoadedRecipe, allowed: Allowed, observer: Observer) -> Lead:
-    """Return the lead from the run directory, if this machine sees it too, else from the size of a checkpoint, if a step can be traced."""
+    """Return the lead from the run directory, if this machine sees it too, else from the size of a
+    checkpoint, if a step can be traced."""
     measured = measured_lead(read_metrics(RunDir(Path(output_in_container(loaded.recipe)))))
     if measured is not None:
         return measured
@@ -173,7 +199,11 @@ def _lead(loaded: LoadedRecipe, allowed: Allowed, observer: Observer) -> Lead:
 
 
 def _finish(
-    engine: str, job: ContainerJob, output: Path | None, text: Callable[[str], str], commands: Callable[[str], list[str]]
+    engine: str,
+    job: ContainerJob,
+    output: Path | None,
+    text: Callable[[str], str],
+    commands: Callable[[str], list[str]],
 ) -> ManifestAnswer:
     file = "FILE" if output is None else str(output)
     made = text(file)
@@ -190,14 +220,19 @@ def _finish(
 
 
 def _resources(job: ContainerJob, options: KubernetesOptions, shared_bytes: int) -> dict[str, str]:
-    """Return the resources of a pod: what is requested is the limit too, so that no other pod can take it away."""
+    """Return the resources of a pod: what is requested is the limit too, so that no other pod can take it
+    away."""
     found = {"cpu": str(options.cpus_per_node or _CORES_OF_RANK * job.ranks)}
     if options.memory is not None:
         memory = _parsed(options.memory, "--memory", parse_bytes)
         if memory <= shared_bytes:
-            message = f"`--memory {options.memory}` has no room besides {format_bytes(shared_bytes)} of /dev/shm"
+            message = (
+                f"`--memory {options.memory}` has no room besides {format_bytes(shared_bytes)} of /dev/shm"
+            )
             raise usage_error(
-                "usage", message, hint="a pod's shared memory counts as its memory: give more, or a smaller `--shared-memory`"
+                "usage",
+                message,
+                hint="a pod's shared memory counts as its memory: give more, or a smaller `--shared-memory`",
             )
         found["memory"] = str(memory)
     if job.cluster.gpus_per_machine:
@@ -205,7 +240,11 @@ def _resources(job: ContainerJob, options: KubernetesOptions, shared_bytes: int)
     for each in options.resources:
         match = _RESOURCE.fullmatch(each)
         if match is None:
-            raise usage_error("usage", f"`--resource {each}` does not name a resource and its number", hint="`--resource rdma/hca=1`")
+            raise usage_error(
+                "usage",
+                f"`--resource {each}` does not name a resource and its number",
+                hint="`--resource rdma/hca=1`",
+            )
         found[match[1]] = match[2]
     return found
 
@@ -221,13 +260,19 @@ def _check_names(options: KubernetesOptions) -> None:
     for flag, name in (("--namespace", options.namespace), ("--queue", options.queue)):
         if name is not None and not is_subdomain(name):
             message = f"`{flag} {name}` is not a name in Kubernetes"
-            raise usage_error("usage", message, hint="lower-case letters, digits and `-`, beginning and ending with a letter or digit")
+            raise usage_error(
+                "usage",
+                message,
+                hint="lower-case letters, digits and `-`, beginning and ending with a letter or digit",
+            )
 
 
 def _report_tag(image: str, observer: Observer) -> None:
     if "@sha256:" not in image:
         message = f"`{image}` names a tag: a restart may get another image than the run started with"
-        observer.notices([Notice("image-not-pinned", message, hint="`IMAGE@sha256:DIGEST` is always the same")])
+        observer.notices(
+            [Notice("image-not-pinned", message, hint="`IMAGE@sha256:DIGEST` is always the same")]
+        )
 
 
 def _parsed(text: str, flag: str, parse: Callable[[str], int]) -> int:

@@ -1,4 +1,5 @@
-"""Train a recipe once for each combination of some values of its keys, one run after another, and compare the ends."""
+"""Train a recipe once for each combination of some values of its keys, one run after another, and compare the
+ends."""
 
 from __future__ import annotations
 
@@ -12,7 +13,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fsdp_tune.core.command import JsonAnswer
-from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FsdpTuneError, Problem, Where, usage_error
+from fsdp_tune.core.errors import (
+    EXIT_CODE_OF_REASON,
+    ExitCode,
+    ExitReason,
+    FsdpTuneError,
+    Problem,
+    Where,
+    usage_error,
+)
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import TrainOptions
 from fsdp_tune.jobs.train import Preview, preview, train
@@ -60,7 +69,8 @@ class SweptRun(JsonAnswer):
     loss: float | None
     """Of the last line."""
     eval_loss: float | None
-    """Of the last evaluation; with `load_best_model_at_end`, whose model is that of the best one, the lowest."""
+    """Of the last evaluation; with `load_best_model_at_end`, whose model is that of the best one, the
+    lowest."""
     seconds: float
     """In its steps, those of earlier starts included."""
     exit_code: int | None
@@ -140,11 +150,16 @@ def sweep_points(keys: Sequence[SweptKey]) -> list[SweepPoint]:
     shown = [each.key if last.count(name) > 1 else name for each, name in zip(keys, last, strict=True)]
     points: list[SweepPoint] = []
     for values in itertools.product(*(each.values for each in keys)):
-        name = ",".join(f"{key}={re.sub(r'[^A-Za-z0-9._+-]+', '-', value)}" for key, value in zip(shown, values, strict=True))
+        name = ",".join(
+            f"{key}={re.sub(r'[^A-Za-z0-9._+-]+', '-', value)}"
+            for key, value in zip(shown, values, strict=True)
+        )
         points.append(SweepPoint(name, dict(zip((each.key for each in keys), values, strict=True))))
     folded = [point.name.casefold() for point in points]  # file systems that ignore case
     return [
-        point if len(point.name) <= LONGEST_NAME and folded.count(at) == 1 else replace(point, name=_hashed(point))
+        point
+        if len(point.name) <= LONGEST_NAME and folded.count(at) == 1
+        else replace(point, name=_hashed(point))
         for point, at in zip(points, folded, strict=True)
     ]
 
@@ -169,14 +184,25 @@ class PlannedRun:
 
 
 def plan_sweep(
-    source: str, overrides: Sequence[str], sweep: Sequence[str], options: TrainOptions, *, name: str | None = None
+    source: str,
+    overrides: Sequence[str],
+    sweep: Sequence[str],
+    options: TrainOptions,
+    *,
+    name: str | None = None,
 ) -> list[PlannedRun]:
     """Read and resolve the recipe of every run. Raises: usage error with the problems of all of them."""
     if options.resume not in (None, "auto"):
-        raise usage_error("bad-sweep", "`--resume PATH` names the checkpoint of one run", hint="a sweep continues its runs by itself")
+        raise usage_error(
+            "bad-sweep",
+            "`--resume PATH` names the checkpoint of one run",
+            hint="a sweep continues its runs by itself",
+        )
     if options.overwrite and options.resume is not None:
         raise usage_error(
-            "bad-sweep", "`--overwrite` starts all runs over and `--resume auto` continues them", hint="pass only one of them"
+            "bad-sweep",
+            "`--overwrite` starts all runs over and `--resume auto` continues them",
+            hint="pass only one of them",
         )
     points = sweep_points(parse_sweep(sweep))
     path = find_recipe(source)
@@ -195,26 +221,44 @@ def plan_sweep(
 
 
 def _of_points(found: Sequence[tuple[str, Problem]], points: int) -> Problem:
-    """Return a problem with the first point that has it, unless the problem names its value or all points have it."""
+    """Return a problem with the first point that has it, unless the problem names its value or all points
+    have it."""
     name, problem = found[0]
     if len(found) == points or str(problem.where.source).startswith("--sweep"):
         return problem
-    return replace(problem, message=f"{problem.message} ({name}{f' and {len(found) - 1} more' if len(found) > 1 else ''})")
+    return replace(
+        problem,
+        message=f"{problem.message} ({name}{f' and {len(found) - 1} more' if len(found) > 1 else ''})",
+    )
 
 
-def _planned(text: str, path: Path, overrides: Sequence[str], point: SweepPoint, options: TrainOptions, name: str | None) -> PlannedRun:
+def _planned(
+    text: str,
+    path: Path,
+    overrides: Sequence[str],
+    point: SweepPoint,
+    options: TrainOptions,
+    name: str | None,
+) -> PlannedRun:
     own = [f"{key}={value}" for key, value in point.values.items()]
-    loaded = parse_recipe(text, path, overrides, name=name, options=[OptionOverride(f"--sweep {each}", each) for each in own])
+    loaded = parse_recipe(
+        text, path, overrides, name=name, options=[OptionOverride(f"--sweep {each}", each) for each in own]
+    )
     recipe = loaded.recipe
     if recipe.launch.num_machines > 1:
         raise usage_error(
-            "bad-sweep", "a sweep runs on one machine", where=Where(key="launch.num_machines"), hint="start its runs yourself"
+            "bad-sweep",
+            "a sweep runs on one machine",
+            where=Where(key="launch.num_machines"),
+            hint="start its runs yourself",
         )
     if recipe.training.push_to_hub:
         message = "`training.push_to_hub` would upload every run of the sweep"
         raise usage_error("bad-sweep", message, hint="leave it out, and `fsdp-tune push` the best one")
     folder = output_directory(recipe, Path.cwd())[0] / point.name
-    changed = recipe.model_copy(update={"output_dir": str(folder), "name": f"{recipe.name}-{re.sub('[=,]', '-', point.name)}"})
+    changed = recipe.model_copy(
+        update={"output_dir": str(folder), "name": f"{recipe.name}-{re.sub('[=,]', '-', point.name)}"}
+    )
     loaded = replace(loaded, recipe=changed, overrides=(*overrides, *own, f"output_dir={folder}"))
     own_options = replace(
         options,
@@ -240,7 +284,10 @@ def _command(words: Sequence[str], settings: Sequence[str]) -> tuple[str, ...]:
 
 
 def run_sweep(
-    planned: Sequence[PlannedRun], *, observer: Observer = Observer(), next_run: Callable[[], None] = lambda: None
+    planned: Sequence[PlannedRun],
+    *,
+    observer: Observer = Observer(),
+    next_run: Callable[[], None] = lambda: None,
 ) -> SweepAnswer:
     """Train the runs one after another. One that fails is reported, and the next one starts.
 
@@ -296,14 +343,24 @@ def _finite(value: object) -> float | None:
 def waiting(planned: PlannedRun) -> SweptRun:
     """Return the state of a run that the sweep has not come to."""
     start = planned.preview.start
-    state = ExitReason.FINISHED.value if start.is_finished else f"stopped at step {start.step}" if start.checkpoint else "not started"
+    state = (
+        ExitReason.FINISHED.value
+        if start.is_finished
+        else f"stopped at step {start.step}"
+        if start.checkpoint
+        else "not started"
+    )
     return _ended(planned, state, None)
 
 
 def answer_of(runs: Sequence[SweptRun]) -> SweepAnswer:
     finished = [run for run in runs if run.state == ExitReason.FINISHED.value]
     metric = "eval_loss" if finished and all(run.eval_loss is not None for run in finished) else "loss"
-    values = {run.run_dir: value for run in finished if (value := run.eval_loss if metric == "eval_loss" else run.loss) is not None}
+    values = {
+        run.run_dir: value
+        for run in finished
+        if (value := run.eval_loss if metric == "eval_loss" else run.loss) is not None
+    }
     best = min(values, key=values.__getitem__, default=None)
     report = shlex.join(["fsdp-tune", "report", *(run.run_dir for run in runs if run.steps)])
     return SweepAnswer(list(runs), best, metric, report)

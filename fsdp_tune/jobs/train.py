@@ -1,4 +1,5 @@
-"""Train a recipe on this machine: check the inputs, write the run directory, run the ranks to their end, merge."""
+"""Train a recipe on this machine: check the inputs, write the run directory, run the ranks to their end,
+merge."""
 
 from __future__ import annotations
 
@@ -26,16 +27,35 @@ from fsdp_tune.data.tokenise.sample_prompts import sample_prompts
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.jobs.continued_data import continued_data, steps_of_run
 from fsdp_tune.jobs.doctor import check_space, notices_of_machine
-from fsdp_tune.jobs.evaluating import Evaluating, check_evaluation, evaluating, notices_of_evaluation, refuse_scores_without_room
+from fsdp_tune.jobs.evaluating import (
+    Evaluating,
+    check_evaluation,
+    evaluating,
+    notices_of_evaluation,
+    refuse_scores_without_room,
+)
 from fsdp_tune.jobs.inspection import inspect_model
 from fsdp_tune.jobs.mirroring import Mirroring, given_back
 from fsdp_tune.jobs.observer import Observer, TrainingInputs, TrainResult, session
 from fsdp_tune.jobs.options import TrainOptions
 from fsdp_tune.jobs.plan import decisions, keep_prediction, plan_here, refuse_what_cannot_fit
 from fsdp_tune.jobs.recipes import check_cache, resolve_recipe
-from fsdp_tune.jobs.resizing import OwnRun, Resizing, announce_end, held_elsewhere, recorded_devices, refuse_manual_start
+from fsdp_tune.jobs.resizing import (
+    OwnRun,
+    Resizing,
+    announce_end,
+    held_elsewhere,
+    recorded_devices,
+    refuse_manual_start,
+)
 from fsdp_tune.jobs.results import is_merged, merge_checkpoint, push, target_of
-from fsdp_tune.launch.command.accelerate import LaunchPlan, check_port, launch_plan, machine_rank_of, manual_commands
+from fsdp_tune.launch.command.accelerate import (
+    LaunchPlan,
+    check_port,
+    launch_plan,
+    machine_rank_of,
+    manual_commands,
+)
 from fsdp_tune.launch.command.default_config import accelerate_default_config
 from fsdp_tune.launch.command.resume import (
     Start,
@@ -71,18 +91,25 @@ from fsdp_tune.run.rank_files import Verdict, read_outcome
 from fsdp_tune.run.records import Environment
 
 
-def train(recipe: LoadedRecipe, options: TrainOptions = TrainOptions(), *, observer: Observer = Observer()) -> TrainResult:
+def train(
+    recipe: LoadedRecipe, options: TrainOptions = TrainOptions(), *, observer: Observer = Observer()
+) -> TrainResult:
     """Train a recipe to its end on this machine's ranks, restarts included, and merge the result.
 
-    Call it from the main thread, and in a script below `if __name__ == "__main__":`, since tokenising spawns processes. While ranks run,
-    SIGINT, SIGTERM and other stop signals are handled here: the first has the ranks save a checkpoint and stop, which returns a result with
-    `exit_reason` INTERRUPTED or PREEMPTED; a second stops at once. No process of the run outlives the call, nor this process.
-    Raises: FsdpTuneError with the exit code of the command line: 1 failed, 2 recipe or usage, 3 out of device memory, 4 non-finite,
-    5 hang or lost rank.
+    Call it from the main thread, and in a script below `if __name__ == "__main__":`, since tokenising spawns
+    processes. While ranks run, SIGINT, SIGTERM and other stop signals are handled here: the first has the
+    ranks save a checkpoint and stop, which returns a result with `exit_reason` INTERRUPTED or PREEMPTED; a
+    second stops at once. No process of the run outlives the call, nor this process.
+    Raises: FsdpTuneError with the exit code of the command line: 1 failed, 2 recipe or usage, 3 out of device
+    memory, 4 non-finite, 5 hang or lost rank.
     """
     with session(recipe):
         if threading.current_thread() is not threading.main_thread():
-            raise usage_error("not-main-thread", "`train` handles signals, which only the main thread can", hint="call it from there")
+            raise usage_error(
+                "not-main-thread",
+                "`train` handles signals, which only the main thread can",
+                hint="call it from there",
+            )
         job = _job(recipe, options, observer, starts_here=True)
         with job.connection() as machines:
             job = replace(job, connected=machines)
@@ -123,19 +150,32 @@ class Preview:
     start: Start
 
 
-def preview(recipe: LoadedRecipe, options: TrainOptions = TrainOptions(), *, observer: Observer = Observer()) -> Preview:
-    """Resolve a recipe and find its command and first step; start and write nothing, and read no checkpoint's bytes."""
+def preview(
+    recipe: LoadedRecipe, options: TrainOptions = TrainOptions(), *, observer: Observer = Observer()
+) -> Preview:
+    """Resolve a recipe and find its command and first step; start and write nothing, and read no checkpoint's
+    bytes."""
     with session(recipe):
         job = _job(recipe, options, observer)
         elsewhere = None if job.recipe.has_own_directories else ()
-        start = decide_start(job.plan.run, job.recipe, options.resume, overwrite=options.overwrite, digests=False, elsewhere=elsewhere)
+        start = decide_start(
+            job.plan.run,
+            job.recipe,
+            options.resume,
+            overwrite=options.overwrite,
+            digests=False,
+            elsewhere=elsewhere,
+        )
         if job.mirror is not None:
             observer.notices(job.mirror.preview(start, options.resume))
         return Preview(job.resolution, job.plan, start)
 
 
-def _job(loaded: LoadedRecipe, options: TrainOptions, observer: Observer, *, starts_here: bool = False) -> _Job:
-    """Resolve a recipe. Unless `starts_here`, the GPUs and the address of the first machine may be those of other machines."""
+def _job(
+    loaded: LoadedRecipe, options: TrainOptions, observer: Observer, *, starts_here: bool = False
+) -> _Job:
+    """Resolve a recipe. Unless `starts_here`, the GPUs and the address of the first machine may be those of
+    other machines."""
     observer.phase("finding the devices of this machine")
     resolution = resolve_recipe(
         loaded,
@@ -150,10 +190,16 @@ def _job(loaded: LoadedRecipe, options: TrainOptions, observer: Observer, *, sta
     recipe = resolution.recipe
     if starts_here and options.machine_rank is None:
         observer.notices(check_allocation(recipe, os.environ))
-    rank = machine_rank_of(recipe, options.machine_rank, os.environ) if starts_here else options.machine_rank or 0
+    rank = (
+        machine_rank_of(recipe, options.machine_rank, os.environ)
+        if starts_here
+        else options.machine_rank or 0
+    )
     address = None if starts_here else "FIRST_MACHINE"
     run = RunDir(Path(recipe.output_dir))
-    plan = launch_plan(recipe, run, machine_rank=rank, extra=options.launcher_arguments, unknown_address=address)
+    plan = launch_plan(
+        recipe, run, machine_rank=rank, extra=options.launcher_arguments, unknown_address=address
+    )
     skipped = () if options.skip_rows is None or rank > 0 else tuple(read_named_rows(options.skip_rows))
     mirror = Mirroring.of(run, recipe, observer, rank)
     extensions = () if options.is_elsewhere else find_extensions(recipe)
@@ -188,8 +234,14 @@ class _Job:
     def connection(self) -> Iterator[Machines]:
         """Yield the machines of the run; several find each other in this context."""
         with ExitStack() as stack:
-            own = OwnRun(self.loaded, self.recipe, self.plan, self.extensions, self.options, self.observer, stack)
-            folder = stack.enter_context(temporary_directory("channel-")) if self.recipe.has_own_directories else None
+            own = OwnRun(
+                self.loaded, self.recipe, self.plan, self.extensions, self.options, self.observer, stack
+            )
+            folder = (
+                stack.enter_context(temporary_directory("channel-"))
+                if self.recipe.has_own_directories
+                else None
+            )
             machines = stack.enter_context(self._machines(own, folder))
             stack.push(partial(announce_end, self.observer, machines))
             if folder is not None and self.plan.machine_rank > 0:
@@ -212,7 +264,11 @@ class _Job:
             replacement_seconds=parse_seconds(recipe.launch.replacement_timeout),
             channel=open_channel(plan.machine_rank, recipe.launch.num_machines, ip, port, folder),
             identity=identity_of(recipe, plan.env, extensions),
-            directory=OwnDirectory(plan.run, folder, digests=recipe.checkpoint.verify == "digest", install=own.install) if folder else None,
+            directory=OwnDirectory(
+                plan.run, folder, digests=recipe.checkpoint.verify == "digest", install=own.install
+            )
+            if folder
+            else None,
         )
 
     def advance(self, n: int = 1) -> None:
@@ -221,7 +277,8 @@ class _Job:
             self.connected.advance(n)
 
     def lead(self) -> TrainResult:
-        """Train on the only machine, or the first: refuse bad input before anything is written, then write, run and merge."""
+        """Train on the only machine, or the first: refuse bad input before anything is written, then write,
+        run and merge."""
         self.observer.notices(notices_of_machine(self.recipe, self.plan))
         start = self.decide_start()
         assert self.connected is not None, "`train` connects the machines first"
@@ -230,10 +287,18 @@ class _Job:
             if self.mirror is None and not self.recipe.evaluation.is_on:
                 return self.finished(start)
             # What an earlier command could not send or evaluate.
-            with locked(self.plan.run) as notices, self.sending(None), self.evaluating(had_finished=True) as evaluations:
+            with (
+                locked(self.plan.run) as notices,
+                self.sending(None),
+                self.evaluating(had_finished=True) as evaluations,
+            ):
                 self.observer.notices(notices)
                 return self.finished(start, evaluations)
-        with self.written(start, starts_ranks=True) as job, self.sending(start.step), job.evaluating() as evaluations:
+        with (
+            self.written(start, starts_ranks=True) as job,
+            self.sending(start.step),
+            job.evaluating() as evaluations,
+        ):
             ended = job.run_ranks()
             self.connected.close()  # the others need not wait for the merge
             return job.conclude(ended, evaluations)
@@ -248,9 +313,21 @@ class _Job:
         run, options = self.plan.run, self.options
         self.observer.phase("choosing the first step")
         held = held_elsewhere(self.connected, run, self.recipe, options)
-        decide = partial(decide_start, run, self.recipe, options.resume, overwrite=options.overwrite, progress=self.advance, elsewhere=held)
+        decide = partial(
+            decide_start,
+            run,
+            self.recipe,
+            options.resume,
+            overwrite=options.overwrite,
+            progress=self.advance,
+            elsewhere=held,
+        )
         start, mirror = decide(), self.mirror
-        if mirror is not None and not start.is_finished and mirror.prepare(start, options.resume, overwrite=options.overwrite):
+        if (
+            mirror is not None
+            and not start.is_finished
+            and mirror.prepare(start, options.resume, overwrite=options.overwrite)
+        ):
             start = decide()
         if start.checkpoint is None and not start.is_new:  # nor has the mirror what is missing
             refuse_without_files(latest_checkpoint(run, elsewhere=held)[1])
@@ -260,16 +337,32 @@ class _Job:
         return start
 
     def _launch_notices(self) -> list[Notice]:
-        """Report what would have steered a bare `accelerate launch` on this machine and does not steer this one, and hidden secrets."""
+        """Report what would have steered a bare `accelerate launch` on this machine and does not steer this
+        one, and hidden secrets."""
         notices: list[Notice] = []
         if (default := accelerate_default_config(os.environ)) is not None:
-            notices.append(Notice("accelerate-config-ignored", f"{default['path']} is not used: the recipe decides"))
+            notices.append(
+                Notice("accelerate-config-ignored", f"{default['path']} is not used: the recipe decides")
+            )
         if self.plan.removed:
-            notices.append(Notice("stale-environment", f"variables of another job are kept from the ranks: {', '.join(self.plan.removed)}"))
+            notices.append(
+                Notice(
+                    "stale-environment",
+                    f"variables of another job are kept from the ranks: {', '.join(self.plan.removed)}",
+                )
+            )
         if hidden := self.plan.masked_variables():
-            notices.append(Notice("secret-not-written", f"launch.json lists {', '.join(hidden)} without values, which look like secrets"))
+            notices.append(
+                Notice(
+                    "secret-not-written",
+                    f"launch.json lists {', '.join(hidden)} without values, which look like secrets",
+                )
+            )
         if mask_text(self.loaded.text) != self.loaded.text:
-            message = f"{self.loaded.path} has a comment with what looks like a secret; the run's recipe.yaml gets `{MASK}` instead"
+            message = (
+                f"{self.loaded.path} has a comment with what looks like a secret; the run's recipe.yaml "
+                f"gets `{MASK}` instead"
+            )
             notices.append(Notice("secret-not-written", message))
         return notices
 
@@ -288,9 +381,11 @@ class _Job:
 
     @contextmanager
     def written(self, start: Start, *, starts_ranks: bool = False) -> Iterator[_Job]:
-        """Check the inputs, write the run directory and own it. Yields this job with a recipe in which every key is decided.
+        """Check the inputs, write the run directory and own it. Yields this job with a recipe in which every
+        key is decided.
 
-        If it `starts_ranks`, those of a single machine are started meanwhile. The launchers of several would wait for each other.
+        If it `starts_ranks`, those of a single machine are started meanwhile. The launchers of several would
+        wait for each other.
         """
         run = self.plan.run
         if self.options.resume is not None:  # a mistyped directory is a new run
@@ -301,9 +396,15 @@ class _Job:
         if self.recipe.training.push_to_hub:
             self.observer.phase("checking the access to the hub")
             check_access(target_of(self.recipe))
-        with start_early(self.plan, self._inspected(start)) if starts_ranks and self.plan.has_all_ranks else nullcontext() as early:
+        with (
+            start_early(self.plan, self._inspected(start))
+            if starts_ranks and self.plan.has_all_ranks
+            else nullcontext() as early
+        ):
             inputs = self._check_inputs(start, early)
-            with replace(self, resolution=inputs.resolution, early=early, model=inputs.model).owned(start, inputs) as job:
+            with replace(self, resolution=inputs.resolution, early=early, model=inputs.model).owned(
+                start, inputs
+            ) as job:
                 yield job
 
     @contextmanager
@@ -325,18 +426,22 @@ class _Job:
             yield self
 
     def _inspected(self, start: Start) -> Recipe:
-        """Return the recipe of the model to inspect: a resumed run and its checkpoint have what only its start reads."""
+        """Return the recipe of the model to inspect: a resumed run and its checkpoint have what only its
+        start reads."""
         if start.checkpoint is None:
             return self.recipe
         return without_adapter(from_run(self.recipe, start.checkpoint.path.parent, start.from_run))
 
     def _check_inputs(self, start: Start, early: EarlyLaunch | None) -> TrainingInputs:
-        """Inspect the model and plan in other processes while the data is prepared. Raises: FsdpTuneError with the problems of both."""
+        """Inspect the model and plan in other processes while the data is prepared. Raises: FsdpTuneError
+        with the problems of both."""
         recipe, observer = self.recipe, self.observer
         observer.phase("loading the tokenizer")
         with children.threads(2) as pool:
             here = self._inspected(start)
-            inspecting = pool.submit(inspect_model, here, answer=early.inspection if early is not None else None)
+            inspecting = pool.submit(
+                inspect_model, here, answer=early.inspection if early is not None else None
+            )
             planning = pool.submit(plan_here, here)
             try:
                 encoder = load_encoder(here)
@@ -344,12 +449,20 @@ class _Job:
                 sample_prompts(recipe, encoder)
                 with observer.progress("tokenising", None, "rows") as bar:
                     progress = CountedBar(bar, self.advance)
-                    data = prepare_data(recipe, encoder, progress=progress, verify=self.options.verify_data, run=self.plan.run.path)
+                    data = prepare_data(
+                        recipe,
+                        encoder,
+                        progress=progress,
+                        verify=self.options.verify_data,
+                        run=self.plan.run.path,
+                    )
                 evaluation = check_evaluation(recipe, encoder, observer)
             except FsdpTuneError as error:
                 if error.exit_code is ExitCode.PREEMPTED:  # a signal: do not wait for other problems
                     raise
-                raise FsdpTuneError(*inspecting.result().problems, *error.problems, exit_code=error.exit_code) from error
+                raise FsdpTuneError(
+                    *inspecting.result().problems, *error.problems, exit_code=error.exit_code
+                ) from error
             observer.phase("inspecting the model")
             model = inspecting.result()
             observer.phase("planning")
@@ -358,39 +471,75 @@ class _Job:
         observer.notices([*model.notices, *data.as_notices(), *not_planned])
         # The shapes of well-known models in this package are enough for a plan, never for training.
         is_packaged = model.model is not None and model.model.packaged
-        packaged = [f"`{recipe.model.name_or_path}` cannot be reached, and is not in the cache"] if is_packaged else []
+        packaged = (
+            [f"`{recipe.model.name_or_path}` cannot be reached, and is not in the cache"]
+            if is_packaged
+            else []
+        )
         if model.model is None or model.problems or model.unchecked or packaged:
             raise FsdpTuneError(*model.problems, *map(_unreachable, [*model.unchecked, *packaged]))
-        observer.notices([*check_vocabulary(model.model, recipe, data.vocabulary_size), *notices_of_evaluation(recipe, model.model)])
-        if start.checkpoint is not None and (before := Prepared.read(RunDir(start.checkpoint.path.parent).data_json)) is not None:
+        observer.notices(
+            [
+                *check_vocabulary(model.model, recipe, data.vocabulary_size),
+                *notices_of_evaluation(recipe, model.model),
+            ]
+        )
+        if (
+            start.checkpoint is not None
+            and (before := Prepared.read(RunDir(start.checkpoint.path.parent).data_json)) is not None
+        ):
             refuse_changed_files(before.stamps, data.stamps)
         overwrite = self.options.overwrite
-        data = continued_data(recipe, start, data, self.skipped, observer, run=self.plan.run, overwrite=overwrite)
+        data = continued_data(
+            recipe, start, data, self.skipped, observer, run=self.plan.run, overwrite=overwrite
+        )
         base = base_of(recipe, model.model) if recipe.lora is not None else None
         if base is not None and start.checkpoint is not None:
             refuse_other_base(RunDir(start.checkpoint.path.parent).base_json, base)
         steps = steps_of_run(recipe, data)
         refuse_beyond_end(start, steps)
-        if steps is not None and (wrong := [*schedule_of_steps(recipe, steps), *best_is_evaluated(recipe, steps)]):
-            raise FsdpTuneError(*(as_problem(finding, self.loaded.positions) for finding in wrong), exit_code=ExitCode.USAGE)
+        if steps is not None and (
+            wrong := [*schedule_of_steps(recipe, steps), *best_is_evaluated(recipe, steps)]
+        ):
+            raise FsdpTuneError(
+                *(as_problem(finding, self.loaded.positions) for finding in wrong), exit_code=ExitCode.USAGE
+            )
         if not self.options.ignore_plan:
             refuse_what_cannot_fit(predicted)
             refuse_scores_without_room(recipe, model.model, predicted)
-            facts = {"parameters": model.model.parameters, "trained_parameters": model.model.trained_parameters}
+            facts = {
+                "parameters": model.model.parameters,
+                "trained_parameters": model.model.trained_parameters,
+            }
             observer.notices(check_space(recipe, **facts, is_new=start.is_new, steps=steps))
-        planned = decided.recipe.model_copy(update={"model": recipe.model, "data": recipe.data, "lora": recipe.lora})
-        resolution = replace(self.resolution, recipe=planned, reasons=self.resolution.reasons | decided.reasons)
-        return TrainingInputs(resolution, decisions(decided), model.model, encoder, data, predicted, base, steps, evaluation)
+        planned = decided.recipe.model_copy(
+            update={"model": recipe.model, "data": recipe.data, "lora": recipe.lora}
+        )
+        resolution = replace(
+            self.resolution, recipe=planned, reasons=self.resolution.reasons | decided.reasons
+        )
+        return TrainingInputs(
+            resolution, decisions(decided), model.model, encoder, data, predicted, base, steps, evaluation
+        )
 
     def write(self, inputs: TrainingInputs, start: Start) -> None:
-        extensions, before = [each.as_dict() for each in self.extensions], None if start.is_new else self.plan.run.environment_json
+        extensions, before = (
+            [each.as_dict() for each in self.extensions],
+            None if start.is_new else self.plan.run.environment_json,
+        )
         files = RunFiles(
             recipe_text=self.loaded.text,
             overrides=self.loaded.overrides,
             recipe=self.recipe,
             reasons=self.resolution.reasons,
             plan=self.plan,
-            environment=Environment(versions(), host(), recorded_devices(), extensions, weights_at_start(before, self.recipe.model)),
+            environment=Environment(
+                versions(),
+                host(),
+                recorded_devices(),
+                extensions,
+                weights_at_start(before, self.recipe.model),
+            ),
             data=inputs.data,
             start=start,
             save_model=lambda directory: self._save_model(directory, inputs),
@@ -412,12 +561,20 @@ class _Job:
     def run_ranks(self) -> Verdict:
         """Run the ranks of this machine to their end, restarts included."""
         plan, observer = self.plan, self.observer
-        ranks = f"ranks {plan.ranks.start} to {plan.ranks.stop - 1}" if len(plan.ranks) > 1 else f"rank {plan.ranks.start}"
+        ranks = (
+            f"ranks {plan.ranks.start} to {plan.ranks.stop - 1}"
+            if len(plan.ranks) > 1
+            else f"rank {plan.ranks.start}"
+        )
         observer.message(f"starting {ranks} on {self.recipe.launch.device}; the run is {plan.run.path}")
         rows = partial(rows_of_step, plan.run.data_json, self.recipe)
         newer = self.mirror.newer_copy if self.mirror is not None else None
-        sizes = Resizing.of(self.loaded, self.recipe, plan.run, plan.machine_rank, self.options, observer, self.model)
-        attempts = Attempts(plan, self.recipe, rows, self.early, self.connected, newer_copy=newer, sizes=sizes).events()
+        sizes = Resizing.of(
+            self.loaded, self.recipe, plan.run, plan.machine_rank, self.options, observer, self.model
+        )
+        attempts = Attempts(
+            plan, self.recipe, rows, self.early, self.connected, newer_copy=newer, sizes=sizes
+        ).events()
         with observer.training(), closing(attempts) as events:
             for event in events:
                 if self.mirror is not None:
@@ -433,7 +590,8 @@ class _Job:
         raise AssertionError("the supervisor ends with a verdict")
 
     def conclude(self, ended: Verdict, evaluations: Evaluating | None = None) -> TrainResult:
-        """Evaluate and merge a finished run. Raises: FsdpTuneError with the problem of a failed one and the next commands."""
+        """Evaluate and merge a finished run. Raises: FsdpTuneError with the problem of a failed one and the
+        next commands."""
         run = self.plan.run
         outcome = ended.first_outcome.facts if ended.first_outcome else {}
         checkpoint, _ = latest_checkpoint(run, elsewhere=None)
@@ -462,14 +620,30 @@ class _Job:
         return push(run.path, adapter=alone, observer=self.observer).url
 
     def finished(self, start: Start, evaluations: Evaluating | None = None) -> TrainResult:
-        """Return the result of a run that has finished, after the evaluations and the merge if a crash prevented them."""
+        """Return the result of a run that has finished, after the evaluations and the merge if a crash
+        prevented them."""
         if evaluations is not None:
             evaluations.finish()
         run = self.plan.run
         outcome = read_outcome(run, 0)
         assert outcome is not None, "the outcome of the first rank is what makes a run finished"
-        merged = run.merged if is_merged(run, self.recipe) else self.merge(overwrite=False) if self.recipe.merge.at_end else None
-        return TrainResult(run, self.recipe, ExitReason.FINISHED, outcome.step, outcome.facts, start.checkpoint, merged, had_finished=True)
+        merged = (
+            run.merged
+            if is_merged(run, self.recipe)
+            else self.merge(overwrite=False)
+            if self.recipe.merge.at_end
+            else None
+        )
+        return TrainResult(
+            run,
+            self.recipe,
+            ExitReason.FINISHED,
+            outcome.step,
+            outcome.facts,
+            start.checkpoint,
+            merged,
+            had_finished=True,
+        )
 
     def follow(self) -> TrainResult:
         """Run the ranks of a machine other than the first, once that has written the run directory."""
@@ -479,7 +653,9 @@ class _Job:
         shape = f"{self.recipe.world_size} ranks, {self.recipe.local_world_size} on each machine"
         where = f"{self.plan.first_machine.ip}:{self.plan.first_machine.control_port}"
         self.observer.notices(notices_of_machine(self.recipe, self.plan))
-        self.observer.message(f"machine {rank}: waiting for the first machine ({where}) to prepare {run.path} for {shape}")
+        self.observer.message(
+            f"machine {rank}: waiting for the first machine ({where}) to prepare {run.path} for {shape}"
+        )
         ended = self.connected.join()
         if ended is None:
             self.observer.run_opened(run, self.plan.screen_log)
@@ -495,4 +671,8 @@ class _Job:
 
 
 def _unreachable(what: str) -> Problem:
-    return Problem("model-unreachable", what, hint="give a local directory as `model.name_or_path`, or download it where there is network")
+    return Problem(
+        "model-unreachable",
+        what,
+        hint="give a local directory as `model.name_or_path`, or download it where there is network",
+    )

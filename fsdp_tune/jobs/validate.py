@@ -1,6 +1,8 @@
-"""Check a recipe before it runs: its inputs without GPUs, all mistakes at once, or a rehearsal on CPU ranks with a scaled-down model.
+"""Check a recipe before it runs: its inputs without GPUs, all mistakes at once, or a rehearsal on CPU ranks
+with a scaled-down model.
 
-A recipe with mistakes is checked as far as they allow (`jobs/inspection.py`). `train` inspects and prepares by the same functions.
+A recipe with mistakes is checked as far as they allow (`jobs/inspection.py`). `train` inspects and prepares
+by the same functions.
 """
 
 from __future__ import annotations
@@ -105,9 +107,9 @@ def prepare(
 ) -> Preparation:
     """Tokenise and pack the data of a recipe into the cache, or find them there. Needs no GPU.
 
-    `show` decodes so many rows, `samples` so many examples of each training source. `download` fetches the model's weights too.
-    `verify_data` hashes all data files instead of trusting sizes and times. A script needs `if __name__ == "__main__":` around the
-    call, since tokenising spawns processes.
+    `show` decodes so many rows, `samples` so many examples of each training source. `download` fetches the
+    model's weights too. `verify_data` hashes all data files instead of trusting sizes and times. A script
+    needs `if __name__ == "__main__":` around the call, since tokenising spawns processes.
     Raises: FsdpTuneError, with file and line for what is wrong in the data.
     """
     with session(recipe):
@@ -117,10 +119,13 @@ def prepare(
             _download(resolution.recipe, observer)
         encoder = load_encoder(resolution.recipe)
         observer.notices(encoder.notices)
-        # The number of rows needed follows from the number of ranks, which is assumed if neither recipe nor machine gives it.
+        # The number of rows needed follows from the number of ranks, which is assumed if neither recipe nor
+        # machine gives it.
         is_assumed = any(notice.code == "assumed-devices" for notice in resolution.notices)
         with observer.progress("tokenising", None, "rows") as bar:
-            data = prepare_data(resolution.recipe, encoder, progress=bar, check_rows=not is_assumed, verify=verify_data)
+            data = prepare_data(
+                resolution.recipe, encoder, progress=bar, check_rows=not is_assumed, verify=verify_data
+            )
         check_evaluation(resolution.recipe, encoder, observer)
         observer.notices(data.as_notices())
         return Preparation(
@@ -157,7 +162,8 @@ class Validation:
 
 
 class InvalidRecipeError(FsdpTuneError):
-    """The mistakes of a recipe that cannot be resolved, with those of model and data that do not depend on them.
+    """The mistakes of a recipe that cannot be resolved, with those of model and data that do not depend on
+    them.
 
     `inputs` and `unchecked`: as in `Validation`.
     """
@@ -190,16 +196,21 @@ def validate(
     allowed: Allowed = Allowed(),
     observer: Observer = Observer(),
 ) -> Validation:
-    """Check the recipe's keys for this machine, its model, and the first rows of its data. Writes only the inspection in the user's cache.
+    """Check the recipe's keys for this machine, its model, and the first rows of its data. Writes only the
+    inspection in the user's cache.
 
-    `strict` counts keys that have no effect as problems. `offline` sets HF_HUB_OFFLINE for this process and lists as unchecked what
-    needs the hub. Raises: InvalidRecipeError if the recipe cannot be resolved; problems of model and data are in the result.
+    `strict` counts keys that have no effect as problems. `offline` sets HF_HUB_OFFLINE for this process and
+    lists as unchecked what
+    needs the hub. Raises: InvalidRecipeError if the recipe cannot be resolved; problems of model and data are
+    in the result.
     """
     with session(recipe):
         if offline:
             os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported, which is later
         try:
-            resolution = resolve_recipe(recipe, allowed, observer, starts_ranks=True, strict=strict, elsewhere=recipe.is_imported)
+            resolution = resolve_recipe(
+                recipe, allowed, observer, starts_ranks=True, strict=strict, elsewhere=recipe.is_imported
+            )
         except UnresolvedError as error:
             raise _invalid(error, recipe, offline=offline, observer=observer) from error
         try:
@@ -214,7 +225,11 @@ def validate(
         resolution = _decide(resolution, found, offline=offline)
         notices = [*recipe.notices, *resolution.notices, *found.notices]
         observer.notices([notice for notice in notices if not (strict and notice.strict)])
-        wrong = [Problem(each.code, each.message, each.where, each.hint) for each in notices if strict and each.strict]
+        wrong = [
+            Problem(each.code, each.message, each.where, each.hint)
+            for each in notices
+            if strict and each.strict
+        ]
         problems = tuple(pinned(problem, recipe.positions) for problem in [*found.problems, *wrong])
         return Validation(resolution, found.model, found.inputs, problems, tuple(found.unchecked))
 
@@ -231,7 +246,8 @@ def validate_file(
 ) -> tuple[LoadedRecipe, Validation]:
     """Read a recipe and `validate` it.
 
-    Raises: InvalidRecipeError with the mistakes of every stage; FsdpTuneError if too little of the recipe can be read.
+    Raises: InvalidRecipeError with the mistakes of every stage; FsdpTuneError if too little of the recipe can
+    be read.
     """
     try:
         loaded = load_recipe(source, overrides, name=name)
@@ -248,17 +264,23 @@ def validate_file(
     return loaded, validate(loaded, strict=strict, offline=offline, allowed=allowed, observer=observer)
 
 
-def _with_unresolved(error: WrongRecipeError, readable: LoadedRecipe, allowed: Allowed, observer: Observer) -> UnresolvedError:
+def _with_unresolved(
+    error: WrongRecipeError, readable: LoadedRecipe, allowed: Allowed, observer: Observer
+) -> UnresolvedError:
     """Return the mistakes of a recipe with what prevents the rest of it from being resolved."""
     try:
-        resolution = resolve_recipe(readable, allowed, observer, starts_ranks=True, elsewhere=readable.is_imported)
+        resolution = resolve_recipe(
+            readable, allowed, observer, starts_ranks=True, elsewhere=readable.is_imported
+        )
         recipe, more, suspects = resolution.recipe, (), error.suspects | _missing_here(resolution.notices)
     except UnresolvedError as unresolved:
         recipe, more, suspects = unresolved.recipe, unresolved.problems, error.suspects | unresolved.suspects
     return UnresolvedError(recipe, *error.problems, *more, suspects=suspects)
 
 
-def _invalid(error: UnresolvedError, loaded: LoadedRecipe, *, offline: bool, observer: Observer) -> InvalidRecipeError:
+def _invalid(
+    error: UnresolvedError, loaded: LoadedRecipe, *, offline: bool, observer: Observer
+) -> InvalidRecipeError:
     """Check the stages that do not depend on the mistakes of a recipe, and return all that is wrong."""
     found = inspect_remaining(error.recipe, error.suspects, offline=offline)
     if loaded.is_imported:
@@ -267,17 +289,21 @@ def _invalid(error: UnresolvedError, loaded: LoadedRecipe, *, offline: bool, obs
         check_cache(error.recipe, writes=False)
     _compare_vocabulary(error.recipe, found)
     observer.notices(found.notices)
-    different = {(problem.code, problem.message): problem for problem in reversed([*error.problems, *found.problems])}
+    different = {
+        (problem.code, problem.message): problem for problem in reversed([*error.problems, *found.problems])
+    }
     return InvalidRecipeError(found, *reversed(different.values()))
 
 
 def _missing_here(notices: Sequence[Notice]) -> set[str]:
-    """Return the keys of model, tokenizer and template whose files are on another machine; the other sources of rows are still read."""
+    """Return the keys of model, tokenizer and template whose files are on another machine; the other sources
+    of rows are still read."""
     return {str(each.where.key) for each in notices if each.code in ABSENT and each.code != "data-not-found"}
 
 
 def _inspect(recipe: Recipe, loaded: LoadedRecipe, notices: Sequence[Notice], *, offline: bool) -> Inspection:
-    """Inspect a resolved recipe; of an imported one, without what `notices` report to be missing on this machine."""
+    """Inspect a resolved recipe; of an imported one, without what `notices` report to be missing on this
+    machine."""
     found = inspect_remaining(recipe, _missing_here(notices) if loaded.is_imported else (), offline=offline)
     if loaded.is_imported:
         _take_absent(found, notices)
@@ -285,11 +311,14 @@ def _inspect(recipe: Recipe, loaded: LoadedRecipe, notices: Sequence[Notice], *,
 
 
 def _take_absent(found: Inspection, known: Sequence[Notice]) -> None:
-    """Turn problems about files that are on another machine into notices, unless they are `known`, and list them as unchecked."""
+    """Turn problems about files that are on another machine into notices, unless they are `known`, and list
+    them as unchecked."""
     found.problems, absent = split_absent(found.problems)
     messages = {notice.message for notice in known}
     found.notices.extend(notice for notice in absent if notice.message not in messages)
-    found.unchecked.extend(f"rows or a model that are not on this machine: {notice.message}" for notice in absent)
+    found.unchecked.extend(
+        f"rows or a model that are not on this machine: {notice.message}" for notice in absent
+    )
 
 
 def _compare_vocabulary(recipe: Recipe, found: Inspection) -> None:
@@ -297,7 +326,9 @@ def _compare_vocabulary(recipe: Recipe, found: Inspection) -> None:
         return
     if found.model.packaged:
         name = recipe.model.name_or_path
-        found.unchecked.append(f"the files of `{name}`: the hub cannot be reached; shapes are those in the package")
+        found.unchecked.append(
+            f"the files of `{name}`: the hub cannot be reached; shapes are those in the package"
+        )
     elif found.vocabulary_size is not None:
         try:
             found.notices.extend(check_vocabulary(found.model, recipe, found.vocabulary_size))
@@ -306,14 +337,18 @@ def _compare_vocabulary(recipe: Recipe, found: Inspection) -> None:
 
 
 def _decide(resolution: Resolution, found: Inspection, *, offline: bool) -> Resolution:
-    """Decide keys that are left to a plan, if the model is there and this machine has the memory of the ranks."""
+    """Decide keys that are left to a plan, if the model is there and this machine has the memory of the
+    ranks."""
     recipe = resolution.recipe
     if not (keys := undecided(recipe)) or found.problems or found.model is None:
         return resolution
     budget = budget_of(recipe, visible_gpu(recipe))
     if budget is None:
         left = " and ".join(f"`{key}: auto`" for key in keys)
-        found.unchecked.append(f"{left}: this machine does not have the run's memory; `fsdp-tune plan --gpu NAME` decides for a GPU")
+        found.unchecked.append(
+            f"{left}: this machine does not have the run's memory; `fsdp-tune plan --gpu NAME` "
+            "decides for a GPU"
+        )
         return resolution
     decided = decide_open_keys(recipe, budget, offline=offline)
     found.notices.extend(decided.notices)
@@ -340,8 +375,12 @@ class RehearsalResult:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the document of `rehearse --json`."""
-        checks = [CheckAnswer(each.name, each.passed, each.detail, round(each.seconds, 1)) for each in self.checks]
-        return RehearseAnswer(self.failed is None, list(self.changes), checks, str(self.folder) if self.folder else None).as_dict()
+        checks = [
+            CheckAnswer(each.name, each.passed, each.detail, round(each.seconds, 1)) for each in self.checks
+        ]
+        return RehearseAnswer(
+            self.failed is None, list(self.changes), checks, str(self.folder) if self.folder else None
+        ).as_dict()
 
 
 def rehearse(
@@ -352,11 +391,12 @@ def rehearse(
     allowed: Allowed = Allowed(),
     observer: Observer = Observer(),
 ) -> RehearsalResult:
-    """Train a scaled-down recipe, kill a rank, resume, merge, reload and compare; stop at the first check that fails.
+    """Train a scaled-down recipe, kill a rank, resume, merge, reload and compare; stop at the first check
+    that fails.
 
-    `num_processes`: 2, or 4 if the recipe shards in groups or its ranks share rows. `parity` compares a run for each switch with a plain
-    loop on one device. Runs on the CPU unless `--set` (an override) gives `launch.device`. Raises: FsdpTuneError if model or data cannot
-    be used.
+    `num_processes`: 2, or 4 if the recipe shards in groups or its ranks share rows. `parity` compares a run
+    for each switch with a plain loop on one device. Runs on the CPU unless `--set` (an override) gives
+    `launch.device`. Raises: FsdpTuneError if model or data cannot be used.
     """
     with session(recipe):
         resolution = resolve_recipe(recipe, allowed, observer, starts_ranks=True)
@@ -364,10 +404,18 @@ def rehearse(
         wanted = resolution.recipe
         check_cache(wanted)
         position = recipe.positions.get("launch.device")
-        device = wanted.launch.device if position is not None and str(position.source).startswith("--set") else "cpu"
-        ranks = num_processes or (RANKS_IN_GROUPS if wanted.is_hybrid or wanted.parallelism.of_row.world_size > 1 else RANKS)
+        device = (
+            wanted.launch.device
+            if position is not None and str(position.source).startswith("--set")
+            else "cpu"
+        )
+        ranks = num_processes or (
+            RANKS_IN_GROUPS if wanted.is_hybrid or wanted.parallelism.of_row.world_size > 1 else RANKS
+        )
         checks = list[Check]()
-        with temporary_directory("rehearsal-", keep=lambda: not all(check.passed for check in checks)) as folder:
+        with temporary_directory(
+            "rehearsal-", keep=lambda: not all(check.passed for check in checks)
+        ) as folder:
             compared = wanted.model_copy(update={"lora": None}) if parity else wanted
             small = _scale_down(compared, folder, ranks, device, observer)
             small = make_comparable(small) if parity else small
@@ -383,12 +431,18 @@ def rehearse(
             )
             for check in results:
                 checks.append(check)
-                observer.message(f"{'ok  ' if check.passed else 'FAIL'}  {check.name}: {check.detail}  ({check.seconds:.0f} s)")
-        return RehearsalResult(tuple(small.changes), tuple(checks), None if all(check.passed for check in checks) else folder)
+                observer.message(
+                    f"{'ok  ' if check.passed else 'FAIL'}  {check.name}: {check.detail}  "
+                    f"({check.seconds:.0f} s)"
+                )
+        return RehearsalResult(
+            tuple(small.changes), tuple(checks), None if all(check.passed for check in checks) else folder
+        )
 
 
 def _scale_down(recipe: Recipe, folder: Path, ranks: int, device: str, observer: Observer) -> ScaledRecipe:
-    """Inspect model and data as `validate` does, and replace unreachable inputs. Raises: FsdpTuneError for their errors."""
+    """Inspect model and data as `validate` does, and replace unreachable inputs. Raises: FsdpTuneError for
+    their errors."""
     found = inspect(recipe)
     observer.notices(found.notices)
     if found.problems:
@@ -402,4 +456,6 @@ def _scale_down(recipe: Recipe, folder: Path, ranks: int, device: str, observer:
     inputs = ReadableInputs(tokenizer=found.vocabulary_size is not None, data=found.is_data_reachable)
     if inputs.tokenizer and inputs.data:
         inputs = replace(inputs, tokens=length_with_targets(recipe, load_encoder(recipe), rows=FIRST_ROWS))
-    return scale_down_recipe(recipe, found.model.config, folder, ranks=ranks, device=device, steps=STEPS, inputs=inputs)
+    return scale_down_recipe(
+        recipe, found.model.config, folder, ranks=ranks, device=device, steps=STEPS, inputs=inputs
+    )

@@ -1,1 +1,2 @@
-"""Start the ranks of a resolved recipe and turn their end into one exit code. Uses the stack only through its command line and files."""
+"""Start the ranks of a resolved recipe and turn their end into one exit code. Uses the stack only through its
+command line and files."""

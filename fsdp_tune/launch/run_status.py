@@ -20,7 +20,14 @@ from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.checkpoint_scores import checkpoint_events
 from fsdp_tune.run.directory import Checkpoint, RunDir, complete_checkpoints, latest_checkpoint
 from fsdp_tune.run.event_parts import CheckpointScore, SpikeRow, shown_scores
-from fsdp_tune.run.events import CheckpointEvaluated, CheckpointEvaluationFailed, SpikeEvent, TrainStarted, number, read_event
+from fsdp_tune.run.events import (
+    CheckpointEvaluated,
+    CheckpointEvaluationFailed,
+    SpikeEvent,
+    TrainStarted,
+    number,
+    read_event,
+)
 from fsdp_tune.run.job_files import JobStart, read_attempts
 from fsdp_tune.run.launch_files import LaunchRecord
 from fsdp_tune.run.metrics_file import json_objects, metrics_with
@@ -148,7 +155,8 @@ class RunStatus(JsonAnswer):
     """Next commands, with what each does: they continue the run, or use what a finished one has made."""
     logs: str
     seconds_left: float | None
-    """Estimated while ranks run, from the last lines: without first step and saves, with the evaluations to come."""
+    """Estimated while ranks run, from the last lines: without first step and saves, with the evaluations to
+    come."""
     ends_at: float | None
     """Wall clock at which the run ends if it continues like this; seconds since the epoch."""
     recent_losses: list[float | None]
@@ -174,12 +182,16 @@ class RunStatus(JsonAnswer):
     starts: list[JobStart]
     """By a cluster's engine (`submit`), oldest first."""
     first_machine: str | None = None
-    """`HOST:DIRECTORY` of the first machine, whose run directory has the metrics and events; None if this is that directory."""
+    """`HOST:DIRECTORY` of the first machine, whose run directory has the metrics and events; None if this is
+    that directory."""
 
     @property
     def evaluation_lines(self) -> list[str]:
         """The scores of the last evaluated checkpoint, and why no later one has any."""
-        lines = [f"scores of checkpoint-{each.step}: {shown_scores(each.scores)}" for each in self.evaluated_checkpoints[-1:]]
+        lines = [
+            f"scores of checkpoint-{each.step}: {shown_scores(each.scores)}"
+            for each in self.evaluated_checkpoints[-1:]
+        ]
         return [*lines, *([self.evaluation_problem] if self.evaluation_problem is not None else [])]
 
     @property
@@ -209,7 +221,10 @@ def run_status(run: RunDir) -> RunStatus:
     recipe = read_resolved(run)
     world_size = recipe.world_size
     elsewhere = _machines_elsewhere(run, recipe.launch.num_machines)
-    ranks = [_rank_status(run, rank, is_elsewhere=rank // recipe.local_world_size in elsewhere) for rank in range(world_size)]
+    ranks = [
+        _rank_status(run, rank, is_elsewhere=rank // recipe.local_world_size in elsewhere)
+        for rank in range(world_size)
+    ]
     verdict = Verdict.read(run.outcome_json)
     outcomes = [outcome for rank in range(world_size) if (outcome := read_outcome(run, rank)) is not None]
     problems = [outcome.problem.message for outcome in outcomes if outcome.problem is not None]
@@ -218,7 +233,9 @@ def run_status(run: RunDir) -> RunStatus:
     lines = last_lines(run.metrics_jsonl)
     logged = _training_lines(lines)
     losses = [number(line["loss"]) for line in logged]
-    is_copy = not run.logs.is_dir() and (checkpoint is not None or bool(rejected) or any("step" in line for line in lines))
+    is_copy = not run.logs.is_dir() and (
+        checkpoint is not None or bool(rejected) or any("step" in line for line in lines)
+    )
     state = _state(owner, ranks, verdict, is_copy=is_copy)
     evaluated = checkpoint_events(run)[-RECENT_LINES:]
     total_steps = _total_steps(run.metrics_jsonl, lines)
@@ -235,16 +252,26 @@ def run_status(run: RunDir) -> RunStatus:
         checkpoint=str(checkpoint.path) if checkpoint else None,
         rejected_checkpoints=[RejectedCheckpoint(str(bad.path), bad.reason) for bad in rejected],
         merged=str(run.merged) if run.merged.is_dir() else None,
-        problem=verdict.problem.message if verdict is not None and verdict.problem else next(iter(problems), None),
+        problem=verdict.problem.message
+        if verdict is not None and verdict.problem
+        else next(iter(problems), None),
         ways_on=[] if state in _CONTINUES else _next_commands(run, recipe, state, checkpoint),
         logs=str(run.logs),
         seconds_left=left.seconds_left(at) if state == RUNNING else None,
         ends_at=left.ends_at(at) if state == RUNNING else None,
         recent_losses=losses,
         evaluation=_evaluation(run.metrics_jsonl),
-        evaluated_checkpoints=[EvaluatedCheckpoint(each.step, each.scores) for each in evaluated if isinstance(each, CheckpointEvaluated)],
-        evaluation_problem=next((each.problem for each in evaluated[-1:] if isinstance(each, CheckpointEvaluationFailed)), None),
-        tokens_per_second_per_device=number(logged[-1].get("tokens_per_second_per_device")) if logged else None,
+        evaluated_checkpoints=[
+            EvaluatedCheckpoint(each.step, each.scores)
+            for each in evaluated
+            if isinstance(each, CheckpointEvaluated)
+        ],
+        evaluation_problem=next(
+            (each.problem for each in evaluated[-1:] if isinstance(each, CheckpointEvaluationFailed)), None
+        ),
+        tokens_per_second_per_device=number(logged[-1].get("tokens_per_second_per_device"))
+        if logged
+        else None,
         peak_reserved_gib=_highest(logged, "peak_reserved_gib"),
         planned_reserved_gib=_planned(run),
         peak_host_gib=_highest(logged, "peak_host_gib"),
@@ -275,22 +302,44 @@ def _mirror_status(run: RunDir, url: str | None) -> MirrorStatus | None:
     if url is None:
         return None
     state = MirrorState.read(state_path(run, 0)) or MirrorState(f"{url.rstrip('/')}/{run.name}")
-    local = [each.path.name for each in complete_checkpoints(run, elsewhere=None)[0] if each.step > (state.newest_step or 0)]
+    local = [
+        each.path.name
+        for each in complete_checkpoints(run, elsewhere=None)[0]
+        if each.step > (state.newest_step or 0)
+    ]
     behind = [*local, *(name for name in state.waiting if name not in local and (run.path / name).is_dir())]
-    failing = format_seconds(max(0.0, time.time() - state.failed_since)) if state.failed_since is not None else None
-    return MirrorStatus(state.url, state.newest_step, behind, state.left_bytes, state.error, failing, list(state.refused.values()))
+    failing = (
+        format_seconds(max(0.0, time.time() - state.failed_since)) if state.failed_since is not None else None
+    )
+    return MirrorStatus(
+        state.url,
+        state.newest_step,
+        behind,
+        state.left_bytes,
+        state.error,
+        failing,
+        list(state.refused.values()),
+    )
 
 
 def newest_spike(path: Path) -> Spike | None:
     """Return the last event of a spike in metrics.jsonl, or None."""
     events = map(read_event, reversed(metrics_with(path, SPIKE_MARKER)))
     found = next((event for event in events if isinstance(event, SpikeEvent)), None)
-    return Spike(found.name, found.step, found.message, found.rows or [], found.rows_total or 0) if found is not None else None
+    return (
+        Spike(found.name, found.step, found.message, found.rows or [], found.rows_total or 0)
+        if found is not None
+        else None
+    )
 
 
 def _evaluation(path: Path) -> EvaluationLosses | None:
     """Return the evaluation losses in metrics.jsonl, or None."""
-    lines = [line for line in metrics_with(path, b'"eval_loss"') if "event" not in line and isinstance(line.get("step"), int)]
+    lines = [
+        line
+        for line in metrics_with(path, b'"eval_loss"')
+        if "event" not in line and isinstance(line.get("step"), int)
+    ]
     values = [(number(line.get("eval_loss")), int(line["step"])) for line in lines]
     if not values:
         return None
@@ -323,8 +372,8 @@ def _time_left(lines: list[dict[str, object]], total_steps: int | None) -> TimeL
 
 
 def _state(owner: Owner | None, ranks: list[RankStatus], verdict: Verdict | None, *, is_copy: bool) -> str:
-    """Return the state. `is_copy`: there are traces of training, and no logs/, which has the files of the ranks. With logs/ that has none
-    of them, `train --no-start` has prepared the run to be continued."""
+    """Return the state. `is_copy`: there are traces of training, and no logs/, which has the files of the
+    ranks. With logs/ that has none of them, `train --no-start` has prepared the run to be continued."""
     if any(rank.state == "live" for rank in ranks):
         return RUNNING
     if owner is not None:
@@ -355,7 +404,11 @@ def _rank_status(run: RunDir, rank: int, *, is_elsewhere: bool) -> RankStatus:
     elif is_rank_of(run.path, rank, beat.pid):
         state = "live"
     else:
-        state = "live elsewhere" if is_elsewhere and age_seconds is not None and age_seconds < RECENT_SECONDS else "gone"
+        state = (
+            "live elsewhere"
+            if is_elsewhere and age_seconds is not None and age_seconds < RECENT_SECONDS
+            else "gone"
+        )
     return RankStatus(
         rank=rank,
         state=state,
@@ -369,10 +422,15 @@ def _rank_status(run: RunDir, rank: int, *, is_elsewhere: bool) -> RankStatus:
 
 
 def _machines_elsewhere(run: RunDir, count: int) -> set[int]:
-    """Return the machines of a run over `count` machines other than this one, whose processes are not visible here."""
+    """Return the machines of a run over `count` machines other than this one, whose processes are not visible
+    here."""
     try:
         raw: Any = json.loads(read_regular(run.machines_json))
-        return {int(machine) for machine, host in raw.items() if int(machine) < count > 1 and host != socket.gethostname()}
+        return {
+            int(machine)
+            for machine, host in raw.items()
+            if int(machine) < count > 1 and host != socket.gethostname()
+        }
     except (OSError, ValueError, AttributeError):
         return set()
 
@@ -395,8 +453,11 @@ def last_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _total_steps(path: Path, last: list[dict[str, object]]) -> int | None:
-    """Return the steps of the newest start among the `last` lines of the file, or else of the first one at its start."""
-    newest = next((event for line in reversed(last) if isinstance(event := read_event(line), TrainStarted)), None)
+    """Return the steps of the newest start among the `last` lines of the file, or else of the first one at
+    its start."""
+    newest = next(
+        (event for line in reversed(last) if isinstance(event := read_event(line), TrainStarted)), None
+    )
     if newest is None and path.exists():
         with open_regular(path) as file:
             first = json_objects(file.read(TAIL_BYTES))

@@ -1,6 +1,8 @@
-"""The process that scores one checkpoint (`jobs/checkpoint_scores.py`): it is started, watched and ended, and its outcome is an event.
+"""The process that scores one checkpoint (`jobs/checkpoint_scores.py`): it is started, watched and ended, and
+its outcome is an event.
 
-The command starts it next to the ranks or after them, and with `evaluation.when: between_steps` the first rank starts it while all wait.
+The command starts it next to the ranks or after them, and with `evaluation.when: between_steps` the first
+rank starts it while all wait.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ Scored = tuple[dict[str, CheckpointScore], list[str]]
 
 @dataclass(frozen=True, slots=True)
 class EvaluationDevice:
-    """Where checkpoints are scored: `--device` of `evaluate`, and the variables that show it only those GPUs."""
+    """Where checkpoints are scored: `--device` of `evaluate`, and the variables that show it only those
+    GPUs."""
 
     kind: str
     variables: dict[str, str] = field(default_factory=dict[str, str])
@@ -59,8 +62,9 @@ class EvaluationDevice:
 
 
 def evaluation_device(recipe: Recipe, *, after_ranks: bool = False) -> EvaluationDevice:
-    """Return the devices of the ranks of the first machine, which they have left or wait on; alongside ranks that compute, its GPUs that
-    no rank uses, else its CPU. GPUs that are in neither set may belong to another program."""
+    """Return the devices of the ranks of the first machine, which they have left or wait on; alongside ranks
+    that compute, its GPUs that no rank uses, else its CPU. GPUs that are in neither set may belong to another
+    program."""
     if recipe.launch.device == "cpu":
         return EvaluationDevice("cpu")
     count = recipe.local_world_size
@@ -74,17 +78,27 @@ def evaluation_device(recipe: Recipe, *, after_ranks: bool = False) -> Evaluatio
 class ScoringProcess:
     """Scores a checkpoint from its creation on. `end` must be called.
 
-    `from_rank`: it is started by a rank, and has none of the variables and none of the cores that the launcher gave that rank.
+    `from_rank`: it is started by a rank, and has none of the variables and none of the cores that the
+    launcher gave that rank.
     """
 
-    def __init__(self, run: RunDir, recipe: Recipe, checkpoint: Checkpoint, device: EvaluationDevice, *, from_rank: bool = False) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        recipe: Recipe,
+        checkpoint: Checkpoint,
+        device: EvaluationDevice,
+        *,
+        from_rank: bool = False,
+    ) -> None:
         self._run, self._recipe, self._checkpoint = run, recipe, checkpoint
         self._began, self._began_at = LIVED.now(), time.time()
         self._log, self._from_rank = run.logs / LOG, from_rank
         self._found: Scored | Problem | None = None
         self._child: subprocess.Popen[str] | None = None
         self._below: list[psutil.Process] = []
-        """Processes that it has started, as of `_looked_at`. They use the device too, and a killed child leaves them."""
+        """Processes that it has started, as of `_looked_at`. They use the device too, and a killed child
+        leaves them."""
         self._looked_at = self._began
         self._output = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  closed by `end`; a pipe takes 64 KiB
         command = [*SCORE, str(run.path), str(checkpoint.step), device.kind]
@@ -93,7 +107,9 @@ class ScoringProcess:
         variables = {**inherited, **QUIET_LIBRARIES, **device.variables}
         try:
             with DISK.open_private(self._log, "ab") as errors:
-                self._child = children.start(command, variables, stdin=subprocess.DEVNULL, stdout=self._output, stderr=errors)
+                self._child = children.start(
+                    command, variables, stdin=subprocess.DEVNULL, stdout=self._output, stderr=errors
+                )
             if from_rank and sys.platform == "linux":  # its launcher has the cores of the command
                 with suppress(OSError):
                     os.sched_setaffinity(self._child.pid, os.sched_getaffinity(os.getppid()))
@@ -121,10 +137,16 @@ class ScoringProcess:
         assert self._found is not None
         seconds = time.time() - self._began_at
         waited = seconds if self._from_rank else None
-        step, identity, record = self._checkpoint.step, self._checkpoint.manifest.identity, EvaluationRecord.read(self._run.evaluation_json)
+        step, identity, record = (
+            self._checkpoint.step,
+            self._checkpoint.manifest.identity,
+            EvaluationRecord.read(self._run.evaluation_json),
+        )
         if isinstance(self._found, Problem):
             command = record.command if record is not None else None
-            return CheckpointEvaluationFailed(step, identity, self._found.code, self._found.message, command, waited)
+            return CheckpointEvaluationFailed(
+                step, identity, self._found.code, self._found.message, command, waited
+            )
         scores, warnings = self._found
         definition = record.definition if record is not None else None
         warnings = [*warnings, *warnings_of_scores(self._run, self._recipe, scores)]
@@ -143,7 +165,11 @@ def _read(text: str, code: int, log: Path) -> Scored | Problem:
     try:
         line: dict[str, Any] = json.loads(text.splitlines()[-1])
     except (ValueError, IndexError):
-        why = children.describe_failure(code, "") if code < 0 else f"its process ended with exit code {code}, see {log}"
+        why = (
+            children.describe_failure(code, "")
+            if code < 0
+            else f"its process ended with exit code {code}, see {log}"
+        )
         return Problem("evaluation-failed", why)
     if "problem" in line:
         return Problem.from_dict(line["problem"])

@@ -1,1 +1,2 @@
-"""Sharded checkpoint → ordinary model directory, as a stream of bytes: no torch, no process group, constant memory."""
+"""Sharded checkpoint → ordinary model directory, as a stream of bytes: no torch, no process group, constant
+memory."""

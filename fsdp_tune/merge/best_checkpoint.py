@@ -15,16 +15,21 @@ from fsdp_tune.run.metrics_file import read_metrics
 
 
 def best_checkpoint(run: RunDir, recipe: Recipe | None, complete: list[Checkpoint]) -> tuple[Checkpoint, str]:
-    """Return the trainer's best checkpoint (`metric_for_best_model`), else the best of it among the saved steps, or of `eval_loss`."""
+    """Return the trainer's best checkpoint (`metric_for_best_model`), else the best of it among the saved
+    steps, or of `eval_loss`."""
     by_step = {checkpoint.step: checkpoint for checkpoint in complete}
     if recipe is not None and recipe.best_by_score:
         return _best_by_score(run, recipe, complete)
     best = best_so_far(complete[0].path)
     if best is not None and best.step in by_step:
-        return by_step[best.step], f"the best by the trainer's metric ({best.metric}) among {len(complete)} complete checkpoints"
+        return by_step[
+            best.step
+        ], f"the best by the trainer's metric ({best.metric}) among {len(complete)} complete checkpoints"
     name, is_greater = _best_metric(run)
     values = {
-        line["step"]: line[name] for line in read_metrics(run) if line.get("step") in by_step and isinstance(line.get(name), (int, float))
+        line["step"]: line[name]
+        for line in read_metrics(run)
+        if line.get("step") in by_step and isinstance(line.get(name), (int, float))
     }
     if not values:
         raise usage_error(
@@ -35,15 +40,20 @@ def best_checkpoint(run: RunDir, recipe: Recipe | None, complete: list[Checkpoin
         )
     chosen = (max if is_greater else min)(values, key=lambda step: values[step])
     kind = "highest" if is_greater else "lowest"
-    return by_step[chosen], f"the {kind} {name} ({values[chosen]:.6g}) among {len(complete)} complete checkpoints"
+    return by_step[
+        chosen
+    ], f"the {kind} {name} ({values[chosen]:.6g}) among {len(complete)} complete checkpoints"
 
 
 def _best_by_score(run: RunDir, recipe: Recipe, complete: list[Checkpoint]) -> tuple[Checkpoint, str]:
-    """Return the best checkpoint by a score of `evaluation:`. Raises: FailedError if no complete checkpoint has it."""
+    """Return the best checkpoint by a score of `evaluation:`. Raises: FailedError if no complete checkpoint
+    has it."""
     name = training_value(recipe.training, "metric_for_best_model")
     if (best := best_by_score(run, recipe, complete)) is None:
         scored = CheckpointScores.read(run).evaluated
-        found = dict.fromkeys(each for one in complete if (event := scored.get(one.manifest.identity)) for each in event.scores)
+        found = dict.fromkeys(
+            each for one in complete if (event := scored.get(one.manifest.identity)) for each in event.scores
+        )
         message = f"no complete checkpoint has the score `{name}`, so none is the best"
         message += f"; their scores are {', '.join(found)}" if found else "; none of them has scores"
         hint = "choose one with `--step N`; `fsdp-tune status` shows the scores, and why evaluations failed"
@@ -53,7 +63,8 @@ def _best_by_score(run: RunDir, recipe: Recipe, complete: list[Checkpoint]) -> t
 
 
 def _best_metric(run: RunDir) -> tuple[str, bool]:
-    """Return the metric of the recipe that chooses the best checkpoint, as metrics.jsonl names it, and whether greater is better."""
+    """Return the metric of the recipe that chooses the best checkpoint, as metrics.jsonl names it, and
+    whether greater is better."""
     training = _resolved(run).get("training") or {}
     name = str(training.get("metric_for_best_model") or "loss")
     return f"eval_{name.removeprefix('eval_')}", bool(training.get("greater_is_better"))

@@ -1,4 +1,5 @@
-"""The files next to the weights in a model directory: config, generation config, tokenizer with its chat template."""
+"""The files next to the weights in a model directory: config, generation config, tokenizer with its chat
+template."""
 
 from __future__ import annotations
 
@@ -46,17 +47,27 @@ class Companions:
     def with_tokenizer_of(self, folders: Sequence[Path]) -> Companions:
         """Return the same with the first tokenizer found in `folders`: training may have added tokens."""
         for folder in folders:
-            files = {name: path for name, path in _files_of(folder, COMPANION).items() if name != "generation_config.json"}
+            files = {
+                name: path
+                for name, path in _files_of(folder, COMPANION).items()
+                if name != "generation_config.json"
+            }
             if any(map(is_of_tokenizer, files)):
-                kept = {name: path for name, path in self.files.items() if name == "generation_config.json" or CODE.fullmatch(name)}
+                kept = {
+                    name: path
+                    for name, path in self.files.items()
+                    if name == "generation_config.json" or CODE.fullmatch(name)
+                }
                 return replace(self, files=kept | files)
         return self
 
 
 def find_companions(selection: Selection, base: str | None, *, origin: str | None = None) -> Companions:
-    """Find the companions in RUN/model, else in `--base`, else next to the weights, where another tool may have put them.
+    """Find the companions in RUN/model, else in `--base`, else next to the weights, where another tool may
+    have put them.
 
-    RUN/model holds the base's files with what the run changed in them, so that `--base` gives a run only the weights under an adapter.
+    RUN/model holds the base's files with what the run changed in them, so that `--base` gives a run only the
+    weights under an adapter.
     """
     run = selection.run
     named = _named_companions(base, origin) if base is not None else None
@@ -65,7 +76,11 @@ def find_companions(selection: Selection, base: str | None, *, origin: str | Non
     if named is not None:
         return named
     weights = selection.weights[0]
-    beside = [weights.root, weights.checkpoint, *([weights.root.parent] if weights.root.name == SHARD_FOLDER else [])]
+    beside = [
+        weights.root,
+        weights.checkpoint,
+        *([weights.root.parent] if weights.root.name == SHARD_FOLDER else []),
+    ]
     for place in beside if run is None else []:
         if (place / CONFIG_NAME).is_file():
             return read_folder(place)
@@ -74,10 +89,16 @@ def find_companions(selection: Selection, base: str | None, *, origin: str | Non
 
 def _named_companions(base: str, origin: str | None) -> Companions:
     folder = Path(base)
-    found = read_folder(folder, origin=origin) if folder.is_dir() else read_folder(_download(base, _SMALL), origin=base)
+    found = (
+        read_folder(folder, origin=origin)
+        if folder.is_dir()
+        else read_folder(_download(base, _SMALL), origin=base)
+    )
     if found.config is None:
         raise usage_error(
-            "merge-base", f"`{base}` has no {CONFIG_NAME}", hint="pass a model directory or the name of a model on the hub as `--base`"
+            "merge-base",
+            f"`{base}` has no {CONFIG_NAME}",
+            hint="pass a model directory or the name of a model on the hub as `--base`",
         )
     return found
 
@@ -92,20 +113,27 @@ def read_folder(folder: Path, *, origin: str | None = None) -> Companions:
 
 def _files_of(folder: Path, wanted: re.Pattern[str]) -> dict[str, Path]:
     paths = sorted([*folder.glob("*"), *folder.glob("additional_chat_templates/*")])
-    found = {name: path for path in paths if path.is_file() and wanted.fullmatch(name := path.relative_to(folder).as_posix())}
+    found = {
+        name: path
+        for path in paths
+        if path.is_file() and wanted.fullmatch(name := path.relative_to(folder).as_posix())
+    }
     for path in found.values():
         refuse_outside(path, folder)
     return found
 
 
 def refuse_outside(path: Path, folder: Path) -> None:
-    """Refuse a file of `folder` that is a link to outside of it: a model from elsewhere may name any file of this machine."""
+    """Refuse a file of `folder` that is a link to outside of it: a model from elsewhere may name any file of
+    this machine."""
     if not resolves_inside(path, folder):
         raise usage_error(
             "merge-link",
-            f"it is a link to `{path.resolve()}`, outside of its directory, so it is not copied or published as a file of the model",
+            f"it is a link to `{path.resolve()}`, outside of its directory, so it is not copied or "
+            "published as a file of the model",
             where=Where(str(path)),
-            hint="if the file belongs to the model, put a copy in the place of the link (`cp --remove-destination`), else remove the link",
+            hint="if the file belongs to the model, put a copy in the place of the link (`cp "
+            "--remove-destination`), else remove the link",
         )
 
 
@@ -133,21 +161,35 @@ def fetch_model(base: str, *, revision: str | None = None, named_in: Path | None
     """
     if Path(base).is_dir():
         return Path(base)
-    return _download(base, [*_SMALL, "*.safetensors", "*.safetensors.index.json"], revision=revision, named_in=named_in)
+    return _download(
+        base, [*_SMALL, "*.safetensors", "*.safetensors.index.json"], revision=revision, named_in=named_in
+    )
 
 
-def _download(base: str, wanted: Sequence[str], *, revision: str | None = None, named_in: Path | None = None) -> Path:
+def _download(
+    base: str, wanted: Sequence[str], *, revision: str | None = None, named_in: Path | None = None
+) -> Path:
     """Return the snapshot directory of a model on the hub with the `wanted` files."""
     where = Where(str(named_in)) if named_in is not None else Where()
     if can_only_be_a_path(base):
-        raise usage_error("merge-base", f"there is no directory `{base}`", where=where, hint="pass the model's directory: `--base DIR`")
+        raise usage_error(
+            "merge-base",
+            f"there is no directory `{base}`",
+            where=where,
+            hint="pass the model's directory: `--base DIR`",
+        )
     return snapshot(HubResource("model", base, "--base", "merge-base", where), wanted, revision=revision)
 
 
 def output_config(
-    config: Mapping[str, object], dtype: DType | None, changes: Mapping[str, object], *, is_quantised: bool = False
+    config: Mapping[str, object],
+    dtype: DType | None,
+    changes: Mapping[str, object],
+    *,
+    is_quantised: bool = False,
 ) -> dict[str, object]:
-    """Return the config for the merged weights, with their dtype and `changes`; with settings of quantised weights if they are.
+    """Return the config for the merged weights, with their dtype and `changes`; with settings of quantised
+    weights if they are.
 
     The dtype has the name of transformers 5 and that of transformers before 4.56, `torch_dtype`.
     """

@@ -1,4 +1,5 @@
-"""Check the output as an external reader parses it: headers, index, names, shapes, and (`full`) the bytes on the disk."""
+"""Check the output as an external reader parses it: headers, index, names, shapes, and (`full`) the bytes on
+the disk."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from fsdp_tune.merge.source import INDEX_NAME
 
 
 def check_headers(stage: Path, layout: Layout) -> None:
-    """Raises: FailedError unless files and index hold exactly the planned tensors, with their dtypes and shapes."""
+    """Raises: FailedError unless files and index hold exactly the planned tensors, with their dtypes and
+    shapes."""
     with SourceFiles(stage) as files:
         wanted = layout.tensors
         found: dict[str, str] = {}
@@ -25,11 +27,18 @@ def check_headers(stage: Path, layout: Layout) -> None:
             for entry in read_header(files, file.name):
                 placed = wanted.get(entry.name)
                 if placed is None or entry.name in found:
-                    raise _output_differs(stage / file.name, f"it holds `{entry.name}`, which the model does not have there")
-                if (entry.dtype, entry.shape, entry.first_byte) != (placed.dtype.safetensors, placed.shape, placed.first_byte):
+                    raise _output_differs(
+                        stage / file.name, f"it holds `{entry.name}`, which the model does not have there"
+                    )
+                if (entry.dtype, entry.shape, entry.first_byte) != (
+                    placed.dtype.safetensors,
+                    placed.shape,
+                    placed.first_byte,
+                ):
                     raise _output_differs(
                         stage / file.name,
-                        f"`{entry.name}` is {entry.dtype} {list(entry.shape)} instead of {placed.dtype.safetensors} {list(placed.shape)}",
+                        f"`{entry.name}` is {entry.dtype} {list(entry.shape)} instead of "
+                        f"{placed.dtype.safetensors} {list(placed.shape)}",
                     )
                 found[entry.name] = file.name
         if missing := sorted(wanted.keys() - found.keys()):
@@ -38,7 +47,9 @@ def check_headers(stage: Path, layout: Layout) -> None:
             raise _output_differs(stage / INDEX_NAME, "it and the files disagree")
 
 
-def check_bytes_on_disk(stage: Path, layout: Layout, digests: Mapping[str, str], advance: Callable[[int], None]) -> None:
+def check_bytes_on_disk(
+    stage: Path, layout: Layout, digests: Mapping[str, str], advance: Callable[[int], None]
+) -> None:
     """Re-read every tensor, past the page cache where the system allows it, and compare its digest."""
     for file in layout.files:
         with open(stage / file.name, "rb", buffering=0) as handle:
@@ -55,7 +66,10 @@ def check_bytes_on_disk(stage: Path, layout: Layout, digests: Mapping[str, str],
                     left -= got
                     advance(got)
                 if left or digest.hexdigest() != digests[placed.name]:
-                    raise _output_differs(stage / file.name, f"`{placed.name}` reads back from the disk otherwise than it was written")
+                    raise _output_differs(
+                        stage / file.name,
+                        f"`{placed.name}` reads back from the disk otherwise than it was written",
+                    )
 
 
 def _output_differs(path: Path, why: str) -> FsdpTuneError:

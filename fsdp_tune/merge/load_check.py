@@ -1,4 +1,5 @@
-"""Load the merged output in a child process with transformers, and compare its parameters with the class's list."""
+"""Load the merged output in a child process with transformers, and compare its parameters with the class's
+list."""
 
 from __future__ import annotations
 
@@ -35,12 +36,16 @@ class Child:
         # -P: a `torch.py` in the current directory, which may be the checkpoint's, is not ours to run.
         command = [sys.executable, "-P", "-m", "fsdp_tune.merge.loaded", mode, str(folder.absolute())]
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        self._process = children.start(command, {**os.environ, **CHILD_ENVIRONMENT}, errors="replace", **pipes)
+        self._process = children.start(
+            command, {**os.environ, **CHILD_ENVIRONMENT}, errors="replace", **pipes
+        )
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         children.end(self._process)
         self._process.communicate()
 
@@ -53,8 +58,11 @@ class Child:
         return children.describe_failure(self._process.returncode, errors)
 
 
-def compare_parameters(answer: dict[str, Any] | str, shapes: Mapping[str, Shape], tied: Mapping[str, str], folder: Path) -> list[Notice]:
-    """Raises: FailedError unless the tensors to write are exactly the parameters of the model, with their `shapes`."""
+def compare_parameters(
+    answer: dict[str, Any] | str, shapes: Mapping[str, Shape], tied: Mapping[str, str], folder: Path
+) -> list[Notice]:
+    """Raises: FailedError unless the tensors to write are exactly the parameters of the model, with their
+    `shapes`."""
     if isinstance(answer, str):
         return [
             Notice(
@@ -68,12 +76,24 @@ def compare_parameters(answer: dict[str, Any] | str, shapes: Mapping[str, Shape]
     restored = {name for name, source in {**answer["tied"], **tied}.items() if source in have or name in have}
     restored |= {source for name, source in answer["tied"].items() if name in have}
     ignored = [re.compile(pattern) for pattern in answer["ignored"]]
-    missing = [name for name in wanted if name not in have and name not in restored and not any(rule.search(name) for rule in ignored)]
+    missing = [
+        name
+        for name in wanted
+        if name not in have and name not in restored and not any(rule.search(name) for rule in ignored)
+    ]
     extra = [name for name in have if name not in wanted]
-    other = [f"{name} {have[name]} instead of {wanted[name]}" for name in have if name in wanted and have[name] != wanted[name]]
+    other = [
+        f"{name} {have[name]} instead of {wanted[name]}"
+        for name in have
+        if name in wanted and have[name] != wanted[name]
+    ]
     found = [
         f"{len(names)} {what}: {', '.join(names[:_SHOWN])}"
-        for names, what in ((missing, "missing"), (extra, "unknown to the model"), (other, "of another shape"))
+        for names, what in (
+            (missing, "missing"),
+            (extra, "unknown to the model"),
+            (other, "of another shape"),
+        )
         if names
     ]
     if found:
@@ -89,8 +109,14 @@ def compare_parameters(answer: dict[str, Any] | str, shapes: Mapping[str, Shape]
 def _hint(extra: Sequence[str], wanted: Collection[str]) -> str:
     levels = {name.partition(".")[0] for name in extra}
     if len(levels) == 1 and all(name.partition(".")[2] in wanted for name in extra):
-        return f"the unknown names are this model's with `{levels.pop()}.` before them: save the state dict of the model itself"
-    return "is it the model that was trained (`--base`)? Names of torchtitan and torchtune are not transformers' (docs/guide/merging.md)"
+        return (
+            f"the unknown names are this model's with `{levels.pop()}.` before them: save the state dict "
+            "of the model itself"
+        )
+    return (
+        "is it the model that was trained (`--base`)? Names of torchtitan and torchtune are not "
+        "transformers' (docs/guide/merging.md)"
+    )
 
 
 def load_and_run(stage: Path, carried: Collection[str] = (), *, allow_nonfinite: bool) -> list[Notice]:
@@ -103,10 +129,13 @@ def load_and_run(stage: Path, carried: Collection[str] = (), *, allow_nonfinite:
     if isinstance(answer, str):
         raise _does_not_load(f"transformers does not load the output: {answer}")
     report = {
-        name: [key for key in keys if name != "unexpected_keys" or not _is_carried(key, carried)] for name, keys in answer["report"].items()
+        name: [key for key in keys if name != "unexpected_keys" or not _is_carried(key, carried)]
+        for name, keys in answer["report"].items()
     }
     if report := {name: keys for name, keys in report.items() if keys}:
-        what = "; ".join(f"{name.replace('_', ' ')}: {', '.join(keys[:_SHOWN])}" for name, keys in report.items())
+        what = "; ".join(
+            f"{name.replace('_', ' ')}: {', '.join(keys[:_SHOWN])}" for name, keys in report.items()
+        )
         raise _does_not_load(f"transformers loads the output, but reports {what}")
     if answer["finite"] is False and not allow_nonfinite:
         raise _does_not_load("the model loads, and the logits of its first tokens are not finite")
@@ -114,17 +143,23 @@ def load_and_run(stage: Path, carried: Collection[str] = (), *, allow_nonfinite:
         return [
             Notice(
                 "merge-verified-by-shapes",
-                "the model is too large for this machine's memory, so its forward pass was checked by shapes alone",
+                "the model is too large for this machine's memory, so its forward pass was checked "
+                "by shapes alone",
             )
         ]
     return []
 
 
 def _is_carried(key: str, carried: Collection[str]) -> bool:
-    """Return whether a key that transformers does not expect is of a carried tensor, or of a carried layer, whose experts it stacks."""
+    """Return whether a key that transformers does not expect is of a carried tensor, or of a carried layer,
+    whose experts it stacks."""
     layer = re.match(r".*?\.\d+\.", key)
     return key in carried or (layer is not None and any(name.startswith(layer[0]) for name in carried))
 
 
 def _does_not_load(message: str) -> FsdpTuneError:
-    return failed_error("merge-does-not-load", message, hint="nothing was published; `--verify quick` writes it without loading")
+    return failed_error(
+        "merge-does-not-load",
+        message,
+        hint="nothing was published; `--verify quick` writes it without loading",
+    )

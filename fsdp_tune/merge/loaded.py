@@ -1,4 +1,5 @@
-"""Load a model directory with transformers. Run as a child process, the only part of a merge that imports torch.
+"""Load a model directory with transformers. Run as a child process, the only part of a merge that imports
+torch.
 
 `python -m fsdp_tune.merge.loaded names DIR` prints the model's own parameter list, from its config alone.
 `python -m fsdp_tune.merge.loaded kept DIR` prints the kinds of tensors that its class keeps in fp32.
@@ -24,7 +25,8 @@ def main(mode: str, folder: Path) -> dict[str, Any]:
 
 
 def parameter_list(folder: Path) -> dict[str, Any]:
-    """{"parameters": {name: shape}, "tied": {name: name it is tied to}, "ignored": patterns that may be missing}."""
+    """{"parameters": {name: shape}, "tied": {name: name it is tied to}, "ignored": patterns that may be
+    missing}."""
     from fsdp_tune.model.internals.transformers_internals import MAY_BE_MISSING
 
     model = _on_meta(folder)
@@ -51,7 +53,8 @@ def _on_meta(folder: Path, dtype: Any = None) -> Any:
 
 
 def _from_config(folder: Path, dtype: Any = None) -> Any:
-    """Create the model of the config's class on the current default device, in `dtype`, or in that of the config."""
+    """Create the model of the config's class on the current default device, in `dtype`, or in that of the
+    config."""
     import torch
     import transformers
 
@@ -61,7 +64,9 @@ def _from_config(folder: Path, dtype: Any = None) -> Any:
     names = getattr(config, "architectures", None) or []
     kind = getattr(transformers, names[0], None) if names else None
     if kind is None:
-        return transformers.AutoModelForCausalLM.from_config(config, **({} if dtype is None else {"dtype": dtype}))
+        return transformers.AutoModelForCausalLM.from_config(
+            config, **({} if dtype is None else {"dtype": dtype})
+        )
     before = torch.get_default_dtype()
     try:
         torch.set_default_dtype(dtype or before)
@@ -71,7 +76,8 @@ def _from_config(folder: Path, dtype: Any = None) -> Any:
 
 
 def load_and_run(folder: Path) -> dict[str, Any]:
-    """{"where": "weights" or "shapes", "report": the loading report of transformers, "finite": of the logits, None for shapes}."""
+    """{"where": "weights" or "shapes", "report": the loading report of transformers, "finite": of the logits,
+    None for shapes}."""
     import torch
     import transformers
 
@@ -86,11 +92,17 @@ def load_and_run(folder: Path) -> dict[str, Any]:
     model, report = loaded
     logits = _run(model)
     keys = {name: sorted(str(key) for key in found) for name, found in report.items() if found}
-    return {"where": "weights", "report": keys, "finite": bool(torch.isfinite(logits).all()), "shape": list(logits.shape)}
+    return {
+        "where": "weights",
+        "report": keys,
+        "finite": bool(torch.isfinite(logits).all()),
+        "shape": list(logits.shape),
+    }
 
 
 def _run_on_shapes(folder: Path) -> list[int]:
-    """Run the forward pass on fake tensors, without weights. Meta tensors do not work: transformers' masks read values."""
+    """Run the forward pass on fake tensors, without weights. Meta tensors do not work: transformers' masks
+    read values."""
     from fsdp_tune.model.internals.torch_internals import FAKE_TENSOR_MODE
 
     with FAKE_TENSOR_MODE.get()():
@@ -106,7 +118,8 @@ def _run(model: Any) -> Any:
 
 
 def available_bytes() -> int:
-    """Return the host memory available without swapping (MemAvailable), or all of it if the system does not report that."""
+    """Return the host memory available without swapping (MemAvailable), or all of it if the system does not
+    report that."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

@@ -1,7 +1,8 @@
-"""Compare the files of a checkpoint with the digests of its manifest while they are copied: a shard of another step, or flipped
-bits, are found before anything is published.
+"""Compare the files of a checkpoint with the digests of its manifest while they are copied: a shard of
+another step, or flipped bits, are found before anything is published.
 
-A tensor has parts in the files of all ranks, so the copy advances through all files at one pace. The digests stay near it, so that a
+A tensor has parts in the files of all ranks, so the copy advances through all files at one pace. The digests
+stay near it, so that a
 cold disk is read once: whichever comes second finds the bytes in the page cache.
 """
 
@@ -39,7 +40,8 @@ class _Running:
 
 
 class ManifestCheck:
-    """Compute the digests of every file that is merged, in background threads. `finish` waits and raises for all that differ.
+    """Compute the digests of every file that is merged, in background threads. `finish` waits and raises for
+    all that differ.
 
     `advance` is called with the bytes of the output as they are copied, of `output_bytes` in all.
     """
@@ -56,7 +58,10 @@ class ManifestCheck:
 
     def __enter__(self) -> Self:
         paths = list(self._expected)
-        self._found = [self._pool.submit(self._digest, paths[first :: self._threads]) for first in range(min(self._threads, len(paths)))]
+        self._found = [
+            self._pool.submit(self._digest, paths[first :: self._threads])
+            for first in range(min(self._threads, len(paths)))
+        ]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -84,7 +89,8 @@ class ManifestCheck:
         return found
 
     def _turn(self, one: _Running, buffer: memoryview) -> bool:
-        """Read one file further. Returns False at its end. No file stays open: a checkpoint of a thousand ranks has too many."""
+        """Read one file further. Returns False at its end. No file stays open: a checkpoint of a thousand
+        ranks has too many."""
         start = one.position
         try:
             with open(one.path, "rb", buffering=0) as file:
@@ -103,7 +109,8 @@ class ManifestCheck:
         return one.position - start >= _TURN_BYTES
 
     def finish(self) -> None:
-        """Wait for all digests. Raises: FailedError with one problem for each file that is not what was saved."""
+        """Wait for all digests. Raises: FailedError with one problem for each file that is not what was
+        saved."""
         with self._changed:
             self._is_copied = True
             self._changed.notify_all()
@@ -111,7 +118,11 @@ class ManifestCheck:
         differing = [path for path, entry in self._expected.items() if found[path] != entry]
         if differing:
             for checkpoint in {item.checkpoint.resolve() for item in self._weights}:
-                names = [path.relative_to(checkpoint).as_posix() for path in differing if path.is_relative_to(checkpoint)]
+                names = [
+                    path.relative_to(checkpoint).as_posix()
+                    for path in differing
+                    if path.is_relative_to(checkpoint)
+                ]
                 if names:
                     mark_damaged(checkpoint, names)
             raise FailedError(*(_digest_differs(path) for path in differing))
@@ -123,17 +134,22 @@ def _expected_files(weights: Weights) -> dict[Path, FileEntry]:
         return {}
     checkpoint = weights.checkpoint.resolve()
     known = {checkpoint / name: entry for name, entry in weights.manifest.files.items()}
-    return {path: entry for path, entry in known.items() if path.is_relative_to(weights.root) and _is_weight(path)}
+    return {
+        path: entry for path, entry in known.items() if path.is_relative_to(weights.root) and _is_weight(path)
+    }
 
 
 def _is_weight(path: Path) -> bool:
-    return path.name == ".metadata" or path.name.endswith((".distcp", ".safetensors", ".safetensors.index.json", ".bin"))
+    return path.name == ".metadata" or path.name.endswith(
+        (".distcp", ".safetensors", ".safetensors.index.json", ".bin")
+    )
 
 
 def _digest_differs(path: Path) -> Problem:
     return Problem(
         "merge-digest-differs",
-        "its contents are not those that were saved (the digest of the manifest differs): bits have flipped, or it is of another step",
+        "its contents are not those that were saved (the digest of the manifest differs): bits have "
+        "flipped, or it is of another step",
         Where(str(path)),
         "copy the file again from where it was written, or merge another checkpoint with `--step N`",
     )

@@ -1,4 +1,5 @@
-"""Arguments of a merge, each an option of the command like those in `jobs/options.py`, and its answer with `--json`."""
+"""Arguments of a merge, each an option of the command like those in `jobs/options.py`, and its answer with
+`--json`."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ _OPTIONS = re.compile(r"(^|`)(--[^`]+)")
 
 @contextmanager
 def hints_with_command(source: Path) -> Iterator[None]:
-    """Give the hints of a merge that another command makes the name of `merge-checkpoint`, since that command lacks the options in them.
+    """Give the hints of a merge that another command makes the name of `merge-checkpoint`, since that command
+    lacks the options in them.
 
     An option of the same name may mean something else there: `train --overwrite` starts over.
     """
@@ -36,7 +38,9 @@ def _with_command(problem: Problem, command: str) -> Problem:
         return _OPTIONS.sub(lambda found: f"{found[1]}{command} {found[2]}", hint)
 
     ways_out = tuple(complete(each) for each in problem.ways_out)
-    return replace(problem, hint=complete(problem.hint) if problem.hint is not None else None, ways_out=ways_out)
+    return replace(
+        problem, hint=complete(problem.hint) if problem.hint is not None else None, ways_out=ways_out
+    )
 
 
 def _shard_bytes(typed: str) -> int:
@@ -48,17 +52,22 @@ def _shard_bytes(typed: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MergeOptions:
-    """Options of a merge; None takes the run's own `merge:` section, or the default for a checkpoint of another tool.
+    """Options of a merge; None takes the run's own `merge:` section, or the default for a checkpoint of
+    another tool.
 
-    `adapter`: write a LoRA adapter alone (True), or add it to its base (False); None does what the run's `merge.adapter` says, else
-    False.
+    `adapter`: write a LoRA adapter alone (True), or add it to its base (False); None does what the run's
+    `merge.adapter` says, else False.
     """
 
     output: Annotated[
-        Path | None, Option("The model directory to write [default: RUN/merged].", flags=("--output", "-o"), metavar="DIR")
+        Path | None,
+        Option(
+            "The model directory to write [default: RUN/merged].", flags=("--output", "-o"), metavar="DIR"
+        ),
     ] = None
     dtype: Annotated[
-        MergedDtype | None, Option("Type of the weights [default: the run's `merge.dtype`, else keep]. Integers and fp8 stay.")
+        MergedDtype | None,
+        Option("Type of the weights [default: the run's `merge.dtype`, else keep]. Integers and fp8 stay."),
     ] = None
     max_shard_bytes: Annotated[
         int | None,
@@ -72,42 +81,66 @@ class MergeOptions:
     verify: Annotated[
         MergeCheck | None,
         Option(
-            "quick: check digests, names and shapes; read 32 KiB of every 2 MiB back. full: also read every byte back from the disk "
+            "quick: check digests, names and shapes; read 32 KiB of every 2 MiB back. full: also "
+            "read every byte back from the disk "
             "and load the model. [default: the run's, else quick]."
         ),
     ] = None
     base: Annotated[
-        str | None, Option("Take config and tokenizer from this directory or hub model [default: RUN/model].", metavar="MODEL")
+        str | None,
+        Option(
+            "Take config and tokenizer from this directory or hub model [default: RUN/model].",
+            metavar="MODEL",
+        ),
     ] = None
-    step: Annotated[int | None, Option("Merge the checkpoint of this step [default: the newest complete one].", metavar="N")] = None
+    step: Annotated[
+        int | None,
+        Option("Merge the checkpoint of this step [default: the newest complete one].", metavar="N"),
+    ] = None
     best: Annotated[bool, Option("Merge the checkpoint with the best evaluation.")] = False
     average: Annotated[
-        str | None, Option("Merge the mean of several checkpoints: `last:3`, or the steps `100,200,300`.", metavar="last:N|STEPS")
+        str | None,
+        Option(
+            "Merge the mean of several checkpoints: `last:3`, or the steps `100,200,300`.",
+            metavar="last:N|STEPS",
+        ),
     ] = None
     adapter: Annotated[
         bool | None,
         Option(
-            "For a LoRA adapter: export only the adapter, as PEFT does, or merge it into its base [default: merge.adapter of the run].",
+            "For a LoRA adapter: export only the adapter, as PEFT does, or merge it into its base "
+            "[default: merge.adapter of the run].",
             flags=("--adapter/--merged",),
         ),
     ] = None
     adapter_config: Annotated[
-        Path | None, Option("The adapter's adapter_config.json [default: the one next to the weights].", metavar="FILE")
+        Path | None,
+        Option("The adapter's adapter_config.json [default: the one next to the weights].", metavar="FILE"),
     ] = None
     base_weights: Annotated[
         BaseWeights | None,
-        Option("For a base in 4 bits: merge into its weights as they were trained, or as stored [default: the run's `merge.base`]."),
+        Option(
+            "For a base in 4 bits: merge into its weights as they were trained, or as stored "
+            "[default: the run's `merge.base`]."
+        ),
     ] = None
     quantise: Annotated[
         bool | None,
         Option(
-            "Also write the model that `quantization.train` emulates, into OUTPUT-quantised [default: the run's `merge.quantise`].",
+            "Also write the model that `quantization.train` emulates, into OUTPUT-quantised "
+            "[default: the run's `merge.quantise`].",
             flags=("--quantise/--no-quantise",),
         ),
     ] = None
-    overwrite: Annotated[bool, Option("Replace the output of an earlier merge, once the new one is complete.")] = False
-    allow_incomplete: Annotated[bool, Option("Merge a checkpoint that is not complete; missing files are reported.")] = False
-    allow_nonfinite: Annotated[bool, Option("Keep NaN and infinite weights; their tensors are reported.")] = False
+    overwrite: Annotated[
+        bool, Option("Replace the output of an earlier merge, once the new one is complete.")
+    ] = False
+    allow_incomplete: Annotated[
+        bool, Option("Merge a checkpoint that is not complete; missing files are reported.")
+    ] = False
+    allow_nonfinite: Annotated[bool, Option("Keep NaN and infinite weights; their tensors are reported.")] = (
+        False
+    )
 
 
 @dataclass(frozen=True, slots=True)

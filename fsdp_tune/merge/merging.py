@@ -29,11 +29,24 @@ from fsdp_tune.merge.manifest_check import ManifestCheck
 from fsdp_tune.merge.merge_options import MergeAnswer, MergedAdapter, MergeOptions
 from fsdp_tune.merge.output_directory import Facts, write_companions, write_record
 from fsdp_tune.merge.precision import find_kept
-from fsdp_tune.merge.quantised import QuantisedModel, check_quantised, check_quantised_target, rounding_notices
+from fsdp_tune.merge.quantised import (
+    QuantisedModel,
+    check_quantised,
+    check_quantised_target,
+    rounding_notices,
+)
 from fsdp_tune.merge.read.base import read_carried, record_of_base
 from fsdp_tune.merge.read.contents import Contents, read_contents, weights_below
 from fsdp_tune.merge.read.reader import SourceTensor
-from fsdp_tune.merge.source import NAMED, SINGLE_NAME, CheckpointChoice, MergeSettings, Selection, select_checkpoint, settle
+from fsdp_tune.merge.source import (
+    NAMED,
+    SINGLE_NAME,
+    CheckpointChoice,
+    MergeSettings,
+    Selection,
+    select_checkpoint,
+    settle,
+)
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import BaseLayout, BaseRecord
 from fsdp_tune.run.written_files import merge_record, require_unchanged_output
@@ -43,8 +56,8 @@ _SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class MergeResult:
-    """`reason`: why this checkpoint was chosen; `dtype`: torch name of the dtype of most parameters, and `dtypes` the number of tensors
-    of each; sizes are bytes of tensors."""
+    """`reason`: why this checkpoint was chosen; `dtype`: torch name of the dtype of most parameters, and
+    `dtypes` the number of tensors of each; sizes are bytes of tensors."""
 
     output: Path
     source: Path | str
@@ -90,11 +103,14 @@ class MergeResult:
         ).as_dict()
 
 
-def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | None = None, *, origin: str | None = None) -> MergeResult:
-    """Merge a checkpoint into a model directory that is complete or absent. `origin`: the URL that `source` was downloaded from.
+def merge_checkpoint(
+    source: Path, options: MergeOptions, progress: OpenBar | None = None, *, origin: str | None = None
+) -> MergeResult:
+    """Merge a checkpoint into a model directory that is complete or absent. `origin`: the URL that `source`
+    was downloaded from.
 
-    Raises: usage error for contradictory options; FailedError for a damaged source, an output that cannot be written, and weights
-    that are not finite.
+    Raises: usage error for contradictory options; FailedError for a damaged source, an output that cannot be
+    written, and weights that are not finite.
     """
     started, show = time.monotonic(), progress or _no_progress
     selection = _selected(source, options)
@@ -114,13 +130,18 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | No
         if adapter is not None:
             place.check_output(settings.output, selection, adapter.base)
         carried = {} if exports else read_carried(stack, selection, options.base)
-        copy = _plan(contents, selection, companions, settings, adapter, carried, has_base=options.base is not None)
+        copy = _plan(
+            contents, selection, companions, settings, adapter, carried, has_base=options.base is not None
+        )
         layout, tied = copy.layout, copy.tied
         with place.writing_to(target):
             place.check_space(target, layout, companions)
             leftovers += place.clear_leftovers(target)
             replace = options.overwrite and target.exists()
-            with place.stage_owned(target), staged_directory(target, replace=replace, last=place.RECORD_NAME) as stage:
+            with (
+                place.stage_owned(target),
+                staged_directory(target, replace=replace, last=place.RECORD_NAME) as stage,
+            ):
                 written, compared = _copy(copy, stage, show)
                 if written.non_finite and not options.allow_nonfinite:
                     _refuse_non_finite(written, settings, target)
@@ -128,11 +149,31 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | No
                 write_companions(stage, companions, layout, changes, adapter)
                 loaded = _verify(copy, stage, written, show, allow_nonfinite=options.allow_nonfinite)
                 facts = Facts(
-                    selection, settings, companions, layout, written, copy.left_out, contents.left_out, copy.base_tensors, adapter, origin
+                    selection,
+                    settings,
+                    companions,
+                    layout,
+                    written,
+                    copy.left_out,
+                    contents.left_out,
+                    copy.base_tensors,
+                    adapter,
+                    origin,
                 )
                 write_record(stage, target.name, facts)
-    notices = [*selection.notices, *contents.notices, *leftovers, *tied.notices, *copy.notices, *compared, *loaded]
-    notices += [*_non_finite_notices(written), *(_notices_of_a_model(selection, settings, target, companions) if not exports else ())]
+    notices = [
+        *selection.notices,
+        *contents.notices,
+        *leftovers,
+        *tied.notices,
+        *copy.notices,
+        *compared,
+        *loaded,
+    ]
+    notices += [
+        *_non_finite_notices(written),
+        *(_notices_of_a_model(selection, settings, target, companions) if not exports else ()),
+    ]
     return MergeResult(
         output=target,
         source=origin or selection.weights[0].checkpoint,
@@ -140,7 +181,9 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | No
         reason=selection.reason,
         dtype=layout.main_dtype.name,
         dtypes=_by_frequency(placed.dtype.name for placed in layout.tensors.values()),
-        files=tuple(sorted(path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file())),
+        files=tuple(
+            sorted(path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file())
+        ),
         tensors=len(layout.tensors),
         parameters=layout.total_parameters,
         size_bytes=layout.total_size_bytes,
@@ -148,7 +191,9 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | No
         verified=settings.verify,
         adapter=adapter,
         notices=tuple(notices),
-        to_quantise=(settings.recipe, settings.max_shard_bytes) if settings.quantise and settings.recipe is not None else None,
+        to_quantise=(settings.recipe, settings.max_shard_bytes)
+        if settings.quantise and settings.recipe is not None
+        else None,
     )
 
 
@@ -157,7 +202,9 @@ def _selected(source: Path, options: MergeOptions) -> Selection:
     return select_checkpoint(weights_below(source), choice)
 
 
-def _notices_of_a_model(selection: Selection, settings: MergeSettings, target: Path, companions: Companions) -> list[Notice]:
+def _notices_of_a_model(
+    selection: Selection, settings: MergeSettings, target: Path, companions: Companions
+) -> list[Notice]:
     rounded = [] if settings.quantise else rounding_notices(settings.recipe, target, selection.run)
     return [*_missing(companions), *rounded]
 
@@ -167,13 +214,18 @@ def _settle(selection: Selection, options: MergeOptions) -> MergeSettings:
     settings = settle(selection, options)
     if settings.quantise:
         check_quantised(settings.recipe, settings.dtype)
-    if options.quantise:  # by the recipe's key, a directory in the way must not keep the merged model from being written
+    if (
+        options.quantise
+    ):  # by the recipe's key, a directory in the way must not keep the merged model from being written
         check_quantised_target(settings.output, overwrite=options.overwrite)
     return settings
 
 
-def _merged_before(selection: Selection, settings: MergeSettings, options: MergeOptions) -> MergeResult | None:
-    """Return the merge that is there already and lacks only its quantised model; None if it has to be written.
+def _merged_before(
+    selection: Selection, settings: MergeSettings, options: MergeOptions
+) -> MergeResult | None:
+    """Return the merge that is there already and lacks only its quantised model; None if it has to be
+    written.
 
     Raises: FailedError if its files have changed since.
     """
@@ -218,7 +270,8 @@ def _check_base_weights(options: MergeOptions, adapter: Adapter | None) -> None:
     if options.base_weights is not None and (adapter is None or adapter.base_weights is None):
         raise usage_error(
             "merge-4-bits",
-            f"`--base-weights {options.base_weights}`: the adapter was not trained on weights in 4 bits, or the source does not record it",
+            f"`--base-weights {options.base_weights}`: the adapter was not trained on weights in 4 "
+            "bits, or the source does not record it",
             hint="leave the option out, or pass the run itself: RUN or RUN/checkpoint-N",
         )
 
@@ -239,13 +292,15 @@ class Copy:
     settings: MergeSettings
     adapter: Adapter | None
     base_tensors: BaseRecord
-    """What becomes of the base's tensors: those of `carried` are written next to those of the trained model."""
+    """What becomes of the base's tensors: those of `carried` are written next to those of the trained
+    model."""
     has_base: bool
     notices: tuple[Notice, ...] = ()
 
     @property
     def needs_parameter_list(self) -> bool:
-        """Whether names and shapes are compared with the model: for checkpoints without a manifest, and with `--base`.
+        """Whether names and shapes are compared with the model: for checkpoints without a manifest, and with
+        `--base`.
 
         The tensors of an adapter's base keep the names of its directory, so they are not compared.
         """
@@ -265,7 +320,8 @@ def _plan(
     *,
     has_base: bool,
 ) -> Copy:
-    """Decide the tensors of the output, with names and shapes as files of the base have them, and the files that they are in."""
+    """Decide the tensors of the output, with names and shapes as files of the base have them, and the files
+    that they are in."""
     tied = find_ties(companions.config, contents.sources)
     ordered = [tensor for tensor in contents.ordered if tensor.name not in tied.left_out]
     stored = _base_layout(selection, adapter)
@@ -279,23 +335,46 @@ def _plan(
     left_out = {stored.name_of(head): stored.name_of(embedding) for head, embedding in tied.left_out.items()}
     shapes = {tensor.name: tensor.shape for tensor in ordered}
     record = replace(record_of_base(selection), carried=tuple(sorted(carried)))
-    return Copy(sources, selection, companions, layout, shapes, tied, left_out, settings, adapter, record, has_base, tuple(notices))
+    return Copy(
+        sources,
+        selection,
+        companions,
+        layout,
+        shapes,
+        tied,
+        left_out,
+        settings,
+        adapter,
+        record,
+        has_base,
+        tuple(notices),
+    )
 
 
 def _base_layout(selection: Selection, adapter: Adapter | None) -> BaseLayout:
-    """Return how the files of the base store the parameters of a run. Weights under an adapter are such files' tensors already."""
+    """Return how the files of the base store the parameters of a run. Weights under an adapter are such
+    files' tensors already."""
     if adapter is not None and (adapter.is_exported or adapter.base is not None):
         return BaseLayout(dict(adapter.renamed))
-    return (BaseLayout.read(selection.run.base_layout_json) if selection.run is not None else None) or BaseLayout()
+    return (
+        BaseLayout.read(selection.run.base_layout_json) if selection.run is not None else None
+    ) or BaseLayout()
 
 
 def _copy(copy: Copy, stage: Path, show: OpenBar) -> tuple[Written, list[Notice]]:
-    """Copy the tensors while the manifest's digests and the names of the parameters are checked. Raises: FailedError if any differs."""
+    """Copy the tensors while the manifest's digests and the names of the parameters are checked. Raises:
+    FailedError if any differs."""
     read_back = copy.settings.verify != "none"
     with ExitStack() as stack:
         folder = copy.companions.folder
-        child = stack.enter_context(Child("names", folder)) if folder is not None and copy.needs_parameter_list else None
-        check = stack.enter_context(ManifestCheck(copy.selection.weights, THREADS, copy.layout.total_size_bytes))
+        child = (
+            stack.enter_context(Child("names", folder))
+            if folder is not None and copy.needs_parameter_list
+            else None
+        )
+        check = stack.enter_context(
+            ManifestCheck(copy.selection.weights, THREADS, copy.layout.total_size_bytes)
+        )
         bar = stack.enter_context(show("merging", copy.layout.total_size_bytes, "bytes"))
 
         def advance(count: int) -> None:
@@ -304,13 +383,17 @@ def _copy(copy: Copy, stage: Path, show: OpenBar) -> tuple[Written, list[Notice]
 
         with _naming_rotation(copy.selection):
             try:
-                written = write_tensors(copy.sources, copy.layout, stage, read_back=read_back, advance=advance)
+                written = write_tensors(
+                    copy.sources, copy.layout, stage, read_back=read_back, advance=advance
+                )
             except FailedError:
                 check.finish()  # a file that differs from what was saved explains other errors in it
                 raise
             check.finish()
         notices = (
-            compare_parameters(child.answer(), copy.shapes, copy.tied.left_out, folder) if child is not None and folder is not None else []
+            compare_parameters(child.answer(), copy.shapes, copy.tied.left_out, folder)
+            if child is not None and folder is not None
+            else []
         )
     return written, notices
 
@@ -326,7 +409,8 @@ def _naming_rotation(selection: Selection) -> Iterator[None]:
             raise
         raise failed_error(
             "merge-rotated-away",
-            f"{gone.name} was deleted while it was being merged; a training run keeps its newest `training.save_total_limit` checkpoints",
+            f"{gone.name} was deleted while it was being merged; a training run keeps its newest "
+            "`training.save_total_limit` checkpoints",
             where=Where(str(gone)),
             ways_out=(
                 f"`fsdp-tune merge-checkpoint {selection.run.path}` merges the newest checkpoint",
@@ -335,8 +419,11 @@ def _naming_rotation(selection: Selection) -> Iterator[None]:
         ) from error
 
 
-def _verify(copy: Copy, stage: Path, written: Written, show: OpenBar, *, allow_nonfinite: bool) -> list[Notice]:
-    """Verify the output. quick: parse headers and index. full: also re-read all bytes and load the model with transformers."""
+def _verify(
+    copy: Copy, stage: Path, written: Written, show: OpenBar, *, allow_nonfinite: bool
+) -> list[Notice]:
+    """Verify the output. quick: parse headers and index. full: also re-read all bytes and load the model with
+    transformers."""
     if copy.settings.verify != "none":
         check_headers(stage, copy.layout)
     if copy.settings.verify != "full":
@@ -360,12 +447,20 @@ def _refuse_non_finite(written: Written, settings: MergeSettings, target: Path) 
             "merge-non-finite",
             f"`{name}` has values that are not finite: {counts}",
             where,
-            overflow if counts.overflow else "merge an earlier checkpoint with `--step N`, or keep the values with `--allow-nonfinite`",
+            overflow
+            if counts.overflow
+            else "merge an earlier checkpoint with `--step N`, or keep the values with `--allow-nonfinite`",
         )
         for name, counts in found[:_SHOWN]
     ]
     if len(found) > _SHOWN:
-        problems.append(Problem("merge-non-finite", f"{len(found) - _SHOWN:,} more tensors have values that are not finite", where))
+        problems.append(
+            Problem(
+                "merge-non-finite",
+                f"{len(found) - _SHOWN:,} more tensors have values that are not finite",
+                where,
+            )
+        )
     raise FailedError(*problems)
 
 
@@ -380,7 +475,8 @@ def _missing(companions: Companions) -> Iterator[Notice]:
         yield Notice(
             "merge-bare",
             f"the output lacks {what}: the source has none",
-            hint=f"pass `--base MODEL` to take {'it' if len(companions.missing) == 1 else 'them'} from the model that was trained",
+            hint=f"pass `--base MODEL` to take {'it' if len(companions.missing) == 1 else 'them'} from "
+            "the model that was trained",
         )
 
 

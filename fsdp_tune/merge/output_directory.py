@@ -1,4 +1,5 @@
-"""The directory that a merge writes: checks that protect existing files, recovery after a killed merge, and its small files.
+"""The directory that a merge writes: checks that protect existing files, recovery after a killed merge, and
+its small files.
 
 These are the config, the tokenizer, the model card, and `merge.json` with the origin of every tensor.
 """
@@ -22,7 +23,16 @@ import ml_dtypes
 import numpy as np
 import yaml
 
-from fsdp_tune.core.atomic import DISK, STAGE_MARK, needs_filling, occupants, stage_lock, stages_inside, staging_path, undo_fill
+from fsdp_tune.core.atomic import (
+    DISK,
+    STAGE_MARK,
+    needs_filling,
+    occupants,
+    stage_lock,
+    stages_inside,
+    staging_path,
+    undo_fill,
+)
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, failed_error, usage_error
 from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.ownership import announced, is_abandoned
@@ -47,7 +57,8 @@ from fsdp_tune.run.records import Environment, read_object
 from fsdp_tune.run.written_files import seal_record
 
 _RECORD_BYTES, _RECORD_BYTES_OF_TENSOR = 256 << 10, 1 << 10
-"""Upper bounds of what the files that are made for the output take: config, index, card, and merge.json with a line for each tensor."""
+"""Upper bounds of what the files that are made for the output take: config, index, card, and merge.json with
+a line for each tensor."""
 _MADE_FILES = 8
 _CANNOT_WRITE = {
     errno.ENOSPC,
@@ -65,7 +76,8 @@ _CANNOT_WRITE = {
 def check_output(output: Path, selection: Selection, base: Path | None = None) -> Path:
     """Return the absolute output path.
 
-    Raises: usage error if it contains an input (`base` included) or the run, or is inside an input or a checkpoint.
+    Raises: usage error if it contains an input (`base` included) or the run, or is inside an input or a
+    checkpoint.
     """
     target = output.parent.resolve() / output.name
     if output.name in ("", ".", ".."):
@@ -81,25 +93,39 @@ def check_output(output: Path, selection: Selection, base: Path | None = None) -
     where, hint = Where(str(output)), "give another `--output`"
     for folder in (*inputs, *protected):
         if folder.is_relative_to(target) or folder.is_relative_to(target.resolve()):
-            raise usage_error("merge-output-is-input", f"the output would replace `{folder}`, which is read", where=where, hint=hint)
+            raise usage_error(
+                "merge-output-is-input",
+                f"the output would replace `{folder}`, which is read",
+                where=where,
+                hint=hint,
+            )
     for folder in inputs:
         if target.is_relative_to(folder) or target.resolve().is_relative_to(folder):
-            raise usage_error("merge-output-is-input", f"the output would lie inside `{folder}`, which is read", where=where, hint=hint)
+            raise usage_error(
+                "merge-output-is-input",
+                f"the output would lie inside `{folder}`, which is read",
+                where=where,
+                hint=hint,
+            )
     if (checkpoint := enclosing_checkpoint(target)) is not None:
-        message = f"the output would be inside the checkpoint `{checkpoint}`, and would be removed together with it"
+        message = (
+            f"the output would be inside the checkpoint `{checkpoint}`, and would be removed together with it"
+        )
         raise usage_error("output-in-checkpoint", message, where=where, hint=hint)
     return target
 
 
 def _read_paths(weights: Weights) -> list[Path]:
-    """Return the directories that weights are read from, or the file where they are one file of another tool."""
+    """Return the directories that weights are read from, or the file where they are one file of another
+    tool."""
     if weights.format is Format.PICKLE and weights.manifest is None:
         return [weights.root / weights.file]
     return [weights.checkpoint.resolve(), weights.root]
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:
-    """Raises: usage error if the output exists and may not be replaced; FailedError if it cannot be written."""
+    """Raises: usage error if the output exists and may not be replaced; FailedError if it cannot be
+    written."""
     _check_existing(target, overwrite=overwrite)
     _check_writable(target)
 
@@ -107,18 +133,25 @@ def check_target(target: Path, *, overwrite: bool) -> None:
 def _check_existing(target: Path, *, overwrite: bool) -> None:
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise usage_error(
-            "merge-output-exists", "the output exists and is not a directory", where=Where(str(target)), hint="give another `--output`"
+            "merge-output-exists",
+            "the output exists and is not a directory",
+            where=Where(str(target)),
+            hint="give another `--output`",
         )
     if not occupants(target):
         return
     if not overwrite:
         raise usage_error(
-            "merge-output-exists", "the output exists", where=Where(str(target)), ways_out=("--output ANOTHER", "--overwrite")
+            "merge-output-exists",
+            "the output exists",
+            where=Where(str(target)),
+            ways_out=("--output ANOTHER", "--overwrite"),
         )
     if not (target / RECORD_NAME).is_file():
         raise usage_error(
             "merge-output-not-ours",
-            f"`--overwrite` replaces only what an earlier merge wrote, and this directory has no {RECORD_NAME}",
+            "`--overwrite` replaces only what an earlier merge wrote, and this directory has no "
+            f"{RECORD_NAME}",
             where=Where(str(target)),
             hint="give another `--output`, or remove the directory yourself",
         )
@@ -153,10 +186,14 @@ def check_space(target: Path, layout: Layout, companions: Companions) -> None:
     files = len(layout.files) + len(copied) + _MADE_FILES
     message = None
     if free_bytes < layout.size_bytes + beside_bytes:
-        parts = f"{format_bytes(layout.size_bytes)}, and {format_bytes(beside_bytes)} for the files next to it"
+        parts = (
+            f"{format_bytes(layout.size_bytes)}, and {format_bytes(beside_bytes)} for the files next to it"
+        )
         message = f"the merged model needs {parts}; {format_bytes(free_bytes)} are free"
     elif disk.f_files > 0 and free_files < files:  # some file systems count none
-        message = f"the merged model has {files} files, and the disk has room for {free_files} more files (`df -i`)"
+        message = (
+            f"the merged model has {files} files, and the disk has room for {free_files} more files (`df -i`)"
+        )
     if message is not None:
         hint = "free space, or merge to another disk: `fsdp-tune merge-checkpoint SRC --output DIR`"
         raise failed_error("merge-disk-full", message, where=Where(str(folder)), hint=hint)
@@ -168,14 +205,20 @@ def bring_back(target: Path) -> list[Notice]:
     if not asides or target.exists():
         return []
     DISK.rename(asides[-1], target)
-    return [Notice("merge-recovered", "the old output was restored; a merge was killed while it replaced it", Where(str(target)))]
+    return [
+        Notice(
+            "merge-recovered",
+            "the old output was restored; a merge was killed while it replaced it",
+            Where(str(target)),
+        )
+    ]
 
 
 def clear_leftovers(target: Path) -> list[Notice]:
     """Remove the stages of merges that were killed, and old outputs that were replaced.
 
-    Each merge holds a lock file next to its stage (see `stage_owned`). One on another machine counts as killed 300 s after
-    its last update.
+    Each merge holds a lock file next to its stage (see `stage_owned`). One on another machine counts as
+    killed 300 s after its last update.
     """
     notices: list[Notice] = []
     for path in _siblings(target, f".old{STAGE_MARK}"):
@@ -184,11 +227,23 @@ def clear_leftovers(target: Path) -> list[Notice]:
     for stage in stages_inside(target):
         if is_abandoned(stage_lock(stage)):
             undo_fill(target, stage)
-            notices.append(Notice("merge-leftover", "the unfinished output of a merge that was killed was removed", Where(str(target))))
+            notices.append(
+                Notice(
+                    "merge-leftover",
+                    "the unfinished output of a merge that was killed was removed",
+                    Where(str(target)),
+                )
+            )
     for path in _siblings(target, STAGE_MARK):
         if path.is_dir() and is_abandoned(stage_lock(path)):
             DISK.rmtree(path)
-            notices.append(Notice("merge-leftover", "the unfinished output of a merge that was killed was removed", Where(str(path))))
+            notices.append(
+                Notice(
+                    "merge-leftover",
+                    "the unfinished output of a merge that was killed was removed",
+                    Where(str(path)),
+                )
+            )
     for folder in (target.parent, target):
         for lock in folder.glob(f".{glob.escape(target.name)}{STAGE_MARK}*.lock"):
             if is_abandoned(lock):
@@ -201,7 +256,11 @@ def _siblings(target: Path, mark: str) -> list[Path]:
     if not target.parent.is_dir():
         return []
     prefix = f".{target.name}{mark}"
-    return sorted(path for path in target.parent.iterdir() if path.name.startswith(prefix) and path.name[len(prefix) :].isdecimal())
+    return sorted(
+        path
+        for path in target.parent.iterdir()
+        if path.name.startswith(prefix) and path.name[len(prefix) :].isdecimal()
+    )
 
 
 def _lock_of(aside: Path, target: Path) -> Path:
@@ -226,7 +285,11 @@ def writing_to(target: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-            raise usage_error("merge-output-exists", "the output appeared while it was being merged", where=Where(str(target))) from error
+            raise usage_error(
+                "merge-output-exists",
+                "the output appeared while it was being merged",
+                where=Where(str(target)),
+            ) from error
         if error.errno not in _CANNOT_WRITE:
             raise
         raise failed_error(
@@ -273,15 +336,27 @@ class Facts:
 
 
 def write_companions(
-    stage: Path, companions: Companions, layout: Layout, config_changes: Mapping[str, object], adapter: Adapter | None = None
+    stage: Path,
+    companions: Companions,
+    layout: Layout,
+    config_changes: Mapping[str, object],
+    adapter: Adapter | None = None,
 ) -> None:
-    """Write the config with the dtype of the weights, and copy the tokenizer's files. An exported `adapter` gets PEFT's config."""
+    """Write the config with the dtype of the weights, and copy the tokenizer's files. An exported `adapter`
+    gets PEFT's config."""
     if adapter is not None and adapter.is_exported:
-        put(stage / CONFIG_FILE, (json.dumps(adapter.config_json(), indent=2, ensure_ascii=False) + "\n").encode())
+        put(
+            stage / CONFIG_FILE,
+            (json.dumps(adapter.config_json(), indent=2, ensure_ascii=False) + "\n").encode(),
+        )
     if companions.config is not None:
         dtype = layout.main_dtype
-        is_quantised = needs_settings({name: placed.dtype.safetensors for name, placed in layout.tensors.items()})
-        config = output_config(companions.config, dtype if dtype.converts else None, config_changes, is_quantised=is_quantised)
+        is_quantised = needs_settings(
+            {name: placed.dtype.safetensors for name, placed in layout.tensors.items()}
+        )
+        config = output_config(
+            companions.config, dtype if dtype.converts else None, config_changes, is_quantised=is_quantised
+        )
         put(stage / CONFIG_NAME, (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())
     for name, path in companions.files.items():
         put(stage / name, read_regular(path))
@@ -289,9 +364,17 @@ def write_companions(
 
 def write_record(stage: Path, output_name: str, facts: Facts) -> None:
     """Write merge.json and the model card, the last files of the stage."""
-    files = {path.relative_to(stage).as_posix() for path in stage.rglob("*") if path.is_file()} | {RECORD_NAME, CARD_NAME}
-    record = seal_record(_record(facts) | {"files": sorted(files), **_digests_of_files(stage, files, facts.layout)})
-    put(stage / RECORD_NAME, (json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
+    files = {path.relative_to(stage).as_posix() for path in stage.rglob("*") if path.is_file()} | {
+        RECORD_NAME,
+        CARD_NAME,
+    }
+    record = seal_record(
+        _record(facts) | {"files": sorted(files), **_digests_of_files(stage, files, facts.layout)}
+    )
+    put(
+        stage / RECORD_NAME,
+        (json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode(),
+    )
     rows = [
         ("Checkpoint", ", ".join(weights.checkpoint.name for weights in facts.selection.weights)),
         ("Step", ", ".join(map(str, facts.steps)) or "unknown"),
@@ -299,18 +382,36 @@ def write_record(stage: Path, output_name: str, facts: Facts) -> None:
         (DTYPE_ROW, facts.layout.main_dtype.name),
         *([("Tensors of the base", shown)] if (shown := facts.base_tensors.describe()) else []),
     ]
-    if facts.settings.recipe is not None and (section := facts.settings.recipe.quantised_training) is not None:
-        rows.append((QUANTISED_ROW, f"{section.train}; the losses below are of rounded weights, and these are not rounded"))
+    if (
+        facts.settings.recipe is not None
+        and (section := facts.settings.recipe.quantised_training) is not None
+    ):
+        rows.append(
+            (
+                QUANTISED_ROW,
+                f"{section.train}; the losses below are of rounded weights, and these are not rounded",
+            )
+        )
     run = facts.selection.run
-    name = (facts.settings.recipe.name if facts.settings.recipe else None) or (run.name if run is not None else output_name)
-    base, is_adapter = (facts.adapter.base_name, facts.adapter.is_exported) if facts.adapter is not None else (None, False)
-    card = model_card(name, facts.settings.recipe, facts.selection.run, facts.steps, rows, base=base, is_adapter=is_adapter)
+    name = (facts.settings.recipe.name if facts.settings.recipe else None) or (
+        run.name if run is not None else output_name
+    )
+    base, is_adapter = (
+        (facts.adapter.base_name, facts.adapter.is_exported) if facts.adapter is not None else (None, False)
+    )
+    card = model_card(
+        name, facts.settings.recipe, facts.selection.run, facts.steps, rows, base=base, is_adapter=is_adapter
+    )
     put(stage / CARD_NAME, card.encode())
 
 
 def _digests_of_files(stage: Path, files: Collection[str], layout: Layout) -> dict[str, object]:
-    """Return size and digest of each file but the card, which others change: of weights, the digest of the header."""
-    headers = {file.name: {"size_bytes": file.size_bytes, "digest": digest_data(file.header).digest} for file in layout.files}
+    """Return size and digest of each file but the card, which others change: of weights, the digest of the
+    header."""
+    headers = {
+        file.name: {"size_bytes": file.size_bytes, "digest": digest_data(file.header).digest}
+        for file in layout.files
+    }
     others = sorted(set(files) - headers.keys() - {RECORD_NAME, CARD_NAME})
     return {"headers": headers, "contents": {name: asdict(digest_file(stage / name)) for name in others}}
 
@@ -320,11 +421,15 @@ def _record(facts: Facts) -> dict[str, object]:
     return {
         "kind": RECORD_KIND,
         "format_version": 1,
-        "source": [facts.origin] if facts.origin else [str(weights.checkpoint) for weights in facts.selection.weights],
+        "source": [facts.origin]
+        if facts.origin
+        else [str(weights.checkpoint) for weights in facts.selection.weights],
         "steps": facts.steps,
         "reason": facts.selection.reason,
         "recipe_digest": run.recipe_digest() if run is not None else None,
-        "companions": f"{facts.origin}.run/model" if facts.origin and facts.companions.is_of_run else facts.companions.origin,
+        "companions": f"{facts.origin}.run/model"
+        if facts.origin and facts.companions.is_of_run
+        else facts.companions.origin,
         "dtype_option": facts.settings.dtype,
         "verified": facts.settings.verify,
         "tied": dict(facts.tied),
@@ -375,7 +480,8 @@ def model_card(
     base: str | None = None,
     is_adapter: bool = False,
 ) -> str:
-    """Return the card as Markdown. `facts` are (label, value) rows. `base` names the base model where no recipe does."""
+    """Return the card as Markdown. `facts` are (label, value) rows. `base` names the base model where no
+    recipe does."""
     library = "peft" if is_adapter else "transformers"
     front: dict[str, object] = {
         "library_name": library,
@@ -410,8 +516,8 @@ def model_card(
 def _published(recipe: Recipe) -> str:
     """Return the resolved recipe without defaults as YAML.
 
-    Settings of a machine, above all `launch.env`, folders of its files, and the comments of recipe.yaml are left out: only the owner can
-    read that file, and a card is published.
+    Settings of a machine, above all `launch.env`, folders of its files, and the comments of recipe.yaml are
+    left out: only the owner can read that file, and a card is published.
     """
     left_out = {"launch": True, "output_dir": True, "data": {"cache_dir", "num_proc"}}
     settings = recipe.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude=left_out)
@@ -419,7 +525,8 @@ def _published(recipe: Recipe) -> str:
 
 
 def without_folders(value: object) -> Any:
-    """Return a value in which each absolute path, also in lists and mappings, is only its last part: folders name people and projects."""
+    """Return a value in which each absolute path, also in lists and mappings, is only its last part: folders
+    name people and projects."""
     if isinstance(value, dict):
         return {key: without_folders(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -437,7 +544,11 @@ def _data_values(run: RunDir) -> list[tuple[str, str]]:
         account = report.sets["train"]
         size = f"{account.rows:,} rows of {account.examples:,} examples, {account.tokens:,} tokens an epoch"
         size += f"; {account.repeated} repeated an earlier one" if account.repeated.rows else ""
-        size += f"; {account.dropped_duplicates} left out as duplicates" if account.dropped_duplicates.rows else ""
+        size += (
+            f"; {account.dropped_duplicates} left out as duplicates"
+            if account.dropped_duplicates.rows
+            else ""
+        )
         return [("Size of the data", size), ("Digest of data and settings", str(data["key"]))]
     except (OSError, ValueError, KeyError, TypeError):
         return []
@@ -449,15 +560,24 @@ def _versions(run: RunDir) -> list[tuple[str, str]]:
     except FsdpTuneError:
         return []
     versions = found.versions if found is not None else {}
-    named = [f"{name} {versions[name]}" for name in ("fsdp-tune", "torch", "transformers", "accelerate") if versions.get(name)]
+    named = [
+        f"{name} {versions[name]}"
+        for name in ("fsdp-tune", "torch", "transformers", "accelerate")
+        if versions.get(name)
+    ]
     return [("Trained with", ", ".join(named))] if named else []
 
 
 def _last_values(run: RunDir, step: int) -> list[tuple[str, str]]:
-    """Return rows of the card with the last metrics at or before the merged step. A value of an earlier step says which it is."""
+    """Return rows of the card with the last metrics at or before the merged step. A value of an earlier step
+    says which it is."""
     lines = [line for line in read_metrics(run) if isinstance(line.get("step"), int) and line["step"] <= step]
     rows: list[tuple[str, str]] = []
-    for key, label in (("loss", "Training loss"), ("eval_loss", "Evaluation loss"), ("tokens", "Tokens trained on")):
+    for key, label in (
+        ("loss", "Training loss"),
+        ("eval_loss", "Evaluation loss"),
+        ("tokens", "Tokens trained on"),
+    ):
         values = [(line["step"], line[key]) for line in lines if isinstance(line.get(key), (int, float))]
         if values:
             of_step, value = values[-1]
@@ -467,5 +587,6 @@ def _last_values(run: RunDir, step: int) -> list[tuple[str, str]]:
 
 
 def card_cell(value: str) -> str:
-    """Return a value as plain text: a name of data that is HTML or a link must not be one on a published page."""
+    """Return a value as plain text: a name of data that is HTML or a link must not be one on a published
+    page."""
     return re.sub(r"([\\`\[\]|])", r"\\\1", escape(value, quote=False)).replace("\n", " ")

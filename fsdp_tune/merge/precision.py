@@ -1,7 +1,8 @@
 """Find the tensors of a merged model that stay in fp32, which `--dtype` does not round to 16 bits.
 
-A run records them in RUN/model/base_layout.json: those of the class, and those that the base stores so. Of a checkpoint without a run
-they are the class's own, from the configuration, in a child process, since this one has no transformers.
+A run records them in RUN/model/base_layout.json: those of the class, and those that the base stores so. Of a
+checkpoint without a run they are the class's own, from the configuration, in a child process, since this one
+has no transformers.
 """
 
 from __future__ import annotations
@@ -19,12 +20,17 @@ from fsdp_tune.merge.source import Selection
 from fsdp_tune.run.base_model import BaseLayout
 
 HALVES = ("bf16", "fp16")
-_MAY_KEEP = re.compile(r"_keep_in_fp32_modules|FloatTensor\(|(?:Parameter|Linear|Norm|Buffer|\.to)\([^\n]*float32")
+_MAY_KEEP = re.compile(
+    r"_keep_in_fp32_modules|FloatTensor\(|(?:Parameter|Linear|Norm|Buffer|\.to)\([^\n]*float32"
+)
 _OTHER_FAMILY = re.compile(r"^from \.\.(\w+)\.", re.MULTILINE)
 
 
-def find_kept(selection: Selection, companions: Companions, names: BaseLayout, dtype: str) -> tuple[Callable[[str], bool], list[Notice]]:
-    """Return the test of whether a tensor of the output, by its name, is kept in fp32, and a notice if that cannot be known.
+def find_kept(
+    selection: Selection, companions: Companions, names: BaseLayout, dtype: str
+) -> tuple[Callable[[str], bool], list[Notice]]:
+    """Return the test of whether a tensor of the output, by its name, is kept in fp32, and a notice if that
+    cannot be known.
 
     `names`: how the output names the parameters. `dtype`: that of the output, as the option.
     """
@@ -38,7 +44,10 @@ def find_kept(selection: Selection, companions: Companions, names: BaseLayout, d
     with Child("kept", companions.folder) as child:
         answer = child.answer()
     if isinstance(answer, str):
-        message = f"which tensors this model's class keeps in fp32 is not known, so all are converted to {dtype}: {answer}"
+        message = (
+            "which tensors this model's class keeps in fp32 is not known, so all are converted to "
+            f"{dtype}: {answer}"
+        )
         return _none, [
             Notice(
                 "merge-precision-unknown",
@@ -47,7 +56,9 @@ def find_kept(selection: Selection, companions: Companions, names: BaseLayout, d
                 hint="`fsdp-tune merge-checkpoint --dtype keep` converts none",
             )
         ]
-    kept = BaseLayout(names.renamed, names.tensors, kept_in_fp32={key: tuple(value) for key, value in answer.items()})
+    kept = BaseLayout(
+        names.renamed, names.tensors, kept_in_fp32={key: tuple(value) for key, value in answer.items()}
+    )
     return _without_prefix(kept.keeps_fp32(dtype)), []
 
 
@@ -61,8 +72,8 @@ def _without_prefix(is_kept: Callable[[str], bool]) -> Callable[[str], bool]:
 
 
 def _may_keep(config: Mapping[str, object]) -> bool:
-    """Return whether a class of the configuration may keep tensors in fp32, by the text of transformers' source, which takes seconds to
-    import."""
+    """Return whether a class of the configuration may keep tensors in fp32, by the text of transformers'
+    source, which takes seconds to import."""
     kinds = {value for each in _nested(config) if isinstance(value := each.get("model_type"), str)}
     spec = importlib.util.find_spec("transformers")
     if spec is None or spec.origin is None:

@@ -1,4 +1,5 @@
-"""Publish a merged model or an adapter: results of `evaluate` in its model card, and the upload to the Hugging Face hub.
+"""Publish a merged model or an adapter: results of `evaluate` in its model card, and the upload to the
+Hugging Face hub.
 
 The licence of the base is on the card before a model is uploaded.
 """
@@ -53,7 +54,8 @@ _SECTION = re.compile(rf"^{EVALUATION}\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTAL
 
 
 def add_results(path: Path, results: Sequence[CardResult]) -> None:
-    """Write results into the metadata of a card, which the hub shows, and as a table; those of the same metric and rows are replaced.
+    """Write results into the metadata of a card, which the hub shows, and as a table; those of the same
+    metric and rows are replaced.
 
     Raises: ValueError or YAMLError for a card whose metadata cannot be read, OSError.
     """
@@ -74,13 +76,20 @@ def add_results(path: Path, results: Sequence[CardResult]) -> None:
                 "interval": [_rounded(edge) for edge in each.interval],
                 "interval_level": 0.95,
                 "rows": each.rows,
-                **({"base": without_folders(each.base[0]), "base_value": _rounded(each.base[1])} if each.base is not None else {}),
+                **(
+                    {"base": without_folders(each.base[0]), "base_value": _rounded(each.base[1])}
+                    if each.base is not None
+                    else {}
+                ),
             },
         )
         for each in results
     ]
     replaced = {_result_identity(each) for each in new}
-    every = [*(each for each in found.data.eval_results or [] if _result_identity(each) not in replaced), *new]
+    every = [
+        *(each for each in found.data.eval_results or [] if _result_identity(each) not in replaced),
+        *new,
+    ]
     _keep_apart(every)
     found.data.eval_results = every
     found.data.model_name = found.data.model_name or _metric_title(found.text)
@@ -103,7 +112,8 @@ def without_results(card: str) -> str:
 
 
 def _keep_apart(results: Sequence[Any]) -> None:
-    """Give sets of the same data and split their names as configurations: the metadata has one entry for the three."""
+    """Give sets of the same data and split their names as configurations: the metadata has one entry for the
+    three."""
     names: dict[object, str] = {}
     for each in results:
         if names.setdefault(each.unique_identifier, each.dataset_name) != each.dataset_name:
@@ -137,11 +147,14 @@ def _rounded(value: float) -> float:
 
 
 def _metric_title(text: str) -> str:
-    return next((line.removeprefix("# ").strip() for line in text.splitlines() if line.startswith("# ")), "model")
+    return next(
+        (line.removeprefix("# ").strip() for line in text.splitlines() if line.startswith("# ")), "model"
+    )
 
 
 STALE = ("*.safetensors", "*.safetensors.index.json", "adapter_config.json")
-"""Files of an earlier push that loaders would prefer: transformers reads `model.safetensors` before the index of shards."""
+"""Files of an earlier push that loaders would prefer: transformers reads `model.safetensors` before the index
+of shards."""
 PROVENANCE = (RECORD_NAME, CONFIG_FILE, "base.json")
 """Files that name directories of this machine, for later commands here."""
 LOGIN = "log in with `hf auth login` and a token that may write, or set HF_TOKEN"
@@ -177,13 +190,17 @@ def check_access(target: HubTarget) -> None:
     except Exception as error:
         message = f"the model could not be pushed to `{target.repository}` at the end: {first_line(error)}"
         hint = f"{LOGIN}; or leave `training.push_to_hub` out and run `fsdp-tune push RUN` later"
-        raise usage_error("push-no-access", message, where=Where(key="training.push_to_hub"), hint=hint) from error
+        raise usage_error(
+            "push-no-access", message, where=Where(key="training.push_to_hub"), hint=hint
+        ) from error
 
 
 def upload(folder: Path, target: HubTarget, retry: str) -> Pushed:
-    """Upload the files of a model or adapter directory that its merge.json lists. `retry` is the command that repeats the push.
+    """Upload the files of a model or adapter directory that its merge.json lists. `retry` is the command that
+    repeats the push.
 
-    An interrupted upload goes on where it stopped: the hub skips what it has. Files of an earlier model that loaders prefer are removed.
+    An interrupted upload goes on where it stopped: the hub skips what it has. Files of an earlier model that
+    loaders prefer are removed.
     Raises: FsdpTuneError; the local directory is unchanged except for the licence in its card.
     """
     files = _listed(folder)
@@ -200,16 +217,23 @@ def upload(folder: Path, target: HubTarget, retry: str) -> Pushed:
         notices = [*_unlisted(folder, files), *_add_licence(api, folder)]
         with _published(folder, files) as stage:
             commit = api.upload_folder(
-                repo_id=name, folder_path=stage, revision=target.revision, commit_message="Upload model", delete_patterns=list(STALE)
+                repo_id=name,
+                folder_path=stage,
+                revision=target.revision,
+                commit_message="Upload model",
+                delete_patterns=list(STALE),
             )
     except FsdpTuneError:
         raise
     except HFValidationError as error:
-        raise usage_error("push-name", f"`{target.repository}` is not the name of a repository", hint="write `OWNER/NAME`") from error
+        raise usage_error(
+            "push-name", f"`{target.repository}` is not the name of a repository", hint="write `OWNER/NAME`"
+        ) from error
     except Exception as error:
         raise failed_error(
             "push-failed",
-            f"the model could not be pushed to `{target.repository}`: {first_line(error)}; it is complete on this machine",
+            f"the model could not be pushed to `{target.repository}`: {first_line(error)}; it is "
+            "complete on this machine",
             where=Where(str(folder)),
             hint=f"check the network, {LOGIN}, then: {retry}",
         ) from error
@@ -217,7 +241,8 @@ def upload(folder: Path, target: HubTarget, retry: str) -> Pushed:
 
 
 def _listed(folder: Path) -> list[Path]:
-    """Return the files that the record of the merge lists and that are there. Raises: usage error without a sound record."""
+    """Return the files that the record of the merge lists and that are there. Raises: usage error without a
+    sound record."""
     record = folder / RECORD_NAME
     try:
         document = json.loads(read_regular(record))
@@ -226,7 +251,10 @@ def _listed(folder: Path) -> list[Path]:
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         message = f"it has no {RECORD_NAME} that can be read, so it is not a complete output of a merge"
         raise usage_error(
-            "push-not-merged", message, where=Where(str(folder)), hint="merge again: `fsdp-tune merge-checkpoint RUN`"
+            "push-not-merged",
+            message,
+            where=Where(str(folder)),
+            hint="merge again: `fsdp-tune merge-checkpoint RUN`",
         ) from error
     present = [path for path in paths if path.is_file()]
     for path in present:
@@ -245,14 +273,26 @@ def _files_before_the_list(folder: Path, record: dict[str, Any]) -> set[str]:
     weights = {str(tensor["file"]) for tensor in record["tensors"].values()}
     rest = {name for name in (INDEX_NAME, CONFIG_FILE, BASE_FILE) if (folder / name).is_file()}
     companions = read_folder(folder)
-    return weights | rest | set(companions.files) | {RECORD_NAME, CARD_NAME} | ({CONFIG_NAME} if companions.config is not None else set())
+    return (
+        weights
+        | rest
+        | set(companions.files)
+        | {RECORD_NAME, CARD_NAME}
+        | ({CONFIG_NAME} if companions.config is not None else set())
+    )
 
 
 def _unlisted(folder: Path, files: Sequence[Path]) -> Iterator[Notice]:
     """Report the other files of the directory: whatever fell into it must not be published."""
-    others = sorted({path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()} - _names(folder, files))
+    others = sorted(
+        {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
+        - _names(folder, files)
+    )
     if others:
-        message = f"{len(others)} files are not published, because {RECORD_NAME} does not list them: {', '.join(map(repr, others[:5]))}"
+        message = (
+            f"{len(others)} files are not published, because {RECORD_NAME} does not list them: "
+            f"{', '.join(map(repr, others[:5]))}"
+        )
         hint = "if one belongs to the model, upload it by name: `hf upload OWNER/NAME FILE`"
         yield Notice("push-unlisted", message + (", …" if others[5:] else ""), Where(str(folder)), hint)
 
@@ -263,7 +303,8 @@ def _names(folder: Path, files: Sequence[Path]) -> set[str]:
 
 @contextmanager
 def _published(folder: Path, files: Sequence[Path]) -> Iterator[Path]:
-    """Yield a directory of links to `files` of `folder`, where the files that name folders of this machine are copies without them."""
+    """Yield a directory of links to `files` of `folder`, where the files that name folders of this machine
+    are copies without them."""
     with temporary_directory("push-") as scratch:
         stage = scratch / "files"  # next to the record of the owner
         stage.mkdir()
@@ -279,7 +320,8 @@ def _published(folder: Path, files: Sequence[Path]) -> Iterator[Path]:
 
 
 def _refuse_public(api: Any, name: str, target: HubTarget) -> None:
-    """Refuse to publish by accident: `create_repo` leaves the visibility of an existing repository as it is."""
+    """Refuse to publish by accident: `create_repo` leaves the visibility of an existing repository as it
+    is."""
     if not target.is_public and not api.model_info(name).private:
         message = f"`{name}` exists and is public: everyone could download the model"
         ways_out = ("--public, or `training.hub_private_repo: false`", "--to OWNER/ANOTHER")
@@ -306,7 +348,9 @@ def _add_licence(api: Any, folder: Path) -> list[Notice]:
     if found is None or found.license is None:
         return [
             Notice(
-                "licence-unknown", f"the licence of the base `{base}` is unknown, so the card names none", Where(str(folder / CARD_NAME))
+                "licence-unknown",
+                f"the licence of the base `{base}` is unknown, so the card names none",
+                Where(str(folder / CARD_NAME)),
             )
         ]
     card.data.license = found.license

@@ -1,4 +1,5 @@
-"""What to merge from SRC and how: the formats of weights and which a directory holds, the checkpoint with its reason, the settings."""
+"""What to merge from SRC and how: the formats of weights and which a directory holds, the checkpoint with its
+reason, the settings."""
 
 from __future__ import annotations
 
@@ -15,7 +16,14 @@ from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, failed_error, us
 from fsdp_tune.core.files import folders_in, read_regular
 from fsdp_tune.core.tensors.dcp_metadata import METADATA_NAME
 from fsdp_tune.core.tensors.file_formats import WEIGHTS_FILE
-from fsdp_tune.core.tensors.weight_files import CONFIG, INDEX, MAX_INDEX_BYTES, SINGLE, UnusableIndexError, first_file
+from fsdp_tune.core.tensors.weight_files import (
+    CONFIG,
+    INDEX,
+    MAX_INDEX_BYTES,
+    SINGLE,
+    UnusableIndexError,
+    first_file,
+)
 from fsdp_tune.core.units import parse_bytes
 from fsdp_tune.merge.best_checkpoint import best_checkpoint
 from fsdp_tune.merge.merge_options import MergeOptions
@@ -64,7 +72,8 @@ FILE_OF = {
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """One set of weights and its checkpoint; `file` in `root` is opened first. `manifest` lists the checkpoint's files, if it has one."""
+    """One set of weights and its checkpoint; `file` in `root` is opened first. `manifest` lists the
+    checkpoint's files, if it has one."""
 
     root: Path
     format: Format
@@ -75,18 +84,21 @@ class Weights:
 
 
 def is_of_one_rank(file: Path) -> bool:
-    """Return whether a file is one rank's part of a model, by the names of Accelerate (LOCAL_STATE_DICT) or of verl."""
+    """Return whether a file is one rank's part of a model, by the names of Accelerate (LOCAL_STATE_DICT) or
+    of verl."""
     return _OF_ONE_RANK.fullmatch(file.stem) is not None
 
 
 def is_of_verl(file: Path) -> bool:
-    """Return whether a file is one rank's part of a model as verl and its relatives save it (`model_world_size_2_rank_0.pt`)."""
+    """Return whether a file is one rank's part of a model as verl and its relatives save it
+    (`model_world_size_2_rank_0.pt`)."""
     match = _OF_ONE_RANK.fullmatch(file.stem)
     return match is not None and match["family"] is not None
 
 
 def find_weights(place: Path) -> Weights | None:
-    """Return the weights at `place`, as a checkpoint of its own: a directory is identified by its contents, a file by its suffix."""
+    """Return the weights at `place`, as a checkpoint of its own: a directory is identified by its contents, a
+    file by its suffix."""
     if place.is_file():
         kind = next((kind for kind, name in FILE_OF.items() if name == place.name), None)
         if kind is None and place.suffix in PICKLE_ENDINGS and not is_of_one_rank(place):
@@ -102,12 +114,17 @@ def find_weights(place: Path) -> Weights | None:
     for kind, name in (*FILE_OF.items(), (Format.PICKLE, OLD_PICKLE_NAME)):
         if (place / name).is_file():
             return _weights_in(place, kind, name)
-    shards = sorted(path.name for path in place.iterdir() if HF_SHARD.fullmatch(path.name)) if place.is_dir() else []
+    shards = (
+        sorted(path.name for path in place.iterdir() if HF_SHARD.fullmatch(path.name))
+        if place.is_dir()
+        else []
+    )
     return _weights_in(place, Format.HF_SHARDS, shards[0]) if shards else None
 
 
 def _first_file(folder: Path) -> str | None:
-    """Return the safetensors file of a model directory that is read first: the only one, or the index. Raises: FailedError."""
+    """Return the safetensors file of a model directory that is read first: the only one, or the index.
+    Raises: FailedError."""
     config = folder / CONFIG
     try:
         return first_file(
@@ -117,7 +134,9 @@ def _first_file(folder: Path) -> str | None:
         )
     except UnusableIndexError as error:
         raise failed_error(
-            "merge-path-traversal" if error.leaves_directory else "merge-config", str(error), where=Where(str(config))
+            "merge-path-traversal" if error.leaves_directory else "merge-config",
+            str(error),
+            where=Where(str(config)),
         ) from error
 
 
@@ -132,7 +151,8 @@ NEWEST = "the newest of"
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The weights to merge and why. Several `weights` are averaged. `run` is the run directory that they belong to."""
+    """The weights to merge and why. Several `weights` are averaged. `run` is the run directory that they
+    belong to."""
 
     weights: tuple[Weights, ...]
     reason: str
@@ -155,9 +175,14 @@ class CheckpointChoice:
 
 
 def select_checkpoint(source: Path, choice: CheckpointChoice) -> Selection:
-    """Find the weights under `source`: a run directory, a checkpoint of any tool, or the folder of its shards."""
+    """Find the weights under `source`: a run directory, a checkpoint of any tool, or the folder of its
+    shards."""
     if (choice.step is not None) + choice.best + (choice.average is not None) > 1:
-        raise usage_error("merge-two-choices", "`--step`, `--best` and `--average` exclude each other", hint="pass only one of them")
+        raise usage_error(
+            "merge-two-choices",
+            "`--step`, `--best` and `--average` exclude each other",
+            hint="pass only one of them",
+        )
     if not source.exists():
         raise usage_error(
             "merge-source-not-found",
@@ -166,14 +191,17 @@ def select_checkpoint(source: Path, choice: CheckpointChoice) -> Selection:
             hint="give a run directory, a `checkpoint-N`, or a folder of `.distcp` shards",
         )
     if not source.is_dir() and not source.is_file():
-        raise usage_error("merge-source-not-found", "this is neither a file nor a directory", where=Where(str(source)))
+        raise usage_error(
+            "merge-source-not-found", "this is neither a file nor a directory", where=Where(str(source))
+        )
     found = find_weights(source)
     if found is None and _is_run(source):
         return _select_in_run(RunDir(source.resolve()), choice)
     if choice.is_made:
         raise usage_error(
             "merge-no-run",
-            "`--step`, `--best` and `--average` choose among the checkpoints of a run directory, and this is not one",
+            "`--step`, `--best` and `--average` choose among the checkpoints of a run directory, and "
+            "this is not one",
             where=Where(str(source)),
         )
     if found is None:
@@ -192,15 +220,19 @@ def _is_run(source: Path) -> bool:
 
 
 def _own_checkpoint(root: Path) -> Path | None:
-    """Return the `checkpoint-N` of fsdp-tune that contains `root`, in its run or copied elsewhere; None for other tools."""
+    """Return the `checkpoint-N` of fsdp-tune that contains `root`, in its run or copied elsewhere; None for
+    other tools."""
     for folder in (root, root.parent):
-        if checkpoint_step(folder) is not None and (RunDir(folder.parent).is_used or (folder / MANIFEST_NAME).exists()):
+        if checkpoint_step(folder) is not None and (
+            RunDir(folder.parent).is_used or (folder / MANIFEST_NAME).exists()
+        ):
             return folder
     return None
 
 
 def _accept(path: Path, found: Weights, *, allow_incomplete: bool) -> tuple[Weights, tuple[Notice, ...]]:
-    """Return the weights of a checkpoint of fsdp-tune; without a manifest it needs `--allow-incomplete` and gives a notice."""
+    """Return the weights of a checkpoint of fsdp-tune; without a manifest it needs `--allow-incomplete` and
+    gives a notice."""
     verdict = inspect_checkpoint(path, digests=False, weights_only=True)
     if isinstance(verdict, Checkpoint):
         return replace(found, checkpoint=path, step=verdict.step, manifest=verdict.manifest), ()
@@ -220,7 +252,10 @@ def incomplete(path: Path, reason: str) -> FsdpTuneError:
         "merge-incomplete-checkpoint",
         f"the checkpoint is not complete: {reason}",
         where=Where(str(path)),
-        ways_out=("merge another checkpoint: `--step N`", "take what is there, with the missing parts named: `--allow-incomplete`"),
+        ways_out=(
+            "merge another checkpoint: `--step N`",
+            "take what is there, with the missing parts named: `--allow-incomplete`",
+        ),
     )
 
 
@@ -228,15 +263,20 @@ def _nothing_to_merge(source: Path) -> FsdpTuneError:
     if (of_verl := _of_verl(source)) is not None:
         return usage_error(
             "merge-local-state",
-            f"`{of_verl.name}` is one rank's part of a model, as verl and its relatives save it; their own program merges the parts",
+            f"`{of_verl.name}` is one rank's part of a model, as verl and its relatives save it; "
+            "their own program merges the parts",
             where=Where(str(source)),
-            hint=f"`python -m verl.model_merger merge --backend fsdp --local_dir {shlex.quote(str(of_verl.parent))} --target_dir DIR`",
+            hint="`python -m verl.model_merger merge --backend fsdp --local_dir "
+            f"{shlex.quote(str(of_verl.parent))} --target_dir DIR`",
         )
-    local = sorted(path.name for path in (source.iterdir() if source.is_dir() else [source]) if is_of_one_rank(path))
+    local = sorted(
+        path.name for path in (source.iterdir() if source.is_dir() else [source]) if is_of_one_rank(path)
+    )
     if local:
         return usage_error(
             "merge-local-state",
-            f"`{local[0]}` is one rank's own state (LOCAL_STATE_DICT, or `use_dcp=False`); only the program that wrote it can merge it",
+            f"`{local[0]}` is one rank's own state (LOCAL_STATE_DICT, or `use_dcp=False`); only the "
+            "program that wrote it can merge it",
             where=Where(str(source)),
             hint="load it there and save it with SHARDED_STATE_DICT",
         )
@@ -245,12 +285,19 @@ def _nothing_to_merge(source: Path) -> FsdpTuneError:
             "merge-nothing-found",
             "this kind of file is not supported",
             where=Where(str(source)),
-            hint=f"files that can be merged: those of `torch.save` ({', '.join(PICKLE_ENDINGS)}) and `{SINGLE_NAME}`; "
+            hint=f"files that can be merged: those of `torch.save` ({', '.join(PICKLE_ENDINGS)}) and "
+            f"`{SINGLE_NAME}`; "
             "for all others, pass their directory",
         )
     inside = sorted(source.iterdir())
-    below = sorted((path for path in folders_in(source) if find_weights(path)), key=lambda path: checkpoint_step(path) or 0)
-    wanted = f"give a run directory, a `checkpoint-N`, or the folder that holds `{METADATA_NAME}` and the `.distcp` files"
+    below = sorted(
+        (path for path in folders_in(source) if find_weights(path)),
+        key=lambda path: checkpoint_step(path) or 0,
+    )
+    wanted = (
+        f"give a run directory, a `checkpoint-N`, or the folder that holds `{METADATA_NAME}` and the "
+        "`.distcp` files"
+    )
     return usage_error(
         "merge-nothing-found",
         f"there is nothing to merge here (found: {', '.join(path.name for path in inside[:8]) or 'nothing'})",
@@ -262,13 +309,18 @@ def _nothing_to_merge(source: Path) -> FsdpTuneError:
 def _of_verl(source: Path) -> Path | None:
     if source.is_file():
         return source if is_of_verl(source) else None
-    folders = [source, *(inner := folders_in(source)), *(each for folder in inner for each in folders_in(folder))]
+    folders = [
+        source,
+        *(inner := folders_in(source)),
+        *(each for folder in inner for each in folders_in(folder)),
+    ]
     found = sorted(path for folder in folders for path in folder.glob("*_rank_*.pt"))
     return next((path for path in found if is_of_verl(path)), None)
 
 
 def newer_checkpoint(run: RunDir, output: Path) -> tuple[Notice, ...]:
-    """Return a notice if `run` has a newer checkpoint than `output`, which was made of its newest at that time."""
+    """Return a notice if `run` has a newer checkpoint than `output`, which was made of its newest at that
+    time."""
     try:
         record = merge_record(output)
         steps, reason = list(record["steps"]), str(record["reason"])
@@ -283,10 +335,14 @@ def newer_checkpoint(run: RunDir, output: Path) -> tuple[Notice, ...]:
     return (Notice("merge-out-of-date", message, Where(str(output)), hint),)
 
 
-# ------------------------------------------------------------------------------------------------------- within a run
+# -------------------------------------------------------------------------------------------------------
+# within a run
 
 
-ELSEWHERE = "copy the files of that machine into the checkpoint here; of a finished run, `train --resume auto` on each machine brings them"
+ELSEWHERE = (
+    "copy the files of that machine into the checkpoint here; of a finished run, `train --resume auto` "
+    "on each machine brings them"
+)
 
 
 def _select_in_run(run: RunDir, choice: CheckpointChoice) -> Selection:
@@ -294,7 +350,9 @@ def _select_in_run(run: RunDir, choice: CheckpointChoice) -> Selection:
     if choice.step is not None:
         return _one_step(run, choice, complete, rejected)
     if not complete:
-        reasons = "; ".join(f"{item.path.name}: {item.reason}" for item in rejected) or "no checkpoint-N at all"
+        reasons = (
+            "; ".join(f"{item.path.name}: {item.reason}" for item in rejected) or "no checkpoint-N at all"
+        )
         raise failed_error(
             "merge-no-checkpoint",
             f"the run has no complete checkpoint ({reasons})",
@@ -304,7 +362,9 @@ def _select_in_run(run: RunDir, choice: CheckpointChoice) -> Selection:
             else "`--step N --allow-incomplete` takes one that is not complete",
         )
     notices = tuple(
-        Notice("merge-skipped-checkpoint", f"{item.path.name} is not used: {item.reason}", Where(str(item.path)))
+        Notice(
+            "merge-skipped-checkpoint", f"{item.path.name} is not used: {item.reason}", Where(str(item.path))
+        )
         for item in rejected
         if (checkpoint_step(item.path) or 0) > complete[0].step
     )
@@ -312,23 +372,35 @@ def _select_in_run(run: RunDir, choice: CheckpointChoice) -> Selection:
         chosen = _averaged(run, choice.average, complete)
         steps = ", ".join(str(checkpoint.step) for checkpoint in chosen)
         return Selection(
-            tuple(_weights(checkpoint) for checkpoint in chosen), f"the mean of the checkpoints of steps {steps}", run, notices
+            tuple(_weights(checkpoint) for checkpoint in chosen),
+            f"the mean of the checkpoints of steps {steps}",
+            run,
+            notices,
         )
     if choice.best:
         checkpoint, reason = best_checkpoint(run, _recipe(run), complete)
     else:
-        checkpoint, reason = complete[0], f"{NEWEST} {len(complete)} complete checkpoint{'s' if len(complete) > 1 else ''}"
+        checkpoint, reason = (
+            complete[0],
+            f"{NEWEST} {len(complete)} complete checkpoint{'s' if len(complete) > 1 else ''}",
+        )
     return Selection((_weights(checkpoint),), reason, run, notices)
 
 
 def _weights(checkpoint: Checkpoint) -> Weights:
     found = find_weights(checkpoint.path)
     if found is None:
-        raise failed_error("merge-nothing-found", "the checkpoint holds no weights of a model", where=Where(str(checkpoint.path)))
+        raise failed_error(
+            "merge-nothing-found",
+            "the checkpoint holds no weights of a model",
+            where=Where(str(checkpoint.path)),
+        )
     return replace(found, checkpoint=checkpoint.path, step=checkpoint.step, manifest=checkpoint.manifest)
 
 
-def _one_step(run: RunDir, choice: CheckpointChoice, complete: list[Checkpoint], rejected: list[Rejected]) -> Selection:
+def _one_step(
+    run: RunDir, choice: CheckpointChoice, complete: list[Checkpoint], rejected: list[Rejected]
+) -> Selection:
     assert choice.step is not None
     path = run.checkpoint(choice.step)
     for checkpoint in complete:
@@ -341,7 +413,9 @@ def _one_step(run: RunDir, choice: CheckpointChoice, complete: list[Checkpoint],
     if found is None:
         steps = ", ".join(str(checkpoint.step) for checkpoint in complete) or "none"
         raise usage_error(
-            "merge-no-such-step", f"the run has no checkpoint of step {choice.step} (complete: {steps})", where=Where(str(run.path))
+            "merge-no-such-step",
+            f"the run has no checkpoint of step {choice.step} (complete: {steps})",
+            where=Where(str(run.path)),
         )
     weights, notices = _accept(path, found, allow_incomplete=choice.allow_incomplete)
     return Selection((weights,), "its step was requested", run, notices)
@@ -361,7 +435,11 @@ def _averaged(run: RunDir, text: str, complete: list[Checkpoint]) -> list[Checkp
         return complete[: int(number)]
     steps = text.split(",")
     if len(steps) < 2 or not all(step.strip().isdecimal() for step in steps):
-        raise usage_error("merge-average", f"`--average {text}` is not valid", hint="write `last:3`, or steps such as `100,200,300`")
+        raise usage_error(
+            "merge-average",
+            f"`--average {text}` is not valid",
+            hint="write `last:3`, or steps such as `100,200,300`",
+        )
     unknown = [step.strip() for step in steps if int(step) not in by_step]
     if unknown or len({int(step) for step in steps}) < len(steps):
         what = f"no complete checkpoint of step {unknown[0]}" if unknown else "one step is named twice"
@@ -407,9 +485,14 @@ def settle(selection: Selection, options: MergeOptions) -> MergeSettings:
             )
         output = run.adapter if exports else run.merged
     if recipe is None:
-        most_bytes, check = options.max_shard_bytes or parse_bytes(Merge().max_shard_size), options.verify or "quick"
+        most_bytes, check = (
+            options.max_shard_bytes or parse_bytes(Merge().max_shard_size),
+            options.verify or "quick",
+        )
         weights = options.base_weights or "trained"
-        return MergeSettings(output, options.dtype or "keep", most_bytes, check, None, weights, quantise=bool(options.quantise))
+        return MergeSettings(
+            output, options.dtype or "keep", most_bytes, check, None, weights, quantise=bool(options.quantise)
+        )
     wanted = recipe.merge.dtype
     own = options.dtype or (recipe.compute_dtype if wanted == "auto" else wanted)
     weights = options.base_weights or recipe.merge.base
@@ -417,7 +500,10 @@ def settle(selection: Selection, options: MergeOptions) -> MergeSettings:
         raise usage_error(
             "merge-4-bits",
             "the trained weights of the base are in 4 bits, which `keep` cannot keep",
-            ways_out=("write them in 16 bits: `--dtype bf16`", "add the adapter to the original weights: `--base-weights original`"),
+            ways_out=(
+                "write them in 16 bits: `--dtype bf16`",
+                "add the adapter to the original weights: `--base-weights original`",
+            ),
         )
     if run is not None and recipe.nf4 is not None and (weights == "trained" or exports):
         _require_base(run)
@@ -428,19 +514,23 @@ def settle(selection: Selection, options: MergeOptions) -> MergeSettings:
         options.verify or recipe.merge.verify,
         recipe,
         weights,
-        quantise=recipe.merge.quantise and recipe.quantised_training is not None if options.quantise is None else options.quantise,
+        quantise=recipe.merge.quantise and recipe.quantised_training is not None
+        if options.quantise is None
+        else options.quantise,
     )
 
 
 def _require_base(run: RunDir) -> None:
-    """Require the names of the weights in 4 bits, without which the adapter would be added to others. Raises: FailedError."""
+    """Require the names of the weights in 4 bits, without which the adapter would be added to others. Raises:
+    FailedError."""
     trained = BaseModel.read(run.base_json)
     if trained is None or trained.nf4_scales is None:
         raise failed_error(
             "merge-adapter-base",
             "it is missing, or does not name the weights that were trained in 4 bits",
             where=Where(str(run.base_json)),
-            hint=f"copy the {BASE_FILE} of the run's exported adapter, or of another run of the same recipe, to this path",
+            hint=f"copy the {BASE_FILE} of the run's exported adapter, or of another run of the same "
+            "recipe, to this path",
         )
 
 

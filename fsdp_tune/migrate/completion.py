@@ -1,4 +1,5 @@
-"""Complete an import: what follows from several keys, and what the other tool does where its file says nothing."""
+"""Complete an import: what follows from several keys, and what the other tool does where its file says
+nothing."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ MODEL_PLACEHOLDER, DATA_PLACEHOLDER = "MODEL", "NAME"
 
 
 def complete(ledger: Ledger, num_gpus: int | None, rules: Rules) -> None:
-    """Add what no single key decides. `num_gpus`: ranks that the file was made for, if it does not say it; `rules`: of the whole file."""
+    """Add what no single key decides. `num_gpus`: ranks that the file was made for, if it does not say it;
+    `rules`: of the whole file."""
     _settle_adapter(ledger)
     _settle_dtype(ledger)
     _settle_ranks(ledger)
@@ -62,7 +64,8 @@ def complete(ledger: Ledger, num_gpus: int | None, rules: Rules) -> None:
 
 
 def adapter_switch(ledger: Ledger) -> bool | None:
-    """Return whether the file trains LoRA adapters; None if it has keys of adapters, and not the one that switches them on.
+    """Return whether the file trains LoRA adapters; None if it has keys of adapters, and not the one that
+    switches them on.
 
     LLaMA-Factory and ms-swift train adapters unless their files say otherwise.
     """
@@ -78,7 +81,10 @@ def adapter_switch(ledger: Ledger) -> bool | None:
         return given in (_MISSING, "lora")
     if tool.has_adapter is not None:
         return tool.has_adapter(values)
-    has_keys = any(target[0] == "lora" and each.value not in (False, 0, None, "none") for target, each in ledger.settings.items())
+    has_keys = any(
+        target[0] == "lora" and each.value not in (False, 0, None, "none")
+        for target, each in ledger.settings.items()
+    )
     if not tool.adapter_switches:
         return has_keys
     if given is _MISSING:
@@ -99,9 +105,13 @@ _OF_FROZEN_WEIGHTS = {("quantization",), ("quantization", "load"), ("quantizatio
 def _settle_adapter(ledger: Ledger) -> None:
     switch = adapter_switch(ledger)
     if switch:
-        ledger.set(("lora",), {}, f"{ledger.tool} trains adapters unless its file says otherwise", Weight.DEFAULT)
+        ledger.set(
+            ("lora",), {}, f"{ledger.tool} trains adapters unless its file says otherwise", Weight.DEFAULT
+        )
         return
-    for target in [target for target in ledger.settings if target[0] == "lora" or target[:2] in _OF_FROZEN_WEIGHTS]:
+    for target in [
+        target for target in ledger.settings if target[0] == "lora" or target[:2] in _OF_FROZEN_WEIGHTS
+    ]:
         if switch is None:
             name = TOOLS[ledger.tool].adapter_switches[0]
             words = f"{ledger.tool} trains an adapter if `{name}` says so, which is not known here"
@@ -111,32 +121,46 @@ def _settle_adapter(ledger: Ledger) -> None:
 
 
 def _settle_dtype(ledger: Ledger) -> None:
-    """The dtype in which a model is loaded is, under adapters, that of the frozen weights: PEFT keeps adapters in fp32."""
+    """The dtype in which a model is loaded is, under adapters, that of the frozen weights: PEFT keeps
+    adapters in fp32."""
     source = ledger.settings.get(("model", "dtype"))
     if _keeps_fp32(ledger) and not has_adapter(ledger):
         ledger.discard(("model", "dtype"), _UPCAST)
     if source is None or not has_adapter(ledger) or ledger.tool == TORCHTUNE:
         return
     del ledger.settings[("model", "dtype")]
-    if source.weight is not Weight.GIVEN:  # frozen matrices are stored in the dtype of the computation here too
+    if (
+        source.weight is not Weight.GIVEN
+    ):  # frozen matrices are stored in the dtype of the computation here too
         return
     ledger.settings[("model", "frozen_dtype")] = source
     for row in source.rows:
-        row.targets = tuple(("model", "frozen_dtype") if each == ("model", "dtype") else each for each in row.targets)
+        row.targets = tuple(
+            ("model", "frozen_dtype") if each == ("model", "dtype") else each for each in row.targets
+        )
         row.fate, row.reason = Fate.CONVERTED, "of the frozen weights; adapters are kept in fp32"
 
 
 _UPCAST = "with sharding, trained weights are kept in fp32 there, as here"
 _SHARDING = frozenset(
-    {"deepspeed", "deepspeed_config", "zero_stage", "fsdp", "fsdp_config", "use_fsdp", "use_deepspeed", "deepspeed_config_file"}
+    {
+        "deepspeed",
+        "deepspeed_config",
+        "zero_stage",
+        "fsdp",
+        "fsdp_config",
+        "use_fsdp",
+        "use_deepspeed",
+        "deepspeed_config_file",
+    }
 )
 
 
 def _keeps_fp32(ledger: Ledger) -> bool:
     """Return whether the dtype of loading is not that of the trained weights.
 
-    Below mixed precision Accelerate upcasts those of FSDP (accelerate/utils/fsdp_utils.py), and DeepSpeed keeps its own copies in fp32.
-    axolotl replaces that code under FSDP2.
+    Below mixed precision Accelerate upcasts those of FSDP (accelerate/utils/fsdp_utils.py), and DeepSpeed
+    keeps its own copies in fp32. axolotl replaces that code under FSDP2.
     """
     is_sharded = any(
         (_SHARDING.intersection(row.path) and row.value not in (None, False, "", [], {}))
@@ -144,7 +168,9 @@ def _keeps_fp32(ledger: Ledger) -> bool:
         for row in ledger.rows
     )
     is_patched = ledger.tool == AXOLOTL and ledger.get("fsdp", "version") == 2
-    computed = ledger.get("precision", "mixed_precision") or TOOLS[ledger.tool].defaults.get("precision.mixed_precision", "bf16")
+    computed = ledger.get("precision", "mixed_precision") or TOOLS[ledger.tool].defaults.get(
+        "precision.mixed_precision", "bf16"
+    )
     return TOOLS[ledger.tool].upcasts and is_sharded and not is_patched and computed != "no"
 
 
@@ -154,8 +180,15 @@ _EVALUATIONS = ("eval_steps", "eval_strategy", "per_device_eval_batch_size", "ev
 def _settle_evaluation(ledger: Ledger) -> None:
     """Leave out keys of evaluations that nothing evaluates. TRL evaluates the split `test`."""
     name = ledger.value("dataset_name")
-    if ledger.tool == TRL and name and not is_mixed(ledger) and ledger.value("eval_strategy") not in (None, "no"):
-        found = {"path": name, "split": "test"} | ({"name": config} if (config := ledger.value("dataset_config")) else {})
+    if (
+        ledger.tool == TRL
+        and name
+        and not is_mixed(ledger)
+        and ledger.value("eval_strategy") not in (None, "no")
+    ):
+        found = {"path": name, "split": "test"} | (
+            {"name": config} if (config := ledger.value("dataset_config")) else {}
+        )
         for key, value in found.items() if ledger.value("dataset_test_split") is None else ():
             ledger.set(("data", "eval", 0, key), value, "default of TRL", Weight.DEFAULT)
     if not any(target[:2] == ("data", "eval") for target in ledger.settings):
@@ -164,29 +197,41 @@ def _settle_evaluation(ledger: Ledger) -> None:
 
 
 def _settle_state_format(ledger: Ledger) -> None:
-    """Leave out the format of the state for optimizers whose moments have few bits: those are saved in shards alone."""
+    """Leave out the format of the state for optimizers whose moments have few bits: those are saved in shards
+    alone."""
     if ledger.get("training", "optim") in ("adamw_torch_8bit", "adamw_torch_4bit"):
-        ledger.discard(("fsdp", "state_dict_type"), "moments of 8 bits are saved in shards; `merge-checkpoint` makes one model")
+        ledger.discard(
+            ("fsdp", "state_dict_type"),
+            "moments of 8 bits are saved in shards; `merge-checkpoint` makes one model",
+        )
 
 
 def _is_plain(ledger: Ledger) -> bool:
-    """Return whether a script of unsloth passes TrainingArguments, whose defaults are those of transformers."""
+    """Return whether a script of unsloth passes TrainingArguments, whose defaults are those of
+    transformers."""
     return ledger.tool == UNSLOTH and ledger.value(python_script.PLAIN_ARGUMENTS) is not None
 
 
 def _defaults_of_tool(ledger: Ledger) -> dict[str, object]:
     found = TOOLS[ledger.tool].defaults
     if _is_plain(ledger):
-        return {key: value for key, value in found.items() if not key.startswith("training.")} | {**TRAINER_DEFAULTS}
+        return {key: value for key, value in found.items() if not key.startswith("training.")} | {
+            **TRAINER_DEFAULTS
+        }
     return dict(found)
 
 
 def _defaults_by_adapter(ledger: Ledger) -> Defaults:
-    """Return the defaults that depend on whether an adapter is trained. Where that is not known, they are to be decided."""
+    """Return the defaults that depend on whether an adapter is trained. Where that is not known, they are to
+    be decided."""
     tool, switch = TOOLS[ledger.tool], adapter_switch(ledger)
     if switch is not None:
         return tool.adapter_defaults if switch else tool.full_defaults
-    for target in (tuple(key.split(".")) for key in {**tool.adapter_defaults, **tool.full_defaults} if not key.startswith("lora.")):
+    for target in (
+        tuple(key.split("."))
+        for key in {**tool.adapter_defaults, **tool.full_defaults}
+        if not key.startswith("lora.")
+    ):
         if ledger.get(*target) is None:
             ledger.decide(target, f"the default of {ledger.tool} depends on whether an adapter is trained")
     return {}
@@ -211,13 +256,19 @@ def _set_defaults(ledger: Ledger, rules: Rules) -> None:
     if is_adapted and ledger.tool == LLAMA_FACTORY:
         _set_adapter_of_llama_factory(ledger, found)
     if is_adapted and ledger.tool == TRL and ledger.get("lora", "target_modules") is None:
-        words = "PEFT adapts a selection of its own for each architecture (Llama: q_proj and v_proj); here it is every linear layer"
+        words = (
+            "PEFT adapts a selection of its own for each architecture (Llama: q_proj and v_proj); here "
+            "it is every linear layer"
+        )
         ledger.decide(("lora", "target_modules"), words)
     is_upcast = _keeps_fp32(ledger)
     if is_upcast:
         found.pop("model.dtype", None)
     if tool.loads_as_stored and not is_adapted and not is_upcast and ledger.get("model", "dtype") is None:
-        words = f"{ledger.tool} trains weights in the dtype of their files, mostly bf16; here they are fp32: `dtype: bf16`?"
+        words = (
+            f"{ledger.tool} trains weights in the dtype of their files, mostly bf16; here they are fp32: "
+            "`dtype: bf16`?"
+        )
         ledger.decide(("model", "dtype"), words)
     if "quantization.load" in found and _is_unquantised(ledger):
         del found["quantization.load"]
@@ -235,19 +286,32 @@ def _set_defaults(ledger: Ledger, rules: Rules) -> None:
     leave_open(ledger, rules, found, null_is_default=tool.null_is_default)
     _leave_out_defaults(ledger, found)
     for key, value in found.items():
-        owner = python_script.PLAIN_ARGUMENTS if _is_plain(ledger) and key.startswith("training.") else ledger.tool
+        owner = (
+            python_script.PLAIN_ARGUMENTS
+            if _is_plain(ledger) and key.startswith("training.")
+            else ledger.tool
+        )
         ledger.set(tuple(key.split(".")), value, f"default of {owner}", Weight.DEFAULT)
 
 
 def _defaults_of_other_keys(ledger: Ledger) -> dict[str, object]:
-    """Return the defaults that have an effect with another key alone: of mixtures, of streams and of quantised weights."""
+    """Return the defaults that have an effect with another key alone: of mixtures, of streams and of
+    quantised weights."""
     found: dict[str, object] = {}
-    if ledger.tool == SWIFT and any(target[:2] == TRAIN and target[-1] == "weight" for target in ledger.settings):
+    if ledger.tool == SWIFT and any(
+        target[:2] == TRAIN and target[-1] == "weight" for target in ledger.settings
+    ):
         found["data.mixture.stopping_strategy"] = "first_exhausted"
-    if (buffer := TOOLS[ledger.tool].stream_buffer) is not None and is_on(ledger.get("data", "streaming") or False):
+    if (buffer := TOOLS[ledger.tool].stream_buffer) is not None and is_on(
+        ledger.get("data", "streaming") or False
+    ):
         found["data.shuffle_buffer_size"] = buffer
     is_quantised = ledger.settings.get(("quantization", "load"))
-    if ledger.tool in (SWIFT, LLAMA_FACTORY) and is_quantised is not None and is_quantised.weight is not Weight.DEFAULT:
+    if (
+        ledger.tool in (SWIFT, LLAMA_FACTORY)
+        and is_quantised is not None
+        and is_quantised.weight is not Weight.DEFAULT
+    ):
         found["quantization.scales"] = "bf16"
     return found
 
@@ -258,35 +322,56 @@ def _leave_out_defaults(ledger: Ledger, defaults: dict[str, object]) -> None:
     A file that leaves such a key out gets `defaults` and the recipe's own: so does one that has it.
     """
     for target, setting in list(ledger.settings.items()):
-        is_written = setting.weight is Weight.DEFAULT and setting.rows and all(ledger.is_default(row.path) for row in setting.rows)
+        is_written = (
+            setting.weight is Weight.DEFAULT
+            and setting.rows
+            and all(ledger.is_default(row.path) for row in setting.rows)
+        )
         if not is_written or any(isinstance(part, int) for part in target):
             continue
         is_alone = target[0] in ("lora", "quantization") and not any(
-            other[0] == target[0] and (each.weight is not Weight.DEFAULT or not each.rows) for other, each in ledger.settings.items()
+            other[0] == target[0] and (each.weight is not Weight.DEFAULT or not each.rows)
+            for other, each in ledger.settings.items()
         )
         key = dotted(target)
-        if is_alone or (defaults[key] if key in defaults else default_at(target) if has_default(target) else None) != setting.value:
+        if (
+            is_alone
+            or (defaults[key] if key in defaults else default_at(target) if has_default(target) else None)
+            != setting.value
+        ):
             ledger.discard(target, f"{DEFAULT_OF} {ledger.tool}")
 
 
 def _decide_about_rows(ledger: Ledger) -> None:
     _decide_about_weights(ledger)
     if ledger.tool in (SWIFT, TORCHTUNE) and ledger.get("data", "max_length") is None:
-        ledger.decide(("data", "max_length"), f"{ledger.tool} cuts at the model's own length, or not at all; the default here is 2048")
+        ledger.decide(
+            ("data", "max_length"),
+            f"{ledger.tool} cuts at the model's own length, or not at all; the default here is 2048",
+        )
     if ledger.tool == TRL and not any(target[-1] == "loss_on" for target in ledger.settings):
-        words = "TRL trains every token of a chat unless `assistant_only_loss` is on; here it is the assistant's turns: `loss_on: all`?"
+        words = (
+            "TRL trains every token of a chat unless `assistant_only_loss` is on; here it is the "
+            "assistant's turns: `loss_on: all`?"
+        )
         ledger.decide(("data", "loss_on"), words)
 
 
 def _decide_about_weights(ledger: Ledger) -> None:
-    """Sources of a stream need weights, since their sizes are unknown; the files of other tools seldom have any."""
-    places = sorted({target[:3] for target in ledger.settings if target[:2] == TRAIN and len(target) > 3}, key=str)
+    """Sources of a stream need weights, since their sizes are unknown; the files of other tools seldom have
+    any."""
+    places = sorted(
+        {target[:3] for target in ledger.settings if target[:2] == TRAIN and len(target) > 3}, key=str
+    )
     missing = [place for place in places if ledger.get(*place, "weight") is None]
     if not is_on(ledger.get("data", "streaming")) or len(places) < 2 or not missing:
         return
     for place in missing:
         ledger.set((*place, "weight"), 1, "to be decided", Weight.DEFAULT)
-    ledger.decide(TRAIN, f"the share of each source: {ledger.tool} gives none, and a stream here needs a `weight` for each")
+    ledger.decide(
+        TRAIN,
+        f"the share of each source: {ledger.tool} gives none, and a stream here needs a `weight` for each",
+    )
 
 
 def _is_unquantised(ledger: Ledger) -> bool:
@@ -303,19 +388,36 @@ def _is_unquantised(ledger: Ledger) -> bool:
 def _settle_ranks(ledger: Ledger) -> None:
     """Launchers count the ranks of one machine; a recipe those of all."""
     machines = ledger.get(*MACHINES)
-    for path in ((MANIFEST, "processes"), (LAUNCHER, "nproc_per_node"), (ENVIRONMENT, "NPROC_PER_NODE"), ("nproc_per_node",)):
+    for path in (
+        (MANIFEST, "processes"),
+        (LAUNCHER, "nproc_per_node"),
+        (ENVIRONMENT, "NPROC_PER_NODE"),
+        ("nproc_per_node",),
+    ):
         local = ledger.value(*path)
         row = next((row for row in ledger.rows if row.path == path), None)
-        if row is None or not isinstance(local, int) or isinstance(local, bool) or (path[0] == MANIFEST and row.fate is Fate.DROPPED):
+        if (
+            row is None
+            or not isinstance(local, int)
+            or isinstance(local, bool)
+            or (path[0] == MANIFEST and row.fate is Fate.DROPPED)
+        ):
             continue
         ranks = local * machines if isinstance(machines, int) else local
         ledger.settings.pop(RANKS, None)
         if is_asked(ledger, MACHINES):
             row.fate, row.targets = Fate.QUESTION, (RANKS,)
-            row.reason = f"{local} on each machine, whose number is not known: write `launch: {{num_processes: N}}` for all of them"
+            row.reason = (
+                f"{local} on each machine, whose number is not known: write `launch: {{num_processes: "
+                f"N}}` for all of them"
+            )
             continue
         ledger.set(RANKS, ranks, row.key, Weight.GIVEN, row)
-        row.fate, row.targets, row.reason = Fate.COMPUTED, (RANKS,), f"{local} × {machines or 1} machines: it counts all ranks here"
+        row.fate, row.targets, row.reason = (
+            Fate.COMPUTED,
+            (RANKS,),
+            f"{local} × {machines or 1} machines: it counts all ranks here",
+        )
 
 
 def _settle_batch(ledger: Ledger, num_gpus: int | None) -> None:
@@ -329,15 +431,24 @@ def _settle_batch(ledger: Ledger, num_gpus: int | None) -> None:
         ledger.set(RANKS, ranks, f"--num-gpus {num_gpus}", Weight.GIVEN)
         if num_gpus > GPUS_OF_A_MACHINE and ledger.get(*MACHINES) is None:
             words = (
-                f"{num_gpus} GPUs are more than most machines have: {math.ceil(num_gpus / GPUS_OF_A_MACHINE)} with {GPUS_OF_A_MACHINE} each"
+                f"{num_gpus} GPUs are more than most machines have: "
+                f"{math.ceil(num_gpus / GPUS_OF_A_MACHINE)} with {GPUS_OF_A_MACHINE} each"
             )
             ledger.decide(MACHINES, words)
-    if ledger.is_answered(GLOBAL) and ledger.get(*GLOBAL) is not None:  # the file's accumulation would fix the number of ranks
+    if (
+        ledger.is_answered(GLOBAL) and ledger.get(*GLOBAL) is not None
+    ):  # the file's accumulation would fix the number of ranks
         ledger.discard(ACCUMULATION, "follows from `training.global_batch_size`, which `--set` decides")
     if ledger.get(*GLOBAL) is not None or ledger.is_answered(GLOBAL):
         return
-    if unknown := [f"`{dotted(target)}`" for target in (MICRO, ACCUMULATION) if is_asked(ledger, target) and not ledger.has_answer(target)]:
-        ledger.decide(GLOBAL, f"micro-batch × accumulation × ranks, of which {enumerated(unknown, 'and')} is not known")
+    if unknown := [
+        f"`{dotted(target)}`"
+        for target in (MICRO, ACCUMULATION)
+        if is_asked(ledger, target) and not ledger.has_answer(target)
+    ]:
+        ledger.decide(
+            GLOBAL, f"micro-batch × accumulation × ranks, of which {enumerated(unknown, 'and')} is not known"
+        )
         return
     if not _is_number(micro) or not _is_number(accumulation):
         return
@@ -346,12 +457,17 @@ def _settle_batch(ledger: Ledger, num_gpus: int | None) -> None:
     if not isinstance(ranks, int) and micro * accumulation == 1:
         return
     if not isinstance(ranks, int):
-        words = f"{micro} × {accumulation} = {micro * accumulation} sequences for each GPU: write the sum over all GPUs"
+        words = (
+            f"{micro} × {accumulation} = {micro * accumulation} sequences for each GPU: write the sum "
+            "over all GPUs"
+        )
         ledger.decide(GLOBAL, f"{words}, so that their number can change (`import --num-gpus N` does)")
         return
     sharing = math.prod(size for key in ROW_KEYS if _is_number(size := ledger.get("parallelism", key)))
     product = micro * accumulation * ranks // sharing
-    reason = f"{micro} × {accumulation} × {ranks} ranks" + (f" / {sharing} ranks for each row" if sharing != 1 else "")
+    reason = f"{micro} × {accumulation} × {ranks} ranks" + (
+        f" / {sharing} ranks for each row" if sharing != 1 else ""
+    )
     setting = ledger.settings.pop(ACCUMULATION, None) if not ledger.is_answered(ACCUMULATION) else None
     ledger.set(GLOBAL, product, reason, Weight.GIVEN)
     for row in setting.rows if setting is not None else []:
@@ -362,7 +478,9 @@ def _accumulation_of_swift(ledger: Ledger, micro: int, ranks: object) -> int:
     """ms-swift accumulates up to 16 sequences of all ranks, unless its file says otherwise."""
     if isinstance(ranks, int):
         return max(1, math.ceil(16 / micro / ranks))
-    ledger.set(GLOBAL, max(16, micro), "default of ms-swift: it accumulates up to 16 sequences", Weight.DEFAULT)
+    ledger.set(
+        GLOBAL, max(16, micro), "default of ms-swift: it accumulates up to 16 sequences", Weight.DEFAULT
+    )
     return 1
 
 
@@ -380,13 +498,22 @@ def _is_number(value: object) -> TypeGuard[int]:
 
 def name_model_and_data(ledger: Ledger) -> None:
     """Write placeholders for a model and rows that are missing, and ask for them."""
-    if ledger.get("model", "name_or_path") is None and not any(target[:2] == ("model", "from_config") for target in ledger.settings):
+    if ledger.get("model", "name_or_path") is None and not any(
+        target[:2] == ("model", "from_config") for target in ledger.settings
+    ):
         ledger.set(("model", "name_or_path"), MODEL_PLACEHOLDER, "to be written", Weight.DEFAULT)
-        ledger.decide(("model", "name_or_path"), "the file names no model that can be read here: a hub id or a directory")
+        ledger.decide(
+            ("model", "name_or_path"),
+            "the file names no model that can be read here: a hub id or a directory",
+        )
     if any(ledger.is_answered(target) for target in ledger.settings if target[:2] == TRAIN):
         return
     indexes = {target[2] for target in ledger.settings if target[:2] == ("data", "train")}
-    missing = [index for index in sorted(indexes or {0}, key=int) if ledger.get("data", "train", index, "path") is None]
+    missing = [
+        index
+        for index in sorted(indexes or {0}, key=int)
+        if ledger.get("data", "train", index, "path") is None
+    ]
     for index in missing:
         ledger.set(("data", "train", index, "path"), DATA_PLACEHOLDER, "to be written", Weight.DEFAULT)
     if missing:

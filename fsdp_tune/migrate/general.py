@@ -1,6 +1,8 @@
-"""The rules of keys that have the same meaning in every tool: by a synonym, an old spelling, or the name of a key of a recipe.
+"""The rules of keys that have the same meaning in every tool: by a synonym, an old spelling, or the name of a
+key of a recipe.
 
-Nothing here is known twice: synonyms are in `synonyms.py`, old spellings in `legacy.py`, and names that belong to a section in the schema.
+Nothing here is known twice: synonyms are in `synonyms.py`, old spellings in `legacy.py`, and names that
+belong to a section in the schema.
 """
 
 from __future__ import annotations
@@ -44,10 +46,13 @@ from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS, owner_of
 from fsdp_tune.recipe.synonyms import OF_A_SOURCE, SYNONYMS
 
 _SAME_IN_LLAMA_FACTORY = ("chatml", "llama3", "phi4", "gemma3")
-"""Its other templates have a system message, spaces or a trained empty thought that those of the models' authors do not have."""
+"""Its other templates have a system message, spaces or a trained empty thought that those of the models'
+authors do not have."""
 _DTYPES = {"true": "bf16", "auto": "bf16", "full": "bf16"}
 _OPTIMIZERS = {
-    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), "adamw_torch_8bit"),
+    **dict.fromkeys(
+        ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), "adamw_torch_8bit"
+    ),
     **dict.fromkeys(("paged_adamw_32bit", "adamw_hf", "adamw", "adamw_torch"), "adamw_torch"),
 }
 """Optimizers of the same update. Paging is a property of memory alone."""
@@ -55,31 +60,45 @@ _LONGEST_TIMEOUT_SECONDS = 7 * 24 * 3600
 
 
 def named_optimizer(names: Mapping[str, str], decay: str) -> Rule:
-    """Return a rule for the class of an optimizer, by the names of classes. `decay`: the key beside it that has the weight decay."""
+    """Return a rule for the class of an optimizer, by the names of classes. `decay`: the key beside it that
+    has the weight decay."""
 
     def rule(key: FileKey) -> Outcome:
         kind = str(key.value).rpartition(".")[2]
         if kind not in names:
             return Ask(f"`{key.value}` is not supported", "training.optim")
         if kind == "Adam" and key.beside(decay):
-            return Ask("Adam adds the decay to the gradient; `adamw_torch` decays the weights", "training.optim")
-        return Write({"training.optim": names[kind]}, "without decay, Adam is AdamW" if kind == "Adam" else "")
+            return Ask(
+                "Adam adds the decay to the gradient; `adamw_torch` decays the weights", "training.optim"
+            )
+        return Write(
+            {"training.optim": names[kind]}, "without decay, Adam is AdamW" if kind == "Adam" else ""
+        )
 
     return rule
 
 
 def decays_by_default(ledger: LedgerView, *, of_the_class: bool) -> bool:
-    """Return whether an optimizer has AdamW's default decay, 0.01: that of `--set` before the class of the file."""
+    """Return whether an optimizer has AdamW's default decay, 0.01: that of `--set` before the class of the
+    file."""
     optim: KeyPath = ("training", "optim")
-    return str(ledger.get(*optim) or DEFAULT_OPTIMIZER).startswith("adamw") if ledger.has_answer(optim) else of_the_class
+    return (
+        str(ledger.get(*optim) or DEFAULT_OPTIMIZER).startswith("adamw")
+        if ledger.has_answer(optim)
+        else of_the_class
+    )
 
 
-DFT = "the sum of the weighted losses over the trained tokens of the step, on all ranks; `eval_loss` is cross-entropy"
+DFT = (
+    "the sum of the weighted losses over the trained tokens of the step, on all ranks; `eval_loss` is "
+    "cross-entropy"
+)
 """Of dynamic fine-tuning."""
 
 
 def chat_template(key: FileKey) -> Outcome:
-    """Write a chat template, which another tool has in its code, if one of its name is bundled. In a data set: for its source."""
+    """Write a chat template, which another tool has in its code, if one of its name is bundled. In a data
+    set: for its source."""
     name = str(key.value)
     if name == "tokenizer_default" or (name == "default" and key.tool not in (LLAMA_FACTORY, SWIFT)):
         return Drop("the tokenizer's own is the default here too")
@@ -95,12 +114,15 @@ def chat_template(key: FileKey) -> Outcome:
 
 def _bundled(ledger: LedgerView, name: str) -> str | None:
     """Return the bundled template of a name; other tools write `qwen_25` and `phi_3` for qwen2.5 and phi3."""
-    found = {re.sub(r"[^a-z0-9]", "", each): each for each in ledger.templates}.get(re.sub(r"[^a-z0-9]", "", name.lower()))
+    found = {re.sub(r"[^a-z0-9]", "", each): each for each in ledger.templates}.get(
+        re.sub(r"[^a-z0-9]", "", name.lower())
+    )
     return None if ledger.tool == LLAMA_FACTORY and found not in _SAME_IN_LLAMA_FACTORY else found
 
 
 def by_name(key: FileKey) -> Outcome:
-    """Return what becomes of a key by what its name means in every tool; a name that nothing knows is a question."""
+    """Return what becomes of a key by what its name means in every tool; a name that nothing knows is a
+    question."""
     name = key.name
     if name in _SHARED:
         return outcome_of(_SHARED[name], key)
@@ -111,31 +133,41 @@ def by_name(key: FileKey) -> Outcome:
         return SYNONYMS[name].outcome(key.value)
     if (owner := owner_of(name)) is not None:
         return Drop(owner)
-    return AskEach() if home is None else Write({f"{home}.{name}" if home else name: key.value}, fate=Fate.KEPT)
+    return (
+        AskEach() if home is None else Write({f"{home}.{name}" if home else name: key.value}, fate=Fate.KEPT)
+    )
 
 
 def _home_of(name: str) -> str | None:
-    """Return the only section of a recipe that has a key of this name; "" for the top; None if none or several have it."""
+    """Return the only section of a recipe that has a key of this name; "" for the top; None if none or
+    several have it."""
     if name in _VAGUE:
         return None
     if name in TRAINING_FIELDS.fields and owner_of(name) is None:
         return "training"
-    found = {key.path[:-1] for key in all_keys() if key.path[-1] == name and (len(key.path) == 2 or name in _OF_THE_TOP)}
+    found = {
+        key.path[:-1]
+        for key in all_keys()
+        if key.path[-1] == name and (len(key.path) == 2 or name in _OF_THE_TOP)
+    }
     return ".".join(found.pop()) if len(found) == 1 else None
 
 
 _OF_THE_TOP = frozenset({"name", "output_dir"})
-_VAGUE = frozenset(("loss", "verify", "probe", "mirror", "adapter", "bias", "base", "freeze", "tokens", "env")) | frozenset(
-    ("version", "format", "roles", "debug", "async", "metrics", "callbacks", "r")
-)
+_VAGUE = frozenset(
+    ("loss", "verify", "probe", "mirror", "adapter", "bias", "base", "freeze", "tokens", "env")
+) | frozenset(("version", "format", "roles", "debug", "async", "metrics", "callbacks", "r"))
 """Names that other tools give to something else."""
 
 
 def _by_legacy(key: FileKey) -> Outcome | None:
-    """Return the outcome of a key that the recipe reads as an old spelling, of the top, of `training:` or of `fsdp_config:`; else None."""
+    """Return the outcome of a key that the recipe reads as an old spelling, of the top, of `training:` or of
+    `fsdp_config:`; else None."""
     name = key.name
     of_fsdp = key.path[-2:-1] == ("fsdp_config",) or name.startswith("fsdp_")
-    holders: tuple[tuple[str, ...], ...] = (("fsdp_config",),) if of_fsdp and name != "fsdp_config" else ((), ("training",))
+    holders: tuple[tuple[str, ...], ...] = (
+        (("fsdp_config",),) if of_fsdp and name != "fsdp_config" else ((), ("training",))
+    )
     for holder in holders:
         before: Any = key.value
         for part in reversed((*holder, name)):
@@ -153,7 +185,11 @@ def _by_legacy(key: FileKey) -> Outcome | None:
         kept = holder == ("fsdp_config",) and written == key.value
         # Recomputation has two switches in other tools, and is on where one of them is.
         is_weak = target == ("fsdp", "activation_checkpointing") and written == "none"
-        return Write(after, fate=Fate.KEPT if kept else Fate.CONVERTED, weight=Weight.IMPLIED if is_weak else Weight.GIVEN)
+        return Write(
+            after,
+            fate=Fate.KEPT if kept else Fate.CONVERTED,
+            weight=Weight.IMPLIED if is_weak else Weight.GIVEN,
+        )
     return None
 
 
@@ -219,7 +255,9 @@ def dtype(key: FileKey) -> Outcome:
 def _optimizer(key: FileKey) -> Outcome:
     name = _OPTIMIZERS.get(str(key.value), key.value)
     fate = Fate.KEPT if (name, key.name) == (key.value, "optim") else Fate.CONVERTED
-    return Write({"training.optim": name}, "without pages in host memory" if "paged" in str(key.value) else "", fate)
+    return Write(
+        {"training.optim": name}, "without pages in host memory" if "paged" in str(key.value) else "", fate
+    )
 
 
 def _timeout(key: FileKey) -> Outcome:
@@ -240,7 +278,9 @@ def _zero_config(key: FileKey) -> Outcome:
     """A file of DeepSpeed that was not found: its name often has the stage."""
     name = str(key.value).lower()
     forms = (("z{}", "zero{}"), ("zero_{}", "stage{}"))
-    stages = (number for form in forms for number in "320" if any(each.format(number) in name for each in form))
+    stages = (
+        number for form in forms for number in "320" if any(each.format(number) in name for each in form)
+    )
     if (stage := next(stages, None)) is None:
         return Ask(f"{owner_of('deepspeed')}; `fsdp-tune import` reads such a file", "fsdp.sharding_strategy")
     strategy = SYNONYMS["zero_stage"].outcome(stage)
@@ -250,21 +290,31 @@ def _zero_config(key: FileKey) -> Outcome:
 
 
 def _accelerator(key: FileKey) -> Outcome:
-    """What TrainingArguments pass to Accelerate. A file of it is a question; so is what changes the rows of a step."""
+    """What TrainingArguments pass to Accelerate. A file of it is a question; so is what changes the rows of a
+    step."""
     if not isinstance(key.value, dict):
         return Ask("write what it sets under `fsdp:`, `parallelism:` and `data:`", "training")
     others = each(tuple(key.mapping), Drop(str(owner_of("accelerator_config"))))
     return Inside({**others, **_ACCELERATOR}) if key.mapping else Drop("no keys")
 
 
-_FSDP = each(("fsdp_final_state_dict_type", "final_state_dict_type"), Drop("`merge-checkpoint` makes one model of the shards"))
+_FSDP = each(
+    ("fsdp_final_state_dict_type", "final_state_dict_type"),
+    Drop("`merge-checkpoint` makes one model of the shards"),
+)
 _ACCELERATOR: Rules = {
-    "split_batches": off_or("off", "the batch is of all ranks there: write `global_batch_size`", "training.global_batch_size"),
-    "even_batches": fine_or((True,), "each rank has as many rows here too", "ranks have as many rows as each other", "data"),
+    "split_batches": off_or(
+        "off", "the batch is of all ranks there: write `global_batch_size`", "training.global_batch_size"
+    ),
+    "even_batches": fine_or(
+        (True,), "each rank has as many rows here too", "ranks have as many rows as each other", "data"
+    ),
     "gradient_accumulation_kwargs": section(
         {
             "num_steps": Ask("write `training: {global_batch_size: …}`", "training.global_batch_size"),
-            "adjust_scheduler": fine_or((True,), "as here", "the schedule counts steps of the optimizer", "training"),
+            "adjust_scheduler": fine_or(
+                (True,), "as here", "the schedule counts steps of the optimizer", "training"
+            ),
             **each(("sync_with_dataloader", "sync_each_batch"), Drop("see `fsdp.sync_each_batch`")),
         }
     ),
@@ -288,11 +338,17 @@ _SHARED: Rules = {
     "deepspeed": _zero_config,
     **each(("torch_dtype", "dtype"), dtype),
     "local_rank": Drop("the launcher sets it for every rank"),
-    **each(("hf_use_auth_token", "use_auth_token"), Drop("the token of `hf auth login` is used where a repository needs it")),
+    **each(
+        ("hf_use_auth_token", "use_auth_token"),
+        Drop("the token of `hf auth login` is used where a repository needs it"),
+    ),
     "low_cpu_mem_usage": Drop("`fsdp.cpu_ram_efficient_loading` is on by default"),
     "use_fast_tokenizer": Drop("tokenizers are the fast ones"),
     "overwrite_cache": Drop("prepared data are named by their content"),
-    **each(("padding_free", "pad_to_sequence_len"), Drop("rows are padded to the longest of a batch; packed rows are full")),
+    **each(
+        ("padding_free", "pad_to_sequence_len"),
+        Drop("rows are padded to the longest of a batch; packed rows are full"),
+    ),
     "early_stopping_patience": same("training.early_stopping.patience"),
 }
 """Keys with one meaning in the tools that have them."""
@@ -301,11 +357,14 @@ _SHARED: Rules = {
 # ---- Entries of a list of data sets: `datasets` of axolotl and TRL, and the entries of `dataset_info.json`
 
 _SAME = ("path", "name", "split", "data_files", "data_dir", "revision", "columns")
-_COLUMNS = frozenset(name for name, synonym in OF_A_SOURCE.items() if synonym.key == "data.train.rename_columns")
+_COLUMNS = frozenset(
+    name for name, synonym in OF_A_SOURCE.items() if synonym.key == "data.train.rename_columns"
+)
 
 
 def source(place: KeyPath, named: Rules) -> Rule:
-    """Return a rule for an entry, the name of a data set or a mapping: the source at `place`. `named`: rules of the tool."""
+    """Return a rule for an entry, the name of a data set or a mapping: the source at `place`. `named`: rules
+    of the tool."""
     rules = {**each(_SAME, lambda key: Write({(*key.place, key.name): key.value}, fate=Fate.KEPT)), **named}
 
     def rule(key: FileKey) -> Outcome:
@@ -317,7 +376,8 @@ def source(place: KeyPath, named: Rules) -> Rule:
 
 
 def sources(place: KeyPath, named: Rules, *, hint: str = "") -> Rule:
-    """Return a rule for a list of entries from `place` on; one that is not a list is an entry, or a question if there is a `hint`."""
+    """Return a rule for a list of entries from `place` on; one that is not a list is an entry, or a question
+    if there is a `hint`."""
 
     def rule(key: FileKey) -> Outcome:
         if isinstance(key.value, list):
@@ -339,7 +399,9 @@ def _by_synonym(key: FileKey) -> Outcome:
         (name,) = (str(value) for target, value in found.items() if target[0] == "rename_columns")
         return renamed(str(key.value), name, key.place)
     is_place = synonym.key == "data.train.path"  # else the path is a placeholder
-    return Write({(*key.place, *target): value for target, value in found.items() if is_place or target != ("path",)})
+    return Write(
+        {(*key.place, *target): value for target, value in found.items() if is_place or target != ("path",)}
+    )
 
 
 def in_entry(outcome: Write) -> dict[KeyPath, object]:

@@ -1,4 +1,5 @@
-"""Make a recipe of the file of another tool: read it, settle every key, complete it, and check it by the reader of recipes itself.
+"""Make a recipe of the file of another tool: read it, settle every key, complete it, and check it by the
+reader of recipes itself.
 
 The recipe is written with sections in the order of the schema, and the origin of each value next to it.
 """
@@ -25,7 +26,15 @@ from fsdp_tune.migrate.ledger import AccountRow, Ledger, Setting, without_places
 from fsdp_tune.migrate.open_keys import settle_computed
 from fsdp_tune.migrate.quoted import read_quoted
 from fsdp_tune.migrate.read.command_line import ENVIRONMENT, LAUNCHER, STARTS_EACH_RANK
-from fsdp_tune.migrate.read.foreign_file import END, MANIFEST, SBATCH, ForeignFile, named_values, read_foreign, take_unexpanded
+from fsdp_tune.migrate.read.foreign_file import (
+    END,
+    MANIFEST,
+    SBATCH,
+    ForeignFile,
+    named_values,
+    read_foreign,
+    take_unexpanded,
+)
 from fsdp_tune.migrate.rules import FileKey, Inside, Outcome, Rule, Rules, each, outcome_of, same, section
 from fsdp_tune.migrate.settling import ask_each, settle_all
 from fsdp_tune.migrate.tools import accelerate_config, jobs, llama_factory, torchtune
@@ -48,8 +57,12 @@ _WIDTH = 100
 
 
 def recipe_text(ledger: Ledger, found: ForeignFile) -> str:
-    """Return the text of the recipe. Each question is a comment in the section that it is about, those about none are at the end."""
-    lines = [f"{IMPORTED_FROM}{printable(found.path.name)} ({found.tool}){BY_IMPORT}", *_comment(found.above.get((), []))]
+    """Return the text of the recipe. Each question is a comment in the section that it is about, those about
+    none are at the end."""
+    lines = [
+        f"{IMPORTED_FROM}{printable(found.path.name)} ({found.tool}){BY_IMPORT}",
+        *_comment(found.above.get((), [])),
+    ]
     questions = _questions(ledger)
     order = [field.alias or name for name, field in Recipe.model_fields.items()]
     tree = _tree(ledger)
@@ -72,7 +85,9 @@ def _questions(ledger: Ledger) -> dict[str, list[str]]:
     for row in ledger.rows:
         if row.fate is Fate.QUESTION:
             section = str(row.targets[0][0]) if row.targets else ""
-            found.setdefault(section, []).append(f"`{row.key}: {_shortened(row.shown_value)}`: {printable(row.reason)}")
+            found.setdefault(section, []).append(
+                f"`{row.key}: {_shortened(row.shown_value)}`: {printable(row.reason)}"
+            )
     for target, words in ledger.decisions:
         near = f"`{dotted(target)}`: " if target else ""
         found.setdefault(str(target[0]) if target else "", []).append(f"{near}{printable(words)}")
@@ -80,7 +95,11 @@ def _questions(ledger: Ledger) -> dict[str, list[str]]:
 
 
 def _shortened(value: object) -> str:
-    text = printable(yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False).removesuffix("...\n").strip())
+    text = printable(
+        yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False)
+        .removesuffix("...\n")
+        .strip()
+    )
     return text if len(text) <= _WIDTH else f"{text[:_WIDTH]}…"
 
 
@@ -93,7 +112,9 @@ def _tree(ledger: Ledger) -> dict[str, object]:
     tree: dict[str, object] = {}
     for target in sorted(ledger.settings, key=len):
         setting = ledger.settings[target]
-        if setting.value == {} and any(other[: len(target)] == target for other in ledger.settings if other != target):
+        if setting.value == {} and any(
+            other[: len(target)] == target for other in ledger.settings if other != target
+        ):
             continue
         holder: object = tree
         for part, following in zip(target, (*target[1:], None), strict=True):
@@ -136,7 +157,9 @@ class _Comments:
 
     def _item(self, target: KeyPath, item: Mapping[str, object], indent: int) -> Iterator[str]:
         """An entry of a list: its first key has the dash."""
-        lines = [line for name, inner in item.items() for line in self.entry((*target, name), inner, indent + 2)]
+        lines = [
+            line for name, inner in item.items() for line in self.entry((*target, name), inner, indent + 2)
+        ]
         space = "  " * (indent + 1)
         lines = lines or [f"{space}  {{}}"]
         first = next(number for number, line in enumerate(lines) if not line.lstrip().startswith("#"))
@@ -154,7 +177,11 @@ class _Comments:
                 above += self._above.pop(path)
             for path in [path for path in self._beside if path[: len(row.path)] == row.path]:
                 beside.append(self._beside.pop(path))
-            reasons += [row.reason] if row.reason and row.reason not in setting.origins and id(row) not in self._explained else []
+            reasons += (
+                [row.reason]
+                if row.reason and row.reason not in setting.origins and id(row) not in self._explained
+                else []
+            )
             self._explained.add(id(row))
         origins = ", ".join(dict.fromkeys(setting.origins))
         is_key = bool(setting.rows) and setting.origins[0] in {row.key for row in setting.rows}
@@ -162,7 +189,8 @@ class _Comments:
         return above, mask_text(printable("; ".join(each for each in words if each)))
 
     def left(self, name: str) -> list[str]:
-        """Return the comments of the source that belong to keys without a value here, and those at its end, with what they are about."""
+        """Return the comments of the source that belong to keys without a value here, and those at its end,
+        with what they are about."""
         return [
             f"{f'`{dotted(path)}` of {name}' if path != (END,) else f'at the end of {name}'}: {line}"
             for path, words in self._above.items()
@@ -177,12 +205,20 @@ def _key(name: str) -> str:
 def scalar(value: object) -> str:
     """Return a value on one line of YAML, which reads back as the same value by the rules of a recipe."""
     if isinstance(value, str):
-        text = yaml.safe_dump(value, width=10**6, allow_unicode=True, default_flow_style=True).removesuffix("\n").removesuffix("\n...")
+        text = (
+            yaml.safe_dump(value, width=10**6, allow_unicode=True, default_flow_style=True)
+            .removesuffix("\n")
+            .removesuffix("\n...")
+        )
         try:
             is_same = text.startswith(('"', "'")) or (parse_plain(text) == (value, None))
         except ScalarError:
             is_same = False
-        return text if is_same and text.isprintable() else yaml.safe_dump(value, default_style='"', width=10**6).strip()
+        return (
+            text
+            if is_same and text.isprintable()
+            else yaml.safe_dump(value, default_style='"', width=10**6).strip()
+        )
     if is_list(value):
         return f"[{', '.join(_inner(item) for item in value)}]"
     text = yaml.safe_dump(value, width=10**6, default_flow_style=True, sort_keys=False).strip()
@@ -193,7 +229,11 @@ def _inner(value: object) -> str:
     """Return an entry of a list in brackets, where a comma or a bracket needs quotes."""
     text = scalar(value)
     is_plain = isinstance(value, str) and not text.startswith(('"', "'"))
-    return json.dumps(value, ensure_ascii=False) if is_plain and any(character in text for character in ",[]{}") else text
+    return (
+        json.dumps(value, ensure_ascii=False)
+        if is_plain and any(character in text for character in ",[]{}")
+        else text
+    )
 
 
 _MOST_CORRECTIONS = 50
@@ -217,7 +257,10 @@ class ImportedRecipe:
     def names_inputs(self) -> bool:
         """Whether the file, or an override, names model and rows."""
         places = [source.path for source in self.recipe.data.train]
-        return self.recipe.model.name_or_path != completion.MODEL_PLACEHOLDER and completion.DATA_PLACEHOLDER not in places
+        return (
+            self.recipe.model.name_or_path != completion.MODEL_PLACEHOLDER
+            and completion.DATA_PLACEHOLDER not in places
+        )
 
     @property
     def counts(self) -> dict[str, int]:
@@ -235,12 +278,14 @@ def import_file(
     ignored: Collection[str] = (),
     overrides: Sequence[str] = (),
 ) -> ImportedRecipe:
-    """Turn a configuration of another tool into a recipe. `tool` is recognised if it is not given; `num_gpus` is the number of ranks that
-    it was made for, if the file does not say it; `templates` are the names of bundled chat templates; `ignored` are keys that the tool
-    does not read, and that are dropped; `overrides` are `KEY=VALUE` of the recipe, as for `--set`, which come before what the file has.
+    """Turn a configuration of another tool into a recipe. `tool` is recognised if it is not given; `num_gpus`
+    is the number of ranks that it was made for, if the file does not say it; `templates` are the names of
+    bundled chat templates; `ignored` are keys that the tool does not read, and that are dropped; `overrides`
+    are `KEY=VALUE` of the recipe, as for `--set`, which come before what the file has.
 
-    The text loads as a recipe: a value that the reader of recipes refuses has become a question. Raises: FsdpTuneError for a file that is
-    not readable, of no known tool, or for another kind of training, and for an override that a recipe refuses.
+    The text loads as a recipe: a value that the reader of recipes refuses has become a question. Raises:
+    FsdpTuneError for a file that is not readable, of no known tool, or for another kind of training, and for
+    an override that a recipe refuses.
     """
     found = read_foreign(path, tool)
     if found.tool == TORCHTUNE:
@@ -249,12 +294,26 @@ def import_file(
         found.computed = take_unexpanded(found.values)
     _refuse_other_training(found)
     said = read_overrides(overrides)
-    if num_gpus is not None and (both := said.get(completion.RANKS) or said.get(completion.RANKS[:1])) is not None:
+    if (
+        num_gpus is not None
+        and (both := said.get(completion.RANKS) or said.get(completion.RANKS[:1])) is not None
+    ):
         where, hint = both.where, "give one of them"
-        raise usage_error("duplicate-key", f"`--num-gpus {num_gpus}` sets `{dotted(completion.RANKS)}` too", hint=hint, where=where)
+        raise usage_error(
+            "duplicate-key",
+            f"`--num-gpus {num_gpus}` sets `{dotted(completion.RANKS)}` too",
+            hint=hint,
+            where=where,
+        )
     rules = _rules(found, ignored)
     unknown = {**found.computed, **read_quoted(found, rules)}
-    ledger = Ledger(found.values, found.lines, found.tool, templates, {target: each.value for target, each in said.items()})
+    ledger = Ledger(
+        found.values,
+        found.lines,
+        found.tool,
+        templates,
+        {target: each.value for target, each in said.items()},
+    )
     settle_computed(ledger, unknown, rules)
     _include(ledger, found)
     settle_all(ledger, (), Inside(rules))
@@ -270,14 +329,21 @@ def import_file(
 
 def _rules(found: ForeignFile, ignored: Collection[str]) -> Rules:
     """Return the rules of the keys of a file; `ignored` are those that its tool does not read."""
-    rules = {**TOOLS[found.tool].rules, LAUNCHER: section(_LAUNCHER), ENVIRONMENT: _environment, "config": _named(found.named), **_NESTED}
+    rules = {
+        **TOOLS[found.tool].rules,
+        LAUNCHER: section(_LAUNCHER),
+        ENVIRONMENT: _environment,
+        "config": _named(found.named),
+        **_NESTED,
+    }
     rules |= {SBATCH: jobs.sbatch, MANIFEST: Inside(jobs.MANIFEST_RULES)}
     rules |= {"env": _environment} if found.tool == TRL else {}  # TrlParser exports them
     return {**rules, **each(ignored, Drop("the tool does not read it"))}
 
 
 def options_of(path: FilePath) -> dict[str, object]:
-    """Return the options of a configuration, with those of the file that it names, without the launcher's. Raises: FsdpTuneError."""
+    """Return the options of a configuration, with those of the file that it names, without the launcher's.
+    Raises: FsdpTuneError."""
     aside = (LAUNCHER, ENVIRONMENT, SBATCH, MANIFEST, "config")
     return {name: value for name, value in read_foreign(path).values.items() if name not in aside}
 
@@ -293,7 +359,12 @@ def _refuse_other_training(found: ForeignFile) -> None:
         where = Where(str(found.path), found.lines.get((name,)), key=name)
         given = f": {values[name]}" if isinstance(values[name], str) else ""
         message = f"`{name}{given}` of {found.tool}: this release has no {kind}"
-        raise usage_error("no-counterpart", message, hint="only supervised fine-tuning and pre-training can be imported", where=where)
+        raise usage_error(
+            "no-counterpart",
+            message,
+            hint="only supervised fine-tuning and pre-training can be imported",
+            where=where,
+        )
 
 
 # ---- Files that the file names
@@ -302,7 +373,11 @@ def _refuse_other_training(found: ForeignFile) -> None:
 def _include(ledger: Ledger, found: ForeignFile) -> None:
     """Put the keys of the files that are named, and that are here, into the account."""
     named: list[KeyPath] = [(LAUNCHER, "config_file"), (LAUNCHER, "deepspeed_config_file"), ("deepspeed",)]
-    named += [("deepspeed_config", "deepspeed_config_file"), ("fsdp_config",), (accelerate_config.FMS_DATA_CONFIG,)]
+    named += [
+        ("deepspeed_config", "deepspeed_config_file"),
+        ("fsdp_config",),
+        (accelerate_config.FMS_DATA_CONFIG,),
+    ]
     for key in named:
         named_file = named_values(found, ledger.value(*key))
         if named_file is not None:
@@ -342,14 +417,17 @@ def _variable(key: FileKey) -> Outcome:
 
 
 def _machines_of_tool(key: FileKey) -> Outcome:
-    """The machines of the launchers of ms-swift and LLaMA-Factory; torchrun and Accelerate do not read the variable."""
+    """The machines of the launchers of ms-swift and LLaMA-Factory; torchrun and Accelerate do not read the
+    variable."""
     if key.tool in (SWIFT, LLAMA_FACTORY):
         return Write({"launch.num_machines": key.value})
     return Drop("the option of the launcher counts the machines")
 
 
 _VARIABLES: Rules = {
-    **each(("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"), Drop("set it where `fsdp-tune train` starts")),
+    **each(
+        ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"), Drop("set it where `fsdp-tune train` starts")
+    ),
     "NPROC_PER_NODE": same("launch.num_processes"),
     "NNODES": _machines_of_tool,
     "NODE_RANK": Drop("each machine runs the same command"),
@@ -382,8 +460,11 @@ _NESTED: Rules = {"deepspeed": _deepspeed}
 # ---- The text
 
 
-def _accepted(ledger: Ledger, found: ForeignFile, overrides: Sequence[str], read: Mapping[KeyPath, Override]) -> tuple[str, Recipe]:
-    """Return the text of a recipe, and what it loads as. A value that its reader refuses becomes a question, with the reader's message.
+def _accepted(
+    ledger: Ledger, found: ForeignFile, overrides: Sequence[str], read: Mapping[KeyPath, Override]
+) -> tuple[str, Recipe]:
+    """Return the text of a recipe, and what it loads as. A value that its reader refuses becomes a question,
+    with the reader's message.
 
     Raises: FsdpTuneError for a refused value of `--set`.
     """
@@ -392,15 +473,21 @@ def _accepted(ledger: Ledger, found: ForeignFile, overrides: Sequence[str], read
         try:
             path = found.path.with_suffix(".yaml")
             recipe = parse_recipe(text, path, overrides).recipe
-            assert not overrides or recipe == parse_recipe(text, path).recipe, "the text has the values of `--set`"
+            assert not overrides or recipe == parse_recipe(text, path).recipe, (
+                "the text has the values of `--set`"
+            )
             return text, recipe
         except FsdpTuneError as error:
             problems = [replace(each, message=without_places(each.message)) for each in error.problems]
             if said := [problem for each in problems if (problem := _at_override(read, each)) is not None]:
                 raise FsdpTuneError(*said) from error
-            withdrawn = [target for problem in problems if (target := _setting_of(ledger, problem)) is not None]
+            withdrawn = [
+                target for problem in problems if (target := _setting_of(ledger, problem)) is not None
+            ]
             if not withdrawn:
-                places = [replace(each, where=Where(str(found.path), key=each.where.key)) for each in problems]
+                places = [
+                    replace(each, where=Where(str(found.path), key=each.where.key)) for each in problems
+                ]
                 raise FsdpTuneError(*places) from error
             name_model_and_data(ledger)
     raise AssertionError("a recipe without settings loads")
@@ -411,19 +498,26 @@ def _at_override(overrides: Mapping[KeyPath, Override], problem: Problem) -> Pro
     if str(problem.where.source).startswith("--set"):
         return problem
     key = problem.where.key or ""
-    about = next((each.where for target, each in overrides.items() if f"{dotted(target)}.".startswith(f"{key}.")), None)
+    about = next(
+        (each.where for target, each in overrides.items() if f"{dotted(target)}.".startswith(f"{key}.")), None
+    )
     return None if about is None or not key else replace(problem, where=Where(about.source, key=key))
 
 
 def _setting_of(ledger: Ledger, problem: Problem) -> KeyPath | None:
-    """Take back the setting that a problem is about, and return it; None if the recipe has none there any more.
+    """Take back the setting that a problem is about, and return it; None if the recipe has none there any
+    more.
 
     A setting that nothing would read is left out; other ones become questions.
     """
     key = problem.where.key or ""
     names = {dotted(target): target for target in ledger.settings}
-    target = names.get(key) or next((path for name, path in names.items() if name.startswith((f"{key}.", f"{key}["))), None)
-    target = target or next((path for name, path in names.items() if key.startswith((f"{name}.", f"{name}["))), None)
+    target = names.get(key) or next(
+        (path for name, path in names.items() if name.startswith((f"{key}.", f"{key}["))), None
+    )
+    target = target or next(
+        (path for name, path in names.items() if key.startswith((f"{name}.", f"{name}["))), None
+    )
     if target is None or not key or ledger.is_answered(target):
         return None
     if problem.code == UNREAD:

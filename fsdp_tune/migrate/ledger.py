@@ -1,4 +1,5 @@
-"""Account for an import: record what became of each key of the other tool's file, and the values that the recipe gets from it.
+"""Account for an import: record what became of each key of the other tool's file, and the values that the
+recipe gets from it.
 
 The account is closed: `Ledger.close` fails unless each value of the file is in exactly one row.
 """
@@ -20,7 +21,10 @@ from fsdp_tune.recipe.schema.keys import default_at, has_default
 _PLACE = re.compile(r" \([^()]* on line \d+[^()]*\)| on line \d+")
 _HUB_TOKENS = frozenset({"hub_token", "hf_token", "token", "HF_TOKEN"})
 _TOKENS = _HUB_TOKENS | {"wandb_api_key", "swanlab_api_key", "api_key", "WANDB_API_KEY"}
-_LOGINS = {"wandb": "WANDB_API_KEY, or log in with `wandb login`", "swanlab": "SWANLAB_API_KEY, or log in with `swanlab login`"}
+_LOGINS = {
+    "wandb": "WANDB_API_KEY, or log in with `wandb login`",
+    "swanlab": "SWANLAB_API_KEY, or log in with `swanlab login`",
+}
 _HUB_LOGIN = "HF_TOKEN, or log in with `hf auth login`"
 
 
@@ -49,7 +53,8 @@ class AccountRow:
 
     @property
     def shown_value(self) -> object:
-        """The value with secrets replaced. Of a key that is known, as of a special token, the name says nothing about secrets."""
+        """The value with secrets replaced. Of a key that is known, as of a special token, the name says
+        nothing about secrets."""
         return mask_values(self.value, str(self.path[-1]) if self.fate is Fate.QUESTION else "")
 
     def as_dict(self) -> dict[str, Any]:
@@ -101,7 +106,8 @@ class LedgerView(Protocol):
 
 
 class Ledger:
-    """The rows and settings of one import. Each method that settles a key takes it, with all below it, from the open ones."""
+    """The rows and settings of one import. Each method that settles a key takes it, with all below it, from
+    the open ones."""
 
     def __init__(
         self,
@@ -113,14 +119,18 @@ class Ledger:
     ) -> None:
         self.values, self.tool, self.templates = values, tool, templates
         self.answers = answers or {}
-        """Values of `--set`, None for the default. They are known from the start, and written by `write_answers`."""
-        self._given = {path: value for target, answer in self.answers.items() for path, value in _keys_of(target, answer)}
+        """Values of `--set`, None for the default. They are known from the start, and written by
+        `write_answers`."""
+        self._given = {
+            path: value for target, answer in self.answers.items() for path, value in _keys_of(target, answer)
+        }
         self._lines = lines
         self._open = dict.fromkeys(leaves(values)) if values else {}
         self.rows: list[AccountRow] = []
         self.settings: dict[KeyPath, Setting] = {}
         self.included: list[KeyPath] = []
-        """Places of other files' content. What a file or command says itself comes before what it includes."""
+        """Places of other files' content. What a file or command says itself comes before what it
+        includes."""
         self.decisions: list[tuple[KeyPath, str]] = []
         """What a person has to decide and no single key of the file asks: (key of the recipe, words)."""
         self._has_written_answers = False
@@ -164,7 +174,8 @@ class Ledger:
     ) -> None:
         """Settle a key by values of the recipe, by dotted key or path.
 
-        A value of equal weight that is there already and differs makes it a question. The tool's default, written out, is a default.
+        A value of equal weight that is there already and differs makes it a question. The tool's default,
+        written out, is a default.
         """
         weight = Weight.DEFAULT if self.is_default(path) else weight
         if _is_secret(path, self.value(*path)):
@@ -184,32 +195,48 @@ class Ledger:
             self.set(target, value, dotted(path), weight, row)
 
     def _clash(self, target: KeyPath, value: object, weight: Weight) -> KeyPath | None:
-        """Return the key that has another value, or is of another kind than is needed: a value, a mapping or a list."""
+        """Return the key that has another value, or is of another kind than is needed: a value, a mapping or
+        a list."""
         there = self.settings.get(target)
-        if weight is Weight.GIVEN and there is not None and there.weight is Weight.GIVEN and there.value != value:
+        if (
+            weight is Weight.GIVEN
+            and there is not None
+            and there.weight is Weight.GIVEN
+            and there.value != value
+        ):
             return target
         return self._of_another_kind(target, value)
 
     def _of_another_kind(self, target: KeyPath, value: object) -> KeyPath | None:
         for other, setting in self.settings.items():
-            shared = next((index for index, (one, two) in enumerate(zip(target, other, strict=False)) if one != two), None)
+            shared = next(
+                (index for index, (one, two) in enumerate(zip(target, other, strict=False)) if one != two),
+                None,
+            )
             if shared is not None:
                 if isinstance(target[shared], int) is not isinstance(other[shared], int):
                     return target[:shared]
-            elif (len(other) < len(target) and setting.value != {}) or (len(other) > len(target) and value != {}):
+            elif (len(other) < len(target) and setting.value != {}) or (
+                len(other) > len(target) and value != {}
+            ):
                 return min(target, other, key=len)
         return None
 
     def _at_or_below(self, target: KeyPath) -> Setting:
         return next(setting for other, setting in self.settings.items() if other[: len(target)] == target)
 
-    def set(self, target: KeyPath, value: object, origin: str, weight: Weight, row: AccountRow | None = None) -> None:
-        """Give a key of the recipe a value, unless it has one that is meant more strongly, or one of another kind is there."""
+    def set(
+        self, target: KeyPath, value: object, origin: str, weight: Weight, row: AccountRow | None = None
+    ) -> None:
+        """Give a key of the recipe a value, unless it has one that is meant more strongly, or one of another
+        kind is there."""
         there = self.settings.get(target)
         if self.is_answered(target) or (there is None and self._of_another_kind(target, value) is not None):
             return
         if there is None or _ORDER.index(weight) > _ORDER.index(there.weight):
-            self.settings[target] = there = Setting(value, weight, [origin], there.rows if there is not None else [])
+            self.settings[target] = there = Setting(
+                value, weight, [origin], there.rows if there is not None else []
+            )
         elif there.value == value and weight is there.weight:
             there.origins.append(origin)
         if row is not None:
@@ -227,7 +254,8 @@ class Ledger:
             self.decisions.append((target, words))
 
     def write_answers(self) -> None:
-        """Write the values of `--set` in place of what the file gives or leaves unset. Nothing replaces them."""
+        """Write the values of `--set` in place of what the file gives or leaves unset. Nothing replaces
+        them."""
         for target, value in self.answers.items():
             self._write_answer(target, value)
         self._has_written_answers = True
@@ -247,10 +275,13 @@ class Ledger:
 
     def is_answered(self, target: KeyPath) -> bool:
         """Return whether an answer to a key, or to one above or below it, is written: nothing replaces it."""
-        return self._has_written_answers and any(_is_below(target, each) or _is_below(each, target) for each in self.answers)
+        return self._has_written_answers and any(
+            _is_below(target, each) or _is_below(each, target) for each in self.answers
+        )
 
     def withdraw(self, target: KeyPath, words: str) -> None:
-        """Take back a setting that the recipe does not accept: the keys that it came from become questions."""
+        """Take back a setting that the recipe does not accept: the keys that it came from become
+        questions."""
         assert not self.is_answered(target), f"`{dotted(target)}` is of `--set`"
         setting = self.settings.pop(target)
         words = without_places(words)
@@ -260,7 +291,8 @@ class Ledger:
             self.decide(target, words)
 
     def discard(self, target: KeyPath, reason: str) -> None:
-        """Remove a setting that has no effect, if there is one: keys that have set nothing else are dropped."""
+        """Remove a setting that has no effect, if there is one: keys that have set nothing else are
+        dropped."""
         if not self.is_answered(target):
             self._remove(target, reason)
 
@@ -285,7 +317,8 @@ class Ledger:
         return target in self._given
 
     def decided(self, target: KeyPath, of_the_file: object) -> Any:
-        """Return the value of `--set`, or the default if it is null; else that of the file, which is not settled yet."""
+        """Return the value of `--set`, or the default if it is null; else that of the file, which is not
+        settled yet."""
         if target not in self._given:
             return of_the_file
         value = self._given[target]
@@ -295,7 +328,11 @@ class Ledger:
         """Check that each value of the file has its row, and sort the rows by their place in the file."""
         assert not self._open, f"keys without an account: {[dotted(path) for path in self._open]}"
         order = {path: number for number, path in enumerate(leaves(self.values))}
-        self.rows.sort(key=lambda row: min((number for path, number in order.items() if path[: len(row.path)] == row.path), default=-1))
+        self.rows.sort(
+            key=lambda row: min(
+                (number for path, number in order.items() if path[: len(row.path)] == row.path), default=-1
+            )
+        )
 
     def _row(self, path: KeyPath, fate: Fate, targets: tuple[KeyPath, ...], reason: str) -> AccountRow:
         value = self.value(*path)
@@ -335,7 +372,11 @@ def _login(path: KeyPath, value: str) -> str:
     tracker = next((words for tracker, words in _LOGINS.items() if name.startswith(tracker)), None)
     if tracker is not None:
         return f"set {tracker}"
-    return f"set {_HUB_LOGIN}" if path[-1] in _HUB_TOKENS or value.startswith("hf_") else "set the variable that its reader takes"
+    return (
+        f"set {_HUB_LOGIN}"
+        if path[-1] in _HUB_TOKENS or value.startswith("hf_")
+        else "set the variable that its reader takes"
+    )
 
 
 def _is_secret(path: KeyPath, value: object) -> bool:

@@ -1,6 +1,7 @@
 """Leave keys of the recipe open for which the file of another tool has a value that is not known.
 
-Such a value is a question that names the keys, and they get no default of the tool: a default is for a file that says nothing about them.
+Such a value is a question that names the keys, and they get no default of the tool: a default is for a file
+that says nothing about them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from fsdp_tune.recipe.outcome import Fate
 
 _SAMPLES: tuple[object, ...] = (2, "x", True, False, 0.5, ["x"])
 """Values with which a key is tried, to find out which keys of the recipe it sets."""
-_NO_LIMIT = "null is no limit there, and a recipe has one: write the length of the longest row, at most the positions of the model"
+_NO_LIMIT = (
+    "null is no limit there, and a recipe has one: write the length of the longest row, at most the "
+    "positions of the model"
+)
 _NULL = "null is not the default, and there is no such value here: write one or leave the key out"
 
 
@@ -32,7 +36,12 @@ def settle_computed(ledger: Ledger, computed: Mapping[KeyPath, str], rules: Rule
         if (path[-1] in unsloth.OBJECTS and ledger.tool == python_script.TOOL) or not ledger.is_open(path):
             continue
         tried = list(trials(ledger, path, rules, _SAMPLES))
-        reasons = {row.reason if row.fate is Fate.DROPPED else "" for each in tried for row in each.rows if row.path == path}
+        reasons = {
+            row.reason if row.fate is Fate.DROPPED else ""
+            for each in tried
+            for row in each.rows
+            if row.path == path
+        }
         if len(tried) == len(_SAMPLES) and len(reasons) == 1 and (reason := reasons.pop()):
             ledger.drop(path, reason)
             continue
@@ -43,28 +52,43 @@ def settle_computed(ledger: Ledger, computed: Mapping[KeyPath, str], rules: Rule
 
 def is_asked(ledger: Ledger, target: KeyPath) -> bool:
     """Return whether a value of the file that is not known would set a key of the recipe."""
-    return any(row.fate is Fate.QUESTION and target in row.targets for row in ledger.rows) and ledger.get(*target) is None
+    return (
+        any(row.fate is Fate.QUESTION and target in row.targets for row in ledger.rows)
+        and ledger.get(*target) is None
+    )
 
 
 def leave_open(ledger: Ledger, rules: Rules, defaults: dict[str, Any], *, null_is_default: bool) -> None:
-    """Take out the defaults of keys that a question or a null of the file is about. A null becomes a question."""
+    """Take out the defaults of keys that a question or a null of the file is about. A null becomes a
+    question."""
     for row in ledger.rows:
         is_null = row.value is None and row.fate is Fate.DROPPED
         if not is_null and row.fate is not Fate.QUESTION:
             continue
-        for key in [key for key in defaults if not is_null or key == "data.max_length" or not null_is_default]:
+        for key in [
+            key for key in defaults if not is_null or key == "data.max_length" or not null_is_default
+        ]:
             target = tuple(key.split("."))
-            if ledger.get(*target) is not None or ledger.is_answered(target) or not _is_about(ledger, row, target, defaults[key], rules):
+            if (
+                ledger.get(*target) is not None
+                or ledger.is_answered(target)
+                or not _is_about(ledger, row, target, defaults[key], rules)
+            ):
                 continue
             del defaults[key]
             if is_null:
-                row.fate, row.targets, row.reason = Fate.QUESTION, (target,), _NO_LIMIT if key == "data.max_length" else _NULL
+                row.fate, row.targets, row.reason = (
+                    Fate.QUESTION,
+                    (target,),
+                    _NO_LIMIT if key == "data.max_length" else _NULL,
+                )
             elif target not in row.targets:
                 row.targets = (*row.targets, target)
 
 
 def _is_about(ledger: Ledger, row: AccountRow, target: KeyPath, default: object, rules: Rules) -> bool:
-    """Return whether the key of a row sets a key of the recipe, as the default's own value, written there, would."""
+    """Return whether the key of a row sets a key of the recipe, as the default's own value, written there,
+    would."""
     if target in row.targets:
         return True
     if str(row.path[-1]).startswith("**"):  # arguments that a script computes
@@ -87,6 +111,14 @@ def trials(ledger: Ledger, path: KeyPath, rules: Rules, values: tuple[object, ..
         tried = Ledger(tree, {}, ledger.tool, ledger.templates)
         try:
             settle_all(tried, (), Inside(rules))
-        except (AttributeError, TypeError, ValueError, LookupError, ArithmeticError, AssertionError, FsdpTuneError):
+        except (
+            AttributeError,
+            TypeError,
+            ValueError,
+            LookupError,
+            ArithmeticError,
+            AssertionError,
+            FsdpTuneError,
+        ):
             continue  # the rule needs other keys, or another kind of value
         yield tried

@@ -1,4 +1,5 @@
-"""Read a number or a boolean that a file has in quotes as its tool does: converted, or as a text whose meaning is not known here."""
+"""Read a number or a boolean that a file has in quotes as its tool does: converted, or as a text whose
+meaning is not known here."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from fsdp_tune.recipe.schema.keys import field_at, field_words
 from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS
 
 _CONVERTING = frozenset({TRL, AXOLOTL})
-"""Their parsers convert text to the type of a key: argparse that of a default, which a key of TRL's file is, and pydantic."""
+"""Their parsers convert text to the type of a key: argparse that of a default, which a key of TRL's file is,
+and pydantic."""
 _KEEPING = frozenset({LLAMA_FACTORY, TORCHTUNE, EXAMPLES})
 """Text stays text: `HfArgumentParser.parse_dict` and OmegaConf. Of a boolean, `"false"` is then true."""
 _ENVIRONMENT: KeyPath = ("launch", "env")
@@ -35,7 +37,10 @@ def read_quoted(found: ForeignFile, rules: Rules) -> dict[KeyPath, str]:
         if found.tool in _CONVERTING:
             ledger.value(*path[:-1])[path[-1]] = plain
         else:
-            unknown[path] = f"in quotes it is a text, which {found.tool} does not convert: write it without quotes, or what it should be"
+            unknown[path] = (
+                f"in quotes it is a text, which {found.tool} does not convert: write it without "
+                "quotes, or what it should be"
+            )
     return unknown
 
 
@@ -57,21 +62,29 @@ def _takes(ledger: Ledger, path: KeyPath, rules: Rules, text: str, plain: float)
         return as_plain is not None
     if [(row.fate, row.reason) for row in as_text.rows] != [(row.fate, row.reason) for row in as_plain.rows]:
         return True
-    if any(type(value) is type(plain) and value == plain and _is_number(target) for target, value in _settings(as_plain)):
+    if any(
+        type(value) is type(plain) and value == plain and _is_number(target)
+        for target, value in _settings(as_plain)
+    ):
         return True
     other = next(trials(ledger, path, rules, (not plain,)), None) if isinstance(plain, bool) else None
     return other is not None and _switched(other) != _switched(as_plain)
 
 
 def _switched(ledger: Ledger) -> tuple[list[Fate], dict[KeyPath, object]]:
-    """Return what a boolean switches: the fates of the keys, and the settings other than the boolean itself."""
-    settings = {target: value for target, value in _settings(ledger) if str(value).lower() not in ("true", "false")}
+    """Return what a boolean switches: the fates of the keys, and the settings other than the boolean
+    itself."""
+    settings = {
+        target: value for target, value in _settings(ledger) if str(value).lower() not in ("true", "false")
+    }
     return [row.fate for row in ledger.rows], settings
 
 
 def _settings(ledger: Ledger) -> Iterator[tuple[KeyPath, object]]:
     """Yield the settings other than variables of the environment, which are text."""
-    return ((target, setting.value) for target, setting in ledger.settings.items() if target[:2] != _ENVIRONMENT)
+    return (
+        (target, setting.value) for target, setting in ledger.settings.items() if target[:2] != _ENVIRONMENT
+    )
 
 
 def _is_number(target: KeyPath) -> bool:

@@ -1,4 +1,5 @@
-"""The form of a rule: what becomes of a key of another tool's file, as an outcome or as a function of the key that returns one.
+"""The form of a rule: what becomes of a key of another tool's file, as an outcome or as a function of the key
+that returns one.
 
 A rule reads the file and the settings so far, and writes nothing: `settling.py` carries its outcome out.
 """
@@ -67,8 +68,9 @@ class FileKey:
 class Inside:
     """Each key of the mapping, or item of the list, is settled by its rule, or by its name if it has none.
 
-    `place`: the source that they are about, if it is another one. `only`: keys without a rule are left open, and become
-    questions at the end; the others are settled in the order of the rules. `nulls`: the rules decide about null too.
+    `place`: the source that they are about, if it is another one. `only`: keys without a rule are left open,
+    and become questions at the end; the others are settled in the order of the rules. `nulls`: the rules
+    decide about null too.
     """
 
     rules: Mapping[str, Rule] | Mapping[int, Rule]
@@ -131,7 +133,10 @@ def remarked(outcome: Outcome, words: str) -> Outcome:
     """Return an outcome about one key that also says `words`, which may be none."""
     match outcome:
         case Write() | Drop():
-            return replace(outcome, reason=f"{outcome.reason}. {words}" if outcome.reason and words else outcome.reason or words)
+            return replace(
+                outcome,
+                reason=f"{outcome.reason}. {words}" if outcome.reason and words else outcome.reason or words,
+            )
         case Ask():
             return replace(outcome, words=f"{outcome.words}. {words}" if words else outcome.words)
         case _:
@@ -157,7 +162,8 @@ def variable(name: str) -> Rule:
 
 
 def cases(target: str, names: Mapping[Any, object], otherwise: Rule) -> Rule:
-    """Return a rule for values by name: what a value is in a recipe, or its outcome. `otherwise`: the rule of other values."""
+    """Return a rule for values by name: what a value is in a recipe, or its outcome. `otherwise`: the rule of
+    other values."""
 
     def rule(key: FileKey) -> Outcome:
         if key.value not in names:
@@ -173,15 +179,20 @@ def switch(on: Rule, off: Rule) -> Rule:
     return lambda key: outcome_of(on if is_on(key.value) else off, key)
 
 
-def implies(lines: Settings, reason: str = "", *, off: str = "off, as it is here", weight: Weight = Weight.GIVEN) -> Rule:
+def implies(
+    lines: Settings, reason: str = "", *, off: str = "off, as it is here", weight: Weight = Weight.GIVEN
+) -> Rule:
     """Return a rule for a switch: on, it is these keys of the recipe; off, it is dropped."""
     return switch(Write(lines, reason, weight=weight), Drop(off))
 
 
 def fine_or(fine: Collection[object], reason: str, words: str, near: str | KeyPath = ()) -> Rule:
-    """Return a rule for a key that is dropped with one of the values `fine`, and a question with any other."""
+    """Return a rule for a key that is dropped with one of the values `fine`, and a question with any
+    other."""
     drop, ask = Drop(reason), Ask(words, near)
-    return lambda key: drop if any(key.value == value and type(key.value) is type(value) for value in fine) else ask
+    return lambda key: (
+        drop if any(key.value == value and type(key.value) is type(value) for value in fine) else ask
+    )
 
 
 def off_or(reason: str, words: str, near: str | KeyPath = ()) -> Rule:
@@ -232,7 +243,8 @@ def of_the_set(name: str, place: KeyPath = (*TRAIN, 0)) -> Rule:
 
 
 def renamed(column: str, name: str, place: KeyPath) -> Outcome:
-    """Return the outcome of a key that says which column holds what: `name` is the one that a format here has for it."""
+    """Return the outcome of a key that says which column holds what: `name` is the one that a format here has
+    for it."""
     if column == name:
         return Drop(f"`{name}` is the name of that column here too")
     return Write({(*place, "rename_columns", column): name})

@@ -9,7 +9,19 @@ from fsdp_tune.core.units import shown
 from fsdp_tune.core.values import as_list, as_mapping
 from fsdp_tune.migrate.general import by_name
 from fsdp_tune.migrate.ledger import DEFAULT_OF, Ledger, leaves
-from fsdp_tune.migrate.rules import Also, AskEach, At, Decide, FileKey, Inside, Outcome, Rule, Step, outcome_of, steps
+from fsdp_tune.migrate.rules import (
+    Also,
+    AskEach,
+    At,
+    Decide,
+    FileKey,
+    Inside,
+    Outcome,
+    Rule,
+    Step,
+    outcome_of,
+    steps,
+)
 from fsdp_tune.migrate.tool_keys import tool_keys
 from fsdp_tune.recipe.key_paths import KeyPath, as_path
 from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Write
@@ -22,20 +34,26 @@ def settle_all(ledger: Ledger, prefix: KeyPath, inside: Inside, place: KeyPath =
     value = ledger.value(*prefix)
     place = place if inside.place is None else inside.place
     rules = cast("Mapping[str | int, Rule]", inside.rules)
-    for name in rules if inside.only else _in_order(ledger, prefix, [*range(len(as_list(value))), *as_mapping(value)]):
+    for name in (
+        rules if inside.only else _in_order(ledger, prefix, [*range(len(as_list(value))), *as_mapping(value)])
+    ):
         settle_key(ledger, (*prefix, name), rules.get(name, by_name), place, nulls=inside.nulls)
 
 
 def _in_order(ledger: Ledger, prefix: KeyPath, names: list[str | int]) -> list[str | int]:
     included = [path for path in ledger.included if path[: len(prefix)] == prefix]
-    return sorted(names, key=lambda name: any(path[: len(prefix) + 1] == (*prefix, name) for path in included))
+    return sorted(
+        names, key=lambda name: any(path[: len(prefix) + 1] == (*prefix, name) for path in included)
+    )
 
 
-def settle_key(ledger: Ledger, path: KeyPath, rule: Rule, place: KeyPath = (), *, nulls: bool = False) -> None:
+def settle_key(
+    ledger: Ledger, path: KeyPath, rule: Rule, place: KeyPath = (), *, nulls: bool = False
+) -> None:
     """Settle one key by its rule, unless it is settled.
 
-    A list or mapping where the tool has a number or a name, or the other way round, is a question, since no rule expects it.
-    The tool's default, written out, is never a question.
+    A list or mapping where the tool has a number or a name, or the other way round, is a question, since no
+    rule expects it. The tool's default, written out, is never a question.
     """
     if not ledger.is_open(path):
         return
@@ -48,7 +66,12 @@ def settle_key(ledger: Ledger, path: KeyPath, rule: Rule, place: KeyPath = (), *
             outcome = Ask(f"not the kind of value that {ledger.tool} has here")
     for step in steps(outcome):
         _carry_out(ledger, key, step)
-    if ledger.rows and ledger.rows[-1].path == path and ledger.rows[-1].fate is Fate.QUESTION and ledger.is_default(path):
+    if (
+        ledger.rows
+        and ledger.rows[-1].path == path
+        and ledger.rows[-1].fate is Fate.QUESTION
+        and ledger.is_default(path)
+    ):
         row = ledger.rows[-1]
         row.fate, row.targets, row.reason = Fate.DROPPED, (), f"{DEFAULT_OF} {ledger.tool}"
 
@@ -83,5 +106,9 @@ def ask_each(ledger: Ledger, path: KeyPath, asked: AskEach = _UNKNOWN) -> None:
             ledger.ask(leaf, asked.words, as_path(asked.near))
         else:
             is_of_tool = str(leaf[0]) in tool_keys(ledger.tool)
-            words = "has no counterpart: leave it out, or keep what it does" if is_of_tool else "is not known here"
+            words = (
+                "has no counterpart: leave it out, or keep what it does"
+                if is_of_tool
+                else "is not known here"
+            )
             ledger.ask(leaf, f"`{shown(str(leaf[-1]))}` of {ledger.tool} {words}")

@@ -26,13 +26,15 @@ class Method(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """Everything that an import knows of one tool but the keys that tell it, which are in `recipe.read.tool_detection`."""
+    """Everything that an import knows of one tool but the keys that tell it, which are in
+    `recipe.read.tool_detection`."""
 
     name: str
     rules: Rules
     """By name; see `settling.settle_key`."""
     defaults: Defaults = field(default_factory=dict[str, object])
-    """What the tool does where its file says nothing and a recipe would do another thing: the defaults in its own code."""
+    """What the tool does where its file says nothing and a recipe would do another thing: the defaults in its
+    own code."""
     adapter_defaults: Defaults = field(default_factory=dict[str, object])
     """The same where an adapter is trained."""
     full_defaults: Defaults = field(default_factory=dict[str, object])
@@ -48,7 +50,8 @@ class Tool:
     upcasts: bool = False
     """Whether sharded weights are trained in fp32 whatever the dtype in which they are loaded."""
     long_rows: Mapping[bool | str, str] = field(default_factory=dict[bool | str, str])
-    """`data.overlong` of any format, by False without packing or the strategy of packing; empty if the file decides."""
+    """`data.overlong` of any format, by False without packing or the strategy of packing; empty if the file
+    decides."""
     stream_buffer: int | None = None
     """Rows in the buffer that shuffles a stream."""
     null_is_default: bool = False

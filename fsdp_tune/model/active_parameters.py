@@ -7,7 +7,14 @@ from collections.abc import Iterable
 import torch
 from transformers import PreTrainedConfig
 
-from fsdp_tune.core.families import CHOSEN_EXPERTS, expert_count, is_in_experts, is_router_in_experts, is_shared_expert, number_of_expert
+from fsdp_tune.core.families import (
+    CHOSEN_EXPERTS,
+    expert_count,
+    is_in_experts,
+    is_router_in_experts,
+    is_shared_expert,
+    number_of_expert,
+)
 from fsdp_tune.model.adapters.lora import is_of_adapter
 from fsdp_tune.model.shard.local import elements
 
@@ -15,8 +22,8 @@ from fsdp_tune.model.shard.local import elements
 def active_parameters(config: PreTrainedConfig, named: Iterable[tuple[str, torch.Tensor]]) -> int | None:
     """Return the number of parameters that one token uses: those of its chosen experts, and all others.
 
-    Return None if the configuration lacks the number of experts or of experts per token, or if the experts are not recognised
-    among the parameters.
+    Return None if the configuration lacks the number of experts or of experts per token, or if the experts
+    are not recognised among the parameters.
     """
     fields = config.to_dict()
     experts, chosen = expert_count(fields), CHOSEN_EXPERTS.of(fields)
@@ -35,7 +42,8 @@ def active_parameters(config: PreTrainedConfig, named: Iterable[tuple[str, torch
 
 
 def _belongs_to_expert(name: str, parameter: torch.Tensor, experts: int) -> bool | None:
-    """Return whether a parameter belongs to one expert or stacks all of them; None if its name or shape implies another number."""
+    """Return whether a parameter belongs to one expert or stacks all of them; None if its name or shape
+    implies another number."""
     if (number := number_of_expert(name)) is not None:
         return True if number < experts else None
     is_stack = parameter.ndim >= 1 and parameter.shape[0] == experts

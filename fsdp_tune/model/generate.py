@@ -1,7 +1,7 @@
 """Greedy generation with a plain loop over a model's forward, sharded or not.
 
-`transformers.generate` is not used: it takes unset options from the model's generation_config.json (Qwen's repetition penalty), and it
-calls the model without its wrapper, which FSDP1 does not allow.
+`transformers.generate` is not used: it takes unset options from the model's generation_config.json (Qwen's
+repetition penalty), and it calls the model without its wrapper, which FSDP1 does not allow.
 """
 
 from __future__ import annotations
@@ -27,20 +27,28 @@ def generate(
     device: torch.device,
     all_finished: Callable[[bool], bool] = bool,
 ) -> list[list[int]]:
-    """Return the tokens that follow each prompt, up to and including the first of `end_ids`. Call it without gradients.
+    """Return the tokens that follow each prompt, up to and including the first of `end_ids`. Call it without
+    gradients.
 
-    A text also ends at the model's last position, whatever the other prompts of the batch. Prompts are padded on the left. Models that
-    return a cache of keys and values run one token a forward, others the full text again.
-    `all_finished` turns "every row of this rank is finished" into the same of all ranks, so that sharded models run as many forwards
-    on each.
+    A text also ends at the model's last position, whatever the other prompts of the batch. Prompts are padded
+    on the left. Models that return a cache of keys and values run one token a forward, others the full text
+    again. `all_finished` turns "every row of this rank is finished" into the same of all ranks, so that
+    sharded models run as many forwards on each.
     """
     plain: Any = getattr(model, "module", model)
     if family_of(plain.config.model_type).reads_padding:
         return _generate_without_cache(model, prompts, max_new_tokens, end_ids, pad_id, device, all_finished)
     takes = inspect.signature(plain.forward).parameters
-    cache_name = "cache" if "cache" in takes else "past_key_values"  # transformers 5.24 renamed the argument and the output
-    # Router logits of a forward with a cache do not fit the attention mask (transformers' `load_balancing_loss_func`).
-    options: dict[str, object] = {name: value for name, value in (("logits_to_keep", 1), ("output_router_logits", False)) if name in takes}
+    cache_name = (
+        "cache" if "cache" in takes else "past_key_values"
+    )  # transformers 5.24 renamed the argument and the output
+    # Router logits of a forward with a cache do not fit the attention mask (transformers'
+    # `load_balancing_loss_func`).
+    options: dict[str, object] = {
+        name: value
+        for name, value in (("logits_to_keep", 1), ("output_router_logits", False))
+        if name in takes
+    }
     ids, mask = _padded(prompts, pad_id, device)
     ends = torch.tensor(sorted(end_ids), device=device)
     rooms = [room(plain, len(prompt), max_new_tokens) for prompt in prompts]
@@ -62,7 +70,9 @@ def generate(
         new.append(token)
         finished = finished | torch.isin(token, ends) | (len(new) >= limits)
         ids = torch.cat([ids, token[:, None]], dim=1)
-        mask = torch.cat([mask, (~finished).to(mask.dtype)[:, None]], dim=1)  # positions of finished rows stay below the model's last
+        mask = torch.cat(
+            [mask, (~finished).to(mask.dtype)[:, None]], dim=1
+        )  # positions of finished rows stay below the model's last
     rows = torch.stack(new, dim=1).tolist() if new else [[] for _ in prompts]
     return [_until_end(row[:most], end_ids) for row, most in zip(rows, rooms, strict=True)]
 
@@ -70,14 +80,16 @@ def generate(
 def _keys_and_values(outputs: object, name: str) -> object:
     """Return the cache of a forward; None if it has none.
 
-    Layers that are all recurrent count as none: with their states they would take the mask of the full text for that of one token.
+    Layers that are all recurrent count as none: with their states they would take the mask of the full text
+    for that of one token.
     """
     cache = getattr(outputs, name, None)
     return None if cache is None or all(getattr(cache, "is_linear", [False])) else cache
 
 
 def room(model: nn.Module, prompt_tokens: int, max_new_tokens: int) -> int:
-    """Return how many tokens may follow a prompt: `max_new_tokens`, or what is left of the model's positions."""
+    """Return how many tokens may follow a prompt: `max_new_tokens`, or what is left of the model's
+    positions."""
     positions = max_positions(model.config)
     return max_new_tokens if positions is None else min(max_new_tokens, positions - prompt_tokens)
 
@@ -91,7 +103,8 @@ def _generate_without_cache(
     device: torch.device,
     all_finished: Callable[[bool], bool],
 ) -> list[list[int]]:
-    """Run the full texts again for each token, padded on the right, where no causal layer sees the padding."""
+    """Run the full texts again for each token, padded on the right, where no causal layer sees the
+    padding."""
     plain: Any = getattr(model, "module", model)
     texts = [list(prompt) for prompt in prompts]
     most = [len(prompt) + room(plain, len(prompt), max_new_tokens) for prompt in prompts]
@@ -112,16 +125,21 @@ def _generate_without_cache(
 
 
 def end_ids_of(model: nn.Module) -> set[int]:
-    """Return the tokens that end a text by the model's generation config: several in Llama 3, none if it names none."""
+    """Return the tokens that end a text by the model's generation config: several in Llama 3, none if it
+    names none."""
     found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     return set(found) if isinstance(found, list) else set() if found is None else {found}
 
 
-def _padded(prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _padded(
+    prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ids and attention mask, int64 [prompts, longest], with padding on the left."""
     width = max(len(prompt) for prompt in prompts)
     ids = torch.tensor([[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    mask = torch.tensor(
+        [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device
+    )
     return ids, mask
 
 

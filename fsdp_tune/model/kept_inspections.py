@@ -1,8 +1,10 @@
-"""Keep the inspection of a model in the user's cache, and reuse it while nothing that it depends on has changed.
+"""Keep the inspection of a model in the user's cache, and reuse it while nothing that it depends on has
+changed.
 
-The name of an entry is a digest of what the inspecting process is given: its command, the recipe, the environment and the directory. The
-entry lists every file that it read, with a digest of their states (`core.reads`): configurations, headers of weights, the code of this
-package and of the libraries. Only an inspection without problems is kept, and none that ran code of a model or used the network.
+The name of an entry is a digest of what the inspecting process is given: its command, the recipe, the
+environment and the directory. The entry lists every file that it read, with a digest of their states
+(`core.reads`): configurations, headers of weights, the code of this package and of the libraries. Only an
+inspection without problems is kept, and none that ran code of a model or used the network.
 """
 
 from __future__ import annotations
@@ -27,10 +29,49 @@ from fsdp_tune.run.manifest import digest
 _PACKAGE = Path(__file__).parents[1]
 _MACHINE = ("/proc/sys/kernel/random/boot_id", "/proc/driver/nvidia/version")
 _OF_SESSION = (
-    *("PWD", "OLDPWD", "SHLVL", "TERM", "COLUMNS", "LINES", "WINDOWID", "SSH_", "TMUX", "STY", "VTE_", "KONSOLE_", "VSCODE_"),
-    *("XDG_SESSION_", "XDG_RUNTIME_DIR", "XDG_SEAT", "XDG_VTNR", "DBUS_", "KRB5CCNAME", "GPG_", "DISPLAY", "XAUTHORITY", "WAYLAND_DISPLAY"),
+    *(
+        "PWD",
+        "OLDPWD",
+        "SHLVL",
+        "TERM",
+        "COLUMNS",
+        "LINES",
+        "WINDOWID",
+        "SSH_",
+        "TMUX",
+        "STY",
+        "VTE_",
+        "KONSOLE_",
+        "VSCODE_",
+    ),
+    *(
+        "XDG_SESSION_",
+        "XDG_RUNTIME_DIR",
+        "XDG_SEAT",
+        "XDG_VTNR",
+        "DBUS_",
+        "KRB5CCNAME",
+        "GPG_",
+        "DISPLAY",
+        "XAUTHORITY",
+        "WAYLAND_DISPLAY",
+    ),
     *("INVOCATION_ID", "JOURNAL_STREAM", "MAIL"),
-    *("SLURM", "SBATCH_", "SRUN_", "SALLOC_", "PMI", "PBS_", "LSB_", "LSF_", "JOB_ID", "SGE_", "FLUX_", "OMPI_", "PRTE_"),
+    *(
+        "SLURM",
+        "SBATCH_",
+        "SRUN_",
+        "SALLOC_",
+        "PMI",
+        "PBS_",
+        "LSB_",
+        "LSF_",
+        "JOB_ID",
+        "SGE_",
+        "FLUX_",
+        "OMPI_",
+        "PRTE_",
+    ),
 )
 """First letters of the variables of a terminal, a login or a job of a scheduler."""
 _MOST_ENTRIES = 100
@@ -39,12 +80,16 @@ _MOST_BYTES = 2**28
 
 
 def without_session(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without variables that differ in each terminal, login or job, and that an inspection does not need."""
-    return {name: value for name, value in environment.items() if name != "_" and not name.startswith(_OF_SESSION)}
+    """Return an environment without variables that differ in each terminal, login or job, and that an
+    inspection does not need."""
+    return {
+        name: value for name, value in environment.items() if name != "_" and not name.startswith(_OF_SESSION)
+    }
 
 
 def inspected_part(recipe: Recipe) -> Recipe:
-    """Return a recipe without the names and rows that an inspection does not use, so that it is the same for others of the model."""
+    """Return a recipe without the names and rows that an inspection does not use, so that it is the same for
+    others of the model."""
     data = recipe.data.model_copy(update={"train": [], "eval": None, "mixture": Mixture()})
     return recipe.model_copy(update={"name": None, "output_dir": ".", "data": data})
 
@@ -54,21 +99,31 @@ def entry_path(command: Sequence[str], recipe: str, environment: Mapping[str, st
     try:
         machine = [path.read_text() for name in _MACHINE if (path := Path(name)).exists()]
         python = [sys.version, sys.path, platform.node(), machine]
-        given = json.dumps([list(command), recipe, dict(environment), str(Path.cwd()), python], sort_keys=True)
+        given = json.dumps(
+            [list(command), recipe, dict(environment), str(Path.cwd()), python], sort_keys=True
+        )
         path = default_cache_directory() / INSPECTIONS / digest(given, size=16)
-        path.parent.mkdir(parents=True, exist_ok=True)  # now, since libraries of the process look whether the cache is there
+        path.parent.mkdir(
+            parents=True, exist_ok=True
+        )  # now, since libraries of the process look whether the cache is there
     except (FsdpTuneError, OSError):
         return None
     return path
 
 
 def keep(path: Path, recipe: Recipe, found: ModelInspection, reads: Reads) -> None:
-    """Keep an inspection, if it can be reused, and remove the oldest of many. A cache that cannot be written is not an error."""
+    """Keep an inspection, if it can be reused, and remove the oldest of many. A cache that cannot be written
+    is not an error."""
     if found.facts is None or found.problems or recipe.model.trust_remote_code:
         return
-    for file in _PACKAGE.rglob("*.json"):  # modules of this package read them when they are imported, before anything is recorded
+    for file in _PACKAGE.rglob(
+        "*.json"
+    ):  # modules of this package read them when they are imported, before anything is recorded
         reads.include(str(file))
-    for text in (*_texts(recipe.model.model_dump()), *_texts(recipe.lora.model_dump() if recipe.lora is not None else None)):
+    for text in (
+        *_texts(recipe.model.model_dump()),
+        *_texts(recipe.lora.model_dump() if recipe.lora is not None else None),
+    ):
         reads.include(text)  # a path among them is read, or would be if it existed
     if not reads.is_reusable:
         return
@@ -81,7 +136,8 @@ def keep(path: Path, recipe: Recipe, found: ModelInspection, reads: Reads) -> No
 
 
 def kept(path: Path) -> ModelInspection | None:
-    """Return the kept inspection; None if there is none, if it is damaged, or if anything that it depends on has changed."""
+    """Return the kept inspection; None if there is none, if it is damaged, or if anything that it depends on
+    has changed."""
     try:
         reader = zlib.decompressobj()
         entry = json.loads(reader.decompress(path.read_bytes(), _MOST_BYTES))

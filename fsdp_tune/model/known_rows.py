@@ -1,8 +1,10 @@
-"""The documents of packed rows, for everything in a model that looks across tokens: masks are made for them, and mixers are called by them.
+"""The documents of packed rows, for everything in a model that looks across tokens: masks are made for them,
+and mixers are called by them.
 
-Whether position ids restart is known on the host. transformers checks it on the device, in each forward and flash layer, and each check
-waits until the device has finished all queued work. Several classes also make their masks without position ids (gpt-oss, OPT). So the
-masks of packed rows are made here, in the mask function of the model's kernel, for every class alike.
+Whether position ids restart is known on the host. transformers checks it on the device, in each forward and
+flash layer, and each check waits until the device has finished all queued work. Several classes also make
+their masks without position ids (gpt-oss, OPT). So the masks of packed rows are made here, in the mask
+function of the model's kernel, for every class alike.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class Span(NamedTuple):
 
 
 Pattern = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""A mask function of transformers' `masking_utils`: indices of row, head, query and key → whether the query attends to the key."""
+"""A mask function of transformers' `masking_utils`: indices of row, head, query and key → whether the query
+attends to the key."""
 
 
 @dataclass(frozen=True)
@@ -42,33 +45,52 @@ class Documents:
     def spans(self) -> tuple[Span, ...]:
         """Of each example, in order. The first access waits for the device."""
         tokens = self.position_ids.shape[1]
-        restarts = self.position_ids.diff(dim=1, prepend=self.position_ids[:, :1] - 2) != 1  # also at the first token of a row
+        restarts = (
+            self.position_ids.diff(dim=1, prepend=self.position_ids[:, :1] - 2) != 1
+        )  # also at the first token of a row
         starts: list[list[int]] = restarts.nonzero().tolist()
-        ends = [start if row == of else tokens for (of, _), (row, start) in zip(starts, [*starts[1:], [-1, 0]], strict=True)]
+        ends = [
+            start if row == of else tokens
+            for (of, _), (row, start) in zip(starts, [*starts[1:], [-1, 0]], strict=True)
+        ]
         return tuple(Span(row, start, end - start) for (row, start), end in zip(starts, ends, strict=True))
 
     @cached_property
     def lengths(self) -> dict[str, torch.Tensor | int]:
-        """The arguments of kernels for the batch as one row: where its documents end, and the index of each token's document."""
+        """The arguments of kernels for the batch as one row: where its documents end, and the index of each
+        token's document."""
         lengths = torch.tensor([span.tokens for span in self.spans])
-        ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32).to(self.position_ids.device)
-        index = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), lengths)[None].to(self.position_ids.device)
+        ends = (
+            torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32).to(self.position_ids.device)
+        )
+        index = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), lengths)[None].to(
+            self.position_ids.device
+        )
         longest = int(lengths.max())
-        return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest, "seq_idx": index}
+        return {
+            "cu_seq_lens_q": ends,
+            "cu_seq_lens_k": ends,
+            "max_length_q": longest,
+            "max_length_k": longest,
+            "seq_idx": index,
+        }
 
 
 _documents: Documents | None = None
-"""The documents of the current forward and backward. A global: CUDA's backward, which recomputes layers, runs in another thread."""
+"""The documents of the current forward and backward. A global: CUDA's backward, which recomputes layers, runs
+in another thread."""
 
 
 def known_documents() -> Documents | None:
-    """Return the documents of the current forward; None if its rows are not packed, or a sequence group shares them."""
+    """Return the documents of the current forward; None if its rows are not packed, or a sequence group
+    shares them."""
     return _documents
 
 
 @contextlib.contextmanager
 def packing_known(position_ids: torch.Tensor | None, kernel: str) -> Iterator[None]:
-    """Within the context, models with the attention `kernel` compute packed rows with these position ids [rows, tokens].
+    """Within the context, models with the attention `kernel` compute packed rows with these position ids
+    [rows, tokens].
 
     None: each row of the batch is one example. The context must hold the backward too.
     """
@@ -90,10 +112,12 @@ def packing_known(position_ids: torch.Tensor | None, kernel: str) -> Iterator[No
 
 @contextlib.contextmanager
 def masks_of_documents(kernel: str, position_ids: torch.Tensor | None, tokens: int) -> Iterator[None]:
-    """Within the context, masks for the attention `kernel` are those of complete rows of `tokens`, with these position ids if packed.
+    """Within the context, masks for the attention `kernel` are those of complete rows of `tokens`, with these
+    position ids if packed.
 
-    transformers passes the mask function of a kernel the number of tokens that it sees (in a sequence group, this rank's), and the
-    pattern (causal, a window) as a function of indices. The entry of the object hides that of the class, and the name stays.
+    transformers passes the mask function of a kernel the number of tokens that it sees (in a sequence group,
+    this rank's), and the pattern (causal, a window) as a function of indices. The entry of the object hides
+    that of the class, and the name stays.
     """
     make_mask = ALL_MASK_ATTENTION_FUNCTIONS.get(kernel)
     if make_mask is None:
@@ -116,10 +140,12 @@ def masks_of_documents(kernel: str, position_ids: torch.Tensor | None, tokens: i
 
 
 def _of_packed_examples(pattern: Pattern, position_ids: torch.Tensor, examples: torch.Tensor) -> Pattern:
-    """Return a pattern that keeps examples apart and applies `pattern` to positions in the example, as `create_causal_mask` of
-    transformers combines the two."""
+    """Return a pattern that keeps examples apart and applies `pattern` to positions in the example, as
+    `create_causal_mask` of transformers combines the two."""
 
-    def packed_pattern(row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    def packed_pattern(
+        row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
         is_same_example = examples[row, query] == examples[row, key]
         return is_same_example & pattern(row, head, position_ids[row, query], position_ids[row, key])
 
@@ -127,7 +153,8 @@ def _of_packed_examples(pattern: Pattern, position_ids: torch.Tensor, examples: 
 
 
 def example_numbers(position_ids: torch.Tensor) -> torch.Tensor:
-    """Return, for `position_ids` [batch, tokens], the index of each token's example in its row, from 0, in the same shape."""
+    """Return, for `position_ids` [batch, tokens], the index of each token's example in its row, from 0, in
+    the same shape."""
     before_first = position_ids[:, :1] - 1
     return (torch.diff(position_ids, prepend=before_first, dim=-1) != 1).cumsum(-1)
 

@@ -1,8 +1,10 @@
-"""Token mixers, such as linear attention, state spaces and short convolutions, on packed rows: each example by itself.
+"""Token mixers, such as linear attention, state spaces and short convolutions, on packed rows: each example
+by itself.
 
-A mixer reads the tokens before it from a state of its own, which no mask interrupts. So its forward is called for the documents of a row
-in place of the row: the states start from nothing at each, whatever the mixer computes and with any kernel. Where all of its kernels take
-the lengths of the documents, they get those, and the mixer is called once.
+A mixer reads the tokens before it from a state of its own, which no mask interrupts. So its forward is called
+for the documents of a row
+in place of the row: the states start from nothing at each, whatever the mixer computes and with any kernel.
+Where all of its kernels take the lengths of the documents, they get those, and the mixer is called once.
 """
 
 from __future__ import annotations
@@ -30,13 +32,18 @@ from fsdp_tune.recipe.rules.limits import computes_in_fp8
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 MOST_PADDING = 0.25
-"""Documents that are computed together are padded to the longest of them, by this share of their tokens at most."""
-_ATTENTION = frozenset({"ALL_ATTENTION_FUNCTIONS", "eager_attention_forward", "scaled_dot_product_attention", "softmax", "topk"})
-"""Names in the code of attention, and of what chooses its keys, which separate examples by a mask or by their lengths."""
+"""Documents that are computed together are padded to the longest of them, by this share of their tokens at
+most."""
+_ATTENTION = frozenset(
+    {"ALL_ATTENTION_FUNCTIONS", "eager_attention_forward", "scaled_dot_product_attention", "softmax", "topk"}
+)
+"""Names in the code of attention, and of what chooses its keys, which separate examples by a mask or by their
+lengths."""
 
 
 def find_mixers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the mixers of a model by name: the outermost modules inside a layer that need earlier tokens and hold no attention.
+    """Return the mixers of a model by name: the outermost modules inside a layer that need earlier tokens and
+    hold no attention.
 
     A module that needs earlier tokens takes the cache, from which it reads them when it generates.
     """
@@ -65,7 +72,8 @@ def _names_in_code(module_class: type[nn.Module]) -> frozenset[str]:
 
 @functools.cache
 def _arguments_in_code(module_class: type[nn.Module]) -> frozenset[str]:
-    """Return the arguments that the methods of a class may read: their parameters, and the texts in their code, as of `kwargs.get`."""
+    """Return the arguments that the methods of a class may read: their parameters, and the texts in their
+    code, as of `kwargs.get`."""
     codes = list(_codes_of(module_class))
     texts = (each for code in codes for each in code.co_consts if isinstance(each, str))
     return frozenset([*(name for code in codes for name in code.co_varnames), *texts])
@@ -73,8 +81,17 @@ def _arguments_in_code(module_class: type[nn.Module]) -> frozenset[str]:
 
 def _codes_of(module_class: type[nn.Module]) -> Iterator[CodeType]:
     """Yield the code of each method of a class and of those that it extends, without those of torch."""
-    own = (each for each in module_class.__mro__ if issubclass(each, nn.Module) and not each.__module__.startswith("torch."))
-    yield from (inspect.unwrap(value).__code__ for each in own for value in vars(each).values() if inspect.isfunction(value))
+    own = (
+        each
+        for each in module_class.__mro__
+        if issubclass(each, nn.Module) and not each.__module__.startswith("torch.")
+    )
+    yield from (
+        inspect.unwrap(value).__code__
+        for each in own
+        for value in vars(each).values()
+        if inspect.isfunction(value)
+    )
 
 
 def _is_attention(module: nn.Module) -> bool:
@@ -82,19 +99,28 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def takes_lengths(mixer: nn.Module) -> bool:
-    """Return whether the kernels of a mixer are those of packages that take the lengths of documents, which its code passes on.
+    """Return whether the kernels of a mixer are those of packages that take the lengths of documents, which
+    its code passes on.
 
-    A call with `**kwargs` passes on what the kernel names alike, `seq_idx`. The code must pass `cu_seq_lens_q` as `cu_seqlens`, which
-    Kimi Linear does not.
+    A call with `**kwargs` passes on what the kernel names alike, `seq_idx`. The code must pass
+    `cu_seq_lens_q` as `cu_seqlens`, which Kimi Linear does not.
     """
     parameters = inspect.signature(bare_class(mixer).forward).parameters.values()
     if not any(each.kind is each.VAR_KEYWORD for each in parameters):
         return False
     used = _names_in_code(bare_class(mixer))
-    functions = [value for name, value in vars(sys.modules[bare_class(mixer).__module__]).items() if name in used]
-    kernels = [kernel for function in functions if (kernel := kernel_with_fallback(function)) is not None and kernel.trains]
+    functions = [
+        value for name, value in vars(sys.modules[bare_class(mixer).__module__]).items() if name in used
+    ]
+    kernels = [
+        kernel
+        for function in functions
+        if (kernel := kernel_with_fallback(function)) is not None and kernel.trains
+    ]
     read = _arguments_in_code(bare_class(mixer))
-    return bool(kernels) and all("seq_idx" in kernel.lengths or (kernel.lengths and "cu_seq_lens_q" in read) for kernel in kernels)
+    return bool(kernels) and all(
+        "seq_idx" in kernel.lengths or (kernel.lengths and "cu_seq_lens_q" in read) for kernel in kernels
+    )
 
 
 def packs(recipe: Recipe) -> bool:
@@ -103,7 +129,8 @@ def packs(recipe: Recipe) -> bool:
 
 
 def choose_packing(recipe: Recipe, model: nn.Module) -> dict[str, KernelChoice]:
-    """Return how the mixers of a model keep packed examples apart, by recipe key; empty if it has none, or rows are not packed.
+    """Return how the mixers of a model keep packed examples apart, by recipe key; empty if it has none, or
+    rows are not packed.
 
     Raises: usage error with `kernels.compile`, which would compile another graph for every set of lengths.
     """
@@ -112,30 +139,47 @@ def choose_packing(recipe: Recipe, model: nn.Module) -> dict[str, KernelChoice]:
         return {}
     kinds = sorted({bare_class(mixer).__name__ for mixer in mixers.values()})
     if recipe.kernels.compile:
-        message = f"`kernels.compile` with packed rows: {' and '.join(kinds)} would need another graph for every set of lengths of examples"
-        raise usage_error("packing-not-compiled", message, where=Where(key="kernels.compile"), hint="--set kernels.compile=false")
+        message = (
+            f"`kernels.compile` with packed rows: {' and '.join(kinds)} would need another graph for "
+            "every set of lengths of examples"
+        )
+        raise usage_error(
+            "packing-not-compiled",
+            message,
+            where=Where(key="kernels.compile"),
+            hint="--set kernels.compile=false",
+        )
     if all(takes_lengths(mixer) for mixer in mixers.values()):
-        return {"data.packing": KernelChoice("by lengths", f"the kernels of {', '.join(kinds)} take the lengths of examples")}
+        return {
+            "data.packing": KernelChoice(
+                "by lengths", f"the kernels of {', '.join(kinds)} take the lengths of examples"
+            )
+        }
     _refuse_units_inside(recipe, model, mixers)
     price = f"one call for examples of similar length, with at most {MOST_PADDING:.0%} more tokens"
     return {
         "data.packing": KernelChoice(
-            "by example", f"{', '.join(kinds)} compute{'s' if len(kinds) == 1 else ''} each example alone: {price}"
+            "by example",
+            f"{', '.join(kinds)} compute{'s' if len(kinds) == 1 else ''} each example alone: {price}",
         )
     }
 
 
 def _refuse_units_inside(recipe: Recipe, model: nn.Module, mixers: Iterable[str]) -> None:
-    """Refuse FSDP units inside mixers that are called for groups of examples: ranks have different rows, and would gather them in
-    different numbers, so that they wait for each other or take another unit's parameters."""
+    """Refuse FSDP units inside mixers that are called for groups of examples: ranks have different rows, and
+    would gather them in different numbers, so that they wait for each other or take another unit's
+    parameters."""
     if not recipe.is_sharded or recipe.world_size == 1:
         return
     inside = tuple(f"{name}." for name in mixers)
     groups = plan_units(recipe, cast(PreTrainedModel, model)).groups
-    if (unit := next((name for group in groups for name in group if name.startswith(inside)), None)) is not None:
+    if (
+        unit := next((name for group in groups for name in group if name.startswith(inside)), None)
+    ) is not None:
         raise usage_error(
             "contradiction",
-            f"`data.packing` calls a mixer once for each group of examples, and `fsdp.auto_wrap_policy: {recipe.fsdp.auto_wrap_policy}` "
+            "`data.packing` calls a mixer once for each group of examples, and "
+            f"`fsdp.auto_wrap_policy: {recipe.fsdp.auto_wrap_policy}` "
             f"makes a unit of `{unit}` inside, which ranks would gather in different numbers",
             where=Where(key="fsdp.auto_wrap_policy"),
             hint="--set fsdp.auto_wrap_policy=TRANSFORMER_BASED_WRAP",
@@ -143,7 +187,8 @@ def _refuse_units_inside(recipe: Recipe, model: nn.Module, mixers: Iterable[str]
 
 
 def packing_notices(choice: KernelChoice | None) -> list[Notice]:
-    """Return a notice of what packing costs a model whose mixers are called by example. `choice`: that of `choose_packing`."""
+    """Return a notice of what packing costs a model whose mixers are called by example. `choice`: that of
+    `choose_packing`."""
     if choice is None or choice.value != "by example":
         return []
     return [Notice("packing-by-example", choice.reason, where=Where(key="data.packing"))]
@@ -156,7 +201,8 @@ def separate_packed(recipe: Recipe, model: nn.Module) -> None:
 
 
 def separate_documents(model: nn.Module, multiple_of: int = 1) -> dict[str, nn.Module]:
-    """Make the mixers of a model compute the documents of packed rows, padded to a multiple of tokens. Return them by name."""
+    """Make the mixers of a model compute the documents of packed rows, padded to a multiple of tokens. Return
+    them by name."""
     mixers = find_mixers(model)
     for mixer in mixers.values():
         call_by_documents(mixer, multiple_of)
@@ -164,7 +210,8 @@ def separate_documents(model: nn.Module, multiple_of: int = 1) -> dict[str, nn.M
 
 
 def call_by_documents(mixer: nn.Module, multiple_of: int = 1) -> None:
-    """Make a mixer compute the documents of packed rows, while they are known (`known_rows.packing_known`), in place of the rows."""
+    """Make a mixer compute the documents of packed rows, while they are known (`known_rows.packing_known`),
+    in place of the rows."""
     forward = mixer.forward
     call = _at_once if takes_lengths(mixer) else functools.partial(_in_groups, multiple_of)
 
@@ -176,33 +223,54 @@ def call_by_documents(mixer: nn.Module, multiple_of: int = 1) -> None:
     mixer.forward = by_documents  # type: ignore[method-assign]
 
 
-def _at_once(forward: Callable[..., object], documents: Documents, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+def _at_once(
+    forward: Callable[..., object], documents: Documents, args: tuple[object, ...], kwargs: dict[str, object]
+) -> object:
     """Call the forward for all rows as one, and pass on where its documents end."""
     rows, tokens = documents.position_ids.shape
 
     def flat(value: object) -> object:
-        if isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] == tokens and value.shape[0] in (1, rows):
+        if (
+            isinstance(value, torch.Tensor)
+            and value.ndim > 1
+            and value.shape[1] == tokens
+            and value.shape[0] in (1, rows)
+        ):
             return value.expand(rows, *value.shape[1:]).flatten(0, 1)[None]
         return value
 
     args, kwargs = _mapped(flat, (args, _without_lengths(kwargs)))
     found = forward(*args, **kwargs, **documents.lengths)
-    return _mapped(lambda value: value[0].unflatten(0, (rows, tokens)) if isinstance(value, torch.Tensor) else value, found)
+    return _mapped(
+        lambda value: value[0].unflatten(0, (rows, tokens)) if isinstance(value, torch.Tensor) else value,
+        found,
+    )
 
 
 def _in_groups(
-    multiple_of: int, forward: Callable[..., object], documents: Documents, args: tuple[object, ...], kwargs: dict[str, object]
+    multiple_of: int,
+    forward: Callable[..., object],
+    documents: Documents,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
 ) -> object:
-    """Call the forward once for each group of documents of similar length, padded on the right, which a causal mixer does not read."""
+    """Call the forward once for each group of documents of similar length, padded on the right, which a
+    causal mixer does not read."""
     spans, given = documents.spans, (args, _without_lengths(kwargs))
     groups = groups_of_lengths([span.tokens for span in spans])
     shape = documents.position_ids.shape
-    outputs = [_called(forward, given, [spans[index] for index in group], shape, multiple_of) for group in groups]
+    outputs = [
+        _called(forward, given, [spans[index] for index in group], shape, multiple_of) for group in groups
+    ]
     return _joined([found for found, _ in outputs], outputs[0][1], groups, documents)
 
 
 def _called(
-    forward: Callable[..., object], given: tuple[object, object], spans: Sequence[Span], shape: torch.Size, multiple_of: int
+    forward: Callable[..., object],
+    given: tuple[object, object],
+    spans: Sequence[Span],
+    shape: torch.Size,
+    multiple_of: int,
 ) -> tuple[object, int]:
     """Return the output for the documents of `spans`, and the number of tokens to which they were padded."""
     longest = -(-max(span.tokens for span in spans) // multiple_of) * multiple_of
@@ -211,7 +279,9 @@ def _called(
         found = forward(*args, **kwargs)
         if not any(tensor.shape[1:3] == (longest, longest) for tensor in _tensors(found)):
             return found, longest
-        longest += multiple_of  # as many heads as tokens: with more tokens it shows which dimension has the tokens
+        longest += (
+            multiple_of  # as many heads as tokens: with more tokens it shows which dimension has the tokens
+        )
 
 
 def _without_lengths(kwargs: dict[str, object]) -> dict[str, object]:
@@ -219,9 +289,11 @@ def _without_lengths(kwargs: dict[str, object]) -> dict[str, object]:
 
 
 def _cut(spans: Sequence[Span], longest: int, shape: torch.Size, value: object) -> object:
-    """Return [documents, longest, ...] of a tensor [rows or 1, tokens, ...]; anything else is the same for all documents.
+    """Return [documents, longest, ...] of a tensor [rows or 1, tokens, ...]; anything else is the same for
+    all documents.
 
-    The mask of attention, [rows, heads, tokens, tokens], which some layers pass to each of their modules, is left out.
+    The mask of attention, [rows, heads, tokens, tokens], which some layers pass to each of their modules, is
+    left out.
     """
     if not isinstance(value, torch.Tensor):
         return value
@@ -235,15 +307,24 @@ def _cut(spans: Sequence[Span], longest: int, shape: torch.Size, value: object) 
 
 
 def _padded(document: torch.Tensor, longest: int) -> torch.Tensor:
-    """Return a document with its last token repeated, without gradients: no value is unusual, so that no gradient is NaN times zero."""
+    """Return a document with its last token repeated, without gradients: no value is unusual, so that no
+    gradient is NaN times zero."""
     missing = longest - len(document)
-    return torch.cat([document, document[-1:].detach().expand(missing, *document.shape[1:])]) if missing else document
+    return (
+        torch.cat([document, document[-1:].detach().expand(missing, *document.shape[1:])])
+        if missing
+        else document
+    )
 
 
-def _joined(found: Sequence[Any], longest: int, groups: Sequence[Sequence[int]], documents: Documents) -> object:
-    """Return the output for the rows from those for each group of documents. `longest`: the tokens of the first group.
+def _joined(
+    found: Sequence[Any], longest: int, groups: Sequence[Sequence[int]], documents: Documents
+) -> object:
+    """Return the output for the rows from those for each group of documents. `longest`: the tokens of the
+    first group.
 
-    A tensor has its tokens in dimension 1, or after the heads. One without tokens is a state, which only generation reads: None.
+    A tensor has its tokens in dimension 1, or after the heads. One without tokens is a state, which only
+    generation reads: None.
     """
     first = found[0]
     if isinstance(first, dict):
@@ -267,7 +348,11 @@ def _mapped(function: Callable[[object], object], value: object) -> Any:
     """Return arguments or outputs with `function` of each value in their tuples, lists and dictionaries."""
     if isinstance(value, dict):
         return {name: _mapped(function, each) for name, each in value.items()}
-    return tuple(_mapped(function, each) for each in value) if isinstance(value, tuple | list) else function(value)
+    return (
+        tuple(_mapped(function, each) for each in value)
+        if isinstance(value, tuple | list)
+        else function(value)
+    )
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
@@ -279,7 +364,8 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 def groups_of_lengths(lengths: Sequence[int]) -> list[list[int]]:
-    """Return the indices of documents in groups that waste at most `MOST_PADDING` of their tokens when padded to the longest."""
+    """Return the indices of documents in groups that waste at most `MOST_PADDING` of their tokens when padded
+    to the longest."""
     groups: list[list[int]] = []
     longest = filled = 0
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):

@@ -1,6 +1,8 @@
-"""The facts of a recipe's model, which a child process with torch finds on the meta device, and RUN/model, which is written from them.
+"""The facts of a recipe's model, which a child process with torch finds on the meta device, and RUN/model,
+which is written from them.
 
-RUN/model has the files that a merged model needs besides its weights. It is written before step 1, so that a merge needs no network.
+RUN/model has the files that a merged model needs besides its weights. It is written before step 1, so that a
+merge needs no network.
 """
 
 from __future__ import annotations
@@ -20,7 +22,14 @@ from fsdp_tune.core.hub import resolves_inside
 from fsdp_tune.core.tensors.file_formats import CONFIG_FILE
 from fsdp_tune.data.tokenise.exported_tokenizer import SavedTokenizer, TokenizerOrigin, save_tokenizer
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.base_model import LAYOUT_FILE, TENSORS_FILE, BaseLayout, BaseModel, BaseRecord, describe_base
+from fsdp_tune.run.base_model import (
+    LAYOUT_FILE,
+    TENSORS_FILE,
+    BaseLayout,
+    BaseModel,
+    BaseRecord,
+    describe_base,
+)
 from fsdp_tune.run.records import PartialFacts
 
 WRITTEN = "set in the recipe"
@@ -51,7 +60,8 @@ class AdapterFacts:
 class ModelFacts(PartialFacts):
     """What can be known of a recipe's model without its weights.
 
-    `as_dict` has only the fields that were set: those of an adapter for `lora:`, and kernels unless a problem was found before them.
+    `as_dict` has only the fields that were set: those of an adapter for `lora:`, and kernels unless a problem
+    was found before them.
     """
 
     packaged: bool
@@ -109,11 +119,15 @@ class ModelInspection:
         """Parse a document. Raises: ValueError if it is damaged."""
         try:
             raw: dict[str, Any] = json.loads(text)
-            problems, notices = (tuple(map(Problem.from_dict, raw.pop(name))) for name in ("problems", "notices"))
+            problems, notices = (
+                tuple(map(Problem.from_dict, raw.pop(name))) for name in ("problems", "notices")
+            )
             facts = ModelFacts.model_validate(raw) if raw else None
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"not an inspection: {error!r}") from error
-        return cls(facts, problems, tuple(Notice(each.code, each.message, each.where, each.hint) for each in notices))
+        return cls(
+            facts, problems, tuple(Notice(each.code, each.message, each.where, each.hint) for each in notices)
+        )
 
 
 class Tokenizer(SavedTokenizer, Protocol):
@@ -127,19 +141,33 @@ class Tokenizer(SavedTokenizer, Protocol):
     def pad_token_id(self) -> int | None: ...
 
 
-def save_model_files(directory: Path, facts: ModelFacts, tokenizer: Tokenizer, origin: TokenizerOrigin) -> None:
-    """Write config.json, generation_config.json, the tokenizer, base_layout.json, tensors.json, and of an adapter its adapter_config.json.
+def save_model_files(
+    directory: Path, facts: ModelFacts, tokenizer: Tokenizer, origin: TokenizerOrigin
+) -> None:
+    """Write config.json, generation_config.json, the tokenizer, base_layout.json, tensors.json, and of an
+    adapter its adapter_config.json.
 
     `origin` is the tokenizer before the recipe changed it.
     """
     save_tokenizer(directory, tokenizer, origin)
     config = facts.exported_config
-    # Not as strict JSON: transformers 4 writes and reads a bare `Infinity`, as in the configurations of Mamba 2.
-    write_file(directory / "config.json", json.dumps(config | _changes_of_run(facts, tokenizer), indent=2, ensure_ascii=False) + "\n")
-    generation = with_special_tokens(facts.generation_config, tokenizer, ("bos_token_id", "eos_token_id", "pad_token_id"))
+    # Not as strict JSON: transformers 4 writes and reads a bare `Infinity`, as in the configurations of Mamba
+    # 2.
+    write_file(
+        directory / "config.json",
+        json.dumps(config | _changes_of_run(facts, tokenizer), indent=2, ensure_ascii=False) + "\n",
+    )
+    generation = with_special_tokens(
+        facts.generation_config, tokenizer, ("bos_token_id", "eos_token_id", "pad_token_id")
+    )
     write_json(directory / "generation_config.json", generation)
     wanted = ["*.py"] * ("auto_map" in config) + ["*processor_config.json"] * bool(facts.tensors.carried)
-    for path in sorted(each for pattern in wanted if facts.base_folder is not None for each in Path(facts.base_folder).glob(pattern)):
+    for path in sorted(
+        each
+        for pattern in wanted
+        if facts.base_folder is not None
+        for each in Path(facts.base_folder).glob(pattern)
+    ):
         if resolves_inside(path, path.parent):
             write_file(directory / path.name, path.read_bytes())
     facts.base_layout.write(directory / LAYOUT_FILE)
@@ -149,26 +177,33 @@ def save_model_files(directory: Path, facts: ModelFacts, tokenizer: Tokenizer, o
 
 
 def _changes_of_run(facts: ModelFacts, tokenizer: Tokenizer) -> dict[str, object]:
-    """Return the fields of config.json that tokenizer and model of the run set, without those that have this value already."""
+    """Return the fields of config.json that tokenizer and model of the run set, without those that have this
+    value already."""
     before = facts.config
     config = with_special_tokens(before, tokenizer, ("bos_token_id", "eos_token_id"))
-    # Some models use the padding id of their config: Youtu zeroes that row of the embedding on each load, XGLM that position.
-    # So config.json keeps the id of the training; `generate` pads with the id of the generation config.
+    # Some models use the padding id of their config: Youtu zeroes that row of the embedding on each load,
+    # XGLM that position. So config.json keeps the id of the training; `generate` pads with the id of the
+    # generation config.
     padding = config.get("pad_token_id")
     if isinstance(padding, int) and padding >= max(facts.embedding_rows, len(tokenizer)):
         config["pad_token_id"] = None
-    # `resize_embeddings` grows the embedding to the tokenizer; without it, a larger tokenizer was refused earlier.
+    # `resize_embeddings` grows the embedding to the tokenizer; without it, a larger tokenizer was refused
+    # earlier.
     if len(tokenizer) > facts.embedding_rows:
         config["vocab_size"] = len(tokenizer)
     changed = changed_fields(before, config)
     return changed if facts.keeps_architectures else changed | {"architectures": [facts.architecture]}
 
 
-def with_special_tokens(config: dict[str, object], tokenizer: Tokenizer, names: Sequence[str]) -> dict[str, object]:
-    """Return the config with the tokenizer's special tokens: a model must stop at the EOS that it was trained with.
+def with_special_tokens(
+    config: dict[str, object], tokenizer: Tokenizer, names: Sequence[str]
+) -> dict[str, object]:
+    """Return the config with the tokenizer's special tokens: a model must stop at the EOS that it was trained
+    with.
 
-    A list of several EOS tokens that includes the tokenizer's (Llama 3) stays. An id for which the tokenizer has no token stays
-    too, unless it is outside of the vocabulary, as GPT-2's default 50256 is in a small model.
+    A list of several EOS tokens that includes the tokenizer's (Llama 3) stays. An id for which the tokenizer
+    has no token stays too, unless it is outside of the vocabulary, as GPT-2's default 50256 is in a small
+    model.
     """
     changed = dict(config)
     for name in names:
@@ -183,15 +218,19 @@ def with_special_tokens(config: dict[str, object], tokenizer: Tokenizer, names: 
 
 
 def check_vocabulary(facts: ModelFacts, recipe: Recipe, vocabulary_size: int) -> list[Notice]:
-    """Refuse a tokenizer with more tokens than embedding rows, which would be an index error inside a GPU kernel, and new rows that
-    `lora:` would freeze. Raises: usage error."""
+    """Refuse a tokenizer with more tokens than embedding rows, which would be an index error inside a GPU
+    kernel, and new rows that `lora:` would freeze. Raises: usage error."""
     rows, model = facts.embedding_rows, recipe.model
     has_grown = vocabulary_size > rows
     if has_grown and not model.grows_embedding:
         raise usage_error(
             "vocabulary-larger-than-embedding",
-            f"the tokenizer {model.tokenizer} has {vocabulary_size:,} tokens, and the model's embedding has {rows:,} rows",
-            ways_out=("--set model.resize_embeddings=true grows the embedding", "set model.tokenizer to the tokenizer of the model"),
+            f"the tokenizer {model.tokenizer} has {vocabulary_size:,} tokens, and the model's "
+            f"embedding has {rows:,} rows",
+            ways_out=(
+                "--set model.resize_embeddings=true grows the embedding",
+                "set model.tokenizer to the tokenizer of the model",
+            ),
         )
     if recipe.lora is None:
         return []
@@ -199,15 +238,27 @@ def check_vocabulary(facts: ModelFacts, recipe: Recipe, vocabulary_size: int) ->
         raise untrained_tokens(recipe, is_tied=facts.tied_embeddings)
     if facts.is_embedding_trained or not model.tokens.add:
         return []
-    message = "`lora:` freezes the embedding: tokens of `model.tokens.add` that the base was not trained with keep its values"
-    return [Notice("lora-new-tokens", message, where=Where(key="model.tokens.add"), hint=_trained_in_full(is_tied=facts.tied_embeddings))]
+    message = (
+        "`lora:` freezes the embedding: tokens of `model.tokens.add` that the base was not trained with "
+        "keep its values"
+    )
+    return [
+        Notice(
+            "lora-new-tokens",
+            message,
+            where=Where(key="model.tokens.add"),
+            hint=_trained_in_full(is_tied=facts.tied_embeddings),
+        )
+    ]
 
 
 def untrained_tokens(recipe: Recipe, *, is_tied: bool) -> FsdpTuneError:
-    """Return the error about an embedding or a head that grows and is frozen: the new rows would keep values that no file holds."""
+    """Return the error about an embedding or a head that grows and is frozen: the new rows would keep values
+    that no file holds."""
     return usage_error(
         "lora-new-tokens",
-        "embedding and head grow for new tokens, and `lora:` freezes one of them: its new rows would keep random values",
+        "embedding and head grow for new tokens, and `lora:` freezes one of them: its new rows would "
+        "keep random values",
         where=Where(key="model.tokens.add" if recipe.model.tokens.add else "model.resize_embeddings"),
         hint=_trained_in_full(is_tied=is_tied),
     )

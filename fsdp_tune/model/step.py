@@ -1,8 +1,9 @@
-"""The computation of an optimizer step besides the model itself: the loss, parameter groups, norm, clipping, fp16 loss scale.
+"""The computation of an optimizer step besides the model itself: the loss, parameter groups, norm, clipping,
+fp16 loss scale.
 
-The loss of a step is `sum of token losses / number of supervised tokens`, both over all ranks and micro-batches, so every supervised
-token has the same weight. Averages of averages (per micro-batch, per rank) give tokens of short rows more weight: transformers#34191 and
-later issues.
+The loss of a step is `sum of token losses / number of supervised tokens`, both over all ranks and
+micro-batches, so every supervised token has the same weight. Averages of averages (per micro-batch, per rank)
+give tokens of short rows more weight: transformers#34191 and later issues.
 
 The planner traces the same functions, so that it predicts their allocations.
 """
@@ -34,7 +35,8 @@ from fsdp_tune.recipe.schema.training_fields import training_value
 
 
 def shift_labels(labels: torch.Tensor) -> torch.Tensor:
-    """Return labels [batch, tokens] shifted to the positions of the logits: position t predicts token t + 1."""
+    """Return labels [batch, tokens] shifted to the positions of the logits: position t predicts token t +
+    1."""
     return F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:].contiguous()
 
 
@@ -44,12 +46,19 @@ def supervised_tokens(labels: torch.Tensor) -> torch.Tensor:
 
 
 def token_losses(
-    logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0, *, dft: bool = False, reduction: str = "none"
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    label_smoothing: float = 0.0,
+    *,
+    dft: bool = False,
+    reduction: str = "none",
 ) -> torch.Tensor:
-    """Return the loss of each token, zero where it is not trained, in fp32 (nats): [batch × tokens], or its sum.
+    """Return the loss of each token, zero where it is not trained, in fp32 (nats): [batch × tokens], or its
+    sum.
 
-    `logits` [batch, tokens, vocabulary] in any float dtype, `targets` (`shift_labels`) [batch, tokens] with -100 where not trained.
-    The loss is the cross-entropy -log p; with `dft`, -sg(p) log p, where sg passes no gradient (dynamic fine-tuning, arXiv:2508.05629).
+    `logits` [batch, tokens, vocabulary] in any float dtype, `targets` (`shift_labels`) [batch, tokens] with
+    -100 where not trained. The loss is the cross-entropy -log p; with `dft`, -sg(p) log p, where sg passes no
+    gradient (dynamic fine-tuning, arXiv:2508.05629).
     """
     losses = F.cross_entropy(
         logits.float().view(-1, logits.shape[-1]),
@@ -64,7 +73,9 @@ def token_losses(
     return losses.sum() if reduction == "sum" else losses
 
 
-def summed_token_loss(logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0, *, dft: bool = False) -> torch.Tensor:
+def summed_token_loss(
+    logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0, *, dft: bool = False
+) -> torch.Tensor:
     """Return the sum of `token_losses`. Zero, with a gradient of zero, if no token is trained."""
     return token_losses(logits, targets, label_smoothing, dft=dft, reduction="sum")
 
@@ -77,26 +88,41 @@ class LossArguments(TypedDict):
 
 
 def loss_options(recipe: Recipe) -> LossArguments:
-    """Return the arguments of `token_losses` and `forward_backward` for the training loss. Evaluation has none: it is cross-entropy."""
-    return {"label_smoothing": float(training_value(recipe.training, "label_smoothing_factor")), "dft": recipe.training.loss == "dft"}
+    """Return the arguments of `token_losses` and `forward_backward` for the training loss. Evaluation has
+    none: it is cross-entropy."""
+    return {
+        "label_smoothing": float(training_value(recipe.training, "label_smoothing_factor")),
+        "dft": recipe.training.loss == "dft",
+    }
 
 
 _NOT_OF_THE_MODEL = ("labels", "cu_seq_lens", "example_ids", "example_lengths", "source_ids")
 
 
 def model_inputs(batch: dict[str, torch.Tensor]) -> dict[str, object]:
-    """Return the entries of a batch for a model's forward; of rows that a sequence group shares, with this rank's tokens.
+    """Return the entries of a batch for a model's forward; of rows that a sequence group shares, with this
+    rank's tokens.
 
-    `cu_seq_lens` [examples + 1] int32, if present, gives variable-length kernels the ends of examples in the flattened batch; without it
-    they use position ids, which works for a single row only.
+    `cu_seq_lens` [examples + 1] int32, if present, gives variable-length kernels the ends of examples in the
+    flattened batch; without it they use position ids, which works for a single row only.
     """
-    inputs: dict[str, object] = {name: value for name, value in batch.items() if name not in _NOT_OF_THE_MODEL}
+    inputs: dict[str, object] = {
+        name: value for name, value in batch.items() if name not in _NOT_OF_THE_MODEL
+    }
     if (ends := batch.get("cu_seq_lens")) is not None:
         # The length of the longest example is only on the device; the kernels accept an upper bound.
         longest = batch["input_ids"].shape[1]
-        inputs |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+        inputs |= {
+            "cu_seq_lens_q": ends,
+            "cu_seq_lens_k": ends,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
     if (rows := shared_rows()) is not None:  # with positions always, since a rank's tokens do not start at 0
-        inputs |= {"input_ids": rows.own_tokens(batch["input_ids"]), "position_ids": rows.own_tokens(rows.position_ids)}
+        inputs |= {
+            "input_ids": rows.own_tokens(batch["input_ids"]),
+            "position_ids": rows.own_tokens(rows.position_ids),
+        }
     return inputs
 
 
@@ -111,15 +137,18 @@ def micro_batch_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run one forward and return (summed loss in fp32, auxiliary loss or zero).
 
-    `batch` has input_ids, labels and optionally position_ids and cu_seq_lens. With example_ids and example_lengths, the
-    auxiliary loss is that of each example times its tokens, summed (`summed_balance`); otherwise the model's own, of the batch.
-    `gradient_scale` is the factor by which the caller multiplies the summed loss before the backward. With `source_losses`, fp64
-    [sources], the token losses are also added to it by source, if the batch has `source_ids` [batch, tokens].
+    `batch` has input_ids, labels and optionally position_ids and cu_seq_lens. With example_ids and
+    example_lengths, the auxiliary loss is that of each example times its tokens, summed (`summed_balance`);
+    otherwise the model's own, of the batch. `gradient_scale` is the factor by which the caller multiplies the
+    summed loss before the backward. With `source_losses`, fp64 [sources], the token losses are also added to
+    it by source, if the batch has `source_ids` [batch, tokens].
     """
     inputs, targets = model_inputs(batch), shift_labels(batch["labels"])
     ids = None if source_losses is None or "source_ids" not in batch else shift_labels(batch["source_ids"])
     if (rows := shared_rows()) is not None:
-        targets = rows.own_tokens(targets)  # after the shift: the last target of a rank is the first token of the next rank
+        targets = rows.own_tokens(
+            targets
+        )  # after the shift: the last target of a rank is the first token of the next rank
         ids = None if ids is None else rows.own_tokens(ids)
     of_tokens: torch.Tensor | None = None
     with examples_alone(model, batch):
@@ -132,8 +161,15 @@ def micro_batch_loss(
                 loss = of_tokens.sum()
             auxiliary = getattr(outputs, "aux_loss", None)
         else:
-            options = {"targets": targets, "label_smoothing": label_smoothing, "dft": dft, "gradient_scale": gradient_scale}
-            loss, auxiliary, of_tokens = model(**inputs, use_cache=False, **options, keeps_token_losses=ids is not None)
+            options = {
+                "targets": targets,
+                "label_smoothing": label_smoothing,
+                "dft": dft,
+                "gradient_scale": gradient_scale,
+            }
+            loss, auxiliary, of_tokens = model(
+                **inputs, use_cache=False, **options, keeps_token_losses=ids is not None
+            )
     if source_losses is not None and ids is not None and of_tokens is not None:
         _add_by_source(source_losses, of_tokens.detach(), ids.view(-1))
     return loss, auxiliary if isinstance(auxiliary, torch.Tensor) else torch.zeros_like(loss)
@@ -146,7 +182,8 @@ def _add_by_source(source_losses: torch.Tensor, of_tokens: torch.Tensor, ids: to
 
 
 def auxiliary_loss_weight(model: PreTrainedModel) -> float:
-    """Return the coefficient of the load-balancing loss; zero if `output_router_logits` is off in the configuration."""
+    """Return the coefficient of the load-balancing loss; zero if `output_router_logits` is off in the
+    configuration."""
     if not getattr(model.config, "output_router_logits", False):
         return 0.0
     return next((float(getattr(model, name)) for name in BALANCE_WEIGHTS if hasattr(model, name)), 0.0)
@@ -156,15 +193,19 @@ NORM_PIECE = 1 << 14
 
 
 def compute_context(recipe: Recipe, device_type: str) -> AbstractContextManager[object]:
-    """Return the context of the forward: autocast for DDP in mixed precision; no-op under FSDP, which casts its units itself."""
+    """Return the context of the forward: autocast for DDP in mixed precision; no-op under FSDP, which casts
+    its units itself."""
     mixed = recipe.precision.mixed_precision
     if recipe.is_sharded or mixed == "no" or recipe.compute_dtype == recipe.model.dtype:
         return nullcontext()
     return torch.autocast(device_type, dtype=TORCH_DTYPE[recipe.compute_dtype])
 
 
-def parameter_groups(wrapped: nn.Module, options_of: Callable[[str], dict[str, object]]) -> list[dict[str, object]]:
-    """Return the trained parameters in groups of equal options, which `options_of` returns for a parameter's name.
+def parameter_groups(
+    wrapped: nn.Module, options_of: Callable[[str], dict[str, object]]
+) -> list[dict[str, object]]:
+    """Return the trained parameters in groups of equal options, which `options_of` returns for a parameter's
+    name.
 
     Groups without a learning rate of their own come first, and of these the one with weight decay.
     """
@@ -173,12 +214,15 @@ def parameter_groups(wrapped: nn.Module, options_of: Callable[[str], dict[str, o
         if parameter.requires_grad:
             options = options_of(plain_name(wrapped_name))
             groups.setdefault(tuple(sorted(options.items())), []).append(parameter)
-    made: list[dict[str, object]] = [{"params": parameters, **dict(options)} for options, parameters in groups.items()]
+    made: list[dict[str, object]] = [
+        {"params": parameters, **dict(options)} for options, parameters in groups.items()
+    ]
     return sorted(made, key=lambda group: ("lr" in group, not group["weight_decay"]))
 
 
 def flat_shard_group(wrapped: nn.Module) -> dist.ProcessGroup | None:
-    """Return the group over which FSDP1 splits its flat parameters; None if gradients are DTensors or not sharded."""
+    """Return the group over which FSDP1 splits its flat parameters; None if gradients are DTensors or not
+    sharded."""
     return wrapped.process_group if isinstance(wrapped, FullyShardedDataParallel) else None
 
 
@@ -194,16 +238,19 @@ def forward_backward(
     dft: bool = False,
     source_losses: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run forward and backward of one micro-batch. Return (differentiated loss, sum of token losses), both detached scalars.
+    """Run forward and backward of one micro-batch. Return (differentiated loss, sum of token losses), both
+    detached scalars.
 
-    `share` turns the sum of token losses into this rank's part of the step's loss; `auxiliary` is the weight of a mixture
-    of experts' auxiliary loss, this rank's part of the step's tokens included; `loss_scale` is fp16's. Token losses are added to
-    `source_losses` by source (`micro_batch_loss`).
+    `share` turns the sum of token losses into this rank's part of the step's loss; `auxiliary` is the weight
+    of a mixture of experts' auxiliary loss, this rank's part of the step's tokens included; `loss_scale` is
+    fp16's. Token losses are added to `source_losses` by source (`micro_batch_loss`).
     """
     scale = share if loss_scale is None else share * loss_scale
     with rows_known(wrapped, batch):  # also during the backward, in which recomputation runs layers again
         with compute_context(recipe, batch["input_ids"].device.type):
-            loss_sum, auxiliary_loss = micro_batch_loss(wrapped, batch, label_smoothing, scale, source_losses, dft=dft)
+            loss_sum, auxiliary_loss = micro_batch_loss(
+                wrapped, batch, label_smoothing, scale, source_losses, dft=dft
+            )
         loss = loss_sum * share
         if auxiliary:
             loss = loss + auxiliary * auxiliary_loss
@@ -214,12 +261,14 @@ def forward_backward(
 
 
 @torch.no_grad()
-def total_norm(parameters: Iterable[nn.Parameter], flat_group: dist.ProcessGroup | None = None) -> torch.Tensor:
+def total_norm(
+    parameters: Iterable[nn.Parameter], flat_group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
     """Return the L2 norm of all gradients over all ranks: a plain fp32 scalar, the same on every rank.
 
-    Gradients with different placements (sharded and replicated ones) are each summed over the ranks that share them, and the
-    squares are added. Under FSDP1 a gradient is a plain tensor with this rank's part; `flat_group` is the group of the ranks
-    with the other parts.
+    Gradients with different placements (sharded and replicated ones) are each summed over the ranks that
+    share them, and the squares are added. Under FSDP1 a gradient is a plain tensor with this rank's part;
+    `flat_group` is the group of the ranks with the other parts.
     """
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = defaultdict(list)
     by_layout: dict[object, list[torch.Tensor]] = {}  # few layouts, many gradients
@@ -233,7 +282,9 @@ def total_norm(parameters: Iterable[nn.Parameter], flat_group: dist.ProcessGroup
         elif gradient is not None:
             by_groups[() if flat_group is None else (flat_group,)].append(gradient)
     if not by_groups:
-        by_groups[() if flat_group is None else (flat_group,)] = []  # this rank's part of every gradient may be empty
+        by_groups[
+            () if flat_group is None else (flat_group,)
+        ] = []  # this rank's part of every gradient may be empty
     squares: list[torch.Tensor] = []
     for groups, gradients in by_groups.items():
         square = sum_of_squares(gradients)
@@ -244,13 +295,17 @@ def total_norm(parameters: Iterable[nn.Parameter], flat_group: dist.ProcessGroup
 
 
 def _shard_groups(gradient: DTensor) -> tuple[dist.ProcessGroup, ...]:
-    """Return the groups of ranks with the other parts of a gradient, one for each mesh dimension that shards it."""
+    """Return the groups of ranks with the other parts of a gradient, one for each mesh dimension that shards
+    it."""
     mesh = gradient.device_mesh
-    return tuple(mesh.get_group(dim) for dim, placement in enumerate(gradient.placements) if placement.is_shard())
+    return tuple(
+        mesh.get_group(dim) for dim, placement in enumerate(gradient.placements) if placement.is_shard()
+    )
 
 
 def sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of squares. On CPU it is computed in pieces: torch sums a norm sequentially in fp32, off by 0.2 % at 33M elements."""
+    """Return the sum of squares. On CPU it is computed in pieces: torch sums a norm sequentially in fp32, off
+    by 0.2 % at 33M elements."""
     device = gradients[0].device if gradients else torch.device("cpu")
     if device.type == "cpu":
         gradients = [piece for gradient in gradients for piece in _pieces(gradient.reshape(-1))]
@@ -260,7 +315,9 @@ def sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
     if device.type == "cpu":
         norms = [torch.linalg.vector_norm(piece, dim=-1, dtype=torch.float32) for piece in gradients]
     else:
-        norms = FOREACH_NORM.get()(gradients, 2, dtype=torch.float32)  # without `dtype`, the norm of bf16 gradients would be bf16
+        norms = FOREACH_NORM.get()(
+            gradients, 2, dtype=torch.float32
+        )  # without `dtype`, the norm of bf16 gradients would be bf16
     return torch.cat([norm.reshape(-1).to(exact) for norm in norms]).square().sum()
 
 
@@ -288,10 +345,11 @@ def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
 
 
 class LossScale:
-    """Dynamic loss scaling for fp16 under any sharding, on any device (Micikevicius et al., arXiv:1710.03740).
+    """Dynamic loss scaling for fp16 under any sharding, on any device (Micikevicius et al.,
+    arXiv:1710.03740).
 
-    torch's GradScaler checks for infinities on each rank separately. The gradient norm is reduced over all ranks anyway, and it
-    is not finite exactly if some gradient is not, so every rank makes the same decision.
+    torch's GradScaler checks for infinities on each rank separately. The gradient norm is reduced over all
+    ranks anyway, and it is not finite exactly if some gradient is not, so every rank makes the same decision.
     """
 
     growth, backoff, growth_interval_steps = 2.0, 0.5, 2000

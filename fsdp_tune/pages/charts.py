@@ -1,4 +1,5 @@
-"""The charts of a report: which fields of metrics.jsonl share a chart, and each chart as JSON for the script that draws it."""
+"""The charts of a report: which fields of metrics.jsonl share a chart, and each chart as JSON for the script
+that draws it."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ MARKS = 100
 
 
 NAMED_SERIES = 6
-"""Curves that the description of a chart for screen readers has with their numbers, and marks that are named below it."""
+"""Curves that the description of a chart for screen readers has with their numbers, and marks that are named
+below it."""
 
 
 RESUMED = "resumed"
@@ -38,7 +40,8 @@ LOSS_UNIT = "nats per token"
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A chart before it has curves: its place on the page, and the fields that it shows, as patterns of complete names."""
+    """A chart before it has curves: its place on the page, and the fields that it shows, as patterns of
+    complete names."""
 
     group: str
     title: str
@@ -69,7 +72,13 @@ KINDS = (
         ("data_wait_seconds", "exposed_communication_seconds", "optimizer_seconds"),
         smooth=True,
     ),
-    Kind("Memory", "GPU memory of rank 0, peak so far", "GiB", ("peak_reserved_gib", "peak_allocated_gib"), planned=True),
+    Kind(
+        "Memory",
+        "GPU memory of rank 0, peak so far",
+        "GiB",
+        ("peak_reserved_gib", "peak_allocated_gib"),
+        planned=True,
+    ),
     Kind("Memory", "Host memory of rank 0, peak so far", "GiB", ("peak_host_gib",)),
     Kind("Data by source", "Loss by source", LOSS_UNIT, (r"source_.+_loss",), marked=True, smooth=True),
     Kind("Data by source", "Trained tokens by source", "tokens", (r"source_.+_tokens",)),
@@ -97,7 +106,8 @@ PART_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One curve of a chart. `number` counts runs, or the fields of a single run, from 0: it decides colour and dash."""
+    """One curve of a chart. `number` counts runs, or the fields of a single run, from 0: it decides colour
+    and dash."""
 
     label: str
     number: int
@@ -136,7 +146,8 @@ class Chart:
     levels: list[Level] = field(default_factory=list[Level])
     marks: list[Mark] = field(default_factory=list[Mark])
     by_run: bool = False
-    """Whether its series are runs, which the legend of the page hides and shows; else they are fields of one run."""
+    """Whether its series are runs, which the legend of the page hides and shows; else they are fields of one
+    run."""
     smooth: bool = False
 
     def description(self) -> str:
@@ -149,7 +160,11 @@ class Chart:
     def gaps(self) -> str:
         """Return which curves have values that are not finite; empty if every value is a number."""
         found = [(series.label, series.curve.steps[np.isnan(series.curve.values)]) for series in self.series]
-        return "; ".join(f"{label}: {len(steps):,} not finite, first at step {steps[0]:,}" for label, steps in found if len(steps))
+        return "; ".join(
+            f"{label}: {len(steps):,} not finite, first at step {steps[0]:,}"
+            for label, steps in found
+            if len(steps)
+        )
 
     def marks_in_words(self) -> str:
         """Return the first marked events; empty without any."""
@@ -158,11 +173,15 @@ class Chart:
         return f"{shown} and {more:,} more" if more > 0 else shown
 
     def as_json(self, limit: int) -> dict[str, object]:
-        """Return what the script draws: at most `limit` points a curve, steps as differences, values with six digits.
+        """Return what the script draws: at most `limit` points a curve, steps as differences, values with six
+        digits.
 
         A value that is not finite is null.
         """
-        span = min(int(each.curve.steps[0]) for each in self.series), max(int(each.curve.steps[-1]) for each in self.series)
+        span = (
+            min(int(each.curve.steps[0]) for each in self.series),
+            max(int(each.curve.steps[-1]) for each in self.series),
+        )
         curves = [(series, series.curve.thinned(limit, span)) for series in self.series]
         return {
             "title": self.title,
@@ -174,44 +193,83 @@ class Chart:
                     "label": series.label,
                     "number": series.number,
                     "x": np.diff(curve.steps, prepend=0).tolist(),
-                    "y": [None if value != value else float(f"{value:.6g}") for value in curve.values.tolist()],
+                    "y": [
+                        None if value != value else float(f"{value:.6g}") for value in curve.values.tolist()
+                    ],
                 }
                 for series, curve in curves
             ],
-            "levels": [{"label": each.label, "number": each.number, "value": each.value} for each in self.levels],
-            "marks": [{"step": each.step, "name": each.name, "run": each.run, "label": each.label} for each in self.marks],
+            "levels": [
+                {"label": each.label, "number": each.number, "value": each.value} for each in self.levels
+            ],
+            "marks": [
+                {"step": each.step, "name": each.name, "run": each.run, "label": each.label}
+                for each in self.marks
+            ],
         }
 
 
 def _in_words(series: Series) -> str:
     points = series.curve.finite()
-    begin, end, least, most = (format_figure(float(each)) for each in (*points.values[[0, -1]], points.values.min(), points.values.max()))
-    return f"{series.label}: {begin} at step {points.steps[0]:,} to {end} at step {points.steps[-1]:,}, between {least} and {most}."
+    begin, end, least, most = (
+        format_figure(float(each))
+        for each in (*points.values[[0, -1]], points.values.min(), points.values.max())
+    )
+    return (
+        f"{series.label}: {begin} at step {points.steps[0]:,} to {end} at step {points.steps[-1]:,}, "
+        f"between {least} and {most}."
+    )
 
 
 def charts_of(runs: Sequence[RunRecord]) -> list[Chart]:
-    """Return the charts that have a value, in the order of the page. A number that no chart names has a chart of its own.
+    """Return the charts that have a value, in the order of the page. A number that no chart names has a chart
+    of its own.
 
-    Of a single run a chart has the fields of its kind. Of several each field has a chart, so that a curve is a run on the whole page.
+    Of a single run a chart has the fields of its kind. Of several each field has a chart, so that a curve is
+    a run on the whole page.
     """
     names = list(dict.fromkeys(name for run in runs for name in run.metrics.names))
-    curves = {(at, name): run.metrics.curve(name) for at, run in enumerate(runs) for name in names if not NOT_DRAWN.fullmatch(name)}
-    used = [name for name in names if any(len(curves[at, name].finite()) for at in range(len(runs)) if (at, name) in curves)]
+    curves = {
+        (at, name): run.metrics.curve(name)
+        for at, run in enumerate(runs)
+        for name in names
+        if not NOT_DRAWN.fullmatch(name)
+    }
+    used = [
+        name
+        for name in names
+        if any(len(curves[at, name].finite()) for at in range(len(runs)) if (at, name) in curves)
+    ]
     drawn, kinds = set[str](), list[tuple[Kind, list[str]]]()
     for kind in KINDS:
-        own = [name for pattern in kind.fields for name in used if re.fullmatch(pattern, name) and name not in drawn]
+        own = [
+            name
+            for pattern in kind.fields
+            for name in used
+            if re.fullmatch(pattern, name) and name not in drawn
+        ]
         drawn.update(own)
         kinds.append((kind, own))
-    kinds += [(Kind("Other measurements", name, "", (name,), smooth=True), [name]) for name in used if name not in drawn]
+    kinds += [
+        (Kind("Other measurements", name, "", (name,), smooth=True), [name])
+        for name in used
+        if name not in drawn
+    ]
     if len(runs) > 1:
-        kinds = [(replace(kind, title=_title(kind, name, own)), [name]) for kind, own in kinds for name in own]
+        kinds = [
+            (replace(kind, title=_title(kind, name, own)), [name]) for kind, own in kinds for name in own
+        ]
     marks = [mark for at, run in enumerate(runs) for mark in _marks(run, at if len(runs) > 1 else None)]
     marks.sort(key=lambda mark: mark.step)
     return [_chart(kind, own, runs, curves, marks) for kind, own in kinds if own]
 
 
 def _chart(
-    kind: Kind, names: Sequence[str], runs: Sequence[RunRecord], curves: Mapping[tuple[int, str], Curve], marks: list[Mark]
+    kind: Kind,
+    names: Sequence[str],
+    runs: Sequence[RunRecord],
+    curves: Mapping[tuple[int, str], Curve],
+    marks: list[Mark],
 ) -> Chart:
     """Return a chart of fields that have a value."""
     series, levels = list[Series](), list[Level]()
@@ -225,7 +283,9 @@ def _chart(
             if planned is not None:
                 levels.append(Level(f"{label}, planned", index, planned))
     own = marks if kind.marked else []
-    return Chart(kind.group, kind.title, kind.unit, series, levels, own, by_run=len(runs) > 1, smooth=kind.smooth)
+    return Chart(
+        kind.group, kind.title, kind.unit, series, levels, own, by_run=len(runs) > 1, smooth=kind.smooth
+    )
 
 
 def _title(kind: Kind, name: str, names: Sequence[str]) -> str:
@@ -233,12 +293,19 @@ def _title(kind: Kind, name: str, names: Sequence[str]) -> str:
 
 
 def _part(name: str) -> str:
-    return PART_NAMES.get(name) or re.sub(r"^(?:source|eval)_(.+)_(?:loss|tokens|passes)$|^(.+)/(?:loss|exact_match)$", r"\1\2", name)
+    return PART_NAMES.get(name) or re.sub(
+        r"^(?:source|eval)_(.+)_(?:loss|tokens|passes)$|^(.+)/(?:loss|exact_match)$", r"\1\2", name
+    )
 
 
 def _marks(run: RunRecord, index: int | None) -> list[Mark]:
-    """Return the marked events of a run in the order of steps, each once a step. An event that explains a resume replaces it."""
-    named = {(event.step, name) for event in run.metrics.events if event.step is not None and (name := _mark_name(event))}
+    """Return the marked events of a run in the order of steps, each once a step. An event that explains a
+    resume replaces it."""
+    named = {
+        (event.step, name)
+        for event in run.metrics.events
+        if event.step is not None and (name := _mark_name(event))
+    }
     explained = {step for step, name in named if name in STARTING}
     named -= {(step, RESUMED) for step in explained}
     label = run.label if index is not None else ""
@@ -246,7 +313,8 @@ def _marks(run: RunRecord, index: int | None) -> list[Mark]:
 
 
 def _mark_name(event: AnyEvent) -> str:
-    """Return the name of a mark; empty for events without one. A start after step 0 is a resume, by hand or by the command."""
+    """Return the name of a mark; empty for events without one. A start after step 0 is a resume, by hand or
+    by the command."""
     if isinstance(event, TrainStarted):
         return RESUMED if event.step else ""
     return event.name.replace("_", " ") if event.marks_curves else ""

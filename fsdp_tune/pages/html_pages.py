@@ -1,4 +1,5 @@
-"""What every HTML page has in common: one file without network, one style for light, dark and print, escaped text."""
+"""What every HTML page has in common: one file without network, one style for light, dark and print, escaped
+text."""
 
 from __future__ import annotations
 
@@ -17,9 +18,10 @@ def asset(name: str) -> str:
 
 
 def html_document(title: str, parts: Iterable[str]) -> str:
-    """Return a complete document without scripts or external files. `parts` are HTML already; empty ones are left out."""
+    """Return a complete document without scripts or external files. `parts` are HTML already; empty ones are
+    left out."""
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-    top = f'<html lang="en"><head>{head}<title>{escape(title)}</title><style>{asset("page.css")}</style></head><body>'
+    top = f'<html lang="en"><head>{head}<title>{escape(title)}</title><style>{asset("page.css")}</style></head><body>'  # noqa: E501
     lines = ["<!doctype html>", top, f"<h1>{escape(title)}</h1>", *parts, "</body></html>"]
     return "\n".join(line for line in lines if line) + "\n"
 
@@ -28,4 +30,7 @@ def html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table of cells that are already HTML; `head` is text."""
     top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<div class="scroll" tabindex="0"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+    return (
+        '<div class="scroll" '
+        f'tabindex="0"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+    )

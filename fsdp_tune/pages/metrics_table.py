@@ -1,4 +1,5 @@
-"""The lines of metrics.jsonl by column: a run of 100,000 steps needs 8 bytes a number, where a dictionary for each line needs a hundred.
+"""The lines of metrics.jsonl by column: a run of 100,000 steps needs 8 bytes a number, where a dictionary for
+each line needs a hundred.
 
 The table grows as the file does, so that a page that follows a run reads only what is new.
 """
@@ -19,11 +20,13 @@ from fsdp_tune.run.events import AnyEvent, CheckpointEvaluated, TrainStarted, nu
 Line = Mapping[str, object]
 """One object of metrics.jsonl."""
 ABSENT, NOT_FINITE = math.inf, math.nan
-"""In a column: the line has no such field, or null; it has NaN, infinity or a text. No value is infinite otherwise."""
+"""In a column: the line has no such field, or null; it has NaN, infinity or a text. No value is infinite
+otherwise."""
 
 
 class Curve:
-    """A number over the steps of a run: `steps` [n] int64 increasing, `values` [n] float64; NaN is a value that is not finite."""
+    """A number over the steps of a run: `steps` [n] int64 increasing, `values` [n] float64; NaN is a value
+    that is not finite."""
 
     __slots__ = ("steps", "values")
 
@@ -41,9 +44,11 @@ class Curve:
         return len(self.steps)
 
     def thinned(self, limit: int, span: tuple[int, int] | None = None) -> Curve:
-        """Return at most `limit` (6 or more) points: the last, and of each bucket the first, the least, the greatest and the first gap.
+        """Return at most `limit` (6 or more) points: the last, and of each bucket the first, the least, the
+        greatest and the first gap.
 
-        Buckets divide `span`, the first and last step of the chart: curves with lines at the same steps keep common points.
+        Buckets divide `span`, the first and last step of the chart: curves with lines at the same steps keep
+        common points.
         """
         count = len(self.steps)
         if count <= limit:
@@ -119,7 +124,11 @@ class Columns:
         kept = bisect_left(self.steps, step)
         for column in (self.steps, *self._columns.values()):
             del column[kept:]
-        newest = {name: column[-1] for name, column in self._columns.items() if len(column) == kept} if kept else {}
+        newest = (
+            {name: column[-1] for name, column in self._columns.items() if len(column) == kept}
+            if kept
+            else {}
+        )
         self.last = {name: value for name, value in newest.items() if math.isfinite(value)}
 
     def curve(self, name: str) -> Curve:
@@ -145,8 +154,9 @@ class LineStore(Protocol):
 def sort_lines(lines: Iterable[Line], losses: LineStore, evals: LineStore, events: list[AnyEvent]) -> None:
     """Divide the lines of metrics.jsonl by kind; events stay in the order of the file.
 
-    Where a run was resumed at an earlier step, the lines of the later attempt replace those of the earlier one. Rank 0 cuts the file back
-    when it resumes, so that steps repeat only in a copy, or in a file that another program has joined.
+    Where a run was resumed at an earlier step, the lines of the later attempt replace those of the earlier
+    one. Rank 0 cuts the file back when it resumes, so that steps repeat only in a copy, or in a file that
+    another program has joined.
     """
     for line in lines:
         step = line.get("step")
@@ -195,7 +205,10 @@ class MetricsTable:
                 for name, score in event.scores.items():
                     found.setdefault(name, {})[event.step] = score.value
         ordered = {name: sorted(values.items()) for name, values in found.items()}
-        return {name: Curve(tuple(step for step, _ in each), tuple(value for _, value in each)) for name, each in ordered.items()}
+        return {
+            name: Curve(tuple(step for step, _ in each), tuple(value for _, value in each))
+            for name, each in ordered.items()
+        }
 
     def seconds_in_steps(self) -> float:
         """Return the seconds of all steps: evaluations and saves excluded."""

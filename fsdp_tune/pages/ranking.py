@@ -1,4 +1,5 @@
-"""The ranking of runs, the first thing on a page about several: a row for each run, with the recipe keys that differ and what it reached.
+"""The ranking of runs, the first thing on a page about several: a row for each run, with the recipe keys that
+differ and what it reached.
 
 It is computed once, for the page and for the terminal.
 """
@@ -67,31 +68,55 @@ class RunRanking:
     """Keys that differ and have no column."""
 
 
-def ranking_of(runs: Sequence[RunRecord], recipe_differences: Mapping[str, Sequence[str | None]]) -> RunRanking:
-    """Return the ranking by the best evaluation loss, or else by the last loss. Figures that no run has are left out."""
+def ranking_of(
+    runs: Sequence[RunRecord], recipe_differences: Mapping[str, Sequence[str | None]]
+) -> RunRanking:
+    """Return the ranking by the best evaluation loss, or else by the last loss. Figures that no run has are
+    left out."""
     keys = _shown_keys(runs, recipe_differences)
     found = [run.summary() for run in runs]
     columns = [
         (Column("best evaluation loss"), _with_best([_best_loss(each["eval_loss"]) for each in found], min)),
         (Column("last evaluation loss"), _with_best([_last_loss(each["eval_loss"]) for each in found], min)),
         (Column("loss"), _with_best([_last_loss(each["loss"]) for each in found], min)),
-        *((_key_column(key, title, recipe_differences[key])) for key, title in zip(keys, _short_names(keys), strict=True)),
-        (Column("tokens/s/device"), _with_best([_speed(each["tokens_per_second_per_device"]) for each in found], max, SPEED_NOISE)),
-        (Column("memory (GiB)"), [_number(each["peak_reserved_gib"] or each["peak_host_gib"], "{:.2f}") for each in found]),
+        *(
+            (_key_column(key, title, recipe_differences[key]))
+            for key, title in zip(keys, _short_names(keys), strict=True)
+        ),
+        (
+            Column("tokens/s/device"),
+            _with_best([_speed(each["tokens_per_second_per_device"]) for each in found], max, SPEED_NOISE),
+        ),
+        (
+            Column("memory (GiB)"),
+            [_number(each["peak_reserved_gib"] or each["peak_host_gib"], "{:.2f}") for each in found],
+        ),
         (Column("done"), [_number(_share(each), "{:.0%}") for each in found]),
         (Column("state", is_number=False), [_state(run) for run in runs]),
     ]
-    kept = [(column, cells) for column, cells in columns if column.full or any(cell.order is not None for cell in cells)]
+    kept = [
+        (column, cells)
+        for column, cells in columns
+        if column.full or any(cell.order is not None for cell in cells)
+    ]
     titles = [column.title for column, _ in kept]
-    sorted_by = next((titles.index(title) for title in ("best evaluation loss", "loss") if title in titles), -1)
-    ranked = [RankedRun(at, run.label, str(run.run.path), [cells[at] for _, cells in kept]) for at, run in enumerate(runs)]
+    sorted_by = next(
+        (titles.index(title) for title in ("best evaluation loss", "loss") if title in titles), -1
+    )
+    ranked = [
+        RankedRun(at, run.label, str(run.run.path), [cells[at] for _, cells in kept])
+        for at, run in enumerate(runs)
+    ]
     if sorted_by >= 0:
         ranked.sort(key=lambda run: _order(run.cells[sorted_by]))
     return RunRanking([column for column, _ in kept], ranked, sorted_by, len(recipe_differences) - len(keys))
 
 
-def _shown_keys(runs: Sequence[RunRecord], recipe_differences: Mapping[str, Sequence[str | None]]) -> list[str]:
-    """Return the keys that have a column: written ones; if none of them differs, those that were derived from other values."""
+def _shown_keys(
+    runs: Sequence[RunRecord], recipe_differences: Mapping[str, Sequence[str | None]]
+) -> list[str]:
+    """Return the keys that have a column: written ones; if none of them differs, those that were derived from
+    other values."""
     written = [key for key in recipe_differences if not all(key in run.reasons for run in runs)]
     return sorted(written or recipe_differences, key=lambda key: key.startswith(LAST_SECTIONS))[:KEYS]
 
@@ -104,7 +129,10 @@ def _key_column(key: str, title: str, texts: Sequence[str | None]) -> tuple[Colu
 def _short_names(keys: Sequence[str]) -> list[str]:
     """Return the last part of each key, with the one before it where two would be the same."""
     last = [key.rpartition(".")[2] for key in keys]
-    return [name if last.count(name) == 1 else ".".join(key.split(".")[-2:]) for key, name in zip(keys, last, strict=True)]
+    return [
+        name if last.count(name) == 1 else ".".join(key.split(".")[-2:])
+        for key, name in zip(keys, last, strict=True)
+    ]
 
 
 def _value(text: str | None) -> Cell:
@@ -117,7 +145,11 @@ def _value(text: str | None) -> Cell:
         value = text
     order = float(value) if isinstance(value, int | float) and math.isfinite(value) else text
     shown = value if isinstance(value, str) else format_short(value) if isinstance(value, float) else text
-    return Cell(shown, order) if len(shown) <= VALUE_CHARACTERS else Cell(f"{shown[:VALUE_CHARACTERS]}…", order, shown)
+    return (
+        Cell(shown, order)
+        if len(shown) <= VALUE_CHARACTERS
+        else Cell(f"{shown[:VALUE_CHARACTERS]}…", order, shown)
+    )
 
 
 def _best_loss(ends: Mapping[str, Any] | None) -> Cell:
@@ -145,23 +177,32 @@ def _speed(value: float | None) -> Cell:
 
 
 def _state(run: RunRecord) -> Cell:
-    """Return the state in words. It is bad if the run has a problem, or ended without an outcome of its own."""
+    """Return the state in words. It is bad if the run has a problem, or ended without an outcome of its
+    own."""
     status = run.status
     is_bad = status.problem is not None or (status.has_ended and status.state not in GOOD_ENDS)
     return Cell(status.state.replace("_", " "), status.state, status.problem or "", is_bad=is_bad)
 
 
-def _with_best(cells: Sequence[Cell], better: Callable[[Iterable[float]], float], noise: float = 0.0) -> list[Cell]:
-    """Return the cells with the best marked, and those that show the same or are within `noise` of it; none if this is true of all."""
+def _with_best(
+    cells: Sequence[Cell], better: Callable[[Iterable[float]], float], noise: float = 0.0
+) -> list[Cell]:
+    """Return the cells with the best marked, and those that show the same or are within `noise` of it; none
+    if this is true of all."""
     known = [cell.order for cell in cells if isinstance(cell.order, float | int)]
     if not known:
         return list(cells)
     best = better(known)
     (shown, *_) = [cell.text for cell in cells if cell.order == best]
     is_best = [
-        isinstance(cell.order, float | int) and (cell.text == shown or abs(cell.order - best) <= noise * abs(best)) for cell in cells
+        isinstance(cell.order, float | int)
+        and (cell.text == shown or abs(cell.order - best) <= noise * abs(best))
+        for cell in cells
     ]
-    return [replace(cell, is_best=found and sum(is_best) < len(known)) for cell, found in zip(cells, is_best, strict=True)]
+    return [
+        replace(cell, is_best=found and sum(is_best) < len(known))
+        for cell, found in zip(cells, is_best, strict=True)
+    ]
 
 
 def _order(cell: Cell) -> tuple[bool, float]:

@@ -1,7 +1,8 @@
-"""The report about runs as one HTML file, works from disk, offline; and the same page served on this machine while runs train.
+"""The report about runs as one HTML file, works from disk, offline; and the same page served on this machine
+while runs train.
 
-A vendored uPlot draws the charts; tables, recipe and environment follow. While it is served, each request gets the page as it is now, and
-its script fetches it again.
+A vendored uPlot draws the charts; tables, recipe and environment follow. While it is served, each request
+gets the page as it is now, and its script fetches it again.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class Differences:
 
 
 def differences_of(runs: Sequence[RunRecord]) -> Differences:
-    """Return the differences of recipes and environments; names and directories of the runs, which always differ, are not compared."""
+    """Return the differences of recipes and environments; names and directories of the runs, which always
+    differ, are not compared."""
     return Differences(
         differing_values([run.recipe for run in runs], ignored=UNCOMPARED_KEYS),
         differing_values([run.environment for run in runs], ignored=UNCOMPARED_FACTS),
@@ -80,7 +82,8 @@ def report_page(runs: Sequence[RunRecord], written_at: str, *, is_live: bool = F
 
     If it `is_live`, its script fetches it again from where it was served, and takes over what is new.
 
-    Text of runs is data of others: the template escapes it, and the page allows no script but its own two, by their digests.
+    Text of runs is data of others: the template escapes it, and the page allows no script but its own two, by
+    their digests.
     """
     charts, found = charts_of(runs), differences_of(runs)
     page = ""
@@ -92,12 +95,20 @@ def report_page(runs: Sequence[RunRecord], written_at: str, *, is_live: bool = F
 
 
 def _rendered(
-    runs: Sequence[RunRecord], charts: Sequence[Chart], found: Differences, share: float, *, written_at: str, is_live: bool
+    runs: Sequence[RunRecord],
+    charts: Sequence[Chart],
+    found: Differences,
+    share: float,
+    *,
+    written_at: str,
+    is_live: bool,
 ) -> str:
     limit = max(6, int(share * points_each(charts)))
     count = len(runs)
     events = [events_of(run, max(10, int(share * EVENTS) // count)) for run in runs]
-    prompts = samples_of(runs, steps=max(2, int(share * SAMPLE_STEPS)), characters=int(share * SAMPLE_CHARACTERS) // count + 40)
+    prompts = samples_of(
+        runs, steps=max(2, int(share * SAMPLE_STEPS)), characters=int(share * SAMPLE_CHARACTERS) // count + 40
+    )
     facts = dict.fromkeys(key for run in runs for key in run.environment)
     scripts = [_uplot("uPlot.iife.min.js"), asset("report.js")]
     connect = "connect-src 'self'; " if is_live else ""
@@ -106,14 +117,24 @@ def _rendered(
         parent=_parent(runs) if count > 1 else "",
         written_at=written_at,
         version=__version__,
-        policy=f"default-src 'none'; style-src 'unsafe-inline'; {connect}script-src {' '.join(map(_digest, scripts))}",
+        policy=f"default-src 'none'; style-src 'unsafe-inline'; {connect}script-src "
+        f"{' '.join(map(_digest, scripts))}",
         is_live=is_live,
         styles=[_uplot("uPlot.min.css"), asset("page.css"), asset("report.css")],
         scripts=scripts,
         licence=_uplot("LICENSE"),
-        data=_inert(json.dumps([chart.as_json(limit) for chart in charts], ensure_ascii=False, allow_nan=False, separators=(",", ":"))),
+        data=_inert(
+            json.dumps(
+                [chart.as_json(limit) for chart in charts],
+                ensure_ascii=False,
+                allow_nan=False,
+                separators=(",", ":"),
+            )
+        ),
         first_marked=next((chart for chart in charts if chart.marks), None),
-        groups=[(name, list(group)) for name, group in groupby(enumerate(charts), key=lambda each: each[1].group)],
+        groups=[
+            (name, list(group)) for name, group in groupby(enumerate(charts), key=lambda each: each[1].group)
+        ],
         limit=limit,
         thinned=any(len(series.curve.steps) > limit for chart in charts for series in chart.series),
         runs=runs,
@@ -132,7 +153,10 @@ def _rendered(
         written=[(run, run.written[: int(share * RECIPE_CHARACTERS)]) for run in runs],
         resolved=[(run, _resolved(run)) for run in runs[:RESOLVED_RECIPES]],
         environment=difference_table(found.environment, runs),
-        facts=Table(["", *(run.label for run in runs)], [[fact, *(run.environment.get(fact, "–") for run in runs)] for fact in facts]),
+        facts=Table(
+            ["", *(run.label for run in runs)],
+            [[fact, *(run.environment.get(fact, "–") for run in runs)] for fact in facts],
+        ),
     )
 
 
@@ -148,7 +172,8 @@ def _parent(runs: Sequence[RunRecord]) -> str:
 
 
 def _step_chart(runs: Sequence[RunRecord]) -> dict[str, object]:
-    """Return what a step of each run is made of, for one stacked chart: `bars` on the scale of the longest, and the parts of the legend."""
+    """Return what a step of each run is made of, for one stacked chart: `bars` on the scale of the longest,
+    and the parts of the legend."""
     bars = [(at, run.label, parts) for at, run in enumerate(runs) if (parts := step_parts(run))]
     longest = max((sum(part.seconds for part in parts) for _, _, parts in bars), default=1.0)
     names = list(dict.fromkeys(part.name for _, _, parts in bars for part in parts))
@@ -156,7 +181,10 @@ def _step_chart(runs: Sequence[RunRecord]) -> dict[str, object]:
 
 
 def _resolved(run: RunRecord) -> Table:
-    return Table(["key", "value", "why"], [[key, value, mask_text(run.reasons.get(key, ""))] for key, value in run.recipe.items()])
+    return Table(
+        ["key", "value", "why"],
+        [[key, value, mask_text(run.reasons.get(key, ""))] for key, value in run.recipe.items()],
+    )
 
 
 def _uplot(name: str) -> str:
@@ -170,7 +198,11 @@ def _digest(script: str) -> str:
 @cache
 def _template() -> jinja2.Template:
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(ASSETS), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.FileSystemLoader(ASSETS),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     return environment.get_template("report.html.j2")
 
@@ -184,8 +216,8 @@ def _inert(text: str) -> str:
 
 ADDRESS = "127.0.0.1"
 HOST_NAMES = ("127.0.0.1", "localhost")
-"""Names under which a browser may reach the page, at any port: `ssh -L` forwards another one. A page of another site whose name was made to
-resolve to this machine (DNS rebinding) sends its own name."""
+"""Names under which a browser may reach the page, at any port: `ssh -L` forwards another one. A page of
+another site whose name was made to resolve to this machine (DNS rebinding) sends its own name."""
 RENEWED_SECONDS = 1.0
 """Age from which a page is read again."""
 WATCHED_SECONDS = 2.0
@@ -199,10 +231,11 @@ MAX_PORT = 65_535
 
 
 class LivePage(ThreadingTCPServer):
-    """Serves one page, at an address that contains a secret: other users of the machine can reach its ports too.
+    """Serves one page, at an address that contains a secret: other users of the machine can reach its ports
+    too.
 
-    `render` returns the document; it is called by one thread at a time, and not more often than it takes. `watch` is called every few
-    seconds by the thread of `run`.
+    `render` returns the document; it is called by one thread at a time, and not more often than it takes.
+    `watch` is called every few seconds by the thread of `run`.
     """
 
     allow_reuse_address = True
@@ -230,9 +263,15 @@ class LivePage(ThreadingTCPServer):
         try:
             super().__init__((ADDRESS, port), _PageAnswer)
         except (OSError, OverflowError) as error:
-            why = f"it is not one of 1 to {MAX_PORT:,}" if isinstance(error, OverflowError) else str(error.strerror).lower()
+            why = (
+                f"it is not one of 1 to {MAX_PORT:,}"
+                if isinstance(error, OverflowError)
+                else str(error.strerror).lower()
+            )
             hint = "leave out `--port` to get a free one"
-            raise usage_error("port-not-free", f"the page cannot be served at port {port}: {why}", hint=hint) from error
+            raise usage_error(
+                "port-not-free", f"the page cannot be served at port {port}: {why}", hint=hint
+            ) from error
 
     @property
     def url(self) -> str:
@@ -330,7 +369,12 @@ class _PageAnswer(BaseHTTPRequestHandler):
             page.fail(error)
         else:
             is_known = self.headers.get("If-None-Match") == tag
-            self._send(HTTPStatus.NOT_MODIFIED if is_known else HTTPStatus.OK, b"" if is_known else text, kind="text/html", tag=tag)
+            self._send(
+                HTTPStatus.NOT_MODIFIED if is_known else HTTPStatus.OK,
+                b"" if is_known else text,
+                kind="text/html",
+                tag=tag,
+            )
 
     def _send(self, status: HTTPStatus, body: bytes, *, kind: str = "text/plain", tag: str = "") -> None:
         self.send_response(status)

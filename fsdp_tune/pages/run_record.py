@@ -1,4 +1,5 @@
-"""Everything that a report says about one run, read from the files of its directory. Secrets in recipes and commands are masked."""
+"""Everything that a report says about one run, read from the files of its directory. Secrets in recipes and
+commands are masked."""
 
 from __future__ import annotations
 
@@ -102,7 +103,9 @@ class RunRecord:
             "steps": step,
             "total_steps": self.status.total_steps,
             "seconds_in_steps": metrics.seconds_in_steps(),
-            "tokens": int(tokens) if (tokens := number(metrics.losses.last.get("tokens"))) is not None else None,
+            "tokens": int(tokens)
+            if (tokens := number(metrics.losses.last.get("tokens"))) is not None
+            else None,
             "loss": _ends(metrics.curve("loss")),
             "eval_loss": _ends(metrics.curve("eval_loss")),
             "tokens_per_second_per_device": _middle(metrics.curve("tokens_per_second_per_device")),
@@ -122,7 +125,8 @@ class RunReader:
         self._metrics, self._reader = MetricsTable(), MetricsReader(run.metrics_jsonl)
 
     def read(self) -> RunRecord:
-        """Read a run, also one that is being written. The record shares its metrics with those of other calls.
+        """Read a run, also one that is being written. The record shares its metrics with those of other
+        calls.
 
         Raises: usage error `run-unreadable` for damaged files and those of a newer version.
         """
@@ -131,13 +135,18 @@ class RunReader:
         if are_all:
             self._metrics = MetricsTable()
         self._metrics.add(lines)
-        launch, environment = LaunchRecord.read(run.launch_json) or LaunchRecord(), Environment.read(run.environment_json)
+        launch, environment = (
+            LaunchRecord.read(run.launch_json) or LaunchRecord(),
+            Environment.read(run.environment_json),
+        )
         return RunRecord(
             run=run,
             label=self._label,
             status=run_status(run),
             metrics=self._metrics,
-            recipe={key: _recipe_text(key, value) for key, value in values_by_key(read_resolved(run)).items()},
+            recipe={
+                key: _recipe_text(key, value) for key, value in values_by_key(read_resolved(run)).items()
+            },
             reasons=launch.reasons,
             written=_text_of(run.recipe_yaml),
             command=shlex.join(["fsdp-tune", *map(mask_text, launch.command)]) if launch.command else "",
@@ -158,7 +167,8 @@ _WORDS = re.compile(r"(?:[\d.]+e[-+]?\d+|[^-_/])+[-_/]*")
 
 
 def labels_of(paths: Sequence[Path]) -> list[str]:
-    """Return a short name for each directory: its own, with as many of its parents as the names need to differ.
+    """Return a short name for each directory: its own, with as many of its parents as the names need to
+    differ.
 
     The words that all names begin or end with are left out, as long as each keeps a word with a letter.
     """
@@ -197,8 +207,11 @@ def _has_letter(name: str) -> bool:
     return any(character.isalpha() for character in name)
 
 
-def differing_values(maps: Sequence[Mapping[str, str]], *, ignored: Sequence[str] = ()) -> dict[str, list[str | None]]:
-    """Return the keys whose values are not the same in all mappings, with the value of each; None where there is none."""
+def differing_values(
+    maps: Sequence[Mapping[str, str]], *, ignored: Sequence[str] = ()
+) -> dict[str, list[str | None]]:
+    """Return the keys whose values are not the same in all mappings, with the value of each; None where there
+    is none."""
     keys = dict.fromkeys(key for each in maps for key in each if key not in ignored)
     values = {key: [each.get(key) for each in maps] for key in keys}
     return {key: found for key, found in values.items() if len(set(found)) > 1}
@@ -206,7 +219,11 @@ def differing_values(maps: Sequence[Mapping[str, str]], *, ignored: Sequence[str
 
 def _recipe_text(key: str, value: object) -> str:
     if isinstance(value, str):
-        return masked(key.removeprefix(ENVIRONMENT_VARIABLES), value) if key.startswith(ENVIRONMENT_VARIABLES) else mask_text(value)
+        return (
+            masked(key.removeprefix(ENVIRONMENT_VARIABLES), value)
+            if key.startswith(ENVIRONMENT_VARIABLES)
+            else mask_text(value)
+        )
     return mask_text(json.dumps(value, ensure_ascii=False))
 
 
@@ -218,16 +235,23 @@ def _text_of(path: Path) -> str:
 
 
 def _environment(found: Environment) -> dict[str, str]:
-    devices = Counter(f"{device.get('name')}, {_size(device.get('memory_bytes'))}" for device in found.devices)
+    devices = Counter(
+        f"{device.get('name')}, {_size(device.get('memory_bytes'))}" for device in found.devices
+    )
     return {
         **{name: str(version) for name, version in found.versions.items() if version is not None},
         "devices": "; ".join(f"{count} × {device}" for device, count in devices.items()) or "none",
         **{
-            name.removesuffix("_bytes").replace("_", " "): _size(value) if name.endswith("_bytes") else str(value)
+            name.removesuffix("_bytes").replace("_", " "): _size(value)
+            if name.endswith("_bytes")
+            else str(value)
             for name, value in found.host.items()
             if value is not None
         },
-        **{f"extension {extension.get('name')}": json.dumps(extension, sort_keys=True) for extension in found.extensions},
+        **{
+            f"extension {extension.get('name')}": json.dumps(extension, sort_keys=True)
+            for extension in found.extensions
+        },
     }
 
 
@@ -236,7 +260,8 @@ def _size(size_bytes: object) -> str:
 
 
 def _ends(curve: Curve) -> dict[str, object] | None:
-    """Return first, last and best value with its step, and how many values are not finite; None without a value."""
+    """Return first, last and best value with its step, and how many values are not finite; None without a
+    value."""
     if not len(curve):
         return None
     points = curve.finite()

@@ -18,9 +18,11 @@ class StepPart:
 
 
 def step_parts(run: RunRecord) -> list[StepPart]:
-    """Return the mean parts of a run's steps; [] if its lines do not have them. The first line, which allocates and compiles, is left out.
+    """Return the mean parts of a run's steps; [] if its lines do not have them. The first line, which
+    allocates and compiles, is left out.
 
-    Communication is what the compute stream waits for; where it cannot be observed (DDP, FSDP1), it is in the first part.
+    Communication is what the compute stream waits for; where it cannot be observed (DDP, FSDP1), it is in the
+    first part.
     """
     steps = run.metrics.curve("last_step_seconds").finite()
     kept = steps.steps[steps.values > 0]
@@ -29,7 +31,9 @@ def step_parts(run: RunRecord) -> list[StepPart]:
         return []
     names = ("data_wait_seconds", "exposed_communication_seconds", "optimizer_seconds", "last_step_seconds")
     found = {name: run.metrics.curve(name).finite() for name in names}
-    data, communication, optimizer, step = (float(curve.values[np.isin(curve.steps, kept)].sum()) / len(kept) for curve in found.values())
+    data, communication, optimizer, step = (
+        float(curve.values[np.isin(curve.steps, kept)].sum()) / len(kept) for curve in found.values()
+    )
     is_observed = len(found["exposed_communication_seconds"]) > 0
     first = "forward and backward" if is_observed else "forward, backward and communication"
     parts = {

@@ -1,16 +1,21 @@
-"""The format of a traced step: allocations, operations, collectives and waits of one rank, in the order of issue by the CPU.
+"""The format of a traced step: allocations, operations, collectives and waits of one rank, in the order of
+issue by the CPU.
 
-The trace is the interface between the part that runs the real model (`fsdp_tune.planner.trace`, imports torch) and the planner
-(pure): memory is a replay of `events`, time a simulation of `ops`, `collectives` and `waits`. Tables are numpy record arrays; every
-record has `at`, its position in a common order of all tables, and columns that index the tuples of names of `Trace`.
+The trace is the interface between the part that runs the real model (`fsdp_tune.planner.trace`, imports
+torch) and the planner (pure): memory is a replay of `events`, time a simulation of `ops`, `collectives` and
+`waits`. Tables are numpy record arrays; every record has `at`, its position in a common order of all tables,
+and columns that index the tuples of names of `Trace`.
 
-A trace may have fewer layers than the model (`traced_layers` < `layers`): `fsdp_tune.planner.predict.depth.full_depth` repeats the
-middle ones, so that all later code gets a trace of the full model and does not extrapolate.
+A trace may have fewer layers than the model (`traced_layers` < `layers`):
+`fsdp_tune.planner.predict.depth.full_depth` repeats the middle ones, so that all later code gets a trace of
+the full model and does not extrapolate.
 
-`fuse` joins the elementwise and reduction operators of compiled layers, which are traced as eager ones. Inductor compiles the operators
-between two matrix products or attentions to one kernel. The kernel reads its inputs once and writes only the tensors that something else
-needs. If another kernel of the layer needs an intermediate tensor, it computes the tensor again from its inputs where that moves fewer
-bytes than writing and reading it. This also holds between the forward and the backward of a layer, which are compiled together. Numbers of
+`fuse` joins the elementwise and reduction operators of compiled layers, which are traced as eager ones.
+Inductor compiles the operators between two matrix products or attentions to one kernel. The kernel reads its
+inputs once and writes only the tensors that something else needs. If another kernel of the layer needs an
+intermediate tensor, it computes the tensor again from its inputs where that moves fewer bytes than writing
+and reading it. This also holds between the forward and the backward of a layer, which are compiled together.
+Numbers of
 operators are small: a trace has a few decoder layers.
 """
 
@@ -39,7 +44,10 @@ _WHERE = [
     ("step", "i1"),  # optimizer step: -1 before the first, then 0, 1 …
     ("micro", "i1"),  # micro-batch of that step; -1 outside forward, loss and backward
     ("phase", "i1"),  # index into PHASES
-    ("layer", "i2"),  # current decoder layer, or that of the tensor in clip, optimizer and zero_grad; -1 for none
+    (
+        "layer",
+        "i2",
+    ),  # current decoder layer, or that of the tensor in clip, optimizer and zero_grad; -1 for none
     ("module", "i4"),  # index into Trace.modules: the innermost current module
     ("stream", "i1"),  # index into Trace.streams; 0 is the compute stream
 ]
@@ -48,8 +56,8 @@ EVALUATION = PHASES.index("evaluation")
 """The phase after the last step: one batch, with its own step number."""
 
 EVENT = np.dtype([*_WHERE, ("block", "i4"), ("bytes", "i8"), ("kind", "i1"), ("host", "?")])
-"""`block` is allocated (`bytes` > 0) or freed (`bytes` < 0, the same size). `kind` indexes KINDS. `host`: in (pinned) host memory,
-not on the device. `stream` of an allocation is that of its memory pool."""
+"""`block` is allocated (`bytes` > 0) or freed (`bytes` < 0, the same size). `kind` indexes KINDS. `host`: in
+(pinned) host memory, not on the device. `stream` of an allocation is that of its memory pool."""
 
 KINDS = (
     "parameters",  # this rank's shards (or full parameters), and buffers of the model
@@ -79,18 +87,21 @@ OP = np.dtype(
         ("kernels", "i4"),
     ]
 )
-"""One call of the dispatcher that starts work on the device (without views and metadata). `name` indexes Trace.op_names
-(`mm`, `_foreach_mul_`, `copy_to_host` …), `dtype` indexes DTYPES: that of the multiplication for flops, else of the output.
-`flops` counts a multiply-add as two, and zero for elementwise work. `moved_bytes` are the bytes read and written; `batch_bytes` and
-`slice_bytes` are those in tensors whose size is a multiple of the micro-batch or of the tokens of a loss slice; `in_slice` marks the
-work of every slice (`blend.at_micro_batch`). `kernels` is the number of launches: more than one for foreach operations, 0 inside a
-fused kernel, whose bytes are those of its first operation (`fuse`)."""
+"""One call of the dispatcher that starts work on the device (without views and metadata). `name` indexes
+Trace.op_names (`mm`, `_foreach_mul_`, `copy_to_host` …), `dtype` indexes DTYPES: that of the multiplication
+for flops, else of the output. `flops` counts a multiply-add as two, and zero for elementwise work.
+`moved_bytes` are the bytes read and written; `batch_bytes` and `slice_bytes` are those in tensors whose size
+is a multiple of the micro-batch or of the tokens of a loss slice; `in_slice` marks the work of every slice
+(`blend.at_micro_batch`). `kernels` is the number of launches: more than one for foreach operations, 0 inside
+a fused kernel, whose bytes are those of its first operation (`fuse`)."""
 
 DTYPES = ("fp32", "bf16", "fp16", "fp64", "int64", "int32", "bool", "uint8", "fp8")
 
-COLLECTIVE = np.dtype([*_WHERE, ("kind", "i1"), ("group", "i1"), ("bytes", "i8"), ("unit", "i4"), ("dtype", "i1")])
-"""`bytes` is the full buffer: the output of an all-gather, the input of a reduce-scatter, the tensor of an all-reduce, the input of an
-all-to-all.
+COLLECTIVE = np.dtype(
+    [*_WHERE, ("kind", "i1"), ("group", "i1"), ("bytes", "i8"), ("unit", "i4"), ("dtype", "i1")]
+)
+"""`bytes` is the full buffer: the output of an all-gather, the input of a reduce-scatter, the tensor of an
+all-reduce, the input of an all-to-all.
 `kind` indexes COLLECTIVES, `group` GROUPS, `unit` Trace.units (-1: none, such as the norm's sum)."""
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
@@ -122,7 +133,8 @@ class Counts:
 
     parameters: int
     active_parameters: int | None
-    """Parameters that one token uses (`core.gpus`); None if the model's configuration does not define them."""
+    """Parameters that one token uses (`core.gpus`); None if the model's configuration does not define
+    them."""
     trained_parameters: int
     parameter_bytes: int
     layers: int
@@ -142,14 +154,15 @@ class Shapes:
     tokens: int
     """Tokens of one sequence (`data.max_length`)."""
     accumulation: int
-    """Micro-batches of a real step; `traced_micro_batches` of them were traced (the first, perhaps one between, and the last)."""
+    """Micro-batches of a real step; `traced_micro_batches` of them were traced (the first, perhaps one
+    between, and the last)."""
     traced_micro_batches: int
     traced_steps: int
     topology: Topology
     is_sharded: bool = True
     ep_size: int = 1
-    """Ranks that divide the experts of a layer in the predicted step. The tables of a trace are always those of one
-    (`predict.mixture`)."""
+    """Ranks that divide the experts of a layer in the predicted step. The tables of a trace are always those
+    of one (`predict.mixture`)."""
 
     @property
     def shards(self) -> int:
@@ -265,7 +278,8 @@ _TABLES = {"events": EVENT, "ops": OP, "collectives": COLLECTIVE, "waits": WAIT}
 assert set(_TABLES) <= {f.name for f in fields(Trace)}
 
 Segments = Literal["plain", "expandable"]
-"""How the caching allocator gets memory: fixed segments, or pages mapped into growing ranges (`expandable_segments:True`)."""
+"""How the caching allocator gets memory: fixed segments, or pages mapped into growing ranges
+(`expandable_segments:True`)."""
 
 
 Graph = tuple[int, int, int]
@@ -285,14 +299,16 @@ class Call:
     phase: int
     can_fuse: bool
     is_separate: bool
-    """Whether it needs a pass of its own over its inputs: a reduction that is not along the last dimension."""
+    """Whether it needs a pass of its own over its inputs: a reduction that is not along the last
+    dimension."""
     reads: tuple[tuple[int, int], ...]
     """Blocks and bytes."""
     writes: tuple[tuple[int, int], ...]
 
 
 class _Kernel(NamedTuple):
-    """Identifies a fused kernel: all fusible operators of a phase with the same number of matrix products before them."""
+    """Identifies a fused kernel: all fusible operators of a phase with the same number of matrix products
+    before them."""
 
     graph: Graph
     phase: int
@@ -302,7 +318,8 @@ class _Kernel(NamedTuple):
 
 
 def fuse(ops: Records, calls: Sequence[Call], sizes: Sizes, micro_batch: int, slice_tokens: int) -> Records:
-    """Return the operations with each fused kernel in the position of its first operator; the others keep no work and no launch."""
+    """Return the operations with each fused kernel in the position of its first operator; the others keep no
+    work and no launch."""
     layers = _Layers(calls, sizes)
     ops = ops.copy()
     traffic = layers.traffic()
@@ -327,7 +344,9 @@ class _Layers:
     def __init__(self, calls: Sequence[Call], sizes: Sizes) -> None:
         self.sizes = sizes
         self.kernels = _kernels(calls)
-        self.fused = [(call, kernel) for call, kernel in zip(calls, self.kernels, strict=True) if kernel is not None]
+        self.fused = [
+            (call, kernel) for call, kernel in zip(calls, self.kernels, strict=True) if kernel is not None
+        ]
         self.writers: dict[int, set[_Kernel | None]] = defaultdict(set)
         self.readers: dict[int, set[_Kernel | None]] = defaultdict(set)
         for call, kernel in zip(calls, self.kernels, strict=True):
@@ -341,19 +360,27 @@ class _Layers:
     def _is_needed_outside(self, block: int) -> bool:
         """Return whether anything but a fused kernel of the same layer reads or writes a block."""
         kernels = self.writers[block] | self.readers[block]
-        return not self.writers[block] or None in kernels or len({kernel.graph for kernel in kernels if kernel is not None}) > 1
+        return (
+            not self.writers[block]
+            or None in kernels
+            or len({kernel.graph for kernel in kernels if kernel is not None}) > 1
+        )
 
     def _users(self) -> dict[int, set[_Kernel]]:
-        """Return the kernels that read a block, or a block that is computed from it and need not be stored."""
+        """Return the kernels that read a block, or a block that is computed from it and need not be
+        stored."""
         users: dict[int, set[_Kernel]] = defaultdict(set)
         for call, kernel in reversed(self.fused):
-            after = set[_Kernel]().union(*(users[block] for block, _ in call.writes if block not in self.stored))
+            after = set[_Kernel]().union(
+                *(users[block] for block, _ in call.writes if block not in self.stored)
+            )
             for block, _ in call.reads:
                 users[block] |= after | {kernel}
         return users
 
     def _choose_stored(self) -> dict[int, Sizes]:
-        """Add the intermediate blocks that are cheaper to store than to compute again; return what each block is computed from."""
+        """Add the intermediate blocks that are cheaper to store than to compute again; return what each block
+        is computed from."""
         users = self._users()
         sources: dict[int, Sizes] = defaultdict(dict)
         for call, _ in self.fused:
@@ -390,7 +417,8 @@ class _Layers:
 def _kernels(calls: Sequence[Call]) -> list[_Kernel | None]:
     """Return the fused kernel of each call; None for one that is not fused."""
     levels: dict[int, tuple[Graph, int]] = {}
-    """By block: the number of matrix products and separate reductions on the longest path to it, in its graph."""
+    """By block: the number of matrix products and separate reductions on the longest path to it, in its
+    graph."""
     kernels: list[_Kernel | None] = []
     for call in calls:
         if call.graph is None:

@@ -1,9 +1,11 @@
-"""Get traces of recipes from a cache or from a child process, which imports torch, so that the command line does not.
+"""Get traces of recipes from a cache or from a child process, which imports torch, so that the command line
+does not.
 
 Plans are cached too: replaying the step of a hundred layers takes longer than reading a stored plan.
 
-The name of a cached trace is a digest of everything that the trace depends on: the recipe's keys that affect memory or time
-(`recipe.schema.effects`), the model's configuration, this package's sources, and the installed packages with their versions.
+The name of a cached trace is a digest of everything that the trace depends on: the recipe's keys that affect
+memory or time (`recipe.schema.effects`), the model's configuration, this package's sources, and the installed
+packages with their versions.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ _UNSEEN = ("name", "output_dir")
 
 
 def plan_key(recipe: Recipe, hardware: Hardware, efficiency: Efficiency | None, trace: str) -> str:
-    """Return a digest of everything that a plan depends on. `trace` is the key of the trace, which includes its sources."""
+    """Return a digest of everything that a plan depends on. `trace` is the key of the trace, which includes
+    its sources."""
     data: dict[str, Any] = recipe.model_dump(mode="json", by_alias=True)
     for name in _UNSEEN:
         data.pop(name)
@@ -47,13 +50,17 @@ def plan_key(recipe: Recipe, hardware: Hardware, efficiency: Efficiency | None, 
 
 
 def state_of(folder: Path) -> str:
-    """Return sizes and modification times of the files in a directory of the package, so that a change invalidates cached plans."""
-    states = [(path, path.stat()) for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != ".pyc"]
+    """Return sizes and modification times of the files in a directory of the package, so that a change
+    invalidates cached plans."""
+    states = [
+        (path, path.stat()) for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != ".pyc"
+    ]
     return "".join(f"{path.name} {state.st_size} {state.st_mtime_ns}\n" for path, state in states)
 
 
 def kept_plan(cache: Path, key: str, recipe: Recipe) -> Plan | None:
-    """Return the cached plan of a key, without its timeline; None if there is none, or if the file is not readable as a plan."""
+    """Return the cached plan of a key, without its timeline; None if there is none, or if the file is not
+    readable as a plan."""
     try:
         found: Any = json.loads((cache / f"{key}.json").read_text(encoding="utf-8"))
         return replace(Plan.from_dict(found), recipe=recipe.name or "recipe")
@@ -72,9 +79,11 @@ COMMAND = (sys.executable, "-P", "-m", "fsdp_tune.planner.trace.trace_recipe")
 
 
 class Tracing:
-    """Traces on demand. The child process is started for the first recipe that is not cached and runs until `close`.
+    """Traces on demand. The child process is started for the first recipe that is not cached and runs until
+    `close`.
 
-    `exact` traces at full depth. `vocabulary` is that of a tokenizer that may grow the embedding. `traced` is called after each trace.
+    `exact` traces at full depth. `vocabulary` is that of a tokenizer that may grow the embedding. `traced` is
+    called after each trace.
     """
 
     def __init__(
@@ -86,7 +95,13 @@ class Tracing:
         offline: bool = False,
         traced: Callable[[], None] = lambda: None,
     ) -> None:
-        self.cache, self.exact, self.vocabulary, self.offline, self.traced = cache, exact, vocabulary, offline, traced
+        self.cache, self.exact, self.vocabulary, self.offline, self.traced = (
+            cache,
+            exact,
+            vocabulary,
+            offline,
+            traced,
+        )
         self._found: dict[str, Trace | FsdpTuneError] = {}
         self._requested: list[tuple[str, Recipe]] = []
         """Keys and recipes, indexed by job."""
@@ -115,7 +130,11 @@ class Tracing:
                 self._found[key] = cached
                 continue
             self._send(
-                {"job": len(self._requested), "recipe": recipe.model_dump(mode="json", by_alias=True), "output": str(self._file(key))}
+                {
+                    "job": len(self._requested),
+                    "recipe": recipe.model_dump(mode="json", by_alias=True),
+                    "output": str(self._file(key)),
+                }
             )
             self._requested.append((key, recipe))
         return keys
@@ -138,7 +157,11 @@ class Tracing:
     def _send(self, job: dict[str, Any]) -> None:
         if self._child is None:
             self.cache.mkdir(parents=True, exist_ok=True)
-            environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "OMP_NUM_THREADS": "1"}
+            environment = os.environ | {
+                "CUDA_VISIBLE_DEVICES": "",
+                "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+                "OMP_NUM_THREADS": "1",
+            }
             environment |= {"HF_HUB_OFFLINE": "1"} if self.offline else {}
             self._child = JsonChild(COMMAND, environment)
         self._child.send(json.dumps(job | {"exact": self.exact, "vocabulary": self.vocabulary}))
@@ -148,7 +171,10 @@ class Tracing:
         assert self._child is not None
         answer = self._child.receive()
         if answer is None:
-            message, hint = f"the step could not be traced: {self._child.failure()}", "`fsdp-tune env` shows the installation"
+            message, hint = (
+                f"the step could not be traced: {self._child.failure()}",
+                "`fsdp-tune env` shows the installation",
+            )
             lost = FsdpTuneError(Problem("trace-failed", message, hint=hint))
             self._found |= {key: lost for key, _ in self._requested if key not in self._found}
             return
@@ -161,16 +187,26 @@ class Tracing:
 
 def trace_key(recipe: Recipe, *, exact: bool, vocabulary: int | None) -> str:
     """Return the name of a trace: a digest of everything that it depends on."""
-    values = {key: value for key, value in values_by_key(recipe).items() if effect_of(key).affects & (Affects.MEMORY | Affects.TIME)}
-    parts = [json.dumps(values, sort_keys=True), str(exact), str(vocabulary), _configuration(recipe), *installed_code()]
+    values = {
+        key: value
+        for key, value in values_by_key(recipe).items()
+        if effect_of(key).affects & (Affects.MEMORY | Affects.TIME)
+    }
+    parts = [
+        json.dumps(values, sort_keys=True),
+        str(exact),
+        str(vocabulary),
+        _configuration(recipe),
+        *installed_code(),
+    ]
     return digest(*parts, size=16)
 
 
 def _configuration(recipe: Recipe) -> str:
     """Return a digest of the model's config.json, and of the code next to it that `trust_remote_code` runs.
 
-    A hub model that is not cached is traced from its bundled configuration or from a download during the trace; `_receive` caches
-    only a trace of the former.
+    A hub model that is not cached is traced from its bundled configuration or from a download during the
+    trace; `_receive` caches only a trace of the former.
     """
     if isinstance(recipe.model.from_config, dict):
         return "inline"
@@ -191,7 +227,8 @@ def _configuration(recipe: Recipe) -> str:
 
 @functools.cache
 def installed_code() -> tuple[str, ...]:
-    """Return the state of this package's sources, and every installed distribution with its version (`torch-2.13.0.dist-info`)."""
+    """Return the state of this package's sources, and every installed distribution with its version
+    (`torch-2.13.0.dist-info`)."""
     installed = {found.name for folder in sys.path for found in Path(folder).glob("*.dist-info")}
     return (state_of(PACKAGE), sys.version, *sorted(installed))
 

@@ -1,4 +1,5 @@
-"""Paths of keys in the tree of a recipe, or of another tool's file: `("data", "train", 0, "path")` is `data.train[0].path`."""
+"""Paths of keys in the tree of a recipe, or of another tool's file: `("data", "train", 0, "path")` is
+`data.train[0].path`."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def dotted(path: Sequence[str | int]) -> str:
 
 
 def flattened(tree: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:
-    """Return each key of a part of a recipe with its value; keys of mappings and of lists of mappings are keys of their own."""
+    """Return each key of a part of a recipe with its value; keys of mappings and of lists of mappings are
+    keys of their own."""
     if is_mapping(tree) and tree:
         for name, inner in tree.items():
             yield from flattened(inner, (*path, name))

@@ -93,6 +93,8 @@ def nested(key: str, value: object) -> dict[str, object]:
 def written(key: str, value: object) -> str:
     """Return a dotted key and its value as one line of YAML: `data: {max_length: 512}`."""
     tree = nested(key, value)
-    line = yaml.safe_dump(tree, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False).strip()
+    line = yaml.safe_dump(
+        tree, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False
+    ).strip()
     line = printable(line.removeprefix("{").removesuffix("}"))
     return line if len(line) <= _SHOWN_CHARACTERS else f"{line[:_SHOWN_CHARACTERS]}…"

@@ -1,11 +1,13 @@
-"""What a recipe names outside of itself: files and directories, user extensions, and the adapter that a run starts from.
+"""What a recipe names outside of itself: files and directories, user extensions, and the adapter that a run
+starts from.
 
-Paths are made absolute, so that every rank finds the same files. Inputs that only the start of a run reads are taken by a resume from
-the run's directory if their files are gone: RUN/model has the configuration of the model, its tokenizer and its chat template, and a
-checkpoint has the weights; only that of an adapter has no weights of the base.
+Paths are made absolute, so that every rank finds the same files. Inputs that only the start of a run reads
+are taken by a resume from the run's directory if their files are gone: RUN/model has the configuration of the
+model, its tokenizer and its chat template, and a checkpoint has the weights; only that of an adapter has no
+weights of the base.
 
-Extensions are entry points of installed distributions, found without importing them. Unset keys of `lora:` become those of the adapter
-that `lora.adapter` names, as by PEFT's `from_pretrained`.
+Extensions are entry points of installed distributions, found without importing them. Unset keys of `lora:`
+become those of the adapter that `lora.adapter` names, as by PEFT's `from_pretrained`.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ def output_directory(recipe: Recipe, cwd: Path) -> tuple[Path, list[Finding]]:
     values = {"name": recipe.name or "run", "seed": str(recipe.training.seed)}
     resolved = Path(cwd, OUTPUT_FIELDS.sub(lambda found: values[found[1]], recipe.output_dir)).resolve()
     problem = _path_problem(recipe, resolved, cwd)
-    return resolved, [] if problem is None else [Finding("bad-output-dir", ("output_dir",), f"`output_dir` {problem[0]}", problem[1])]
+    return resolved, [] if problem is None else [
+        Finding("bad-output-dir", ("output_dir",), f"`output_dir` {problem[0]}", problem[1])
+    ]
 
 
 def _path_problem(recipe: Recipe, path: Path, cwd: Path) -> tuple[str, str] | None:
@@ -60,7 +64,11 @@ def _path_problem(recipe: Recipe, path: Path, cwd: Path) -> tuple[str, str] | No
     for source in data:
         if source.is_dir() and source != cwd.resolve() and (path == source or source in path.parents):
             return f"is inside the training data `{source}`", elsewhere
-    models = [absolute_path(name, cwd) for name in (recipe.model.name_or_path, recipe.model.tokenizer) if name is not None]
+    models = [
+        absolute_path(name, cwd)
+        for name in (recipe.model.name_or_path, recipe.model.tokenizer)
+        if name is not None
+    ]
     for source in (*data, *(model.resolve() for model in models if exists(model))):
         if path in source.parents and path.exists():
             return f"contains the data or model `{source}`, which `--overwrite` would move away", elsewhere
@@ -68,7 +76,8 @@ def _path_problem(recipe: Recipe, path: Path, cwd: Path) -> tuple[str, str] | No
 
 
 def _local_data(recipe: Recipe, cwd: Path) -> list[Path]:
-    """Return the local files and directories of training and evaluation data; of a glob the pattern, whose parents have them."""
+    """Return the local files and directories of training and evaluation data; of a glob the pattern, whose
+    parents have them."""
     paths: list[Path] = []
     for _, source in (*recipe.data.sources, *recipe.evaluation.sources):
         is_built = source.path in BUILDERS
@@ -79,24 +88,33 @@ def _local_data(recipe: Recipe, cwd: Path) -> list[Path]:
 
 
 def absolute_path(name: str, cwd: Path) -> Path:
-    """Return a path that a recipe names. It may begin with `~`, or `~USER`; without such a user that is the name of a directory."""
+    """Return a path that a recipe names. It may begin with `~`, or `~USER`; without such a user that is the
+    name of a directory."""
     try:
         return Path(cwd, Path(name).expanduser())
     except RuntimeError:
         return Path(cwd, name)
 
 
-def absolute_paths(data: dict[str, Any], cwd: Path, resumed: Path | None = None) -> tuple[dict[str, str], list[Finding]]:
-    """Make the local paths in the dumped recipe `data` absolute, in place. Return the reason of each change, and findings of missing files.
+def absolute_paths(
+    data: dict[str, Any], cwd: Path, resumed: Path | None = None
+) -> tuple[dict[str, str], list[Finding]]:
+    """Make the local paths in the dumped recipe `data` absolute, in place. Return the reason of each change,
+    and findings of missing files.
 
-    Missing files of a data source are reported by the code that reads them. `resumed`: the directory of a run, which has what a resume
-    needs of the model, the tokenizer and the chat template with which it was started.
+    Missing files of a data source are reported by the code that reads them. `resumed`: the directory of a
+    run, which has what a resume needs of the model, the tokenizer and the chat template with which it was
+    started.
     """
-    work = _Paths(cwd, recorded=_recorded(resumed) if resumed is not None else {}, is_adapter=data["lora"] is not None)
+    work = _Paths(
+        cwd, recorded=_recorded(resumed) if resumed is not None else {}, is_adapter=data["lora"] is not None
+    )
     model = data["model"]
     same = model["tokenizer"] == model["name_or_path"]
     model["name_or_path"] = work.local(model["name_or_path"], "model.name_or_path", must_exist=True)
-    model["tokenizer"] = model["name_or_path"] if same else work.local(model["tokenizer"], "model.tokenizer", must_exist=True)
+    model["tokenizer"] = (
+        model["name_or_path"] if same else work.local(model["tokenizer"], "model.tokenizer", must_exist=True)
+    )
     if isinstance(model["from_config"], str):
         model["from_config"] = work.config_file(model["from_config"])
     rows = data["data"]
@@ -107,7 +125,9 @@ def absolute_paths(data: dict[str, Any], cwd: Path, resumed: Path | None = None)
         evaluation["scratch_dir"] = str(work.absolute(evaluation["scratch_dir"]))
     groups = {"data.train": rows["train"], "data.eval": rows["eval"], "evaluation.sets": evaluation["sets"]}
     for key, group in groups.items():
-        for index, source in enumerate(cast(list[dict[str, object]], group) if isinstance(group, list) else []):
+        for index, source in enumerate(
+            cast(list[dict[str, object]], group) if isinstance(group, list) else []
+        ):
             work.source(source, f"{key}[{index}]")
     return work.reasons, work.findings
 
@@ -125,7 +145,8 @@ class _Paths:
         return absolute_path(name, self.cwd)
 
     def local(self, name: str | None, key: str, *, must_exist: bool) -> str | None:
-        """Return the absolute path of a name that exists on this disk or can only be a path; return any other name (a hub id) unchanged."""
+        """Return the absolute path of a name that exists on this disk or can only be a path; return any other
+        name (a hub id) unchanged."""
         if name is None or name.startswith("builtin:") or "://" in name:
             return name
         path = self.absolute(name)
@@ -138,7 +159,11 @@ class _Paths:
             return name
         if must_exist:
             message = f"`{key}` is `{name}`, and `{path}` does not exist"
-            hint = _START.format(cwd=self.cwd) if not Path(name).is_absolute() and not name.startswith("~") else None
+            hint = (
+                _START.format(cwd=self.cwd)
+                if not Path(name).is_absolute() and not name.startswith("~")
+                else None
+            )
             self.findings.append(Finding("not-found", (key,), message, hint))
         return str(path)
 
@@ -146,8 +171,15 @@ class _Paths:
         """Return the path of a file that is gone, as the resumed run recorded it."""
         path = self.recorded[key]
         if key == "model.name_or_path" and self.is_adapter:
-            message = f"`{key}` was `{path}` so far, and it does not exist: the checkpoints of `lora:` hold the adapters alone"
-            self.findings.append(Finding("not-found", (key,), message, f"put the same model there again, or pass `--set {key}=DIR`"))
+            message = (
+                f"`{key}` was `{path}` so far, and it does not exist: the checkpoints of `lora:` hold "
+                "the adapters alone"
+            )
+            self.findings.append(
+                Finding(
+                    "not-found", (key,), message, f"put the same model there again, or pass `--set {key}=DIR`"
+                )
+            )
         else:
             self.reasons[key] = "recorded by the run as it was started"
         return path
@@ -165,21 +197,32 @@ class _Paths:
     def config_file(self, name: str) -> str:
         path = self.absolute(name)
         path = path / "config.json" if path.is_dir() else path
-        if not path.is_file() and self.recorded.get("model.from_config") in (str(path.resolve()), str(path.resolve() / "config.json")):
+        if not path.is_file() and self.recorded.get("model.from_config") in (
+            str(path.resolve()),
+            str(path.resolve() / "config.json"),
+        ):
             return self._of_run("model.from_config")
         if not path.is_file():
             hint = "give a config.json, or the mapping itself: `{model_type: llama, hidden_size: 512}`"
             self.findings.append(
-                Finding("not-found", ("model.from_config",), f"`model.from_config` is `{name}`, and `{path}` does not exist", hint)
+                Finding(
+                    "not-found",
+                    ("model.from_config",),
+                    f"`model.from_config` is `{name}`, and `{path}` does not exist",
+                    hint,
+                )
             )
         return str(path.resolve())
 
 
 def _recorded(run: Path) -> dict[str, str]:
-    """Return the paths in the recipe of a run; {} if it cannot be read, which is reported where the run is."""
+    """Return the paths in the recipe of a run; {} if it cannot be read, which is reported where the run
+    is."""
     try:
         raw: dict[str, dict[str, object]] = json.loads((run / "recipe.json").read_bytes())
-        found = {f"{section}.{key}": value for section in ("model", "data") for key, value in raw[section].items()}
+        found = {
+            f"{section}.{key}": value for section in ("model", "data") for key, value in raw[section].items()
+        }
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return {}
     return {key: value for key, value in found.items() if isinstance(value, str)}
@@ -193,11 +236,17 @@ FILE_ENDINGS = (
 
 
 def can_only_be_a_path(name: str) -> bool:
-    """Return whether a name cannot be a hub id (`name` or `owner/name`) because of its beginning, its ending, its slashes or a glob.
+    """Return whether a name cannot be a hub id (`name` or `owner/name`) because of its beginning, its ending,
+    its slashes or a glob.
 
     The text of a chat template is neither.
     """
-    is_path = name.startswith(("/", ".", "~")) or name.endswith(FILE_ENDINGS) or name.count("/") > 1 or glob.has_magic(name)
+    is_path = (
+        name.startswith(("/", ".", "~"))
+        or name.endswith(FILE_ENDINGS)
+        or name.count("/") > 1
+        or glob.has_magic(name)
+    )
     return is_path and not is_jinja(name)
 
 
@@ -209,11 +258,19 @@ def exists(path: Path) -> bool:
         return False
 
 
-_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "chat_template.jinja")
+_FILES = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "chat_template.jinja",
+)
 
 
 def missing_start_inputs(recipe: Recipe) -> dict[str, str]:
-    """Return the keys of a resolved recipe whose files are not on this machine, with their values, if a resume needs only the run's."""
+    """Return the keys of a resolved recipe whose files are not on this machine, with their values, if a
+    resume needs only the run's."""
     return {each.key: each.name for each in _start_inputs(recipe) if not _is_here(each.name, each.revision)}
 
 
@@ -240,18 +297,23 @@ def _start_inputs(recipe: Recipe) -> Iterator[_StartInput]:
 def _is_here(name: str, revision: str) -> bool:
     if name.startswith("builtin:") or "://" in name or exists(Path(name)):
         return True
-    return not can_only_be_a_path(name) and any(cached_model_file(name, revision, file) is not None for file in _FILES)
+    return not can_only_be_a_path(name) and any(
+        cached_model_file(name, revision, file) is not None for file in _FILES
+    )
 
 
 def from_run(recipe: Recipe, run: Path, keys: Collection[str]) -> Recipe:
-    """Return the recipe with the inputs of `keys` taken from a run, for building the model that one of its checkpoints fills."""
+    """Return the recipe with the inputs of `keys` taken from a run, for building the model that one of its
+    checkpoints fills."""
     model, own = dict[str, object](), str(run / "model")
     if {"model.name_or_path", "model.from_config"}.intersection(keys):
         model = {"name_or_path": str(run), "from_config": None}
     if "model.tokenizer" in keys:
         model["tokenizer"] = own
     data = {"chat_template": own} if "data.chat_template" in keys else {}
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update=model), "data": recipe.data.model_copy(update=data)})
+    return recipe.model_copy(
+        update={"model": recipe.model.model_copy(update=model), "data": recipe.data.model_copy(update=data)}
+    )
 
 
 Kind = Literal["callbacks", "loaders", "metrics"]
@@ -319,14 +381,24 @@ class NamedExtension(NamedTuple):
 
 def named_extensions(recipe: Recipe) -> list[NamedExtension]:
     """Return each extension that the recipe names."""
-    lists: tuple[tuple[Kind, list[str]], ...] = (("callbacks", recipe.extensions.callbacks), ("metrics", recipe.extensions.metrics))
-    named = [NamedExtension(f"extensions.{kind}[{i}]", kind, name) for kind, names in lists for i, name in enumerate(names)]
-    sources = [(f"{key}.loader", entry.loader) for key, entry in recipe.data.sources if entry.loader is not None]
+    lists: tuple[tuple[Kind, list[str]], ...] = (
+        ("callbacks", recipe.extensions.callbacks),
+        ("metrics", recipe.extensions.metrics),
+    )
+    named = [
+        NamedExtension(f"extensions.{kind}[{i}]", kind, name)
+        for kind, names in lists
+        for i, name in enumerate(names)
+    ]
+    sources = [
+        (f"{key}.loader", entry.loader) for key, entry in recipe.data.sources if entry.loader is not None
+    ]
     return [*named, *(NamedExtension(key, "loaders", name) for key, name in sources)]
 
 
 def find_extensions(recipe: Recipe) -> list[Extension]:
-    """Return the installed extensions that a recipe names, without importing them. Raises: FsdpTuneError with every unknown name."""
+    """Return the installed extensions that a recipe names, without importing them. Raises: FsdpTuneError with
+    every unknown name."""
     found: list[Extension] = []
     problems: list[Problem] = []
     for key, kind, name in named_extensions(recipe):
@@ -340,7 +412,8 @@ def find_extensions(recipe: Recipe) -> list[Extension]:
 
 
 ADAPTER_KEY = "lora.adapter"
-# Keys of `lora:` that PEFT's config has under the same names, with PEFT's values for those that it leaves out.
+# Keys of `lora:` that PEFT's config has under the same names, with PEFT's values for those that it leaves
+# out.
 PEFT_DEFAULTS: dict[str, object] = {
     "r": 8,
     "lora_alpha": 8,
@@ -367,7 +440,8 @@ class ContinuedAdapter:
 
 
 def continue_adapter(recipe: Recipe, cwd: Path, output: Path) -> ContinuedAdapter:
-    """Return the place of the adapter and the values of unset keys. `output`: the run directory, which has them if it was started before.
+    """Return the place of the adapter and the values of unset keys. `output`: the run directory, which has
+    them if it was started before.
 
     Whether the adapter fits the model is checked with the model (`model.loading.adapter_files`).
     """
@@ -378,37 +452,57 @@ def continue_adapter(recipe: Recipe, cwd: Path, output: Path) -> ContinuedAdapte
     folder = inside if not (named / CONFIG_FILE).is_file() and (inside / CONFIG_FILE).is_file() else named
     config = _read_object(folder / CONFIG_FILE)
     if config is None and (recorded := _recorded_lora(output, (named, inside))) is not None:
-        own = {key: recorded[key] for key in Lora.model_fields if key in recorded and not given(recipe, f"lora.{key}")}
-        return ContinuedAdapter(own | {"adapter": recorded["adapter"]}, "recorded by the run as it was started")
+        own = {
+            key: recorded[key]
+            for key in Lora.model_fields
+            if key in recorded and not given(recipe, f"lora.{key}")
+        }
+        return ContinuedAdapter(
+            own | {"adapter": recorded["adapter"]}, "recorded by the run as it was started"
+        )
     found = ContinuedAdapter({"adapter": str(folder)}, f"the adapter's {CONFIG_FILE}")
     if config is None:
         found.findings += _adapter_of_run(named)
     elif config.get("peft_type") == "LORA":
-        own = {key: value for key, value in _lora_values(config, folder).items() if not given(recipe, f"lora.{key}")}
+        own = {
+            key: value
+            for key, value in _lora_values(config, folder).items()
+            if not given(recipe, f"lora.{key}")
+        }
         found.findings += _invalid_values(folder, own)
         found.values |= own
     return found
 
 
 def without_adapter(recipe: Recipe) -> Recipe:
-    """Return the recipe for building a model whose adapters are filled from a checkpoint, or not at all; the files may be gone."""
+    """Return the recipe for building a model whose adapters are filled from a checkpoint, or not at all; the
+    files may be gone."""
     if recipe.lora is None or recipe.lora.adapter is None:
         return recipe
     return recipe.model_copy(update={"lora": recipe.lora.model_copy(update={"adapter": None})})
 
 
 def _lora_values(config: Mapping[str, object], folder: Path) -> dict[str, object]:
-    values = {key: default if config.get(key) is None else config[key] for key, default in PEFT_DEFAULTS.items()}
+    values = {
+        key: default if config.get(key) is None else config[key] for key, default in PEFT_DEFAULTS.items()
+    }
     layers = config.get("layers_to_transform")
     targets = config.get("target_modules")
     # PEFT's other ways to choose modules have no keys here: the tensors tell which modules were chosen.
     if targets is None or config.get("exclude_modules") or config.get("layers_pattern"):
-        return values | {"target_modules": _adapted_modules(folder, values["target_parameters"]), "layers_to_transform": None}
-    return values | {"target_modules": targets, "layers_to_transform": [layers] if isinstance(layers, int) else layers}
+        return values | {
+            "target_modules": _adapted_modules(folder, values["target_parameters"]),
+            "layers_to_transform": None,
+        }
+    return values | {
+        "target_modules": targets,
+        "layers_to_transform": [layers] if isinstance(layers, int) else layers,
+    }
 
 
 def _adapted_modules(folder: Path, parameters: object) -> list[str]:
-    """Return the full names of the modules with factors in the file, except the owners of `target_parameters`."""
+    """Return the full names of the modules with factors in the file, except the owners of
+    `target_parameters`."""
     path = folder / WEIGHTS_FILE
     try:
         with open(path, "rb") as file:
@@ -422,17 +516,28 @@ def _adapted_modules(folder: Path, parameters: object) -> list[str]:
         return []  # reported when the tensors are read
     owners = tuple(str(name).rpartition(".")[0] for name in cast(list[object], parameters))
     modules = (found[1] for name in names if (found := _MODULE.fullmatch(name)))
-    return sorted({name for name in modules if not name.removesuffix(".base_layer").endswith(owners)} if owners else set(modules))
+    return sorted(
+        {name for name in modules if not name.removesuffix(".base_layer").endswith(owners)}
+        if owners
+        else set(modules)
+    )
 
 
 def _invalid_values(folder: Path, values: Mapping[str, object]) -> Iterator[Finding]:
     try:
         Lora.model_validate(values)
     except ValidationError as error:
-        reasons = {str(wrong["loc"][0]): wrong["msg"] for wrong in error.errors()}  # a union has one for each of its types
+        reasons = {
+            str(wrong["loc"][0]): wrong["msg"] for wrong in error.errors()
+        }  # a union has one for each of its types
         for key, reason in reasons.items():
             message = f"{ADAPTER_KEY}: {folder}: its `{key}` is {json.dumps(values.get(key))}: {reason}"
-            yield Finding("adapter-does-not-fit", (ADAPTER_KEY,), message, f"correct its {CONFIG_FILE}, or write `lora.{key}`")
+            yield Finding(
+                "adapter-does-not-fit",
+                (ADAPTER_KEY,),
+                message,
+                f"correct its {CONFIG_FILE}, or write `lora.{key}`",
+            )
 
 
 def _adapter_of_run(named: Path) -> Iterator[Finding]:
@@ -441,9 +546,15 @@ def _adapter_of_run(named: Path) -> Iterator[Finding]:
     run = named.parent if step else named
     if (run / "recipe.json").is_file():
         options = f" --step {step[1]} --output DIR" if step else ""
-        message = f"{ADAPTER_KEY}: {named} is a {'checkpoint' if step else 'run'}, and has no adapter in PEFT's format"
+        message = (
+            f"{ADAPTER_KEY}: {named} is a {'checkpoint' if step else 'run'}, and has no adapter in "
+            "PEFT's format"
+        )
         place = "DIR" if step else run
-        hint = f"`fsdp-tune merge-checkpoint {run} --adapter{options}` writes one; then `--set lora.adapter={place}`"
+        hint = (
+            f"`fsdp-tune merge-checkpoint {run} --adapter{options}` writes one; then `--set "
+            f"lora.adapter={place}`"
+        )
         yield Finding("adapter-does-not-fit", (ADAPTER_KEY,), message, hint)
 
 

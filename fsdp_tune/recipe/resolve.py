@@ -1,4 +1,5 @@
-"""Decide all that a recipe leaves unset (`auto`, null, relative paths), and record the reason of each decision."""
+"""Decide all that a recipe leaves unset (`auto`, null, relative paths), and record the reason of each
+decision."""
 
 from __future__ import annotations
 
@@ -58,22 +59,36 @@ class Resolution:
     notices: tuple[Notice, ...]
 
 
-ABSENT = frozenset({"not-found", "data-not-found", "model-not-found", "tokenizer-not-found", "no-such-template", "unknown-extension"})
+ABSENT = frozenset(
+    {
+        "not-found",
+        "data-not-found",
+        "model-not-found",
+        "tokenizer-not-found",
+        "no-such-template",
+        "unknown-extension",
+    }
+)
 """Codes of problems that are about what this machine lacks, and another one may have."""
 NEEDED_THERE = "the machine that trains needs it"
 
 
 def split_absent(problems: Collection[Problem]) -> tuple[list[Problem], list[Notice]]:
-    """Return the other problems, and those about what is missing here as notices, for a run that starts on another machine."""
-    absent = [Notice(each.code, f"{each.message}: {NEEDED_THERE}", each.where) for each in problems if each.code in ABSENT]
+    """Return the other problems, and those about what is missing here as notices, for a run that starts on
+    another machine."""
+    absent = [
+        Notice(each.code, f"{each.message}: {NEEDED_THERE}", each.where)
+        for each in problems
+        if each.code in ABSENT
+    ]
     return [each for each in problems if each.code not in ABSENT], absent
 
 
 class UnresolvedError(FsdpTuneError):
     """What prevents a recipe from being resolved. `recipe` has the keys that could be decided.
 
-    `suspects`: the keys of the problems, so that checks that depend on them would mislead. Keys that only contradict the number of ranks
-    are not among them, since neither model nor rows depend on it.
+    `suspects`: the keys of the problems, so that checks that depend on them would mislead. Keys that only
+    contradict the number of ranks are not among them, since neither model nor rows depend on it.
     """
 
     def __init__(self, recipe: Recipe, *problems: Problem, suspects: Collection[str] = ()) -> None:
@@ -82,15 +97,19 @@ class UnresolvedError(FsdpTuneError):
 
 
 def cpu_way_out(recipe: Recipe, machine: Machine) -> str:
-    """Return the options that train a recipe on the CPU, with a number of ranks that suits the cores where the recipe has more, and in
-    fp32 where the CPU computes bf16 slowly."""
+    """Return the options that train a recipe on the CPU, with a number of ranks that suits the cores where
+    the recipe has more, and in fp32 where the CPU computes bf16 slowly."""
     launch, options = recipe.launch, "--set launch.device=cpu"
     if not machine.has_bf16_cpu and recipe.precision.mixed_precision == "bf16":
         options += " --set precision.mixed_precision=no"
     most = max(machine.cores, CPU_RANKS) * launch.num_machines
     if launch.num_processes != "auto" and launch.num_processes > most:
         sizes = range(most, 0, -launch.num_machines)
-        fitting = (size for size in sizes if not any(True for rule in WORLD_RULES for _ in rule(recipe, World(size, launch.num_machines))))
+        fitting = (
+            size
+            for size in sizes
+            if not any(True for rule in WORLD_RULES for _ in rule(recipe, World(size, launch.num_machines)))
+        )
         options += f" --set launch.num_processes={next(fitting, CPU_RANKS * launch.num_machines)}"
     return f"{options} to train on the CPU"
 
@@ -106,12 +125,14 @@ def resolve(
     resume: str | None = None,
     elsewhere: bool = False,
 ) -> Resolution:
-    """Fill every unset key. Raises: UnresolvedError with all problems that depend on the machine or the number of ranks.
+    """Fill every unset key. Raises: UnresolvedError with all problems that depend on the machine or the
+    number of ranks.
 
-    `assume` is the device to assume if the machine has none (`cuda` for `validate`, `plan` and `--dry-run`, which start no ranks);
-    without it, a recipe that needs a missing device is an error. `positions` (of `LoadedRecipe`) gives the lines of problems.
-    `resume`: `auto`, or a checkpoint: of what only a start reads, that run has what a resume needs. `elsewhere`: the run starts on another
-    machine, so files and packages that are missing here are notices.
+    `assume` is the device to assume if the machine has none (`cuda` for `validate`, `plan` and `--dry-run`,
+    which start no ranks); without it, a recipe that needs a missing device is an error. `positions` (of
+    `LoadedRecipe`) gives the lines of problems.
+    `resume`: `auto`, or a checkpoint: of what only a start reads, that run has what a resume needs.
+    `elsewhere`: the run starts on another machine, so files and packages that are missing here are notices.
     """
     work = _Resolver(recipe, machine, assume, positions or {})
     work.launch()
@@ -136,7 +157,9 @@ def resolve(
     output, wrong = output_directory(recipe, cwd)
     work.data["output_dir"] = str(output)
     work.adapter(cwd, output)
-    source = output if resume == "auto" else Path(cwd, resume).resolve().parent if resume is not None else None
+    source = (
+        output if resume == "auto" else Path(cwd, resume).resolve().parent if resume is not None else None
+    )
     local_paths, path_problems = absolute_paths(work.data, cwd, source)
     work.reasons.update(local_paths)
     work.problems.extend(as_problem(finding, work.positions) for finding in [*wrong, *path_problems])
@@ -171,7 +194,14 @@ class _Resolver:
         self.data[section][name] = value
         self.reasons[key] = reason
 
-    def add_problem(self, code: str, keys: tuple[str, ...], message: str, hint: str | None = None, ways_out: tuple[str, ...] = ()) -> None:
+    def add_problem(
+        self,
+        code: str,
+        keys: tuple[str, ...],
+        message: str,
+        hint: str | None = None,
+        ways_out: tuple[str, ...] = (),
+    ) -> None:
         self.problems.append(as_problem(Finding(code, keys, message, hint, ways_out), self.positions))
 
     def add_notice(self, code: str, keys: tuple[str, ...], message: str, hint: str | None = None) -> None:
@@ -199,16 +229,29 @@ class _Resolver:
             for key, value in found.values.items():
                 if value != self.data["lora"][key]:
                     self.decide(f"lora.{key}", value, found.reason)
-            findings = list(lora_limits(Recipe.model_validate({**self.recipe.model_dump(by_alias=True), "lora": self.data["lora"]})))
+            findings = list(
+                lora_limits(
+                    Recipe.model_validate(
+                        {**self.recipe.model_dump(by_alias=True), "lora": self.data["lora"]}
+                    )
+                )
+            )
         self.problems.extend(as_problem(finding, self.positions) for finding in findings)
 
     def launch(self) -> None:
         device = self._device()
         self._processes(device)
-        launch, local_ranks = self.recipe.launch, max(1, self.data["launch"]["num_processes"] // self.recipe.launch.num_machines)
+        launch, local_ranks = (
+            self.recipe.launch,
+            max(1, self.data["launch"]["num_processes"] // self.recipe.launch.num_machines),
+        )
         if launch.num_cpu_threads_per_process == "auto":
             threads = max(1, self.machine.cores // local_ranks)
-            self.decide("launch.num_cpu_threads_per_process", threads, f"{self.machine.cores} cores / {local_ranks} local ranks")
+            self.decide(
+                "launch.num_cpu_threads_per_process",
+                threads,
+                f"{self.machine.cores} cores / {local_ranks} local ranks",
+            )
 
     def precision(self) -> None:
         """Decide the compute dtype, on which later decisions depend."""
@@ -233,15 +276,26 @@ class _Resolver:
                 self.decide("launch.device", there, f"the accelerator of this machine{named}")
                 return there
             if self.assume is None:
-                message = f"no accelerator was found on this machine{self._unseen()}, and the CPU is never chosen silently"
-                self.add_problem("no-device", ("launch.device",), message, None, (cpu_way_out(self.recipe, self.machine),))
+                message = (
+                    f"no accelerator was found on this machine{self._unseen()}, and the CPU is never "
+                    "chosen silently"
+                )
+                self.add_problem(
+                    "no-device", ("launch.device",), message, None, (cpu_way_out(self.recipe, self.machine),)
+                )
             device = self.assume or "cuda"
             self.decide("launch.device", device, "assumed: no accelerator was found on this machine")
             return device
         if wanted not in {"cpu", there} and self.assume is None:
             shows = f"it shows {there}" if there else f"it shows no accelerator{self._unseen()}"
             ways_out = (cpu_way_out(self.recipe, self.machine),)
-            self.add_problem("no-device", ("launch.device",), f"`launch.device: {wanted}` is not on this machine: {shows}", None, ways_out)
+            self.add_problem(
+                "no-device",
+                ("launch.device",),
+                f"`launch.device: {wanted}` is not on this machine: {shows}",
+                None,
+                ways_out,
+            )
         return wanted
 
     def _unseen(self) -> str:
@@ -259,7 +313,10 @@ class _Resolver:
         if self.machine.lost and self.machine.device == "cuda":
             message = f"the driver lists {', '.join(self.machine.lost)}, and the run does without"
             self.add_notice(
-                "gpu-lost", (), message, "`dmesg` has its XID error; a reset (`nvidia-smi --gpu-reset`) or a reboot may recover it"
+                "gpu-lost",
+                (),
+                message,
+                "`dmesg` has its XID error; a reset (`nvidia-smi --gpu-reset`) or a reboot may recover it",
             )
         if capability is None:
             return
@@ -272,7 +329,11 @@ class _Resolver:
             if (found := problem_of(self.recipe, name, capability)) is not None:
                 add = self.add_problem if self.assume is None else self.add_notice
                 add(found.code, found.keys, found.message, found.hint)
-        if self.recipe.model.attn_implementation == "auto" and self.recipe.compute_dtype != "fp32" and capability < OLDEST_BF16_GPU:
+        if (
+            self.recipe.model.attn_implementation == "auto"
+            and self.recipe.compute_dtype != "fp32"
+            and capability < OLDEST_BF16_GPU
+        ):
             wanted, has = (".".join(map(str, version)) for version in (OLDEST_BF16_GPU, capability))
             reason = f"FlashAttention needs compute capability {wanted}; {name} has {has}"
             self.decide("model.attn_implementation", SDPA_OR_EAGER, reason)
@@ -281,7 +342,10 @@ class _Resolver:
         launch, machine = self.recipe.launch, self.machine
         if launch.num_processes == "auto":
             if device == "cpu":
-                count, reason = CPU_RANKS * launch.num_machines, f"{CPU_RANKS} CPU ranks a machine: the fewest that shard"
+                count, reason = (
+                    CPU_RANKS * launch.num_machines,
+                    f"{CPU_RANKS} CPU ranks a machine: the fewest that shard",
+                )
             elif machine.device == device and machine.device_count:
                 count = machine.device_count * launch.num_machines
                 reason = f"{machine.device_count} visible devices × {launch.num_machines} machines"
@@ -289,24 +353,47 @@ class _Resolver:
                 count = ASSUMED_DEVICES * launch.num_machines
                 reason = f"assumed: {ASSUMED_DEVICES} devices × {launch.num_machines} machines"
                 message = f"this machine shows no {device} device: {ASSUMED_DEVICES} per machine are assumed"
-                self.add_notice("assumed-devices", ("launch.num_processes",), message, "write `launch.num_processes`")
+                self.add_notice(
+                    "assumed-devices", ("launch.num_processes",), message, "write `launch.num_processes`"
+                )
             self.decide("launch.num_processes", count, reason)
             return
         local = launch.num_processes // launch.num_machines
         if device == "cuda" and self.assume is not None:
             self._known_machine(local)
-        if device != "cpu" and self.assume is None and machine.device == device and local > machine.device_count:
-            message = f"{local} ranks on this machine need {local} {device} devices, and {machine.device_count} are visible{self._unseen()}"
-            hint = f"write `launch.num_processes: {machine.device_count * launch.num_machines}`, or check CUDA_VISIBLE_DEVICES"
+        if (
+            device != "cpu"
+            and self.assume is None
+            and machine.device == device
+            and local > machine.device_count
+        ):
+            message = (
+                f"{local} ranks on this machine need {local} {device} devices, and "
+                f"{machine.device_count} are visible{self._unseen()}"
+            )
+            hint = (
+                f"write `launch.num_processes: {machine.device_count * launch.num_machines}`, or check "
+                "CUDA_VISIBLE_DEVICES"
+            )
             self.add_problem("too-few-devices", ("launch.num_processes",), message, hint)
 
     def _known_machine(self, local: int) -> None:
-        """Report more ranks on a machine than any machine of the table of GPUs has: mostly `launch.num_machines` is missing."""
-        launch, most = self.recipe.launch, max(gpu.devices_per_machine or 0 for gpu in known_hardware().values())
+        """Report more ranks on a machine than any machine of the table of GPUs has: mostly
+        `launch.num_machines` is missing."""
+        launch, most = (
+            self.recipe.launch,
+            max(gpu.devices_per_machine or 0 for gpu in known_hardware().values()),
+        )
         if launch.num_processes == "auto" or local <= most:
             return
-        message = f"`launch.num_machines: {launch.num_machines}` puts {local} ranks on a machine, and none known has more than {most} GPUs"
-        hint = f"`--set launch.num_machines={-(-launch.num_processes // most)}`; `submit slurm` takes `--nodes` and `--gpus-per-node`"
+        message = (
+            f"`launch.num_machines: {launch.num_machines}` puts {local} ranks on a machine, and none "
+            f"known has more than {most} GPUs"
+        )
+        hint = (
+            f"`--set launch.num_machines={-(-launch.num_processes // most)}`; `submit slurm` takes "
+            "`--nodes` and `--gpus-per-node`"
+        )
         self.add_notice("ranks-of-a-machine", ("launch.num_processes",), message, hint)
 
     def mesh(self, world: World) -> None:
@@ -321,12 +408,25 @@ class _Resolver:
         both_unset = parallelism.dp_replicate_size == parallelism.dp_shard_size == "auto"
         if self.recipe.is_hybrid and world.machines == 1 and both_unset:
             strategy = self.recipe.fsdp.sharding_strategy
-            message = f"`{strategy}` on one machine: two copies of the model, each over {sizes.copy_size} ranks"
-            self.add_notice("hybrid-on-one-machine", ("fsdp.sharding_strategy",), message, "FULL_SHARD needs less memory here")
+            message = (
+                f"`{strategy}` on one machine: two copies of the model, each over {sizes.copy_size} ranks"
+            )
+            self.add_notice(
+                "hybrid-on-one-machine",
+                ("fsdp.sharding_strategy",),
+                message,
+                "FULL_SHARD needs less memory here",
+            )
         ep, local = self.recipe.fsdp.ep_size, world.local_size
         if world.machines > 1 and local % ep:
-            message = f"`fsdp.ep_size: {ep}` with {local} ranks on a machine exchanges tokens between machines, in every layer"
-            hint = f"`--set fsdp.ep_size={math.gcd(ep, local)}` keeps them on a machine; `fsdp-tune plan` compares sizes"
+            message = (
+                f"`fsdp.ep_size: {ep}` with {local} ranks on a machine exchanges tokens between "
+                "machines, in every layer"
+            )
+            hint = (
+                f"`--set fsdp.ep_size={math.gcd(ep, local)}` keeps them on a machine; `fsdp-tune plan` "
+                "compares sizes"
+            )
             self.add_notice("experts-across-machines", ("fsdp.ep_size",), message, hint)
 
     def unsized(self, world: World) -> None:
@@ -336,17 +436,23 @@ class _Resolver:
     def fsdp(self) -> None:
         fsdp = self.recipe.fsdp
         if fsdp.reshard_after_forward is None:
-            self.decide("fsdp.reshard_after_forward", self.recipe.reshards_after_forward, f"{fsdp.sharding_strategy}")
+            self.decide(
+                "fsdp.reshard_after_forward", self.recipe.reshards_after_forward, f"{fsdp.sharding_strategy}"
+            )
         if fsdp.activation_checkpointing == "auto":
             self.reasons["fsdp.activation_checkpointing"] = "a plan decides it from the memory of the ranks"
         if fsdp.version == 1 and self.data["launch"]["device"] == "cpu" and fsdp.cpu_ram_efficient_loading:
-            self.decide("fsdp.cpu_ram_efficient_loading", value=False, reason="FSDP1 on the CPU cannot send rank 0's weights")
+            self.decide(
+                "fsdp.cpu_ram_efficient_loading",
+                value=False,
+                reason="FSDP1 on the CPU cannot send rank 0's weights",
+            )
 
     def trackers(self, *, elsewhere: bool) -> None:
         """Refuse trackers that cannot start. Without this check every rank would fail minutes later.
 
-        A variable may be set where the run starts, as by a TrainJob of Kubeflow: where it does not start that is a notice, and a package
-        too if the run starts `elsewhere`.
+        A variable may be set where the run starts, as by a TrainJob of Kubeflow: where it does not start that
+        is a notice, and a package too if the run starts `elsewhere`.
         """
         for name in self.recipe.training.report_to:
             found = missing(name, {**os.environ, **self.recipe.launch.env})
@@ -364,14 +470,22 @@ class _Resolver:
                 self.add_notice("tracker-not-configured", keys, message, hint)
 
     def _rows_of_budget(self, world: World) -> None:
-        """Set the batch size that a token budget gives if every row is as long as `data.max_length`: memory and time are planned for it."""
+        """Set the batch size that a token budget gives if every row is as long as `data.max_length`: memory
+        and time are planned for it."""
         training, longest = self.recipe.training, self.recipe.data.max_length
         budget = training.per_device_train_batch_tokens
         assert budget is not None
-        reason = f"rows of full length in {budget:,} token slots: {budget:,} / {longest:,}; more rows if they are shorter"
+        reason = (
+            f"rows of full length in {budget:,} token slots: {budget:,} / {longest:,}; more rows if they "
+            "are shorter"
+        )
         self.decide("training.per_device_train_batch_size", budget // longest, reason)
         steps = budget_accumulation(self.recipe, world)
-        self.decide("training.gradient_accumulation_steps", steps, "at most, when all rows are as long as `data.max_length`")
+        self.decide(
+            "training.gradient_accumulation_steps",
+            steps,
+            "at most, when all rows are as long as `data.max_length`",
+        )
 
     def training(self, world: World) -> None:
         training = self.recipe.training
@@ -381,11 +495,16 @@ class _Resolver:
             size = data_ranks(self.recipe, world)
             at_once = training.per_device_train_batch_size * size
             if training.global_batch_size is None:
-                self.decide("training.gradient_accumulation_steps", 1, "no `training.global_batch_size` is given")
+                self.decide(
+                    "training.gradient_accumulation_steps", 1, "no `training.global_batch_size` is given"
+                )
             else:
                 steps = training.global_batch_size // at_once
                 readers = readers_of_rows(self.recipe, size)
-                parts = f"{training.global_batch_size} / ({training.per_device_train_batch_size} sequences × {readers})"
+                parts = (
+                    f"{training.global_batch_size} / ({training.per_device_train_batch_size} sequences × "
+                    f"{readers})"
+                )
                 self.decide("training.gradient_accumulation_steps", steps, f"global batch: {parts}")
         self._resharding()
         if training.per_device_eval_batch_size is None:
@@ -397,7 +516,8 @@ class _Resolver:
             self.decide("training.save_total_limit", None, "0 keeps all")
 
     def _resharding(self) -> None:
-        """Decide `fsdp.reshard_after_backward: auto` where false is refused or has no effect; elsewhere a plan does."""
+        """Decide `fsdp.reshard_after_backward: auto` where false is refused or has no effect; elsewhere a
+        plan does."""
         fsdp, key = self.recipe.fsdp, "fsdp.reshard_after_backward"
         if fsdp.reshard_after_backward != "auto":
             return
@@ -443,13 +563,23 @@ class _Resolver:
         model = self.recipe.model
         if model.tokenizer is None:
             self.decide("model.tokenizer", model.name_or_path, "model.name_or_path")
-        if model.tokenizer_revision is None and not str(self.data["model"]["tokenizer"]).startswith("builtin:"):
+        if model.tokenizer_revision is None and not str(self.data["model"]["tokenizer"]).startswith(
+            "builtin:"
+        ):
             same = self.data["model"]["tokenizer"] == model.name_or_path
-            revision, reason = (model.revision, "model.revision") if same else ("main", "another repository than the model's")
+            revision, reason = (
+                (model.revision, "model.revision")
+                if same
+                else ("main", "another repository than the model's")
+            )
             self.decide("model.tokenizer_revision", revision, reason)
         if model.frozen_dtype == "auto":
             if self.recipe.fsdp.version == 1 and self.recipe.is_sharded:
-                self.decide("model.frozen_dtype", model.dtype, "model.dtype: FSDP1 joins a unit's parameters in one flat tensor")
+                self.decide(
+                    "model.frozen_dtype",
+                    model.dtype,
+                    "model.dtype: FSDP1 joins a unit's parameters in one flat tensor",
+                )
             else:
                 self.decide("model.frozen_dtype", self.recipe.compute_dtype, "the compute dtype")
 
@@ -462,10 +592,16 @@ class _Resolver:
             self.decide("data.eval_packing", recipe.data.packing, "data.packing")
         row = recipe.parallelism.of_row
         if computes_in_fp8(recipe) and not given(recipe, "data.pad_to_multiple_of"):
-            self.decide("data.pad_to_multiple_of", FP8_MULTIPLE * row.row_parts, "fp8 kernels need a multiple of it")
+            self.decide(
+                "data.pad_to_multiple_of", FP8_MULTIPLE * row.row_parts, "fp8 kernels need a multiple of it"
+            )
         padding = recipe.data.pad_to_multiple_of
         if padding % row.row_parts and not given(recipe, "data.pad_to_multiple_of"):
-            self.decide("data.pad_to_multiple_of", math.lcm(padding, row.row_parts), f"{described_sharing(row)} divides each row")
+            self.decide(
+                "data.pad_to_multiple_of",
+                math.lcm(padding, row.row_parts),
+                f"{described_sharing(row)} divides each row",
+            )
         if recipe.data.cache_dir is None:
             self.decide("data.cache_dir", str(default_cache_directory()), "the user's cache")
         if recipe.merge.dtype == "auto":

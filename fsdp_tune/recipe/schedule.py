@@ -1,6 +1,8 @@
-"""The learning rate over a run, computed from the recipe: transformers' schedules as plain functions of the step.
+"""The learning rate over a run, computed from the recipe: transformers' schedules as plain functions of the
+step.
 
-The formulas are those of transformers 5.24 (`optimization.py`), which training uses; a test compares them for every kind and argument.
+The formulas are those of transformers 5.24 (`optimization.py`), which training uses; a test compares them for
+every kind and argument.
 """
 
 from __future__ import annotations
@@ -19,14 +21,16 @@ from fsdp_tune.recipe.schema.training_fields import training_value
 Schedule = Callable[[int], float]
 """The learning rate after some steps, as a share of `training.learning_rate`."""
 _EXACT_STEPS = 10_000
-"""Runs of at most so many steps are looked at step by step, longer ones at as many steps and around each change of phase."""
+"""Runs of at most so many steps are looked at step by step, longer ones at as many steps and around each
+change of phase."""
 _NOMINAL_STEPS = 1_000
 _TINY = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """The learning rates of the first group of parameters over a run. Steps count from 1, as in its log: step n is the n-th update."""
+    """The learning rates of the first group of parameters over a run. Steps count from 1, as in its log: step
+    n is the n-th update."""
 
     steps: int
     start: float
@@ -54,15 +58,24 @@ class Rates:
 
 
 def rate_line(recipe: Recipe, steps: int | None) -> str:
-    """Return the line on the rates of a run for users; `steps` None: they depend on data that is not prepared."""
+    """Return the line on the rates of a run for users; `steps` None: they depend on data that is not
+    prepared."""
     if steps is None:
-        return f"rate: at most {recipe.training.learning_rate:.3g}; the steps are known after the data is prepared"
+        return (
+            f"rate: at most {recipe.training.learning_rate:.3g}; the steps are known after the data is "
+            "prepared"
+        )
     found = rates(recipe, steps)
-    return str(found) if found is not None else f"rate: {training_value(recipe.training, 'lr_scheduler_type')}, which depends on losses"
+    return (
+        str(found)
+        if found is not None
+        else f"rate: {training_value(recipe.training, 'lr_scheduler_type')}, which depends on losses"
+    )
 
 
 def warmup_steps(warmup: float, steps: int) -> int:
-    """Return the steps of warm-up as `TrainingArguments.get_warmup_steps` counts them: below 1, a share of all `steps`."""
+    """Return the steps of warm-up as `TrainingArguments.get_warmup_steps` counts them: below 1, a share of
+    all `steps`."""
     return int(warmup) if warmup >= 1 else math.ceil(steps * warmup)
 
 
@@ -73,9 +86,12 @@ def schedule_arguments(recipe: Recipe) -> dict[str, Any]:
 
 
 def nominal_steps(recipe: Recipe) -> int:
-    """Return a number of steps for a run whose own depends on its data: long enough for each phase of its schedule."""
+    """Return a number of steps for a run whose own depends on its data: long enough for each phase of its
+    schedule."""
     given, warmup = schedule_arguments(recipe), recipe.training.warmup_steps
-    phases = sum(value for name in ("num_stable_steps", "num_decay_steps") if isinstance(value := given.get(name), int))
+    phases = sum(
+        value for name in ("num_stable_steps", "num_decay_steps") if isinstance(value := given.get(name), int)
+    )
     if "num_stable_steps" in given:  # all phases have a length
         return math.ceil(phases / (1 - warmup)) if warmup < 1 else int(warmup + phases)
     return int(phases + 2 * (warmup if warmup >= 1 else 0) + _NOMINAL_STEPS)
@@ -102,28 +118,45 @@ def rates(recipe: Recipe, steps: int) -> Rates | None:
         learning_rate * value for value in (used[1], peak, used[steps], after, min(after, *used.values()))
     )
     rises_at = rising[0] if rising else None
-    return Rates(steps, first, highest, peak_step, last, beyond, lowest, idle, rises_at, ends_rising=steps in rising)
+    return Rates(
+        steps, first, highest, peak_step, last, beyond, lowest, idle, rises_at, ends_rising=steps in rising
+    )
 
 
 def sampled_steps(recipe: Recipe, steps: int) -> list[int]:
-    """Return the steps that describe the schedule of a run of `steps`, in order: all of a short run, else some of each phase."""
+    """Return the steps that describe the schedule of a run of `steps`, in order: all of a short run, else
+    some of each phase."""
     warmup, arguments = warmup_steps(recipe.training.warmup_steps, steps), schedule_arguments(recipe)
     if steps <= _EXACT_STEPS:
         return list(range(1, steps + 1))
-    lengths = [value for name in ("num_stable_steps", "num_decay_steps") if isinstance(value := arguments.get(name), int)]
-    turns = {warmup, *(warmup + length for length in lengths), *(steps - length for length in lengths), warmup + sum(lengths), steps}
+    lengths = [
+        value
+        for name in ("num_stable_steps", "num_decay_steps")
+        if isinstance(value := arguments.get(name), int)
+    ]
+    turns = {
+        warmup,
+        *(warmup + length for length in lengths),
+        *(steps - length for length in lengths),
+        warmup + sum(lengths),
+        steps,
+    }
     near = {turn + offset for turn in turns for offset in (-2, -1, 0, 1, 2)}
     every = {step * steps // _EXACT_STEPS for step in range(_EXACT_STEPS)}
     return sorted({1, steps} | {step for step in near | every if 1 <= step <= steps})
 
 
 def schedule_of(recipe: Recipe, steps: int) -> Schedule | None:
-    """Return the schedule of a run of `steps`; None if its kind is not a function of the step. Raises as `rates`."""
+    """Return the schedule of a run of `steps`; None if its kind is not a function of the step. Raises as
+    `rates`."""
     build = _SCHEDULES.get(str(training_value(recipe.training, "lr_scheduler_type")))
     if build is None:
         return None
     learning_rate = recipe.training.learning_rate
-    return build(_Run(warmup_steps(recipe.training.warmup_steps, steps), steps, learning_rate), **schedule_arguments(recipe))
+    return build(
+        _Run(warmup_steps(recipe.training.warmup_steps, steps), steps, learning_rate),
+        **schedule_arguments(recipe),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +192,11 @@ def _cosine(run: _Run, num_cycles: float = 0.5) -> Schedule:
 def _cosine_with_restarts(run: _Run, num_cycles: float = 1) -> Schedule:
     def after(step: int) -> float:
         progress = run.progress(step)
-        return 0.0 if progress >= 1.0 else max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((num_cycles * progress) % 1.0))))
+        return (
+            0.0
+            if progress >= 1.0
+            else max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((num_cycles * progress) % 1.0))))
+        )
 
     return run.warmed(after)
 
@@ -182,7 +219,9 @@ def _inverse_sqrt(run: _Run, timescale: int | None = None) -> Schedule:
     return run.warmed(lambda step: 1.0 / math.sqrt((step + scale - run.warmup) / scale))
 
 
-def _cosine_with_min_lr(run: _Run, num_cycles: float = 0.5, min_lr: float | None = None, min_lr_rate: float | None = None) -> Schedule:
+def _cosine_with_min_lr(
+    run: _Run, num_cycles: float = 0.5, min_lr: float | None = None, min_lr_rate: float | None = None
+) -> Schedule:
     floor = _floor(run, min_lr, min_lr_rate)
     return run.warmed(lambda step: max(0.0, _wave(num_cycles, run.progress(step)) * (1 - floor) + floor))
 
@@ -229,7 +268,9 @@ def _warmup_stable_decay(
 
     def factor(step: int) -> float:
         if step < run.warmup:
-            return max(0.0, rises[warmup_type](1.0 - step / max(1, run.warmup)) * (1.0 - min_lr_ratio) + min_lr_ratio)
+            return max(
+                0.0, rises[warmup_type](1.0 - step / max(1, run.warmup)) * (1.0 - min_lr_ratio) + min_lr_ratio
+            )
         if step < run.warmup + stable:
             return 1.0
         if step < run.warmup + stable + num_decay_steps:
@@ -245,7 +286,8 @@ def _wave(num_cycles: float, progress: float) -> float:
 
 
 def _floor(run: _Run, min_lr: float | None, min_lr_rate: float | None) -> float:
-    """Return the lowest rate as a share of the learning rate. Exactly one of the two is given; a rule of the recipe refuses others."""
+    """Return the lowest rate as a share of the learning rate. Exactly one of the two is given; a rule of the
+    recipe refuses others."""
     return min_lr / run.learning_rate if min_lr is not None else float(min_lr_rate or 0.0)
 
 
@@ -265,6 +307,7 @@ _SCHEDULES: Mapping[str, Callable[..., Schedule]] = {
 SCHEDULE_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     kind: tuple(inspect.signature(build).parameters)[1:] for kind, build in _SCHEDULES.items()
 }
-"""Arguments of each kind, which are those of transformers' functions; its `get_scheduler` ignores any for the constant ones."""
+"""Arguments of each kind, which are those of transformers' functions; its `get_scheduler` ignores any for the
+constant ones."""
 LEVEL_KINDS = ("constant", "constant_with_warmup")
 """Kinds that do not fall."""

@@ -1,7 +1,8 @@
 """Names of recipe keys in other trainers: the key here, and what to write for the value that is given.
 
-The hint of an unknown key has it in words, and `fsdp-tune import` writes it. Each conversion is a function of a value, which states how
-unit or sense differ. A test runs each name with a value, and loads what its hint proposes.
+The hint of an unknown key has it in words, and `fsdp-tune import` writes it. Each conversion is a function of
+a value, which states how unit or sense differ. A test runs each name with a value, and loads what its hint
+proposes.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def _as(key: str, change: Callable[[Any], object]) -> Convert:
 
 
 def _ask(words: str) -> Convert:
-    """Return a converter for a value in another unit that needs a number which is not here: `words` have the formula."""
+    """Return a converter for a value in another unit that needs a number which is not here: `words` have the
+    formula."""
     return lambda value: Ask(words.format(value=printable(str(value))))
 
 
@@ -65,7 +67,8 @@ _THE_SAME = Drop("without the key it is the same")
 
 
 def _cases(key: str, cases: Mapping[str, object], other: str | Drop) -> Convert:
-    """Return a converter for values by name: a value here, keys of a recipe, or an outcome. `other`: the words for the rest."""
+    """Return a converter for values by name: a value here, keys of a recipe, or an outcome. `other`: the
+    words for the rest."""
 
     def convert(value: object) -> Outcome:
         name = printable(str(value)).lower()
@@ -78,7 +81,11 @@ def _cases(key: str, cases: Mapping[str, object], other: str | Drop) -> Convert:
 
 
 def _switch(key: str, on: object, off: object = _THE_SAME) -> Convert:
-    return _cases(key, {"true": on, "false": off, "1": on, "0": off, "yes": on, "no": off}, "`{value}` is neither true nor false")
+    return _cases(
+        key,
+        {"true": on, "false": off, "1": on, "0": off, "yes": on, "no": off},
+        "`{value}` is neither true nor false",
+    )
 
 
 def _names(value: object) -> list[Any]:
@@ -87,11 +94,16 @@ def _names(value: object) -> list[Any]:
 
 
 def _first_adapter(value: object) -> Outcome:
-    """Take the first of a list of adapters: a run continues one. An option without a value is true, and names none."""
+    """Take the first of a list of adapters: a run continues one. An option without a value is true, and names
+    none."""
     names = [value] if isinstance(value, bool) else _names(value)
     if not names:
         return Drop("it names no adapter")
-    return _write("lora.adapter", names[0]) if isinstance(names[0], str) else Ask("write the directory of the adapter")
+    return (
+        _write("lora.adapter", names[0])
+        if isinstance(names[0], str)
+        else Ask("write the directory of the adapter")
+    )
 
 
 def _held_out(value: object) -> Outcome:
@@ -106,8 +118,13 @@ def _held_out(value: object) -> Outcome:
 def _per_epoch(key: str) -> Convert:
     """Convert a number of events in an epoch: here, below 1, the interval is a share of all steps."""
     strategy = key.replace("_steps", "_strategy")
-    # axolotl skips 0 as if the key were absent: no evaluations, but a checkpoint after each epoch (`_configure_save_and_eval_strategy`).
-    none = _write(strategy, "no") if key == "training.eval_steps" else Drop("0 is as without the key there: it saves after each epoch")
+    # axolotl skips 0 as if the key were absent: no evaluations, but a checkpoint after each epoch
+    # (`_configure_save_and_eval_strategy`).
+    none = (
+        _write(strategy, "no")
+        if key == "training.eval_steps"
+        else Drop("0 is as without the key there: it saves after each epoch")
+    )
 
     def convert(value: object) -> Outcome:
         if value == 0 and not isinstance(value, bool):
@@ -117,7 +134,10 @@ def _per_epoch(key: str) -> Convert:
         if value <= 1:
             return _write(strategy, "epoch")
         share = round(1 / value, 4)
-        return Ask(f"write `{written(key, share)}` for one epoch; with more, {share} / epochs: below 1 it is a share of all steps")
+        return Ask(
+            f"write `{written(key, share)}` for one epoch; with more, {share} / epochs: below 1 it "
+            "is a share of all steps"
+        )
 
     return convert
 
@@ -167,7 +187,9 @@ _KERNEL = "write the kernel as `model: {{attn_implementation: …}}`: auto, sdpa
 _NOT_PISSA = Drop("adapters that change the base (PiSSA, OLoRA, CorDA) are not supported")
 _RECOMPUTE = "fsdp.activation_checkpointing"
 _QLORA = Write({"lora": {"r": 16}, "quantization": {"load": "nf4"}})
-_NO_ADAPTER = "`{value}` is not one of lora and qlora, which are `lora: {{r: 16}}` and `quantization: {{load: nf4}}`"
+_NO_ADAPTER = (
+    "`{value}` is not one of lora and qlora, which are `lora: {{r: 16}}` and `quantization: {{load: nf4}}`"
+)
 _NO_DTYPE = "`{value}` is not one of no, bf16, fp16 and fp8"
 _MIXES = {
     "concat": _THE_SAME,
@@ -176,11 +198,23 @@ _MIXES = {
 }
 _NO_MIX = "write `data: {{mixture: {{stopping_strategy: all_exhausted}}}}`, and a `weight` for each source"
 _SLICES = (
-    "it counts tokens in a slice, that one slices of a row: write `kernels: {{mlp_slice_tokens: N}}` with N = `data.max_length` / {value}"
+    "it counts tokens in a slice, that one slices of a row: write `kernels: {{mlp_slice_tokens: N}}` "
+    "with N = `data.max_length` / {value}"
 )
-_WHOLE_TABLES = "rows of a table cannot be trained alone: write `lora: {{modules_to_save: [embed_tokens, lm_head]}}`"
-_RANKS = "it counts the ranks of all machines: write `launch: {{num_processes: N}}` with N = {value} × machines"
-_STAGES = {"0": "NO_SHARD", "2": "SHARD_GRAD_OP", "3": "FULL_SHARD", "full": "FULL_SHARD", "hybrid": "HYBRID_SHARD", "ddp": "NO_SHARD"}
+_WHOLE_TABLES = (
+    "rows of a table cannot be trained alone: write `lora: {{modules_to_save: [embed_tokens, lm_head]}}`"
+)
+_RANKS = (
+    "it counts the ranks of all machines: write `launch: {{num_processes: N}}` with N = {value} × machines"
+)
+_STAGES = {
+    "0": "NO_SHARD",
+    "2": "SHARD_GRAD_OP",
+    "3": "FULL_SHARD",
+    "full": "FULL_SHARD",
+    "hybrid": "HYBRID_SHARD",
+    "ddp": "NO_SHARD",
+}
 _NO_STAGE = "it is one of FULL_SHARD (ZeRO 3), SHARD_GRAD_OP (ZeRO 2), HYBRID_SHARD and NO_SHARD (DDP)"
 _attention = _cases("model.attn_implementation", _ATTENTION, _KERNEL)
 
@@ -189,7 +223,10 @@ def _roles(value: object) -> Outcome:
     names = _names(value)
     if names == ["assistant"] or names == ["gpt"]:
         return _write("data.loss_on", "assistant")
-    return Ask("write `data: {loss_on: all}` for all roles; single ones other than the assistant by a `train` in their messages")
+    return Ask(
+        "write `data: {loss_on: all}` for all roles; single ones other than the assistant by a "
+        "`train` in their messages"
+    )
 
 
 def _targets(value: object) -> Outcome:
@@ -206,11 +243,40 @@ def _tracker(name: str) -> Convert:
 
 
 STRATEGIES_ELSEWHERE: Mapping[str, tuple[str, ...]] = {
-    "FULL_SHARD": ("zero3", "zerostage3", "stage3", "deepspeedzero3", "fsdp", "fsdp1", "fsdp2", "full", "sharded"),
-    "SHARD_GRAD_OP": ("zero2", "zerostage2", "stage2", "deepspeedzero2", "zero1", "zerostage1", "stage1", "deepspeedzero1"),
+    "FULL_SHARD": (
+        "zero3",
+        "zerostage3",
+        "stage3",
+        "deepspeedzero3",
+        "fsdp",
+        "fsdp1",
+        "fsdp2",
+        "full",
+        "sharded",
+    ),
+    "SHARD_GRAD_OP": (
+        "zero2",
+        "zerostage2",
+        "stage2",
+        "deepspeedzero2",
+        "zero1",
+        "zerostage1",
+        "stage1",
+        "deepspeedzero1",
+    ),
     "HYBRID_SHARD": ("hybrid", "hsdp", "hybridzero3", "hybridfsdp"),
     "HYBRID_SHARD_ZERO2": ("hybridzero2", "hsdpzero2"),
-    "NO_SHARD": ("ddp", "dp", "dataparallel", "distributeddataparallel", "multigpu", "zero0", "stage0", "none", "replicated"),
+    "NO_SHARD": (
+        "ddp",
+        "dp",
+        "dataparallel",
+        "distributeddataparallel",
+        "multigpu",
+        "zero0",
+        "stage0",
+        "none",
+        "replicated",
+    ),
 }
 """What other tools call a sharding strategy, for hints: in lower case, letters and digits alone."""
 
@@ -227,11 +293,16 @@ def _formats(value: object) -> Outcome:
     if (name := str(value)) in _FORMATS:  # a variant, `alpaca:chat` or `alpaca.chat`, has other prompts
         settings = nested("data.train", {"path": "NAME", "format": _FORMATS[name]})
         return Write(settings, "or leave it out: the columns decide")
-    return Ask("leave it out, since the columns decide, and rename the columns with `rename_columns: {OLD: NEW}`")
+    return Ask(
+        "leave it out, since the columns decide, and rename the columns with `rename_columns: {OLD: NEW}`"
+    )
 
 
 def _as_builder(value: object) -> Outcome:
-    return Ask(f"write `data: {{train: [{{path: {printable(str(value))}, data_files: FILE}}]}}`, or the file itself as `path`")
+    return Ask(
+        f"write `data: {{train: [{{path: {printable(str(value))}, data_files: FILE}}]}}`, or the "
+        "file itself as `path`"
+    )
 
 
 _Row = tuple[str, str | None] | tuple[str, str | None, Convert | Drop]
@@ -252,20 +323,44 @@ _BY_TOOL: dict[str | None, dict[str, _Row]] = {
         "dataset_processes": ("data.num_proc", None),
         "optimizer": ("training.optim", None),
         "lr_scheduler": ("training.lr_scheduler_type", None),
-        "flash_attention": ("model.attn_implementation", "model: {attn_implementation: flash_attention_2}", _attention),
-        "sdp_attention": ("model.attn_implementation", "model: {attn_implementation: sdpa}", _switch("model.attn_implementation", "sdpa")),
+        "flash_attention": (
+            "model.attn_implementation",
+            "model: {attn_implementation: flash_attention_2}",
+            _attention,
+        ),
+        "sdp_attention": (
+            "model.attn_implementation",
+            "model: {attn_implementation: sdpa}",
+            _switch("model.attn_implementation", "sdpa"),
+        ),
         "tiled_mlp": ("kernels.mlp_slice_tokens", _SLICED_MLP, _switch("kernels.mlp_slice_tokens", 16384)),
         "tiled_mlp_num_shards": ("kernels.mlp_slice_tokens", _SLICED_MLP, _ask(_SLICES)),
         "special_tokens": ("model.tokens", "model: {tokens: {pad: …, eos: …}}"),
         "overrides_of_model_config": ("model.config_overrides", None),
         "revision_of_model": ("model.revision", None),
-        "evals_per_epoch": ("training.eval_steps", "training: {eval_steps: 0.5}", _per_epoch("training.eval_steps")),
-        "saves_per_epoch": ("training.save_steps", "training: {save_steps: 0.5}", _per_epoch("training.save_steps")),
-        "adapter": ("lora", f"lora: {{r: 16}}`, and for qlora `{_NF4}", _cases("lora", {"lora": {"r": 16}, "qlora": _QLORA}, _NO_ADAPTER)),
+        "evals_per_epoch": (
+            "training.eval_steps",
+            "training: {eval_steps: 0.5}",
+            _per_epoch("training.eval_steps"),
+        ),
+        "saves_per_epoch": (
+            "training.save_steps",
+            "training: {save_steps: 0.5}",
+            _per_epoch("training.save_steps"),
+        ),
+        "adapter": (
+            "lora",
+            f"lora: {{r: 16}}`, and for qlora `{_NF4}",
+            _cases("lora", {"lora": {"r": 16}, "qlora": _QLORA}, _NO_ADAPTER),
+        ),
         "lora_target_linear": ("lora.target_modules", _LINEAR, _switch("lora.target_modules", "all-linear")),
         "lora_layers_to_transform": ("lora.layers_to_transform", None),
         "lora_model_dir": ("lora.adapter", None),
-        "merge_lora": ("merge.adapter", "merge: {adapter: merged}", _switch("merge.adapter", "merged", "adapter")),
+        "merge_lora": (
+            "merge.adapter",
+            "merge: {adapter: merged}",
+            _switch("merge.adapter", "merged", "adapter"),
+        ),
         "peft_layers_to_transform": ("lora.layers_to_transform", None),
         "peft_init_lora_weights": ("lora.init_lora_weights", None),
         "peft_use_dora": ("lora.use_dora", None),
@@ -289,53 +384,112 @@ _BY_TOOL: dict[str | None, dict[str, _Row]] = {
         ),
         "dataset_num_proc": ("data.num_proc", None),
         "completion_only_loss": ("data.loss_on", _PROMPTS, _switch("data.loss_on", "completion", "all")),
-        "assistant_only_loss": ("data.loss_on", "data: {loss_on: assistant}", _switch("data.loss_on", "assistant", "all")),
+        "assistant_only_loss": (
+            "data.loss_on",
+            "data: {loss_on: assistant}",
+            _switch("data.loss_on", "assistant", "all"),
+        ),
         "eos_token": ("model.tokens.eos", None),
         "pad_token": ("model.tokens.pad", None),
         "chat_template_path": ("data.chat_template", None),
         "attn_impl": ("model.attn_implementation", None),
         "use_peft": ("lora", "lora: {r: 16}", _switch("lora", {"r": 16})),
-        "bnb_4bit_compute_dtype": ("precision.mixed_precision", None, _cases("precision.mixed_precision", _DTYPES, _NO_DTYPE)),
-        "bnb_4bit_quant_type": ("quantization.load", None, _cases("quantization.load", {"nf4": _TO_NF4}, _NO_8_BIT)),
-        "use_bnb_nested_quant": ("quantization.scales", _SMALL_SCALES, _switch("quantization.scales", _TO_SMALL_SCALES)),
+        "bnb_4bit_compute_dtype": (
+            "precision.mixed_precision",
+            None,
+            _cases("precision.mixed_precision", _DTYPES, _NO_DTYPE),
+        ),
+        "bnb_4bit_quant_type": (
+            "quantization.load",
+            None,
+            _cases("quantization.load", {"nf4": _TO_NF4}, _NO_8_BIT),
+        ),
+        "use_bnb_nested_quant": (
+            "quantization.scales",
+            _SMALL_SCALES,
+            _switch("quantization.scales", _TO_SMALL_SCALES),
+        ),
     },
     "LLaMA-Factory": {
         "cutoff_len": ("data.max_length", None),
         "template": (
             "data.chat_template",
             None,
-            _ask("leave it out for the tokenizer's own, or write a bundled one for `{value}`: `fsdp-tune templates` lists their names"),
+            _ask(
+                "leave it out for the tokenizer's own, or write a bundled one for `{value}`: "
+                "`fsdp-tune templates` lists their names"
+            ),
         ),
         "dataset": (
             "data.train",
             _TRAIN,
-            _ask("write the file or the hub id that `dataset_info.json` has for `{value}`: `data: {{train: [{{path: NAME}}]}}`"),
+            _ask(
+                "write the file or the hub id that `dataset_info.json` has for `{value}`: `data: "
+                "{{train: [{{path: NAME}}]}}`"
+            ),
         ),
         "eval_dataset": ("data.eval", "data: {eval: [{path: NAME}]}"),
         "val_size": ("data.eval", _HELD_OUT, _held_out),
         "train_on_prompt": ("data.loss_on", _ALL_TEXT, _switch("data.loss_on", "all", "completion")),
-        "mask_history": ("data.loss_on", "data: {loss_on: last_assistant}", _switch("data.loss_on", "last_assistant")),
+        "mask_history": (
+            "data.loss_on",
+            "data: {loss_on: last_assistant}",
+            _switch("data.loss_on", "last_assistant"),
+        ),
         "neat_packing": ("data.packing", None),
         "preprocessing_num_workers": ("data.num_proc", None),
         "max_samples": ("data.train.max_rows", None, _source("max_rows")),
-        "mix_strategy": ("data.mixture", "data: {mixture: {stopping_strategy: first_exhausted}}", _cases("data.mixture", _MIXES, _NO_MIX)),
+        "mix_strategy": (
+            "data.mixture",
+            "data: {mixture: {stopping_strategy: first_exhausted}}",
+            _cases("data.mixture", _MIXES, _NO_MIX),
+        ),
         "flash_attn": ("model.attn_implementation", None, _attention),
         "enable_liger_kernel": ("kernels.liger", None),
         "resize_vocab": ("model.resize_embeddings", None),
         "new_special_tokens": ("model.tokens.add", None, _as("model.tokens.add", _names)),
-        "finetuning_type": ("lora", "lora: {r: 16}", _cases("lora", {"lora": {"r": 16}, "full": _THE_SAME}, _NO_ADAPTER)),
-        "lora_target": ("lora.target_modules", f"{_LINEAR}` (all) or `lora: {{target_modules: [q_proj, v_proj]}}", _targets),
-        "pissa_init": ("lora.init_lora_weights", None, _cases("lora.init_lora_weights", {"false": _THE_SAME}, _NOT_PISSA)),
+        "finetuning_type": (
+            "lora",
+            "lora: {r: 16}",
+            _cases("lora", {"lora": {"r": 16}, "full": _THE_SAME}, _NO_ADAPTER),
+        ),
+        "lora_target": (
+            "lora.target_modules",
+            f"{_LINEAR}` (all) or `lora: {{target_modules: [q_proj, v_proj]}}",
+            _targets,
+        ),
+        "pissa_init": (
+            "lora.init_lora_weights",
+            None,
+            _cases("lora.init_lora_weights", {"false": _THE_SAME}, _NOT_PISSA),
+        ),
         "additional_target": ("lora.modules_to_save", None, _as("lora.modules_to_save", _names)),
         "adapter_name_or_path": ("lora.adapter", None),
-        "quantization_bit": ("quantization.load", _NF4, _cases("quantization.load", {"4": _TO_NF4}, _NO_8_BIT)),
-        "quantization_type": ("quantization.load", None, _cases("quantization.load", {"nf4": _TO_NF4}, _NO_8_BIT)),
-        "double_quantization": ("quantization.scales", _SMALL_SCALES, _switch("quantization.scales", _TO_SMALL_SCALES)),
-        "disable_gradient_checkpointing": (_RECOMPUTE, "fsdp: {activation_checkpointing: none}", _switch(_RECOMPUTE, "none", "full")),
+        "quantization_bit": (
+            "quantization.load",
+            _NF4,
+            _cases("quantization.load", {"4": _TO_NF4}, _NO_8_BIT),
+        ),
+        "quantization_type": (
+            "quantization.load",
+            None,
+            _cases("quantization.load", {"nf4": _TO_NF4}, _NO_8_BIT),
+        ),
+        "double_quantization": (
+            "quantization.scales",
+            _SMALL_SCALES,
+            _switch("quantization.scales", _TO_SMALL_SCALES),
+        ),
+        "disable_gradient_checkpointing": (
+            _RECOMPUTE,
+            "fsdp: {activation_checkpointing: none}",
+            _switch(_RECOMPUTE, "none", "full"),
+        ),
     },
     "ms-swift": {
         **dict.fromkeys(
-            ("train_type", "tuner_type"), ("lora", "lora: {r: 16}", _cases("lora", {"lora": {"r": 16}, "full": _THE_SAME}, _NO_ADAPTER))
+            ("train_type", "tuner_type"),
+            ("lora", "lora: {r: 16}", _cases("lora", {"lora": {"r": 16}, "full": _THE_SAME}, _NO_ADAPTER)),
         ),
         "split_dataset_ratio": ("data.eval", _HELD_OUT, _held_out),
         "val_dataset": ("data.eval", "data: {eval: [{path: NAME}]}", _as("data.eval", _sources)),
@@ -348,29 +502,51 @@ _BY_TOOL: dict[str | None, dict[str, _Row]] = {
         "max_steps_per_epoch": (
             "training.max_steps",
             None,
-            _ask("write `training: {{max_steps: {value}}}` for one epoch; for several, {value} × epochs: it counts all steps of the run"),
+            _ask(
+                "write `training: {{max_steps: {value}}}` for one epoch; for several, {value} × "
+                "epochs: it counts all steps of the run"
+            ),
         ),
         "clip_grad_norm": ("training.max_grad_norm", None),
-        "enable_activation_checkpointing": (_RECOMPUTE, "fsdp: {activation_checkpointing: full}", _switch(_RECOMPUTE, "full")),
+        "enable_activation_checkpointing": (
+            _RECOMPUTE,
+            "fsdp: {activation_checkpointing: full}",
+            _switch(_RECOMPUTE, "full"),
+        ),
         "fsdp_cpu_offload": ("fsdp.offload_params", None),
         "fsdp_reshard_after_forward": ("fsdp.reshard_after_forward", None),
         "log_every_n_steps": ("training.logging_steps", None),
         "max_seq_len": ("data.max_length", None),
         "packed": ("data.packing", None),
-        "lora_attn_modules": ("lora.target_modules", "lora: {target_modules: [q_proj, v_proj]}", _as("lora.target_modules", _names)),
+        "lora_attn_modules": (
+            "lora.target_modules",
+            "lora: {target_modules: [q_proj, v_proj]}",
+            _as("lora.target_modules", _names),
+        ),
         "apply_lora_to_mlp": ("lora.target_modules", _LINEAR, _switch("lora.target_modules", "all-linear")),
         "apply_lora_to_output": (
             "lora.target_modules",
             "lora: {target_modules: [q_proj, v_proj, lm_head]}",
             _switch("lora.target_modules", ["q_proj", "v_proj", "lm_head"]),
         ),
-        "save_adapter_weights_only": ("merge.adapter", "merge: {adapter: adapter}", _switch("merge.adapter", "adapter", "both")),
+        "save_adapter_weights_only": (
+            "merge.adapter",
+            "merge: {adapter: adapter}",
+            _switch("merge.adapter", "adapter", "both"),
+        ),
         "quantize_base": ("quantization.load", _NF4, _switch("quantization.load", _TO_NF4)),
         "checkpointer": ("model.name_or_path", None),
     },
     "Accelerate": dict.fromkeys(
         (
-            *("compute_environment", "distributed_type", "downcast_bf16", "machine_rank", "main_training_function", "rdzv_backend"),
+            *(
+                "compute_environment",
+                "distributed_type",
+                "downcast_bf16",
+                "machine_rank",
+                "main_training_function",
+                "rdzv_backend",
+            ),
             *("same_network", "tpu_env", "tpu_use_cluster", "tpu_use_sudo"),
         ),
         ("launch", None, Drop("`fsdp-tune train` starts the ranks")),
@@ -385,7 +561,11 @@ _BY_TOOL: dict[str | None, dict[str, _Row]] = {
         ),
         "loraplus_lr_ratio": ("lora.loraplus_lr_ratio", None),
         "load_in_4bit": ("quantization.load", _NF4, _switch("quantization.load", _TO_NF4)),
-        "bnb_4bit_use_double_quant": ("quantization.scales", _SMALL_SCALES, _switch("quantization.scales", _TO_SMALL_SCALES)),
+        "bnb_4bit_use_double_quant": (
+            "quantization.scales",
+            _SMALL_SCALES,
+            _switch("quantization.scales", _TO_SMALL_SCALES),
+        ),
         "lora_target_parameters": ("lora.target_parameters", None, _as("lora.target_parameters", _names)),
         **dict.fromkeys(("num_gpus", "n_gpus", "gpus", "world_size"), ("launch.num_processes", None)),
         "devices": (
@@ -398,13 +578,28 @@ _BY_TOOL: dict[str | None, dict[str, _Row]] = {
         "master_addr": ("launch.main_process_ip", None),
         "master_port": ("launch.main_process_port", None),
         **dict.fromkeys(
-            ("num_train_steps", "max_train_steps", "total_training_steps", "total_steps", "train_steps", "num_steps"),
+            (
+                "num_train_steps",
+                "max_train_steps",
+                "total_training_steps",
+                "total_steps",
+                "train_steps",
+                "num_steps",
+            ),
             ("training.max_steps", None),
         ),
-        **dict.fromkeys(("max_epochs", "total_epochs", "train_epochs", "max_train_epochs"), ("training.num_train_epochs", None)),
+        **dict.fromkeys(
+            ("max_epochs", "total_epochs", "train_epochs", "max_train_epochs"),
+            ("training.num_train_epochs", None),
+        ),
         **dict.fromkeys(
             (
-                *("train_micro_batch_size_per_gpu", "per_gpu_train_batch_size", "local_batch_size", "micro_batch_size_per_gpu"),
+                *(
+                    "train_micro_batch_size_per_gpu",
+                    "per_gpu_train_batch_size",
+                    "local_batch_size",
+                    "micro_batch_size_per_gpu",
+                ),
                 *("device_train_microbatch_size", "train_micro_batch_size"),
             ),
             (_MICRO_BATCH, None),
@@ -416,37 +611,55 @@ _BY_TOOL: dict[str | None, dict[str, _Row]] = {
         **dict.fromkeys(("lr", "max_lr", "peak_lr"), ("training.learning_rate", None)),
         **dict.fromkeys(("gradient_clipping", "grad_clip", "max_norm"), ("training.max_grad_norm", None)),
         **dict.fromkeys(
-            ("accumulate_grad_batches", "grad_accum_steps", "accumulation_steps"), ("training.gradient_accumulation_steps", None)
+            ("accumulate_grad_batches", "grad_accum_steps", "accumulation_steps"),
+            ("training.gradient_accumulation_steps", None),
         ),
         **dict.fromkeys(("num_warmup_steps", "warmup_ratio"), ("training.warmup_steps", None)),
         **dict.fromkeys(
-            ("seq_len", "seq_length", "sequence_length", "block_size", "context_length", "max_seq_length"), ("data.max_length", None)
+            ("seq_len", "seq_length", "sequence_length", "block_size", "context_length", "max_seq_length"),
+            ("data.max_length", None),
         ),
         "group_by_length": (
             "data.packing",
             "data: {packing: true}",
             Drop("without packing, rows of similar length are always put together"),
         ),
-        **dict.fromkeys(("model_name", "model_id", "model_path", "pretrained_model_name_or_path"), ("model.name_or_path", None)),
-        **dict.fromkeys(("tokenizer_name", "tokenizer_name_or_path", "tokenizer_path"), ("model.tokenizer", None)),
+        **dict.fromkeys(
+            ("model_name", "model_id", "model_path", "pretrained_model_name_or_path"),
+            ("model.name_or_path", None),
+        ),
+        **dict.fromkeys(
+            ("tokenizer_name", "tokenizer_name_or_path", "tokenizer_path"), ("model.tokenizer", None)
+        ),
         "torch_dtype": ("model.dtype", None),
         **dict.fromkeys(
             ("train_file", "train_files", "train_data", "train_path", "data_path", "dataset_path"),
             ("data.train", _TRAIN, _as("data.train", _sources)),
         ),
         **dict.fromkeys(
-            ("eval_file", "validation_file", "val_file"), ("data.eval", "data: {eval: [{path: NAME}]}", _as("data.eval", _sources))
+            ("eval_file", "validation_file", "val_file"),
+            ("data.eval", "data: {eval: [{path: NAME}]}", _as("data.eval", _sources)),
         ),
         "test_size": ("data.eval", _HELD_OUT, _held_out),
         **dict.fromkeys(("save_dir", "out_dir", "output_path", "checkpoint_dir"), ("output_dir", None)),
         **dict.fromkeys(("rope_scaling", "rope_parameters"), ("model.rope_scaling", _YARN)),
         **dict.fromkeys(("experiment_name", "wandb_name", "wandb_run_name"), ("name", None)),
         **dict.fromkeys(
-            ("mixed_precision_dtype", "amp"), ("precision.mixed_precision", None, _cases("precision.mixed_precision", _DTYPES, _NO_DTYPE))
+            ("mixed_precision_dtype", "amp"),
+            ("precision.mixed_precision", None, _cases("precision.mixed_precision", _DTYPES, _NO_DTYPE)),
         ),
-        **dict.fromkeys(("zero_stage", "sharding"), ("fsdp.sharding_strategy", None, _cases("fsdp.sharding_strategy", _STAGES, _NO_STAGE))),
-        "wandb": ("training.report_to", "training: {report_to: [wandb]}", _switch("training.report_to", ["wandb"])),
-        **dict.fromkeys(("logger", "loggers", "tracker"), ("training.report_to", None, _as("training.report_to", _names))),
+        **dict.fromkeys(
+            ("zero_stage", "sharding"),
+            ("fsdp.sharding_strategy", None, _cases("fsdp.sharding_strategy", _STAGES, _NO_STAGE)),
+        ),
+        "wandb": (
+            "training.report_to",
+            "training: {report_to: [wandb]}",
+            _switch("training.report_to", ["wandb"]),
+        ),
+        **dict.fromkeys(
+            ("logger", "loggers", "tracker"), ("training.report_to", None, _as("training.report_to", _names))
+        ),
         **{
             f"wandb_{name}": ("launch.env", f"launch: {{env: {{WANDB_{name.upper()}: …}}}}", _tracker(name))
             for name in ("project", "entity", "mode")
@@ -477,6 +690,7 @@ OF_A_SOURCE = {
 
 
 def synonym_hint(name: str, value: Any = None, *, in_source: bool = False) -> str | None:
-    """Return a hint for a key of another trainer: the key of the recipe, and what to write for `value`. None: the name is not known."""
+    """Return a hint for a key of another trainer: the key of the recipe, and what to write for `value`. None:
+    the name is not known."""
     found = (OF_A_SOURCE.get(name.lower()) if in_source else None) or SYNONYMS.get(name.lower())
     return found.hint(printable(name), value) if found is not None else None

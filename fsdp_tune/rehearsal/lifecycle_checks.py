@@ -1,7 +1,7 @@
 """The checks of a rehearsal: train; kill a rank, resume and compare; merge; reload.
 
-Torch-free: the checks run `fsdp-tune` itself, as a user would, and the two scripts in `rehearsal/parity/` that need torch, as child
-processes, and read the files that these write.
+Torch-free: the checks run `fsdp-tune` itself, as a user would, and the two scripts in `rehearsal/parity/`
+that need torch, as child processes, and read the files that these write.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class ChildResult:
 
     @property
     def error(self) -> str:
-        """The exit code with the first error of the document, or the last line of stderr if the document has none."""
+        """The exit code with the first error of the document, or the last line of stderr if the document has
+        none."""
         errors: list[dict[str, str]] = self.document.get("errors") or []
         lines = self.stderr.strip().splitlines() or ["no output"]
         return f"exit code {self.exit_code}: {errors[0]['message'] if errors else lines[-1]}"
@@ -54,7 +55,9 @@ def run_fsdp_tune(*arguments: str) -> ChildResult:
 
 def run_torch_script(module: str, request: Mapping[str, object]) -> ChildResult:
     """Run `python -m fsdp_tune.rehearsal.parity.MODULE` with the request on its stdin."""
-    return run_child((sys.executable, "-P", "-m", f"fsdp_tune.rehearsal.parity.{module}"), json.dumps(request))
+    return run_child(
+        (sys.executable, "-P", "-m", f"fsdp_tune.rehearsal.parity.{module}"), json.dumps(request)
+    )
 
 
 def run_child(argv: Sequence[str], text: str = "") -> ChildResult:
@@ -62,7 +65,16 @@ def run_child(argv: Sequence[str], text: str = "") -> ChildResult:
 
 
 def start_training(recipe: Path, output: Path, options: Sequence[str]) -> subprocess.Popen[str]:
-    command = (*FSDP_TUNE, "train", "--config", str(recipe), "--set", f"output_dir={output}", *options, "--json")
+    command = (
+        *FSDP_TUNE,
+        "train",
+        "--config",
+        str(recipe),
+        "--set",
+        f"output_dir={output}",
+        *options,
+        "--json",
+    )
     return _start(command, subprocess.DEVNULL)
 
 
@@ -82,9 +94,11 @@ def finish(child: subprocess.Popen[str], text: str | None = None) -> ChildResult
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of children: offline, because everything they need was downloaded before, and outside of a Slurm step, whose
-    nodes are those of the real run."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(SLURM_PREFIX)} | {"HF_HUB_OFFLINE": "1"}
+    """Return the environment of children: offline, because everything they need was downloaded before, and
+    outside of a Slurm step, whose nodes are those of the real run."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(SLURM_PREFIX)} | {
+        "HF_HUB_OFFLINE": "1"
+    }
 
 
 def _document(text: str) -> dict[str, object]:
@@ -133,7 +147,8 @@ class Rehearsal:
         return RunDir(self.folder / "killed")
 
     def checks(self) -> Iterator[Check]:
-        """Yield the checks in order, up to the first that fails: later ones need the files of earlier ones."""
+        """Yield the checks in order, up to the first that fails: later ones need the files of earlier
+        ones."""
         checks: tuple[tuple[str, Callable[[], str]], ...] = (
             ("train", self.train),
             ("kill a rank", self.kill_a_rank),
@@ -154,12 +169,22 @@ class Rehearsal:
                 return
 
     def train(self) -> str:
-        result = run_fsdp_tune("train", "--config", str(self.recipe), "--set", f"output_dir={self.uninterrupted.path}", *self.allowed)
+        result = run_fsdp_tune(
+            "train",
+            "--config",
+            str(self.recipe),
+            "--set",
+            f"output_dir={self.uninterrupted.path}",
+            *self.allowed,
+        )
         _require_success(result)
         losses = [line["loss"] for line in _loss_lines(self.uninterrupted)]
         if len(losses) != self.steps:
             raise _Failed(f"{len(losses)} of {self.steps} steps are in metrics.jsonl")
-        return f"{self.steps} steps on {self.ranks} ranks, loss {losses[0]:.3f} → {losses[-1]:.3f}; the live state matches the recipe"
+        return (
+            f"{self.steps} steps on {self.ranks} ranks, loss {losses[0]:.3f} → {losses[-1]:.3f}; the "
+            "live state matches the recipe"
+        )
 
     def kill_a_rank(self) -> str:
         """Send SIGKILL to the last rank once a checkpoint is complete."""
@@ -167,7 +192,9 @@ class Rehearsal:
         try:
             victim = self._wait_for_checkpoint(child.poll)
             if victim is not None:
-                with contextlib.suppress(ProcessLookupError):  # the run has just ended; its exit code is checked below
+                with contextlib.suppress(
+                    ProcessLookupError
+                ):  # the run has just ended; its exit code is checked below
                     os.kill(victim, signal.SIGKILL)
             result = finish(child)
         finally:
@@ -202,29 +229,44 @@ class Rehearsal:
 
     def resume(self) -> str:
         result = run_fsdp_tune(
-            "train", "--config", str(self.recipe), "--set", f"output_dir={self.killed.path}", "--resume", "auto", *self.allowed
+            "train",
+            "--config",
+            str(self.recipe),
+            "--set",
+            f"output_dir={self.killed.path}",
+            "--resume",
+            "auto",
+            *self.allowed,
         )
         _require_success(result)
         return f"finished at step {result.document.get('steps')}"
 
     def compare_curves(self) -> str:
         keys = ("step", "loss", "grad_norm", "learning_rate", "tokens")
-        expected, resumed = ([{key: line[key] for key in keys} for line in _loss_lines(run)] for run in (self.uninterrupted, self.killed))
+        expected, resumed = (
+            [{key: line[key] for key in keys} for line in _loss_lines(run)]
+            for run in (self.uninterrupted, self.killed)
+        )
         for wanted, found in zip(expected, resumed, strict=False):
             if wanted != found:
                 key = next(key for key in keys if wanted[key] != found[key])
                 raise _Failed(
-                    f"step {wanted['step']}: {key} is {found[key]!r} in the resumed run, {wanted[key]!r} in the uninterrupted one"
+                    f"step {wanted['step']}: {key} is {found[key]!r} in the resumed run, "
+                    f"{wanted[key]!r} in the uninterrupted one"
                 )
         if len(expected) != len(resumed):
-            raise _Failed(f"metrics.jsonl has {len(resumed)} steps in the resumed run, {len(expected)} without interruption")
+            raise _Failed(
+                f"metrics.jsonl has {len(resumed)} steps in the resumed run, {len(expected)} without "
+                "interruption"
+            )
         return f"loss, gradient norm, learning rate and tokens of all {len(expected)} steps are bitwise equal"
 
     def compare_models(self) -> str:
         one, other = (_digests(run.merged) for run in (self.uninterrupted, self.killed))
         if one != other or not one:
             raise _Failed(
-                f"the merged weights differ: {sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))}"
+                "the merged weights differ: "
+                f"{sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))}"
             )
         return "the merged weights are bitwise equal"
 
@@ -233,7 +275,16 @@ class Rehearsal:
         checkpoints, _ = complete_checkpoints(self.killed)
         output = self.folder / "merged-manually"
         step = checkpoints[-1].step
-        result = run_fsdp_tune("merge-checkpoint", str(self.killed.path), "--step", str(step), "--output", str(output), "--verify", "full")
+        result = run_fsdp_tune(
+            "merge-checkpoint",
+            str(self.killed.path),
+            "--step",
+            str(step),
+            "--output",
+            str(output),
+            "--verify",
+            "full",
+        )
         _require_success(result)
         return f"checkpoint-{step} merged and verified"
 
@@ -242,13 +293,19 @@ class Rehearsal:
         _require_success(result)
         found = result.document
         if not found["logits_equal"]:
-            raise _Failed(f"logits of the merged model differ from those of the checkpoint by {found['logits_difference']:.1e}")
+            raise _Failed(
+                "logits of the merged model differ from those of the checkpoint by "
+                f"{found['logits_difference']:.1e}"
+            )
         detail = f"logits on {found['rows']} rows equal those of checkpoint-{self.steps}"
         if found["eval_loss"] is None:
             return detail
         off = abs(found["eval_loss"] - found["run_eval_loss"]) / abs(found["run_eval_loss"])
         if off > found["tolerance"]:
-            raise _Failed(f"{detail}, but the eval loss is {found['eval_loss']:.6f} instead of the run's {found['run_eval_loss']:.6f}")
+            raise _Failed(
+                f"{detail}, but the eval loss is {found['eval_loss']:.6f} instead of the run's "
+                f"{found['run_eval_loss']:.6f}"
+            )
         return f"{detail}; eval loss {found['eval_loss']:.6f}, in the run {found['run_eval_loss']:.6f}"
 
 
@@ -262,7 +319,9 @@ def _loss_lines(run: RunDir) -> list[dict[str, object]]:
 
 
 def _digests(directory: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.glob("*.safetensors")}
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.glob("*.safetensors")
+    }
 
 
 def _command_line(process: psutil.Process) -> list[str]:

@@ -1,7 +1,8 @@
-"""Scale a recipe down to CPU ranks: the same architecture class with fewer and narrower layers, and everything else unchanged.
+"""Scale a recipe down to CPU ranks: the same architecture class with fewer and narrower layers, and
+everything else unchanged.
 
-Pure: returns the document of another recipe, from the model's `config.json` and the resolved recipe. Every change is listed and
-printed, so that a user can see what was not rehearsed.
+Pure: returns the document of another recipe, from the model's `config.json` and the resolved recipe. Every
+change is listed and printed, so that a user can see what was not rehearsed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ EVAL_ROWS = 16
 MICRO_BATCH_SIZE = 2
 SMALL_RANK = 4
 MOST_SHARING_RANKS = 2
-"""Most ranks that share a row along a dimension: it divides the four heads, also where they are fewer in a layer."""
+"""Most ranks that share a row along a dimension: it divides the four heads, also where they are fewer in a
+layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,8 @@ class ReadableInputs:
     tokenizer: bool = True
     data: bool = True
     tokens: int = 0
-    """The row length at which the recipe's data keep trained tokens (`data.preparation.length_with_targets`)."""
+    """The row length at which the recipe's data keep trained tokens
+    (`data.preparation.length_with_targets`)."""
 
 
 @dataclass(slots=True)
@@ -61,9 +64,17 @@ class ScaledRecipe:
 
 
 def scale_down_recipe(
-    recipe: Recipe, config: Mapping[str, object], folder: Path, *, ranks: int, device: str, steps: int, inputs: ReadableInputs
+    recipe: Recipe,
+    config: Mapping[str, object],
+    folder: Path,
+    *,
+    ranks: int,
+    device: str,
+    steps: int,
+    inputs: ReadableInputs,
 ) -> ScaledRecipe:
-    """Return the recipe of a rehearsal. `recipe` is resolved; the result is not, and is loaded like any other recipe."""
+    """Return the recipe of a rehearsal. `recipe` is resolved; the result is not, and is loaded like any other
+    recipe."""
     small = ScaledRecipe(recipe.model_dump(mode="json", by_alias=True))
     document = small.document
     document |= {"name": f"{recipe.name or 'recipe'}-rehearsal", "output_dir": str(folder / "run")}
@@ -93,7 +104,9 @@ def scale_down_recipe(
         "max_runtime": None,
         "hang_timeout": "3m",
     }
-    small.document = Recipe.model_validate(document).model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    small.document = Recipe.model_validate(document).model_dump(
+        mode="json", by_alias=True, exclude_defaults=True
+    )
     return small
 
 
@@ -112,19 +125,28 @@ def _model(small: ScaledRecipe, recipe: Recipe, config: Mapping[str, object], in
     if of is not None and to is not None:
         _patterns(small, recipe, of, to)
     wide, narrow = families.HIDDEN_SIZE.of(config), families.HIDDEN_SIZE.of(shrunk)
-    small.changes.append(f"model: random weights, {to} of {of} layers, hidden size {narrow} instead of {wide}")
+    small.changes.append(
+        f"model: random weights, {to} of {of} layers, hidden size {narrow} instead of {wide}"
+    )
     if not inputs.tokenizer:
         model |= {"tokenizer": "builtin:arithmetic", "tokenizer_revision": None, "tokens": {}}
-        small.changes.append(f"tokenizer: builtin:arithmetic, since `{recipe.model.tokenizer}` cannot be read here")
+        small.changes.append(
+            f"tokenizer: builtin:arithmetic, since `{recipe.model.tokenizer}` cannot be read here"
+        )
     if needs_cuda(recipe.model.attn_implementation):
         model["attn_implementation"] = "auto"
-        small.changes.append(f"attention: transformers' default, since {recipe.model.attn_implementation} needs a GPU")
+        small.changes.append(
+            f"attention: transformers' default, since {recipe.model.attn_implementation} needs a GPU"
+        )
 
 
 def _adapters(small: ScaledRecipe, folder: Path) -> None:
-    """An adapter needs a model directory under it, and ranks that small matrices have. Raises: FailedError."""
+    """An adapter needs a model directory under it, and ranks that small matrices have. Raises:
+    FailedError."""
     model, lora = small.document["model"], small.document["lora"]
-    result = run_torch_script("model_directories", {"config": model["from_config"], "folder": str(folder / "base")})
+    result = run_torch_script(
+        "model_directories", {"config": model["from_config"], "folder": str(folder / "base")}
+    )
     if result.exit_code != 0:
         raise failed_error("rehearsal-base", f"the small model cannot be written: {result.error}")
     model |= {"name_or_path": str(folder / "base"), "from_config": None}
@@ -135,7 +157,9 @@ def _adapters(small: ScaledRecipe, folder: Path) -> None:
         "layers_to_transform": None,
         "adapter": None,
     }
-    small.changes += [f"lora.{key}: {json.dumps(value)}" for key, value in changed.items() if lora[key] != value]
+    small.changes += [
+        f"lora.{key}: {json.dumps(value)}" for key, value in changed.items() if lora[key] != value
+    ]
     lora |= changed
 
 
@@ -144,7 +168,9 @@ def _merge(small: ScaledRecipe) -> None:
     merge = small.document["merge"]
     changed = {"at_end": True, "adapter": "both" if merge["adapter"] == "adapter" else merge["adapter"]}
     small.changes += [
-        f"merge.{key}: {json.dumps(value)} instead of {json.dumps(merge[key])}" for key, value in changed.items() if merge[key] != value
+        f"merge.{key}: {json.dumps(value)} instead of {json.dumps(merge[key])}"
+        for key, value in changed.items()
+        if merge[key] != value
     ]
     merge |= changed
 
@@ -188,13 +214,20 @@ def _group_patterns(small: ScaledRecipe, recipe: Recipe, of: int, to: int) -> li
             for pattern in map_layer_patterns(group.match, of, to)
             if pattern in group.match or not any(fnmatch.fnmatchcase(pattern, other) for other in earlier)
         ]
-        entries += [small.document["training"]["parameter_groups"][index] | {"match": mapped}] if mapped else []
+        entries += (
+            [small.document["training"]["parameter_groups"][index] | {"match": mapped}] if mapped else []
+        )
         changes.append(_MappedPatterns(f"training.parameter_groups[{index}].match", group.match, mapped))
     small.document["training"]["parameter_groups"] = entries
     return changes
 
 
-_CPU_KERNELS = (("liger", True, "auto"), ("loss", "liger", "chunked"), ("compile", True, False), ("experts", "sonicmoe", "auto"))
+_CPU_KERNELS = (
+    ("liger", True, "auto"),
+    ("loss", "liger", "chunked"),
+    ("compile", True, False),
+    ("experts", "sonicmoe", "auto"),
+)
 """Key, the value that needs a GPU (or minutes of a C++ compiler), and the value in the rehearsal."""
 
 
@@ -203,7 +236,9 @@ def _kernels(small: ScaledRecipe) -> None:
     for key, value, instead in _CPU_KERNELS:
         if kernels[key] == value:
             kernels[key] = instead
-            small.changes.append(f"kernels.{key}: {str(instead).lower()} instead of {str(value).lower()} on the CPU")
+            small.changes.append(
+                f"kernels.{key}: {str(instead).lower()} instead of {str(value).lower()} on the CPU"
+            )
 
 
 def _data(small: ScaledRecipe, recipe: Recipe, folder: Path, inputs: ReadableInputs) -> None:
@@ -213,20 +248,31 @@ def _data(small: ScaledRecipe, recipe: Recipe, folder: Path, inputs: ReadableInp
         keep = {"max_length", "packing", "packing_strategy", "pad_to_multiple_of", "shuffle", "cache_dir"}
         small.document["data"] = data = {name: value for name, value in data.items() if name in keep}
         data["train"] = [{"path": "builtin:arithmetic", "split": "train", "max_rows": ROWS}]
-        data["eval"] = [{"path": "builtin:arithmetic", "split": "test", "max_rows": EVAL_ROWS, "label": "held_out"}]
-        why = "that tokenizer encodes nothing else" if inputs.data else "some of the recipe's data cannot be read here"
+        data["eval"] = [
+            {"path": "builtin:arithmetic", "split": "test", "max_rows": EVAL_ROWS, "label": "held_out"}
+        ]
+        why = (
+            "that tokenizer encodes nothing else"
+            if inputs.data
+            else "some of the recipe's data cannot be read here"
+        )
         small.changes.append(f"data: builtin:arithmetic, since {why}")
     else:
         if recipe.data.streaming:
             data |= {"stream_lanes": "auto", "shuffle_buffer_size": min(data["shuffle_buffer_size"], ROWS)}
-            small.changes.append(f"data: streams as in the recipe, shuffled in windows of {data['shuffle_buffer_size']} rows")
+            small.changes.append(
+                f"data: streams as in the recipe, shuffled in windows of {data['shuffle_buffer_size']} rows"
+            )
         else:
             for source in data["train"]:
                 source["max_rows"] = min(source["max_rows"] or ROWS, ROWS)
             small.changes.append(f"data: at most the first {ROWS} rows of each source")
         if recipe.data.on_bad_row == "skip":
             data["max_bad_share"] = 1.0
-            small.changes.append(f"data.max_bad_share: 1 instead of {recipe.data.max_bad_share:g}, which is a share of all rows")
+            small.changes.append(
+                f"data.max_bad_share: 1 instead of {recipe.data.max_bad_share:g}, which is a share "
+                "of all rows"
+            )
         if isinstance(recipe.data.eval, (EvalFraction, EvalRows)):
             data["eval"] = {"rows": EVAL_ROWS}
         elif data["eval"] is not None:
@@ -235,11 +281,19 @@ def _data(small: ScaledRecipe, recipe: Recipe, folder: Path, inputs: ReadableInp
     shortest = MAX_LENGTH_TOKENS * max(1, -(-inputs.tokens // MAX_LENGTH_TOKENS))
     if recipe.data.max_length > shortest:
         data["max_length"] = shortest
-        why = f", since prompts are longer than {MAX_LENGTH_TOKENS} tokens" if shortest > MAX_LENGTH_TOKENS else ""
+        why = (
+            f", since prompts are longer than {MAX_LENGTH_TOKENS} tokens"
+            if shortest > MAX_LENGTH_TOKENS
+            else ""
+        )
         small.changes.append(f"data.max_length: {shortest} instead of {recipe.data.max_length}{why}")
         if recipe.data.overlong in ("drop", "error") and "overlong" in data:
-            data["overlong"] = "truncate"  # rows that fit the real length must not be dropped at the small one
-            small.changes.append(f"data.overlong: truncate instead of {recipe.data.overlong}, which is for the real length")
+            data["overlong"] = (
+                "truncate"  # rows that fit the real length must not be dropped at the small one
+            )
+            small.changes.append(
+                f"data.overlong: truncate instead of {recipe.data.overlong}, which is for the real length"
+            )
 
 
 def _sharing_ranks(small: ScaledRecipe, recipe: Recipe, ranks: int) -> int:
@@ -255,7 +309,8 @@ def _sharing_ranks(small: ScaledRecipe, recipe: Recipe, ranks: int) -> int:
 
 
 def _slices_of_rows(small: ScaledRecipe, recipe: Recipe, sharing: int) -> None:
-    """Make the length of rows divisible by the ranks that share them, and the slices of the MLP shorter than a rank's part of a row."""
+    """Make the length of rows divisible by the ranks that share them, and the slices of the MLP shorter than
+    a rank's part of a row."""
     data, kernels = small.document["data"], small.document["kernels"]
     if rest := data["max_length"] % sharing:
         data["max_length"] -= rest
@@ -267,8 +322,23 @@ def _slices_of_rows(small: ScaledRecipe, recipe: Recipe, sharing: int) -> None:
 
 
 _LISTED_TRAINING = (
-    *("per_device_eval_batch_size", "report_to", "load_best_model_at_end", "early_stopping", "sample", "push_to_hub"),
-    *("warmup_steps", "logging_steps", "save_strategy", "save_steps", "save_total_limit", "eval_strategy", "eval_steps"),
+    *(
+        "per_device_eval_batch_size",
+        "report_to",
+        "load_best_model_at_end",
+        "early_stopping",
+        "sample",
+        "push_to_hub",
+    ),
+    *(
+        "warmup_steps",
+        "logging_steps",
+        "save_strategy",
+        "save_steps",
+        "save_total_limit",
+        "eval_strategy",
+        "eval_steps",
+    ),
 )
 """Keys that a rehearsal sets itself and that its line on the batch does not show."""
 
@@ -279,7 +349,9 @@ def _training(small: ScaledRecipe, recipe: Recipe, ranks: int, sharing: int, ste
     phases: dict[str, Any] | None = training.get("lr_scheduler_kwargs")
     if phases and "num_decay_steps" in phases:
         kept = {name: value for name, value in phases.items() if name != "num_stable_steps"}
-        training["lr_scheduler_kwargs"] = kept | {"num_decay_steps": min(int(phases["num_decay_steps"]), steps // 2)}
+        training["lr_scheduler_kwargs"] = kept | {
+            "num_decay_steps": min(int(phases["num_decay_steps"]), steps // 2)
+        }
     micro_batch = min(recipe.training.per_device_train_batch_size, MICRO_BATCH_SIZE)
     accumulation = 2 if (recipe.training.gradient_accumulation_steps or 1) > 1 else 1
     training |= {
@@ -288,7 +360,9 @@ def _training(small: ScaledRecipe, recipe: Recipe, ranks: int, sharing: int, ste
         "per_device_eval_batch_size": micro_batch,
         "gradient_accumulation_steps": accumulation,
         "max_steps": steps,
-        "warmup_steps": recipe.training.warmup_steps if recipe.training.warmup_steps < 1 else min(int(recipe.training.warmup_steps), 2),
+        "warmup_steps": recipe.training.warmup_steps
+        if recipe.training.warmup_steps < 1
+        else min(int(recipe.training.warmup_steps), 2),
         "logging_steps": 1,
         "save_strategy": "steps",
         "save_steps": steps // 4,
@@ -304,27 +378,40 @@ def _training(small: ScaledRecipe, recipe: Recipe, ranks: int, sharing: int, ste
     }
     batch = micro_batch * ranks // sharing * accumulation
     if recipe.training.per_device_train_batch_tokens is not None:
-        training |= {"global_batch_size": batch, "per_device_train_batch_tokens": micro_batch * small.document["data"]["max_length"]}
+        training |= {
+            "global_batch_size": batch,
+            "per_device_train_batch_tokens": micro_batch * small.document["data"]["max_length"],
+        }
     small.changes.append(
-        f"training: {steps} steps of {batch} sequences ({micro_batch} × {readers(ranks // sharing, sharing)} × {accumulation} accumulation)"
+        f"training: {steps} steps of {batch} sequences ({micro_batch} × "
+        f"{readers(ranks // sharing, sharing)} × {accumulation} accumulation)"
     )
     written = recipe.model_dump(mode="json")["training"]
     for name in _LISTED_TRAINING:
         if name in written and written[name] != training[name]:
-            small.changes.append(f"training.{name}: {json.dumps(training[name])} instead of {json.dumps(written[name])}")
+            small.changes.append(
+                f"training.{name}: {json.dumps(training[name])} instead of {json.dumps(written[name])}"
+            )
 
 
 def _sharding(small: ScaledRecipe, recipe: Recipe, device: str) -> None:
     fsdp = small.document["fsdp"]
     small.document["parallelism"] |= dict.fromkeys(DATA_KEYS, "auto")
     if recipe.fsdp.activation_checkpointing == "auto":
-        small.changes.append("fsdp.activation_checkpointing: auto is resolved for the small model, which usually recomputes nothing")
+        small.changes.append(
+            "fsdp.activation_checkpointing: auto is resolved for the small model, which usually "
+            "recomputes nothing"
+        )
     if recipe.fsdp.reshard_after_backward == "auto":
-        small.changes.append("fsdp.reshard_after_backward: auto is resolved for the small model, which usually stays gathered")
+        small.changes.append(
+            "fsdp.reshard_after_backward: auto is resolved for the small model, which usually stays gathered"
+        )
     given = recipe.fsdp.reshard_after_forward
     fsdp["reshard_after_forward"] = None
     if isinstance(given, int) and not isinstance(given, bool):
-        small.changes.append("fsdp.reshard_after_forward: the strategy's default, since the number of ranks differs")
+        small.changes.append(
+            "fsdp.reshard_after_forward: the strategy's default, since the number of ranks differs"
+        )
     if recipe.fsdp.auto_wrap_policy == "SIZE_BASED_WRAP" and recipe.fsdp.min_num_params != "auto":
         fsdp["min_num_params"] = "auto"
         small.changes.append("fsdp.min_num_params: auto, since the layers are smaller")
@@ -337,7 +424,8 @@ def _sharding(small: ScaledRecipe, recipe: Recipe, device: str) -> None:
 
 
 def _experts(small: ScaledRecipe, recipe: Recipe, config: Mapping[str, Any], ranks: int) -> None:
-    """Divide the experts over ranks that share a copy of the small model, as many as divide its few experts."""
+    """Divide the experts over ranks that share a copy of the small model, as many as divide its few
+    experts."""
     given = recipe.fsdp.ep_size
     copies = 2 if recipe.is_hybrid else 1  # on one machine
     fewer = math.gcd(given, max(1, ranks // copies), families.EXPERTS.of(scale_down_config(config)) or given)
@@ -354,8 +442,9 @@ _NUMBER_IN_REGEX = re.compile(r"(?<![\w{,\[-])\d+(?![\w},\]-])")
 def map_layer_patterns(patterns: Sequence[str], of: int, to: int) -> list[str]:
     """Map patterns of names (`model.layers.12.*`) from a model of `of` layers to one of `to` layers.
 
-    A small layer represents a block of layers, and is matched if all layers of its block were. If no block is matched entirely, one
-    small layer is, so that every pattern still matches a layer and, unless it matched all layers, leaves one out.
+    A small layer represents a block of layers, and is matched if all layers of its block were. If no block is
+    matched entirely, one small layer is, so that every pattern still matches a layer and, unless it matched
+    all layers, leaves one out.
     """
     layers: dict[tuple[str, str], set[int]] = {}
     order: list[str | tuple[str, str]] = []
@@ -374,12 +463,15 @@ def map_layer_patterns(patterns: Sequence[str], of: int, to: int) -> list[str]:
             mapped.append(each)
         else:
             before, after = each
-            mapped += [".".join(filter(None, (before, str(index), after))) for index in _blocks(layers[each], of, to)]
+            mapped += [
+                ".".join(filter(None, (before, str(index), after))) for index in _blocks(layers[each], of, to)
+            ]
     return mapped
 
 
 class _LayerPattern(NamedTuple):
-    """A pattern of module names that names layers: its parts before and after the index, and the matching indexes."""
+    """A pattern of module names that names layers: its parts before and after the index, and the matching
+    indexes."""
 
     before: str
     after: str
@@ -390,7 +482,9 @@ def _layers_of(pattern: str, of: int) -> _LayerPattern | None:
     """Return the layers that a pattern names; None if it has no layer index."""
     parts = pattern.split(".")
     for position, part in enumerate(parts):
-        if re.fullmatch(r"[\d*?\[\]!-]+", part) and any(character.isdigit() or character == "?" for character in part):
+        if re.fullmatch(r"[\d*?\[\]!-]+", part) and any(
+            character.isdigit() or character == "?" for character in part
+        ):
             found = {index for index in range(of) if fnmatch.fnmatchcase(str(index), part)}
             if found:
                 return _LayerPattern(".".join(parts[:position]), ".".join(parts[position + 1 :]), found)
@@ -398,12 +492,15 @@ def _layers_of(pattern: str, of: int) -> _LayerPattern | None:
 
 
 def map_layer_regex(regex: str, of: int, to: int) -> str:
-    """Map a regular expression of module names (`model\\.layers\\.(12|13)\\.mlp`) from a model of `of` layers to one of `to` layers."""
+    """Map a regular expression of module names (`model\\.layers\\.(12|13)\\.mlp`) from a model of `of` layers
+    to one of `to` layers."""
     numbers = {int(text) for text in _NUMBER_IN_REGEX.findall(regex)} & set(range(of))
     if not numbers:
         return regex
     chosen = _blocks(numbers, of, to)
-    return _NUMBER_IN_REGEX.sub(lambda found: str(min(chosen, key=lambda index: abs(index - int(found[0]) * to // of))), regex)
+    return _NUMBER_IN_REGEX.sub(
+        lambda found: str(min(chosen, key=lambda index: abs(index - int(found[0]) * to // of))), regex
+    )
 
 
 def _blocks(indexes: Iterable[int], of: int, to: int) -> list[int]:

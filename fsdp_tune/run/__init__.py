@@ -1,1 +1,2 @@
-"""The run directory: paths, manifest, checkpoint metadata, and the files that launcher, ranks and merge exchange."""
+"""The run directory: paths, manifest, checkpoint metadata, and the files that launcher, ranks and merge
+exchange."""

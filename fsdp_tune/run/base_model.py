@@ -1,10 +1,11 @@
-"""What a run records of its base. base.json in RUN/model and in RUN/adapter: the identity of the model under an adapter, whose files do
-not hold it. base_layout.json in RUN/model: how files of the base store the parameters that the model stacks or names otherwise.
-tensors.json in RUN/model: what becomes of each tensor in the files of the base.
+"""What a run records of its base. base.json in RUN/model and in RUN/adapter: the identity of the model under
+an adapter, whose files do not hold it. base_layout.json in RUN/model: how files of the base store the
+parameters that the model stacks or names otherwise. tensors.json in RUN/model: what becomes of each tensor in
+the files of the base.
 
-transformers 5 stacks the experts of a mixture in one parameter and renames modules; the files of a model on the hub, transformers 4
-and vLLM have one tensor for each expert and the older names (`WeightConverter` and `WeightRenaming` of transformers'
-`core_model_loading`). A merged model is written as such files are.
+transformers 5 stacks the experts of a mixture in one parameter and renames modules; the files of a model on
+the hub, transformers 4 and vLLM have one tensor for each expert and the older names (`WeightConverter` and
+`WeightRenaming` of transformers' `core_model_loading`). A merged model is written as such files are.
 """
 
 from __future__ import annotations
@@ -42,13 +43,19 @@ class BaseModel(Document):
     nf4_scales: Literal["fp32", "bf16"] | None = None
     """`quantization.scales`."""
     config_changes: dict[str, object] = field(default_factory=dict[str, object])
-    """Fields of the base's config.json that the run changed (`model.config_overrides`, `model.rope_scaling`), with their values."""
+    """Fields of the base's config.json that the run changed (`model.config_overrides`, `model.rope_scaling`),
+    with their values."""
 
     def differs_from(self, other: BaseModel) -> bool:
-        """Return whether the weights are known to differ. A local copy of a repository cannot be compared with it."""
+        """Return whether the weights are known to differ. A local copy of a repository cannot be compared
+        with it."""
         if self.digest is not None and other.digest is not None:
             return self.digest != other.digest
-        return self.digest is None and other.digest is None and (self.name, self.revision) != (other.name, other.revision)
+        return (
+            self.digest is None
+            and other.digest is None
+            and (self.name, self.revision) != (other.name, other.revision)
+        )
 
 
 def describe_base(name: str, revision: str | None) -> BaseModel:
@@ -60,7 +67,8 @@ def describe_base(name: str, revision: str | None) -> BaseModel:
 
 
 def identify_weights(name: str | None, revision: str | None) -> str | None:
-    """Return what tells the weights of a model from others: `REPOSITORY@COMMIT`, or a digest of a local directory's weight files.
+    """Return what tells the weights of a model from others: `REPOSITORY@COMMIT`, or a digest of a local
+    directory's weight files.
 
     None if neither is known, and for a run, whose weights are in sharded checkpoints.
     """
@@ -77,14 +85,20 @@ def identify_weights(name: str | None, revision: str | None) -> str | None:
 
 
 def weights_at_start(environment_json: Path | None, model: Model) -> str | None:
-    """Return the weights that a run starts from: those that its environment.json records if it is resumed, else those of the model now."""
+    """Return the weights that a run starts from: those that its environment.json records if it is resumed,
+    else those of the model now."""
     recorded = Environment.read(environment_json) if environment_json is not None else None
-    return recorded.base if recorded is not None and recorded.base is not None else identify_weights(model.name_or_path, model.revision)
+    return (
+        recorded.base
+        if recorded is not None and recorded.base is not None
+        else identify_weights(model.name_or_path, model.revision)
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterBase:
-    """The base of an adapter: what training, merging and evaluating open, with all that was recorded about it."""
+    """The base of an adapter: what training, merging and evaluating open, with all that was recorded about
+    it."""
 
     name: str | None
     """Directory or hub id; None if nothing names it."""
@@ -98,8 +112,13 @@ class AdapterBase:
         return self.trained.config_changes if self.trained is not None else {}
 
     def has_other_weights(self, folder: Path) -> bool:
-        """Return whether the weights in a directory are known not to be those that the adapter was trained on. Raises: OSError."""
-        return self.trained is not None and self.trained.digest is not None and self.trained.differs_from(describe_base(str(folder), None))
+        """Return whether the weights in a directory are known not to be those that the adapter was trained
+        on. Raises: OSError."""
+        return (
+            self.trained is not None
+            and self.trained.digest is not None
+            and self.trained.differs_from(describe_base(str(folder), None))
+        )
 
     def describe_precision(self) -> str:
         """Return the precision that the weights had in training."""
@@ -110,7 +129,8 @@ class AdapterBase:
 def open_base(config: Mapping[str, object], record: Path, *, given: str | None = None) -> AdapterBase:
     """Return the base of an adapter from its adapter_config.json and base.json.
 
-    `given`: the model that the user names instead of the recorded one. A branch of a repository may have moved since training, so the
+    `given`: the model that the user names instead of the recorded one. A branch of a repository may have
+    moved since training, so the
     recorded commit comes first. Raises: usage error for a damaged base.json.
     """
     trained = BaseModel.read(record)
@@ -124,7 +144,8 @@ def open_base(config: Mapping[str, object], record: Path, *, given: str | None =
 
 
 def _commit(name: str, revision: str | None) -> str | None:
-    """Return the commit of the cached files of a hub repository: a branch may have moved since. None if none are cached."""
+    """Return the commit of the cached files of a hub repository: a branch may have moved since. None if none
+    are cached."""
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(name, "config.json", revision=revision)
@@ -134,7 +155,8 @@ def _commit(name: str, revision: str | None) -> str | None:
 def digest_of_weights(folder: Path) -> str:
     """Return a digest of names, sizes and 64 evenly spaced blocks of 64 KiB of each weight file.
 
-    Training changes nearly every byte of a file, so that another model is noticed without reading hundreds of GB.
+    Training changes nearly every byte of a file, so that another model is noticed without reading hundreds of
+    GB.
     """
     return digest_of_samples(weights_in(folder))
 
@@ -144,7 +166,9 @@ def weights_in(folder: Path) -> list[Path]:
     found = {file for pattern in WEIGHT_FILES for file in folder.glob(pattern)}
     with contextlib.suppress(UnusableIndexError):
         listed = list_directory(folder)
-        found |= {path for file in (listed.files if listed is not None else ()) if (path := folder / file).is_file()}
+        found |= {
+            path for file in (listed.files if listed is not None else ()) if (path := folder / file).is_file()
+        }
     return sorted(found)
 
 
@@ -170,7 +194,8 @@ class Piece:
     start: tuple[int, ...]
     """First element, by dimension of the parameter."""
     axes: tuple[int, ...]
-    """The dimension of the parameter that each dimension of the tensor is; of the others, the box has one index."""
+    """The dimension of the parameter that each dimension of the tensor is; of the others, the box has one
+    index."""
     sizes: tuple[int, ...]
     """By dimension of the tensor."""
     position: tuple[int, ...]
@@ -179,8 +204,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor of a file and the pieces that cover it. With a `count`, as many tensors: `{}` in the name is the number of each, which is
-    the index in the first dimension of each parameter."""
+    """A tensor of a file and the pieces that cover it. With a `count`, as many tensors: `{}` in the name is
+    the number of each, which is the index in the first dimension of each parameter."""
 
     name: str
     shape: tuple[int, ...]
@@ -207,7 +232,8 @@ def kind_of_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Modules have names that begin with `ours` in the trained model, and with `theirs` in the model that the base publishes."""
+    """Modules have names that begin with `ours` in the trained model, and with `theirs` in the model that the
+    base publishes."""
 
     ours: str
     theirs: str
@@ -219,7 +245,8 @@ class Published:
         return self.theirs + module.removeprefix(self.ours) if module.startswith(self.ours) else module
 
     def target_of(self, module: str) -> str:
-        """Return a module as `target_modules` of adapter_config.json names it: by an end that both models have, if only it has it."""
+        """Return a module as `target_modules` of adapter_config.json names it: by an end that both models
+        have, if only it has it."""
         return self.name_of(module) if self.is_ambiguous else module.removeprefix(self.ours)
 
 
@@ -230,10 +257,12 @@ class BaseLayout(Document):
     tensors: tuple[FileTensor, ...] = ()
     """Of the parameters that are stored in several tensors, or several in one."""
     published: Published | None = None
-    """Names of modules in the class that the base's config.json names; None if the trained class is that one."""
+    """Names of modules in the class that the base's config.json names; None if the trained class is that
+    one."""
     kept_in_fp32: dict[str, tuple[str, ...]] | None = None
-    """{16-bit dtype: `kind_of_name` of the parameters and buffers that the model's class keeps in fp32 at that dtype, or that the base
-    stores in fp32 among others in 16 bits; a name in full if others of its kind are not}. None: not known."""
+    """{16-bit dtype: `kind_of_name` of the parameters and buffers that the model's class keeps in fp32 at
+    that dtype, or that the base stores in fp32 among others in 16 bits; a name in full if others of its kind
+    are not}. None: not known."""
 
     def name_of(self, parameter: str) -> str:
         """Return the name of a parameter that is stored as it is."""
@@ -242,11 +271,15 @@ class BaseLayout(Document):
     def with_fp32(self, kinds: Mapping[str, Iterable[str]]) -> BaseLayout:
         """Return the layout with more entries of `kept_in_fp32`."""
         before = self.kept_in_fp32 or {}
-        kept = {dtype: tuple(sorted({*before.get(dtype, ()), *kinds.get(dtype, ())})) for dtype in before.keys() | kinds.keys()}
+        kept = {
+            dtype: tuple(sorted({*before.get(dtype, ()), *kinds.get(dtype, ())}))
+            for dtype in before.keys() | kinds.keys()
+        }
         return replace(self, kept_in_fp32={dtype: names for dtype, names in sorted(kept.items()) if names})
 
     def keeps_fp32(self, dtype: str) -> Callable[[str], bool]:
-        """Return the test of whether a tensor of the files, by its name, is made of parameters that stay in fp32: `kept_in_fp32`."""
+        """Return the test of whether a tensor of the files, by its name, is made of parameters that stay in
+        fp32: `kept_in_fp32`."""
         kept = frozenset((self.kept_in_fp32 or {}).get(dtype, ()))
         parameters = {new: old for old, new in self.renamed.items()}
         made_of = {kind_of_name(each.name): each.pieces[0].parameter for each in self.tensors}
@@ -258,7 +291,8 @@ class BaseLayout(Document):
         return is_kept
 
     def prefixes(self) -> tuple[str, str] | None:
-        """Return (prefix in the model, prefix in the files) if all renamed parameters differ by one: `model.`, `model.language_model.`."""
+        """Return (prefix in the model, prefix in the files) if all renamed parameters differ by one:
+        `model.`, `model.language_model.`."""
         return common_prefixes(self.renamed)
 
 
@@ -278,8 +312,13 @@ class BaseRecord(Document):
     """The model that the carried tensors are read from; None if there are none."""
 
     def of_base(self, name: str, revision: str) -> BaseRecord:
-        """Return the record with the identity of the base now, if a merge reads tensors from it. Raises: OSError."""
-        return self if self.base is not None or not self.carried else replace(self, base=describe_base(name, revision))
+        """Return the record with the identity of the base now, if a merge reads tensors from it. Raises:
+        OSError."""
+        return (
+            self
+            if self.base is not None or not self.carried
+            else replace(self, base=describe_base(name, revision))
+        )
 
     def describe(self) -> str:
         """Return the counts as text; empty if every tensor is one of the trained model as it is."""
@@ -289,10 +328,13 @@ class BaseRecord(Document):
 
 
 def common_prefixes(renamed: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return the starts by which all names differ from the new ones, {old: new}; None if there is no such pair."""
+    """Return the starts by which all names differ from the new ones, {old: new}; None if there is no such
+    pair."""
     found = {_differing(name, new) for name, new in renamed.items()}
     shortest = min(found, key=lambda pair: len(pair[0]), default=None)
-    if shortest is None or not all(ours.startswith(shortest[0]) and theirs.startswith(shortest[1]) for ours, theirs in found):
+    if shortest is None or not all(
+        ours.startswith(shortest[0]) and theirs.startswith(shortest[1]) for ours, theirs in found
+    ):
         return None
     return shortest
 
@@ -307,12 +349,16 @@ def _differing(name: str, other: str) -> tuple[str, str]:
 
 
 def refuse_other_base(base_json: Path, now: BaseModel) -> None:
-    """Refuse to continue an adapter on other weights than those under which it was trained so far. Raises: usage error."""
+    """Refuse to continue an adapter on other weights than those under which it was trained so far. Raises:
+    usage error."""
     before = BaseModel.read(base_json)
     if before is not None and before.differs_from(now):
         raise usage_error(
             "base-changed",
             f"the weights of {now.name} are not those that the adapter was trained on so far",
             where=Where(str(base_json)),
-            ways_out=("restore the old weights", "--overwrite or --set output_dir=… starts a new run on the new weights"),
+            ways_out=(
+                "restore the old weights",
+                "--overwrite or --set output_dir=… starts a new run on the new weights",
+            ),
         )

@@ -1,7 +1,9 @@
-"""The scores of a run's checkpoints (`evaluation:`): which are known, which checkpoint is the best by one, and which must be kept.
+"""The scores of a run's checkpoints (`evaluation:`): which are known, which checkpoint is the best by one,
+and which must be kept.
 
-metrics.jsonl alone has them, as events that name the checkpoint by the identity of its manifest, and what was computed by its definition
-(`EvaluationRecord`). A checkpoint of another attempt has another identity, and a changed set another definition: neither has a score.
+metrics.jsonl alone has them, as events that name the checkpoint by the identity of its manifest, and what was
+computed by its definition (`EvaluationRecord`). A checkpoint of another attempt has another identity, and a
+changed set another definition: neither has a score.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class CheckpointScores:
 
     @classmethod
     def read(cls, run: RunDir) -> CheckpointScores:
-        """Without evaluation.json, as in runs of earlier versions, the definition is that of the newest scores."""
+        """Without evaluation.json, as in runs of earlier versions, the definition is that of the newest
+        scores."""
         events, record = checkpoint_events(run), EvaluationRecord.read(run.evaluation_json)
         scored = [event for event in events if isinstance(event, CheckpointEvaluated)]
         definition = record.definition if record is not None else scored[-1].definition if scored else None
@@ -59,17 +62,23 @@ class CheckpointScores:
             {
                 event.checkpoint: event
                 for event in events
-                if isinstance(event, CheckpointEvaluationFailed) and (record is None or event.command == record.command)
+                if isinstance(event, CheckpointEvaluationFailed)
+                and (record is None or event.command == record.command)
             },
         )
 
     @property
     def settled(self) -> set[str]:
-        """Those that this start does not evaluate again: with scores, or failed. A failure without a start is of none."""
-        return {*self.evaluated, *(identity for identity, event in self.failed.items() if event.command is not None)}
+        """Those that this start does not evaluate again: with scores, or failed. A failure without a start is
+        of none."""
+        return {
+            *self.evaluated,
+            *(identity for identity, event in self.failed.items() if event.command is not None),
+        }
 
     def best(self, name: str, complete: Sequence[Checkpoint], *, is_greater: bool) -> BestScore | None:
-        """Return the best of the complete checkpoints by a score, of equal ones the earliest; None if none has the score as a number."""
+        """Return the best of the complete checkpoints by a score, of equal ones the earliest; None if none
+        has the score as a number."""
         known = [
             BestScore(each, event.scores[name].value)
             for each in complete
@@ -82,24 +91,34 @@ class CheckpointScores:
 
 
 def best_by_score(run: RunDir, recipe: Recipe, complete: Sequence[Checkpoint]) -> BestScore | None:
-    """Return the best of the complete checkpoints by `training.metric_for_best_model`; None if it is not a score, or none has it."""
+    """Return the best of the complete checkpoints by `training.metric_for_best_model`; None if it is not a
+    score, or none has it."""
     return _best(CheckpointScores.read(run), recipe, complete) if recipe.best_by_score else None
 
 
 def _best(known: CheckpointScores, recipe: Recipe, complete: Sequence[Checkpoint]) -> BestScore | None:
-    name, is_greater = training_value(recipe.training, "metric_for_best_model"), training_value(recipe.training, "greater_is_better")
+    name, is_greater = (
+        training_value(recipe.training, "metric_for_best_model"),
+        training_value(recipe.training, "greater_is_better"),
+    )
     return known.best(str(name), complete, is_greater=bool(is_greater))
 
 
 def checkpoints_to_evaluate(run: RunDir, evaluation: CheckpointEvaluation) -> list[Checkpoint]:
     """Return the complete checkpoints of evaluated steps, oldest first, with or without scores."""
-    return [each for each in reversed(complete_checkpoints(run, elsewhere=None)[0]) if evaluation.evaluates(each.step)]
+    return [
+        each
+        for each in reversed(complete_checkpoints(run, elsewhere=None)[0])
+        if evaluation.evaluates(each.step)
+    ]
 
 
 def kept_for_scores(run: RunDir, recipe: Recipe) -> set[int]:
-    """Return the steps of the complete checkpoints that a rotation must keep: those to be evaluated, and the best of the evaluated ones.
+    """Return the steps of the complete checkpoints that a rotation must keep: those to be evaluated, and the
+    best of the evaluated ones.
 
-    While the best is wanted and not known, because evaluations failed or have no such score, all of them are kept: any may be the best.
+    While the best is wanted and not known, because evaluations failed or have no such score, all of them are
+    kept: any may be the best.
     """
     if not recipe.evaluation.is_on:
         return set()
@@ -123,9 +142,13 @@ def scratch_of(run: RunDir, evaluation: CheckpointEvaluation) -> Path:
 
 
 def warnings_of_scores(run: RunDir, recipe: Recipe, scores: Mapping[str, CheckpointScore]) -> list[str]:
-    """Return a warning if the first scores lack the one that chooses the best checkpoint: a task's scores are not known before."""
+    """Return a warning if the first scores lack the one that chooses the best checkpoint: a task's scores are
+    not known before."""
     name = training_value(recipe.training, "metric_for_best_model")
     if not recipe.best_by_score or name in scores or CheckpointScores.read(run).evaluated:
         return []
     kept = "every evaluated checkpoint is kept, and none is the best"
-    return [f"there is no score `{name}` (`training.metric_for_best_model`), only {', '.join(scores)}: while none has it, {kept}"]
+    return [
+        f"there is no score `{name}` (`training.metric_for_best_model`), only {', '.join(scores)}: "
+        f"while none has it, {kept}"
+    ]

@@ -1,7 +1,8 @@
 """Every path that a run owns, its complete checkpoints, and the claim of the command that owns it.
 
-A command that starts or replaces a run owns RUN/run.lock (`fsdp_tune.core.ownership`), so one command at a time works in a run
-directory. The id of its claim identifies one lifetime of the run: from this start to the end of the command, restarts included.
+A command that starts or replaces a run owns RUN/run.lock (`fsdp_tune.core.ownership`), so one command at a
+time works in a run directory. The id of its claim identifies one lifetime of the run: from this start to the
+end of the command, restarts included.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ CHECKPOINT_KIND = "fsdp-tune checkpoint"
 TRAINER_STATE = "trainer_state.json"
 """The Trainer's state in a checkpoint: its step, its history, its best step."""
 MERGE_RECORD = "merge.json"
-"""File of a merged model or an exported adapter with the origin of every tensor, which only a finished merge leaves."""
+"""File of a merged model or an exported adapter with the origin of every tensor, which only a finished merge
+leaves."""
 SHARD_FOLDER = "pytorch_model_fsdp_0"
 """The sharded weights of a checkpoint: Accelerate's name, so that its tools find them."""
 
@@ -153,7 +155,8 @@ class RunDir:
         return self.path / f"checkpoint-{step}"
 
     def recipe_digest(self) -> str | None:
-        """Return the digest of the resolved recipe, which checkpoints and merged models cite; None without a recipe."""
+        """Return the digest of the resolved recipe, which checkpoints and merged models cite; None without a
+        recipe."""
         try:
             return digest_of_recipe(read_regular(self.recipe_json))
         except FileNotFoundError:
@@ -179,19 +182,32 @@ def name_aside(path: Path) -> Path:
 
 
 def enclosing_checkpoint(path: Path) -> Path | None:
-    """Return the checkpoint of a run that contains `path`, or None. Files in a checkpoint are deleted together with it."""
+    """Return the checkpoint of a run that contains `path`, or None. Files in a checkpoint are deleted
+    together with it."""
     return next(
-        (folder for folder in path.resolve().parents if checkpoint_step(folder) is not None and (folder / MANIFEST_NAME).is_file()), None
+        (
+            folder
+            for folder in path.resolve().parents
+            if checkpoint_step(folder) is not None and (folder / MANIFEST_NAME).is_file()
+        ),
+        None,
     )
 
 
 def inspect_checkpoint(
-    path: Path, *, digests: bool, progress: Progress | None = None, elsewhere: Sequence[Held] | None = (), weights_only: bool = False
+    path: Path,
+    *,
+    digests: bool,
+    progress: Progress | None = None,
+    elsewhere: Sequence[Held] | None = (),
+    weights_only: bool = False,
 ) -> Checkpoint | Rejected:
     """Decide whether a directory is a complete checkpoint of a run.
 
-    With `digests` every file is read, and files whose contents differ are recorded, so that later inspections reject them unread.
-    `elsewhere`: what other machines have of their part, which then need not be here; None: as much as they wrote.
+    With `digests` every file is read, and files whose contents differ are recorded, so that later inspections
+    reject them unread.
+    `elsewhere`: what other machines have of their part, which then need not be here; None: as much as they
+    wrote.
     `weights_only`: what a merge does not read of their part need not be here.
     """
     step = checkpoint_step(path)
@@ -227,7 +243,9 @@ def _files_elsewhere(step: int, manifest: Manifest, elsewhere: Sequence[Held] | 
     if not elsewhere:
         return set()
     identity = manifest.identity
-    return {name for held in elsewhere if (held.step, held.manifest) == (step, identity) for name in held.files}
+    return {
+        name for held in elsewhere if (held.step, held.manifest) == (step, identity) for name in held.files
+    }
 
 
 def held_checkpoints(run: RunDir, *, digests: bool = False, progress: Progress | None = None) -> list[Held]:
@@ -236,7 +254,10 @@ def held_checkpoints(run: RunDir, *, digests: bool = False, progress: Progress |
     Digests are compared from the newest on until the files of one are as they were written.
     """
     found: list[Held] = []
-    for step in sorted((step for path in run.path.glob("checkpoint-*") if (step := checkpoint_step(path)) is not None), reverse=True):
+    for step in sorted(
+        (step for path in run.path.glob("checkpoint-*") if (step := checkpoint_step(path)) is not None),
+        reverse=True,
+    ):
         path, compares = run.checkpoint(step), digests and not any(each.is_verified for each in found)
         manifest = _readable_manifest(path)
         if manifest is None or manifest.kind != CHECKPOINT_KIND or manifest.facts.get("step") != step:
@@ -275,22 +296,33 @@ def complete_checkpoints(
     if run.path.is_dir():
         for path in run.path.iterdir():
             if checkpoint_step(path) is not None:
-                verdict = inspect_checkpoint(path, digests=digests, elsewhere=elsewhere, weights_only=weights_only)
+                verdict = inspect_checkpoint(
+                    path, digests=digests, elsewhere=elsewhere, weights_only=weights_only
+                )
                 (complete if isinstance(verdict, Checkpoint) else rejected).append(verdict)  # type: ignore[arg-type]
     return sorted(complete, key=lambda c: -c.step), sorted(rejected, key=lambda r: r.path.name)
 
 
 def latest_checkpoint(
-    run: RunDir, *, digests: bool = False, progress: Progress | None = None, elsewhere: Sequence[Held] | None = ()
+    run: RunDir,
+    *,
+    digests: bool = False,
+    progress: Progress | None = None,
+    elsewhere: Sequence[Held] | None = (),
 ) -> tuple[Checkpoint | None, list[Rejected]]:
     """Return the newest complete checkpoint, by step and not by time, and the rejected directories.
 
-    Digests are checked from the newest on until one is complete; `progress` is called with the number of bytes as they are hashed.
+    Digests are checked from the newest on until one is complete; `progress` is called with the number of
+    bytes as they are hashed.
     `elsewhere`: as for `inspect_checkpoint`.
     """
     complete, rejected = complete_checkpoints(run, elsewhere=elsewhere)
     for candidate in complete:
-        verdict = inspect_checkpoint(candidate.path, digests=digests, progress=progress, elsewhere=elsewhere) if digests else candidate
+        verdict = (
+            inspect_checkpoint(candidate.path, digests=digests, progress=progress, elsewhere=elsewhere)
+            if digests
+            else candidate
+        )
         if isinstance(verdict, Checkpoint):
             return verdict, rejected
         rejected.append(verdict)
@@ -298,7 +330,8 @@ def latest_checkpoint(
 
 
 def refuse_lost_recipe(run: RunDir) -> None:
-    """Raises: usage error for a directory that has checkpoints of a run and no recipe.json, without which it is none."""
+    """Raises: usage error for a directory that has checkpoints of a run and no recipe.json, without which it
+    is none."""
     newest = None if run.is_used else latest_checkpoint(run, elsewhere=None)[0]
     if newest is not None:
         raise usage_error(
@@ -306,17 +339,21 @@ def refuse_lost_recipe(run: RunDir) -> None:
             f"{run.path} has checkpoints of a run, and its recipe.json is missing",
             ways_out=(
                 "put recipe.json back from a copy of the run",
-                f"--resume {shlex.quote(str(newest.path))} --set output_dir=… trains on from the newest in another directory",
+                f"--resume {shlex.quote(str(newest.path))} --set output_dir=… trains on from the "
+                "newest in another directory",
             ),
         )
 
 
 def lacks_weights(run: RunDir, checkpoint: Checkpoint, *, best: bool) -> bool:
-    """Return whether other machines have weights that the merge of a run which ended at this checkpoint reads, and it is not merged."""
+    """Return whether other machines have weights that the merge of a run which ended at this checkpoint
+    reads, and it is not merged."""
     found = best_so_far(checkpoint.path) if best else None
     paths = {checkpoint.path, run.checkpoint(found.step) if found is not None else checkpoint.path}
     verdicts = [inspect_checkpoint(path, digests=False, weights_only=True) for path in paths]
-    return not run.merged.is_dir() and any(isinstance(each, Rejected) and each.is_elsewhere for each in verdicts)
+    return not run.merged.is_dir() and any(
+        isinstance(each, Rejected) and each.is_elsewhere for each in verdicts
+    )
 
 
 def missing_files(rejected: Rejected) -> Problem:
@@ -325,7 +362,8 @@ def missing_files(rejected: Rejected) -> Problem:
     return Problem(
         "checkpoint-incomplete",
         f"{name} cannot be used: {rejected.reason}",
-        hint=f"start that machine's command, or copy its files of {name} into {run / name}; in a new run, `checkpoint.mirror` keeps copies",
+        hint=f"start that machine's command, or copy its files of {name} into {run / name}; in a new run, "
+        "`checkpoint.mirror` keeps copies",
     )
 
 
@@ -335,7 +373,8 @@ class BestStep(NamedTuple):
 
 
 def best_so_far(checkpoint: Path) -> BestStep | None:
-    """Return the best step by the trainer's metric when `checkpoint` was saved; None if there was none, or its state is unreadable."""
+    """Return the best step by the trainer's metric when `checkpoint` was saved; None if there was none, or
+    its state is unreadable."""
     try:
         state: object = json.loads(read_regular(checkpoint / TRAINER_STATE))
     except (OSError, ValueError, RecursionError):
@@ -346,11 +385,18 @@ def best_so_far(checkpoint: Path) -> BestStep | None:
 
 
 def existing_run(path: Path) -> RunDir:
-    """Return the run whose directory `path` is. Raises: usage error `not-a-run`, with the runs that are near."""
+    """Return the run whose directory `path` is. Raises: usage error `not-a-run`, with the runs that are
+    near."""
     run = RunDir(path.resolve())
     if not run.is_used:
-        message = f"{path} is not a run directory (it has no {run.recipe_json.name})" if path.exists() else f"{path} does not exist"
-        raise usage_error("not-a-run", message, hint=_near(path) or "pass the run directory that `train` printed")
+        message = (
+            f"{path} is not a run directory (it has no {run.recipe_json.name})"
+            if path.exists()
+            else f"{path} does not exist"
+        )
+        raise usage_error(
+            "not-a-run", message, hint=_near(path) or "pass the run directory that `train` printed"
+        )
     return run
 
 
@@ -363,8 +409,11 @@ def _near(path: Path) -> str | None:
 
 
 def runs_in(path: Path) -> list[RunDir]:
-    """Return the runs whose directories are in `path`, sorted by name, without those that are being created."""
-    found = [inner for inner in sorted(path.iterdir()) if STAGE_MARK not in inner.name] if path.is_dir() else []
+    """Return the runs whose directories are in `path`, sorted by name, without those that are being
+    created."""
+    found = (
+        [inner for inner in sorted(path.iterdir()) if STAGE_MARK not in inner.name] if path.is_dir() else []
+    )
     return [RunDir(inner) for inner in found if RunDir(inner).is_used]
 
 
@@ -388,7 +437,8 @@ def checkpoint_to_start_from(path: Path) -> Checkpoint | None:
 
 
 def refuse_when_held(run: RunDir) -> None:
-    """Raise a usage error if another command owns the directory. Claims nothing: a command may claim it right after."""
+    """Raise a usage error if another command owns the directory. Claims nothing: a command may claim it right
+    after."""
     owner = live_owner(run.lock)
     if owner is not None:
         raise in_use(run, owner)
@@ -410,8 +460,13 @@ def locked(run: RunDir) -> Iterator[list[Notice]]:
             raise in_use(run, error.owner or "another command", *ways_out) from None
         notices: list[Notice] = []
         if not claim.has_flock:
-            message = f"the file system of {run.path} has no file locks; the existence of {run.lock.name} is used instead"
+            message = (
+                f"the file system of {run.path} has no file locks; the existence of {run.lock.name} is "
+                "used instead"
+            )
             notices.append(Notice("no-file-locks", message))
         if claim.previous is not None:
-            notices.append(Notice("stale-lock", f"the lock of {claim.previous}, which has ended, was taken over"))
+            notices.append(
+                Notice("stale-lock", f"the lock of {claim.previous}, which has ended, was taken over")
+            )
         yield notices

@@ -1,7 +1,9 @@
-"""What a command and ranks that start before their run directory exists exchange, in a private temporary directory.
+"""What a command and ranks that start before their run directory exists exchange, in a private temporary
+directory.
 
-`train` starts the ranks while it still checks its inputs, so that they import the libraries meanwhile. They wait for `opened`, which the
-command writes when the run directory is complete. Nothing of a run that is refused is on the disk afterwards.
+`train` starts the ranks while it still checks its inputs, so that they import the libraries meanwhile. They
+wait for `opened`, which the command writes when the run directory is complete. Nothing of a run that is
+refused is on the disk afterwards.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""evaluation.json: what the scores of checkpoints are computed from now, written by each start of a run with `evaluation:`.
+"""evaluation.json: what the scores of checkpoints are computed from now, written by each start of a run with
+`evaluation:`.
 
-Ranks, evaluations and merges read it, so that a score of other rows, or of another metric of the same name, is not compared with these.
+Ranks, evaluations and merges read it, so that a score of other rows, or of another metric of the same name,
+is not compared with these.
 """
 
 from __future__ import annotations
@@ -26,8 +28,12 @@ class EvaluationRecord(Document):
     """Whether the quantised model is scored (`Recipe.ships_quantised`)."""
 
     @classmethod
-    def of(cls, evaluation: CheckpointEvaluation, rows: Mapping[str, str], *, is_rounded: bool = False) -> EvaluationRecord:
-        return cls(uuid.uuid4().hex, evaluation.model_dump(mode="json", by_alias=True), dict(rows), is_rounded)
+    def of(
+        cls, evaluation: CheckpointEvaluation, rows: Mapping[str, str], *, is_rounded: bool = False
+    ) -> EvaluationRecord:
+        return cls(
+            uuid.uuid4().hex, evaluation.model_dump(mode="json", by_alias=True), dict(rows), is_rounded
+        )
 
     @property
     def section(self) -> CheckpointEvaluation:
@@ -35,8 +41,14 @@ class EvaluationRecord(Document):
 
     @property
     def definition(self) -> str:
-        """A digest of all that decides the scores of a model. Scores of another definition cannot be compared with these."""
+        """A digest of all that decides the scores of a model. Scores of another definition cannot be compared
+        with these."""
         section = self.section
-        sets = {each.set_label: [each.metric, each.answer, each.max_new_tokens, self.rows.get(each.set_label)] for each in section.sets}
+        sets = {
+            each.set_label: [each.metric, each.answer, each.max_new_tokens, self.rows.get(each.set_label)]
+            for each in section.sets
+        }
         rounded = {"is_rounded": True} if self.is_rounded else {}
-        return digest_of_values({"sets": sets, "tasks": sorted(section.tasks), "task_rows": section.task_rows} | rounded)
+        return digest_of_values(
+            {"sets": sets, "tasks": sorted(section.tasks), "task_rows": section.task_rows} | rounded
+        )

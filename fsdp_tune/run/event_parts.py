@@ -1,4 +1,5 @@
-"""Parts of the events of metrics.jsonl: generated samples, scores of checkpoints, rows of a spike, changed keys, and their text."""
+"""Parts of the events of metrics.jsonl: generated samples, scores of checkpoints, rows of a spike, changed
+keys, and their text."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ class CheckpointScore(JsonAnswer):
     rows: int
 
     def __str__(self) -> str:
-        interval = f" [{self.low:.4f}, {self.high:.4f}]" if self.low is not None and self.high is not None else ""
+        interval = (
+            f" [{self.low:.4f}, {self.high:.4f}]" if self.low is not None and self.high is not None else ""
+        )
         return f"{self.value:.4f}{interval}"
 
 
@@ -90,4 +93,7 @@ def shown_rows(rows: Sequence[SpikeRow], total: int) -> str:
     hidden = len(worst) - SHOWN_SPIKE_ROWS
     more = f" and {hidden:,} more row{'' if hidden == 1 else 's'}" if hidden > 0 else ""
     loss = f" with loss {first.loss:.4f}" if first.loss is not None else ""
-    return f"highest of {total:,} rows: step {first.step}, rank {first.rank}, micro-batch {first.micro_batch}{loss}: {shown}{more}"
+    return (
+        f"highest of {total:,} rows: step {first.step}, rank {first.rank}, micro-batch "
+        f"{first.micro_batch}{loss}: {shown}{more}"
+    )

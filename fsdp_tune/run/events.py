@@ -1,6 +1,8 @@
-"""The events of metrics.jsonl. Each is one class: its fields, when it is written, its level, and how the terminal shows it.
+"""The events of metrics.jsonl. Each is one class: its fields, when it is written, its level, and how the
+terminal shows it.
 
-Events are written and read through these classes. The reference, the JSON Schema, the terminal and the report are made from them.
+Events are written and read through these classes. The reference, the JSON Schema, the terminal and the report
+are made from them.
 """
 
 from __future__ import annotations
@@ -15,10 +17,19 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.units import format_bytes, format_seconds
-from fsdp_tune.run.event_parts import ChangedKey, CheckpointScore, GeneratedSample, SpikeRow, describe, shown_rows, shown_scores
+from fsdp_tune.run.event_parts import (
+    ChangedKey,
+    CheckpointScore,
+    GeneratedSample,
+    SpikeRow,
+    describe,
+    shown_rows,
+    shown_scores,
+)
 
 EventLevel = Literal["routine", "news", "warning", "alarm"]
-"""`routine`: every healthy run has it. `warning`: the report marks it. `alarm`: a warning that the terminal prints on stderr."""
+"""`routine`: every healthy run has it. `warning`: the report marks it. `alarm`: a warning that the terminal
+prints on stderr."""
 
 SHOWN_PHASE_SECONDS = 0.1
 NAMED_ROWS = 200
@@ -27,7 +38,8 @@ NAMED_ROWS = 200
 
 @dataclass(frozen=True, slots=True)
 class MetricsEvent(JsonAnswer):
-    """Base of the events. A field that may be None is None where the line of an earlier version does not have it."""
+    """Base of the events. A field that may be None is None where the line of an earlier version does not have
+    it."""
 
     __pydantic_config__: ClassVar[dict[str, bool]] = {"allow_inf_nan": False}
     name: ClassVar[str]
@@ -94,13 +106,24 @@ COMMON = tuple(each.name for each in fields(MetricsEvent))
 
 @dataclass_transform(frozen_default=True)
 def event(
-    name: str, level: EventLevel = "news", *, is_shown: bool = True, marks_curves: bool = False, is_of_run: bool = False
+    name: str,
+    level: EventLevel = "news",
+    *,
+    is_shown: bool = True,
+    marks_curves: bool = False,
+    is_of_run: bool = False,
 ) -> Callable[[type[Declared]], type[Declared]]:
     """Declare an event. The docstring of its class is what the reference has of it."""
 
     def declare(kind: type[Declared]) -> type[Declared]:
         made = dataclass(frozen=True, slots=True)(kind)
-        made.name, made.level, made.is_shown, made.marks_curves, made.is_of_run = name, level, is_shown, marks_curves, is_of_run
+        made.name, made.level, made.is_shown, made.marks_curves, made.is_of_run = (
+            name,
+            level,
+            is_shown,
+            marks_curves,
+            is_of_run,
+        )
         EVENTS[name] = made
         return made
 
@@ -108,7 +131,8 @@ def event(
 
 
 def read_event(line: Mapping[str, object]) -> AnyEvent | None:
-    """Return the event of a line of metrics.jsonl; None if the line is not an event. Fields that are not of this version are ignored."""
+    """Return the event of a line of metrics.jsonl; None if the line is not an event. Fields that are not of
+    this version are ignored."""
     if "event" not in line:
         return None
     name = str(line["event"])
@@ -118,14 +142,17 @@ def read_event(line: Mapping[str, object]) -> AnyEvent | None:
             return _validator(kind).validate_python(absent | dict(line))
         except ValidationError:
             pass
-    rest = cast(dict[str, JsonValue], {key: value for key, value in line.items() if key not in ("event", *COMMON)})
+    rest = cast(
+        dict[str, JsonValue], {key: value for key, value in line.items() if key not in ("event", *COMMON)}
+    )
     step, time = line.get("step"), line.get("time")
     whole = step if isinstance(step, int) and not isinstance(step, bool) else None
     return OtherEvent(name, whole, number(time), rest)
 
 
 def number(value: object) -> float | None:
-    """Return a finite number as it is, and None for everything else: null, text such as "nan", NaN, infinity."""
+    """Return a finite number as it is, and None for everything else: null, text such as "nan", NaN,
+    infinity."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) <= sys.float_info.max else None
@@ -154,11 +181,18 @@ class SpikeEvent(MetricsEvent):
 
     def shown(self) -> list[str]:
         worst = self.worst_rows()
-        return [*describe(self.name, self.step, {"message": self.message}), *([f"  {worst}"] if worst else [])]
+        return [
+            *describe(self.name, self.step, {"message": self.message}),
+            *([f"  {worst}"] if worst else []),
+        ]
 
     def worst_rows(self) -> str | None:
         """Return the rows of the micro-batch with the highest loss in one line; None if it names none."""
-        return shown_rows(self.rows, len(self.rows) if self.rows_total is None else self.rows_total) if self.rows else None
+        return (
+            shown_rows(self.rows, len(self.rows) if self.rows_total is None else self.rows_total)
+            if self.rows
+            else None
+        )
 
 
 # ---- The events
@@ -182,16 +216,22 @@ class FirstStep(MetricsEvent):
     phase_seconds: dict[str, float]
 
     def shown(self, seconds_before: float | None = None) -> list[str]:
-        """Return the phases of the start. `seconds_before` is the time of the command before it launched the ranks."""
+        """Return the phases of the start. `seconds_before` is the time of the command before it launched the
+        ranks."""
         before = {} if seconds_before is None else {"checking": seconds_before}
         every = before | self.phase_seconds
-        named = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in every.items() if seconds >= SHOWN_PHASE_SECONDS)
-        return [f"first step {sum(every.values()):.1f} s after the {'start' if before else 'launch'} ({named})"]
+        named = ", ".join(
+            f"{phase} {seconds:.1f}" for phase, seconds in every.items() if seconds >= SHOWN_PHASE_SECONDS
+        )
+        return [
+            f"first step {sum(every.values()):.1f} s after the {'start' if before else 'launch'} ({named})"
+        ]
 
 
 @event("samples")
 class SamplesGenerated(MetricsEvent):
-    """`training.sample` has generated: for each prompt, `prompt` and `text`. The seconds are not part of `step_seconds`."""
+    """`training.sample` has generated: for each prompt, `prompt` and `text`. The seconds are not part of
+    `step_seconds`."""
 
     seconds: float
     samples: list[GeneratedSample]
@@ -225,14 +265,17 @@ class WitnessCost(MetricsEvent):
 
 @event("checkpoint_saved", "routine")
 class CheckpointSaved(MetricsEvent):
-    """A checkpoint is complete; `seconds` is the wall time since its request, `stall_seconds` how long training stopped for it."""
+    """A checkpoint is complete; `seconds` is the wall time since its request, `stall_seconds` how long
+    training stopped for it."""
 
     seconds: float
     stall_seconds: float
     size_bytes: int
 
     def shown(self) -> list[str]:
-        return [f"checkpoint-{self.step} saved: {format_bytes(self.size_bytes)} in {format_seconds(self.seconds)}"]
+        return [
+            f"checkpoint-{self.step} saved: {format_bytes(self.size_bytes)} in {format_seconds(self.seconds)}"
+        ]
 
 
 @event("checkpoint_failed", "alarm")
@@ -245,7 +288,8 @@ class CheckpointFailed(MessageEvent):
 
 @event("checkpoint_evaluated")
 class CheckpointEvaluated(MetricsEvent):
-    """`evaluation:` has scored the model of the checkpoint of this step, which `checkpoint` identifies; scores by name."""
+    """`evaluation:` has scored the model of the checkpoint of this step, which `checkpoint` identifies;
+    scores by name."""
 
     checkpoint: str
     seconds: float
@@ -263,7 +307,8 @@ class CheckpointEvaluated(MetricsEvent):
 
 @event("checkpoint_evaluation_failed", "alarm")
 class CheckpointEvaluationFailed(MetricsEvent):
-    """`evaluation:` could not score the model of the checkpoint of this step. The next start of the run tries it again."""
+    """`evaluation:` could not score the model of the checkpoint of this step. The next start of the run tries
+    it again."""
 
     checkpoint: str
     code: str
@@ -282,7 +327,8 @@ class CheckpointEvaluationFailed(MetricsEvent):
 
 @event("mirrored", "routine")
 class Mirrored(MetricsEvent):
-    """The mirror has a complete copy of a checkpoint or a model; bytes that were sent now. `verified`: how they were compared there."""
+    """The mirror has a complete copy of a checkpoint or a model; bytes that were sent now. `verified`: how
+    they were compared there."""
 
     folder: str
     seconds: float
@@ -291,7 +337,10 @@ class Mirrored(MetricsEvent):
 
     def shown(self) -> list[str]:
         how = "" if self.verified is None else f", verified by {self.verified}"
-        return [f"{self.folder} mirrored: {format_bytes(self.size_bytes)} sent in {format_seconds(self.seconds)}{how}"]
+        return [
+            f"{self.folder} mirrored: {format_bytes(self.size_bytes)} sent in "
+            f"{format_seconds(self.seconds)}{how}"
+        ]
 
 
 @event("mirror_failed", "alarm")
@@ -341,7 +390,10 @@ class Profiled(MetricsEvent):
         return [
             f"{'profile':<10}" + "".join(f"{column.replace('_', '-'):>16}" for column in columns),
             *(
-                f"{phase:<10}" + "".join(f"{share.get(column, 0.0) / max(1, self.steps) * 1000:>13.2f} ms" for column in columns)
+                f"{phase:<10}"
+                + "".join(
+                    f"{share.get(column, 0.0) / max(1, self.steps) * 1000:>13.2f} ms" for column in columns
+                )
                 for phase, share in {**self.seconds, "step": total}.items()
             ),
             f"profile: {self.trace} (open it in https://ui.perfetto.dev)",
@@ -350,8 +402,8 @@ class Profiled(MetricsEvent):
 
 @event("slow_rank", "alarm")
 class RankSlowed(MetricsEvent):
-    """For a minute, the others have waited for this rank for more than 5 % of each step; `part`: for its `data`, `computing` or
-    `saving`."""
+    """For a minute, the others have waited for this rank for more than 5 % of each step; `part`: for its
+    `data`, `computing` or `saving`."""
 
     rank: int
     part: str | None
@@ -374,16 +426,17 @@ class RankRecovered(MetricsEvent):
 
 @event("loss_spike", "warning", marks_curves=True)
 class LossSpike(SpikeEvent):
-    """The loss is more than six standard deviations above the last 50 lines. `rows` are those of the steps since the last line, on all
-    ranks, at most 200, and `rows_total` is their number: for each example `file`, `row` in it (its line), `tokens`, `step`, `rank`,
-    `micro_batch` (from 1), `sequence` (packed examples share one) and `loss`, the mean token loss of its micro-batch, highest first. Of
-    a rank the last 1,024 micro-batches are known."""
+    """The loss is more than six standard deviations above the last 50 lines. `rows` are those of the steps
+    since the last line, on all ranks, at most 200, and `rows_total` is their number: for each example `file`,
+    `row` in it (its line), `tokens`, `step`, `rank`, `micro_batch` (from 1), `sequence` (packed examples
+    share one) and `loss`, the mean token loss of its micro-batch, highest first. Of a rank the last 1,024
+    micro-batches are known."""
 
 
 @event("gradient_spike", "warning", marks_curves=True)
 class GradientSpike(SpikeEvent):
-    """The gradient norm is more than six standard deviations above the last 50 lines, and three times their mean, and the loss is not;
-    `rows` as in `loss_spike`, of the last step alone."""
+    """The gradient norm is more than six standard deviations above the last 50 lines, and three times their
+    mean, and the loss is not; `rows` as in `loss_spike`, of the last step alone."""
 
 
 @event("zero_gradient", "warning", marks_curves=True)
@@ -440,7 +493,8 @@ class EarlyStopped(MessageEvent):
 
 @event("best_restarted")
 class BestRestarted(MessageEvent):
-    """Another `metric_for_best_model`, or other evaluation rows, since the start before: the best of later evaluations counts."""
+    """Another `metric_for_best_model`, or other evaluation rows, since the start before: the best of later
+    evaluations counts."""
 
 
 @event("train_finished", is_shown=False)
@@ -469,7 +523,8 @@ class CheckpointRejected(MetricsEvent):
 
 @event("machines_changed", "warning", is_shown=False, marks_curves=True, is_of_run=True)
 class MachinesChanged(MetricsEvent):
-    """The run continues on other machines (`launch.min_machines`): their numbers, and ranks and micro-batches of a step from here on."""
+    """The run continues on other machines (`launch.min_machines`): their numbers, and ranks and micro-batches
+    of a step from here on."""
 
     machines: list[int]
     ranks: int

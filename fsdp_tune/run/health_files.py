@@ -30,7 +30,8 @@ class HealthRequest:
 
 @dataclass(frozen=True, slots=True)
 class HealthFiles:
-    """The private directory of one command, which its ranks read and write. It has the names of a run directory for the launcher."""
+    """The private directory of one command, which its ranks read and write. It has the names of a run
+    directory for the launcher."""
 
     path: Path
 
@@ -57,8 +58,11 @@ class HealthFiles:
         return self.path / f"problem-{rank}.json"
 
     def problems(self) -> dict[int, Path]:
-        """Return those that exist, by rank. If machines start other numbers of ranks, they are not those that the command expects."""
-        return {int(path.stem.removeprefix("problem-")): path for path in sorted(self.path.glob("problem-*.json"))}
+        """Return those that exist, by rank. If machines start other numbers of ranks, they are not those that
+        the command expects."""
+        return {
+            int(path.stem.removeprefix("problem-")): path for path in sorted(self.path.glob("problem-*.json"))
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +76,8 @@ class CollectiveTime(JsonAnswer):
 
 @dataclass(frozen=True, slots=True)
 class LinkTime(JsonAnswer):
-    """An exchange with the rank of the same local number on another machine, while all machines exchange in pairs."""
+    """An exchange with the rank of the same local number on another machine, while all machines exchange in
+    pairs."""
 
     machine: int
     """The other one."""

@@ -1,6 +1,7 @@
 """The files that a job of a cluster's engine leaves next to the run directory, and the ledger of its starts.
 
-They are in `RUN.submit`: the run directory does not exist before the first start, and `--overwrite` moves it away.
+They are in `RUN.submit`: the run directory does not exist before the first start, and `--overwrite` moves it
+away.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class JobFiles:
         return self.folder / f"slurm-{job}.out"
 
     def recipe(self, name: str, text: str) -> Path:
-        """Return the copy of the recipe that the job trains by, so that a change of the file is not picked up by a later start.
+        """Return the copy of the recipe that the job trains by, so that a change of the file is not picked up
+        by a later start.
 
         A copy is never changed: an earlier job may still be in the queue.
         """
@@ -95,7 +97,9 @@ def read_attempts(output_dir: Path) -> list[JobStart]:
         key = (str(line.get("job")), _whole(line.get("start")) or 0)
         if line.get("event") == "started":
             started_at, first_step = number(line.get("time")) or 0.0, _whole(line.get("step")) or 0
-            found[key] = JobStart(*key, str(line.get("nodes") or ""), started_at, None, None, first_step, None, None)
+            found[key] = JobStart(
+                *key, str(line.get("nodes") or ""), started_at, None, None, first_step, None, None
+            )
         elif line.get("event") == "ended" and (start := found.get(key)) is not None:
             found[key] = JobStart(
                 *key,

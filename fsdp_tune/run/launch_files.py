@@ -28,7 +28,8 @@ class LaunchRecord(Document):
     reasons: dict[str, str] = field(default_factory=dict[str, str])
     """Why each resolved key has its value."""
     command: list[str] = field(default_factory=list[str])
-    """Arguments of `fsdp-tune` as they were typed, with secrets masked; empty if the run was started from Python."""
+    """Arguments of `fsdp-tune` as they were typed, with secrets masked; empty if the run was started from
+    Python."""
     cwd: str | None = None
     """The directory in which they were typed."""
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -42,7 +43,8 @@ class LaunchRecord(Document):
 
 
 def read_recipe_json(run: RunDir) -> bytes:
-    """Return recipe.json as the last start wrote it. Raises: OSError; usage error if launch.json has other digests of it."""
+    """Return recipe.json as the last start wrote it. Raises: OSError; usage error if launch.json has other
+    digests of it."""
     content = read_regular(run.recipe_json)
     try:
         record = LaunchRecord.read(run.launch_json)
@@ -64,7 +66,8 @@ def read_recipe_json(run: RunDir) -> bytes:
 def train_command(run: RunDir, *options: str) -> str:
     """Return the shell command that starts the run again with `options`, which replace those that were typed.
 
-    `…` stands for the other arguments if they are unknown: the run was started from Python or by an earlier version.
+    `…` stands for the other arguments if they are unknown: the run was started from Python or by an earlier
+    version.
     """
     try:
         record = LaunchRecord.read(run.launch_json)
@@ -73,7 +76,11 @@ def train_command(run: RunDir, *options: str) -> str:
     if record is None or not record.command:
         return f"fsdp-tune train … {shlex.join(options)}"
     end = record.command.index("--") if "--" in record.command else len(record.command)
-    replaced = {name for name, _ in _split(options)} | {"--overwrite", "--no-start", "--skip-rows"}  # the run has its rows
+    replaced = {name for name, _ in _split(options)} | {
+        "--overwrite",
+        "--no-start",
+        "--skip-rows",
+    }  # the run has its rows
     kept = [word for name, words in _split(record.command[:end]) if name not in replaced for word in words]
     change = "" if record.cwd in (None, str(working_directory())) else f"cd {shlex.quote(record.cwd)} && "
     return change + shlex.join(["fsdp-tune", *kept, *options, *record.command[end:]])
@@ -98,15 +105,19 @@ class ResumeRequest(Document):
     digests_checked: bool = False
     """Whether the launcher has just verified the digest of every file in it."""
     from_run: list[str] = field(default_factory=list[str])
-    """Keys of the recipe whose files are gone (`recipe.references`). The launcher decides, since all ranks must load in one way."""
+    """Keys of the recipe whose files are gone (`recipe.references`). The launcher decides, since all ranks
+    must load in one way."""
     ends_at: int | None = None
-    """The step of `resume_from`, if the run has ended there, and ranks only bring its weights to the first machine."""
+    """The step of `resume_from`, if the run has ended there, and ranks only bring its weights to the first
+    machine."""
     saves: bool = True
-    """False: no checkpoint is written. What `plan --measure` trains is removed when its steps are measured."""
+    """False: no checkpoint is written. What `plan --measure` trains is removed when its steps are
+    measured."""
 
 
 def disk_refusal(run: RunDir) -> str | None:
-    """Return why the disk refuses a file of the size of a heartbeat in a run's logs; None if it accepts one, or if the logs are gone."""
+    """Return why the disk refuses a file of the size of a heartbeat in a run's logs; None if it accepts one,
+    or if the logs are gone."""
     probe = run.logs / f"write-probe-{os.getpid()}"
     try:
         if not run.logs.is_dir():

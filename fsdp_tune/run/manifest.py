@@ -1,4 +1,5 @@
-"""Digests of texts and files, and the manifest that completes a directory: written last, it lists every file with its size and digest."""
+"""Digests of texts and files, and the manifest that completes a directory: written last, it lists every file
+with its size and digest."""
 
 from __future__ import annotations
 
@@ -17,8 +18,11 @@ from fsdp_tune.core.files import UnsuitableFileError, is_inside, open_regular, r
 
 
 def digest(*parts: str | bytes, size: int = 8) -> str:
-    """Return `2 * size` hexadecimal digits that identify `parts`, in any process and version: names of caches contain them."""
-    content = b"\0".join(part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part for part in parts)
+    """Return `2 * size` hexadecimal digits that identify `parts`, in any process and version: names of caches
+    contain them."""
+    content = b"\0".join(
+        part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part for part in parts
+    )
     return hashlib.blake2b(content, digest_size=size).hexdigest()
 
 
@@ -29,7 +33,8 @@ def digest_number(*parts: str | bytes, size: int = 8) -> int:
 
 MANIFEST_NAME = "manifest.json"
 DAMAGE_NAME = "damage.json"
-"""Next to a manifest: the files whose contents were found to differ from it, so that they need not be read again."""
+"""Next to a manifest: the files whose contents were found to differ from it, so that they need not be read
+again."""
 FORMAT_VERSION = 2
 DIGEST_CHUNK_BYTES = 1 << 22
 Progress = Callable[[int], object]
@@ -40,8 +45,8 @@ _SHOWN_LETTERS = 200
 class FileEntry:
     """Size and XXH3-128 digest (hexadecimal) of one file.
 
-    The digest detects damage, not forgery: a process that can write the files can write the manifest too. It runs at memory speed,
-    where a cryptographic hash would take longer than the disk.
+    The digest detects damage, not forgery: a process that can write the files can write the manifest too. It
+    runs at memory speed, where a cryptographic hash would take longer than the disk.
     """
 
     size_bytes: int
@@ -86,8 +91,12 @@ class Manifest:
 
     @property
     def machines(self) -> list[MachineFiles]:
-        """The machines that wrote parts of the directory, each into its own; [] if one directory was written."""
-        return [MachineFiles(str(raw["host"]), str(raw["directory"]), list(raw["files"])) for raw in self.facts.get(MACHINES_FACT, [])]
+        """The machines that wrote parts of the directory, each into its own; [] if one directory was
+        written."""
+        return [
+            MachineFiles(str(raw["host"]), str(raw["directory"]), list(raw["files"]))
+            for raw in self.facts.get(MACHINES_FACT, [])
+        ]
 
     def absence(self, names: Collection[str]) -> str:
         """Describe files of other machines that are not in the directory."""
@@ -106,10 +115,15 @@ class Manifest:
         try:
             raw = json.loads(text)
             if raw["format_version"] != FORMAT_VERSION:
-                raise ValueError(f"manifest of format {raw['format_version']}, this version reads {FORMAT_VERSION}")
+                raise ValueError(
+                    f"manifest of format {raw['format_version']}, this version reads {FORMAT_VERSION}"
+                )
             if raw.pop("digest") != digest_of_values(raw):
                 raise ValueError("the manifest itself is damaged (digest differs)")
-            files = {str(name): FileEntry(int(entry["size_bytes"]), str(entry["digest"])) for name, entry in raw["files"].items()}
+            files = {
+                str(name): FileEntry(int(entry["size_bytes"]), str(entry["digest"]))
+                for name, entry in raw["files"].items()
+            }
             return cls(str(raw["kind"]), files, dict(raw["facts"]))
         except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise ValueError(f"not a manifest: {error!r}") from error
@@ -155,14 +169,18 @@ def digest_file(path: Path, progress: Progress | None = None) -> FileEntry:
 
 
 def list_files(root: Path) -> list[str]:
-    """Return the sorted POSIX paths of the regular files under `root`, without the manifest and the record of damage."""
+    """Return the sorted POSIX paths of the regular files under `root`, without the manifest and the record of
+    damage."""
     return sorted(
-        path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file() and path.name not in (MANIFEST_NAME, DAMAGE_NAME)
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*")
+        if path.is_file() and path.name not in (MANIFEST_NAME, DAMAGE_NAME)
     )
 
 
 def read_manifest(root: Path) -> Manifest | None:
-    """Return the manifest of a directory, or None if it has none and is thus incomplete. Raises: ValueError if it is damaged."""
+    """Return the manifest of a directory, or None if it has none and is thus incomplete. Raises: ValueError
+    if it is damaged."""
     try:
         return Manifest.from_json(read_regular(root / MANIFEST_NAME))
     except FileNotFoundError:
@@ -186,18 +204,30 @@ class Damage:
         return f"{self.name[:_SHOWN_LETTERS]}: {self.what}"
 
 
-def damage(root: Path, manifest: Manifest, *, digests: bool, progress: Progress | None = None) -> list[Damage]:
+def damage(
+    root: Path, manifest: Manifest, *, digests: bool, progress: Progress | None = None
+) -> list[Damage]:
     """Return one entry per file that is missing or differs in size or contents; [] for a complete directory.
 
-    Contents are read only with `digests`. Without, the record of `mark_damaged` applies to files that have not changed since.
+    Contents are read only with `digests`. Without, the record of `mark_damaged` applies to files that have
+    not changed since.
     """
     marked = {} if digests else _marked(root)
-    found = (_damage_of(root, name, entry, marked, digests=digests, progress=progress) for name, entry in sorted(manifest.files.items()))
+    found = (
+        _damage_of(root, name, entry, marked, digests=digests, progress=progress)
+        for name, entry in sorted(manifest.files.items())
+    )
     return [each for each in found if each is not None]
 
 
 def _damage_of(
-    root: Path, name: str, entry: FileEntry, marked: dict[str, list[int]], *, digests: bool, progress: Progress | None
+    root: Path,
+    name: str,
+    entry: FileEntry,
+    marked: dict[str, list[int]],
+    *,
+    digests: bool,
+    progress: Progress | None,
 ) -> Damage | None:
     path = root / name
     try:
@@ -208,14 +238,17 @@ def _damage_of(
         if (size_bytes := path.stat().st_size) != entry.size_bytes:
             return Damage(name, f"{size_bytes} bytes instead of {entry.size_bytes}")
         if marked.get(name) == _identity(path) or (digests and digest_file(path, progress) != entry):
-            return Damage(name, "its contents are not those that were written (digest differs)", is_of_contents=True)
+            return Damage(
+                name, "its contents are not those that were written (digest differs)", is_of_contents=True
+            )
     except OSError as error:  # a bad sector, a name that no file system takes
         return Damage(name, f"cannot be read ({error.strerror})")
     return None
 
 
 def mark_damaged(root: Path, names: Collection[str]) -> None:
-    """Record the files whose contents differ, or remove the record if there are none. Replacing a file invalidates its record.
+    """Record the files whose contents differ, or remove the record if there are none. Replacing a file
+    invalidates its record.
 
     Does nothing if the directory cannot be written, since the record only saves reading.
     """

@@ -1,7 +1,7 @@
 """metrics.jsonl: one JSON object per line.
 
-Rank 0 writes it while ranks run, the launcher between launches. It is read as it grows, even if it is truncated or replaced meanwhile. The
-events among its lines are those of `run/events.py`.
+Rank 0 writes it while ranks run, the launcher between launches. It is read as it grows, even if it is
+truncated or replaced meanwhile. The events among its lines are those of `run/events.py`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ TAIL_BYTES = 128
 
 
 class Follower:
-    """Return the new complete lines of `path` at each call of `read`, without those that existed when this was created.
+    """Return the new complete lines of `path` at each call of `read`, without those that existed when this
+    was created.
 
-    A resumed run truncates metrics.jsonl to its checkpoint, in place or by a new file of the same name; reading then continues
-    after the lines that were known before. A call reads at most `LINE_BYTES`, and one that raises OSError can be made again.
+    A resumed run truncates metrics.jsonl to its checkpoint, in place or by a new file of the same name;
+    reading then continues after the lines that were known before. A call reads at most `LINE_BYTES`, and one
+    that raises OSError can be made again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -46,7 +48,9 @@ class Follower:
             return []
         if self._identity is not None and (identity[0] != self._identity[0] or identity[1] < self._offset):
             self._offset = _known_lines_bytes(self._known, self._content())
-            self._known = b""  # rank 0 truncates once, at its start; the lines of a restarted group are returned again
+            self._known = (
+                b""  # rank 0 truncates once, at its start; the lines of a restarted group are returned again
+            )
         self._identity = identity
         if identity[1] == self._offset:
             return []
@@ -85,8 +89,8 @@ def _known_lines_bytes(old: bytes, new: bytes) -> int:
 class MetricsFile:
     """Append lines; on resume, truncate the file to the checkpoint's step so that each step occurs once.
 
-    A disk error ends the run after a save: the lines that are `unwritten` are stored in the checkpoint, and the resumed run writes
-    them.
+    A disk error ends the run after a save: the lines that are `unwritten` are stored in the checkpoint, and
+    the resumed run writes them.
     """
 
     def __init__(self, run: RunDir, *, resume_step: int | None, enabled: bool) -> None:
@@ -109,7 +113,11 @@ class MetricsFile:
                 step, kind = fields.get("step", 0), EVENTS.get(fields.get("event"))
             except (ValueError, AttributeError):
                 continue  # a line torn by a crash
-            if isinstance(step, int) and step <= (resume_step or 0) and (resume_step is not None or (kind is not None and kind.is_of_run)):
+            if (
+                isinstance(step, int)
+                and step <= (resume_step or 0)
+                and (resume_step is not None or (kind is not None and kind.is_of_run))
+            ):
                 kept.append(line)
         stage = self._path.with_suffix(".jsonl.tmp")
         stage.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
@@ -158,7 +166,8 @@ def _write_all(file: IO[bytes], data: bytes) -> None:
 
 
 def append_event(run: RunDir, event: MetricsEvent) -> None:
-    """Append an event of the launcher. Rank 0, which appends to the same file, keeps it when it truncates the file."""
+    """Append an event of the launcher. Rank 0, which appends to the same file, keeps it when it truncates the
+    file."""
     line = event.line(time.time())
     with open(run.metrics_jsonl, "a+b") as file:
         if file.tell() > 0 and not _ends_a_line(run):
@@ -173,7 +182,8 @@ def _ends_a_line(run: RunDir) -> bool:
 
 
 def read_metrics(run: RunDir) -> list[dict[str, Any]]:
-    """Return the objects of metrics.jsonl, oldest first: losses, evaluations and events; [] if the file does not exist.
+    """Return the objects of metrics.jsonl, oldest first: losses, evaluations and events; [] if the file does
+    not exist.
 
     Raises: usage error `run-unreadable` if it is not a regular file or above `METRICS_BYTES`.
     """
@@ -185,7 +195,8 @@ def read_metrics(run: RunDir) -> list[dict[str, Any]]:
 
 
 def metrics_with(path: Path, marker: bytes) -> list[dict[str, Any]]:
-    """Return the objects of the lines of metrics.jsonl that contain `marker`; of a file above `METRICS_BYTES / 4` those at its end."""
+    """Return the objects of the lines of metrics.jsonl that contain `marker`; of a file above
+    `METRICS_BYTES / 4` those at its end."""
     try:
         return list(_objects(lines_of(path, last_bytes=METRICS_BYTES // 4, marker=marker)))
     except FileNotFoundError:
@@ -202,11 +213,12 @@ class MetricsReader:
         self._end = b""
 
     def read(self) -> tuple[Iterator[dict[str, Any]], bool]:
-        """Return the objects of the new complete lines, and whether they replace those of earlier calls: the file is new, another
-        one or gone, or was cut or rewritten.
+        """Return the objects of the new complete lines, and whether they replace those of earlier calls: the
+        file is new, another one or gone, or was cut or rewritten.
 
-        The lines are read as the iterator is consumed (a list of 100,000 would take 150 MB): consume it before the next call, which begins
-        after the last line that was taken. Raises: usage error `run-unreadable`, OSError; the iterator raises OSError.
+        The lines are read as the iterator is consumed (a list of 100,000 would take 150 MB): consume it
+        before the next call, which begins after the last line that was taken. Raises: usage error
+        `run-unreadable`, OSError; the iterator raises OSError.
         """
         try:
             file = open_regular(self._path)
@@ -217,7 +229,9 @@ class MetricsReader:
         try:
             status = os.fstat(file.fileno())
             refuse_larger(self._path, status.st_size, METRICS_BYTES)
-            is_same = status.st_ino == self._inode and status.st_size >= self._offset and self._is_continued(file)
+            is_same = (
+                status.st_ino == self._inode and status.st_size >= self._offset and self._is_continued(file)
+            )
         except BaseException:
             file.close()
             raise
@@ -266,7 +280,8 @@ def json_objects(raw: bytes) -> list[dict[str, object]]:
 
 
 def seconds_in_steps(lines: Iterable[Mapping[str, Any]]) -> float:
-    """Return the seconds of all steps of a run from its training lines in order: evaluations and saves excluded."""
+    """Return the seconds of all steps of a run from its training lines in order: evaluations and saves
+    excluded."""
     total, before = 0.0, 0
     for line in lines:
         total += float(line.get("step_seconds") or 0.0) * (line["step"] - before)

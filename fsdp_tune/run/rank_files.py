@@ -1,4 +1,5 @@
-"""Files in logs/: of each rank a heartbeat while it runs and an outcome when it ends, and the verdict on the launch."""
+"""Files in logs/: of each rank a heartbeat while it runs and an outcome when it ends, and the verdict on the
+launch."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ class Heartbeat(Document):
 
 @dataclass(frozen=True, slots=True)
 class RankState(Document):
-    """Where one rank is. Everything but the rank may be unknown: a rank that hangs early has written no heartbeat."""
+    """Where one rank is. Everything but the rank may be unknown: a rank that hangs early has written no
+    heartbeat."""
 
     rank: int
     step: int | None = None
@@ -104,7 +106,9 @@ class Outcome(Document):
             "step": self.step,
             "time": self.time,
             "launch": self.launch,
-            "problem": {**problem.as_dict(), "hint": problem.hint, "ways_out": problem.ways_out} if problem else None,
+            "problem": {**problem.as_dict(), "hint": problem.hint, "ways_out": problem.ways_out}
+            if problem
+            else None,
             "traceback": self.traceback,
             **self.facts,
         }
@@ -112,10 +116,22 @@ class Outcome(Document):
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> Outcome:
         facts = dict(raw)
-        rank, code, reason, step, ended_at = (facts.pop(name) for name in ("rank", "exit_code", "exit_reason", "step", "time"))
+        rank, code, reason, step, ended_at = (
+            facts.pop(name) for name in ("rank", "exit_code", "exit_reason", "step", "time")
+        )
         problem = Problem.from_dict(found) if (found := facts.pop("problem", None)) else None
         trace, launch = facts.pop("traceback", None), str(facts.pop("launch", ""))
-        return cls(int(code), ExitReason(reason), problem, trace, facts, int(rank), int(step or 0), float(ended_at), launch)
+        return cls(
+            int(code),
+            ExitReason(reason),
+            problem,
+            trace,
+            facts,
+            int(rank),
+            int(step or 0),
+            float(ended_at),
+            launch,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +147,8 @@ class Verdict(Document):
     first_outcome: Outcome | None = None
     """Outcome of the first rank of this machine, with the loss and counts of the run; not in the file."""
     signal: int | None = None
-    """The first signal that the command received meanwhile; not in the file. A run may finish although a stop was requested."""
+    """The first signal that the command received meanwhile; not in the file. A run may finish although a stop
+    was requested."""
 
     @property
     def is_stop(self) -> bool:
@@ -154,13 +171,16 @@ class Verdict(Document):
 
 
 LAUNCH_VARIABLE = "TORCHELASTIC_RUN_ID"
-"""Set by torch's agent for its ranks to the id of its rendezvous (PET_RDZV_ID), which differs between launches over several machines."""
+"""Set by torch's agent for its ranks to the id of its rendezvous (PET_RDZV_ID), which differs between
+launches over several machines."""
 
 
 def read_heartbeat(run: RunDir, rank: int, launch: str | None = None) -> Heartbeat | None:
-    """Return the last heartbeat of a rank; None before the first, and for a file that is damaged or of another version. Raises: OSError.
+    """Return the last heartbeat of a rank; None before the first, and for a file that is damaged or of
+    another version. Raises: OSError.
 
-    `launch`: None too for a heartbeat of another launch. A rank of an earlier one may still run on a machine that was lost and is back.
+    `launch`: None too for a heartbeat of another launch. A rank of an earlier one may still run on a machine
+    that was lost and is back.
     """
     try:
         beat = Heartbeat.read(run.rank_heartbeat(rank))
@@ -170,7 +190,8 @@ def read_heartbeat(run: RunDir, rank: int, launch: str | None = None) -> Heartbe
 
 
 def read_outcome(run: RunDir, rank: int, launch: str | None = None) -> Outcome | None:
-    """Return the outcome of a rank; None if it has not ended, and if not of `launch`. A damaged file is a failure. Raises: OSError."""
+    """Return the outcome of a rank; None if it has not ended, and if not of `launch`. A damaged file is a
+    failure. Raises: OSError."""
     path = run.rank_outcome(rank)
     try:
         outcome = Outcome.read(path)

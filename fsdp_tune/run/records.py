@@ -1,7 +1,9 @@
-"""The JSON documents of a run directory: how each is written and read, and those that a start of the run leaves.
+"""The JSON documents of a run directory: how each is written and read, and those that a start of the run
+leaves.
 
-Each is a dataclass that writes and reads its own file, with a version of its fields. environment.json, plan.json and readback.json have
-what a start of the run found on the machine, predicted, and found on the ranks.
+Each is a dataclass that writes and reads its own file, with a version of its fields. environment.json,
+plan.json and readback.json have what a start of the run found on the machine, predicted, and found on the
+ranks.
 """
 
 from __future__ import annotations
@@ -21,16 +23,19 @@ from fsdp_tune.core.files import read_regular
 from fsdp_tune.run.manifest import digest_of_values
 
 DOCUMENT_DIGEST = "document_digest"
-"""Key of a document's digest of its other values. Documents of earlier versions have none, and are not compared."""
+"""Key of a document's digest of its other values. Documents of earlier versions have none, and are not
+compared."""
 
 
 def read_object(path: Path) -> dict[str, object]:
-    """Return the values of a document. Raises: OSError; ValueError if they are not those that were written."""
+    """Return the values of a document. Raises: OSError; ValueError if they are not those that were
+    written."""
     return verified(json.loads(read_regular(path)))
 
 
 def verified(raw: object) -> dict[str, object]:
-    """Return the values of a document without their digest. Raises: ValueError if they are not those that were written."""
+    """Return the values of a document without their digest. Raises: ValueError if they are not those that
+    were written."""
     if not isinstance(raw, dict):
         raise ValueError(f"it holds a {type(raw).__name__}, not an object")
     whole = cast(dict[str, object], raw)
@@ -46,7 +51,8 @@ def _digest_of(values: dict[str, object]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Base of the documents. A field named `facts` holds every field of the file that has no field of its own."""
+    """Base of the documents. A field named `facts` holds every field of the file that has no field of its
+    own."""
 
     VERSION: ClassVar[int] = 1
     """The version that is written, and the newest that is read. Files without one are of version 1."""
@@ -55,7 +61,10 @@ class Document:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields of the file without its version."""
-        own = {name: value.as_dict() if isinstance(value, PartialFacts) else value for name, value in asdict(self).items()}
+        own = {
+            name: value.as_dict() if isinstance(value, PartialFacts) else value
+            for name, value in asdict(self).items()
+        }
         return own | own.pop("facts", {})
 
     @classmethod
@@ -78,23 +87,34 @@ class Document:
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """Return the document, or None if there is no file. Raises: usage error if the file is damaged or of a newer version."""
+        """Return the document, or None if there is no file. Raises: usage error if the file is damaged or of
+        a newer version."""
         try:
             raw: dict[str, Any] = json.loads(read_regular(path))
             version = int(raw.get("version", 1))
             if version > cls.VERSION:
-                message = f"was written by a newer fsdp-tune (version {version}; this one reads up to {cls.VERSION})"
-                raise _unreadable(path, message, "continue with the fsdp-tune that wrote it, or start over in another directory")
+                message = (
+                    f"was written by a newer fsdp-tune (version {version}; this one reads up to "
+                    f"{cls.VERSION})"
+                )
+                raise _unreadable(
+                    path,
+                    message,
+                    "continue with the fsdp-tune that wrote it, or start over in another directory",
+                )
             return cls.from_dict({name: value for name, value in verified(raw).items() if name != "version"})
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             reason = str(error).partition("\n")[0]
-            raise _unreadable(path, f"is damaged: {reason}", "remove it: each start of the run writes it again") from error
+            raise _unreadable(
+                path, f"is damaged: {reason}", "remove it: each start of the run writes it again"
+            ) from error
 
 
 class PartialFacts(BaseModel):
-    """Base of what a document contains, if some fields do not always apply, or are not in the files of earlier versions.
+    """Base of what a document contains, if some fields do not always apply, or are not in the files of
+    earlier versions.
 
     A field that is absent has its default, and `as_dict` leaves it out.
     """
@@ -210,7 +230,8 @@ class Fp8State(PartialFacts):
 
 class QuantisedTrainingState(PartialFacts):
     weights: dict[str, int] = Field(default_factory=dict[str, int])
-    """Linear layers of this rank's model that train with emulated quantisation, by the values of their weights: dtype and group."""
+    """Linear layers of this rank's model that train with emulated quantisation, by the values of their
+    weights: dtype and group."""
     inputs: dict[str, int] = Field(default_factory=dict[str, int])
     """Those whose inputs are rounded too, by dtype and the values that share a scale."""
 
@@ -225,8 +246,8 @@ class PluginState(PartialFacts):
 
 
 class LiveState(PartialFacts):
-    """What a rank reads from its live objects before step 1. Sizes are those of this rank; fields without a comment mean what the recipe's
-    keys of the same name mean, or what FSDP's classes do."""
+    """What a rank reads from its live objects before step 1. Sizes are those of this rank; fields without a
+    comment mean what the recipe's keys of the same name mean, or what FSDP's classes do."""
 
     wrapper: str = ""
     """fsdp2, fsdp1, ddp, or the class of another wrapper."""
@@ -237,7 +258,8 @@ class LiveState(PartialFacts):
     expert_group: int | list[str] = 1
     """Number of ranks that divide the experts of a layer and exchange tokens."""
     exchanging_ranks: dict[str, list[int]] = Field(default_factory=dict[str, list[int]])
-    """Of modules whose experts are divided: the ranks among which the live forward exchanges tokens, by name of the module."""
+    """Of modules whose experts are divided: the ranks among which the live forward exchanges tokens, by name
+    of the module."""
     own_experts: dict[str, list[int]] = Field(default_factory=dict[str, list[int]])
     """Of divided experts: the first and the end of those that this rank holds, by name of the parameter."""
     offload_params: bool = False
@@ -307,7 +329,8 @@ class LiveState(PartialFacts):
 
 @dataclass(frozen=True, slots=True)
 class ReadBack(Document):
-    """readback.json: the live state of the ranks and how it differs from the recipe. Rank 0 writes it, and completes it in step 1."""
+    """readback.json: the live state of the ranks and how it differs from the recipe. Rank 0 writes it, and
+    completes it in step 1."""
 
     ranks: list[dict[str, int]]
     """Bytes of the shard, and growth of the peak resident memory while loading, by rank."""

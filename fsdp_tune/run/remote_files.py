@@ -1,7 +1,7 @@
 """Files below a URL: listed, read, written and removed, with transient errors repeated after a wait.
 
-URLs are those of `fsspec`. An object store has no rename and shows a file only when it is complete; a local directory (`file://`) gets the
-same from a rename.
+URLs are those of `fsspec`. An object store has no rename and shows a file only when it is complete; a local
+directory (`file://`) gets the same from a rename.
 """
 
 from __future__ import annotations
@@ -28,7 +28,18 @@ from fsdp_tune.run.store_checksums import PART_BYTES, Checksums
 
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs"}
 """Packages that `fsspec` needs for a protocol."""
-STAMP_KEYS = ("ETag", "etag", "blob_id", "md5Hash", "content_md5", "generation", "LastModified", "last_modified", "mtime", "created")
+STAMP_KEYS = (
+    "ETag",
+    "etag",
+    "blob_id",
+    "md5Hash",
+    "content_md5",
+    "generation",
+    "LastModified",
+    "last_modified",
+    "mtime",
+    "created",
+)
 """Keys of `fsspec`'s `info` that change when a file is written; each file system has one of them."""
 WAITS = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Seconds before a request is repeated."""
@@ -37,11 +48,25 @@ T = TypeVar("T")
 Refusal = Literal["absent", "credentials", "clock", "full", "package", "other"]
 
 _NO_CREDENTIALS = {
-    *("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError", "ProfileNotFound"),
-    *("DefaultCredentialsError", "RefreshError", "ClientAuthenticationError", "NoAuthTokenError", "UnauthorizedSSOTokenError"),
+    *(
+        "NoCredentialsError",
+        "PartialCredentialsError",
+        "CredentialRetrievalError",
+        "TokenRetrievalError",
+        "ProfileNotFound",
+    ),
+    *(
+        "DefaultCredentialsError",
+        "RefreshError",
+        "ClientAuthenticationError",
+        "NoAuthTokenError",
+        "UnauthorizedSSOTokenError",
+    ),
 }
 """Names of exceptions of botocore, google-auth and azure."""
-_SKEWED = re.compile(r"RequestTimeTooSkewed|request time and the (current|server) time is too large", re.IGNORECASE)
+_SKEWED = re.compile(
+    r"RequestTimeTooSkewed|request time and the (current|server) time is too large", re.IGNORECASE
+)
 
 
 class UrlError(OSError):
@@ -58,7 +83,8 @@ class ContentError(Exception):
 
 
 Verified = Literal["the store's checksum", "reading back"]
-"""How the bytes in a store were compared with those that were sent: by the checksum that the store computed, or by reading them once."""
+"""How the bytes in a store were compared with those that were sent: by the checksum that the store computed,
+or by reading them once."""
 
 
 class NoConditionalWritesError(Exception):
@@ -163,15 +189,19 @@ class RemoteEntry:
 
 
 class RemoteDirectory:
-    """The files below a URL, by their POSIX paths relative to it. Every method raises `UrlError` if the store refuses or fails."""
+    """The files below a URL, by their POSIX paths relative to it. Every method raises `UrlError` if the store
+    refuses or fails."""
 
     def __init__(self, url: str) -> None:
         """Connects to nothing. Raises: UrlError if a package is missing."""
         self.url = url.rstrip("/")
         self.protocol = urlsplit(url).scheme
         self._is_local = self.protocol == "file"
-        # Each request of botocore is repeated by s3fs and by `retried`; a third layer would make an outage last a quarter of an hour.
-        options: dict[str, object] = {"config_kwargs": {"retries": {"max_attempts": 1}}} if self.protocol == "s3" else {}
+        # Each request of botocore is repeated by s3fs and by `retried`; a third layer would make an outage
+        # last a quarter of an hour.
+        options: dict[str, object] = (
+            {"config_kwargs": {"retries": {"max_attempts": 1}}} if self.protocol == "s3" else {}
+        )
         try:
             self._files, self._root = import_module("fsspec.core").url_to_fs(self.url, **options)
         except ImportError as error:
@@ -185,7 +215,8 @@ class RemoteDirectory:
         return f"{self._root}/{name}"
 
     def list(self, folder: str = "") -> dict[str, RemoteEntry]:
-        """Return the files below `folder`, or all of them; {} if there are none. Names that `is_inside` refuses are left out."""
+        """Return the files below `folder`, or all of them; {} if there are none. Names that `is_inside`
+        refuses are left out."""
         top = self._path(folder) if folder else self._root
 
         def find() -> dict[str, RemoteEntry]:
@@ -230,10 +261,15 @@ class RemoteDirectory:
         self.write(name, data, private=private)
         if self.read(name) != data:
             self.remove(name)
-            raise UrlError(f"{name} was sent and reads back otherwise: the store or the way to it changes bytes")
+            raise UrlError(
+                f"{name} was sent and reads back otherwise: the store or the way to it changes bytes"
+            )
 
-    def write(self, name: str, data: bytes, waits: Sequence[float] | None = None, *, private: bool = False) -> None:
-        """Replace a small file. `waits`: those of `retried`. `private`: on a disk, only its owner may read it."""
+    def write(
+        self, name: str, data: bytes, waits: Sequence[float] | None = None, *, private: bool = False
+    ) -> None:
+        """Replace a small file. `waits`: those of `retried`. `private`: on a disk, only its owner may read
+        it."""
         path = self._path(name)
 
         def put() -> None:
@@ -246,7 +282,8 @@ class RemoteDirectory:
         retried(put, waits)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write a small file unless there is one, which the store decides. Returns whether it was written; False also after a lost answer.
+        """Write a small file unless there is one, which the store decides. Returns whether it was written;
+        False also after a lost answer.
 
         Raises: NoConditionalWritesError, UrlError.
         """
@@ -286,7 +323,8 @@ class RemoteDirectory:
             raise
 
     def has_place(self) -> bool:
-        """Return whether the directory above this one is there, which on a disk may be one that is not mounted."""
+        """Return whether the directory above this one is there, which on a disk may be one that is not
+        mounted."""
         return not self._is_local or Path(self._root).parent.is_dir()
 
     def remove(self, name: str) -> None:
@@ -303,19 +341,29 @@ class RemoteDirectory:
         """Remove `folder` with its folders if no file is left in them, which only a file system shows."""
         if self._is_local:
             top = Path(self._path(folder))
-            folders = sorted((path for path in top.rglob("*") if path.is_dir()), reverse=True) if top.is_dir() else []
+            folders = (
+                sorted((path for path in top.rglob("*") if path.is_dir()), reverse=True)
+                if top.is_dir()
+                else []
+            )
             for path in (*folders, top):
                 with suppress(OSError):
                     path.rmdir()
 
     def send(
-        self, source: Path, name: str, entry: FileEntry, advance: Callable[[int], object], check: Callable[[], object] = lambda: None
+        self,
+        source: Path,
+        name: str,
+        entry: FileEntry,
+        advance: Callable[[int], object],
+        check: Callable[[], object] = lambda: None,
     ) -> Verified:
-        """Write a file from a local one, hashed as it is sent, and compare what is there. A file of other contents is not written.
+        """Write a file from a local one, hashed as it is sent, and compare what is there. A file of other
+        contents is not written.
 
-        `advance` gets the bytes sent, negative for those of an attempt that failed. `check` is called before the file appears, and may
-        raise UrlError. On a disk, what only its owner may read stays so. Raises: ContentError if the local file differs from `entry`,
-        OSError if it cannot be read.
+        `advance` gets the bytes sent, negative for those of an attempt that failed. `check` is called before
+        the file appears, and may raise UrlError. On a disk, what only its owner may read stays so. Raises:
+        ContentError if the local file differs from `entry`, OSError if it cannot be read.
         """
         path = self._path(name)
         with open(source, "rb") as file:
@@ -333,7 +381,9 @@ class RemoteDirectory:
                             write(chunk)
                             count(len(chunk))
                         if digester.entry() != entry:
-                            raise ContentError(f"{source} is not what the manifest lists (its digest or size differs)")
+                            raise ContentError(
+                                f"{source} is not what the manifest lists (its digest or size differs)"
+                            )
                         check()
                     return self._verify(name, entry, checksums)
 
@@ -351,7 +401,9 @@ class RemoteDirectory:
                 found.update(chunk)
         if found.entry() != entry:
             self._files.rm_file(path)
-            raise UrlError(f"{name} was sent and reads back otherwise: the store or the way to it changes bytes")
+            raise UrlError(
+                f"{name} was sent and reads back otherwise: the store or the way to it changes bytes"
+            )
         return "reading back"
 
     @contextmanager
@@ -395,10 +447,13 @@ class RemoteDirectory:
                     count(len(data))
                 DISK.fsync(file)
             if digester.entry() != entry:
-                raise ContentError(f"{self.url}/{name} is not what its manifest lists (its digest or size differs)")
+                raise ContentError(
+                    f"{self.url}/{name} is not what its manifest lists (its digest or size differs)"
+                )
 
     def _read_range(self, name: str, start: int, end: int) -> bytes:
-        """Return bytes `start` to `end` of a file. Raises: ContentError if the file is missing or shorter; UrlError."""
+        """Return bytes `start` to `end` of a file. Raises: ContentError if the file is missing or shorter;
+        UrlError."""
         path = self._path(name)
 
         def read() -> bytes:
@@ -422,7 +477,8 @@ class RemoteDirectory:
 
 @contextmanager
 def _one_attempt(advance: Callable[[int], object]) -> Iterator[Callable[[int], None]]:
-    """Yield a function that calls `advance` with a number of bytes. If the block fails, what was counted is taken back."""
+    """Yield a function that calls `advance` with a number of bytes. If the block fails, what was counted is
+    taken back."""
     counted = 0
 
     def count(size_bytes: int) -> None:
@@ -438,7 +494,8 @@ def _one_attempt(advance: Callable[[int], object]) -> Iterator[Callable[[int], N
 
 
 def _flushed(file: IO[bytes]) -> Callable[[bytes], object]:
-    """Return a function that writes to a file and waits for the disk every `PART_BYTES`, so that bytes count as sent when they are."""
+    """Return a function that writes to a file and waits for the disk every `PART_BYTES`, so that bytes count
+    as sent when they are."""
     waiting = 0
 
     def write(data: bytes) -> None:
@@ -465,4 +522,6 @@ def _create(path: Path, data: bytes) -> None:
 
 
 def _entry(info: dict[str, Any]) -> RemoteEntry:
-    return RemoteEntry(int(info["size"] or 0), next((str(info[key]) for key in STAMP_KEYS if info.get(key)), ""))
+    return RemoteEntry(
+        int(info["size"] or 0), next((str(info[key]) for key in STAMP_KEYS if info.get(key)), "")
+    )

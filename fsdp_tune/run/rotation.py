@@ -1,4 +1,5 @@
-"""Remove checkpoints: those beyond `training.save_total_limit`, and what an interrupted save has left. Files of others stay."""
+"""Remove checkpoints: those beyond `training.save_total_limit`, and what an interrupted save has left. Files
+of others stay."""
 
 from __future__ import annotations
 
@@ -12,21 +13,29 @@ from fsdp_tune.run.directory import CHECKPOINT_KIND, RunDir, complete_checkpoint
 from fsdp_tune.run.manifest import read_manifest
 
 
-def rotate(run: RunDir, keep: int | None, *, protected: set[int], counted: set[int] | None = None) -> list[Path]:
-    """Delete the oldest complete checkpoints of this run beyond `keep`, but no protected step and no directory without a manifest.
+def rotate(
+    run: RunDir, keep: int | None, *, protected: set[int], counted: set[int] | None = None
+) -> list[Path]:
+    """Delete the oldest complete checkpoints of this run beyond `keep`, but no protected step and no
+    directory without a manifest.
 
     `counted`: steps of the checkpoints that all machines have; None: those of this directory.
 
-    A checkpoint that a resume or a merge marked as damaged is neither counted nor deleted; files are not read to check it.
+    A checkpoint that a resume or a merge marked as damaged is neither counted nor deleted; files are not read
+    to check it.
 
-    Each is first renamed to a hidden name, so that a partly deleted directory is never visible. Directories that an earlier
-    rotation could not delete are deleted again.
+    Each is first renamed to a hidden name, so that a partly deleted directory is never visible. Directories
+    that an earlier rotation could not delete are deleted again.
     """
     if keep is None:
         return []
     for hidden in run.path.glob(f".checkpoint-*.old{STAGE_MARK}*"):
         DISK.rmtree(hidden)
-    complete = [each for each in complete_checkpoints(run, elsewhere=None)[0] if counted is None or each.step in counted]
+    complete = [
+        each
+        for each in complete_checkpoints(run, elsewhere=None)[0]
+        if counted is None or each.step in counted
+    ]
     gone: list[Path] = []
     for old in complete[max(keep, 1) :]:
         if old.step in protected:
@@ -40,7 +49,8 @@ def rotate(run: RunDir, keep: int | None, *, protected: set[int], counted: set[i
 
 
 def remove_leftovers(run: RunDir) -> list[Path]:
-    """Delete stage directories of earlier processes of this run. The caller holds the run's lock, so none of them lives."""
+    """Delete stage directories of earlier processes of this run. The caller holds the run's lock, so none of
+    them lives."""
     gone: list[Path] = []
     for path in run.path.glob(f".checkpoint-*{STAGE_MARK}*"):
         shutil.rmtree(path, ignore_errors=True)
@@ -49,13 +59,18 @@ def remove_leftovers(run: RunDir) -> list[Path]:
 
 
 def make_way(final: Path) -> str | None:
-    """Rename what has the name of a checkpoint that is about to be published, and is none. Returns a sentence about it.
+    """Rename what has the name of a checkpoint that is about to be published, and is none. Returns a sentence
+    about it.
 
-    A file, a link, or a directory with files and without a manifest of a checkpoint is of someone else. A damaged manifest is ours.
+    A file, a link, or a directory with files and without a manifest of a checkpoint is of someone else. A
+    damaged manifest is ours.
     """
     if not os.path.lexists(final) or _is_ours(final):
         return None
-    names = (f"other-{final.name}{suffix}" for suffix in itertools.chain([""], (f"-{number}" for number in itertools.count(2))))
+    names = (
+        f"other-{final.name}{suffix}"
+        for suffix in itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+    )
     free = next(path for name in names if not os.path.lexists(path := final.with_name(name)))
     DISK.rename(final, free)
     DISK.fsync_dir(final.parent)
@@ -63,7 +78,8 @@ def make_way(final: Path) -> str | None:
 
 
 def _is_ours(path: Path) -> bool:
-    """Return whether a directory is a checkpoint, also a damaged one, or has no file that anyone could miss."""
+    """Return whether a directory is a checkpoint, also a damaged one, or has no file that anyone could
+    miss."""
     if path.is_symlink() or not path.is_dir():
         return False
     try:

@@ -11,10 +11,11 @@ PART_BYTES = 64 << 20
 
 
 class Checksums:
-    """The checksums of bytes that stores compute too: MD5 (S3 as ETag, Google in base64), and S3's of a file in parts.
+    """The checksums of bytes that stores compute too: MD5 (S3 as ETag, Google in base64), and S3's of a file
+    in parts.
 
-    A store without one of them is read back: encrypted with a key of one's own, its ETag is not of the bytes, and Azure's `content_md5` is
-    what the client sent.
+    A store without one of them is read back: encrypted with a key of one's own, its ETag is not of the bytes,
+    and Azure's `content_md5` is what the client sent.
     """
 
     def __init__(self) -> None:
@@ -41,7 +42,9 @@ class Checksums:
         if self._part_bytes:
             self._end_part()
         md5 = self._whole
-        of_parts = f"{hashlib.md5(b''.join(self._parts), usedforsecurity=False).hexdigest()}-{len(self._parts)}"
+        of_parts = (
+            f"{hashlib.md5(b''.join(self._parts), usedforsecurity=False).hexdigest()}-{len(self._parts)}"
+        )
         known = {md5.hexdigest(), base64.b64encode(md5.digest()).decode(), of_parts}
         return any(str(info.get(key)).strip('"') in known for key in _CHECKSUM_KEYS)
 

@@ -1,8 +1,9 @@
-"""Estimate when a run ends from its lines of metrics.jsonl: the one estimate of the bar of `train` and of `status`.
+"""Estimate when a run ends from its lines of metrics.jsonl: the one estimate of the bar of `train` and of
+`status`.
 
-A step costs what the last lines of this launch measured. Their `step_seconds` exclude evaluations and saves. The line with the first step,
-which allocates and compiles, is left out. Evaluations still to come cost what the last one did, and so do waits for the
-scores of checkpoints (`evaluation.when: between_steps`).
+A step costs what the last lines of this launch measured. Their `step_seconds` exclude evaluations and saves.
+The line with the first step, which allocates and compiles, is left out. Evaluations still to come cost what
+the last one did, and so do waits for the scores of checkpoints (`evaluation.when: between_steps`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class _Recurring:
 
 @dataclass(slots=True)
 class TimeLeft:
-    """Takes the lines of a run in order. `total_steps` is that of the newest `train_started`, or what the caller knows."""
+    """Takes the lines of a run in order. `total_steps` is that of the newest `train_started`, or what the
+    caller knows."""
 
     total_steps: int | None = None
     clock: Callable[[], float] = time.time
@@ -52,7 +54,9 @@ class TimeLeft:
     """Seconds a step of the line with the first step: used until there is another one."""
     _seen: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
     """First and last step that a heartbeat had since the start, and when: used until there is a line."""
-    _window: deque[tuple[int, float]] = field(default_factory=lambda: deque[tuple[int, float]](maxlen=WINDOW_LINES))
+    _window: deque[tuple[int, float]] = field(
+        default_factory=lambda: deque[tuple[int, float]](maxlen=WINDOW_LINES)
+    )
     """Steps and seconds of the last lines."""
     _evaluations: _Recurring = field(default_factory=_Recurring)
     _waits: _Recurring = field(default_factory=_Recurring)
@@ -84,7 +88,8 @@ class TimeLeft:
         seconds, before = number(line.get("step_seconds")), self._step
         if seconds is not None and before is not None and step > before:
             if self._first_seconds is None:
-                # A line of several steps ends with one that is none of the first; its own time is measured separately.
+                # A line of several steps ends with one that is none of the first; its own time is measured
+                # separately.
                 last = number(line.get("last_step_seconds")) if step > before + 1 else None
                 self._first_seconds = seconds if last is None else last
             else:
@@ -109,11 +114,16 @@ class TimeLeft:
         return self._first_seconds
 
     def seconds_left(self, step: int = 0) -> float | None:
-        """Return the time left now, None while it is unknown. `step`: finished ones, if the caller knows of more than the last line."""
+        """Return the time left now, None while it is unknown. `step`: finished ones, if the caller knows of
+        more than the last line."""
         if self.total_steps is None or self._step is None or (each := self.step_seconds) is None:
             return None
         ahead = max(0, self.total_steps - max(step, self._step))
-        left = each * ahead + self._evaluations.seconds_until(self.total_steps) + self._waits.seconds_until(self.total_steps - 1)
+        left = (
+            each * ahead
+            + self._evaluations.seconds_until(self.total_steps)
+            + self._waits.seconds_until(self.total_steps - 1)
+        )
         if step <= self._step and self._time is not None:  # a part of the next step has passed
             left -= min(each, max(0.0, self.clock() - self._time))
         return max(0.0, left)

@@ -1,8 +1,10 @@
-"""Files of a run that later commands compute with: digests are recorded where they are written, and compared before they are used.
+"""Files of a run that later commands compute with: digests are recorded where they are written, and compared
+before they are used.
 
-RUN/model has a manifest of its own. A merged model or an exported adapter has merge.json, with a digest of every tensor, of the header
-of every file of weights, of every small file except the model card, which users and `evaluate` change, and of itself. Directories that
-earlier versions or other tools wrote have no such record and are used as they are.
+RUN/model has a manifest of its own. A merged model or an exported adapter has merge.json, with a digest of
+every tensor, of the header of every file of weights, of every small file except the model card, which users
+and `evaluate` change, and of itself. Directories that earlier versions or other tools wrote have no such
+record and are used as they are.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ def record_model_files(folder: Path) -> None:
 
 
 def model_files(run: RunDir) -> Path:
-    """Return RUN/model after its files have been compared with what was written. Raises: FailedError that names each that differs."""
+    """Return RUN/model after its files have been compared with what was written. Raises: FailedError that
+    names each that differs."""
     folder = run.model
     try:
         manifest = read_manifest(folder)
@@ -60,7 +63,8 @@ def model_files(run: RunDir) -> Path:
 
 
 def merge_record(folder: Path) -> dict[str, Any]:
-    """Return the merge.json of a directory, whose values are not verified; empty if it has none that can be read."""
+    """Return the merge.json of a directory, whose values are not verified; empty if it has none that can be
+    read."""
     try:
         return as_mapping(json.loads(read_regular(folder / MERGE_RECORD)))
     except (OSError, ValueError, RecursionError):
@@ -78,11 +82,14 @@ def unsealed(record: dict[str, object]) -> dict[str, object]:
 
 
 def require_unchanged_output(folder: Path) -> None:
-    """Compare the files of a merged model or an exported adapter with its merge.json. Every byte of the weights is read, in a few threads.
+    """Compare the files of a merged model or an exported adapter with its merge.json. Every byte of the
+    weights is read, in a few threads.
 
     Raises: FailedError that names each file that differs.
     """
-    if not os.path.lexists(folder / MERGE_RECORD):  # else any directory, such as `/`, would be searched in full
+    if not os.path.lexists(
+        folder / MERGE_RECORD
+    ):  # else any directory, such as `/`, would be searched in full
         return
     files = [path for path in folder.rglob("*") if path.is_file()]
     _compare_output(folder, tuple(sorted((str(path), *_identity(path)) for path in files)))
@@ -107,7 +114,9 @@ def _compare_output(folder: Path, _state: tuple[object, ...]) -> None:
     if RECORD_DIGEST not in record:
         return  # of an earlier version, or downloaded from the hub
     if digest_of_values(unsealed(record)) != record[RECORD_DIGEST]:
-        raise _changed(folder, {MERGE_RECORD: "its values are not those that were written (digest differs)"}, path)
+        raise _changed(
+            folder, {MERGE_RECORD: "its values are not those that were written (digest differs)"}, path
+        )
     found = {name: what for name, what in _differing_files(folder, record) if what is not None}
     if found:
         raise _changed(folder, found, path)
@@ -124,7 +133,12 @@ def _differing_files(folder: Path, record: dict[str, Any]) -> Iterator[tuple[str
         for name, header in record["headers"].items():
             entry = FileEntry(int(header["size_bytes"]), str(header["digest"]))
             own = tensors.get(name, {})
-            yield name, _difference(lambda path, entry=entry, own=own: _weights_differ(path, entry, own, pool), folder / name)
+            yield (
+                name,
+                _difference(
+                    lambda path, entry=entry, own=own: _weights_differ(path, entry, own, pool), folder / name
+                ),
+            )
 
 
 def _difference(compare: Callable[[Path], str | None], path: Path) -> str | None:
@@ -139,7 +153,11 @@ def _difference(compare: Callable[[Path], str | None], path: Path) -> str | None
 def _small_differs(path: Path, entry: FileEntry) -> str | None:
     if (what := _sizes_differ(path, entry)) is not None:
         return what
-    return None if digest_file(path) == entry else "its contents are not those that were written (digest differs)"
+    return (
+        None
+        if digest_file(path) == entry
+        else "its contents are not those that were written (digest differs)"
+    )
 
 
 def _sizes_differ(path: Path, entry: FileEntry) -> str | None:
@@ -147,7 +165,9 @@ def _sizes_differ(path: Path, entry: FileEntry) -> str | None:
     return None if size_bytes == entry.size_bytes else f"{size_bytes} bytes instead of {entry.size_bytes}"
 
 
-def _weights_differ(path: Path, entry: FileEntry, digests: Mapping[str, str], pool: ThreadPoolExecutor) -> str | None:
+def _weights_differ(
+    path: Path, entry: FileEntry, digests: Mapping[str, str], pool: ThreadPoolExecutor
+) -> str | None:
     """`entry`: the size of the file and the digest of its header."""
     if (what := _sizes_differ(path, entry)) is not None:
         return what
@@ -159,10 +179,19 @@ def _weights_differ(path: Path, entry: FileEntry, digests: Mapping[str, str], po
         header = first + file.read(length)
     if digest_data(header).digest != entry.digest:
         return "its header is not what was written (digest differs)"
-    places = {name: value["data_offsets"] for name, value in json.loads(header[8:]).items() if name in digests}
-    jobs = {name: pool.submit(_digest_of_part, path, len(header) + start, end - start) for name, (start, end) in places.items()}
+    places = {
+        name: value["data_offsets"] for name, value in json.loads(header[8:]).items() if name in digests
+    }
+    jobs = {
+        name: pool.submit(_digest_of_part, path, len(header) + start, end - start)
+        for name, (start, end) in places.items()
+    }
     wrong = [name for name, job in jobs.items() if job.result() != digests[name]]
-    return f"`{wrong[0]}` is not what was written (the digests of {len(wrong)} tensors differ)" if wrong else None
+    return (
+        f"`{wrong[0]}` is not what was written (the digests of {len(wrong)} tensors differ)"
+        if wrong
+        else None
+    )
 
 
 def _digest_of_part(path: Path, start: int, size_bytes: int) -> str:
@@ -178,6 +207,11 @@ def _digest_of_part(path: Path, start: int, size_bytes: int) -> str:
 def _changed(folder: Path, found: Mapping[str, str], record: Path) -> FailedError:
     again = f"`fsdp-tune merge-checkpoint {shlex.quote(str(folder.parent))} --overwrite`"
     restore = "restore the file from a copy of the run" if folder.name == "model" else f"merge again: {again}"
-    accept = f"`rm {shlex.quote(str(record))}`, if you changed it on purpose: the files are then used as they are"
-    problems = [Problem("file-changed", what, Where(str(folder / name)), ways_out=(restore, accept)) for name, what in found.items()]
+    accept = (
+        f"`rm {shlex.quote(str(record))}`, if you changed it on purpose: the files are then used as they are"
+    )
+    problems = [
+        Problem("file-changed", what, Where(str(folder / name)), ways_out=(restore, accept))
+        for name, what in found.items()
+    ]
     return FailedError(*problems)

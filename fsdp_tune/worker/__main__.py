@@ -1,7 +1,8 @@
 """Entry point of a rank, with the steps that must precede the import of torch.
 
-After `--early DIRECTORY` the rank has been started while the command still checks its inputs: it imports the libraries, inspects the
-model (rank 0), and waits for the run directory. Until then it touches no device and draws no random number.
+After `--early DIRECTORY` the rank has been started while the command still checks its inputs: it imports the
+libraries, inspects the model (rank 0), and waits for the run directory. Until then it touches no device and
+draws no random number.
 """
 
 from __future__ import annotations
@@ -50,11 +51,14 @@ def main(arguments: list[str]) -> int:
         rank = ranks.read_rank(recipe, run)
     except FsdpTuneError as error:
         for problem in error.problems:
-            sys.stderr.write("\n".join([f"error: {problem.message}", *(f"hint: {way}" for way in problem.ways_out)]) + "\n")
+            sys.stderr.write(
+                "\n".join([f"error: {problem.message}", *(f"hint: {way}" for way in problem.ways_out)]) + "\n"
+            )
         return int(error.exit_code)
     ranks.set_environment(recipe, run)
     screen = ranks.redirect_output(run, rank.index)
-    # The supervisor requests stacks with this signal; faulthandler answers from C, even while the GIL is held.
+    # The supervisor requests stacks with this signal; faulthandler answers from C, even while the GIL is
+    # held.
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True)
 

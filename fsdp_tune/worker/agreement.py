@@ -30,7 +30,8 @@ class RemoteError(FailedError):
 
 
 def all_or_none(act: Callable[[], T], what: str, group: dist.ProcessGroup | None = None) -> T:
-    """Run `act` on every rank. If it fails on any, every rank raises with the message of the first failure."""
+    """Run `act` on every rank. If it fails on any, every rank raises with the message of the first
+    failure."""
     result: T | None = None
     failure: BaseException | None = None
     try:
@@ -72,8 +73,11 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return values  # type: ignore[return-value]
 
 
-def stop_on(found: list[str], step: int, run: RunDir, report: Mapping[str, object] = MappingProxyType({})) -> None:
-    """Stop every rank if there is a difference; all of them give the same list. Rank 0 writes it to readback.json. Raises: FailedError."""
+def stop_on(
+    found: list[str], step: int, run: RunDir, report: Mapping[str, object] = MappingProxyType({})
+) -> None:
+    """Stop every rank if there is a difference; all of them give the same list. Rank 0 writes it to
+    readback.json. Raises: FailedError."""
     if not found:
         return
     if dist.get_rank() == 0:
@@ -84,9 +88,11 @@ def stop_on(found: list[str], step: int, run: RunDir, report: Mapping[str, objec
 
 
 class StopVote:
-    """A vote once a step, without waiting, on whether any rank should stop; all ranks read the result at the same step.
+    """A vote once a step, without waiting, on whether any rank should stop; all ranks read the result at the
+    same step.
 
-    The all-reduce of one integer (gloo, CPU) that a step posts is read at the end of the next one, so it costs no stall.
+    The all-reduce of one integer (gloo, CPU) that a step posts is read at the end of the next one, so it
+    costs no stall.
     """
 
     def __init__(self) -> None:
@@ -94,7 +100,8 @@ class StopVote:
         self._work: dist.Work | None = None
 
     def exchange(self, mine: int) -> int:
-        """Post this rank's code (0: continue) and return the largest code of any rank in the previous call."""
+        """Post this rank's code (0: continue) and return the largest code of any rank in the previous
+        call."""
         answer = 0
         if self._work is not None:
             self._work.wait()
@@ -134,7 +141,8 @@ def identity(run: RunDir) -> dict[str, str]:
 
 
 def check_same(run: RunDir) -> None:
-    """Check that all ranks are alike. Collective. Raises: FailedError on every rank, with each difference to rank 0."""
+    """Check that all ranks are alike. Collective. Raises: FailedError on every rank, with each difference to
+    rank 0."""
     found = differences_of_ranks(gather(identity(run)))
     if found:
         more = f" (and {len(found) - 1} more differences)" if len(found) > 1 else ""

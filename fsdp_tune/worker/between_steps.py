@@ -1,7 +1,9 @@
-"""`evaluation.when: between_steps`: after a save the ranks wait while a child of the first rank scores the checkpoint on their devices.
+"""`evaluation.when: between_steps`: after a save the ranks wait while a child of the first rank scores the
+checkpoint on their devices.
 
-The ranks compute nothing meanwhile, and give unused memory back to the device, so the run is the same without evaluations. A request to
-stop ends the wait on all ranks and the child; the checkpoint is then scored after the next save, or by the command after the ranks.
+The ranks compute nothing meanwhile, and give unused memory back to the device, so the run is the same without
+evaluations. A request to stop ends the wait on all ranks and the child; the checkpoint is then scored after
+the next save, or by the command after the ranks.
 """
 
 from __future__ import annotations
@@ -34,9 +36,13 @@ class ScoresBetweenSteps(AttachedCallback):
         self._step = 0
         """The last one after which ranks waited: the end of an epoch may request the save of a step again."""
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         step, trainer = state.global_step, self.trainer
-        is_ending = control.should_training_stop or step >= state.max_steps  # the command scores it after the ranks
+        is_ending = (
+            control.should_training_stop or step >= state.max_steps
+        )  # the command scores it after the ranks
         if is_ending or step == self._step or not trainer.parts.recipe.evaluation.evaluates(step):
             return
         self._step, began = step, time.monotonic()
@@ -53,7 +59,9 @@ class ScoresBetweenSteps(AttachedCallback):
         _meet(0)  # before a child allocates
         waiting = _Waiting(self.trainer.parts, self._say) if dist.get_rank() == 0 else None
         try:
-            while not _meet(max(self._stop_request.code(), int(waiting is not None and waiting.are_scored()))):
+            while not _meet(
+                max(self._stop_request.code(), int(waiting is not None and waiting.are_scored()))
+            ):
                 self.trainer.parts.heartbeat.tick()
                 time.sleep(WATCH_SECONDS)
         finally:
@@ -63,7 +71,8 @@ class ScoresBetweenSteps(AttachedCallback):
 
 
 class _Waiting:
-    """Of the first rank: the checkpoints that have no scores, such as that of a wait that a signal ended, are scored one at a time."""
+    """Of the first rank: the checkpoints that have no scores, such as that of a wait that a signal ended, are
+    scored one at a time."""
 
     def __init__(self, parts: Parts, say: Callable[[str], None]) -> None:
         self._parts, self._say = parts, say
@@ -76,7 +85,8 @@ class _Waiting:
             self._left = [each for each in due if each.manifest.identity not in settled]
 
     def are_scored(self) -> bool:
-        """Return whether no checkpoint is left; writes the event of one that has been scored, and starts the next."""
+        """Return whether no checkpoint is left; writes the event of one that has been scored, and starts the
+        next."""
         if self._scoring is not None and self._scoring.has_ended():
             with suppress(OSError, FsdpTuneError):
                 self._parts.metrics.event(self._scoring.outcome())

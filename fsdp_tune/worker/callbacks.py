@@ -1,4 +1,5 @@
-"""Work between the Trainer's steps: the read-back before the first, the vote on stopping, the probe, samples of text, the last save."""
+"""Work between the Trainer's steps: the read-back before the first, the vote on stopping, the probe, samples
+of text, the last save."""
 
 from __future__ import annotations
 
@@ -29,7 +30,12 @@ from fsdp_tune.worker.readback.isolation import (
     not_shareable,
     rows_to_check,
 )
-from fsdp_tune.worker.readback.report import ReadBackError, optimizer_state_difference, optimizer_state_kinds, read_back
+from fsdp_tune.worker.readback.report import (
+    ReadBackError,
+    optimizer_state_difference,
+    optimizer_state_kinds,
+    read_back,
+)
 from fsdp_tune.worker.readback.trained import gathered_difference
 from fsdp_tune.worker.readback.witness import Witness
 from fsdp_tune.worker.stop_request import SAVE_AND_FAIL, STOP_REASONS, StopRequest, seconds_to_stop
@@ -42,9 +48,22 @@ class RunCallback(AttachedCallback):
     """`say` prints a plain line on rank 0."""
 
     def __init__(
-        self, run: RunDir, stop_request: StopRequest, say: Callable[[str], None], witness: Witness, *, is_first: bool, saves: bool
+        self,
+        run: RunDir,
+        stop_request: StopRequest,
+        say: Callable[[str], None],
+        witness: Witness,
+        *,
+        is_first: bool,
+        saves: bool,
     ) -> None:
-        self._run, self._stop_request, self._say, self._witness, self._is_first = run, stop_request, say, witness, is_first
+        self._run, self._stop_request, self._say, self._witness, self._is_first = (
+            run,
+            stop_request,
+            say,
+            witness,
+            is_first,
+        )
         self._saves = saves
         self._vote = StopVote()
         self._step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
@@ -53,7 +72,9 @@ class RunCallback(AttachedCallback):
         self._first_step = True
         self.stopped: ExitReason | None = None
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         trainer = self.trainer
         trainer.parts.heartbeat.beat("reading back", state.global_step)
         try:
@@ -63,10 +84,15 @@ class RunCallback(AttachedCallback):
                 error.document.write(self._run.readback_json)
             raise
         found = self._check_what_tokens_see()
-        document = replace(document, causality_deviation=found and found.later, packing_deviation=found and found.packed)
+        document = replace(
+            document, causality_deviation=found and found.later, packing_deviation=found and found.packed
+        )
         if self._is_first:
             document.write(self._run.readback_json)
-        for line in [*_table(document.facts), *(f"WARNING: host memory: {warning}" for warning in document.warnings)]:
+        for line in [
+            *_table(document.facts),
+            *(f"WARNING: host memory: {warning}" for warning in document.warnings),
+        ]:
             self._say(line)
         trainer.parts.metrics.event(TrainStarted(state.global_step, state.max_steps))
         self._stop_request.training = True
@@ -74,8 +100,8 @@ class RunCallback(AttachedCallback):
         self._step_began = time.monotonic()
 
     def _check_what_tokens_see(self) -> Deviations | None:
-        """Return None if no row has two tokens. Raises: FailedError if tokens see later ones, other packed examples, or fewer tokens of a
-        row that ranks share."""
+        """Return None if no row has two tokens. Raises: FailedError if tokens see later ones, other packed
+        examples, or fewer tokens of a row that ranks share."""
         parts = self.trainer.parts
         recipe, model = parts.recipe, parts.loaded.model
         if not (rows := rows_to_check(parts.rows.sample, parts.rows.micro_batch)):
@@ -91,7 +117,9 @@ class RunCallback(AttachedCallback):
             raise errors[0]
         return found
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         trainer = self.trainer
         seconds = time.monotonic() - self._step_began
         if self._first_step:  # it compiles and allocates, so its time counts only until there is another
@@ -101,15 +129,21 @@ class RunCallback(AttachedCallback):
             self._step_seconds.append(seconds)
         trainer.checkpointer.poll()
         slowest = max(self._step_seconds, default=seconds)
-        self._stop_request.reserve_seconds = seconds_to_stop(slowest, self._evaluation_seconds, trainer.checkpointer.longest_seconds)
-        code = self._vote.exchange(self._stop_request.code() if trainer.parts.metrics.failure is None else SAVE_AND_FAIL)
+        self._stop_request.reserve_seconds = seconds_to_stop(
+            slowest, self._evaluation_seconds, trainer.checkpointer.longest_seconds
+        )
+        code = self._vote.exchange(
+            self._stop_request.code() if trainer.parts.metrics.failure is None else SAVE_AND_FAIL
+        )
         last = state.global_step >= state.max_steps
         if code and not last:
             self.stopped = STOP_REASONS[code]
             control.should_training_stop = True
             control.should_save = True
-            # No line but a regular one: the sums travel in the checkpoint, so the resumed run writes the lines of an
-            # uninterrupted one. No evaluation: the sender of the signal may not wait for it, and the resumed run makes it up.
+            # No line but a regular one: the sums travel in the checkpoint, so the resumed run writes the
+            # lines of an
+            # uninterrupted one. No evaluation: the sender of the signal may not wait for it, and the resumed
+            # run makes it up.
             control.should_evaluate = False
             trainer.parts.metrics.event(Stopping(state.global_step, self.stopped.value))
             self._say(f"stopping after step {state.global_step} ({self.stopped.value}): saving first")
@@ -119,17 +153,27 @@ class RunCallback(AttachedCallback):
         control.should_save = control.should_save and self._saves
         self._step_began = time.monotonic()
 
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Cancel the requests of a stopped or finished run: the Trainer also calls this when it leaves an epoch early."""
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Cancel the requests of a stopped or finished run: the Trainer also calls this when it leaves an
+        epoch early."""
         if control.should_training_stop or state.global_step >= state.max_steps:
             control.should_log = control.should_evaluate = control.should_save = False
         control.should_save = control.should_save and self._saves
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         now = time.monotonic()
-        self._evaluation_seconds, self._step_began = max(self._evaluation_seconds, now - self._step_began), now
+        self._evaluation_seconds, self._step_began = (
+            max(self._evaluation_seconds, now - self._step_began),
+            now,
+        )
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self._step_began = time.monotonic()
 
     def _after_first_step(self) -> None:
@@ -141,7 +185,9 @@ class RunCallback(AttachedCallback):
             raise failed_error("readback-differs", difference, hint="the run was stopped after step 1")
         if self._is_first:
             moments = optimizer_state_kinds(optimizer)
-            ReadBack.complete(self._run.readback_json, optimizer_state_bytes=moments, witness=self._witness.report)
+            ReadBack.complete(
+                self._run.readback_json, optimizer_state_bytes=moments, witness=self._witness.report
+            )
         heartbeat = trainer.parts.heartbeat
         heartbeat.beat("training", trainer.state.global_step)
         trainer.parts.metrics.event(FirstStep(trainer.state.global_step, startup_seconds(heartbeat)))
@@ -165,12 +211,15 @@ class RunCallback(AttachedCallback):
             norm = logs.get("grad_norm")
             norm_text = f"grad norm {norm:.3f}" if norm is not None else "grad norm -"
             self._say(
-                f"step {state.global_step}/{state.max_steps}  loss {logs['loss']:.4f}  {norm_text}  lr {logs['learning_rate']:.2e}  {rate}"
+                f"step {state.global_step}/{state.max_steps}  loss {logs['loss']:.4f}  {norm_text}  "
+                f"lr {logs['learning_rate']:.2e}  {rate}"
             )
         elif "eval_loss" in logs:
             self._say(f"step {state.global_step}/{state.max_steps}  eval loss {logs['eval_loss']:.4f}")
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self._vote.finish()
 
 
@@ -182,15 +231,32 @@ def _table(live: LiveState) -> list[str]:
     dtypes = f"parameters {live.parameter_dtype}, compute {live.compute_dtype}, reduce {live.reduce_dtype}"
     fp8 = live.fp8
     how = f"{', '.join(fp8.scales)} scales{', emulated' if fp8.emulated == [True] else ''}"
-    in_fp8 = [f"read back: {fp8.linears} Linears compute in fp8 ({how}), {fp8.gathered} weights are gathered in it"]
-    emulated = [*live.quantised_training.weights, *(f"inputs {each}" for each in live.quantised_training.inputs)]
+    in_fp8 = [
+        f"read back: {fp8.linears} Linears compute in fp8 ({how}), {fp8.gathered} weights are gathered in it"
+    ]
+    emulated = [
+        *live.quantised_training.weights,
+        *(f"inputs {each}" for each in live.quantised_training.inputs),
+    ]
     return [
-        f"read back: {live.wrapper}, {live.sharded} sharded tensors in {len(live.units)} units, {placement} over {mesh}, {dtypes}",
+        f"read back: {live.wrapper}, {live.sharded} sharded tensors in {len(live.units)} units, "
+        f"{placement} over {mesh}, {dtypes}",
         f"read back: {live.trained_parameters:,} of {live.parameters:,} parameters trained, "
         f"attention {live.attention}, {kinds}, global batch {live.global_batch_size}",
-        *([f"read back: {live.expert_group} ranks divide the experts of each layer"] if live.expert_group != 1 else []),
+        *(
+            [f"read back: {live.expert_group} ranks divide the experts of each layer"]
+            if live.expert_group != 1
+            else []
+        ),
         *(in_fp8 if fp8.linears else []),
-        *([f"read back: {sum(live.quantised_training.weights.values())} linear layers emulate {', '.join(emulated)}"] if emulated else []),
+        *(
+            [
+                f"read back: {sum(live.quantised_training.weights.values())} linear layers emulate "
+                f"{', '.join(emulated)}"
+            ]
+            if emulated
+            else []
+        ),
     ]
 
 
@@ -204,11 +270,15 @@ _INIT = 1
 def startup_seconds(heartbeat: HeartbeatWriter) -> dict[str, float]:
     """Return the seconds of this rank's start-up phases in order, from the start of its launcher.
 
-    That process is `accelerate launch`, or whatever else started the rank; what came before it is the command's own. `launching` is left
-    out for a rank whose launcher cannot be seen: it has ended, or the rank is the first of its namespace of processes.
+    That process is `accelerate launch`, or whatever else started the rank; what came before it is the
+    command's own. `launching` is left out for a rank whose launcher cannot be seen: it has ended, or the rank
+    is the first of its namespace of processes.
     """
     rank = psutil.Process()
-    born, phases = rank.create_time(), {"starting Python": heartbeat.began_at - rank.create_time(), **heartbeat.phase_seconds}
+    born, phases = (
+        rank.create_time(),
+        {"starting Python": heartbeat.began_at - rank.create_time(), **heartbeat.phase_seconds},
+    )
     with suppress(psutil.Error):
         launcher = rank.parent()
         if launcher is not None and launcher.pid != _INIT:

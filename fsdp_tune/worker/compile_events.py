@@ -19,7 +19,9 @@ class CompileReport(AttachedCallback):
         self._clock = CompileClock()
         self._seconds, self._graphs = 0.0, 0
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         for function in self._clock.take_fallbacks():
             message = f"{function} was recompiled too often and now runs uncompiled where no graph fits"
             self.trainer.parts.metrics.event(CompileFallback(state.global_step, message))
@@ -30,6 +32,8 @@ class CompileReport(AttachedCallback):
         self._seconds, self._graphs = self._clock.seconds, graphs
         self.trainer.lines.leave_out(seconds)
         self.trainer.parts.metrics.event(Compiled(state.global_step, seconds, graphs))
-        expected = expected_graphs(self.trainer.parts.recipe, [layer for _, layer in self.trainer.parts.loaded.layers])
+        expected = expected_graphs(
+            self.trainer.parts.recipe, [layer for _, layer in self.trainer.parts.loaded.layers]
+        )
         again = f"; {graphs} graphs by now, where {expected} were expected" if graphs > expected else ""
         self._say(f"compiled in {seconds:.1f} s, in step {state.global_step}{again}")

@@ -1,4 +1,5 @@
-"""A rank of `fsdp-tune doctor`: measures its machine, its device and the links between ranks, and trains nothing.
+"""A rank of `fsdp-tune doctor`: measures its machine, its device and the links between ranks, and trains
+nothing.
 
     accelerate launch … -m fsdp_tune.worker.doctor DIRECTORY
 
@@ -65,18 +66,43 @@ SEEN_SECONDS = 3.0
 MATMUL_SIZES = {"cpu": 512}
 MATMUL_SIZE = 8192
 MATMUL_SECONDS, MATMUL_PASSES, WINDOW_SECONDS = 0.7, 6, 0.3
-"""A rank counts as slow only if it is slow in each pass: another process may have used its core or device in one. Products in a row are
-averaged over a window, which is longer than the period of a limit of the CPU (cgroup: 0.1 s)."""
+"""A rank counts as slow only if it is slow in each pass: another process may have used its core or device in
+one. Products in a row are averaged over a window, which is longer than the period of a limit of the CPU
+(cgroup: 0.1 s)."""
 MESSAGE_SECONDS = 1.0
 CPU_MESSAGE_BYTES = 64 * MIB
 """Larger messages are measured at this size over gloo."""
 PAIR_BYTES, PAIR_SECONDS, LEAST_EXCHANGES, MOST_ROUNDS = 16 * MIB, 0.3, 5, 16
-"""Exchanged by two ranks in each direction; time for a pair, and exchanges also if they take longer, as another process may have used the
-core; pairs of each machine, of more machines evenly chosen."""
+"""Exchanged by two ranks in each direction; time for a pair, and exchanges also if they take longer, as
+another process may have used the core; pairs of each machine, of more machines evenly chosen."""
 SLOW_LINK_SECONDS, SLOW_LINK_PART = 2.0, 16
-"""A link on which `PAIR_BYTES` take longer is measured with this part of them, and messages over gloo get no more time than that."""
-CONTAINER_INTERFACES = ("lo", "docker", "br-", "veth", "virbr", "cni", "cali", "cilium", "flannel", "kube", "podman", "lxc", "tun", "tap")
-TOKENIZER_FILES = ("tokenizer*.json", "*.model", "vocab*", "merges.txt", "special_tokens_map.json", "chat_template*", "config.json")
+"""A link on which `PAIR_BYTES` take longer is measured with this part of them, and messages over gloo get no
+more time than that."""
+CONTAINER_INTERFACES = (
+    "lo",
+    "docker",
+    "br-",
+    "veth",
+    "virbr",
+    "cni",
+    "cali",
+    "cilium",
+    "flannel",
+    "kube",
+    "podman",
+    "lxc",
+    "tun",
+    "tap",
+)
+TOKENIZER_FILES = (
+    "tokenizer*.json",
+    "*.model",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "chat_template*",
+    "config.json",
+)
 
 
 def main(arguments: list[str]) -> int:
@@ -97,10 +123,14 @@ def main(arguments: list[str]) -> int:
 
 
 def _refuse_other_world(recipe: Recipe) -> None:
-    """Raises: FailedError if the machines together have started another number of ranks than this one's recipe has."""
+    """Raises: FailedError if the machines together have started another number of ranks than this one's
+    recipe has."""
     started = int(os.environ["WORLD_SIZE"])
     if started != recipe.world_size:
-        message = f"the machines started {started} ranks together, and the recipe of this one is for {recipe.world_size}"
+        message = (
+            f"the machines started {started} ranks together, and the recipe of this one is for "
+            f"{recipe.world_size}"
+        )
         hint = "pass the same recipe and `--set launch.num_processes=N` on all machines"
         raise FailedError(Problem("world-size-mismatch", message, hint=hint))
 
@@ -129,7 +159,8 @@ def _measure(recipe: Recipe, rank: ranks.Rank, request: HealthRequest, files: He
     machine, is_first_here = int(os.environ.get("GROUP_RANK", "0")), rank.local_index == 0
     on_several = recipe.launch.num_machines > 1
     differs = _difference(recipe, machine, is_first_here=is_first_here) if on_several else None
-    # A machine whose model is missing has no sizes of its own, and messages of different sizes would never end.
+    # A machine whose model is missing has no sizes of its own, and messages of different sizes would never
+    # end.
     messages, checkpoint_bytes = gather((request.messages, request.checkpoint_bytes))[0]
     phase("comparing clocks")
     clock_seconds = _clock_difference(rank)
@@ -164,7 +195,9 @@ def _measure(recipe: Recipe, rank: ranks.Rank, request: HealthRequest, files: He
         network=_network() if on_several and is_first_here else None,
         collectives=timed,
         links=links,
-        gpu_before=request.gpus_before[rank.local_index] if rank.local_index < len(request.gpus_before) else None,
+        gpu_before=request.gpus_before[rank.local_index]
+        if rank.local_index < len(request.gpus_before)
+        else None,
         gpu=gpu,
     )
     phase("gathering the results")
@@ -176,11 +209,14 @@ def _measure(recipe: Recipe, rank: ranks.Rank, request: HealthRequest, files: He
 
 
 def _difference(recipe: Recipe, machine: int, *, is_first_here: bool) -> str | None:
-    """Return how this machine differs from the first, versions apart; None if it does not, or if it is not its first rank. Collective."""
+    """Return how this machine differs from the first, versions apart; None if it does not, or if it is not
+    its first rank. Collective."""
     from fsdp_tune.launch.machines.identity import difference, identity_of
     from fsdp_tune.worker.agreement import gather
 
-    mine = replace(identity_of(recipe, os.environ), versions={}) if is_first_here else None  # versions are a check of their own
+    mine = (
+        replace(identity_of(recipe, os.environ), versions={}) if is_first_here else None
+    )  # versions are a check of their own
     first = gather(mine)[0]
     problem = None if mine is None or first is None else difference(machine, mine, first, 0.0)
     return None if problem is None else problem.message
@@ -198,14 +234,18 @@ def _network() -> NetworkFacts:
         and (name == used or not name.startswith(CONTAINER_INTERFACES))
         and name != "lo"
         and any(
-            each.family in (socket.AF_INET, socket.AF_INET6) and not each.address.startswith("fe80") for each in addresses.get(name, ())
+            each.family in (socket.AF_INET, socket.AF_INET6) and not each.address.startswith("fe80")
+            for each in addresses.get(name, ())
         )
     ]
-    return NetworkFacts(used, [NetworkInterface(name, states[name].speed, states[name].mtu) for name in names])
+    return NetworkFacts(
+        used, [NetworkInterface(name, states[name].speed, states[name].mtu) for name in names]
+    )
 
 
 def _clock_difference(rank: ranks.Rank) -> float:
-    """Return the seconds that this clock is ahead of rank 0's: the smallest of five, as ranks leave a barrier at different times."""
+    """Return the seconds that this clock is ahead of rank 0's: the smallest of five, as ranks leave a barrier
+    at different times."""
     import torch.distributed as dist
 
     from fsdp_tune.worker.agreement import gather
@@ -219,7 +259,8 @@ def _clock_difference(rank: ranks.Rank) -> float:
 
 
 def input_digests(recipe: Recipe) -> dict[str, str]:
-    """Return a digest of each input on this machine, by samples of its files, or the reason why it cannot be read.
+    """Return a digest of each input on this machine, by samples of its files, or the reason why it cannot be
+    read.
 
     What would be downloaded is not compared, nor are URLs.
     """
@@ -232,7 +273,9 @@ def input_digests(recipe: Recipe) -> dict[str, str]:
             found["model"] = f"{MISSING}there are no weights in `{name}`"
     tokenizer = recipe.model.tokenizer or name
     if tokenizer is not None and (folder := Path(tokenizer).expanduser()).is_dir():
-        digest = _or_missing(lambda: digest_of_samples({path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)}))
+        digest = _or_missing(
+            lambda: digest_of_samples({path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)})
+        )
         found["tokenizer"] = str(digest)
     for key, entry in recipe.data.sources:
         path = Path(entry.path).expanduser()
@@ -241,7 +284,9 @@ def input_digests(recipe: Recipe) -> dict[str, str]:
         if entry.loader is not None or not (path.exists() or can_only_be_a_path(entry.path)):
             found[key] = NOT_COMPARED
             continue
-        found[key] = str(_or_missing(lambda entry=entry, key=key: digest_of_samples(find_source(entry, key).stored_in)))
+        found[key] = str(
+            _or_missing(lambda entry=entry, key=key: digest_of_samples(find_source(entry, key).stored_in))
+        )
     return found
 
 
@@ -254,8 +299,11 @@ def _or_missing(read: Callable[[], T]) -> T | str:
         return f"{MISSING}{error}"
 
 
-def probe_output(output: Path, checkpoint_bytes: int | None, rank: ranks.Rank, files: HealthFiles, *, is_first_here: bool) -> OutputFacts:
-    """Write, list, lock and rename in a directory next to the files of the run, which is removed at the end. Collective."""
+def probe_output(
+    output: Path, checkpoint_bytes: int | None, rank: ranks.Rank, files: HealthFiles, *, is_first_here: bool
+) -> OutputFacts:
+    """Write, list, lock and rename in a directory next to the files of the run, which is removed at the end.
+    Collective."""
     import torch.distributed as dist
 
     from fsdp_tune.worker.agreement import gather
@@ -290,8 +338,11 @@ def probe_output(output: Path, checkpoint_bytes: int | None, rank: ranks.Rank, f
 
 
 def _write(path: Path, size_bytes: int) -> tuple[int, float]:
-    """Write a file of at most `size_bytes` for about two seconds. Return its size and the seconds, with fsync. Raises: OSError."""
-    chunk = memoryview(os.urandom(min(CHUNK_BYTES, size_bytes)))  # compressing file systems would store zeros as nothing
+    """Write a file of at most `size_bytes` for about two seconds. Return its size and the seconds, with
+    fsync. Raises: OSError."""
+    chunk = memoryview(
+        os.urandom(min(CHUNK_BYTES, size_bytes))
+    )  # compressing file systems would store zeros as nothing
     written, began = 0, time.monotonic()
     with DISK.open(path) as file:
         while written < size_bytes and time.monotonic() - began < WRITE_SECONDS:
@@ -313,7 +364,8 @@ def _await(count: Callable[[], int], wanted: int) -> int:
 
 
 def _lock(path: Path, rank: ranks.Rank, *, is_first_here: bool) -> Lock:
-    """Lock a file on rank 0 and try to lock it on the first rank of each other machine. Return the word of `OutputFacts`. Collective."""
+    """Lock a file on rank 0 and try to lock it on the first rank of each other machine. Return the word of
+    `OutputFacts`. Collective."""
     import torch.distributed as dist
 
     answer: Lock = "untested"
@@ -347,7 +399,8 @@ def _try_lock(descriptor: int, *, free: Lock, taken: Lock) -> Lock:
 def _matmul_seconds(device_type: str, rank: ranks.Rank) -> tuple[float, float, GpuState | None]:
     """Time matrix products on this rank, all ranks at work. Collective.
 
-    Returns the shortest time of one, the mean of those in the best window, and the state of the rank's GPU meanwhile.
+    Returns the shortest time of one, the mean of those in the best window, and the state of the rank's GPU
+    meanwhile.
     """
     import torch
     import torch.distributed as dist
@@ -371,13 +424,16 @@ def _matmul_seconds(device_type: str, rank: ranks.Rank) -> tuple[float, float, G
             states = gpu_states(os.environ)
             gpu = states[rank.local_index] if rank.local_index < len(states) else None
         every = gather((best, mean))
-        if not slow_ranks([each[0] for each in every]) and not slow_ranks([each[1] for each in every], SHARED_CORE_SHARE):
+        if not slow_ranks([each[0] for each in every]) and not slow_ranks(
+            [each[1] for each in every], SHARED_CORE_SHARE
+        ):
             break
     return best, mean, gpu
 
 
 def least_mean(times: Sequence[float]) -> float:
-    """Return the smallest mean time between consecutive `times` (seconds) over `WINDOW_SECONDS` or more; infinity if they are shorter."""
+    """Return the smallest mean time between consecutive `times` (seconds) over `WINDOW_SECONDS` or more;
+    infinity if they are shorter."""
     least, first = float("inf"), 0
     for last, ends in enumerate(times):
         while first + 1 < last and ends - times[first + 1] >= WINDOW_SECONDS:
@@ -398,14 +454,19 @@ def _timed(act: Callable[[], object], device_type: str) -> float:
 
 
 def _collective(message: MessageSize, device_type: str, rank: ranks.Rank, slowest: float) -> CollectiveTime:
-    """Time a collective over all ranks at the size of the recipe's. `slowest`: bytes a second of the slowest link. Collective."""
+    """Time a collective over all ranks at the size of the recipe's. `slowest`: bytes a second of the slowest
+    link. Collective."""
     import torch
     import torch.distributed as dist
 
     from fsdp_tune.worker.agreement import gather
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(message.dtype, torch.float32)
-    wanted = min(message.bytes, CPU_MESSAGE_BYTES, max(MIB, slowest * SLOW_LINK_SECONDS)) if device_type == "cpu" else message.bytes
+    wanted = (
+        min(message.bytes, CPU_MESSAGE_BYTES, max(MIB, slowest * SLOW_LINK_SECONDS))
+        if device_type == "cpu"
+        else message.bytes
+    )
     world = rank.world_size
     part = max(1, int(wanted) // (dtype.itemsize * world))
     full, shard = (torch.zeros(count, dtype=dtype, device=device_type) for count in (part * world, part))
@@ -417,12 +478,15 @@ def _collective(message: MessageSize, device_type: str, rank: ranks.Rank, slowes
     act()  # connects the ranks
     dist.barrier()
     first = median_low(gather(_timed(act, device_type)))
-    times = [_timed(act, device_type) for _ in range(min(20, max(2, int(MESSAGE_SECONDS / max(first, 1e-4)))))]
+    times = [
+        _timed(act, device_type) for _ in range(min(20, max(2, int(MESSAGE_SECONDS / max(first, 1e-4)))))
+    ]
     return CollectiveTime(message.kind, part * world * dtype.itemsize, min(times))
 
 
 def pairs_of_round(machines: int, number: int) -> dict[int, int]:
-    """Return the partner of each machine in a round of a tournament: in `machines - 1` rounds (one more if odd) all pairs meet once."""
+    """Return the partner of each machine in a round of a tournament: in `machines - 1` rounds (one more if
+    odd) all pairs meet once."""
     places = machines + machines % 2  # who meets the place beyond the last machine has a free round
     circle = [0, *((number + offset) % (places - 1) + 1 for offset in range(places - 1))]
     met = dict(zip(circle, reversed(circle), strict=True))
@@ -430,13 +494,16 @@ def pairs_of_round(machines: int, number: int) -> dict[int, int]:
 
 
 def _exchange(sent: torch.Tensor, received: torch.Tensor, peer: int | None, device_type: str) -> float:
-    """Exchange messages with a rank. Return the seconds until its message has arrived; on GPUs, until both have."""
+    """Exchange messages with a rank. Return the seconds until its message has arrived; on GPUs, until both
+    have."""
     import torch.distributed as dist
 
     if peer is None:
         return 0.0
     began = time.perf_counter()
-    first, *others = dist.batch_isend_irecv([dist.P2POp(dist.irecv, received, peer), dist.P2POp(dist.isend, sent, peer)])
+    first, *others = dist.batch_isend_irecv(
+        [dist.P2POp(dist.irecv, received, peer), dist.P2POp(dist.isend, sent, peer)]
+    )
     _timed(first.wait, device_type)
     seconds = time.perf_counter() - began
     for work in others:
@@ -445,7 +512,8 @@ def _exchange(sent: torch.Tensor, received: torch.Tensor, peer: int | None, devi
 
 
 def time_links(device_type: str, rank: ranks.Rank, ranks_per_machine: int) -> list[LinkTime]:
-    """Exchange messages with the rank of the same local number on other machines, all machines in pairs at once. Collective."""
+    """Exchange messages with the rank of the same local number on other machines, all machines in pairs at
+    once. Collective."""
     import torch
     import torch.distributed as dist
 

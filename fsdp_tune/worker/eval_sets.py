@@ -33,8 +33,9 @@ class _Fixed(BatchSampler):
 
 
 Metric = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[SupportsFloat, SupportsFloat]]
-"""A user's metric, called with each batch: logits [rows, tokens, vocabulary], the target of each position [rows, tokens], and a mask of
-the targets that count. Returns a sum and a count, which are added up over batches and ranks; the metric is their quotient."""
+"""A user's metric, called with each batch: logits [rows, tokens, vocabulary], the target of each position
+[rows, tokens], and a mask of the targets that count. Returns a sum and a count, which are added up over
+batches and ranks; the metric is their quotient."""
 
 
 def evaluate_sets(
@@ -46,9 +47,11 @@ def evaluate_sets(
     metrics: Mapping[str, Metric] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, float]:
-    """Return `eval_loss`, `eval_perplexity` and the user's `eval_<metric>` over all sets, and `eval_<label>_…` of each of several sets.
+    """Return `eval_loss`, `eval_perplexity` and the user's `eval_<metric>` over all sets, and
+    `eval_<label>_…` of each of several sets.
 
-    `progress` gets the number of finished batches and that of all sets. Raises: as `_quotients`, on every rank; what a metric raises.
+    `progress` gets the number of finished batches and that of all sets. Raises: as `_quotients`, on every
+    rank; what a metric raises.
     """
     metrics = metrics or {}
     batches = {label: _batches(recipe, store) for label, store in sets.items()}
@@ -58,12 +61,14 @@ def evaluate_sets(
         if progress is not None:
             progress(next(finished), planned)
 
-    # A run that stops may omit an evaluation, and the resumed run must still draw the same masks: `outside_step` restores the generator.
+    # A run that stops may omit an evaluation, and the resumed run must still draw the same masks:
+    # `outside_step` restores the generator.
     wrapped.eval()
     try:
         with outside_step(wrapped, device):
             sums = {
-                label: _sums(recipe, wrapped, store, batches[label], collator, device, metrics, counted) for label, store in sets.items()
+                label: _sums(recipe, wrapped, store, batches[label], collator, device, metrics, counted)
+                for label, store in sets.items()
             }
     finally:
         wrapped.train()
@@ -71,8 +76,11 @@ def evaluate_sets(
     return _quotients(sums, [] if len(recipe.data.eval_labels) == 1 else list(sums), [*metrics, "loss"])
 
 
-def _quotients(sums: Mapping[str, Sequence[Sequence[float]]], labels: Sequence[str], names: Sequence[str]) -> dict[str, float]:
-    """Return each metric over all sets and of those in `labels`, and the perplexities. `sums` has [sum, count] of each name, by set.
+def _quotients(
+    sums: Mapping[str, Sequence[Sequence[float]]], labels: Sequence[str], names: Sequence[str]
+) -> dict[str, float]:
+    """Return each metric over all sets and of those in `labels`, and the perplexities. `sums` has [sum,
+    count] of each name, by set.
 
     Raises: FailedError for a set of which nothing was counted.
     """
@@ -81,14 +89,22 @@ def _quotients(sums: Mapping[str, Sequence[Sequence[float]]], labels: Sequence[s
         pairs = {label: each[index] for label, each in sums.items()}
         for label, (_, counted) in pairs.items():
             if counted == 0 and name == "loss":
-                raise failed_error("eval-without-targets", f"the eval set `{label}` has no trained token, so it has no loss")
+                raise failed_error(
+                    "eval-without-targets", f"the eval set `{label}` has no trained token, so it has no loss"
+                )
             if counted == 0:
-                raise failed_error("extension-failed", f"the metric `{name}` counted nothing in the eval set `{label}`")
+                raise failed_error(
+                    "extension-failed", f"the metric `{name}` counted nothing in the eval set `{label}`"
+                )
         found |= {f"eval_{label}_{name}": pairs[label][0] / pairs[label][1] for label in labels}
-        found[f"eval_{name}"] = sum(total for total, _ in pairs.values()) / sum(counted for _, counted in pairs.values())
+        found[f"eval_{name}"] = sum(total for total, _ in pairs.values()) / sum(
+            counted for _, counted in pairs.values()
+        )
     # A loss beyond 700 is that of no model, and its exponential is not a number of 64 bits.
     prefixes = ["eval", *(f"eval_{label}" for label in labels)]
-    return {f"{prefix}_perplexity": math.exp(min(found[f"{prefix}_loss"], 700.0)) for prefix in prefixes} | found
+    return {
+        f"{prefix}_perplexity": math.exp(min(found[f"{prefix}_loss"], 700.0)) for prefix in prefixes
+    } | found
 
 
 def _batches(recipe: Recipe, store: RowStore) -> list[list[int]]:
@@ -96,7 +112,9 @@ def _batches(recipe: Recipe, store: RowStore) -> list[list[int]]:
     micro_batch = recipe.training.per_device_eval_batch_size or recipe.training.per_device_train_batch_size
     topology = recipe.topology
     data_rank = topology.data_rank(dist.get_rank())
-    return eval_batches(len(store), data_rank=data_rank, data_size=topology.data_size, micro_batch=micro_batch)
+    return eval_batches(
+        len(store), data_rank=data_rank, data_size=topology.data_size, micro_batch=micro_batch
+    )
 
 
 def _sums(
@@ -109,7 +127,8 @@ def _sums(
     metrics: Mapping[str, Metric],
     finished: Callable[[], None],
 ) -> list[list[float]]:
-    """Return [sum, count] of each metric and, last, of the token losses of one set, over all ranks. Calls `finished` after each batch."""
+    """Return [sum, count] of each metric and, last, of the token losses of one set, over all ranks. Calls
+    `finished` after each batch."""
     loss = torch.zeros((), dtype=torch.float64, device=device)
     tokens = 0
     total = torch.zeros(len(metrics) + 1, 2, dtype=torch.float64)
@@ -128,8 +147,11 @@ def _sums(
     return total.tolist()
 
 
-def _metric_sums(wrapped: nn.Module, batch: dict[str, torch.Tensor], metrics: Mapping[str, Metric]) -> torch.Tensor:
-    """Call each metric with one batch → [metrics, 2]. A forward of its own makes the logits, which that of the loss may not."""
+def _metric_sums(
+    wrapped: nn.Module, batch: dict[str, torch.Tensor], metrics: Mapping[str, Metric]
+) -> torch.Tensor:
+    """Call each metric with one batch → [metrics, 2]. A forward of its own makes the logits, which that of
+    the loss may not."""
     logits = wrapped(**model_inputs(batch), use_cache=False).logits
     targets = shift_labels(batch["labels"])
     pairs = [metric(logits, targets, targets != IGNORE_INDEX) for metric in metrics.values()]

@@ -1,4 +1,5 @@
-"""One rank, from the run directory to its outcome. Reads top to bottom: join the group, load, train, save, write the outcome."""
+"""One rank, from the run directory to its outcome. Reads top to bottom: join the group, load, train, save,
+write the outcome."""
 
 from __future__ import annotations
 
@@ -38,9 +39,15 @@ OUTCOME_SECONDS = 5.0
 
 
 def run_rank(
-    run: RunDir, recipe: Recipe, rank: Rank, say: Callable[[str], None], started: float, waited: Mapping[str, float] | None = None
+    run: RunDir,
+    recipe: Recipe,
+    rank: Rank,
+    say: Callable[[str], None],
+    started: float,
+    waited: Mapping[str, float] | None = None,
 ) -> Outcome:
-    """Train, and turn any end into an outcome. Writes the outcome file, and a traceback into the log of the rank.
+    """Train, and turn any end into an outcome. Writes the outcome file, and a traceback into the log of the
+    rank.
 
     `waited`: seconds of each phase before the run directory was complete, of a rank that started early.
     """
@@ -59,11 +66,19 @@ def run_rank(
         outcome = _outcome_of(error, recipe, heartbeat, holder[0] if holder else None)
         with contextlib.suppress(OSError):  # the log may be on a full disk; the outcome has the traceback too
             sys.stderr.write(outcome.traceback or "")
-    outcome = replace(outcome, rank=rank.index, step=heartbeat.step, time=time.time(), launch=os.environ.get(LAUNCH_VARIABLE, ""))
+    outcome = replace(
+        outcome,
+        rank=rank.index,
+        step=heartbeat.step,
+        time=time.time(),
+        launch=os.environ.get(LAUNCH_VARIABLE, ""),
+    )
     stop_request.end()
     end_loader_processes()
     heartbeat.close()
-    if heartbeat.is_superseded():  # before the last beat, which would replace that of the rank that has taken its place
+    if (
+        heartbeat.is_superseded()
+    ):  # before the last beat, which would replace that of the rank that has taken its place
         return outcome
     with contextlib.suppress(OSError, FsdpTuneError):
         heartbeat.beat("finished" if outcome.exit_code == 0 else "failed")
@@ -72,7 +87,8 @@ def run_rank(
 
 
 def _write_outcome(run: RunDir, outcome: Outcome) -> None:
-    """Write the outcome file. A disk that refuses it may be full for a moment only, and the launcher knows no other reason of the end.
+    """Write the outcome file. A disk that refuses it may be full for a moment only, and the launcher knows no
+    other reason of the end.
 
     If it stays away, or the run directory is gone, the exit code still has the outcome.
     """
@@ -91,24 +107,34 @@ def _heartbeat(run: RunDir, recipe: Recipe, rank: Rank) -> HeartbeatWriter:
     limit_seconds = parse_seconds(recipe.launch.hang_timeout)
 
     def on_silence() -> None:
-        """Write the stacks to the rank's log. The supervisor requests them too, but a run started manually has none."""
-        sys.stderr.write(f"no progress for {recipe.launch.hang_timeout}, at step {heartbeat.step}, `{heartbeat.phase}`\n")
+        """Write the stacks to the rank's log. The supervisor requests them too, but a run started manually
+        has none."""
+        sys.stderr.write(
+            f"no progress for {recipe.launch.hang_timeout}, at step {heartbeat.step}, `{heartbeat.phase}`\n"
+        )
         sys.stderr.flush()
         faulthandler.dump_traceback(all_threads=True)
         heartbeat.collective = dump(run, rank.index, recipe.launch.device)
 
-    heartbeat = HeartbeatWriter(run, rank.index, world_size=rank.world_size, silence_seconds=limit_seconds, on_silence=on_silence)
+    heartbeat = HeartbeatWriter(
+        run, rank.index, world_size=rank.world_size, silence_seconds=limit_seconds, on_silence=on_silence
+    )
     return heartbeat
 
 
 def _deadline(run: RunDir, recipe: Recipe, started: float) -> float | None:
-    """Return the monotonic time at which `launch.max_runtime` ends, counted from the start of the launcher."""
+    """Return the monotonic time at which `launch.max_runtime` ends, counted from the start of the
+    launcher."""
     if recipe.launch.max_runtime is None:
         return None
     launched = LaunchRecord.read(run.launch_json) or LaunchRecord()
     boot, boot_seconds = seconds_since_boot()
     is_same_boot = boot != "" and boot == launched.boot
-    gone_seconds = boot_seconds - launched.boot_seconds if is_same_boot else time.time() - (launched.started_at or started)
+    gone_seconds = (
+        boot_seconds - launched.boot_seconds
+        if is_same_boot
+        else time.time() - (launched.started_at or started)
+    )
     return time.monotonic() + parse_seconds(recipe.launch.max_runtime) - gone_seconds
 
 
@@ -143,7 +169,9 @@ def _train(
     return Outcome(EXIT_CODE_OF_REASON[reason], reason, facts=results(trainer, started))
 
 
-def _outcome_of(error: BaseException, recipe: Recipe, heartbeat: HeartbeatWriter, trainer: FsdpTrainer | None) -> Outcome:
+def _outcome_of(
+    error: BaseException, recipe: Recipe, heartbeat: HeartbeatWriter, trainer: FsdpTrainer | None
+) -> Outcome:
     from fsdp_tune.worker.agreement import RemoteError
     from fsdp_tune.worker.observe import out_of_memory as memory
 
@@ -151,25 +179,46 @@ def _outcome_of(error: BaseException, recipe: Recipe, heartbeat: HeartbeatWriter
     error = as_os_error(error)
     if isinstance(error, FsdpTuneError):
         reason = ExitReason.NON_FINITE if error.exit_code == ExitCode.NON_FINITE else ExitReason.FAILED
-        return Outcome(error.exit_code, reason, error.problems[0], trace, {"echo": True} if isinstance(error, RemoteError) else {})
+        return Outcome(
+            error.exit_code,
+            reason,
+            error.problems[0],
+            trace,
+            {"echo": True} if isinstance(error, RemoteError) else {},
+        )
     if memory.is_device_out_of_memory(error):
         moment = memory.device_moment(error, heartbeat, trainer)
         problem, facts = memory.device_problem(recipe, moment), {"memory": moment.as_dict()}
         return Outcome(ExitCode.OUT_OF_MEMORY, ExitReason.OUT_OF_MEMORY, problem, trace, facts)
     if memory.is_host_out_of_memory(error):
-        return Outcome(ExitCode.FAILED, ExitReason.FAILED, memory.host_out_of_memory(recipe, heartbeat, error), trace)
+        return Outcome(
+            ExitCode.FAILED, ExitReason.FAILED, memory.host_out_of_memory(recipe, heartbeat, error), trace
+        )
     if isinstance(error, RuntimeError) and (fault := device_fault(str(error))) is not None:
         gpu = f"{recipe.launch.device}:{os.environ['LOCAL_RANK']} (in `{heartbeat.phase}`)"
         return Outcome(ExitCode.FAILED, ExitReason.FAILED, device_failure(gpu, fault, lost_devices()), trace)
     lost = next((words for words in PEER_LOST if words in str(error)), None)
     if isinstance(error, RuntimeError) and lost is not None:
-        return Outcome(ExitCode.LOST_RANK, ExitReason.LOST_RANK, Problem("lost-rank", f"another rank is gone ({lost})"), trace)
-    if trainer is not None and (problem := trainer.parts.rows.problem_of(error, trainer.state.global_step)) is not None:
+        return Outcome(
+            ExitCode.LOST_RANK,
+            ExitReason.LOST_RANK,
+            Problem("lost-rank", f"another rank is gone ({lost})"),
+            trace,
+        )
+    if (
+        trainer is not None
+        and (problem := trainer.parts.rows.problem_of(error, trainer.state.global_step)) is not None
+    ):
         return Outcome(ExitCode.FAILED, ExitReason.FAILED, problem, trace)
     if (refused := find_refusal(trace)) is not None:
         return Outcome(ExitCode.USAGE, ExitReason.FAILED, refused, trace)
     message = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
-    return Outcome(ExitCode.FAILED, ExitReason.FAILED, Problem("worker-failed", message, hint="the traceback is in the rank's log"), trace)
+    return Outcome(
+        ExitCode.FAILED,
+        ExitReason.FAILED,
+        Problem("worker-failed", message, hint="the traceback is in the rank's log"),
+        trace,
+    )
 
 
 def read_recipe(run: RunDir) -> Recipe:

@@ -1,4 +1,5 @@
-"""This process: its rank, its device, its process group, its log file, and the requests to stop that reach it."""
+"""This process: its rank, its device, its process group, its log file, and the requests to stop that reach
+it."""
 
 from __future__ import annotations
 
@@ -30,13 +31,15 @@ COLLECTIVE_MARGIN_SECONDS = 300
 
 
 SUPERVISED_DAYS = 7
-"""torch's own limit runs on while a job is suspended. Where there is a supervisor, which does not count that time, it alone judges."""
+"""torch's own limit runs on while a job is suspended. Where there is a supervisor, which does not count that
+time, it alone judges."""
 
 
 LAZY_GLOO_RANKS = 128
 """From here on gloo connects two ranks when they first exchange something (ProcessGroupGloo.hpp, torch 2.11).
 
-Else each process group connects each rank with all others: 16 million connections of 4,096 ranks, of which collectives use ten a rank."""
+Else each process group connects each rank with all others: 16 million connections of 4,096 ranks, of which
+collectives use ten a rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +54,28 @@ class Rank:
 
 
 def read_rank(recipe: Recipe, run: RunDir) -> Rank:
-    """Read rank and world size from the launcher. Raises: FsdpTuneError (exit 2) with the right command if they do not fit the recipe."""
+    """Read rank and world size from the launcher. Raises: FsdpTuneError (exit 2) with the right command if
+    they do not fit the recipe."""
     try:
         rank = Rank(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]))
     except (KeyError, ValueError) as error:
         raise usage_error(
-            "not-launched", "the worker must be started by a launcher, one process a device", ways_out=manual_commands(recipe, run)
+            "not-launched",
+            "the worker must be started by a launcher, one process a device",
+            ways_out=manual_commands(recipe, run),
         ) from error
     if rank.world_size != recipe.world_size:
         raise usage_error(
             "world-size-mismatch",
-            f"the run in {run.path} is for {recipe.world_size} processes (launch.num_processes), and {rank.world_size} were started",
+            f"the run in {run.path} is for {recipe.world_size} processes (launch.num_processes), and "
+            f"{rank.world_size} were started",
             ways_out=manual_commands(recipe, run),
         )
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
         raise usage_error(
             "restarted-by-torchrun",
-            "torchrun restarted the ranks (`--max-restarts`), and they would start where this launch started, not where it failed",
+            "torchrun restarted the ranks (`--max-restarts`), and they would start where this launch "
+            "started, not where it failed",
             ways_out=(
                 f"`{train_command(run, '--resume', 'auto')}` continues from the newest checkpoint",
                 "`launch.max_restarts` does that automatically",
@@ -77,9 +85,11 @@ def read_rank(recipe: Recipe, run: RunDir) -> Rank:
 
 
 def set_library_environment(recipe: Recipe) -> None:
-    """Remove variables that a launcher or shell left for the libraries, and set those of the recipe, before they are imported.
+    """Remove variables that a launcher or shell left for the libraries, and set those of the recipe, before
+    they are imported.
 
-    `accelerate launch --use_fsdp` exports `FSDP_CPU_RAM_EFFICIENT_LOADING=true` and other variables by default.
+    `accelerate launch --use_fsdp` exports `FSDP_CPU_RAM_EFFICIENT_LOADING=true` and other variables by
+    default.
     """
     for name in [name for name in os.environ if name.startswith(OWNED_PREFIXES)]:
         del os.environ[name]
@@ -100,7 +110,8 @@ FLIGHT_FILE_PREFIX = "rank_"  # torchfrtrace reads the rank after the underscore
 
 
 def flight_recorder_variables(run: RunDir) -> dict[str, str]:
-    """Return what torch reads when the first process group is made. Makes the directory, since torch's writer does not."""
+    """Return what torch reads when the first process group is made. Makes the directory, since torch's writer
+    does not."""
     run.flight_recorder.mkdir(parents=True, exist_ok=True)
     return {
         "TORCH_FR_BUFFER_SIZE": str(FLIGHT_ENTRIES),
@@ -110,7 +121,8 @@ def flight_recorder_variables(run: RunDir) -> dict[str, str]:
 
 
 class LogStream(io.TextIOWrapper):
-    """Lines of a log. Those that the disk refuses are lost, or written once it takes them: none may end a training."""
+    """Lines of a log. Those that the disk refuses are lost, or written once it takes them: none may end a
+    training."""
 
     def __init__(self, descriptor: int, *, closefd: bool) -> None:
         file = io.BufferedWriter(io.FileIO(descriptor, "wb", closefd=closefd))
@@ -136,7 +148,8 @@ def redirect_output(run: RunDir, rank: int) -> IO[str]:
 
 
 def append_output(path: Path) -> None:
-    """Append what this process writes to stdout and stderr from now on to a private file in an existing directory."""
+    """Append what this process writes to stdout and stderr from now on to a private file in an existing
+    directory."""
     _write_to(_open_log(path))
 
 
@@ -154,8 +167,8 @@ def _write_to(log: int) -> None:
 
 
 def raise_open_file_limit(wanted: int) -> None:
-    """Raise the limit of open files to `wanted` if it may: gloo connects each rank with all others for each group, and hundreds of ranks
-    exceed the usual 1,024."""
+    """Raise the limit of open files to `wanted` if it may: gloo connects each rank with all others for each
+    group, and hundreds of ranks exceed the usual 1,024."""
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
     if allowed != resource.RLIM_INFINITY and allowed < wanted:
@@ -169,7 +182,8 @@ def connect_lazily(world_size: int) -> None:
 
 
 def start_process_group(recipe: Recipe, rank: Rank) -> str:
-    """Join the process group, with gloo for CPU tensors in addition to the backend of the device. Returns the device type.
+    """Join the process group, with gloo for CPU tensors in addition to the backend of the device. Returns the
+    device type.
 
     The group exists before Accelerate's PartialState, which would choose its backend from `FSDP_*` variables.
     """
@@ -189,17 +203,26 @@ def start_process_group(recipe: Recipe, rank: Rank) -> str:
         reports = f"; the driver reports {', '.join(lost)}" if (lost := lost_devices()) else ""
         raise usage_error(
             "device-missing",
-            f"rank {rank.index} needs {device_type}:{rank.local_index}, and torch sees {count} of them{reports}",
-            ways_out=(cpu_way_out(recipe, this_machine("cpu")), f"--set launch.num_processes={max(1, count)}"),
+            f"rank {rank.index} needs {device_type}:{rank.local_index}, and torch sees {count} of "
+            f"them{reports}",
+            ways_out=(
+                cpu_way_out(recipe, this_machine("cpu")),
+                f"--set launch.num_processes={max(1, count)}",
+            ),
         )
     module.set_device(rank.local_index)
     backend = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl"}[device_type]
-    dist.init_process_group(f"cpu:gloo,{device_type}:{backend}", timeout=timeout, device_id=torch.device(device_type, rank.local_index))
+    dist.init_process_group(
+        f"cpu:gloo,{device_type}:{backend}",
+        timeout=timeout,
+        device_id=torch.device(device_type, rank.local_index),
+    )
     return device_type
 
 
 def _collective_limit(recipe: Recipe) -> timedelta:
-    """Return how long a collective may take. A rank in one cannot tell for which rank it waits; the supervisor can, so it reports first."""
+    """Return how long a collective may take. A rank in one cannot tell for which rank it waits; the
+    supervisor can, so it reports first."""
     if os.environ.get(LAUNCHER_PID):
         return timedelta(days=SUPERVISED_DAYS)
     return timedelta(seconds=parse_seconds(recipe.launch.hang_timeout) + COLLECTIVE_MARGIN_SECONDS)
@@ -213,7 +236,8 @@ def time_limits_seconds(group: object) -> list[float]:
 
 
 def share_time_limit(groups: Iterable[object]) -> None:
-    """Give process groups the time limit of the default group; torch gives groups of a mesh 10 or 30 minutes regardless of it."""
+    """Give process groups the time limit of the default group; torch gives groups of a mesh 10 or 30 minutes
+    regardless of it."""
     import torch.distributed as dist
 
     from fsdp_tune.model.internals import torch_internals as internals
@@ -229,15 +253,17 @@ def _backends(group: object) -> list[Any]:
     from fsdp_tune.model.internals import torch_internals as internals
 
     of_device = internals.BACKEND.of(group)
-    backends = {id(backend): backend for device in internals.DEVICE_TYPES.of(group) if (backend := of_device(device))}
+    backends = {
+        id(backend): backend for device in internals.DEVICE_TYPES.of(group) if (backend := of_device(device))
+    }
     return [backend for backend in backends.values() if backend.name() in ("gloo", "nccl")]
 
 
 def configure_accelerate(recipe: Recipe) -> None:
     """Prepare Accelerate's state for FSDP on any device.
 
-    Accelerate takes its FSDP branch only for the `MULTI_<accelerator>` types; on CPU ranks it would silently train with
-    DDP. Creating a PartialState first is the documented way to override this.
+    Accelerate takes its FSDP branch only for the `MULTI_<accelerator>` types; on CPU ranks it would silently
+    train with DDP. Creating a PartialState first is the documented way to override this.
     """
     from accelerate import PartialState
     from accelerate.utils import DistributedType

@@ -24,8 +24,9 @@ from fsdp_tune.worker.observe.step_phases import AttachedCallback
 class Samples(AttachedCallback):
     """Generate after each N-th step and the last one, and write the event `samples`.
 
-    The prompts are split over the ranks. Every rank runs as many forwards as the one that generates longest, since each forward gathers
-    the units. Generators are restored, so training continues as if nothing had been generated.
+    The prompts are split over the ranks. Every rank runs as many forwards as the one that generates longest,
+    since each forward gathers the units. Generators are restored, so training continues as if nothing had
+    been generated.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -34,7 +35,9 @@ class Samples(AttachedCallback):
         self._encoder = load_encoder(recipe)
         self._prompts = sample_prompts(recipe, self._encoder)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         step, is_last = state.global_step, state.global_step >= state.max_steps
         if not is_last and (step % self._sample.every or control.should_training_stop):
             return  # after a stop signal there may be no time
@@ -44,7 +47,10 @@ class Samples(AttachedCallback):
             answers = self._generate(args.device)
         seconds = time.monotonic() - started
         self.trainer.lines.leave_out(seconds)
-        samples = [GeneratedSample(self._encoder.decode(prompt), text) for prompt, text in zip(self._prompts, answers, strict=True)]
+        samples = [
+            GeneratedSample(self._encoder.decode(prompt), text)
+            for prompt, text in zip(self._prompts, answers, strict=True)
+        ]
         parts.metrics.event(SamplesGenerated(step, seconds, samples))
 
     def _generate(self, device: torch.device) -> list[str]:
@@ -52,7 +58,9 @@ class Samples(AttachedCallback):
         wrapped, topology = self.trainer.wrapped, self._recipe.topology
         rank, size = topology.data_rank(dist.get_rank()), topology.data_size
         own = {index: self._prompts[index] for index in range(rank, len(self._prompts), size)}
-        prompts = list(own.values()) or self._prompts[:1]  # a rank without a prompt takes part in the forwards
+        prompts = (
+            list(own.values()) or self._prompts[:1]
+        )  # a rank without a prompt takes part in the forwards
         model = self.trainer.parts.loaded.model
         ends = {self._encoder.eos_id, *end_ids_of(model)}
         wrapped.eval()
@@ -67,8 +75,15 @@ class Samples(AttachedCallback):
                 all_finished=_all_ranks,
             )
         wrapped.train()
-        found = {index: tokens for ranks in gather(dict(zip(own, new, strict=False))) for index, tokens in ranks.items()}
-        return [self._encoder.decode([token for token in found[index] if token not in ends]) for index in sorted(found)]
+        found = {
+            index: tokens
+            for ranks in gather(dict(zip(own, new, strict=False)))
+            for index, tokens in ranks.items()
+        }
+        return [
+            self._encoder.decode([token for token in found[index] if token not in ends])
+            for index in sorted(found)
+        ]
 
     def _uncompiled(self) -> AbstractContextManager[None]:
         """Run compiled layers uncompiled: each length of the cache would be compiled again."""

@@ -1,4 +1,5 @@
-"""Puts the parts of a run together: data, model, trainer, checkpoints. Imported after the process group exists."""
+"""Puts the parts of a run together: data, model, trainer, checkpoints. Imported after the process group
+exists."""
 
 from __future__ import annotations
 
@@ -35,7 +36,14 @@ from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.checkpoint_scores import kept_for_scores
 from fsdp_tune.run.directory import TRAINER_STATE, Checkpoint, RunDir, checkpoint_to_start_from, run_of
-from fsdp_tune.run.events import CheckpointFailed, CheckpointSaved, FilesMoved, RotationFailed, TrackerFailed, TrainFinished
+from fsdp_tune.run.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    FilesMoved,
+    RotationFailed,
+    TrackerFailed,
+    TrainFinished,
+)
 from fsdp_tune.run.launch_files import LaunchRecord, ResumeRequest
 from fsdp_tune.run.metrics_file import MetricsFile
 from fsdp_tune.run.rotation import remove_leftovers
@@ -43,7 +51,12 @@ from fsdp_tune.worker.agreement import all_or_none, from_rank0
 from fsdp_tune.worker.between_steps import ScoresBetweenSteps
 from fsdp_tune.worker.callbacks import RunCallback
 from fsdp_tune.worker.checkpoint import state as live_state
-from fsdp_tune.worker.checkpoint.exchange import ScatteredFiles, leads_machine, scattered_checkpoint, weights_to_first_machine
+from fsdp_tune.worker.checkpoint.exchange import (
+    ScatteredFiles,
+    leads_machine,
+    scattered_checkpoint,
+    weights_to_first_machine,
+)
 from fsdp_tune.worker.checkpoint.restore import VISIBLE_SECONDS, agreed_checkpoint
 from fsdp_tune.worker.checkpoint.save import Checkpointer, Saved, trainer_state_facts
 from fsdp_tune.worker.checkpoint.state import Live
@@ -69,7 +82,13 @@ from fsdp_tune.worker.training_arguments import training_arguments
 
 
 def build_trainer(
-    run: RunDir, recipe: Recipe, rank: Rank, heartbeat: HeartbeatWriter, stop: StopRequest, say: Callable[[str], None], device_type: str
+    run: RunDir,
+    recipe: Recipe,
+    rank: Rank,
+    heartbeat: HeartbeatWriter,
+    stop: StopRequest,
+    say: Callable[[str], None],
+    device_type: str,
 ) -> tuple[FsdpTrainer, RunCallback, Checkpoint | None]:
     """The trainer of this rank, its callback, and the checkpoint to resume from."""
     arguments = training_arguments(recipe, run)
@@ -85,7 +104,9 @@ def build_trainer(
     start = recipe
     if resume is not None:  # run and checkpoint have what only a start reads, and its files may be gone
         start = without_adapter(from_run(recipe, resume.path.parent, request.from_run))
-    loaded = load(start, model_config(start), device, vocabulary=prepared.vocabulary_size, local_rank=rank.local_index)
+    loaded = load(
+        start, model_config(start), device, vocabulary=prepared.vocabulary_size, local_rank=rank.local_index
+    )
     share_time_limit(process_groups(loaded.model, loaded.mesh))
     _start_from_checkpoint(recipe, loaded)
     collator = _collator(recipe, prepared, loaded)
@@ -105,7 +126,9 @@ def build_trainer(
     callback = RunCallback(run, stop, say, witness, is_first=rank.is_first, saves=request.saves)
     observers = _observers(parts, witness, callback, device, rank, start, say)
     if recipe.evaluation.is_on and recipe.evaluation.when == "between_steps":
-        observers.insert(observers.index(callback), ScoresBetweenSteps(stop, say))  # before the callback that times the steps
+        observers.insert(
+            observers.index(callback), ScoresBetweenSteps(stop, say)
+        )  # before the callback that times the steps
     trainer = FsdpTrainer(parts, arguments, _early_stopping(recipe), observers)
     _set_up_trackers(trainer, run, recipe, say)
     trainer.create_optimizer()
@@ -115,7 +138,9 @@ def build_trainer(
         device_type=device_type,
         asynchronous=recipe.checkpoint.async_,
         keep=recipe.training.save_total_limit,
-        facts=trainer_state_facts(rank.world_size, list(loaded.mesh.shape) if loaded.mesh else [], run.recipe_digest())
+        facts=trainer_state_facts(
+            rank.world_size, list(loaded.mesh.shape) if loaded.mesh else [], run.recipe_digest()
+        )
         | {ROWS_FACT: prepared.record(recipe).as_dict()},
         report=_reporter(trainer, recipe, say),
         heartbeat=heartbeat,
@@ -127,15 +152,24 @@ def build_trainer(
 
 
 def _observers(
-    parts: Parts, witness: Witness, callback: RunCallback, device: torch.device, rank: Rank, start: Recipe, say: Callable[[str], None]
+    parts: Parts,
+    witness: Witness,
+    callback: RunCallback,
+    device: torch.device,
+    rank: Rank,
+    start: Recipe,
+    say: Callable[[str], None],
 ) -> list[StepObserver]:
-    """Return the observers of the steps in the order in which they add to a line. `start`: the recipe with the run's own inputs."""
+    """Return the observers of the steps in the order in which they add to a line. `start`: the recipe with
+    the run's own inputs."""
     recipe, loaded, run = parts.recipe, parts.loaded, parts.run
     profiled = (LaunchRecord.read(run.launch_json) or LaunchRecord()).profile
     shares = StepShares(loaded.wrapped, device)
     return [
         shares,
-        *([] if recipe.kernels.compile else [ExpertLoads(loaded.model, device)]),  # hooks inside compiled layers are not called
+        *(
+            [] if recipe.kernels.compile else [ExpertLoads(loaded.model, device)]
+        ),  # hooks inside compiled layers are not called
         *([Profile(run, profiled, rank.index)] if profiled else []),
         *([CompileReport(say)] if recipe.kernels.compile else []),
         witness,
@@ -166,19 +200,24 @@ def _live(recipe: Recipe, trainer: FsdpTrainer) -> Live:
 
 
 def user_callbacks(recipe: Recipe) -> list[TrainerCallback]:
-    """Make the callbacks that the recipe names: each entry point is a TrainerCallback class or a function that returns one."""
+    """Make the callbacks that the recipe names: each entry point is a TrainerCallback class or a function
+    that returns one."""
     made: list[TrainerCallback] = []
     for name in recipe.extensions.callbacks:
         extension = find_extension("callbacks", name)
         callback = extension.load()()
         if not isinstance(callback, TrainerCallback):
-            raise failed_error("extension-failed", f"{extension} returned {type(callback).__name__}, which is not a TrainerCallback")
+            raise failed_error(
+                "extension-failed",
+                f"{extension} returned {type(callback).__name__}, which is not a TrainerCallback",
+            )
         made.append(callback)
     return made
 
 
 def _start_from_checkpoint(recipe: Recipe, loaded: Loaded) -> None:
-    """`model.name_or_path: RUN` or `RUN/checkpoint-N`: load weights only, resharded; optimizer and data start from the beginning."""
+    """`model.name_or_path: RUN` or `RUN/checkpoint-N`: load weights only, resharded; optimizer and data start
+    from the beginning."""
     start = recipe.model.name_or_path
     if start is None or run_of(Path(start)) is None:
         return
@@ -186,7 +225,10 @@ def _start_from_checkpoint(recipe: Recipe, loaded: Loaded) -> None:
     def choose() -> Checkpoint:
         found = checkpoint_to_start_from(Path(start))
         if found is None:
-            raise failed_error("run-without-checkpoint", f"model.name_or_path: {start} has no complete checkpoint to start from")
+            raise failed_error(
+                "run-without-checkpoint",
+                f"model.name_or_path: {start} has no complete checkpoint to start from",
+            )
         return found
 
     chosen = from_rank0(choose, "choosing the weights to start from")
@@ -204,7 +246,9 @@ def _resume(run: RunDir, recipe: Recipe) -> tuple[Checkpoint | None, ResumeReque
     return agreed_checkpoint(request.resume_from, digests=digests, wait_seconds=wait_seconds), request, None
 
 
-def _training_rows(recipe: Recipe, prepared: Prepared, collator: Collator, rank: Rank, run: RunDir) -> TrainingRows:
+def _training_rows(
+    recipe: Recipe, prepared: Prepared, collator: Collator, rank: Rank, run: RunDir
+) -> TrainingRows:
     store = prepared.training_store()
     if not recipe.data.streaming:
         sampler = _sampler(recipe, prepared.order(recipe, store), store, rank)
@@ -264,7 +308,12 @@ def _reporter(trainer: FsdpTrainer, recipe: Recipe, say: Callable[[str], None]) 
         if saved.error is None:
             trainer.lines.checkpoint_stall_seconds += saved.stall_seconds
             trainer.parts.metrics.event(
-                CheckpointSaved(saved.step, seconds=saved.seconds, stall_seconds=saved.stall_seconds, size_bytes=saved.size_bytes)
+                CheckpointSaved(
+                    saved.step,
+                    seconds=saved.seconds,
+                    stall_seconds=saved.stall_seconds,
+                    size_bytes=saved.size_bytes,
+                )
             )
             if saved.moved is not None:
                 trainer.parts.metrics.event(FilesMoved(saved.step, saved.moved))
@@ -283,7 +332,8 @@ def _reporter(trainer: FsdpTrainer, recipe: Recipe, say: Callable[[str], None]) 
 
 
 def is_at_end(trainer: FsdpTrainer, resume: Checkpoint, say: Callable[[str], None]) -> bool:
-    """Return whether the run ended at this checkpoint (`ResumeRequest.ends_at`). The trainer then gets its state, and need not train."""
+    """Return whether the run ended at this checkpoint (`ResumeRequest.ends_at`). The trainer then gets its
+    state, and need not train."""
     request = ResumeRequest.read(trainer.parts.run.resume_json)
     if request is None or request.ends_at != resume.step:
         return False
@@ -294,9 +344,11 @@ def is_at_end(trainer: FsdpTrainer, resume: Checkpoint, say: Callable[[str], Non
 
 
 def close(trainer: FsdpTrainer, *, is_finished: bool) -> None:
-    """Makes sure that the last step of a run that saves has a complete checkpoint; FailedError when it cannot be written.
+    """Makes sure that the last step of a run that saves has a complete checkpoint; FailedError when it cannot
+    be written.
 
-    `is_finished`: whether the run ends here, and is merged next. With early stopping that is before its last step.
+    `is_finished`: whether the run ends here, and is merged next. With early stopping that is before its last
+    step.
     """
     checkpointer = trainer.checkpointer
     checkpointer.wait()
@@ -310,7 +362,12 @@ def close(trainer: FsdpTrainer, *, is_finished: bool) -> None:
         checkpointer.report = failures.append
         checkpointer.asynchronous = False
         state = trainer.state
-        checkpointer.save(state.global_step, trainer_state_json(trainer), trainer.own_state(), best_step=state.best_global_step)
+        checkpointer.save(
+            state.global_step,
+            trainer_state_json(trainer),
+            trainer.own_state(),
+            best_step=state.best_global_step,
+        )
         if failures[-1].error is not None:
             raise failures[-1].error
     if checkpointer.is_scattered and is_finished:
@@ -323,7 +380,10 @@ def close(trainer: FsdpTrainer, *, is_finished: bool) -> None:
 
 def _bring_weights(trainer: FsdpTrainer) -> None:
     """Copy what a merge reads to the first machine: the weights of the last checkpoint, or of the best."""
-    steps = {trainer.state.global_step, trainer.state.best_global_step if trainer.args.load_best_model_at_end else None}
+    steps = {
+        trainer.state.global_step,
+        trainer.state.best_global_step if trainer.args.load_best_model_at_end else None,
+    }
     with trainer.checkpointer.heartbeat.during("saving"):
         for step in sorted(step for step in steps if step is not None):
             weights_to_first_machine(trainer.checkpointer.run.checkpoint(step))
@@ -333,8 +393,10 @@ def _check_metrics(metrics: MetricsFile, step: int) -> None:
     if metrics.failure is not None:
         raise failed_error(
             "metrics-unwritable",
-            f"metrics.jsonl cannot be written: {metrics.failure.strerror}; stopped after step {step}, which is saved",
-            hint="free space, or fix the disk; `--resume auto` continues from that step and writes the missing lines",
+            f"metrics.jsonl cannot be written: {metrics.failure.strerror}; stopped after step "
+            f"{step}, which is saved",
+            hint="free space, or fix the disk; `--resume auto` continues from that step and writes the "
+            "missing lines",
         )
 
 

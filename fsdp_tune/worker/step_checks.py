@@ -1,14 +1,17 @@
-"""Checks of the numbers of a step: the gradient norm before the optimizer, and events that a curve should not have, with their rows.
+"""Checks of the numbers of a step: the gradient norm before the optimizer, and events that a curve should not
+have, with their rows.
 
-Between backward and optimizer are the norm over all ranks, clipping, the fp16 scale, and the check for NaN and infinity. Whether a norm is
-finite is known on the device first. Reading it in every step would make the host wait until the device's queue is empty, and then the
-device wait for the host. Torch's fused AdamW reads `found_inf` (made for GradScaler) on the device and leaves parameters and state
-unchanged if it is set. The host reads the norm a step later, when the copy has finished, or before the step is logged, evaluated or saved.
-The norm is read at once for fp16, whose scale must be known before the next forward, and for other optimizers.
+Between backward and optimizer are the norm over all ranks, clipping, the fp16 scale, and the check for NaN
+and infinity. Whether a norm is finite is known on the device first. Reading it in every step would make the
+host wait until the device's queue is empty, and then the device wait for the host. Torch's fused AdamW reads
+`found_inf` (made for GradScaler) on the device and leaves parameters and state unchanged if it is set. The
+host reads the norm a step later, when the copy has finished, or before the step is logged, evaluated or
+saved. The norm is read at once for fp16, whose scale must be known before the next forward, and for other
+optimizers.
 
-Curves are watched for spikes, a gradient of exactly zero and weights that were never loaded. The ranks keep the loss of each micro-batch
-since the last line where it is, on the device, and read it only after a spike. All of them see the same spike: they compare sums over all
-ranks, and rank 0's gradient norm.
+Curves are watched for spikes, a gradient of exactly zero and weights that were never loaded. The ranks keep
+the loss of each micro-batch since the last line where it is, on the device, and read it only after a spike.
+All of them see the same spike: they compare sums over all ranks, and rank 0's gradient norm.
 """
 
 from __future__ import annotations
@@ -100,11 +103,14 @@ class GradientGate(StepObserver):
         """Cached: walking the modules at each step takes longer than the norm of a small model."""
         return [p for p in self.wrapped.parameters() if p.requires_grad]
 
-    def pass_or_skip(self, step: int, max_norm: float | None, optimizer: torch.optim.Optimizer, batches: list[Batch]) -> torch.Tensor:
+    def pass_or_skip(
+        self, step: int, max_norm: float | None, optimizer: torch.optim.Optimizer, batches: list[Batch]
+    ) -> torch.Tensor:
         """Clip gradients in place and return the norm before clipping, without the fp16 scale.
 
         A norm that is not finite never reaches the parameters: the step is skipped (fp16's own back-off, or
-        `on_nonfinite: skip`) or the run ends with FailedError (exit 4), here, in the next step, or in `check_pending`.
+        `on_nonfinite: skip`) or the run ends with FailedError (exit 4), here, in the next step, or in
+        `check_pending`.
         """
         self.check_pending()
         parameters = [p for p in self._trained if p.grad is not None]
@@ -133,9 +139,14 @@ class GradientGate(StepObserver):
         return norm
 
     def check_pending(self) -> None:
-        """Read the result of the last step; call it before that step is logged, evaluated or saved. Raises: FailedError as above."""
+        """Read the result of the last step; call it before that step is logged, evaluated or saved. Raises:
+        FailedError as above."""
         last, self._pending = self._pending, None
-        if last is not None and self._async_norm is not None and not math.isfinite(norm := self._async_norm.read()):
+        if (
+            last is not None
+            and self._async_norm is not None
+            and not math.isfinite(norm := self._async_norm.read())
+        ):
             self._refuse(last.step, norm, last.batches)
 
     def facts(self, step: LoggedStep) -> dict[str, float]:
@@ -149,7 +160,10 @@ class GradientGate(StepObserver):
             self.scale.update(finite=False)
             self.metrics.event(LossScaleBackedOff(step, self.scale.scale))
             if self.scale.skipped_in_a_row >= FP16_SKIPS_IN_A_ROW:
-                overflowed = f"{FP16_SKIPS_IN_A_ROW} steps in a row overflowed in fp16 (loss scale now {self.scale.scale:g})"
+                overflowed = (
+                    f"{FP16_SKIPS_IN_A_ROW} steps in a row overflowed in fp16 (loss scale now "
+                    f"{self.scale.scale:g})"
+                )
                 raise _non_finite(f"step {step}: {overflowed}; {self.locate(batches)}")
         else:
             message = f"step {step}: the gradient norm is {norm}; {self.locate(batches)}"
@@ -160,13 +174,16 @@ class GradientGate(StepObserver):
 
 
 def supports_found_inf(optimizer: object) -> TypeGuard[AdamW]:
-    """Return whether `optimizer.found_inf` takes effect: in torch's fused kernels, which this package's AdamW always uses. Muon's
-    matrices are not updated by such a kernel."""
+    """Return whether `optimizer.found_inf` takes effect: in torch's fused kernels, which this package's AdamW
+    always uses. Muon's matrices are not updated by such a kernel."""
     return type(optimizer) is AdamW
 
 
 def _non_finite(message: str) -> FailedError:
-    hint = "lower training.learning_rate, check the rows named here, or skip such steps with training.on_nonfinite: skip"
+    hint = (
+        "lower training.learning_rate, check the rows named here, or skip such steps with "
+        "training.on_nonfinite: skip"
+    )
     return FailedError(Problem("non-finite", message, hint=hint), exit_code=ExitCode.NON_FINITE)
 
 
@@ -189,11 +206,16 @@ class RecentValues:
     values: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW_LINES))
 
     def spike(self, value: float, least_ratio: float = 1.0) -> str | None:
-        """Return the values so far as text if `value` is far above them. Take it into account from now on, unless it is not finite."""
+        """Return the values so far as text if `value` is far above them. Take it into account from now on,
+        unless it is not finite."""
         mean = sum(self.values) / max(len(self.values), 1)
         deviation = math.sqrt(sum((each - mean) ** 2 for each in self.values) / max(len(self.values), 1))
-        is_spike = len(self.values) >= MIN_LINES and value > max(mean + SPIKE_DEVIATIONS * deviation + 1e-6 * abs(mean), least_ratio * mean)
-        described = f"the last {len(self.values)} lines had {mean:.4f} ± {deviation:.4f}" if is_spike else None
+        is_spike = len(self.values) >= MIN_LINES and value > max(
+            mean + SPIKE_DEVIATIONS * deviation + 1e-6 * abs(mean), least_ratio * mean
+        )
+        described = (
+            f"the last {len(self.values)} lines had {mean:.4f} ± {deviation:.4f}" if is_spike else None
+        )
         if math.isfinite(value):
             self.values.append(value)
         return described
@@ -214,7 +236,10 @@ class CurveWatch:
         if self._first and self.vocabulary is not None:
             blind = math.log(self.vocabulary)
             if abs(loss - blind) < UNTRAINED_SHARE * blind:
-                sentence = f"the first loss is {loss:.3f}, that of an untrained model (ln of the vocabulary = {blind:.3f})"
+                sentence = (
+                    f"the first loss is {loss:.3f}, that of an untrained model (ln of the vocabulary = "
+                    f"{blind:.3f})"
+                )
                 found.append((WeightsLookRandom, f"{sentence}: were the weights loaded?"))
         self._first = False
         if grad_norm == 0.0:
@@ -256,7 +281,8 @@ class RecentBatches:
         self._batches.clear()
 
     def rows_of(self, step: int | None) -> tuple[list[SpikeRow], int]:
-        """Return the named rows of a step, or of all steps since the last line, on all ranks, and the number of all rows.
+        """Return the named rows of a step, or of all steps since the last line, on all ranks, and the number
+        of all rows.
 
         The micro-batches with the highest losses come first. Collective.
         """
@@ -266,7 +292,13 @@ class RecentBatches:
         counts_rows, counts_loss = self.topology.counts_rows(rank), self.topology.counts_loss(rank)
         examples = [list(self._examples(each, rank)) if counts_rows else [] for each in mine]
         own = [
-            (each.step, each.number, loss if counts_loss else 0.0, each.batch.supervised_tokens if counts_rows else 0, len(rows))
+            (
+                each.step,
+                each.number,
+                loss if counts_loss else 0.0,
+                each.batch.supervised_tokens if counts_rows else 0,
+                len(rows),
+            )
             for each, loss, rows in zip(mine, losses, examples, strict=True)
         ]
         means, total = self._means(gather(own))
@@ -282,20 +314,29 @@ class RecentBatches:
 
     def _examples(self, trained: TrainedBatch, rank: int) -> Iterator[SpikeRow]:
         """Yield the rows of a micro-batch, without its loss."""
-        for sequence, examples in zip(trained.batch.row_ids, self.rows.examples_of(trained.batch), strict=True):
+        for sequence, examples in zip(
+            trained.batch.row_ids, self.rows.examples_of(trained.batch), strict=True
+        ):
             for (file, row), tokens in examples:
                 yield SpikeRow(file, row, tokens, trained.step, rank, trained.number, sequence, loss=None)
 
-    def _means(self, every: list[list[tuple[int, int, float, int, int]]]) -> tuple[list[tuple[tuple[int, int, int], float | None]], int]:
-        """Return the mean token loss of each micro-batch with rows, by (data rank, step, number), the highest first, and all rows."""
+    def _means(
+        self, every: list[list[tuple[int, int, float, int, int]]]
+    ) -> tuple[list[tuple[tuple[int, int, int], float | None]], int]:
+        """Return the mean token loss of each micro-batch with rows, by (data rank, step, number), the highest
+        first, and all rows."""
         sums: dict[tuple[int, int, int], list[float]] = {}
         for rank, batches in enumerate(every):
             for step, number, loss, tokens, rows in batches:
                 into = sums.setdefault((self.topology.data_rank(rank), step, number), [0.0, 0, 0])
                 into[:] = [into[0] + loss, into[1] + tokens, into[2] + rows]
-        means = [(key, loss / tokens if tokens else None) for key, (loss, tokens, rows) in sums.items() if rows]
+        means = [
+            (key, loss / tokens if tokens else None) for key, (loss, tokens, rows) in sums.items() if rows
+        ]
 
         def height(mean: float | None) -> float:
             return -math.inf if mean is None else math.inf if math.isnan(mean) else mean
 
-        return sorted(means, key=lambda each: (-height(each[1]), each[0])), int(sum(rows for *_, rows in sums.values()))
+        return sorted(means, key=lambda each: (-height(each[1]), each[0])), int(
+            sum(rows for *_, rows in sums.values())
+        )

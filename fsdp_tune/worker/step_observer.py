@@ -1,4 +1,5 @@
-"""What takes part in the steps of a run: it is attached to the trainer once, and may add fields to the lines of metrics.jsonl."""
+"""What takes part in the steps of a run: it is attached to the trainer once, and may add fields to the lines
+of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -55,15 +56,20 @@ class RankTimes:
 
     def since(self, earlier: RankTimes) -> RankTimes:
         """Return the seconds of each kind since a copy was made."""
-        return RankTimes(*(now - then for now, then in zip(astuple(self)[:5], astuple(earlier)[:5], strict=True)))
+        return RankTimes(
+            *(now - then for now, then in zip(astuple(self)[:5], astuple(earlier)[:5], strict=True))
+        )
 
 
 class StepObserver(Protocol):
-    """`attach` and `facts` do nothing: override what is needed. The trainer calls the Trainer's events of one that is a callback too."""
+    """`attach` and `facts` do nothing: override what is needed. The trainer calls the Trainer's events of one
+    that is a callback too."""
 
     def attach(self, trainer: Any) -> None:
-        """Receive the `FsdpTrainer`, before the first step. Its module imports this one, so its type is in the overriding methods."""
+        """Receive the `FsdpTrainer`, before the first step. Its module imports this one, so its type is in
+        the overriding methods."""
 
     def facts(self, step: LoggedStep) -> Mapping[str, object]:
-        """Return fields of the line of a step that has ended. All ranks call it in the same order, so it may be collective."""
+        """Return fields of the line of a step that has ended. All ranks call it in the same order, so it may
+        be collective."""
         return {}

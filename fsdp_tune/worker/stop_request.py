@@ -26,7 +26,9 @@ SAVE_AND_FAIL = 4
 
 
 # SIGUSR2 is a request for stacks (`worker.__main__`).
-_REQUEST_OF_SIGNAL = {number: 3 if number == signal.SIGINT else 2 for number in STOP_SIGNALS if number != signal.SIGUSR2}
+_REQUEST_OF_SIGNAL = {
+    number: 3 if number == signal.SIGINT else 2 for number in STOP_SIGNALS if number != signal.SIGUSR2
+}
 
 
 # One Ctrl-C reaches a rank several times: from the terminal, from the launcher, from its agent.
@@ -38,14 +40,15 @@ MARGIN_SECONDS = 5.0
 
 
 def ignore_stop_signals(_worker: int) -> None:
-    """Ignore stop signals in loader processes: a launcher signals the process group of a rank, and the last steps still need batches."""
+    """Ignore stop signals in loader processes: a launcher signals the process group of a rank, and the last
+    steps still need batches."""
     for number in _REQUEST_OF_SIGNAL:
         signal.signal(number, signal.SIG_IGN)
 
 
 def end_loader_processes() -> None:
-    """Kill the processes of the data loader at the end of a rank. Waiting for them, as the interpreter does, would take for ever: it
-    sends SIGTERM, which they ignore."""
+    """Kill the processes of the data loader at the end of a rank. Waiting for them, as the interpreter does,
+    would take for ever: it sends SIGTERM, which they ignore."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when one of them is killed
     for child in multiprocessing.active_children():
         child.kill()
@@ -60,10 +63,11 @@ class StoppedEarly(BaseException):
 
 
 def seconds_to_stop(step_seconds: float, evaluation_seconds: float, save_seconds: float) -> float:
-    """Return how long before its deadline a rank must vote to stop, given the slowest step, evaluation and save so far.
+    """Return how long before its deadline a rank must vote to stop, given the slowest step, evaluation and
+    save so far.
 
-    A vote is read one step after it is cast, and a rank that does not vote now votes one step later: two steps. An evaluation may be
-    due in between. The last save may have to wait for one in flight.
+    A vote is read one step after it is cast, and a rank that does not vote now votes one step later: two
+    steps. An evaluation may be due in between. The last save may have to wait for one in flight.
     """
     return MARGIN_SECONDS + 2 * step_seconds + evaluation_seconds + 2 * save_seconds
 
@@ -105,8 +109,8 @@ class StopRequest:
             self._first = self._first or now
         self._signal = max(self._signal, _REQUEST_OF_SIGNAL[signal.Signals(number)])
         if is_first and not self.training:
-            # Python prints and forgets what is raised in a finalizer, and a library may catch everything: the request stays, and the
-            # training that then begins saves and stops.
+            # Python prints and forgets what is raised in a finalizer, and a library may catch everything: the
+            # request stays, and the training that then begins saves and stops.
             raise StoppedEarly(STOP_REASONS[self._signal])
 
     def code(self) -> int:

@@ -1,4 +1,5 @@
-"""transformers.Trainer, overridden only where it is wrong or slow (docs/evidence/numerics.md, Faults of the stack).
+"""transformers.Trainer, overridden only where it is wrong or slow (docs/evidence/numerics.md, Faults of the
+stack).
 
 Its loop, callbacks, schedules and early stopping are kept. Overridden are: preparing the model (it is already
 wrapped), the batches, the loss, the gradient norm, evaluation, logging, and checkpoints.
@@ -81,9 +82,14 @@ class FsdpTrainer(Trainer):
     optimizer: torch.optim.Optimizer | None
 
     def __init__(
-        self, parts: Parts, args: TrainingArguments, callbacks: Sequence[TrainerCallback], observers: Sequence[StepObserver]
+        self,
+        parts: Parts,
+        args: TrainingArguments,
+        callbacks: Sequence[TrainerCallback],
+        observers: Sequence[StepObserver],
     ) -> None:
-        """`callbacks` are called before those of the `observers`, which come in this order in a line of metrics.jsonl too."""
+        """`callbacks` are called before those of the `observers`, which come in this order in a line of
+        metrics.jsonl too."""
         require_trainer_hooks()
         self.parts = parts
         super().__init__(
@@ -95,14 +101,31 @@ class FsdpTrainer(Trainer):
         )
         self.remove_callback(PrinterCallback)
         self.wrapped = parts.loaded.wrapped
-        devices, sources = parts.recipe.topology.world_size, parts.recipe.data.train_names[: parts.collator.sources]
-        self.lines = Lines(args.device, model_size(parts.loaded), device_peak_flops(args.device), devices=devices, sources=sources)
+        devices, sources = (
+            parts.recipe.topology.world_size,
+            parts.recipe.data.train_names[: parts.collator.sources],
+        )
+        self.lines = Lines(
+            args.device,
+            model_size(parts.loaded),
+            device_peak_flops(args.device),
+            devices=devices,
+            sources=sources,
+        )
         self.last_eval_loss: float | None = None
         self.times = RankTimes()
         self.gate = GradientGate(
-            self.wrapped, parts.scale, parts.recipe.training.on_nonfinite == "skip", parts.metrics, self._locate_nonfinite
+            self.wrapped,
+            parts.scale,
+            parts.recipe.training.on_nonfinite == "skip",
+            parts.metrics,
+            self._locate_nonfinite,
         )
-        self._watch = CurveWatch(parts.loaded.model.config.get_text_config().vocab_size if parts.recipe.model.from_config is None else None)
+        self._watch = CurveWatch(
+            parts.loaded.model.config.get_text_config().vocab_size
+            if parts.recipe.model.from_config is None
+            else None
+        )
         self._recent = RecentBatches(parts.rows, parts.recipe.topology)
         self.batches: list[Batch] = []
         self._batches_done = 0
@@ -116,17 +139,22 @@ class FsdpTrainer(Trainer):
         for each in self._observers:
             each.attach(self)
 
-    # ---- Preparation: the model is wrapped and the batches are this rank's already, so Accelerate has nothing to prepare.
+    # ---- Preparation: the model is wrapped and the batches are this rank's already, so Accelerate has
+    # nothing to prepare.
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Iterable[Batch], resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, Iterable[Batch]]:
-        # Trainer.__init__ gives every rank the same seed (`set_seed`), so each rank gets its own stream only now.
+        # Trainer.__init__ gives every rank the same seed (`set_seed`), so each rank gets its own stream only
+        # now.
         torch.manual_seed(seed_for_rank(self.parts.recipe.training.seed, self.state.global_step))
         self.model_wrapped = self.wrapped
         optimizer = self.create_optimizer()
         self.create_scheduler(num_training_steps=max_steps)
-        self._best_by = from_rank0(lambda: chosen_by(self.args, self.parts.evals, self.parts.user_metrics), "reading the evaluation rows")
+        self._best_by = from_rank0(
+            lambda: chosen_by(self.args, self.parts.evals, self.parts.user_metrics),
+            "reading the evaluation rows",
+        )
         if resume_from_checkpoint is not None:
             restore_model(self.checkpointer.live, resume_from_checkpoint)
             restore_optimizer(self.checkpointer.live, resume_from_checkpoint)
@@ -137,7 +165,9 @@ class FsdpTrainer(Trainer):
             self.parts.metrics.write_missing(own["unwritten"])
             if self.parts.scale is not None and own["loss_scale"] is not None:
                 self.parts.scale.load_state_dict(own["loss_scale"])
-            self.gate.skipped_steps = int(own.get("skipped_steps", 0))  # a checkpoint of an earlier version has none
+            self.gate.skipped_steps = int(
+                own.get("skipped_steps", 0)
+            )  # a checkpoint of an earlier version has none
             restore_schedule(self.lr_scheduler, self._updates)
             is_same = self._compare_best(own.get("best_by"))
             self._evaluated_step = self.state.global_step if own.get("evaluated", True) and is_same else None
@@ -145,20 +175,28 @@ class FsdpTrainer(Trainer):
             if self.state.global_step >= max_steps:
                 self._load_rng_state(resume_from_checkpoint)  # which the first step would do
                 if not Path(resume_from_checkpoint).parent.samefile(self.parts.run.path):
-                    self.checkpointer.last_step = None  # so that the run, which ends here, has the checkpoint in its own directory
-        given = {"model": self.model, "optimizer": optimizer, "lr_scheduler": self.lr_scheduler, "train_dataloader": train_dataloader}
+                    self.checkpointer.last_step = (
+                        None  # so that the run, which ends here, has the checkpoint in its own directory
+                    )
+        given = {
+            "model": self.model,
+            "optimizer": optimizer,
+            "lr_scheduler": self.lr_scheduler,
+            "train_dataloader": train_dataloader,
+        }
         for name, value in given.items():
             setattr(self.callback_handler, name, value)
         self.wrapped.train()
-        # The Trainer zeroes through the model, which walks all modules at each step; the optimizer has a list.
+        # The Trainer zeroes through the model, which walks all modules at each step; the optimizer has a
+        # list.
         self.wrapped.zero_grad = optimizer.zero_grad
         self.lines.start(self.state.global_step)
         self._last_line_step = self.state.global_step
         return self.wrapped, train_dataloader
 
     def _compare_best(self, before: str | None) -> bool:
-        """Start the best anew if it was chosen `before` by another metric, or on other rows. A run that chooses none keeps it. Returns
-        whether it goes on."""
+        """Start the best anew if it was chosen `before` by another metric, or on other rows. A run that
+        chooses none keeps it. Returns whether it goes on."""
         if before is None or before == self._best_by:
             return True
         if self._best_by is None:
@@ -169,7 +207,8 @@ class FsdpTrainer(Trainer):
         return False
 
     def _owes_evaluation(self) -> bool:
-        """Whether the last step of the run so far has to be evaluated, and was not: a stop leaves it out, or the recipe has changed."""
+        """Whether the last step of the run so far has to be evaluated, and was not: a stop leaves it out, or
+        the recipe has changed."""
         args, state, order = self.args, self.state, self.parts.rows.order
         if not self.parts.evals or args.eval_strategy == "no" or self._evaluated_step == state.global_step:
             return False
@@ -177,7 +216,11 @@ class FsdpTrainer(Trainer):
             return True
         if args.eval_strategy == "steps":
             return state.global_step % state.eval_steps == 0 and args.eval_delay <= state.global_step
-        return order is not None and order.locate(state.global_step)[1] == 0 and args.eval_delay <= (state.epoch or 0.0)
+        return (
+            order is not None
+            and order.locate(state.global_step)[1] == 0
+            and args.eval_delay <= (state.epoch or 0.0)
+        )
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
@@ -206,7 +249,8 @@ class FsdpTrainer(Trainer):
             epoch, steps = order.locate(self.state.global_step)
             result = epoch, steps * self.args.gradient_accumulation_steps
             self.state.epoch = order.epochs_after(self.state.global_step)
-        # A resumed state carries the old recipe's intervals and micro-batch; those of the recipe in force count.
+        # A resumed state carries the old recipe's intervals and micro-batch; those of the recipe in force
+        # count.
         self.state.compute_steps(self.args, max_steps)
         self.state.train_batch_size = self.args.train_batch_size
         return result
@@ -214,21 +258,33 @@ class FsdpTrainer(Trainer):
     # ---- Data
 
     def get_train_dataloader(self) -> Any:
-        pin, prefetch, workers = self.args.dataloader_pin_memory, self.args.dataloader_prefetch_factor, self.args.dataloader_num_workers
+        pin, prefetch, workers = (
+            self.args.dataloader_pin_memory,
+            self.args.dataloader_prefetch_factor,
+            self.args.dataloader_num_workers,
+        )
         return self.parts.rows.batches(workers=workers, pin_memory=pin, prefetch=prefetch)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
-            self.control.should_training_stop = True  # the Trainer looks at neither before it has trained a step
+            self.control.should_training_stop = (
+                True  # the Trainer looks at neither before it has trained a step
+            )
             return
         epoch, order = kwargs["epoch"], self.parts.rows.order
         self.parts.rows.set_epoch(epoch)
         if order is not None:
-            kwargs |= {"steps_in_epoch": len(kwargs["train_dataloader"]), "num_update_steps_per_epoch": order.steps(epoch)}
+            kwargs |= {
+                "steps_in_epoch": len(kwargs["train_dataloader"]),
+                "num_update_steps_per_epoch": order.steps(epoch),
+            }
         super()._run_epoch(*args, **kwargs)
 
-    def get_batch_samples(self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device) -> tuple[list[Batch], int]:
-        """Return the slots of one step (a micro-batch each, or `NOTHING`), and the supervised tokens of the step over all ranks."""
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
+    ) -> tuple[list[Batch], int]:
+        """Return the slots of one step (a micro-batch each, or `NOTHING`), and the supervised tokens of the
+        step over all ranks."""
         self.times.begin_step()
         batches, total = self._global_batch(epoch_iterator, num_batches)
         while self._step_tokens == 0:  # the lanes of a stream end one by one
@@ -237,7 +293,8 @@ class FsdpTrainer(Trainer):
         if total == 0:
             raise failed_error(
                 "step-without-targets",
-                f"step {self.state.global_step + 1}: no token of the global batch is trained, so there is no loss",
+                f"step {self.state.global_step + 1}: no token of the global batch is trained, so "
+                "there is no loss",
             )
         self.batches, self._batches_done = [batch for batch in batches if batch.tensors], 0
         return batches, total
@@ -247,7 +304,10 @@ class FsdpTrainer(Trainer):
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
         waited = time.monotonic() - started
         counted = batches if self.parts.recipe.topology.counts_rows(dist.get_rank()) else []
-        mine, tokens = sum(batch.supervised_tokens for batch in counted), sum(batch.tokens for batch in counted)
+        mine, tokens = (
+            sum(batch.supervised_tokens for batch in counted),
+            sum(batch.tokens for batch in counted),
+        )
         self.parts.rows.count(counted)
         self.times.data += waited
         self.lines.sums.add_batch(tokens, mine, waited, sum(batch.attended for batch in counted))
@@ -260,7 +320,9 @@ class FsdpTrainer(Trainer):
         return batches, total
 
     def floating_point_ops(self, inputs: object) -> int:
-        return 0  # the Trainer counts parameters at each micro-batch for this; our MFU is computed once a line
+        return (
+            0  # the Trainer counts parameters at each micro-batch for this; our MFU is computed once a line
+        )
 
     # ---- The step
 
@@ -272,22 +334,32 @@ class FsdpTrainer(Trainer):
             model.train()
         self._batches_done += 1
         begin_micro_batch(self.parts.recipe, self.wrapped, is_last=self._batches_done == len(self.batches))
-        tensors = {name: tensor.to(self.args.device, non_blocking=True) for name, tensor in batch.tensors.items()}
+        tensors = {
+            name: tensor.to(self.args.device, non_blocking=True) for name, tensor in batch.tensors.items()
+        }
         if self._audited:
             return self._forward_backward(model, batch, tensors, float(num_items_in_batch))
         self._audited = True
         recipe, check = self.parts.recipe, RecomputationCheck()
         why_not = why_not_audited(recipe)
-        is_checked = why_not is None and recipe.training.witness != "off" and recipe.fsdp.activation_checkpointing != "none"
+        is_checked = (
+            why_not is None
+            and recipe.training.witness != "off"
+            and recipe.fsdp.activation_checkpointing != "none"
+        )
         with DtypeAudit(why_not) as audit, check if is_checked else nullcontext():
             loss = self._forward_backward(model, batch, tensors, float(num_items_in_batch))
         self._write_audit(audit.report())
         if is_checked:
-            found = [f"rank {rank}: {each}" for rank, own in enumerate(gather(check.differences())) for each in own]
+            found = [
+                f"rank {rank}: {each}" for rank, own in enumerate(gather(check.differences())) for each in own
+            ]
             stop_on(found, self.state.global_step, self.parts.run)
         return loss
 
-    def _forward_backward(self, model: nn.Module, batch: Batch, tensors: dict[str, torch.Tensor], step_targets: float) -> torch.Tensor:
+    def _forward_backward(
+        self, model: nn.Module, batch: Batch, tensors: dict[str, torch.Tensor], step_targets: float
+    ) -> torch.Tensor:
         """`step_targets`: supervised tokens of the step over all ranks and micro-batches."""
         # Ranks average their gradients, so the share of one rank is multiplied by their number.
         topology, sums = self.parts.recipe.topology, self.lines.sums
@@ -316,7 +388,9 @@ class FsdpTrainer(Trainer):
                 self.parts.metrics.event(PrecisionWarning(self.state.global_step, warning))
 
     def _locate_nonfinite(self, batches: list[Batch]) -> str:
-        return metrics.describe(self.parts.recipe, self.parts.loaded, batches, self.parts.rows, self.args.device)
+        return metrics.describe(
+            self.parts.recipe, self.parts.loaded, batches, self.parts.rows, self.args.device
+        )
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         return self._checked_norm(self.args.max_grad_norm)
@@ -325,7 +399,8 @@ class FsdpTrainer(Trainer):
         return self._checked_norm(None) if grad_norm is None else grad_norm
 
     def _checked_norm(self, max_norm: float | None) -> torch.Tensor:
-        # The Trainer steps the schedule after each step, since no optimizer of Accelerate reports that fp16 has skipped one.
+        # The Trainer steps the schedule after each step, since no optimizer of Accelerate reports that fp16
+        # has skipped one.
         schedule = self.lr_scheduler
         if isinstance(schedule, LRScheduler) and schedule.last_epoch != self._updates:
             restore_schedule(schedule, self._updates)
@@ -333,7 +408,8 @@ class FsdpTrainer(Trainer):
 
     @property
     def _updates(self) -> int:
-        """Finished steps without those that overflowed in fp16: the position of the schedule, as in the Trainer."""
+        """Finished steps without those that overflowed in fp16: the position of the schedule, as in the
+        Trainer."""
         return self.state.global_step - (self.gate.skipped_steps if self.parts.scale is not None else 0)
 
     # ---- Logging, evaluation, saving
@@ -351,7 +427,8 @@ class FsdpTrainer(Trainer):
     ) -> None:
         step = self.state.global_step
         self.times.end_step()
-        # The Trainer's own counts micro-batches of this rank, of which a short last step has fewer on more ranks.
+        # The Trainer's own counts micro-batches of this rank, of which a short last step has fewer on more
+        # ranks.
         self.state.epoch = self.parts.rows.epochs_after(step)
         tr_loss.zero_()  # the Trainer's own sum; ours is weighted by tokens
         self.parts.heartbeat.beat("training", step)
@@ -371,7 +448,9 @@ class FsdpTrainer(Trainer):
             self._save_checkpoint(model, trial)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
-    def _end_early(self, step: int, grad_norm: torch.Tensor | float | None, learning_rate: float | None) -> None:
+    def _end_early(
+        self, step: int, grad_norm: torch.Tensor | float | None, learning_rate: float | None
+    ) -> None:
         """Write the line of the last steps, which no later one would count, and why the run ends here."""
         if step > self._last_line_step:
             self._last_line_step = step
@@ -379,7 +458,10 @@ class FsdpTrainer(Trainer):
         stopping = self.parts.recipe.training.early_stopping
         evaluations = f"{stopping.patience} evaluations" if stopping is not None else "its evaluations"
         best, at = self.state.best_metric, self.state.best_global_step
-        message = f"{self.args.metric_for_best_model} has not improved in {evaluations}; the best is {best:.6g} of step {at}"
+        message = (
+            f"{self.args.metric_for_best_model} has not improved in {evaluations}; the best is "
+            f"{best:.6g} of step {at}"
+        )
         self.parts.metrics.event(EarlyStopped(step, message))
 
     def _log_line(self, step: int, grad_norm: float | None, learning_rate: float | None) -> None:
@@ -390,7 +472,9 @@ class FsdpTrainer(Trainer):
         assert self.lines.last_loss is not None  # of `facts`
         for kind, message in self._watch.watch(self.lines.last_loss, self.lines.last_grad_norm):
             if issubclass(kind, SpikeEvent):
-                self.parts.metrics.event(kind(step, message, *self._recent.rows_of(step if kind is GradientSpike else None)))
+                self.parts.metrics.event(
+                    kind(step, message, *self._recent.rows_of(step if kind is GradientSpike else None))
+                )
             else:
                 self.parts.metrics.event(kind(step, message))
         self._recent.clear()
@@ -398,27 +482,47 @@ class FsdpTrainer(Trainer):
     def log(self, logs: Mapping[str, object], start_time: float | None = None) -> None:
         if "train_runtime" in logs:
             return  # the Trainer's summary averages losses by step; ours are in the lines
-        self.parts.metrics.write({"step": self.state.global_step, "epoch": self.state.epoch, "time": time.time(), **logs})
+        self.parts.metrics.write(
+            {"step": self.state.global_step, "epoch": self.state.epoch, "time": time.time(), **logs}
+        )
         numbers = {name: value for name, value in logs.items() if isinstance(value, int | float)}
         self.control = self.callback_handler.on_log(self.args, self.state, self.control, numbers)
 
-    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:  # noqa: FBT001, FBT002
+    def _evaluate(
+        self,
+        trial: Any,
+        ignore_keys_for_eval: Any,
+        skip_scheduler: bool = False,  # noqa: FBT001, FBT002
+    ) -> dict[str, float]:
         metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
         step = self.state.global_step
         if skip_scheduler and step > 0:  # before the first step of a resumed run
-            is_best, is_last = self._determine_best_metric(metrics=metrics, trial=None), step >= self.state.max_steps
+            is_best, is_last = (
+                self._determine_best_metric(metrics=metrics, trial=None),
+                step >= self.state.max_steps,
+            )
             if is_last and is_best:
-                self.checkpointer.last_step = None  # so that it is saved again, with its own value as the best
+                self.checkpointer.last_step = (
+                    None  # so that it is saved again, with its own value as the best
+                )
             if self.control.should_training_stop and not is_last:
                 self._end_early(step, None, None)
         return metrics
 
-    def evaluate(self, eval_dataset: object = None, ignore_keys: object = None, metric_key_prefix: str = "eval") -> dict[str, float]:
+    def evaluate(
+        self, eval_dataset: object = None, ignore_keys: object = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
         started = time.monotonic()
         with self.parts.heartbeat.during("evaluating", self.state.global_step):
             parts = self.parts
             metrics = evaluate_sets(
-                parts.recipe, self.wrapped, parts.evals, parts.collator, self.args.device, parts.user_metrics, parts.heartbeat.count
+                parts.recipe,
+                self.wrapped,
+                parts.evals,
+                parts.collator,
+                self.args.device,
+                parts.user_metrics,
+                parts.heartbeat.count,
             )
         seconds = time.monotonic() - started
         self.last_eval_loss, self._evaluated_step = metrics["eval_loss"], self.state.global_step
@@ -433,15 +537,20 @@ class FsdpTrainer(Trainer):
             return  # the end of an epoch and the last step request the same checkpoint
         started = time.monotonic()
         if self.state.best_global_step is not None:
-            self.state.best_model_checkpoint = str(self.checkpointer.run.checkpoint(self.state.best_global_step))
-        self.checkpointer.save(step, trainer_state_json(self), self.own_state(), best_step=self.state.best_global_step)
+            self.state.best_model_checkpoint = str(
+                self.checkpointer.run.checkpoint(self.state.best_global_step)
+            )
+        self.checkpointer.save(
+            step, trainer_state_json(self), self.own_state(), best_step=self.state.best_global_step
+        )
         seconds = time.monotonic() - started
         self.times.stalled += seconds
         self.times.written = self.checkpointer.written_seconds
         self.lines.leave_out(seconds)
 
     def _load_best_model(self) -> None:
-        """Nothing: the merge reads the best checkpoint, and the last step may still have to be saved with its own weights."""
+        """Nothing: the merge reads the best checkpoint, and the last step may still have to be saved with its
+        own weights."""
 
     def own_state(self) -> OwnState:
         """Return the state of this rank for its file in a checkpoint; called last before a save."""
@@ -458,9 +567,12 @@ class FsdpTrainer(Trainer):
         }
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        # The Trainer calls this last, after skipping batches, so nothing draws from the generators in between.
+        # The Trainer calls this last, after skipping batches, so nothing draws from the generators in
+        # between.
         assert checkpoint is not None
-        restore_rng(checkpoint, self.parts.recipe.training.seed, self.state.global_step, self.args.device.type)
+        restore_rng(
+            checkpoint, self.parts.recipe.training.seed, self.state.global_step, self.args.device.type
+        )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: object = None) -> None:
         """Nothing: `_prepare_for_training` loads, once the model is wrapped."""

@@ -8,7 +8,10 @@ import pytest
 from fsdp_tune.answer.examples import Scores, bootstrap, mcnemar, paired_bootstrap, wilson
 
 
-@pytest.mark.parametrize(("matches", "rows", "low", "high"), [(0, 20, 0.0, 0.1611), (10, 20, 0.2993, 0.7007), (20, 20, 0.8389, 1.0)])
+@pytest.mark.parametrize(
+    ("matches", "rows", "low", "high"),
+    [(0, 20, 0.0, 0.1611), (10, 20, 0.2993, 0.7007), (20, 20, 0.8389, 1.0)],
+)
 def test_wilson_interval_has_published_values(matches: int, rows: int, low: float, high: float) -> None:
     found = wilson(matches, rows)
     assert (found.value, found.low, found.high) == pytest.approx((matches / rows, low, high), abs=1e-4)
@@ -31,7 +34,10 @@ def test_interval_of_difference_covers_bootstrap_of_many_rows() -> None:
     generator = np.random.default_rng(1)
     first = (generator.random(2000) < 0.6).astype(float)
     second = np.where(generator.random(2000) < 0.7, first, generator.random(2000) < 0.4).astype(float)
-    exact, resampled = mcnemar(first, second), paired_bootstrap(Scores(first, np.ones(2000)), Scores(second, np.ones(2000)))
+    exact, resampled = (
+        mcnemar(first, second),
+        paired_bootstrap(Scores(first, np.ones(2000)), Scores(second, np.ones(2000))),
+    )
     assert (exact.low, exact.high) == pytest.approx((resampled.low, resampled.high), abs=0.004)
 
 
@@ -44,7 +50,10 @@ def test_equal_models_do_not_differ() -> None:
 
 def test_few_rows_are_no_proof_of_a_difference() -> None:
     for rows in (1, 2, 5):
-        first, second = Scores(np.arange(rows) + 1.0, np.ones(rows)), Scores(np.arange(rows) + 2.0, np.ones(rows))
+        first, second = (
+            Scores(np.arange(rows) + 1.0, np.ones(rows)),
+            Scores(np.arange(rows) + 2.0, np.ones(rows)),
+        )
         assert paired_bootstrap(first, second).p == 2.0 ** (1 - rows)
 
 
@@ -76,4 +85,6 @@ def test_bootstrap_weighs_tokens_and_resamples_rows() -> None:
 
 def test_perplexity_has_exponentials_of_the_losses_interval() -> None:
     loss = bootstrap(Scores(np.array([1.0, 3.0, 2.0]), np.ones(3)))
-    assert loss.exponential().as_dict() == pytest.approx({key: math.exp(value) for key, value in loss.as_dict().items()})
+    assert loss.exponential().as_dict() == pytest.approx(
+        {key: math.exp(value) for key, value in loss.as_dict().items()}
+    )

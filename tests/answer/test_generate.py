@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from fsdp_tune.answer.examples import AnswerSettings, ModelsRequest, ModelToEvaluate, find_model
 from fsdp_tune.answer.generate import Answering, PieceStreamer, StopFlag
@@ -28,16 +34,25 @@ QUESTIONS = ["one plus two", "thirty seven plus four is", "é你 👍"]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`model`, whose template ends turns with <|end|> and whose generation config has a penalty, and `adapter` on it."""
+    """`model`, whose template ends turns with <|end|> and whose generation config has a penalty, and
+    `adapter` on it."""
     root = tmp_path_factory.mktemp("models")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=builtin_tokenizer("builtin:arithmetic"), eos_token=EOS, pad_token=PAD)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]})
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=builtin_tokenizer("builtin:arithmetic"), eos_token=EOS, pad_token=PAD
+    )
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]}
+    )
     tokenizer.chat_template = TEMPLATE
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=64, initializer_range=0.3, **sizes)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), max_position_embeddings=64, initializer_range=0.3, **sizes
+    )
     model = LlamaForCausalLM(config)
-    model.generation_config = GenerationConfig(eos_token_id=5, repetition_penalty=5.0, do_sample=True, temperature=2.0)
+    model.generation_config = GenerationConfig(
+        eos_token_id=5, repetition_penalty=5.0, do_sample=True, temperature=2.0
+    )
     model.save_pretrained(root / "model")
     tokenizer.save_pretrained(root / "model")
     make_adapter(root / "model", {"r": 4}, root / "adapter")
@@ -46,15 +61,27 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def answering(folder: Path, *, adapter_off: bool = False, **settings: Any) -> Answering:
     model = find_model(str(folder))
-    values = {"max_new_tokens": 20, "temperature": 0.0, "top_p": 1.0, "seed": 0, "shows_special_tokens": False} | settings
-    recipe = recipe_of_model(ModelToEvaluate("", str(folder.parent / "model")), Allowed()).model_dump(mode="json", by_alias=True)
-    request = ModelsRequest([model], adapter_off, recipe, None, AnswerSettings(**values), "cpu", "auto", trust_remote_code=False)
+    values = {
+        "max_new_tokens": 20,
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "seed": 0,
+        "shows_special_tokens": False,
+    } | settings
+    recipe = recipe_of_model(ModelToEvaluate("", str(folder.parent / "model")), Allowed()).model_dump(
+        mode="json", by_alias=True
+    )
+    request = ModelsRequest(
+        [model], adapter_off, recipe, None, AnswerSettings(**values), "cpu", "auto", trust_remote_code=False
+    )
     return Answering.load(request, StopFlag(), lambda _: None)
 
 
 def lines_of(found: Answering, *prompts: Prompt) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
-    found.answer([[asdict(prompt) | {"system": None}] * len(found.answerers) for prompt in prompts], lines.append)
+    found.answer(
+        [[asdict(prompt) | {"system": None}] * len(found.answerers) for prompt in prompts], lines.append
+    )
     return lines
 
 
@@ -67,7 +94,9 @@ def of_transformers(model: Any, tokenizer: Any, text: str, ends: Sequence[int]) 
         [{"role": "user", "content": text}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     model.generation_config = GenerationConfig()
-    config = GenerationConfig(do_sample=False, max_new_tokens=20, eos_token_id=list(ends), pad_token_id=tokenizer.pad_token_id)
+    config = GenerationConfig(
+        do_sample=False, max_new_tokens=20, eos_token_id=list(ends), pad_token_id=tokenizer.pad_token_id
+    )
     return model.generate(**ids, generation_config=config)[0, ids["input_ids"].shape[1] :].tolist()
 
 
@@ -76,7 +105,9 @@ def test_greedy_answers_are_those_of_transformers(models: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(models / "model")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(models / "model")
     ends = [tokenizer.convert_tokens_to_ids(token) for token in ("<|end|>", EOS)]
-    assert set(found.answerers[0].end_ids) == {*ends, 5}, "of the template, the tokenizer and the generation config"
+    assert set(found.answerers[0].end_ids) == {*ends, 5}, (
+        "of the template, the tokenizer and the generation config"
+    )
     answers = answers_of(found, *map(question, QUESTIONS))
     for text, answer in zip(QUESTIONS, answers, strict=True):
         expected = of_transformers(model, tokenizer, text, [*ends, 5])
@@ -89,7 +120,9 @@ def test_greedy_answers_are_those_of_transformers(models: Path) -> None:
 def test_adapter_on_and_off_are_the_tuned_model_and_its_base(models: Path) -> None:
     from peft import PeftModel
 
-    found = answers_of(answering(models / "adapter", adapter_off=True, shows_special_tokens=True), *map(question, QUESTIONS))
+    found = answers_of(
+        answering(models / "adapter", adapter_off=True, shows_special_tokens=True), *map(question, QUESTIONS)
+    )
     tokenizer = PreTrainedTokenizerFast.from_pretrained(models / "model")
     ends = [tokenizer.convert_tokens_to_ids("<|end|>"), tokenizer.eos_token_id, 5]
     base = AutoModelForCausalLM.from_pretrained(models / "model")
@@ -97,11 +130,17 @@ def test_adapter_on_and_off_are_the_tuned_model_and_its_base(models: Path) -> No
     tuned = PeftModel.from_pretrained(base, models / "adapter").get_base_model()
     of_tuned = [of_transformers(tuned, tokenizer, text, ends) for text in QUESTIONS]
     assert of_base != of_tuned
-    expected = [tokenizer.decode(ids, clean_up_tokenization_spaces=False) for pair in zip(of_tuned, of_base, strict=True) for ids in pair]
+    expected = [
+        tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        for pair in zip(of_tuned, of_base, strict=True)
+        for ids in pair
+    ]
     assert [answer["output"] for answer in found] == expected
 
 
-def test_pieces_make_up_the_answer_which_ends_at_the_turn(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_make_up_the_answer_which_ends_at_the_turn(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = answering(models / "model")
     tokenizer = found.answerers[0].encoder.tokenizer
     script = [
@@ -187,4 +226,7 @@ def test_every_prompt_that_cannot_be_answered_is_reported_before_the_first_answe
     found = answering(models / "model")
     lines = lines_of(found, question("one " * 80), question("hi"), Prompt("text", {"text": ""}))
     (line,) = lines
-    assert [(number, reason.partition(" of ")[0]) for number, reason, _ in line["bad"]] == [(0, "a prompt"), (2, "the prompt has no token")]
+    assert [(number, reason.partition(" of ")[0]) for number, reason, _ in line["bad"]] == [
+        (0, "a prompt"),
+        (2, "the prompt has no token"),
+    ]

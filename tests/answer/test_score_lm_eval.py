@@ -25,7 +25,7 @@ training: {global_batch_size: 8, per_device_train_batch_size: 8, max_steps: 120,
 precision: {mixed_precision: no}
 launch: {device: cpu, num_processes: 1}
 output_dir: run
-"""
+"""  # noqa: E501
 TASKS = {
     "answers.yaml": """
 task: answers
@@ -66,20 +66,31 @@ json.dump({
     "answers": {each["doc_id"]: each["resps"][0][0] for each in samples["answers"]},
     "likelihoods": {each["doc_id"]: each["resps"][0][0][0] for each in samples["likelihoods"]},
 }, open("lm_eval.json", "w"))
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="needs lm_eval (`pip install fsdp-tune[eval]`)")
+@pytest.mark.skipif(
+    importlib.util.find_spec("lm_eval") is None, reason="needs lm_eval (`pip install fsdp-tune[eval]`)"
+)
 def test_lm_eval_agrees_row_by_row(repository: Path, tmp_path: Path) -> None:
-    data = next((path for parent in repository.parents if (path := parent / "shared/data/gsm8k/train.jsonl").is_file()), None)
+    data = next(
+        (
+            path
+            for parent in repository.parents
+            if (path := parent / "shared/data/gsm8k/train.jsonl").is_file()
+        ),
+        None,
+    )
     if data is None:
         pytest.skip("needs GSM8K in ../shared/data")
     rows = [line for line in data.read_text(encoding="utf-8").splitlines() if len(line) < 330][:12]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-    (tmp_path / "without_eos.yaml").write_text(RECIPE.replace("append_eos: true", "append_eos: false"))  # lm_eval scores no EOS
+    (tmp_path / "without_eos.yaml").write_text(
+        RECIPE.replace("append_eos: true", "append_eos: false")
+    )  # lm_eval scores no EOS
     (tmp_path / "tasks").mkdir()
     for name, text in TASKS.items():
         (tmp_path / "tasks" / name).write_text(text)
@@ -87,10 +98,29 @@ def test_lm_eval_agrees_row_by_row(repository: Path, tmp_path: Path) -> None:
     run(tmp_path, *fsdp_tune, "train", "recipe.yaml")
     exact = ("--metric", "exact_match", "--answer", "#### (.*)", "--max-new-tokens", "200")
     found = run(
-        tmp_path, *fsdp_tune, "evaluate", "run/merged", "--config", "recipe.yaml", "--data", "rows.jsonl", *exact, "--out", "answers.jsonl"
+        tmp_path,
+        *fsdp_tune,
+        "evaluate",
+        "run/merged",
+        "--config",
+        "recipe.yaml",
+        "--data",
+        "rows.jsonl",
+        *exact,
+        "--out",
+        "answers.jsonl",
     )
     run(
-        tmp_path, *fsdp_tune, "evaluate", "run/merged", "--config", "without_eos.yaml", "--data", "rows.jsonl", "--out", "likelihoods.jsonl"
+        tmp_path,
+        *fsdp_tune,
+        "evaluate",
+        "run/merged",
+        "--config",
+        "without_eos.yaml",
+        "--data",
+        "rows.jsonl",
+        "--out",
+        "likelihoods.jsonl",
     )
     run(tmp_path, "-c", LM_EVAL)
     other = json.loads((tmp_path / "lm_eval.json").read_text())
@@ -106,7 +136,9 @@ def test_lm_eval_agrees_row_by_row(repository: Path, tmp_path: Path) -> None:
 
 def run(folder: Path, *arguments: str) -> dict[str, Any]:
     command = [sys.executable, *arguments, *(["--json"] if arguments[0] == "-m" else [])]
-    done = subprocess.run(command, cwd=folder, env=os.environ, capture_output=True, text=True, check=False, timeout=600)
+    done = subprocess.run(
+        command, cwd=folder, env=os.environ, capture_output=True, text=True, check=False, timeout=600
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout) if arguments[0] == "-m" else {}
 

@@ -1,4 +1,5 @@
-"""An adapter is evaluated, merged and continued on one base: in the precision and with the configuration that it was trained on."""
+"""An adapter is evaluated, merged and continued on one base: in the precision and with the configuration that
+it was trained on."""
 
 from __future__ import annotations
 
@@ -25,16 +26,24 @@ from fsdp_tune.run.records import DOCUMENT_DIGEST
 from tests.model.recipes import facts_of_model, recipe_of
 from tests.parity.peft_adapters import make_adapter
 
-UNTIED = {"model": {"config_overrides": {"tie_word_embeddings": False}}, "lora": {"modules_to_save": ["lm_head"]}}
+UNTIED = {
+    "model": {"config_overrides": {"tie_word_embeddings": False}},
+    "lora": {"modules_to_save": ["lm_head"]},
+}
 # What a run changes about its base: sections of the recipe.
 TRAININGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "4 bits": {"quantization": {"load": "nf4"}},
     "4 bits, bf16 scales": {"quantization": {"load": "nf4", "scales": "bf16"}},
     "linear": {"model": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}},
-    "llama3": {"model": {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "quantization": {"load": "nf4"}},
+    "llama3": {
+        "model": {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+        "quantization": {"load": "nf4"},
+    },
     "override": {"model": {"config_overrides": {"rms_norm_eps": 0.1}}},
-    "overrides of rotary frequencies": {"model": {"config_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}}},
+    "overrides of rotary frequencies": {
+        "model": {"config_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}}
+    },
     "untied": UNTIED,
     "untied in 4 bits": {**UNTIED, "quantization": {"load": "nf4"}},
 }
@@ -45,8 +54,16 @@ FAST = ("4 bits, bf16 scales", "override", "untied in 4 bits")
 
 def make_base(folder: Path, *, tied: bool = True) -> Path:
     torch.manual_seed(1)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=160, max_position_embeddings=64, tie_word_embeddings=tied, initializer_range=0.2, **sizes)
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    config = LlamaConfig(
+        vocab_size=160, max_position_embeddings=64, tie_word_embeddings=tied, initializer_range=0.2, **sizes
+    )
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     return folder
 
@@ -62,57 +79,87 @@ def evaluated(folder: Path, vocabulary: int = 160, dtype: str = "fp32") -> torch
     return logits(load_model(model, request))
 
 
-def trained(base: Path, adapter: Path, sections: dict[str, Any], *, tied: bool = True) -> tuple[Recipe, torch.Tensor]:
-    """Write an adapter with what a run records about its base; return the recipe and the logits of the training."""
+def trained(
+    base: Path, adapter: Path, sections: dict[str, Any], *, tied: bool = True
+) -> tuple[Recipe, torch.Tensor]:
+    """Write an adapter with what a run records about its base; return the recipe and the logits of the
+    training."""
     lora = {"r": 4, **sections.get("lora", {})}
     is_untied = sections is UNTIED or sections.get("lora") == UNTIED["lora"]
-    made = make_adapter(make_base(base.parent / "untied", tied=False) if is_untied and tied else base, lora, adapter)
+    made = make_adapter(
+        make_base(base.parent / "untied", tied=False) if is_untied and tied else base, lora, adapter
+    )
     values = json.loads((made / CONFIG_FILE).read_text())
     (made / CONFIG_FILE).write_text(json.dumps(values | {"base_model_name_or_path": str(base)}))
     rest = {name: value for name, value in sections.items() if name not in ("lora", "model")}
     model = {"name_or_path": str(base), **sections.get("model", {})}
-    recipe = recipe_of(model, lora={**lora, "adapter": str(made)}, **rest, data={"train": [{"path": "hand-made"}], "max_length": 64})
+    recipe = recipe_of(
+        model,
+        lora={**lora, "adapter": str(made)},
+        **rest,
+        data={"train": [{"path": "hand-made"}], "max_length": 64},
+    )
     base_of(recipe, facts_of_model(recipe)).write(made / BASE_FILE)
     return recipe, logits(build_full(recipe))
 
 
 def notices_without(training: str, base: Path, adapter: Path) -> list[str]:
-    """Return the notices of a recipe that continues an adapter without what its training changed about the base."""
+    """Return the notices of a recipe that continues an adapter without what its training changed about the
+    base."""
     lora = {"r": 4, "adapter": str(adapter), **TRAININGS[training].get("lora", {})}
-    plain = recipe_of({"name_or_path": str(base)}, lora=lora, data={"train": [{"path": "hand-made"}], "max_length": 64})
+    plain = recipe_of(
+        {"name_or_path": str(base)}, lora=lora, data={"train": [{"path": "hand-made"}], "max_length": 64}
+    )
     return [notice.code for notice in find_facts(plain).notices]
 
 
 def expected_notices(training: str, adapter: Path) -> list[str]:
     changed = json.loads((adapter / BASE_FILE).read_text())["config_changes"]
-    differences = {"adapter-precision-differs": "quantization" in TRAININGS[training], "adapter-config-differs": changed}
+    differences = {
+        "adapter-precision-differs": "quantization" in TRAININGS[training],
+        "adapter-config-differs": changed,
+    }
     return [code for code, differs in differences.items() if differs]
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-@pytest.mark.parametrize("training", [pytest.param(one, marks=[] if one in FAST else pytest.mark.slow) for one in TRAININGS])
-def test_adapter_is_evaluated_and_merged_on_the_base_that_it_was_trained_on(training: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "training", [pytest.param(one, marks=[] if one in FAST else pytest.mark.slow) for one in TRAININGS]
+)
+def test_adapter_is_evaluated_and_merged_on_the_base_that_it_was_trained_on(
+    training: str, tmp_path: Path
+) -> None:
     base = make_base(tmp_path / "base")
     recipe, wanted = trained(base, tmp_path / "adapter", TRAININGS[training])
     torch.testing.assert_close(evaluated(tmp_path / "adapter"), wanted, atol=1e-4, rtol=1e-4)
     merge_checkpoint(tmp_path / "adapter", MergeOptions(output=tmp_path / "merged", dtype="fp32"))
-    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), wanted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), wanted, atol=1e-4, rtol=1e-4
+    )
     torch.testing.assert_close(evaluated(tmp_path / "merged"), wanted, atol=1e-4, rtol=1e-4)
     assert find_facts(recipe).notices == (), "it continues on the same base"
 
     if not training.startswith("untied"):
-        assert notices_without(training, base, tmp_path / "adapter") == expected_notices(training, tmp_path / "adapter")
+        assert notices_without(training, base, tmp_path / "adapter") == expected_notices(
+            training, tmp_path / "adapter"
+        )
 
     (tmp_path / "adapter" / BASE_FILE).unlink()
     if training not in ("plain", "untied"):
-        assert (evaluated(tmp_path / "adapter") - wanted).abs().max() > 1e-3, "another base than that of the training"
+        assert (evaluated(tmp_path / "adapter") - wanted).abs().max() > 1e-3, (
+            "another base than that of the training"
+        )
 
 
 @pytest.mark.parametrize("training", ["untied", "untied in 4 bits"])
-def test_recipe_that_continues_an_adapter_on_an_untied_base_has_only_the_notice_of_its_precision(training: str, tmp_path: Path) -> None:
+def test_recipe_that_continues_an_adapter_on_an_untied_base_has_only_the_notice_of_its_precision(
+    training: str, tmp_path: Path
+) -> None:
     base = make_base(tmp_path / "base", tied=False)
     trained(base, tmp_path / "adapter", TRAININGS[training], tied=False)
-    assert notices_without(training, base, tmp_path / "adapter") == expected_notices(training, tmp_path / "adapter")
+    assert notices_without(training, base, tmp_path / "adapter") == expected_notices(
+        training, tmp_path / "adapter"
+    )
 
 
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
@@ -122,10 +169,14 @@ def test_adapter_of_a_resized_embedding_is_evaluated(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", tied=False)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     model.resize_token_embeddings(170)
-    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])
+    config = LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"]
+    )
     adapted = get_peft_model(model, config)
     adapted.save_pretrained(tmp_path / "adapter")
-    torch.testing.assert_close(evaluated(tmp_path / "adapter", vocabulary=170), logits(adapted), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        evaluated(tmp_path / "adapter", vocabulary=170), logits(adapted), atol=1e-5, rtol=1e-5
+    )
 
 
 def test_base_in_4_bits_is_rounded_before_its_dtype_is_changed(tmp_path: Path) -> None:
@@ -154,7 +205,9 @@ def test_base_that_was_moved_is_named(tmp_path: Path) -> None:
     with pytest.raises(FsdpTuneError, match="there is no directory"):
         find_model(str(tmp_path / "adapter"))
     values = json.loads((tmp_path / "adapter" / CONFIG_FILE).read_text())
-    (tmp_path / "adapter" / CONFIG_FILE).write_text(json.dumps(values | {"base_model_name_or_path": str(tmp_path / "moved")}))
+    (tmp_path / "adapter" / CONFIG_FILE).write_text(
+        json.dumps(values | {"base_model_name_or_path": str(tmp_path / "moved")})
+    )
     assert find_model(str(tmp_path / "adapter")).weights == str(tmp_path / "moved")
 
 
@@ -170,7 +223,9 @@ def test_weights_in_4_bits_that_the_base_lacks_are_named(tmp_path: Path) -> None
     trained(base, tmp_path / "adapter", TRAININGS["4 bits"])
     record = json.loads((tmp_path / "adapter" / BASE_FILE).read_text())
     record["nf4_weights"] = ["model.layers.7.mlp.up_proj.weight"]
-    (tmp_path / "adapter" / BASE_FILE).write_text(json.dumps({name: value for name, value in record.items() if name != DOCUMENT_DIGEST}))
+    (tmp_path / "adapter" / BASE_FILE).write_text(
+        json.dumps({name: value for name, value in record.items() if name != DOCUMENT_DIGEST})
+    )
     with pytest.raises(FsdpTuneError, match=r"no `model\.layers\.7"):
         evaluated(tmp_path / "adapter")
 

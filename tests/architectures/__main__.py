@@ -1,4 +1,5 @@
-"""`python -m tests.architectures`: try every architecture that transformers lists, one result a line; `--write` makes the page of them."""
+"""`python -m tests.architectures`: try every architecture that transformers lists, one result a line;
+`--write` makes the page of them."""
 
 from __future__ import annotations
 
@@ -22,8 +23,17 @@ from tests.ranks import shared_ranks
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/test --suite models", description=__doc__)
     parser.add_argument("architectures", nargs="*", help="all that transformers lists unless given")
-    parser.add_argument("--results", type=Path, default=Path("models.jsonl"), help="results are appended; architectures in it are skipped")
-    parser.add_argument("--write", action="store_true", help="write docs/evidence/data/models.json and docs/reference/models.md")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=Path("models.jsonl"),
+        help="results are appended; architectures in it are skipped",
+    )
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="write docs/evidence/data/models.json and docs/reference/models.md",
+    )
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -31,13 +41,20 @@ def main() -> int:
     if arguments.write:
         lines = [json.loads(line) for line in arguments.results.read_text().splitlines()]
         EVIDENCE.write(
-            Results(installed("transformers") | {"longest_row": LONGEST_EXAMPLE}, sorted(lines, key=lambda line: line["architecture"]))
+            Results(
+                installed("transformers") | {"longest_row": LONGEST_EXAMPLE},
+                sorted(lines, key=lambda line: line["architecture"]),
+            )
         )
     return 0
 
 
 def run_all(architectures: list[str], results: Path) -> None:
-    done = {json.loads(line)["architecture"] for line in results.read_text().splitlines()} if results.exists() else set()
+    done = (
+        {json.loads(line)["architecture"] for line in results.read_text().splitlines()}
+        if results.exists()
+        else set()
+    )
     with tempfile.TemporaryDirectory(prefix="models-") as scratch:
         folder = Path(scratch)
         store = make_store(folder / "rows")

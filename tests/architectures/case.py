@@ -1,4 +1,5 @@
-"""One architecture: train on two ranks, resume, merge, generate, and compare the losses with a plain loop on one device."""
+"""One architecture: train on two ranks, resume, merge, generate, and compare the losses with a plain loop on
+one device."""
 
 from __future__ import annotations
 
@@ -43,11 +44,11 @@ TRAINING: dict[str, Any] = {
 class Result:
     """Fields are None or False for what was refused or failed.
 
-    `model_class` is empty if transformers cannot build the model, for the reason in `refused`. `has_balance`: its configuration offers
-    a load-balancing loss. `unpacked` and `packed`: relative differences of the first and last loss from the plain loop. `resumed`:
-    largest difference between the losses and parameters of the resumed and the uninterrupted run. `unreached`: fields of the configuration
-    that limit tokens, and that no row is long enough for. `refused` and `failed`: reasons, by
-    what could not be done.
+    `model_class` is empty if transformers cannot build the model, for the reason in `refused`. `has_balance`:
+    its configuration offers a load-balancing loss. `unpacked` and `packed`: relative differences of the first
+    and last loss from the plain loop. `resumed`: largest difference between the losses and parameters of the
+    resumed and the uninterrupted run. `unreached`: fields of the configuration that limit tokens, and that no
+    row is long enough for. `refused` and `failed`: reasons, by what could not be done.
     """
 
     architecture: str
@@ -135,7 +136,8 @@ def _try_runs(result: Result, model: Path, bench: Bench) -> None:
 
 
 def _train_with_fallback(result: Result, way: str, changes: dict[str, Any], bench: Bench) -> RunDir:
-    """Train, without what is refused for this architecture alone: its load-balancing loss, and the chunked loss."""
+    """Train, without what is refused for this architecture alone: its load-balancing loss, and the chunked
+    loss."""
     for attempt in range(3):
         try:
             return _train(bench.folder / f"{way}-{attempt}", way, changes, bench)
@@ -144,7 +146,10 @@ def _train_with_fallback(result: Result, way: str, changes: dict[str, Any], benc
             if problem.code == "balance-unknown":
                 result.refused["balance"] = problem.message
                 set_fields(Path(changes["model"]["name_or_path"]), output_router_logits=False)
-            elif "kernels.loss" in f"{problem.where.key} {problem.message} {problem.hint}" and changes["kernels"]:
+            elif (
+                "kernels.loss" in f"{problem.where.key} {problem.message} {problem.hint}"
+                and changes["kernels"]
+            ):
                 result.refused["chunked loss"] = problem.message
                 changes["kernels"] = {}
             else:
@@ -152,7 +157,9 @@ def _train_with_fallback(result: Result, way: str, changes: dict[str, Any], benc
     raise AssertionError("refused again without what was refused")
 
 
-def _train(folder: Path, way: str, changes: dict[str, Any], bench: Bench, donor: RunDir | None = None) -> RunDir:
+def _train(
+    folder: Path, way: str, changes: dict[str, Any], bench: Bench, donor: RunDir | None = None
+) -> RunDir:
     """Return the finished run. Raises: Refused, RanksFailed."""
     recipe = changes | {"data": {"eval": None, "packing": way == "packed"}, "training": TRAINING}
     try:
@@ -190,17 +197,26 @@ def _differences(run: RunDir, way: str, model: Path, bench: Bench) -> tuple[floa
 def _resume(run: RunDir, way: str, changes: dict[str, Any], bench: Bench) -> float:
     resumed = _train(bench.folder / "resumed", way, changes, bench, donor=run)
     one, other = (runs.saved_parameters(each, STEPS) for each in (run, resumed))
-    moved = [float((one[name].double() - other[name].double()).abs().max()) for name in one if one[name].numel()]
-    losses = [abs(a["loss"] - b["loss"]) for a, b in zip(runs.loss_lines(run), runs.loss_lines(resumed), strict=True)]
+    moved = [
+        float((one[name].double() - other[name].double()).abs().max()) for name in one if one[name].numel()
+    ]
+    losses = [
+        abs(a["loss"] - b["loss"])
+        for a, b in zip(runs.loss_lines(run), runs.loss_lines(resumed), strict=True)
+    ]
     return max(*moved, *losses)
 
 
 def _merge(run: RunDir, way: str, changes: dict[str, Any], bench: Bench) -> bool:
     """Whether the merged model, loaded by transformers alone, has the trained parameters bit for bit."""
-    merge_checkpoint(run.path, MergeOptions(dtype="fp32", verify="none", base=changes["model"]["name_or_path"]))
+    merge_checkpoint(
+        run.path, MergeOptions(dtype="fp32", verify="none", base=changes["model"]["name_or_path"])
+    )
     merged = AutoModelForCausalLM.from_pretrained(run.merged).state_dict()
     trained = runs.saved_parameters(run, STEPS)
-    return trained.keys() <= merged.keys() and all(torch.equal(merged[name], trained[name]) for name in trained)
+    return trained.keys() <= merged.keys() and all(
+        torch.equal(merged[name], trained[name]) for name in trained
+    )
 
 
 def _generate(run: RunDir, way: str, changes: dict[str, Any], bench: Bench) -> bool:
@@ -208,7 +224,14 @@ def _generate(run: RunDir, way: str, changes: dict[str, Any], bench: Bench) -> b
     model = AutoModelForCausalLM.from_pretrained(run.merged).eval()
     prompt = RowStore(bench.store / "train")[0].input_ids[:5].astype(np.int64)
     with torch.no_grad():
-        [ours] = generate(model, [prompt.tolist()], max_new_tokens=NEW_TOKENS, end_ids=(), pad_id=0, device=torch.device("cpu"))
+        [ours] = generate(
+            model,
+            [prompt.tolist()],
+            max_new_tokens=NEW_TOKENS,
+            end_ids=(),
+            pad_id=0,
+            device=torch.device("cpu"),
+        )
         ids = torch.from_numpy(prompt)[None]
         model.generation_config = GenerationConfig(pad_token_id=0)  # without forced tokens and penalties
         theirs = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS)

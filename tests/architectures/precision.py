@@ -1,7 +1,9 @@
-"""`python -m tests.architectures.precision`: which tensors of each family stay in fp32 when it is loaded, trained and merged in bf16.
+"""`python -m tests.architectures.precision`: which tensors of each family stay in fp32 when it is loaded,
+trained and merged in bf16.
 
-The reference is transformers alone: a model that is loaded in bf16 and saved. Every class for causal language modelling that keeps a
-tensor in fp32 is tried, in tiny form on two CPU ranks; `--write` makes docs/evidence/precision.md.
+The reference is transformers alone: a model that is loaded in bf16 and saved. Every class for causal language
+modelling that keeps a tensor in fp32 is tried, in tiny form on two CPU ranks; `--write` makes
+docs/evidence/precision.md.
 """
 
 from __future__ import annotations
@@ -30,15 +32,20 @@ from tests.ranks import Ranks, shared_ranks
 STEPS = 2
 WAYS: dict[str, dict[str, Any]] = {
     "full": {"fsdp": {"version": 2}},
-    "lora": {"fsdp": {"version": 2}, "lora": {"r": 4, "target_modules": ["o_proj"]}, "merge": {"adapter": "merged"}},
+    "lora": {
+        "fsdp": {"version": 2},
+        "lora": {"r": 4, "target_modules": ["o_proj"]},
+        "merge": {"adapter": "merged"},
+    },
 }
 Dtypes = dict[str, str]
 
 
 @dataclass
 class Precision:
-    """`kept`: {kind of name: P trained, F frozen by the model's code, B buffer} of the tensors in fp32. `differences`: tensors whose
-    dtype is not that of transformers, by what holds them: `live` model of a run or its `merged` files. `refused`: reasons by way."""
+    """`kept`: {kind of name: P trained, F frozen by the model's code, B buffer} of the tensors in fp32.
+    `differences`: tensors whose dtype is not that of transformers, by what holds them: `live` model of a run
+    or its `merged` files. `refused`: reasons by way."""
 
     architecture: str
     model_class: str = ""
@@ -46,10 +53,13 @@ class Precision:
     differences: dict[str, dict[str, list[str]]] = field(default_factory=dict[str, dict[str, list[str]]])
     refused: dict[str, str] = field(default_factory=dict[str, str])
     gathered: bool | None = None
-    """Whether the loss of FSDP2, which gathers kept tensors as they are stored, is that of NO_SHARD, which shards nothing."""
+    """Whether the loss of FSDP2, which gathers kept tensors as they are stored, is that of NO_SHARD, which
+    shards nothing."""
 
 
-def try_precision(name: str, folder: Path, store: Path, on_ranks: Ranks, ways: Sequence[str] = tuple(WAYS)) -> Precision | None:
+def try_precision(
+    name: str, folder: Path, store: Path, on_ranks: Ranks, ways: Sequence[str] = tuple(WAYS)
+) -> Precision | None:
     """Return what stays in fp32, or None if the class keeps nothing in fp32 or cannot be built."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -57,7 +67,10 @@ def try_precision(name: str, folder: Path, store: Path, on_ranks: Ranks, ways: S
     found = Precision(name)
     try:
         config = config_of(name)
-        made = make_model(config | ({"output_router_logits": False} if "output_router_logits" in config else {}), folder / "made")
+        made = make_model(
+            config | ({"output_router_logits": False} if "output_router_logits" in config else {}),
+            folder / "made",
+        )
         # The base is in the dtypes of transformers, and so is what it loads from it and saves again.
         AutoModelForCausalLM.from_pretrained(made, dtype=torch.bfloat16).save_pretrained(folder / "base")
         model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.bfloat16)
@@ -90,12 +103,16 @@ def _try_way(found: Precision, way: str, folder: Path, store: Path, on_ranks: Ra
         found.refused[way] = str(refused)
         return
     merge_checkpoint(RunDir(folder / way).path, MergeOptions(dtype="bf16", verify="none"))
-    found.differences[f"merged {way}"] = _different(dtypes_of(folder / way / "merged"), dtypes_of(folder / "theirs"))
+    found.differences[f"merged {way}"] = _different(
+        dtypes_of(folder / way / "merged"), dtypes_of(folder / "theirs")
+    )
 
 
 def _compare_with_plain(found: Precision, run: RunDir, folder: Path, store: Path, on_ranks: Ranks) -> None:
     try:
-        plain = train(folder / "plain", folder / "base", {"fsdp": {"sharding_strategy": "NO_SHARD"}}, store, on_ranks)
+        plain = train(
+            folder / "plain", folder / "base", {"fsdp": {"sharding_strategy": "NO_SHARD"}}, store, on_ranks
+        )
     except Refused as refused:
         found.refused["NO_SHARD"] = str(refused)
         return
@@ -111,8 +128,17 @@ def train(path: Path, base: Path, changes: Mapping[str, Any], store: Path, on_ra
     """Return the finished run, with the files of RUN/model that a merge reads. Raises: Refused."""
     from fsdp_tune.model.loading.inspect import find_facts
 
-    training = TRAINING | {"max_steps": STEPS, "save_steps": STEPS, "per_device_train_batch_size": MICRO_BATCH}
-    recipe = {**changes, "data": {"eval": None}, "training": training, "model": {"name_or_path": str(base), "dtype": "bf16"}}
+    training = TRAINING | {
+        "max_steps": STEPS,
+        "save_steps": STEPS,
+        "per_device_train_batch_size": MICRO_BATCH,
+    }
+    recipe = {
+        **changes,
+        "data": {"eval": None},
+        "training": training,
+        "model": {"name_or_path": str(base), "dtype": "bf16"},
+    }
     run = runs.write_run(path, recipe, store)
     inspection = find_facts(Recipe.model_validate_json(run.recipe_json.read_text()))
     if inspection.facts is None or inspection.problems:
@@ -140,15 +166,19 @@ def dtypes_of(folder: Path) -> Dtypes:
 
 
 def _different(ours: Dtypes, theirs: Dtypes) -> dict[str, list[str]]:
-    """Return {name: [dtype here, dtype of transformers]}. Of a family whose names here and there differ, counts by dtype are compared."""
+    """Return {name: [dtype here, dtype of transformers]}. Of a family whose names here and there differ,
+    counts by dtype are compared."""
     if ours.keys() == theirs.keys():
         return {name: [dtype, theirs[name]] for name, dtype in ours.items() if dtype != theirs[name]}
     ours, theirs = (_by_last_part(each) for each in (ours, theirs))
-    return {name: [ours.get(name, ""), dtype] for name, dtype in theirs.items() if ours.get(name, dtype) != dtype}
+    return {
+        name: [ours.get(name, ""), dtype] for name, dtype in theirs.items() if ours.get(name, dtype) != dtype
+    }
 
 
 def _by_last_part(dtypes: Dtypes) -> Dtypes:
-    """Return the dtypes of tensors by the last two parts of their names, which a renaming of a family often keeps."""
+    """Return the dtypes of tensors by the last two parts of their names, which a renaming of a family often
+    keeps."""
     found: dict[str, set[str]] = {}
     for name, dtype in dtypes.items():
         found.setdefault(".".join(name.split(".")[-2:]), set()).add(dtype)
@@ -172,7 +202,7 @@ What the base alone stores in fp32 (`e_score_correction_bias` of MiniMax M2 and 
 table: here each base was saved in the dtypes of its class. A merge leaves such tensors in fp32 as well, if most elements of the base's
 files are in 16 bits ([Merging](../guide/merging.md#types)).
 
-"""
+"""  # noqa: E501
 _SHOWN = 3
 
 
@@ -190,7 +220,11 @@ def page(results: Results, _previous: str = "") -> str:
     ]
     header = ("family", "kept in fp32", "live", "merged", "merged (LoRA)", "gathered")
     lines = [_INTRODUCTION.format(count=len(rows), **results.about), table(header, rows), "\n"]
-    reasons = [f"- `{each['architecture']}`, {way}: {why}\n" for each in results.rows for way, why in each["refused"].items()]
+    reasons = [
+        f"- `{each['architecture']}`, {way}: {why}\n"
+        for each in results.rows
+        for way, why in each["refused"].items()
+    ]
     return "".join(lines) + ("## Not trained\n\n" + "".join(reasons) if reasons else "")
 
 
@@ -217,7 +251,11 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("architectures", nargs="*", help="all that transformers lists unless given")
-    parser.add_argument("--write", action="store_true", help="write docs/evidence/data/precision.json and docs/evidence/precision.md")
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="write docs/evidence/data/precision.json and docs/evidence/precision.md",
+    )
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

@@ -1,4 +1,5 @@
-"""The dtypes of a run's live and merged tensors are those of a model that transformers loads in bf16 and saves."""
+"""The dtypes of a run's live and merged tensors are those of a model that transformers loads in bf16 and
+saves."""
 
 from __future__ import annotations
 
@@ -9,7 +10,17 @@ import pytest
 from tests.architectures.tiny import known
 
 FAMILIES = (
-    *("afmoe", "deepseek_v3", "deepseek_v4", "ernie4_5_moe", "glm4_moe_lite", "hunyuan_v1_moe", "hy_v4", "kimi_linear", "nemotron_h"),
+    *(
+        "afmoe",
+        "deepseek_v3",
+        "deepseek_v4",
+        "ernie4_5_moe",
+        "glm4_moe_lite",
+        "hunyuan_v1_moe",
+        "hy_v4",
+        "kimi_linear",
+        "nemotron_h",
+    ),
     "olmo_hybrid",
 )
 
@@ -41,7 +52,10 @@ def test_losses_are_equal_under_every_wrapping(tmp_path: Path) -> None:
     from tests.parity.store import make_store
     from tests.ranks import shared_ranks
 
-    base, store = make_model(config_of("deepseek_v3") | {"output_router_logits": False}, tmp_path / "base"), make_store(tmp_path / "rows")
+    base, store = (
+        make_model(config_of("deepseek_v3") | {"output_router_logits": False}, tmp_path / "base"),
+        make_store(tmp_path / "rows"),
+    )
     found = {}
     for name, fsdp in {
         "not sharded": {"sharding_strategy": "NO_SHARD"},
@@ -51,12 +65,19 @@ def test_losses_are_equal_under_every_wrapping(tmp_path: Path) -> None:
         "on the host": {"offload_params": True},
         "by size": {"auto_wrap_policy": "SIZE_BASED_WRAP"},
         "one unit": {"auto_wrap_policy": "NO_WRAP"},
-        "decoder a unit": {"auto_wrap_policy": "MODULE_NAMES_WRAP", "modules_to_wrap": ["model", "model.layers.*"]},
+        "decoder a unit": {
+            "auto_wrap_policy": "MODULE_NAMES_WRAP",
+            "modules_to_wrap": ["model", "model.layers.*"],
+        },
     }.items():
         run = train(
             tmp_path / name.replace(" ", "-"),
             base,
-            {"fsdp": fsdp if "sharding_strategy" in fsdp and fsdp["sharding_strategy"] == "NO_SHARD" else {"version": 2} | fsdp},
+            {
+                "fsdp": fsdp
+                if "sharding_strategy" in fsdp and fsdp["sharding_strategy"] == "NO_SHARD"
+                else {"version": 2} | fsdp
+            },
             store,
             shared_ranks(),
         )

@@ -12,7 +12,15 @@ from fsdp_tune.core.small_config import HEAD_SIZE, HEADS, HIDDEN_SIZE, scale_dow
 VOCABULARY = 257
 MOST_PARAMETERS = 8_000_000
 _WITH_PADDING = (
-    *("camembert", "data2vec-text", "emu3", "modernbert-decoder", "prophetnet", "roberta", "roberta-prelayernorm"),
+    *(
+        "camembert",
+        "data2vec-text",
+        "emu3",
+        "modernbert-decoder",
+        "prophetnet",
+        "roberta",
+        "roberta-prelayernorm",
+    ),
     *("xlm-roberta", "xlm-roberta-xl"),
 )
 _SMALLER: dict[str, dict[str, Any]] = {
@@ -82,13 +90,17 @@ def config_of(name: str) -> dict[str, Any]:
     for key, value in _SMALLER.get(name, {}).items():
         small[key] = small[key] | value if key.endswith("_config") else value
     if "output_router_logits" in small:
-        # The coefficient is a hundred times the usual default, so that a wrong balance shows in the loss of the last step.
-        small |= {"output_router_logits": True} | {key: 0.1 for key in ("router_aux_loss_coef", "aux_loss_coef") if key in small}
+        # The coefficient is a hundred times the usual default, so that a wrong balance shows in the loss of
+        # the last step.
+        small |= {"output_router_logits": True} | {
+            key: 0.1 for key in ("router_aux_loss_coef", "aux_loss_coef") if key in small
+        }
     return small | {"model_type": name}
 
 
 def unreached_limits(config: dict[str, Any], longest_row: int) -> dict[str, int]:
-    """Return the fields of a configuration that select among tokens, or divide them, and that no row is long enough for.
+    """Return the fields of a configuration that select among tokens, or divide them, and that no row is long
+    enough for.
 
     Within such a row a sliding window is full attention, and the top-k of an indexer is every token.
     """
@@ -97,7 +109,9 @@ def unreached_limits(config: dict[str, Any], longest_row: int) -> dict[str, int]
         if _OTHER_MODALITY.search(str(key)):
             continue
         if isinstance(value, dict):
-            found |= {f"{key}.{inner}": limit for inner, limit in unreached_limits(value, longest_row).items()}
+            found |= {
+                f"{key}.{inner}": limit for inner, limit in unreached_limits(value, longest_row).items()
+            }
         elif _LIMIT.search(str(key)) and isinstance(value, int) and value >= longest_row:
             found[key] = value
     return found

@@ -1,4 +1,5 @@
-"""`scripts/gpu-day`: order, limits, and a second call that continues, with cheap parts; (slow) all parts on an emulated GPU."""
+"""`scripts/gpu-day`: order, limits, and a second call that continues, with cheap parts; (slow) all parts on
+an emulated GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ from typing import Any
 import psutil
 import pytest
 
-FACTS: dict[str, Any] = {"name": "NVIDIA H100", "capability": [9, 0], "cuda": "13.0", "nccl": "2.28", "free_gib": 79.0, "total_gib": 80.0}
+FACTS: dict[str, Any] = {
+    "name": "NVIDIA H100",
+    "capability": [9, 0],
+    "cuda": "13.0",
+    "nccl": "2.28",
+    "free_gib": 79.0,
+    "total_gib": 80.0,
+}
 
 
 class Bench:
@@ -43,7 +51,9 @@ def counting(*names: str) -> Callable[[Any], Iterator[dict[str, Any]]]:
     return rows
 
 
-def call(parts: list[Any], day: dict[str, Any], output: Path, seconds: float = 60.0) -> dict[str, dict[str, Any]]:
+def call(
+    parts: list[Any], day: dict[str, Any], output: Path, seconds: float = 60.0
+) -> dict[str, dict[str, Any]]:
     import gpu_day
 
     gpu_day.run_parts(parts, day, lambda _part, done: Bench(done), output, time.monotonic() + seconds, 1.0)
@@ -65,15 +75,25 @@ def test_second_call_measures_only_what_has_no_row(tmp_path: Path) -> None:
             raise gpu_runs.TimeIsUp("the time of the part was up: killed after 3 s in phase loading")
         yield {"name": "two", "value": 2}
 
-    found = call([part("recipe", counting("a")), part("memory", cut), part("switches", counting("b"))], new_day(), tmp_path)
-    assert [(name, each["is_complete"]) for name, each in found.items()] == [("recipe", True), ("memory", False), ("switches", True)]
+    found = call(
+        [part("recipe", counting("a")), part("memory", cut), part("switches", counting("b"))],
+        new_day(),
+        tmp_path,
+    )
+    assert [(name, each["is_complete"]) for name, each in found.items()] == [
+        ("recipe", True),
+        ("memory", False),
+        ("switches", True),
+    ]
     assert "the time of the part was up: killed after 3 s" in (tmp_path / "report.md").read_text()
     day = gpu_state.read(tmp_path / "second", tmp_path)
     never = part("recipe", lambda _: pytest.fail("it has a result"))
     found = call([never, part("memory", cut), part("switches", counting("b"))], day, tmp_path / "second")
     assert found["memory"]["rows"] == [{"name": "one", "value": 1}, {"name": "two", "value": 2}]
     assert found["memory"]["is_complete"]
-    assert sorted(file.name for file in (tmp_path / "second").iterdir()) == ["day.json", "report.md"], "at most eight files come back"
+    assert sorted(file.name for file in (tmp_path / "second").iterdir()) == ["day.json", "report.md"], (
+        "at most eight files come back"
+    )
 
 
 @pytest.mark.parametrize(
@@ -109,11 +129,16 @@ def test_failed_or_hung_part_keeps_its_rows_and_the_next_begins(
     assert (found[what]["ended"], found[what]["is_complete"]) == (ended, is_complete)
     assert found["next"]["is_complete"]
     if pid.exists():
-        _, alive = psutil.wait_procs([psutil.Process(int(pid.read_text()))] if psutil.pid_exists(int(pid.read_text())) else [], timeout=15)
+        _, alive = psutil.wait_procs(
+            [psutil.Process(int(pid.read_text()))] if psutil.pid_exists(int(pid.read_text())) else [],
+            timeout=15,
+        )
         assert alive == [], "what a hung part started outlives it"
 
 
-def test_part_that_is_killed_in_the_middle_of_a_row_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_part_that_is_killed_in_the_middle_of_a_row_is_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import gpu_day
 
     def torn(_part: Any, _bench: Any, pipe: Any) -> None:
@@ -162,7 +187,9 @@ def test_call_ends_in_time_and_reports_what_it_left_out(tmp_path: Path) -> None:
     assert not found["one"]["is_complete"], "less is left than a part needs"
 
 
-def test_run_that_the_part_cuts_is_no_result_and_one_that_hangs_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_that_the_part_cuts_is_no_result_and_one_that_hangs_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else a run that was begun last would never be measured, or one that hangs would hold up all calls."""
     import gpu_runs
 
@@ -185,7 +212,9 @@ def test_failed_job_keeps_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(gpu_runs, "probe", lambda _job: sys.exit("no card"))
     assert gpu_runs.run_job(job, 30.0, forks=True).reason == "exit code 1: SystemExit: no card"
     monkeypatch.setattr(gpu_runs, "probe", lambda _job: os.kill(os.getpid(), 9))
-    assert "is the host out of memory?" in str(gpu_runs.run_job(job, 30.0, forks=True).reason), "not `killed` by this day"
+    assert "is the host out of memory?" in str(gpu_runs.run_job(job, 30.0, forks=True).reason), (
+        "not `killed` by this day"
+    )
 
 
 def test_killed_run_keeps_the_lines_of_its_steps(tmp_path: Path) -> None:
@@ -194,25 +223,38 @@ def test_killed_run_keeps_the_lines_of_its_steps(tmp_path: Path) -> None:
     from fsdp_tune.run.directory import RunDir
 
     run = RunDir(tmp_path)
-    line = {"loss": 2.0, "step_seconds": 0.5, "tokens_per_second_per_device": 100.0, "mfu": 0.4, "peak_allocated_gib": 3.0}
+    line = {
+        "loss": 2.0,
+        "step_seconds": 0.5,
+        "tokens_per_second_per_device": 100.0,
+        "mfu": 0.4,
+        "peak_allocated_gib": 3.0,
+    }
     first = {"event": "first_step", "step": 1, "phase_seconds": {"loading the model": 1.234}}
     lines = [json.dumps(each) for each in (first, line, line)]
     run.metrics_jsonl.write_text("\n".join([*lines, '{"loss": 1']))
     (tmp_path / "log").write_text("the end of its log")
     row = gpu_runs.measured(tmp_path, "killed after 75 s in phase saving", tmp_path / "log").row()
-    assert (row["step_seconds"], row["allocated_gib"], row["startup"]) == (0.5, 3.0, {"loading the model": 1.23})
+    assert (row["step_seconds"], row["allocated_gib"], row["startup"]) == (
+        0.5,
+        3.0,
+        {"loading the model": 1.23},
+    )
     assert (row["reason"], row["message"]) == ("killed after 75 s in phase saving", "the end of its log")
 
 
 def test_runs_of_a_day_save_nothing(tmp_path: Path) -> None:
-    """A save copies weights and optimizer into locked host memory: 48 GB or more of an 8B model, after its last step."""
+    """A save copies weights and optimizer into locked host memory: 48 GB or more of an 8B model, after its
+    last step."""
     import gpu_runs
     import plan_gpu
 
     from fsdp_tune.run.directory import RunDir
     from fsdp_tune.run.launch_files import ResumeRequest
 
-    recipe = gpu_runs.resolved(plan_gpu.recipe_of(plan_gpu.SMALL[0], tmp_path), tmp_path / "recipe.json", "NVIDIA H100 80GB HBM3")
+    recipe = gpu_runs.resolved(
+        plan_gpu.recipe_of(plan_gpu.SMALL[0], tmp_path), tmp_path / "recipe.json", "NVIDIA H100 80GB HBM3"
+    )
     gpu_runs.write_run(recipe, tmp_path / "run", gpu_runs.write_rows(tmp_path, 64, 4, 384), 384)
     request = ResumeRequest.read(RunDir(tmp_path / "run").resume_json)
     assert request is not None
@@ -241,7 +283,9 @@ def test_plans_made_ahead_are_joined_by_the_name_of_the_row(tmp_path: Path) -> N
     assert gpu_state.plans(day, "p") == {"1B": {"fits": "yes", "predicted_allocated_gib": 11.0}}
     gpu_state.add_row(ours, {"name": "1B", **gpu_state.plans(day, "p")["1B"], "allocated_gib": 10.0})
     gpu_state.add_plan(ours, {"name": "1B", "fits": "yes", "predicted_allocated_gib": 12.0})
-    assert ours["rows"] == [{"name": "1B", "fits": "yes", "predicted_allocated_gib": 12.0, "allocated_gib": 10.0}]
+    assert ours["rows"] == [
+        {"name": "1B", "fits": "yes", "predicted_allocated_gib": 12.0, "allocated_gib": 10.0}
+    ]
     gpu_state.forget(day, ["p"])
     assert gpu_state.measured(day["parts"]["p"]) == frozenset()
     assert gpu_state.plans(day, "p")["1B"]["predicted_allocated_gib"] == 12.0
@@ -252,25 +296,36 @@ def test_results_of_another_device_or_plans_for_another_are_refused() -> None:
 
     day = new_day()
     gpu_state.begin_call(day, FACTS, "H100", 9.0, tiny=False, start_seconds=1.0)
-    gpu_state.begin_call(day, FACTS | {"free_gib": 70.0, "total_gib": 79.9}, "H100", 9.0, tiny=False, start_seconds=1.0)
+    gpu_state.begin_call(
+        day, FACTS | {"free_gib": 70.0, "total_gib": 79.9}, "H100", 9.0, tiny=False, start_seconds=1.0
+    )
     assert len(day["calls"]) == 2, "another machine of the kind continues"
     with pytest.raises(SystemExit, match=r"another day.*NVIDIA H100"):
         gpu_state.begin_call(day, FACTS | {"name": "NVIDIA A100"}, "A100", 9.0, tiny=False, start_seconds=1.0)
     with pytest.raises(SystemExit, match="plans are those of H200"):
-        gpu_state.begin_call(new_day() | {"planned_for": "H200"}, FACTS, "H100", 9.0, tiny=False, start_seconds=1.0)
+        gpu_state.begin_call(
+            new_day() | {"planned_for": "H200"}, FACTS, "H100", 9.0, tiny=False, start_seconds=1.0
+        )
 
 
 def test_plans_of_another_gpu_or_of_other_code_are_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     import gpu_state
 
     day = new_day()
-    for code, gpu, is_refused in (("a1", "H200", False), ("a1", "H200", False), ("a1", "H100", True), ("a1+changed", "H200", True)):
+    for code, gpu, is_refused in (
+        ("a1", "H200", False),
+        ("a1", "H200", False),
+        ("a1", "H100", True),
+        ("a1+changed", "H200", True),
+    ):
         monkeypatch.setattr(gpu_state, "source", lambda here=code: here)
         with pytest.raises(SystemExit, match="another folder") if is_refused else nullcontext():
             gpu_state.plan_for(day, gpu)
     monkeypatch.setattr(gpu_state, "source", lambda: "b2")
     with pytest.raises(SystemExit, match="plans are those of a1"):
-        gpu_state.begin_call({"planned_for": "H100", "planned_by": "a1"}, FACTS, "H100", 9.0, tiny=False, start_seconds=1.0)
+        gpu_state.begin_call(
+            {"planned_for": "H100", "planned_by": "a1"}, FACTS, "H100", 9.0, tiny=False, start_seconds=1.0
+        )
 
 
 def test_folder_of_an_earlier_call_that_does_not_exist_is_refused(tmp_path: Path) -> None:
@@ -298,9 +353,20 @@ def test_order_and_limits_of_a_day() -> None:
     from plan_gpu import CASES
 
     names = [each.name for each in PARTS]
-    assert names[:8] == ["recipe", "memory", "switches", "adapters", "bare", "unexplained", "long rows", "offload"]
+    assert names[:8] == [
+        "recipe",
+        "memory",
+        "switches",
+        "adapters",
+        "bare",
+        "unexplained",
+        "long rows",
+        "offload",
+    ]
     assert all(each.budget_seconds <= 90 for each in PARTS)
-    assert sum(each.budget_seconds for each in PARTS[:5]) <= 9 * 60 - 60, "the first call has a minute to start, and reaches the bare loop"
+    assert sum(each.budget_seconds for each in PARTS[:5]) <= 9 * 60 - 60, (
+        "the first call has a minute to start, and reaches the bare loop"
+    )
     assert len(CASES) == 8
     assert {case.model for case in CASES} == {"0.1B", "0.5B", "1B", "3B", "8B"}
 
@@ -310,7 +376,9 @@ def test_wheels_that_travel_are_what_a_machine_with_torch_lacks() -> None:
 
     names = {each.partition("==")[0] for each in travelling_packages()}
     assert {"peft", "pydantic-core", "typer", "torchao", "pytest-xdist", "liger-kernel", "xxhash"} <= names
-    assert not names & {"torch", "transformers", "accelerate", "numpy", "tokenizers"}, "they would replace those of the machine"
+    assert not names & {"torch", "transformers", "accelerate", "numpy", "tokenizers"}, (
+        "they would replace those of the machine"
+    )
     assert not names & {"datasets", "pyarrow", "pandas"}, "they are too large to carry"
 
 
@@ -331,20 +399,43 @@ def test_report_has_figures_reasons_messages_and_request() -> None:
     gpu_state.begin_call(day, FACTS, "H100", 9.0, tiny=False, start_seconds=31.0)
     rows: dict[str, list[dict[str, Any]]] = {
         "memory": [
-            {"name": "1B", "fits": "yes", "predicted_allocated_gib": 11.0, "allocated_gib": 10.0, "step_seconds": 0.5, "mfu": 0.5},
-            {"name": "8B", "fits": "no", "predicted_allocated_gib": 90.0, "reason": "out of memory | on the card"},
+            {
+                "name": "1B",
+                "fits": "yes",
+                "predicted_allocated_gib": 11.0,
+                "allocated_gib": 10.0,
+                "step_seconds": 0.5,
+                "mfu": 0.5,
+            },
+            {
+                "name": "8B",
+                "fits": "no",
+                "predicted_allocated_gib": 90.0,
+                "reason": "out of memory | on the card",
+            },
             {"name": "3B", "fits": "no", "predicted_allocated_gib": 99.0, "allocated_gib": 100.0},
         ],
-        "recipe": [{"name": "Llama 8B", "mfu": 0.513, "tokens_per_second": 9876.0, "because": "the fastest of 3"}],
+        "recipe": [
+            {"name": "Llama 8B", "mfu": 0.513, "tokens_per_second": 9876.0, "because": "the fastest of 3"}
+        ],
         "bare": [{"name": "ours", "speed_over_bare": 0.991}],
-        "unexplained": [{"name": "t", "outcome": "failed", "reason": "AssertionError", "message": "no kernel\nfor this card"}],
+        "unexplained": [
+            {
+                "name": "t",
+                "outcome": "failed",
+                "reason": "AssertionError",
+                "message": "no kernel\nfor this card",
+            }
+        ],
     }
     for name, found in rows.items():
         day["parts"][name] = gpu_state.empty_part() | {"rows": found, "seconds": 9.0, "is_complete": True}
     text = gpu_report.markdown(day, PARTS)
     assert "| 1B | yes | 0.500 | 50.0% | 11.00 | 10.00 | +10.0% |  |" in text
     assert "| 8B | no |  |  | 90.00 |  |  | out of memory \\| on the card |" in text
-    assert "tokens/s" not in text.split("## memory")[1].split("##")[0], "a column without a figure is left out"
+    assert "tokens/s" not in text.split("## memory")[1].split("##")[0], (
+        "a column without a figure is left out"
+    )
     assert "- Llama 8B: MFU 51.3% (asked: 50 %, aim 55 %), 9,876 tokens/s" in text
     assert "- ours runs at 0.991 of the loop by hand (asked: 0.98)" in text
     assert "- plan's allocated memory: median 5.5% off, at most 10.0%, 2 runs" in text
@@ -362,7 +453,9 @@ def test_report_has_figures_reasons_messages_and_request() -> None:
 def test_killed_tests_take_the_run_that_they_wait_for_with_them(tmp_path: Path, repository: Path) -> None:
     """It would take the GPU from whatever is run next."""
     test = "def test_one(train):\n    train(model={'from_config': LLAMA}, training={'max_steps': 10**6})\n"
-    (tmp_path / "test_one.py").write_text(f"from tests.gpu.conftest import train\nfrom tests.gpu.models import LLAMA\n\n\n{test}")
+    (tmp_path / "test_one.py").write_text(
+        f"from tests.gpu.conftest import train\nfrom tests.gpu.models import LLAMA\n\n\n{test}"
+    )
     environment = os.environ | {"GPU_TEST_DEVICE": "cpu", "PYTHONPATH": str(repository)}
     command = [
         sys.executable,
@@ -394,13 +487,30 @@ def test_tests_of_a_part_are_rows_with_their_messages(tmp_path: Path, repository
         "def test_bad(): assert 1 == 2, 'no kernel'\n\n\n"
         "def test_absent(): pytest.skip('no flash-attn')\n"
     )
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.gpu.failures", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "tests.gpu.failures",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(tmp_path),
+    ]
     environment = os.environ | {"PYTHONPATH": str(repository), "GPU_TEST_RESULTS": str(tmp_path / "rows")}
     environment.pop("PYTEST_XDIST_WORKER", None)
-    subprocess.run([*command, str(tmp_path / "test_one.py")], env=environment, stdout=subprocess.DEVNULL, check=False)
+    subprocess.run(
+        [*command, str(tmp_path / "test_one.py")], env=environment, stdout=subprocess.DEVNULL, check=False
+    )
     good, bad, absent = map(json.loads, (tmp_path / "rows").read_text().splitlines())
     assert (good["outcome"], good["measured"], "reason" in good) == ("passed", "drift 2", False)
-    assert (bad["outcome"], "no kernel" in bad["reason"], "assert 1 == 2" in bad["message"]) == ("failed", True, True)
+    assert (bad["outcome"], "no kernel" in bad["reason"], "assert 1 == 2" in bad["message"]) == (
+        "failed",
+        True,
+        True,
+    )
     assert (absent["outcome"], "no flash-attn" in absent["reason"]) == ("skipped", True)
 
 
@@ -418,11 +528,17 @@ def test_every_part_runs_on_an_emulated_gpu(tmp_path: Path, repository: Path) ->
     environment = with_gpus(1) | {"PYTHON": sys.executable}
     from gpu_parts import PARTS
 
-    parts = [each.name for each in PARTS if each.name not in ("kernels", "parity")]  # these are tests, which other suites run
+    parts = [
+        each.name for each in PARTS if each.name not in ("kernels", "parity")
+    ]  # these are tests, which other suites run
     command = [*day, "--patience", "20", "--from", str(tmp_path / "plans"), "--output", str(tmp_path / "out")]
-    subprocess.run([*command, *(word for name in parts for word in ("--part", name))], check=True, env=environment)
+    subprocess.run(
+        [*command, *(word for name in parts for word in ("--part", name))], check=True, env=environment
+    )
     found = json.loads((tmp_path / "out" / "day.json").read_text())["parts"]
     assert {name: found[name]["ended"] for name in parts} == dict.fromkeys(parts)
-    without = {row["name"]: row["reason"] for name in parts for row in found[name]["rows"] if row.get("reason")}
+    without = {
+        row["name"]: row["reason"] for name in parts for row in found[name]["rows"] if row.get("reason")
+    }
     assert all("installed" in reason for reason in without.values()), without
     assert all(row.get("predicted_allocated_gib") for row in found["memory"]["rows"])

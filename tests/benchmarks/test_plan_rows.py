@@ -62,7 +62,9 @@ def test_published_table_is_readable_and_each_row_has_its_source() -> None:
         ({"figure": "fast"}, "could not convert string to float: 'fast'"),
     ],
 )
-def test_value_outside_the_format_is_refused_with_its_row(tmp_path: Path, change: dict[str, str], message: str) -> None:
+def test_value_outside_the_format_is_refused_with_its_row(
+    tmp_path: Path, change: dict[str, str], message: str
+) -> None:
     import plan_rows
 
     with pytest.raises(SystemExit, match="row 1") as caught:
@@ -83,7 +85,11 @@ def test_row_is_the_recipe_that_it_describes() -> None:
     recipe = plan_rows.recipe_of(row(ranks="16", micro_batch="4", precision="mixed", adapters="qlora r=8"))
     assert (recipe.world_size, recipe.launch.num_machines) == (16, 2)
     assert (recipe.training.per_device_train_batch_size, recipe.data.max_length) == (4, 128)
-    assert (recipe.model.dtype, recipe.precision.mixed_precision, recipe.fsdp.activation_checkpointing) == ("fp32", "bf16", "full")
+    assert (recipe.model.dtype, recipe.precision.mixed_precision, recipe.fsdp.activation_checkpointing) == (
+        "fp32",
+        "bf16",
+        "full",
+    )
     assert recipe.lora is not None
     assert recipe.lora.r == 8
     assert recipe.quantization is not None
@@ -97,7 +103,9 @@ def test_row_is_the_recipe_that_it_describes() -> None:
         ("GiB allocated", "40", 50.0, 25.0),
     ],
 )
-def test_positive_error_is_too_slow_or_too_large(unit: str, published: str, value: float, error: float) -> None:
+def test_positive_error_is_too_slow_or_too_large(
+    unit: str, published: str, value: float, error: float
+) -> None:
     import plan_rows
 
     assert plan_rows.error_percent(row(unit=unit, figure=published), value) == pytest.approx(error)

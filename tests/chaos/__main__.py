@@ -1,4 +1,5 @@
-"""Disturb real runs at random for a while, and check what must hold after each end. `scripts/test --suite chaos` calls it."""
+"""Disturb real runs at random for a while, and check what must hold after each end.
+`scripts/test --suite chaos` calls it."""
 
 from __future__ import annotations
 
@@ -18,7 +19,13 @@ from fsdp_tune.run.rank_files import read_outcome
 from tests.chaos import page
 from tests.chaos.draw import MOST_IN_A_ROW, PHASES, Disturbance, Setting, Tally, draw_start, kinds_on
 from tests.chaos.ends import Attempt, judge
-from tests.chaos.invariants import leftovers, listening, lost_checkpoints, merged_differences, step_differences
+from tests.chaos.invariants import (
+    leftovers,
+    listening,
+    lost_checkpoints,
+    merged_differences,
+    step_differences,
+)
 from tests.chaos.play import HANG_SECONDS, KEEP, LAST_STEP, Play, Stage, compile_shim, port_of
 from tests.cuda.devices import DEVICES
 from tests.faults.checks import verified_steps
@@ -67,7 +74,8 @@ class Chaos:
             self.lengths[phase] = min(seconds, self.lengths.get(phase, seconds))
 
     def story(self, planned: list[list[Disturbance]] | None = None) -> None:
-        """One run from its start to its end, of which up to `MOST_IN_A_ROW` starts are disturbed; as planned by start, or as drawn."""
+        """One run from its start to its end, of which up to `MOST_IN_A_ROW` starts are disturbed; as planned
+        by start, or as drawn."""
         self.stories += 1
         total = self.dice.randint(1, MOST_IN_A_ROW) if planned is None else len(planned)
         stage = self._stage(f"run-{self.stories}")
@@ -97,7 +105,9 @@ class Chaos:
         first_step = max(verified_steps(run), default=0) if run.path.is_dir() else 0
         outcome = read_outcome(run, 0)
         is_trained = outcome is not None and outcome.exit_code == 0
-        return draw_start(self.dice, self.tally, Setting(self.machines, HANG_SECONDS, first_step, LAST_STEP, is_trained))
+        return draw_start(
+            self.dice, self.tally, Setting(self.machines, HANG_SECONDS, first_step, LAST_STEP, is_trained)
+        )
 
     def _attempt(self, stage: Stage, disturbances: list[Disturbance], *, resume: bool) -> Attempt:
         self.attempts += 1
@@ -111,12 +121,20 @@ class Chaos:
             self.tally.add(each, is_hit=False)
         what = [*map(str, play.done), *(f"{each}: it did not come" for each in play.pending)]
         target = f" → {attempt.target}" if attempt.target is not None else ""
-        at = f" at step {attempt.situation.step}" if attempt.situation is not None and attempt.situation.step else ""
-        how = f"exit {', '.join(map(str, attempt.codes))}" + (f", {attempt.restarts} restarts" if attempt.restarts else "")
+        at = (
+            f" at step {attempt.situation.step}"
+            if attempt.situation is not None and attempt.situation.step
+            else ""
+        )
+        how = f"exit {', '.join(map(str, attempt.codes))}" + (
+            f", {attempt.restarts} restarts" if attempt.restarts else ""
+        )
         problems = f": {'; '.join(attempt.problems)}" if attempt.problems else ""
         story = f"{stage.folder.parent.name}: {'; '.join(what) or 'undisturbed'}{target}{at}"
         print(f"{story}: {how} after {time.monotonic() - started:.0f} s{problems}", flush=True)
-        found = judge(play.done[-1] if play.done else None, attempt, hang_seconds=HANG_SECONDS, last_step=LAST_STEP)
+        found = judge(
+            play.done[-1] if play.done else None, attempt, hang_seconds=HANG_SECONDS, last_step=LAST_STEP
+        )
         if stage.run.path.is_dir():
             found += lost_checkpoints(stage.run, attempt.saved, KEEP)
             found += leftovers(stage.run, is_finished=set(attempt.codes) == {0}, seen=stage.pids)
@@ -127,7 +145,10 @@ class Chaos:
 
     def _check_finished(self, stage: Stage) -> None:
         assert self.reference is not None
-        for each in [*step_differences(stage.run, self.reference), *merged_differences(stage.run, self.reference)]:
+        for each in [
+            *step_differences(stage.run, self.reference),
+            *merged_differences(stage.run, self.reference),
+        ]:
             self._violated(stage, each)
 
     def _violated(self, stage: Stage, what: str, attempt: Attempt | None = None) -> None:
@@ -141,7 +162,8 @@ class Chaos:
         machines = "one machine" if self.machines == 1 else f"{self.machines} machines (network namespaces)"
         gpus = " with emulated GPUs" if self.device == "cuda" else ""
         return (
-            f"{self.stories} runs on {machines}{gpus}, {self.attempts} starts, {self.tally.count()} disturbances, "
+            f"{self.stories} runs on {machines}{gpus}, {self.attempts} starts, {self.tally.count()} "
+            "disturbances, "
             f"{len(self.violations)} violations."
         )
 
@@ -150,16 +172,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/test --suite chaos", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="start no other run after so long (10)")
     parser.add_argument("--seed", type=int, default=0, help="of the disturbances (0)")
-    parser.add_argument("--machines", type=int, choices=(1, 2), default=1, help="2: network namespaces with one rank each; needs root")
+    parser.add_argument(
+        "--machines",
+        type=int,
+        choices=(1, 2),
+        default=1,
+        help="2: network namespaces with one rank each; needs root",
+    )
     parser.add_argument("--device", choices=DEVICES, default="cpu", help="cuda: emulated GPUs")
     parser.add_argument(
-        "--write", action="store_true", help="keep the counts in docs/evidence/data/faults.json, and write docs/evidence/faults.md"
+        "--write",
+        action="store_true",
+        help="keep the counts in docs/evidence/data/faults.json, and write docs/evidence/faults.md",
     )
     options = parser.parse_args()
     if options.write and options.device != "cpu":
         parser.error("--write: the page holds runs on the CPU")
-    # By way of the clean-up that ends the run in progress. Handlers are not inherited as ignored signals are, by `nohup` or a shell's `&`:
-    # runs would ignore them too.
+    # By way of the clean-up that ends the run in progress. Handlers are not inherited as ignored signals are,
+    # by `nohup` or a shell's `&`: runs would ignore them too.
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, lambda number, _frame: sys.exit(128 + number))
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))

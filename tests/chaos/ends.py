@@ -31,7 +31,8 @@ BUSY_SECONDS = 20.0
 """What a busy machine may add to that. `tests/launch` measures the promise itself."""
 OK, FAILED, LOST, INTERRUPTED, PREEMPTED = 0, 1, 5, 130, 143
 STEPS_TO_STOP = {RANK: 3, AGENT: 10, COMMAND: 10}
-"""Steps that a run may still do after a signal to such a process: it passes the signal on, and the ranks agree on a step."""
+"""Steps that a run may still do after a signal to such a process: it passes the signal on, and the ranks
+agree on a step."""
 STEPS_READ_AHEAD = 3
 _REFUSED = {FULL_DISK: r"No space left on device", READ_ONLY_DISK: r"Read-only file system"}
 
@@ -48,7 +49,8 @@ class Situation:
 
     step: int = 0
     is_over: bool = False
-    """Whether the disturbed process had nothing left to do: its ranks had written their outcomes, or the merged model was there."""
+    """Whether the disturbed process had nothing left to do: its ranks had written their outcomes, or the
+    merged model was there."""
     listens: bool = True
     """Whether the disturbed process handled or ignored the signal, as it does once it has started."""
 
@@ -84,7 +86,9 @@ class Attempt:
         return "\n".join(self.texts)
 
 
-def judge(disturbance: Disturbance | None, attempt: Attempt, *, hang_seconds: float, last_step: int) -> list[str]:
+def judge(
+    disturbance: Disturbance | None, attempt: Attempt, *, hang_seconds: float, last_step: int
+) -> list[str]:
     """Compare how the commands ended with what the documentation promises for the disturbance."""
     found = [f"{process} has outlived the commands" for process in attempt.left]
     if "Traceback (most recent call last)" in attempt.text:
@@ -94,20 +98,27 @@ def judge(disturbance: Disturbance | None, attempt: Attempt, *, hang_seconds: fl
     for machine, code in enumerate(attempt.codes):
         allowed = list(_ends(disturbance, attempt, machine, last_step))
         if not any(_fits(end, code, attempt, machine) for end in allowed):
-            found.append(f"the command of machine {machine} {_ended(code, attempt, machine)}; allowed: {_listed(allowed)}")
+            found.append(
+                f"the command of machine {machine} {_ended(code, attempt, machine)}; allowed: "
+                f"{_listed(allowed)}"
+            )
     if attempt.restarts and (disturbance is None or disturbance.kind in HARMLESS):
         found.append(f"a healthy run was restarted {attempt.restarts} times")
     if disturbance is not None and disturbance.kind == LONG_STOP and "no progress" in attempt.text:
         limit = hang_seconds + NAMING_SECONDS + BUSY_SECONDS
         if attempt.named_after_seconds is None or attempt.named_after_seconds > limit:
-            found.append(f"the hang was reported after {attempt.named_after_seconds} s, not within {limit:.0f} s")
+            found.append(
+                f"the hang was reported after {attempt.named_after_seconds} s, not within {limit:.0f} s"
+            )
     return found
 
 
 def _fits(end: End, code: int | None, attempt: Attempt, machine: int) -> bool:
     """A run that was restarted and then finished must have reported why it was restarted."""
     is_restarted = attempt.restarts > 0 and code == OK
-    text = attempt.text if is_restarted else attempt.texts[machine]  # the first machine alone decides on a restart
+    text = (
+        attempt.text if is_restarted else attempt.texts[machine]
+    )  # the first machine alone decides on a restart
     return (end.code == code or (is_restarted and end.code not in (INTERRUPTED, PREEMPTED))) and bool(
         re.search(end.pattern, " ".join(text.split()))
     )
@@ -139,10 +150,14 @@ def _ends(disturbance: Disturbance | None, attempt: Attempt, machine: int, last_
         yield End(FAILED, _REFUSED[disturbance.kind])
         if disturbance.machine != machine:  # a rank that cannot write its outcome is only missing there
             yield End(FAILED, r"rank \d+ ended before it could report")
-        if disturbance.kind == READ_ONLY_DISK:  # the rank's log and the launcher's are there too; the other command repeats the verdict
+        if (
+            disturbance.kind == READ_ONLY_DISK
+        ):  # the rank's log and the launcher's are there too; the other command repeats the verdict
             yield End(FAILED, r"rank \d+ ended with exit code 1 before it could report")
         return
-    if disturbance.kind == LONG_CUT:  # longer than `launch.hang_timeout`; before the first step and after the last, it may not be noticed
+    if (
+        disturbance.kind == LONG_CUT
+    ):  # longer than `launch.hang_timeout`; before the first step and after the last, it may not be noticed
         yield from _without_the_other(machine)
         if attempt.situation.step == 0 or last_step - attempt.situation.step <= STEPS_READ_AHEAD:
             yield End(OK)
@@ -155,7 +170,12 @@ def _ends(disturbance: Disturbance | None, attempt: Attempt, machine: int, last_
     elif disturbance.kind == LONG_STOP:
         yield from _of_a_stop(disturbance.phase, attempt.target, machine, late=late, steps_left=steps_left)
     else:
-        yield from _of_a_signal(disturbance, attempt, machine, late=late or steps_left <= STEPS_TO_STOP.get(attempt.target.role, 0))
+        yield from _of_a_signal(
+            disturbance,
+            attempt,
+            machine,
+            late=late or steps_left <= STEPS_TO_STOP.get(attempt.target.role, 0),
+        )
 
 
 def _of_a_kill(target: Process, machine: int, *, late: bool, steps_left: int) -> Iterator[End]:
@@ -163,7 +183,10 @@ def _of_a_kill(target: Process, machine: int, *, late: bool, steps_left: int) ->
         case "rank":
             yield End(LOST, rf"rank {target.rank} was killed by SIGKILL")
         case "loader":
-            yield End(FAILED, r"a process of the data loader is gone .* (is killed by signal: Killed|exited unexpectedly)")
+            yield End(
+                FAILED,
+                r"a process of the data loader is gone .* (is killed by signal: Killed|exited unexpectedly)",
+            )
             late = late or steps_left <= STEPS_READ_AHEAD
         case "agent":
             yield End(LOST, r"the launcher was killed by SIGKILL")
@@ -217,7 +240,9 @@ def _of_a_signal(disturbance: Disturbance, attempt: Attempt, machine: int, *, la
         yield stopped
         if not situation.listens:
             yield End(-number)
-    elif disturbance.phase == "merging" and target.role == COMMAND:  # the other machine has nothing to do with it
+    elif (
+        disturbance.phase == "merging" and target.role == COMMAND
+    ):  # the other machine has nothing to do with it
         yield End(OK)
     else:
         yield stopped

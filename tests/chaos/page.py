@@ -1,4 +1,5 @@
-"""Results of chaos tests: a table for the terminal, what the data of docs/evidence/faults.md keep of them, and its section."""
+"""Results of chaos tests: a table for the terminal, what the data of docs/evidence/faults.md keep of them,
+and its section."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ HEADING = """## Chaos
 `scripts/test --suite chaos` starts `fsdp-tune train` on two CPU ranks and waits for a phase that a seed has drawn. Then it
 disturbs one process, the disk, the clock or the link, and resumes with `--resume auto` until the run has finished. Losses, evaluations and
 merged tensors must equal those of an undisturbed run, bit for bit.
-"""
+"""  # noqa: E501
 
 
 def table(tally: Tally) -> str:
@@ -29,13 +30,24 @@ def table(tally: Tally) -> str:
 
 def part(machines: int, summary: str, tally: Tally) -> dict[str, Any]:
     """Return what is kept of the tests on that many machines."""
-    hits = {kind: {phase: count for phase in PHASES if (count := tally.count(kind, phase))} for kind in kinds_on(machines)}
-    return {"machines": machines, "summary": summary, "hits": hits, "processes": {target: tally.count(target=target) for target in TARGETS}}
+    hits = {
+        kind: {phase: count for phase in PHASES if (count := tally.count(kind, phase))}
+        for kind in kinds_on(machines)
+    }
+    return {
+        "machines": machines,
+        "summary": summary,
+        "hits": hits,
+        "processes": {target: tally.count(target=target) for target in TARGETS},
+    }
 
 
 def with_part(parts: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the parts with `new` instead of the one for as many machines."""
-    return sorted([new, *(each for each in parts if each["machines"] != new["machines"])], key=lambda each: each["machines"])
+    return sorted(
+        [new, *(each for each in parts if each["machines"] != new["machines"])],
+        key=lambda each: each["machines"],
+    )
 
 
 def section(parts: Sequence[Mapping[str, Any]]) -> str:

@@ -102,12 +102,26 @@ class Stage:
         return RunDir(self.folder / "run")
 
     def command(self, *, resume: bool) -> list[str]:
-        keys = {**_KEYS, "launch.max_restarts": self.max_restarts, "merge.verify": self.verify, "output_dir": self.run.path}
+        keys = {
+            **_KEYS,
+            "launch.max_restarts": self.max_restarts,
+            "merge.verify": self.verify,
+            "output_dir": self.run.path,
+        }
         keys["launch.device"] = self.device
         if self.machines > 1:
             keys |= {"launch.num_machines": self.machines, "launch.main_process_ip": ADDRESSES[0]}
         words = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
-        return [sys.executable, "-m", "fsdp_tune", "train", "--config", "gpt2_smoke", *words, *(["--resume", "auto"] if resume else [])]
+        return [
+            sys.executable,
+            "-m",
+            "fsdp_tune",
+            "train",
+            "--config",
+            "gpt2_smoke",
+            *words,
+            *(["--resume", "auto"] if resume else []),
+        ]
 
     def environment(self, token: str, machine: int) -> dict[str, str]:
         values = {
@@ -130,13 +144,21 @@ class Stage:
         """Set the disk and the clock of a machine, for processes that run too."""
         path = self._control(machine)
         with open(path, "r+b" if path.exists() else "wb") as file:
-            file.write(struct.pack("iiii", *_DISK_MODES.get(self.disks.get(machine, ""), (0, 0, 0)), int(self.clocks.get(machine, 0.0))))
+            file.write(
+                struct.pack(
+                    "iiii",
+                    *_DISK_MODES.get(self.disks.get(machine, ""), (0, 0, 0)),
+                    int(self.clocks.get(machine, 0.0)),
+                )
+            )
 
 
 class Play:
     """One attempt: `run` starts the commands, disturbs them, and returns how they ended."""
 
-    def __init__(self, stage: Stage, planned: Sequence[Disturbance], dice: random.Random, lengths: Mapping[str, float]) -> None:
+    def __init__(
+        self, stage: Stage, planned: Sequence[Disturbance], dice: random.Random, lengths: Mapping[str, float]
+    ) -> None:
         self._stage, self._dice, self._lengths = stage, dice, lengths
         self.pending = list(planned)
         """Disturbances that have not come yet. After one that may end the run, none comes."""
@@ -162,7 +184,11 @@ class Play:
         """Return the seconds from the first to the last sight of each phase that was not disturbed."""
         if self._done_at is None:
             return {phase: last - first for phase, (first, last) in self._phase_times.items()}
-        return {phase: last - first for phase, (first, last) in self._phase_times.items() if last < self._done_at - PAST_SECONDS}
+        return {
+            phase: last - first
+            for phase, (first, last) in self._phase_times.items()
+            if last < self._done_at - PAST_SECONDS
+        }
 
     def run(self, *, resume: bool) -> Attempt:
         stage = self._stage
@@ -180,17 +206,28 @@ class Play:
             self._attempt.codes = [each.poll() for each in self._commands]
             self._end_what_is_left()
         self._attempt.texts = [log.read_text(errors="replace") for log in logs]
-        self._attempt.problems = re.findall(r"error: .*?(?= hint:| ways out:|$)", " ".join(self._attempt.text.split()))
+        self._attempt.problems = re.findall(
+            r"error: .*?(?= hint:| ways out:|$)", " ".join(self._attempt.text.split())
+        )
         self._note_metrics()
         return self._attempt
 
     def _start(self, machine: int, log: Path, *, resume: bool) -> subprocess.Popen[bytes]:
         stage = self._stage
-        words = stage.command(resume=resume) + (["--machine-rank", str(machine)] if stage.machines > 1 else [])
+        words = stage.command(resume=resume) + (
+            ["--machine-rank", str(machine)] if stage.machines > 1 else []
+        )
         words = on_machine(machine, words) if stage.wire is not None else words
         environment = stage.environment(self._token, machine)
         with open(log, "wb") as file:
-            return subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True)
+            return subprocess.Popen(
+                words,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
 
     def _watch(self) -> None:
         deadline = time.monotonic() + LIMIT_SECONDS
@@ -210,13 +247,16 @@ class Play:
         self._stage.pids |= {process.pid for process in self._processes}
 
     def _dismiss_followers(self, now: float) -> None:
-        """End what waits for a first machine that ended before its ranks started. It would wait for an hour, as is documented."""
+        """End what waits for a first machine that ended before its ranks started. It would wait for an hour,
+        as is documented."""
         leader, *followers = self._commands
         if leader.poll() is None or any(disturbance.kind in CUTS for _, disturbance, _ in self._lasting):
             return
         self._leader_ended_at = self._leader_ended_at or now
         for machine, command in enumerate(followers, start=1):
-            agents = [process for process in self._processes if process.role == AGENT and process.machine == machine]
+            agents = [
+                process for process in self._processes if process.role == AGENT and process.machine == machine
+            ]
             is_waiting = command.poll() is None and not agents and machine not in self._attempt.dismissed
             if is_waiting and now - self._leader_ended_at > DISMISS_SECONDS:
                 command.terminate()
@@ -232,7 +272,9 @@ class Play:
                 self.done.append(disturbance)
                 self._done_at = time.monotonic()
                 if disturbance.kind in (*DISKS, *CUTS, SHORT_STOP, LONG_STOP):
-                    self._lasting.append((self._done_at + disturbance.seconds, disturbance, self._attempt.target))
+                    self._lasting.append(
+                        (self._done_at + disturbance.seconds, disturbance, self._attempt.target)
+                    )
                 if disturbance.kind not in HARMLESS:
                     self.pending.clear()
                 return
@@ -270,11 +312,17 @@ class Play:
     def _disturb_process(self, disturbance: Disturbance, moment: Moment, here: list[Process]) -> bool:
         candidates = [process for process in here if process.role == disturbance.target]
         if disturbance.target == RANK:  # ranks are not in step
-            candidates = [each for each in candidates if moment.phase_of_rank.get(each.rank or 0, disturbance.phase) == disturbance.phase]
+            candidates = [
+                each
+                for each in candidates
+                if moment.phase_of_rank.get(each.rank or 0, disturbance.phase) == disturbance.phase
+            ]
         if not candidates:
             return False
         target = self._dice.choice(candidates)
-        number = {KILL: signal.SIGKILL}.get(disturbance.kind) or getattr(signal, disturbance.kind, signal.SIGSTOP)
+        number = {KILL: signal.SIGKILL}.get(disturbance.kind) or getattr(
+            signal, disturbance.kind, signal.SIGSTOP
+        )
         listens = number in (signal.SIGKILL, signal.SIGSTOP) or listens_to(target.pid, number)
         try:
             if number == signal.SIGINT and target.role == COMMAND:
@@ -283,16 +331,24 @@ class Play:
                 os.kill(target.pid, number)
         except ProcessLookupError:
             return False
-        self._attempt.target, self._attempt.situation = target, Situation(self._step(moment), self._is_over(target), listens)
+        self._attempt.target, self._attempt.situation = (
+            target,
+            Situation(self._step(moment), self._is_over(target), listens),
+        )
         return True
 
     def _is_over(self, target: Process) -> bool:
-        """Whether a process had nothing left to do when it was disturbed. A killed or stopped one writes nothing from then on."""
+        """Whether a process had nothing left to do when it was disturbed. A killed or stopped one writes
+        nothing from then on."""
         run = self._stage.run
         if target.role in (RANK, LOADER):
             return run.rank_outcome(target.rank or 0).exists()
         if target.role == AGENT:
-            ranks = {process.rank for process in self._processes if process.role == RANK and process.machine == target.machine}
+            ranks = {
+                process.rank
+                for process in self._processes
+                if process.role == RANK and process.machine == target.machine
+            }
             return all(run.rank_outcome(rank or 0).exists() for rank in ranks)
         return target.role == COMMAND and run.merged.is_dir()
 
@@ -314,7 +370,11 @@ class Play:
     def _note_hang(self) -> None:
         if self._done_at is None or self._attempt.named_after_seconds is not None:
             return
-        reports = [path for path in self._stage.run.logs.glob("hang*.txt") if path.stat().st_mtime >= self._started_at]
+        reports = [
+            path
+            for path in self._stage.run.logs.glob("hang*.txt")
+            if path.stat().st_mtime >= self._started_at
+        ]
         if reports:
             self._attempt.named_after_seconds = time.monotonic() - self._done_at
 
@@ -328,7 +388,9 @@ class Play:
     def _end_what_is_left(self) -> None:
         """Note the processes that outlive their command by more than they may, and kill them."""
         deadline = time.monotonic() + GONE_SECONDS
-        while (left := marked(self._token)) and None not in self._attempt.codes and time.monotonic() < deadline:
+        while (
+            (left := marked(self._token)) and None not in self._attempt.codes and time.monotonic() < deadline
+        ):
             time.sleep(0.1)
         self._attempt.left = [str(process) for process in left] if None not in self._attempt.codes else []
         for process in left:

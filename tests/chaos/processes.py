@@ -17,8 +17,8 @@ from tests.chaos.draw import AGENT, CHILD, COMMAND, LOADER, PHASES, RANK
 MARK, MACHINE = "CHAOS_RUN", "CHAOS_MACHINE"
 STEP_PHASES = ("training", "forward", "backward", "optimizer step")
 FRESH_SECONDS = 0.3
-"""A rank that has left a phase writes the next one within a second, so only a heartbeat as young as this tells its phase, or one
-that was written since the last look."""
+"""A rank that has left a phase writes the next one within a second, so only a heartbeat as young as this
+tells its phase, or one that was written since the last look."""
 STALE_SECONDS = 2.0
 _NAMES = {"starting": "launching"} | dict.fromkeys(STEP_PHASES, "training")
 
@@ -54,7 +54,10 @@ def marked(token: str) -> list[Process]:
         rank = int(variables["RANK"]) if variables.get("RANK", "").isdigit() else None
         found.append(Process(int(place.name), parent, _role(words), int(variables[MACHINE]), rank))
     ranks = {process.pid for process in found if process.role == RANK}
-    return [Process(p.pid, p.parent, LOADER, p.machine, p.rank) if p.role == RANK and p.parent in ranks else p for p in found]
+    return [
+        Process(p.pid, p.parent, LOADER, p.machine, p.rank) if p.role == RANK and p.parent in ranks else p
+        for p in found
+    ]
 
 
 def _role(words: list[str]) -> str:
@@ -66,12 +69,17 @@ def _role(words: list[str]) -> str:
         return RANK
     if "train" in words and "fsdp_tune" in words:
         return COMMAND
-    return CHILD if "--multiprocessing-fork" not in words and not any("resource_tracker" in word for word in words) else "helper"
+    return (
+        CHILD
+        if "--multiprocessing-fork" not in words and not any("resource_tracker" in word for word in words)
+        else "helper"
+    )
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What a run does at one time. Ranks are not in step, and a save may go on in the background: several phases at once."""
+    """What a run does at one time. Ranks are not in step, and a save may go on in the background: several
+    phases at once."""
 
     phases: frozenset[str] = frozenset()
     step: int = 0
@@ -80,7 +88,8 @@ class Moment:
 
 
 class Watcher:
-    """Read the phases of one start of the commands from heartbeats of live ranks, stages in the run directory, and the process table."""
+    """Read the phases of one start of the commands from heartbeats of live ranks, stages in the run
+    directory, and the process table."""
 
     def __init__(self, run: RunDir, *, started_at: float, last_step: int) -> None:
         self._run, self._started_at, self._last_step = run, started_at, last_step
@@ -98,14 +107,22 @@ class Watcher:
             return Moment(frozenset(self._phases_without_agent(present)))
         self._agents |= agents
         pids = {process.pid for process in present if process.role == RANK}
-        beats = {int(beat["rank"]): beat for path in self._heartbeats() if (beat := _read_beat(path)).get("pid") in pids}
+        beats = {
+            int(beat["rank"]): beat
+            for path in self._heartbeats()
+            if (beat := _read_beat(path)).get("pid") in pids
+        }
         if not beats:
             return Moment(frozenset({"launching"} if not agents & self._agents_of_beats else ()))
         self._agents_of_beats |= agents
         step = max(int(beat["step"]) for beat in beats.values())
         named = {rank: _NAMES.get(beat["phase"], str(beat["phase"])) for rank, beat in beats.items()}
         now = time.time()
-        fresh = {rank for rank, beat in beats.items() if self._written_at.get(rank) != beat["written_at"] > now - STALE_SECONDS}
+        fresh = {
+            rank
+            for rank, beat in beats.items()
+            if self._written_at.get(rank) != beat["written_at"] > now - STALE_SECONDS
+        }
         fresh |= {rank for rank, beat in beats.items() if now - beat["written_at"] < FRESH_SECONDS}
         self._written_at |= {rank: beat["written_at"] for rank, beat in beats.items()}
         phases = {named[rank] for rank in fresh}
@@ -123,7 +140,9 @@ class Watcher:
             return set()
         if self._agents:  # it may also decide on a restart
             return {"merging"} if self._has_ended_well() else set()
-        is_merging = any(self._run.path.glob(f".{self._run.merged.name}{STAGE_MARK}*"))  # of a run that had finished before
+        is_merging = any(
+            self._run.path.glob(f".{self._run.merged.name}{STAGE_MARK}*")
+        )  # of a run that had finished before
         return {"merging"} if is_merging else {"preparing"}
 
     def _has_ended_well(self) -> bool:

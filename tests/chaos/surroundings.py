@@ -1,4 +1,5 @@
-"""A run whose surroundings a test changes while it trains: its disk, its limits, its terminal, its processes."""
+"""A run whose surroundings a test changes while it trains: its disk, its limits, its terminal, its
+processes."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ SHORT: dict[str, Any] = {"training.max_steps": 12, "training.save_steps": 4, "la
 def words_of(run: RunDir, keys: Mapping[str, Any], *words: str) -> list[str]:
     settings = {**KEYS, "output_dir": run.path, **keys}
     options = [
-        word for key, value in settings.items() for word in ("--set", f"{key}={str(value).lower() if value in (True, False) else value}")
+        word
+        for key, value in settings.items()
+        for word in ("--set", f"{key}={str(value).lower() if value in (True, False) else value}")
     ]
     return [sys.executable, "-m", "fsdp_tune", "train", "--config", "gpt2_smoke", *options, *words]
 
@@ -69,7 +72,9 @@ class Started:
     def process(self, role: str, rank: int | None = None) -> Process:
         """Return the process of a role, or of one rank. The table of processes may lack one for a moment."""
         found: list[Process] = []
-        self.until(lambda: found.extend(each for each in self.processes(role) if rank in (None, each.rank)) or found)
+        self.until(
+            lambda: found.extend(each for each in self.processes(role) if rank in (None, each.rank)) or found
+        )
         return found[0]
 
     def until(self, condition: Callable[[], object], seconds: float = LIMIT_SECONDS) -> None:
@@ -105,10 +110,17 @@ class Started:
 
 @contextlib.contextmanager
 def started(
-    folder: Path, keys: Mapping[str, Any] | None = None, *words: str, run: RunDir | None = None, prefix: Sequence[str] = (), **options: Any
+    folder: Path,
+    keys: Mapping[str, Any] | None = None,
+    *words: str,
+    run: RunDir | None = None,
+    prefix: Sequence[str] = (),
+    **options: Any,
 ) -> Iterator[Started]:
     """Start `train` on two CPU ranks. What is left of it at the end of the block is killed."""
-    with started_as(folder, lambda this: [*prefix, *words_of(this.run, keys or {}, *words)], run=run, **options) as this:
+    with started_as(
+        folder, lambda this: [*prefix, *words_of(this.run, keys or {}, *words)], run=run, **options
+    ) as this:
         yield this
 
 
@@ -122,9 +134,16 @@ def started_as(
     name: str = "command",
     **options: Any,
 ) -> Iterator[Started]:
-    """Start any command, whose processes and theirs are known by a mark. Its output is in `name`.log, unless `options` of Popen differ."""
+    """Start any command, whose processes and theirs are known by a mark. Its output is in `name`.log, unless
+    `options` of Popen differ."""
     this = Started(run or RunDir(folder / "run"), folder / f"{name}.log", secrets.token_hex(8))
-    variables = {**os.environ, "PYTHONPATH": str(REPOSITORY), MARK: this.token, MACHINE: "0", **(environment or {})}
+    variables = {
+        **os.environ,
+        "PYTHONPATH": str(REPOSITORY),
+        MARK: this.token,
+        MACHINE: "0",
+        **(environment or {}),
+    }
     with this.log.open("ab") as file:
         streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file} | options
         this.command = subprocess.Popen(command_of(this), cwd=folder, env=variables, **streams)
@@ -139,7 +158,11 @@ def started_as(
 
 
 def steps_of(run: RunDir) -> list[int]:
-    return sorted(int(found[1]) for path in run.path.glob("checkpoint-*") if (found := re.fullmatch(r"checkpoint-(\d+)", path.name)))
+    return sorted(
+        int(found[1])
+        for path in run.path.glob("checkpoint-*")
+        if (found := re.fullmatch(r"checkpoint-(\d+)", path.name))
+    )
 
 
 @contextlib.contextmanager
@@ -154,4 +177,7 @@ def small_disk(folder: Path, options: str) -> Iterator[Path]:
 
 
 def can_mount() -> bool:
-    return os.geteuid() == 0 and subprocess.run(["unshare", "--mount", "true"], check=False, capture_output=True).returncode == 0
+    return (
+        os.geteuid() == 0
+        and subprocess.run(["unshare", "--mount", "true"], check=False, capture_output=True).returncode == 0
+    )

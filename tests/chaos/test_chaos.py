@@ -1,4 +1,5 @@
-"""The chaos test itself: what it draws, each invariant on a directory that violates it, and one disturbed run."""
+"""The chaos test itself: what it draws, each invariant on a directory that violates it, and one disturbed
+run."""
 
 from __future__ import annotations
 
@@ -49,9 +50,24 @@ from tests.chaos.draw import (
     draw_start,
 )
 from tests.chaos.ends import Attempt, Situation, judge
-from tests.chaos.invariants import leftovers, listening, lost_checkpoints, merged_differences, step_differences
+from tests.chaos.invariants import (
+    leftovers,
+    listening,
+    lost_checkpoints,
+    merged_differences,
+    step_differences,
+)
 from tests.chaos.play import compile_shim
-from tests.chaos.processes import FRESH_SECONDS, MACHINE, MARK, STALE_SECONDS, Process, Watcher, listens_to, marked
+from tests.chaos.processes import (
+    FRESH_SECONDS,
+    MACHINE,
+    MARK,
+    STALE_SECONDS,
+    Process,
+    Watcher,
+    listens_to,
+    marked,
+)
 from tests.cuda.devices import on_devices
 
 HANG = 20.0
@@ -70,7 +86,9 @@ def write_checkpoint(run: RunDir, step: int) -> Path:
     path = run.checkpoint(step)
     path.mkdir(parents=True)
     (path / "weights").write_bytes(bytes(100))
-    (path / MANIFEST_NAME).write_text(Manifest(CHECKPOINT_KIND, {"weights": digest_file(path / "weights")}, {"step": step}).to_json())
+    (path / MANIFEST_NAME).write_text(
+        Manifest(CHECKPOINT_KIND, {"weights": digest_file(path / "weights")}, {"step": step}).to_json()
+    )
     return path
 
 
@@ -171,7 +189,9 @@ def test_short_stop_is_below_hang_timeout_and_long_stop_above() -> None:
 # ------------------------------------------------------------------------------------------------ invariants
 
 
-@pytest.mark.parametrize("steps", [range(1, 6), range(1, 8), range(2, 7)], ids=["lost", "twice", "begins late"])
+@pytest.mark.parametrize(
+    "steps", [range(1, 6), range(1, 8), range(2, 7)], ids=["lost", "twice", "begins late"]
+)
 def test_differing_steps_are_detected(steps: range, run: RunDir, reference: RunDir) -> None:
     write_steps(reference, range(1, 7))
     write_steps(run, steps)
@@ -207,7 +227,9 @@ def test_reported_checkpoint_may_only_be_removed_by_rotation(run: RunDir) -> Non
     assert lost_checkpoints(run, [3, 6], keep=2) == [], "9 has taken the place of 3, and is not reported yet"
     assert len(lost_checkpoints(run, [6, 9, 12], keep=2)) == 1
     shutil.rmtree(run.checkpoint(6))
-    assert lost_checkpoints(run, [6, 9], keep=2) == ["checkpoint-6 was reported as saved and is gone; there are [9]"]
+    assert lost_checkpoints(run, [6, 9], keep=2) == [
+        "checkpoint-6 was reported as saved and is gone; there are [9]"
+    ]
 
 
 def test_checkpoint_that_fails_verification_is_detected(run: RunDir) -> None:
@@ -245,10 +267,20 @@ def test_open_port_is_detected() -> None:
 
 HANG_TEXT = "error: no progress for 25s: rank 1 (step 3, `forward`, stopped (SIGSTOP)) is late"
 KILLED_TEXT = "error: rank 1 was killed by SIGKILL at step 3"
-LOADER_TEXT = "error: a process of the data loader is gone while rows were read: DataLoader worker (pid 4) is killed by signal: Killed."
+LOADER_TEXT = (
+    "error: a process of the data loader is gone while rows were read: DataLoader worker (pid 4) is "
+    "killed by signal: Killed."
+)
 
 
-def ended(*codes: int | None, text: str = "", step: int = 3, is_over: bool = False, listens: bool = True, **more: object) -> Attempt:
+def ended(
+    *codes: int | None,
+    text: str = "",
+    step: int = 3,
+    is_over: bool = False,
+    listens: bool = True,
+    **more: object,
+) -> Attempt:
     """One command for each code; each prints the same text."""
     situation = Situation(step, is_over=is_over, listens=listens)
     return Attempt(list(codes), [text] * len(codes), situation=situation, **more)
@@ -269,32 +301,59 @@ def verdict(kind: str, target: str, attempt: Attempt, phase: str = "training") -
         pytest.param(LONG_STOP, AGENT, ended(5, text=HANG_TEXT), id="another is named than the agent"),
         pytest.param(LONG_STOP, RANK, ended(0), id="a rank stands still and the run finishes"),
         pytest.param(
-            LONG_STOP, RANK, ended(5, text=HANG_TEXT.replace("rank 1", "rank 0"), named_after_seconds=25.0), id="other rank named"
+            LONG_STOP,
+            RANK,
+            ended(5, text=HANG_TEXT.replace("rank 1", "rank 0"), named_after_seconds=25.0),
+            id="other rank named",
         ),
         pytest.param(LONG_STOP, RANK, ended(5, text=HANG_TEXT, named_after_seconds=60.0), id="named late"),
         pytest.param(LONG_STOP, LOADER, ended(5, text=HANG_TEXT), id="no report of a hang"),
         pytest.param(KILL, RANK, ended(0), id="a rank is killed and the run finishes"),
         pytest.param(KILL, RANK, ended(5), id="killed rank without a message"),
         pytest.param(KILL, RANK, ended(1, text=KILLED_TEXT), id="killed rank with another code"),
-        pytest.param(KILL, RANK, ended(5, text=KILLED_TEXT.replace("rank 1", "rank 0")), id="another rank is named as killed"),
+        pytest.param(
+            KILL,
+            RANK,
+            ended(5, text=KILLED_TEXT.replace("rank 1", "rank 0")),
+            id="another rank is named as killed",
+        ),
         pytest.param(KILL, RANK, ended(0, restarts=1), id="restarted without a reason"),
-        pytest.param(KILL, LOADER, ended(1, text="error: RuntimeError: no message"), id="killed loader without its message"),
+        pytest.param(
+            KILL,
+            LOADER,
+            ended(1, text="error: RuntimeError: no message"),
+            id="killed loader without its message",
+        ),
         pytest.param(KILL, LOADER, ended(0), id="a loader is killed and the run finishes"),
         pytest.param(KILL, CHILD, ended(1, text="error: this is a bug"), id="killed child is not named"),
         pytest.param(KILL, COMMAND, ended(-9, left=["rank 11 (rank 1)"]), id="a rank is left"),
         pytest.param(KILL, COMMAND, ended(0, -9), id="the other command is killed"),
         pytest.param(KILL, RANK, ended(None), id="no end"),
         pytest.param(FULL_DISK, "", ended(5, text=HANG_TEXT), id="full disk is a hang"),
-        pytest.param(FULL_DISK, "", ended(1, text="error: rank 0 ended before it could report"), id="full disk is not named"),
-        pytest.param(READ_ONLY_DISK, "", ended(1, text="error: No space left on device"), id="another error than that of the disk"),
+        pytest.param(
+            FULL_DISK,
+            "",
+            ended(1, text="error: rank 0 ended before it could report"),
+            id="full disk is not named",
+        ),
+        pytest.param(
+            READ_ONLY_DISK,
+            "",
+            ended(1, text="error: No space left on device"),
+            id="another error than that of the disk",
+        ),
         pytest.param("SIGTERM", RANK, ended(130), id="SIGTERM ends as Ctrl-C"),
         pytest.param("SIGINT", COMMAND, ended(143), id="Ctrl-C ends as SIGTERM"),
         pytest.param("SIGHUP", COMMAND, ended(0), id="the run does not stop"),
         pytest.param("SIGTERM", COMMAND, ended(-15), id="a command that listens dies"),
         pytest.param("SIGTERM", LOADER, ended(143), id="a loader's signal ends the run"),
         pytest.param("SIGTERM", CHILD, ended(-15), id="a child's signal ends the command"),
-        pytest.param(KILL, COMMAND, ended(0, 143, dismissed={1}), id="a command waits although the run has finished"),
-        pytest.param("SIGTERM", COMMAND, ended(143, text="Traceback (most recent call last):"), id="traceback"),
+        pytest.param(
+            KILL, COMMAND, ended(0, 143, dismissed={1}), id="a command waits although the run has finished"
+        ),
+        pytest.param(
+            "SIGTERM", COMMAND, ended(143, text="Traceback (most recent call last):"), id="traceback"
+        ),
     ],
 )
 def test_undocumented_exit_is_a_violation(kind: str, target: str, attempt: Attempt) -> None:
@@ -310,13 +369,21 @@ def test_undocumented_exit_is_a_violation(kind: str, target: str, attempt: Attem
         pytest.param(
             READ_ONLY_DISK,
             "",
-            Attempt([1, 1], ["error: Read-only file system", "error: rank 0 ended before it could report"], situation=Situation(3)),
+            Attempt(
+                [1, 1],
+                ["error: Read-only file system", "error: rank 0 ended before it could report"],
+                situation=Situation(3),
+            ),
             id="a disk of one machine, seen from the other",
         ),
         pytest.param(
             READ_ONLY_DISK,
             "",
-            Attempt([1, 1], ["error: rank 0 ended with exit code 1 before it could report"] * 2, situation=Situation(3)),
+            Attempt(
+                [1, 1],
+                ["error: rank 0 ended with exit code 1 before it could report"] * 2,
+                situation=Situation(3),
+            ),
             id="a disk of one machine, whose verdict the other repeats",
         ),
         pytest.param(KILL, RANK, ended(0, text=KILLED_TEXT, restarts=1), id="killed rank, restarted"),
@@ -324,14 +391,23 @@ def test_undocumented_exit_is_a_violation(kind: str, target: str, attempt: Attem
         pytest.param(KILL, LOADER, ended(1, text=LOADER_TEXT), id="killed loader"),
         pytest.param(KILL, LOADER, ended(0, step=14), id="loader killed after its last batch"),
         pytest.param(KILL, COMMAND, ended(-9), id="killed command"),
-        pytest.param(KILL, COMMAND, ended(-9, 5, text="error: another rank is gone"), id="killed command of two"),
-        pytest.param(KILL, COMMAND, ended(-9, 143, text="error:", dismissed={1}), id="a command that waited for the killed one"),
+        pytest.param(
+            KILL, COMMAND, ended(-9, 5, text="error: another rank is gone"), id="killed command of two"
+        ),
+        pytest.param(
+            KILL,
+            COMMAND,
+            ended(-9, 143, text="error:", dismissed={1}),
+            id="a command that waited for the killed one",
+        ),
         pytest.param(LONG_STOP, RANK, ended(5, text=HANG_TEXT, named_after_seconds=25.0), id="hang"),
         pytest.param(LONG_STOP, COMMAND, ended(0), id="the command stood still"),
         pytest.param("SIGTERM", RANK, ended(143, 143), id="a signal to a rank of two machines"),
         pytest.param("SIGHUP", COMMAND, ended(0, step=10), id="a signal shortly before the end"),
         pytest.param("SIGTERM", COMMAND, ended(-15, listens=False), id="a command that does not listen yet"),
-        pytest.param(FULL_DISK, "", ended(1, text="error: metrics.jsonl: No space left on device"), id="full disk"),
+        pytest.param(
+            FULL_DISK, "", ended(1, text="error: metrics.jsonl: No space left on device"), id="full disk"
+        ),
     ],
 )
 def test_documented_exit_is_not_a_violation(kind: str, target: str, attempt: Attempt) -> None:
@@ -349,10 +425,14 @@ def test_documented_exit_is_not_a_violation(kind: str, target: str, attempt: Att
         (LONG_CUT, 1, 3, False),
     ],
 )
-def test_link_that_is_cut_longer_than_the_limit_ends_the_run(kind: str, code: int, step: int, is_fine: bool) -> None:
+def test_link_that_is_cut_longer_than_the_limit_ends_the_run(
+    kind: str, code: int, step: int, is_fine: bool
+) -> None:
     text = "error: no progress for 20 s" if code else ""
     attempt = Attempt([code, code], [text, text], situation=Situation(step))
-    assert (judge(Disturbance(kind, "training", ""), attempt, hang_seconds=HANG, last_step=LAST_STEP) == []) is is_fine
+    assert (
+        judge(Disturbance(kind, "training", ""), attempt, hang_seconds=HANG, last_step=LAST_STEP) == []
+    ) is is_fine
 
 
 def test_machines_compare_their_clocks_while_they_prepare() -> None:
@@ -365,7 +445,12 @@ def test_machines_compare_their_clocks_while_they_prepare() -> None:
 
 def test_undisturbed_attempt_must_finish() -> None:
     assert judge(None, Attempt([0], [""]), hang_seconds=HANG, last_step=LAST_STEP) == []
-    assert judge(Disturbance(KILL, "training", RANK), Attempt([5], [KILLED_TEXT]), hang_seconds=HANG, last_step=LAST_STEP)
+    assert judge(
+        Disturbance(KILL, "training", RANK),
+        Attempt([5], [KILLED_TEXT]),
+        hang_seconds=HANG,
+        last_step=LAST_STEP,
+    )
 
 
 # ------------------------------------------------------------------------------------------------ observation
@@ -392,7 +477,11 @@ def write_beat(run: RunDir, rank: int, pid: int, phase: str, step: int, age_seco
     os.utime(path, (written_at, written_at))
 
 
-COMMAND_0, AGENT_0, RANK_0 = Process(1, 0, COMMAND, 0, None), Process(2, 1, AGENT, 0, None), Process(3, 2, RANK, 0, 0)
+COMMAND_0, AGENT_0, RANK_0 = (
+    Process(1, 0, COMMAND, 0, None),
+    Process(2, 1, AGENT, 0, None),
+    Process(3, 2, RANK, 0, 0),
+)
 
 
 def test_phase_is_read_from_live_heartbeats_stages_and_process_table(run: RunDir) -> None:
@@ -423,7 +512,9 @@ def test_phase_in_old_heartbeat_is_ignored(run: RunDir) -> None:
     write_beat(run, 0, 3, "evaluating", 5, age_seconds=STALE_SECONDS)
     assert watcher.moment([COMMAND_0, AGENT_0, RANK_0]).phases == set()
     write_beat(run, 0, 3, "evaluating", 5, age_seconds=2 * FRESH_SECONDS)
-    assert watcher.moment([COMMAND_0, AGENT_0, RANK_0]).phases == {"evaluating"}, "it was written since the last look"
+    assert watcher.moment([COMMAND_0, AGENT_0, RANK_0]).phases == {"evaluating"}, (
+        "it was written since the last look"
+    )
     assert watcher.moment([COMMAND_0, AGENT_0, RANK_0]).phases == set()
     write_beat(run, 0, 3, "evaluating", 5)
     found = watcher.moment([COMMAND_0, AGENT_0, RANK_0])
@@ -438,11 +529,18 @@ def test_merge_of_finished_run_is_detected(run: RunDir) -> None:
 
 
 def test_handled_and_ignored_signals_count_as_listening() -> None:
-    script = "import signal; signal.signal(signal.SIGTERM, print); signal.signal(signal.SIGHUP, signal.SIG_IGN); print(flush=True); input()"
-    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+    script = (
+        "import signal; signal.signal(signal.SIGTERM, print); signal.signal(signal.SIGHUP, "
+        "signal.SIG_IGN); print(flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        assert [listens_to(child.pid, number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)] == [True, True, False]
+        assert [
+            listens_to(child.pid, number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+        ] == [True, True, False]
         child.kill()
 
 
@@ -462,11 +560,14 @@ def test_results_of_as_many_machines_are_replaced_and_shown() -> None:
     assert parts[1]["hits"][KILL] == {"training": 1, "merging": 1}
     assert (parts[1]["processes"][RANK], sum(parts[1]["processes"].values())) == (2, 2)
     text = page.section(parts)
-    assert [text.count(each) for each in ("## Chaos\n", "**One machine.** Seed 3.", "**2 machines.** Seed 2.")] == [1, 1, 1]
+    assert [
+        text.count(each) for each in ("## Chaos\n", "**One machine.** Seed 3.", "**2 machines.** Seed 2.")
+    ] == [1, 1, 1]
     assert f"{KILL} 2, " in text
 
 
-# ------------------------------------------------------------------------------------------------ the disk, and a run
+# ------------------------------------------------------------------------------------------------ the disk,
+# and a run
 
 needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="the shim is compiled by gcc")
 
@@ -488,7 +589,9 @@ for line in sys.stdin:
     except OSError as error: print(error.errno, flush=True)
 """
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", script], env=stage.environment("t", 0) | {"PYTHONPATH": ""}, **pipes) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", script], env=stage.environment("t", 0) | {"PYTHONPATH": ""}, **pipes
+    ) as child:
         assert child.stdin is not None
         assert child.stdout is not None
 
@@ -530,7 +633,9 @@ print(time.time(), 0.25 < time.monotonic() - started < 20)
         stage.clocks[0] = seconds
         stage.control(0)
         command = [sys.executable, "-c", script]
-        done = subprocess.run(command, env=stage.environment("t", 0), capture_output=True, text=True, check=True, timeout=60)
+        done = subprocess.run(
+            command, env=stage.environment("t", 0), capture_output=True, text=True, check=True, timeout=60
+        )
         told, waited = done.stdout.split()
         assert abs(float(told) - time.time() - seconds) < 60
         assert waited == "True"

@@ -1,4 +1,5 @@
-"""Surroundings that hurt: each situation by name, on a run that trains on two CPU ranks, and what must hold."""
+"""Surroundings that hurt: each situation by name, on a run that trains on two CPU ranks, and what must
+hold."""
 
 from __future__ import annotations
 
@@ -32,8 +33,13 @@ QUIET = {"training.logging_steps": 90_000}
 
 @needs_mount
 @pytest.mark.parametrize("what", ["blocks", "inodes", "writing"])
-def test_disk_that_refuses_for_longer_than_the_hang_timeout_kills_no_healthy_run(what: str, tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", "size=24m,nr_inodes=400") as disk, started(disk, QUIET, name="../command") as run:
+def test_disk_that_refuses_for_longer_than_the_hang_timeout_kills_no_healthy_run(
+    what: str, tmp_path: Path
+) -> None:
+    with (
+        small_disk(tmp_path / "disk", "size=24m,nr_inodes=400") as disk,
+        started(disk, QUIET, name="../command") as run,
+    ):
         run.until(lambda: "first step" in run.text)
         with read_only(disk) if what == "writing" else filled(disk, what):
             run.until(lambda: "no heartbeats" in run.text)
@@ -48,7 +54,8 @@ def test_disk_that_refuses_for_longer_than_the_hang_timeout_kills_no_healthy_run
 
 @contextlib.contextmanager
 def read_only(disk: Path) -> Iterator[None]:
-    """As after an error of the device: nothing can be opened for writing any more. What is open already stays so."""
+    """As after an error of the device: nothing can be opened for writing any more. What is open already stays
+    so."""
     subprocess.run(["mount", "--bind", str(disk), str(disk)], check=True)
     try:
         subprocess.run(["mount", "-o", "remount,bind,ro", str(disk)], check=True)
@@ -100,14 +107,19 @@ def test_tiny_temporary_directory_and_shared_memory(tmp_path: Path) -> None:
     (tmp_path / "small").mkdir()
     prefix = ["unshare", "--mount", "sh", "-c", f'{mounts}; exec "$@"', "sh"]
     variables = {"TMPDIR": f"{tmp_path}/small", "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    with started(tmp_path, SHORT | {"training.dataloader_num_workers": 1}, prefix=prefix, environment=variables) as run:
+    with started(
+        tmp_path, SHORT | {"training.dataloader_num_workers": 1}, prefix=prefix, environment=variables
+    ) as run:
         code = run.end()
     assert "Traceback" not in run.text
     assert code == ExitCode.OK or "/dev/shm" in run.text or "No space left" in run.text, run.text
 
 
-def test_user_without_rights_whose_files_nobody_else_may_read(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """The user may read everything, since root's interpreter may be closed to others, and write only what is their own."""
+def test_user_without_rights_whose_files_nobody_else_may_read(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """The user may read everything, since root's interpreter may be closed to others, and write only what is
+    their own."""
     if os.geteuid() != 0 or shutil.which("setpriv") is None:
         pytest.skip("needs root, to become another user")
     folder = Path(tempfile.mkdtemp(prefix="home-"))  # directories of pytest are closed to others
@@ -115,7 +127,12 @@ def test_user_without_rights_whose_files_nobody_else_may_read(tmp_path: Path, re
     os.chown(folder, NOBODY, NOBODY)
     reads = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
     user = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", *reads]
-    variables = {"HOME": str(folder), "XDG_CACHE_HOME": str(folder / "cache"), "HF_HOME": str(folder / "hub"), "TMPDIR": str(folder)}
+    variables = {
+        "HOME": str(folder),
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "HF_HOME": str(folder / "hub"),
+        "TMPDIR": str(folder),
+    }
     prefix = [*user, "sh", "-c", 'umask 077; exec "$@"', "sh"]
     with started(folder, SHORT, prefix=prefix, environment=variables, name=str(tmp_path / "command")) as run:
         assert run.end() == ExitCode.OK, run.text
@@ -127,7 +144,9 @@ def test_user_without_rights_whose_files_nobody_else_may_read(tmp_path: Path, re
 def test_locale_without_utf8_changes_nothing(locale: str, tmp_path: Path) -> None:
     variables = {"LC_ALL": locale, "LANG": locale, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     folder = RunDir(tmp_path / "läufe-ığ")
-    with started(tmp_path, SHORT | {"name": "lauf-ı", "merge.at_end": True}, run=folder, environment=variables) as run:
+    with started(
+        tmp_path, SHORT | {"name": "lauf-ı", "merge.at_end": True}, run=folder, environment=variables
+    ) as run:
         assert run.end() == ExitCode.OK, run.text
     assert (folder.merged / "model.safetensors").is_file()
     assert "läufe-ığ" in run.text
@@ -142,7 +161,9 @@ def assert_continues(folder: Path, run: RunDir, name: str) -> None:
     """The next start trains on from the newest checkpoint, and a signal ends it with a save."""
     begun = steps_of(run)[-1]
     with started(folder, SAVES, "--resume", "auto", run=run, name=name) as again:
-        again.until(lambda: "first step" in again.text and again.steps[-1] > begun + 3)  # lines of the killed start are there before
+        again.until(
+            lambda: "first step" in again.text and again.steps[-1] > begun + 3
+        )  # lines of the killed start are there before
         again.send(signal.SIGTERM)
         assert again.end() == ExitCode.PREEMPTED, again.text
         assert f"checkpoint-{begun}" in again.text
@@ -150,7 +171,8 @@ def assert_continues(folder: Path, run: RunDir, name: str) -> None:
 
 
 def test_sigterm_with_a_stopped_rank_ends_by_the_hang_timeout(tmp_path: Path) -> None:
-    """The other rank waits for it, so that nothing can be saved; the next start continues from the last checkpoint."""
+    """The other rank waits for it, so that nothing can be saved; the next start continues from the last
+    checkpoint."""
     with started(tmp_path, SAVES) as run:
         run.until(lambda: steps_of(run.run))
         stopped = run.process(RANK, 1)
@@ -159,7 +181,9 @@ def test_sigterm_with_a_stopped_rank_ends_by_the_hang_timeout(tmp_path: Path) ->
         code = run.end()
         assert code == ExitCode.LOST_RANK, run.text
         assert time.monotonic() - run.signalled_at < HANG_SECONDS + 15 + BUSY_SECONDS
-        assert re.search(rf"no progress for .*: rank {stopped.rank} .*stopped \(SIGSTOP\)", run.text), run.text
+        assert re.search(rf"no progress for .*: rank {stopped.rank} .*stopped \(SIGSTOP\)", run.text), (
+            run.text
+        )
     assert_continues(tmp_path, run.run, "again")
 
 
@@ -174,7 +198,8 @@ def test_kill_with_a_stopped_rank_leaves_no_process(victim: str, tmp_path: Path)
 
 
 def test_rank_that_the_kernel_ends_for_its_memory_is_named(tmp_path: Path) -> None:
-    """A memory cgroup, in which another process takes what is left, and the kernel prefers to end the rank."""
+    """A memory cgroup, in which another process takes what is left, and the kernel prefers to end the
+    rank."""
     group = Path("/sys/fs/cgroup/memory") / f"fsdp-tune-{os.getpid()}"
     try:
         group.mkdir()
@@ -186,7 +211,9 @@ taken = bytearray(512 << 20)
 __import__('time').sleep(60)
 """
     try:
-        with started(tmp_path, prefix=["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh"]) as run:
+        with started(
+            tmp_path, prefix=["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh"]
+        ) as run:
             run.until_step(10)
             Path(f"/proc/{run.process(RANK, 1).pid}/oom_score_adj").write_text("1000")
             used = int((group / "memory.usage_in_bytes").read_text())

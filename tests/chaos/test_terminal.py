@@ -1,4 +1,5 @@
-"""A run in a real terminal with a shell: Ctrl-Z and fg, Ctrl-S and Ctrl-Q, a signal from elsewhere, and Ctrl-C."""
+"""A run in a real terminal with a shell: Ctrl-Z and fg, Ctrl-S and Ctrl-Q, a signal from elsewhere, and
+Ctrl-C."""
 
 from __future__ import annotations
 
@@ -53,11 +54,18 @@ def typed_train(folder: Path) -> Iterator[Typist]:
     """`train`, typed into a shell."""
     main, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
-    shell = {"stdin": terminal, "stdout": terminal, "stderr": terminal, "preexec_fn": lambda: os.login_tty(terminal)}
+    shell = {
+        "stdin": terminal,
+        "stdout": terminal,
+        "stderr": terminal,
+        "preexec_fn": lambda: os.login_tty(terminal),
+    }
     with started_as(folder, lambda run: ["bash", "--norc", "-i"], **shell) as run:
         os.close(terminal)
         typist = Typist(run, main)
-        typist.type(f"{shlex.join(words_of(run.run, {'training.save_steps': 90_000}))}; echo ended with $?\n".encode())
+        typist.type(
+            f"{shlex.join(words_of(run.run, {'training.save_steps': 90_000}))}; echo ended with $?\n".encode()
+        )
         run.until_step(20)
         yield typist
     os.close(main)

@@ -21,12 +21,15 @@ Cli = Callable[..., Done]
 
 @pytest.fixture
 def cli(tmp_path: Path, device: str) -> Cli:
-    """Runs `fsdp-tune ARGUMENTS` in a process of its own, in an empty directory, on a machine with or without GPUs."""
+    """Runs `fsdp-tune ARGUMENTS` in a process of its own, in an empty directory, on a machine with or without
+    GPUs."""
 
     def run(*arguments: str, **environment: str) -> Done:
         command = [sys.executable, "-m", "fsdp_tune", *map(str, arguments)]
         env = environment_on(device, os.environ | environment)
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=env, timeout=300)
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, cwd=tmp_path, env=env, timeout=300
+        )
         if "--json" in arguments:
             refuse_undeclared(arguments, done.stdout)
         return done
@@ -35,12 +38,25 @@ def cli(tmp_path: Path, device: str) -> Cli:
 
 
 def refuse_undeclared(arguments: Sequence[str], text: str) -> None:
-    """Refuse a document that is not one of its command's answers (`jobs/answers.py`): another field or type, or a missing field."""
-    command = next((name for name in (" ".join(map(str, arguments[:2])), f"{arguments[0]} list", arguments[0]) if name in answers()), None)
+    """Refuse a document that is not one of its command's answers (`jobs/answers.py`): another field or type,
+    or a missing field."""
+    command = next(
+        (
+            name
+            for name in (" ".join(map(str, arguments[:2])), f"{arguments[0]} list", arguments[0])
+            if name in answers()
+        ),
+        None,
+    )
     if command is None:
         return  # usage errors of groups, and `recipes schema`
-    found = json.loads(text, object_pairs_hook=lambda pairs: {KEYWORDS.get(name, name): value for name, value in pairs})
-    remarks = [found.pop("notices", []), *([found.pop("errors")] if isinstance(found.get("errors"), list) else [])]
+    found = json.loads(
+        text, object_pairs_hook=lambda pairs: {KEYWORDS.get(name, name): value for name, value in pairs}
+    )
+    remarks = [
+        found.pop("notices", []),
+        *([found.pop("errors")] if isinstance(found.get("errors"), list) else []),
+    ]
     assert TypeAdapter(list[list[Remark]]).validate_json(json.dumps(remarks), strict=True)
     if len(remarks) == 2:
         return  # of a failure, the answer may have a part

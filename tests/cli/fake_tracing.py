@@ -22,7 +22,9 @@ class FakeTracing(ModelTracer):
     made: list[FakeTracing]
     state_gib = STATE_GIB
 
-    def __init__(self, _cache: Path, *, exact: bool = False, vocabulary: int | None = None, offline: bool = False) -> None:
+    def __init__(
+        self, _cache: Path, *, exact: bool = False, vocabulary: int | None = None, offline: bool = False
+    ) -> None:
         super().__init__(self.state_gib)
         self.exact, self.vocabulary, self.is_closed = exact, vocabulary, False
         self.asked: list[Recipe] = []

@@ -1,4 +1,5 @@
-"""Functions in a fork of the test, which has imported everything: on a terminal of a given width, or with files for streams."""
+"""Functions in a fork of the test, which has imported everything: on a terminal of a given width, or with
+files for streams."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ def written_to_a_terminal(program: Callable[[], object], columns: int = 0, **var
     main, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40 if columns else 0, columns, 0, 0))
     # Parallel test runners set COLUMNS, which goes before the size of the terminal.
-    inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+    inherited = {
+        name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")
+    }
     with tempfile.TemporaryFile() as err:
         child = _start(program, terminal, err, inherited | {"TERM": "xterm"} | variables)
         os.close(terminal)
@@ -81,7 +84,13 @@ def lines_on_a_terminal(program: Callable[[], object], columns: int = 0) -> list
 
 def frames_on_a_terminal(program: Callable[[], object], columns: int = 0) -> list[str]:
     """Return each line that was visible at some time, once."""
-    return list(dict.fromkeys(line.rstrip() for line in re.split(r"[\r\n]+", shown_on_a_terminal(program, columns)) if line.strip()))
+    return list(
+        dict.fromkeys(
+            line.rstrip()
+            for line in re.split(r"[\r\n]+", shown_on_a_terminal(program, columns))
+            if line.strip()
+        )
+    )
 
 
 def command(*words: object) -> Callable[[], object]:

@@ -1,4 +1,5 @@
-"""Files of other trainers over a tiny model and local rows, as users write them, and the answers to their questions."""
+"""Files of other trainers over a tiny model and local rows, as users write them, and the answers to their
+questions."""
 
 from __future__ import annotations
 
@@ -24,19 +25,29 @@ class Imported:
     beside: tuple[tuple[str, str], ...] = ()
     """Other files, as (name, text)."""
     losses: int = 0
-    """How many steps are compared with the tool's own: adapters are drawn by another generator after the first."""
+    """How many steps are compared with the tool's own: adapters are drawn by another generator after the
+    first."""
 
 
 BASE = ("model.name_or_path=base",)
 ONE = ("training.global_batch_size=8",)
 CHATS = ("data.train=[{path: chat.jsonl}]", "data.loss_on=assistant")
-AXOLOTL = "base_model: base\nmicro_batch_size: 8\ngradient_accumulation_steps: 1\nlearning_rate: 1e-3\nsequence_len: 256\nval_set_size: 0\n"
+AXOLOTL = (
+    "base_model: base\nmicro_batch_size: 8\ngradient_accumulation_steps: 1\nlearning_rate: "
+    "1e-3\nsequence_len: 256\nval_set_size: 0\n"
+)
 AXOLOTL_CHATS = "datasets:\n  - path: json\n    data_files: chat.jsonl\n    type: chat_template\n"
-TRL = "model_name_or_path: base\nper_device_train_batch_size: 8\nlearning_rate: 1e-3\nbf16: false\nuse_cpu: true\nlogging_steps: 1\n"
+TRL = (
+    "model_name_or_path: base\nper_device_train_batch_size: 8\nlearning_rate: 1e-3\nbf16: "
+    "false\nuse_cpu: true\nlogging_steps: 1\n"
+)
 TRL += "max_steps: 2\nsave_steps: 2\nreport_to: none\nmax_length: 256\n"
 TRL_CHATS = "datasets:\n  - path: json\n    data_files: chat.jsonl\nassistant_only_loss: true\n"
 TRL_PAIRS = "datasets:\n  - path: json\n    data_files: pairs.jsonl\n"
-FACTORY = "model_name_or_path: base\nstage: sft\ndo_train: true\ntemplate: chatml\ncutoff_len: 256\nlearning_rate: 1.0e-3\nbf16: false\n"
+FACTORY = (
+    "model_name_or_path: base\nstage: sft\ndo_train: true\ntemplate: chatml\ncutoff_len: "
+    "256\nlearning_rate: 1.0e-3\nbf16: false\n"
+)
 FACTORY += "per_device_train_batch_size: 4\ngradient_accumulation_steps: 2\n"
 INFO = json.dumps(
     {
@@ -46,11 +57,19 @@ INFO = json.dumps(
             "file_name": "../chat.jsonl",
             "formatting": "sharegpt",
             "columns": {"messages": "messages"},
-            "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
+            "tags": {
+                "role_tag": "role",
+                "content_tag": "content",
+                "user_tag": "user",
+                "assistant_tag": "assistant",
+            },
         },
     }
 )
-SWIFT = "swift sft --model base --dataset chat.jsonl --torch_dtype float32 --learning_rate 1e-3 --per_device_train_batch_size 8"
+SWIFT = (
+    "swift sft --model base --dataset chat.jsonl --torch_dtype float32 --learning_rate 1e-3 "
+    "--per_device_train_batch_size 8"
+)
 SWIFT += " --max_length 256"
 TORCHTUNE = """\
 tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: base/tokenizer.model, max_seq_len: 256}
@@ -63,8 +82,11 @@ gradient_accumulation_steps: 1
 epochs: 1
 dtype: fp32
 output_dir: out
-"""
-TUNE_CHATS = "dataset: {_component_: torchtune.datasets.chat_dataset, source: json, data_files: chat.jsonl, conversation_column: messages, "
+"""  # noqa: E501
+TUNE_CHATS = (
+    "dataset: {_component_: torchtune.datasets.chat_dataset, source: json, data_files: chat.jsonl, "
+    "conversation_column: messages, "
+)
 TUNE_CHATS += "conversation_style: openai, split: train}\n"
 
 FILES = (
@@ -86,13 +108,19 @@ FILES = (
         losses=2,
     ),
     Imported(
-        "TRL", "label smoothing", "c.yaml", TRL + TRL_CHATS + "label_smoothing_factor: 0.1\nmax_grad_norm: 0.25\n", answers=ONE, losses=2
+        "TRL",
+        "label smoothing",
+        "c.yaml",
+        TRL + TRL_CHATS + "label_smoothing_factor: 0.1\nmax_grad_norm: 0.25\n",
+        answers=ONE,
+        losses=2,
     ),
     Imported(
         "TRL",
         "LoRA by a command",
         "run.sh",
-        "LR=2e-4\ntrl sft --config c.yaml --use_peft --lora_r 4 --lora_target_modules q_proj v_proj --seed 7 # $LR\n",
+        "LR=2e-4\ntrl sft --config c.yaml --use_peft --lora_r 4 --lora_target_modules q_proj v_proj "
+        "--seed 7 # $LR\n",
         answers=ONE,
         beside=(("c.yaml", TRL + TRL_CHATS),),
         losses=1,
@@ -108,10 +136,18 @@ FILES = (
         ("training.global_batch_size=1",),
     ),
     Imported(
-        "axolotl", "alpaca", "c.yaml", AXOLOTL + "datasets:\n  - path: alpaca.jsonl\n    ds_type: json\n    type: alpaca\nbf16: auto\n", ONE
+        "axolotl",
+        "alpaca",
+        "c.yaml",
+        AXOLOTL + "datasets:\n  - path: alpaca.jsonl\n    ds_type: json\n    type: alpaca\nbf16: auto\n",
+        ONE,
     ),
     Imported(
-        "axolotl", "texts", "c.yaml", AXOLOTL + "datasets: [{path: texts.jsonl, ds_type: json, type: completion}]\nwarmup_ratio: 0.1\n", ONE
+        "axolotl",
+        "texts",
+        "c.yaml",
+        AXOLOTL + "datasets: [{path: texts.jsonl, ds_type: json, type: completion}]\nwarmup_ratio: 0.1\n",
+        ONE,
     ),
     Imported(
         "axolotl",
@@ -121,7 +157,12 @@ FILES = (
         ONE,
     ),
     Imported(
-        "LLaMA-Factory", "alpaca", "c.yaml", FACTORY + "finetuning_type: full\ndataset: rows\n", ONE, (("data/dataset_info.json", INFO),)
+        "LLaMA-Factory",
+        "alpaca",
+        "c.yaml",
+        FACTORY + "finetuning_type: full\ndataset: rows\n",
+        ONE,
+        (("data/dataset_info.json", INFO),),
     ),
     Imported(
         "LLaMA-Factory",
@@ -165,7 +206,8 @@ FILES = (
         "LLaMA-Factory",
         "command",
         "run.sh",
-        "FORCE_TORCHRUN=1 llamafactory-cli train --stage sft --model_name_or_path base --dataset chats --template chatml \\\n"
+        "FORCE_TORCHRUN=1 llamafactory-cli train --stage sft --model_name_or_path base --dataset "
+        "chats --template chatml \\\n"
         "  --finetuning_type full --cutoff_len 256 --per_device_train_batch_size 8 --learning_rate 1e-3\n",
         ONE,
         (("data/dataset_info.json", INFO),),
@@ -174,27 +216,31 @@ FILES = (
         "ms-swift",
         "LoRA",
         "run.sh",
-        f"CUDA_VISIBLE_DEVICES=0 \\\n{SWIFT} --train_type lora --lora_rank 4 --target_modules all-linear --gradient_accumulation_steps 1\n",
+        f"CUDA_VISIBLE_DEVICES=0 \\\n{SWIFT} --train_type lora --lora_rank 4 --target_modules "
+        "all-linear --gradient_accumulation_steps 1\n",
         ONE,
     ),
     Imported(
         "ms-swift",
         "full",
         "run.sh",
-        f"{SWIFT} --train_type full --weight_decay 0 --gradient_accumulation_steps 1 --split_dataset_ratio 0\n",
+        f"{SWIFT} --train_type full --weight_decay 0 --gradient_accumulation_steps 1 "
+        "--split_dataset_ratio 0\n",
         ONE,
     ),
     Imported(
         "ms-swift",
         "of two ranks",
         "run.sh",
-        f"NPROC_PER_NODE=2 {SWIFT.replace('size 8', 'size 2')} --tuner_type full --gradient_accumulation_steps $(expr 8 / 2 / 2)\n",
+        f"NPROC_PER_NODE=2 {SWIFT.replace('size 8', 'size 2')} --tuner_type full "
+        "--gradient_accumulation_steps $(expr 8 / 2 / 2)\n",
     ),
     Imported(
         "ms-swift",
         "YAML",
         "c.yaml",
-        "model: base\ndataset: [alpaca.jsonl]\ntuner_type: full\ntorch_dtype: float32\nmax_length: 256\nlearning_rate: 1e-3\n"
+        "model: base\ndataset: [alpaca.jsonl]\ntuner_type: full\ntorch_dtype: float32\nmax_length: "
+        "256\nlearning_rate: 1e-3\n"
         "per_device_train_batch_size: 8\ngradient_accumulation_steps: 1\nsplit_dataset_ratio: 0\n",
         ONE,
     ),
@@ -202,7 +248,16 @@ FILES = (
         "ms-swift",
         "notebook",
         "n.ipynb",
-        json.dumps({"cells": [{"cell_type": "code", "source": f"!{SWIFT} --train_type full --gradient_accumulation_steps 1"}]}),
+        json.dumps(
+            {
+                "cells": [
+                    {
+                        "cell_type": "code",
+                        "source": f"!{SWIFT} --train_type full --gradient_accumulation_steps 1",
+                    }
+                ]
+            }
+        ),
         ONE,
     ),
     Imported("torchtune", "chats", "c.yaml", TORCHTUNE + TUNE_CHATS, (*ONE, *BASE)),
@@ -210,7 +265,8 @@ FILES = (
         "torchtune",
         "alpaca",
         "c.yaml",
-        TORCHTUNE + "dataset: {_component_: torchtune.datasets.instruct_dataset, source: json, data_files: alpaca.jsonl, "
+        TORCHTUNE + "dataset: {_component_: torchtune.datasets.instruct_dataset, source: json, data_files: "
+        "alpaca.jsonl, "
         "column_map: {input: instruction, output: output}}\n",
         (*ONE, *BASE),
     ),
@@ -218,14 +274,18 @@ FILES = (
         "torchtune",
         "texts",
         "c.yaml",
-        TORCHTUNE + "dataset: {_component_: torchtune.datasets.text_completion_dataset, source: json, data_files: texts.jsonl}\n",
+        TORCHTUNE + "dataset: {_component_: torchtune.datasets.text_completion_dataset, source: json, "
+        "data_files: texts.jsonl}\n",
         (*ONE, *BASE),
     ),
     Imported(
         "torchtune",
         "LoRA",
         "c.yaml",
-        TORCHTUNE.replace("llama3_2_1b}", "lora_llama3_2_1b, lora_attn_modules: [q_proj, v_proj], lora_rank: 4, lora_alpha: 8}")
+        TORCHTUNE.replace(
+            "llama3_2_1b}",
+            "lora_llama3_2_1b, lora_attn_modules: [q_proj, v_proj], lora_rank: 4, lora_alpha: 8}",
+        )
         + TUNE_CHATS,
         (*ONE, *BASE),
     ),
@@ -241,9 +301,13 @@ FILES = (
 
 
 def write_rows(folder: Path) -> None:
-    """Write chats, prompts, instructions and texts of `ROWS` rows, and weights for the model of the directory."""
+    """Write chats, prompts, instructions and texts of `ROWS` rows, and weights for the model of the
+    directory."""
     turns = [(f"what is {n}?", "it is " + "very " * (n % 5) + f"{n}") for n in range(ROWS)]
-    chats = [{"messages": [{"role": "user", "content": ask}, {"role": "assistant", "content": told}]} for ask, told in turns]
+    chats = [
+        {"messages": [{"role": "user", "content": ask}, {"role": "assistant", "content": told}]}
+        for ask, told in turns
+    ]
     kinds: dict[str, list[dict[str, Any]]] = {
         "chat": chats,
         "pairs": [{"prompt": f"{ask} ", "completion": told} for ask, told in turns],

@@ -1,4 +1,5 @@
-"""Commands in the process of the test, which costs milliseconds where a process of their own takes a second to import."""
+"""Commands in the process of the test, which costs milliseconds where a process of their own takes a second
+to import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A stand-in for the child process that inspects a model (`fsdp_tune.model.loading.inspect`) and imports torch for it."""
+"""A stand-in for the child process that inspects a model (`fsdp_tune.model.loading.inspect`) and imports
+torch for it."""
 
 from __future__ import annotations
 
@@ -17,13 +18,20 @@ from tests.model.recipes import model_facts
 FACTS = model_facts(embedding_rows=384, layers=2, layer_classes=["Block"], units=[["a"], ["b"]])
 
 
-def inspector(folder: Path, document: ModelFacts | dict[str, Any] | str, exit_code: int = 0) -> tuple[str, ...]:
+def inspector(
+    folder: Path, document: ModelFacts | dict[str, Any] | str, exit_code: int = 0
+) -> tuple[str, ...]:
     """Return the command of a child that reads its request, prints `document`, and ends."""
-    document = {**document.as_dict(), "problems": [], "notices": []} if isinstance(document, ModelFacts) else document
+    document = (
+        {**document.as_dict(), "problems": [], "notices": []}
+        if isinstance(document, ModelFacts)
+        else document
+    )
     text = document if isinstance(document, str) else json.dumps(document)
     script = folder / "inspect_model.py"
     script.write_text(
-        f"import sys\nassert sys.stdin.buffer.read()\nprint({text!r})\nsys.stderr.write('last words\\n')\nsys.exit({exit_code})\n"
+        f"import sys\nassert sys.stdin.buffer.read()\nprint({text!r})\nsys.stderr.write('last "
+        f"words\\n')\nsys.exit({exit_code})\n"
     )
     return (sys.executable, "-I", "-S", str(script))
 

@@ -1,4 +1,5 @@
-"""The rows that the ranks of a run trained, by step: from the token ids that reach the model, not from what the run records."""
+"""The rows that the ranks of a run trained, by step: from the token ids that reach the model, not from what
+the run records."""
 
 from __future__ import annotations
 
@@ -45,9 +46,11 @@ def install_recorder(folder: Path) -> str:
 
 
 def rows_seen(run: RunDir) -> dict[int, list[int]]:
-    """Return the rows of each step of the run over all ranks, sorted, from its last training: a repeated step counts once.
+    """Return the rows of each step of the run over all ranks, sorted, from its last training: a repeated step
+    counts once.
 
-    Rows of the prepared data must differ in their token ids. Ranks of earlier attempts that are gone have left their files.
+    Rows of the prepared data must differ in their token ids. Ranks of earlier attempts that are gone have
+    left their files.
     """
     store = RowStore(json.loads(run.data_json.read_text())["train"])
     by_ids = {tuple(store[row].input_ids.tolist()): row for row in range(len(store))}
@@ -73,4 +76,6 @@ def rows_seen(run: RunDir) -> dict[int, list[int]]:
 
 def _row_of(ids: list[int], by_ids: dict[tuple[int, ...], int]) -> int | None:
     """Return the row whose ids are the longest prefix; None for a filler, which is padding alone."""
-    return next((by_ids[tuple(ids[:end])] for end in range(len(ids), 0, -1) if tuple(ids[:end]) in by_ids), None)
+    return next(
+        (by_ids[tuple(ids[:end])] for end in range(len(ids), 0, -1) if tuple(ids[:end]) in by_ids), None
+    )

@@ -20,7 +20,13 @@ MODEL: dict[str, Any] = {
 }
 STREAM: dict[str, Any] = {
     "model": {"from_config": MODEL, "tokenizer": "builtin:arithmetic"},
-    "data": {"train": [{"path": "rows.jsonl"}], "streaming": True, "packing": True, "max_length": 128, "shuffle_buffer_size": 160},
+    "data": {
+        "train": [{"path": "rows.jsonl"}],
+        "streaming": True,
+        "packing": True,
+        "max_length": 128,
+        "shuffle_buffer_size": 160,
+    },
     "training": {
         "global_batch_size": 8,
         "max_steps": 6,
@@ -55,7 +61,10 @@ def write_stream(folder: Path, lines: list[str], **data: Any) -> None:
 
 
 def lines_of(count: int) -> list[str]:
-    return [json.dumps({"text": f"{number} plus {number % 7} is {number + number % 7}. " * (1 + number % 3)}) for number in range(count)]
+    return [
+        json.dumps({"text": f"{number} plus {number % 7} is {number + number % 7}. " * (1 + number % 3)})
+        for number in range(count)
+    ]
 
 
 def make_base(folder: Path, seed: int = 0, hidden: int = 32) -> Path:

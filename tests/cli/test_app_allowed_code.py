@@ -47,13 +47,18 @@ def write(tmp_path: Path, *, model: str = "", env: str = "") -> str:
 def test_command_runs_no_code_for_a_recipe_alone(tmp_path: Path, verb: str, key: str) -> None:
     words = [verb, write(tmp_path, model=f", {key}"), *(["--gpu", "A100-40GB"] if verb == "plan" else [])]
     (error,) = refused(*words)
-    assert (error["code"], error["line"], error["key"]) == ("remote-code-not-trusted", 1, f"model.{key.split(':')[0]}")
+    assert (error["code"], error["line"], error["key"]) == (
+        "remote-code-not-trusted",
+        1,
+        f"model.{key.split(':')[0]}",
+    )
     assert "--trust-remote-code" in error["hint"]
     assert not (tmp_path / "run").exists()
 
 
 def test_children_of_a_command_import_nothing_from_the_working_directory(tmp_path: Path) -> None:
-    """multiprocessing starts its processes with `python -c`, which puts the working directory first on the import path."""
+    """multiprocessing starts its processes with `python -c`, which puts the working directory first on the
+    import path."""
     data, ran = tmp_path / "data", tmp_path / "ran"
     data.mkdir()
     for module in ("multiprocessing", "pickle", "selectors"):
@@ -73,14 +78,18 @@ def test_children_of_a_command_import_nothing_from_the_working_directory(tmp_pat
         "    app.main()\n"
     )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
-    done = subprocess.run([sys.executable, str(script)], cwd=data, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=data, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert not ran.exists()
 
 
 @pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.parametrize("verb", ["train", "rehearse"])
-def test_variable_that_can_run_code_is_refused_with_its_line_before_any_rank_starts(tmp_path: Path, verb: str) -> None:
+def test_variable_that_can_run_code_is_refused_with_its_line_before_any_rank_starts(
+    tmp_path: Path, verb: str
+) -> None:
     evil = tmp_path / "evil"
     evil.mkdir()
     (evil / "sitecustomize.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
@@ -93,7 +102,9 @@ def test_variable_that_can_run_code_is_refused_with_its_line_before_any_rank_sta
     assert not (tmp_path / "ran").exists()
 
 
-def test_inspection_of_a_model_does_not_get_variables_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspection_of_a_model_does_not_get_variables_that_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     environments = list[dict[str, str]]()
 
     def start(_command: object, environment: dict[str, str], **_: object) -> NoReturn:

@@ -25,7 +25,9 @@ from tests.cli.conftest import Cli, document
         (["submit", "slurm", "gpt2_smoke", "--partition", ""], "the value of `--partition` is empty"),
     ],
 )
-def test_empty_word_is_a_usage_error(words: list[str], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_word_is_a_usage_error(
+    words: list[str], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, [*words, "--json"])
     assert done.exit_code == 2, done.stdout
@@ -36,7 +38,9 @@ def test_empty_word_is_a_usage_error(words: list[str], named: str, tmp_path: Pat
 
 def test_text_may_be_empty() -> None:
     """The system message of a chat."""
-    done = CliRunner().invoke(app, ["generate", "nothing", "--prompts", "nothing.txt", "--system", "", "--json"])
+    done = CliRunner().invoke(
+        app, ["generate", "nothing", "--prompts", "nothing.txt", "--system", "", "--json"]
+    )
     assert "empty" not in done.stdout
 
 
@@ -62,7 +66,14 @@ def test_variable_that_a_library_refuses(command: str, variable: str, cli: Cli, 
 
 @pytest.mark.slow
 def test_variable_of_the_recipe_that_the_launcher_refuses(cli: Cli, tmp_path: Path) -> None:
-    keys = ["--set", "launch.env.TORCH_LOGS=garbage", "--allow-env", "TORCH_LOGS", "--set", f"output_dir={tmp_path}/run"]
+    keys = [
+        "--set",
+        "launch.env.TORCH_LOGS=garbage",
+        "--allow-env",
+        "TORCH_LOGS",
+        "--set",
+        f"output_dir={tmp_path}/run",
+    ]
     done = cli("train", "--config", "gpt2_smoke", *keys)
     assert done.returncode == 2, done.stderr
     assert "torch does not accept the environment variable TORCH_LOGS=garbage" in done.stderr

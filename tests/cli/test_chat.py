@@ -1,4 +1,5 @@
-"""`chat` and `generate`: what is typed, what is printed, and what is refused. Most tests have a stand-in for the process of the model."""
+"""`chat` and `generate`: what is typed, what is printed, and what is refused. Most tests have a stand-in for
+the process of the model."""
 
 from __future__ import annotations
 
@@ -65,18 +66,21 @@ while line := sys.stdin.readline():
             emit({**place, "answer": {"prompt": text, "output": given, **facts}})
     stopped.clear()
     emit({"end": True})
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A directory with the models `chat-model` and `text-model` and an adapter of the first, answered by the stand-in."""
+    """A directory with the models `chat-model` and `text-model` and an adapter of the first, answered by the
+    stand-in."""
     monkeypatch.chdir(tmp_path)
     for name in ("chat-model", "text-model"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
     (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "chat-model", "peft_type": "LORA"}))
+    (tmp_path / "adapter" / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": "chat-model", "peft_type": "LORA"})
+    )
     (tmp_path / "stand_in.py").write_text(STAND_IN)
     monkeypatch.setattr(job, "ANSWER", (sys.executable, str(tmp_path / "stand_in.py")))
     return tmp_path
@@ -96,7 +100,9 @@ def messages_of(answer: dict[str, Any]) -> tuple[str | None, list[str]]:
 
 
 def test_conversation_grows_until_it_is_reset(here: Path) -> None:
-    typed = "one\ntwo\n/reset\nthree\n/system Be brief.\nfour\n/system\nfive\\\nsix\n//seven\n\n/exit\nunread\n"
+    typed = (
+        "one\ntwo\n/reset\nthree\n/system Be brief.\nfour\n/system\nfive\\\nsix\n//seven\n\n/exit\nunread\n"
+    )
     found = invoke("chat", "chat-model", "--system", "S", "--json", typed=typed)
     first = found["answers"][0]["output"]
     assert [messages_of(answer) for answer in found["answers"]] == [
@@ -130,12 +136,18 @@ def test_model_and_base_continue_their_own_answers(here: Path) -> None:
     of_model, of_base = (messages_of(answer)[1] for answer in found["answers"][2:])
     assert (of_model[1][:2], of_base[1][:2]) == ("0:", "1:")
     shown = invoke("chat", "adapter", "--base", typed="one\n").stdout.splitlines()
-    assert [line for line in shown if line.startswith("[")] == ["[adapter]", "[chat-model (without the adapter)]"]
+    assert [line for line in shown if line.startswith("[")] == [
+        "[adapter]",
+        "[chat-model (without the adapter)]",
+    ]
 
 
 def test_model_without_a_chat_has_no_system_message(here: Path) -> None:
     found = invoke("chat", "text-model", "--json", typed="/system S\none\ntwo\n")
-    assert [json.loads(answer["prompt"]) for answer in found["answers"]] == [[None, {"prompt": "one"}], [None, {"prompt": "two"}]]
+    assert [json.loads(answer["prompt"]) for answer in found["answers"]] == [
+        [None, {"prompt": "one"}],
+        [None, {"prompt": "two"}],
+    ]
     done = invoke("chat", "text-model", "--system", "S", code=2)
     assert "`--system` needs a chat" in done.stderr
 
@@ -148,13 +160,18 @@ def test_prompt_that_is_refused_does_not_end_the_chat(here: Path) -> None:
 
 
 def test_model_that_breaks_ends_the_chat_with_its_reason(here: Path) -> None:
-    for arguments, typed in ((("chat", "chat-model"), "die\n"), (("generate", "chat-model", "--prompts", "prompts.txt"), "")):
+    for arguments, typed in (
+        (("chat", "chat-model"), "die\n"),
+        (("generate", "chat-model", "--prompts", "prompts.txt"), ""),
+    ):
         (here / "prompts.txt").write_text("die\n")
         done = invoke(*arguments, typed=typed, code=1)
         assert "error: the model could not be run: the model broke" in done.stderr
 
 
-def test_interrupt_stops_the_answer_and_a_second_one_leaves(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_stops_the_answer_and_a_second_one_leaves(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     presses = iter([3, 99, 3])  # pieces until Ctrl-C: of two answers, and of one that is interrupted twice
 
     class Pressed(AnswerView):
@@ -192,22 +209,38 @@ def test_prompts_of_a_file_are_answered_in_order(here: Path) -> None:
     lines = [json.loads(line) for line in (here / "answers.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [line["row"] for line in lines] == ["prompts.jsonl:1", "prompts.jsonl:3", "prompts.jsonl:4"]
     assert json.loads(lines[0]["prompt"]) == [None, {"prompt": "é 👍"}]
-    assert set(lines[0]) == {"model", "row", "prompt", "output", "prompt_tokens", "tokens", "finish_reason", "seconds"}
+    assert set(lines[0]) == {
+        "model",
+        "row",
+        "prompt",
+        "output",
+        "prompt_tokens",
+        "tokens",
+        "finish_reason",
+        "seconds",
+    }
     found = invoke("generate", "adapter", "--base", "--prompts", "prompts.jsonl", "--json")
     assert [answer["output"][:2] for answer in found["answers"]] == ["0:", "1:"] * 3
     (here / "prompts.txt").write_text("one\n\ntwo\n")
     shown = invoke("generate", "chat-model", "--prompts", "prompts.txt").stdout.splitlines()
-    assert [line for line in shown if line.startswith("prompts")] == ["prompts.txt:1> one", "prompts.txt:3> two"]
+    assert [line for line in shown if line.startswith("prompts")] == [
+        "prompts.txt:1> one",
+        "prompts.txt:3> two",
+    ]
 
 
 def test_every_bad_row_is_named_and_nothing_is_written(here: Path) -> None:
     (here / "prompts.jsonl").write_text('{"prompt": "one"}\n{"question": "two"}\n{"prompt"\n{"text": 5}\n')
-    errors = invoke("generate", "chat-model", "--prompts", "prompts.jsonl", "--output", "out", "--json", code=2)["errors"]
+    errors = invoke(
+        "generate", "chat-model", "--prompts", "prompts.jsonl", "--output", "out", "--json", code=2
+    )["errors"]
     assert [(error["code"], error["file"], error["line"]) for error in errors] == [
         ("prompt-unusable", "prompts.jsonl", line) for line in (2, 3, 4)
     ]
     (here / "prompts.txt").write_text("one\nbad\n")
-    errors = invoke("generate", "chat-model", "--prompts", "prompts.txt", "--output", "out", "--json", code=2)["errors"]
+    errors = invoke(
+        "generate", "chat-model", "--prompts", "prompts.txt", "--output", "out", "--json", code=2
+    )["errors"]
     assert [(error["message"], error["line"]) for error in errors] == [("it is bad", 2)]
     assert not (here / "out").exists()
 
@@ -240,7 +273,10 @@ def test_run_without_a_model_names_the_command_that_makes_one(here: Path) -> Non
     (error,) = invoke("chat", "run", "--json", code=2)["errors"]
     assert error["message"] == "`run` has neither a merged model nor a complete checkpoint"
     (error,) = invoke("chat", "run", "--checkpoint", "5", "--json", code=2)["errors"]
-    assert error["hint"] == "fsdp-tune merge-checkpoint run --step 5 --output run/merged-5; fsdp-tune chat run/merged-5"
+    assert (
+        error["hint"]
+        == "fsdp-tune merge-checkpoint run --step 5 --output run/merged-5; fsdp-tune chat run/merged-5"
+    )
     (here / "run" / "merged").mkdir()
     (here / "run" / "merged" / "config.json").write_text("{}")
     found = invoke("chat", "run", "--base", "--json", typed="one\n")
@@ -254,11 +290,19 @@ def test_hint_about_a_checkpoint_names_the_command_that_has_its_options(here: Pa
         (here / "rows.jsonl").write_text('{"prompt": "one"}\n')
         (error,) = invoke(*words, "--json", code=1)["errors"]
         assert error["code"] == "merge-no-checkpoint"
-        assert error["hint"] == "`fsdp-tune merge-checkpoint run --step N --allow-incomplete` takes one that is not complete"
+        assert (
+            error["hint"]
+            == "`fsdp-tune merge-checkpoint run --step N --allow-incomplete` takes one that is not complete"
+        )
 
 
 @pytest.mark.parametrize(
-    ("width", "expected"), [(10, "one two\nthree four\nfive"), (None, "one two three four five"), (5, "one\ntwo\nthree\nfour\nfive")]
+    ("width", "expected"),
+    [
+        (10, "one two\nthree four\nfive"),
+        (None, "one two three four five"),
+        (5, "one\ntwo\nthree\nfour\nfive"),
+    ],
 )
 def test_words_of_a_stream_are_not_broken(width: int | None, expected: str) -> None:
     for size in (1, 2, 7):
@@ -266,17 +310,26 @@ def test_words_of_a_stream_are_not_broken(width: int | None, expected: str) -> N
         shown = "".join(wrapped.add(text[at : at + size]) for at in range(0, len(text), size)) + wrapped.end()
         assert [line.rstrip() for line in shown.split("\n")] == expected.split("\n")
     wide = WrappedText(6)
-    assert (wide.add("你好世界") + wide.add("abcdefghi\n  x") + wide.end()).replace("\n", "|") == "你好世|界|abcdef|ghi|  x"
+    assert (wide.add("你好世界") + wide.add("abcdefghi\n  x") + wide.end()).replace(
+        "\n", "|"
+    ) == "你好世|界|abcdef|ghi|  x"
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_run_with_lora_answers_from_its_checkpoints_with_and_without_the_adapter(cli: Cli, tmp_path: Path) -> None:
+def test_run_with_lora_answers_from_its_checkpoints_with_and_without_the_adapter(
+    cli: Cli, tmp_path: Path
+) -> None:
     """A user's way: a chat is trained, then an adapter on it that knows other answers."""
     for name, answers in (("base", ("two", "four")), ("tuned", ("nine", "one"))):
         rows = zip(("one plus one", "two plus two"), answers, strict=True)
-        turns = [[{"role": "user", "content": asked}, {"role": "assistant", "content": answer}] for asked, answer in rows]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in turns))
+        turns = [
+            [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+            for asked, answer in rows
+        ]
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"messages": each}) + "\n" for each in turns)
+        )
     tiny = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     training = {
         "global_batch_size": 2,
@@ -286,10 +339,26 @@ def test_run_with_lora_answers_from_its_checkpoints_with_and_without_the_adapter
         "save_steps": 20,
         "report_to": [],
     }
-    common = {"training": training, "launch": {"device": "cpu", "num_processes": 1}, "precision": {"mixed_precision": "no"}}
-    model = {"from_config": {"model_type": "llama", "vocab_size": 384, **tiny}, "tokenizer": "builtin:arithmetic"}
-    base = {"model": model, "data": {"train": [{"path": "base.jsonl"}], "max_length": 64}, "output_dir": "base", **common}
-    tuned = {"model": {"name_or_path": "base/merged"}, "data": {"train": [{"path": "tuned.jsonl"}], "max_length": 64}, "lora": {"r": 8}}
+    common = {
+        "training": training,
+        "launch": {"device": "cpu", "num_processes": 1},
+        "precision": {"mixed_precision": "no"},
+    }
+    model = {
+        "from_config": {"model_type": "llama", "vocab_size": 384, **tiny},
+        "tokenizer": "builtin:arithmetic",
+    }
+    base = {
+        "model": model,
+        "data": {"train": [{"path": "base.jsonl"}], "max_length": 64},
+        "output_dir": "base",
+        **common,
+    }
+    tuned = {
+        "model": {"name_or_path": "base/merged"},
+        "data": {"train": [{"path": "tuned.jsonl"}], "max_length": 64},
+        "lora": {"r": 8},
+    }
     tuned |= {"output_dir": "tuned", "merge": {"at_end": False}, **common}
     for name, recipe in (("base", base), ("tuned", tuned)):
         (tmp_path / f"{name}.yaml").write_text(json.dumps(recipe))
@@ -298,13 +367,13 @@ def test_run_with_lora_answers_from_its_checkpoints_with_and_without_the_adapter
     assert "fsdp-tune chat tuned" in done.stdout
     done = subprocess.run(
         [sys.executable, "-m", "fsdp_tune", "chat", "tuned", "--base", "--json"],
-        input="one plus one\n/system S\ntwo plus two\n", capture_output=True, text=True, check=False, cwd=tmp_path,
+        input="one plus one\n/system S\ntwo plus two\n", capture_output=True, text=True, check=False, cwd=tmp_path,  # noqa: E501
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     answers = document(done)["answers"]
     assert [answer["output"] for answer in answers][:2] == ["nine", "two"]
     assert [answer["prompt"] for answer in answers[::2]] == [
-        "<|user|>one plus one<|end|><|assistant|>", "<|system|>S<|end|><|user|>two plus two<|end|><|assistant|>",
+        "<|user|>one plus one<|end|><|assistant|>", "<|system|>S<|end|><|user|>two plus " "two<|end|><|assistant|>",  # noqa: E501
     ]  # fmt: skip
     (tmp_path / "prompts.txt").write_text("one plus one\n")
     found = document(cli("generate", "tuned", "--prompts", "prompts.txt", "--base", "--json"))

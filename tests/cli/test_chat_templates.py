@@ -18,12 +18,23 @@ from tests.cli.in_process import answer, errors, invoke
 from tests.cli.small_runs import write_rows
 
 CALL = {"function": {"name": "add", "arguments": {"a": 1}}}
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+}
 PLAIN = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
-WITH_CALL = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}], "tools": [TOOL]}
+WITH_CALL = {
+    "messages": [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    ],
+    "tools": [TOOL],
+}
 
 
-def prepared(folder: Path, rows: list[dict[str, Any]], *options: str, template: str | None = "chatml") -> tuple[int, dict[str, Any]]:
+def prepared(
+    folder: Path, rows: list[dict[str, Any]], *options: str, template: str | None = "chatml"
+) -> tuple[int, dict[str, Any]]:
     write_rows(folder / "rows.jsonl", rows)
     recipe = {
         "model": {
@@ -93,14 +104,20 @@ def test_unknown_template_is_reported_with_those_that_are_meant(tmp_path: Path) 
 
 def test_conversations_without_a_template_name_those_that_fit_the_vocabulary(tmp_path: Path) -> None:
     backend = builtin_tokenizer("builtin:arithmetic")  # with the tokens of Phi 3
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>", pad_token="<|pad|>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|endoftext|>", pad_token="<|pad|>"
+    )
     tokenizer.save_pretrained(tmp_path / "tokenizer")  # pyright: ignore[reportUnknownMemberType]
-    code, document = prepared(tmp_path, [PLAIN], "--set", f"model.tokenizer={tmp_path / 'tokenizer'}", template=None)
+    code, document = prepared(
+        tmp_path, [PLAIN], "--set", f"model.tokenizer={tmp_path / 'tokenizer'}", template=None
+    )
     (error,) = document["errors"]
     assert (code, error["code"]) == (2, "no-chat-template")
     assert error["hint"].startswith("set `data.chat_template: phi3`")
     assert "`chatml`" in error["hint"]
-    code, document = prepared(tmp_path, [PLAIN], "--set", f"model.tokenizer={tmp_path / 'tokenizer'}", template="phi3")
+    code, document = prepared(
+        tmp_path, [PLAIN], "--set", f"model.tokenizer={tmp_path / 'tokenizer'}", template="phi3"
+    )
     assert (code, document["report"]["rows_kept"]) == (0, 1)
 
 
@@ -134,7 +151,11 @@ def test_hints_about_bad_rows_never_lead_in_a_circle(tmp_path: Path, bad: int, g
 
 def test_share_that_a_hint_names_admits_the_bad_rows() -> None:
     draw = random.Random(0)
-    for bad, good in [(700, 500), (900, 4000), *((draw.randint(1, 3000), draw.randint(1, 3000)) for _ in range(100))]:
+    for bad, good in [
+        (700, 500),
+        (900, 4000),
+        *((draw.randint(1, 3000), draw.randint(1, 3000)) for _ in range(100)),
+    ]:
         option = re.search(r"max_bad_share=([\d.]+)", str(too_many(bad, bad + good, 0.01, "fix them").hint))
         assert option is not None
         assert not exceeds_bad_share(bad, bad + good, float(option[1])), (bad, good)

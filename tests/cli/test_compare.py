@@ -1,4 +1,5 @@
-"""`compare` as a command: stages and cause on the terminal, one JSON document, exit codes, another interpreter."""
+"""`compare` as a command: stages and cause on the terminal, one JSON document, exit codes, another
+interpreter."""
 
 from __future__ import annotations
 
@@ -50,7 +51,11 @@ def test_another_interpreter_is_the_cause_if_its_arithmetic_differs(cli: Cli, tm
     found = document(done)
     assert done.returncode == 1, done.stderr
     assert (found["a"]["python"], found["b"]["python"]) == (sys.executable, str(python))
-    assert (found["first"]["stage"], found["cause"]["keys"], found["cause"]["is_shown"]) == ("row_losses", [], True)
+    assert (found["first"]["stage"], found["cause"]["keys"], found["cause"]["is_shown"]) == (
+        "row_losses",
+        [],
+        True,
+    )
     assert "with A's interpreter B gives the same" in found["cause"]["text"]
     status = {stage["name"]: stage["status"] for stage in found["stages"]}
     assert (status["logits"], status["tokens"]) == ("equal", "equal")
@@ -83,7 +88,10 @@ def test_runs_are_compared_without_a_process(tmp_path: Path, monkeypatch: pytest
     assert "first step: 2, loss: 2 in A, 2.5 in B" in done.stdout
     assert "torch: 2.13 / 2.12" in done.stdout
     assert invoke("compare", "one", "one", "--html", "page.html").exit_code == 0
-    assert re.search(r"equal: 2 of 3 stages compared; lines of metrics.jsonl, step by step: 2 of 2", (tmp_path / "page.html").read_text())
+    assert re.search(
+        r"equal: 2 of 3 stages compared; lines of metrics.jsonl, step by step: 2 of 2",
+        (tmp_path / "page.html").read_text(),
+    )
     written(tmp_path / "empty")
     assert invoke("compare", "one", "empty").exit_code == 6
     invoke("compare", "one", "two", "--html", "page.html")

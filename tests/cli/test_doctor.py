@@ -42,7 +42,9 @@ def plant(folder: Path, fault: str, rank: int) -> str:
     """Return a PYTHONPATH in which one rank of the worker runs `fault` before anything else."""
     folder.mkdir()
     body = "\n".join(f"    {line}" for line in fault.strip().splitlines())
-    (folder / "sitecustomize.py").write_text(f"import os\nif os.environ.get('RANK') == '{rank}':\n{body}\n", encoding="utf-8")
+    (folder / "sitecustomize.py").write_text(
+        f"import os\nif os.environ.get('RANK') == '{rank}':\n{body}\n", encoding="utf-8"
+    )
     return str(folder)
 
 
@@ -55,7 +57,9 @@ def test_healthy_ranks_raise_no_alarm_and_nothing_is_left(cli: Cli, tmp_path: Pa
     assert done.returncode == 0, done.stderr
     answer = document(done)
     alarms = unhealthy(answer)
-    alarms.pop("matrix product", None)  # other tests take the cores of one rank; test_doctor_checks.py holds this check
+    alarms.pop(
+        "matrix product", None
+    )  # other tests take the cores of one rank; test_doctor_checks.py holds this check
     assert alarms == {}
     assert {each["kind"] for each in answer["ranks"][0]["collectives"]} >= {"all_gather", "reduce_scatter"}
     assert [each["rank"] for each in answer["ranks"]] == [0, 1]
@@ -75,7 +79,13 @@ def test_read_only_directory_of_one_rank_fails_with_its_name(cli: Cli, tmp_path:
 
 
 def test_missing_data_fail_with_one_document(cli: Cli) -> None:
-    done = cli("doctor", "--config", "gpt2_smoke", *settings("data.train=[{path: ./gone.jsonl}]", "data.eval=null"), "--json")
+    done = cli(
+        "doctor",
+        "--config",
+        "gpt2_smoke",
+        *settings("data.train=[{path: ./gone.jsonl}]", "data.eval=null"),
+        "--json",
+    )
     assert done.returncode == ExitCode.FAILED
     answer = document(done)
     assert unhealthy(answer) == {"inputs": "fail"}
@@ -86,7 +96,9 @@ def test_missing_data_fail_with_one_document(cli: Cli) -> None:
 @pytest.mark.slow
 def test_full_disk_and_missing_data_are_reported_together(cli: Cli, tmp_path: Path) -> None:
     words = settings("data.train=[{path: ./gone.jsonl}]", "data.eval=null")
-    done = cli("doctor", "--config", "gpt2_smoke", *words, "--json", PYTHONPATH=plant(tmp_path / "site", FULL, 0))
+    done = cli(
+        "doctor", "--config", "gpt2_smoke", *words, "--json", PYTHONPATH=plant(tmp_path / "site", FULL, 0)
+    )
     assert done.returncode == ExitCode.FAILED
     answer = document(done)
     assert unhealthy(answer) == {"space": "fail", "inputs": "fail"}
@@ -96,7 +108,9 @@ def test_full_disk_and_missing_data_are_reported_together(cli: Cli, tmp_path: Pa
 
 @pytest.mark.slow
 def test_throttled_rank_is_named(cli: Cli, tmp_path: Path) -> None:
-    done = cli("doctor", "--config", "gpt2_smoke", "--json", PYTHONPATH=plant(tmp_path / "site", THROTTLED, 1))
+    done = cli(
+        "doctor", "--config", "gpt2_smoke", "--json", PYTHONPATH=plant(tmp_path / "site", THROTTLED, 1)
+    )
     (check,) = [each for each in document(done)["checks"] if each["name"] == "matrix product"]
     assert check["state"] in ("warn", "fail")
     assert check["finding"].startswith("rank 1 on ")
@@ -104,6 +118,11 @@ def test_throttled_rank_is_named(cli: Cli, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_rank_that_dies_fails_with_its_last_line(cli: Cli, tmp_path: Path) -> None:
-    done = cli("doctor", "--config", "gpt2_smoke", PYTHONPATH=plant(tmp_path / "site", "import torch\ntorch.mm = None", 1))
+    done = cli(
+        "doctor",
+        "--config",
+        "gpt2_smoke",
+        PYTHONPATH=plant(tmp_path / "site", "import torch\ntorch.mm = None", 1),
+    )
     assert done.returncode == ExitCode.FAILED
     assert "ranks: rank 1: TypeError" in done.stderr

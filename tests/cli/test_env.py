@@ -60,14 +60,17 @@ def test_each_known_bad_row_matches_its_facts(path: str, value: Any, code: str) 
 
 
 def test_old_drivers_matter_for_several_consumer_cards_only() -> None:
-    facts = with_change("devices", [{"kind": "cuda", "name": "NVIDIA GeForce RTX 4090", "memory_bytes": 24 << 30}] * 2)
+    facts = with_change(
+        "devices", [{"kind": "cuda", "name": "NVIDIA GeForce RTX 4090", "memory_bytes": 24 << 30}] * 2
+    )
     assert known_bad(facts) == []
     assert [row.code for row in known_bad({**facts, "driver": "535.1"})] == ["consumer-p2p"]
     assert known_bad({**facts, "driver": "535.1", "devices": facts["devices"][:1]}) == []
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [("2.13.0+cpu", (2, 13, 0)), ("5.23.0.dev0", (5, 23, 0)), (None, ()), ("6.8.0-50-generic", (6, 8, 0))]
+    ("text", "expected"),
+    [("2.13.0+cpu", (2, 13, 0)), ("5.23.0.dev0", (5, 23, 0)), (None, ()), ("6.8.0-50-generic", (6, 8, 0))],
 )
 def test_version_strings_are_parsed(text: str | None, expected: tuple[int, ...]) -> None:
     assert version_tuple(text) == expected
@@ -77,7 +80,16 @@ def test_env_prints_all_fields_of_a_bug_report(cli: Cli) -> None:
     done = cli("env", "--json", RANK="3", HF_TOKEN="hf_abcdefghijklmnopqrstuvwx", NCCL_DEBUG="INFO")
     assert done.returncode == 0
     facts = document(done)
-    assert {"versions", "host", "devices", "torch", "interconnect", "variables", "accelerate_default_config", "known_bad"} <= facts.keys()
+    assert {
+        "versions",
+        "host",
+        "devices",
+        "torch",
+        "interconnect",
+        "variables",
+        "accelerate_default_config",
+        "known_bad",
+    } <= facts.keys()
     assert facts["versions"]["torch"]
     assert facts["torch"]["backends"]
     assert facts["variables"]["removed_at_launch"] == ["RANK"]

@@ -43,16 +43,25 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     root = tmp_path_factory.mktemp("models")
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=builtin_tokenizer("builtin:arithmetic"), eos_token=EOS, pad_token=PAD, chat_template=CHAT_TEMPLATE
+        tokenizer_object=builtin_tokenizer("builtin:arithmetic"),
+        eos_token=EOS,
+        pad_token=PAD,
+        chat_template=CHAT_TEMPLATE,
     )
     for seed, name in enumerate(("tuned", "base")):
         torch.manual_seed(seed)
         sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-        config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=64, eos_token_id=tokenizer.eos_token_id, **sizes)
+        config = LlamaConfig(
+            vocab_size=len(tokenizer),
+            max_position_embeddings=64,
+            eos_token_id=tokenizer.eos_token_id,
+            **sizes,
+        )
         LlamaForCausalLM(config).save_pretrained(root / name)
         tokenizer.save_pretrained(root / name)
     adapted = get_peft_model(
-        LlamaForCausalLM.from_pretrained(root / "base"), LoraConfig(init_lora_weights=False, target_modules=["q_proj"])
+        LlamaForCausalLM.from_pretrained(root / "base"),
+        LoraConfig(init_lora_weights=False, target_modules=["q_proj"]),
     )
     adapted.save_pretrained(root / "adapter")
     return root
@@ -63,7 +72,12 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Scores in this process: importing torch in a child for each test takes seconds."""
 
     def in_process(request: Request, scored: Mapping[str, Any], observer: object) -> None:
-        run(request, lambda line: scored[line["set"]].add(line["model"], [RowScore(**row) for row in json.loads(json.dumps(line["rows"]))]))
+        run(
+            request,
+            lambda line: scored[line["set"]].add(
+                line["model"], [RowScore(**row) for row in json.loads(json.dumps(line["rows"]))]
+            ),
+        )
 
     monkeypatch.setattr(job, "_run", in_process)
     monkeypatch.chdir(tmp_path)
@@ -80,7 +94,18 @@ def invoke(*arguments: object, code: int = 0) -> dict[str, Any]:
 @pytest.mark.e2e
 @on_devices
 def test_command_scores_two_models_in_a_child_process(cli: Cli, models: Path, device: str) -> None:
-    done = cli("evaluate", models / "tuned", *DATA, "--base", models / "base", "--max-rows", "12", "--device", device, "--json")
+    done = cli(
+        "evaluate",
+        models / "tuned",
+        *DATA,
+        "--base",
+        models / "base",
+        "--max-rows",
+        "12",
+        "--device",
+        device,
+        "--json",
+    )
     assert done.returncode == 0, done.stderr
     assert document(done)["device"] == device
     found = document(done)["sets"]["test"]
@@ -95,7 +120,16 @@ def test_processes_share_the_rows_and_find_the_same(cli: Cli, models: Path) -> N
     """Eleven rows in batches of two: six batches, of which the last has one row."""
     found: dict[int, dict[str, Any]] = {}
     for count in (1, 2, 3):
-        arguments = ("--max-rows", "11", "--batch-size", "2", "--num-processes", str(count), "--out", f"{count}.jsonl")
+        arguments = (
+            "--max-rows",
+            "11",
+            "--batch-size",
+            "2",
+            "--num-processes",
+            str(count),
+            "--out",
+            f"{count}.jsonl",
+        )
         done = cli("evaluate", models / "tuned", *DATA, "--base", models / "base", *arguments, "--json")
         assert done.returncode == 0, done.stderr
         found[count] = document(done)
@@ -108,9 +142,13 @@ def test_processes_share_the_rows_and_find_the_same(cli: Cli, models: Path) -> N
 
 
 @pytest.mark.parametrize("measure", ["loss", "generate"])
-def test_parts_have_each_row_once_with_the_same_score(here: Path, models: Path, monkeypatch: pytest.MonkeyPatch, measure: str) -> None:
+def test_parts_have_each_row_once_with_the_same_score(
+    here: Path, models: Path, monkeypatch: pytest.MonkeyPatch, measure: str
+) -> None:
     requests: list[Request] = []
-    monkeypatch.setattr(job, "_run", lambda request, *_: requests.append(request) or (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(
+        job, "_run", lambda request, *_: requests.append(request) or (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     metric = ("--metric", "exact_match", "--max-new-tokens", "4") if measure == "generate" else ()
     CliRunner().invoke(app, [str(models / "tuned"), *DATA, "--max-rows", "11", "--batch-size", "2", *metric])
 
@@ -126,7 +164,9 @@ def test_parts_have_each_row_once_with_the_same_score(here: Path, models: Path, 
         assert sorted(rows(parts), key=lambda row: row["index"]) == alone
 
 
-def test_child_that_fails_ends_the_others(models: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_child_that_fails_ends_the_others(
+    models: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The second of three is killed; the first and the third wait for ever."""
     program = (
         "import json, os, signal, sys, time\n"
@@ -148,15 +188,21 @@ def test_more_processes_than_gpus_are_refused(models: Path, monkeypatch: pytest.
 
 
 def test_perplexity_is_that_of_a_plain_forward(here: Path, models: Path) -> None:
-    found = invoke(models / "tuned", *DATA, "--max-rows", "9", "--batch-size", "4", "--out", "rows.jsonl")["sets"]["test"]
+    found = invoke(models / "tuned", *DATA, "--max-rows", "9", "--batch-size", "4", "--out", "rows.jsonl")[
+        "sets"
+    ]["test"]
     model = LlamaForCausalLM.from_pretrained(models / "tuned").eval()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(models / "tuned")
     total, count = 0.0, 0
     for line in map(json.loads, (here / "rows.jsonl").read_text().splitlines()):
-        prompt, answer = (tokenizer(text, add_special_tokens=False).input_ids for text in (line["prompt"], line["target"]))
+        prompt, answer = (
+            tokenizer(text, add_special_tokens=False).input_ids for text in (line["prompt"], line["target"])
+        )
         ids = torch.tensor([[*prompt, *answer, tokenizer.eos_token_id]])
         with torch.no_grad():
-            losses = torch.nn.functional.cross_entropy(model(input_ids=ids).logits[0, :-1], ids[0, 1:], reduction="none")
+            losses = torch.nn.functional.cross_entropy(
+                model(input_ids=ids).logits[0, :-1], ids[0, 1:], reduction="none"
+            )
         targets = losses[len(prompt) - 1 :]
         assert line["total"] == pytest.approx(float(targets.sum()), rel=1e-5)
         total, count = total + float(targets.sum()), count + len(targets)
@@ -165,17 +211,32 @@ def test_perplexity_is_that_of_a_plain_forward(here: Path, models: Path) -> None
     assert found["metric"]["value"] == pytest.approx(math.exp(total / count), rel=1e-5)
 
 
-def test_exact_match_counts_answers_of_a_model_that_knows_them(here: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_match_counts_answers_of_a_model_that_knows_them(
+    here: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     known = iter(range(1000))
 
     def answers(model: object, prompts: list[list[int]], **options: Any) -> list[list[int]]:
         ends = sorted(options["end_ids"])
         return [
-            [*PreTrainedTokenizerFast.from_pretrained(models / "tuned")(" two").input_ids, ends[0]] for _ in prompts if next(known) < 999
+            [*PreTrainedTokenizerFast.from_pretrained(models / "tuned")(" two").input_ids, ends[0]]
+            for _ in prompts
+            if next(known) < 999
         ]
 
     monkeypatch.setattr("fsdp_tune.answer.score.generate", answers)
-    arguments = (models / "tuned", *DATA, "--metric", "exact_match", "--max-rows", "20", "--base", models / "base", "--out", "rows.jsonl")
+    arguments = (
+        models / "tuned",
+        *DATA,
+        "--metric",
+        "exact_match",
+        "--max-rows",
+        "20",
+        "--base",
+        models / "base",
+        "--out",
+        "rows.jsonl",
+    )
     found = invoke(*arguments)
     result = found["sets"]["test"]
     lines = [json.loads(line) for line in (here / "rows.jsonl").read_text().splitlines()]
@@ -188,32 +249,53 @@ def test_exact_match_counts_answers_of_a_model_that_knows_them(here: Path, model
 
 
 def test_answers_are_extracted_from_both_texts(here: Path, models: Path) -> None:
-    rows = [{"prompt": "zero plus two is", "completion": " so #### 2\nor"}, {"prompt": "zero plus one is", "completion": " #### 1"}]
+    rows = [
+        {"prompt": "zero plus two is", "completion": " so #### 2\nor"},
+        {"prompt": "zero plus one is", "completion": " #### 1"},
+    ]
     (here / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     exact = ("--metric", "exact_match", "--max-new-tokens", "2")
     found = invoke(models / "tuned", "--data", "rows.jsonl", *exact, "--answer", "#### (.*)")
     assert found["sets"]["rows.jsonl"]["metric"]["value"] == 0.0
     (notice,) = [notice for notice in found["notices"] if notice["code"] == "answers-cut"]
     assert "2 of 2 answers to `rows.jsonl` did not end within 2 tokens" in notice["message"]
-    failed = invoke(models / "tuned", "--data", "rows.jsonl", *exact, "--answer", "= (.*)", code=2)["errors"][0]
+    failed = invoke(models / "tuned", "--data", "rows.jsonl", *exact, "--answer", "= (.*)", code=2)["errors"][
+        0
+    ]
     assert (failed["code"], failed["file"], failed["line"]) == ("answer-pattern", "rows.jsonl", 1)
-    failed = invoke(models / "tuned", "--data", "rows.jsonl", *exact, "--answer", "= (.*)|or", code=2)["errors"][0]
+    failed = invoke(models / "tuned", "--data", "rows.jsonl", *exact, "--answer", "= (.*)|or", code=2)[
+        "errors"
+    ][0]
     assert (failed["code"], failed["line"]) == ("answer-pattern", 1)  # a match without its group
 
 
 def test_answers_do_not_depend_on_the_batch(here: Path, models: Path) -> None:
-    """The second prompt leaves few of the model's 64 positions, which must not end the answers of the others."""
+    """The second prompt leaves few of the model's 64 positions, which must not end the answers of the
+    others."""
     rows = [{"prompt": "one plus two is " * count, "completion": " three"} for count in (1, 15, 4)]
     (here / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     predictions: list[list[str]] = []
     for size in (1, 3):
-        exact = ("--metric", "exact_match", "--max-new-tokens", "40", "--batch-size", size, "--out", "out.jsonl")
+        exact = (
+            "--metric",
+            "exact_match",
+            "--max-new-tokens",
+            "40",
+            "--batch-size",
+            size,
+            "--out",
+            "out.jsonl",
+        )
         invoke(models / "tuned", "--data", "rows.jsonl", *exact)
-        predictions.append([json.loads(line)["prediction"] for line in (here / "out.jsonl").read_text().splitlines()])
+        predictions.append(
+            [json.loads(line)["prediction"] for line in (here / "out.jsonl").read_text().splitlines()]
+        )
     assert predictions[0] == predictions[1]
 
 
-def test_extension_metric_gets_each_row_without_padding(here: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extension_metric_gets_each_row_without_padding(
+    here: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from fsdp_tune.recipe.references import Extension
 
     shapes: list[tuple[int, ...]] = []
@@ -222,7 +304,9 @@ def test_extension_metric_gets_each_row_without_padding(here: Path, models: Path
         shapes.append(tuple(targets.shape))
         return (logits.argmax(-1) == targets)[mask].sum(), mask.sum()
 
-    monkeypatch.setattr(job, "find_extension", lambda kind, name: Extension(kind, name, "mine:accuracy", "mine", "1"))
+    monkeypatch.setattr(
+        job, "find_extension", lambda kind, name: Extension(kind, name, "mine:accuracy", "mine", "1")
+    )
     monkeypatch.setattr(Extension, "load", lambda self: accuracy)
     arguments = (models / "tuned", *DATA, "--metric", "accuracy", "--max-rows", "60")
     assert invoke(*arguments, code=2)["errors"][0]["code"] == "extension-not-allowed"
@@ -240,7 +324,9 @@ def test_adapter_is_added_to_its_base(here: Path, models: Path) -> None:
     assert adapted["metric"] != plain["metric"]
 
 
-def test_adapter_is_added_to_the_revision_that_it_was_trained_on(here: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapter_is_added_to_the_revision_that_it_was_trained_on(
+    here: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commits = {"base": "b" * 40, "tuned": "a" * 40}
     cached = here / "cache" / "models--org--moved"
     for name, commit in commits.items():
@@ -266,25 +352,41 @@ def test_adapter_that_is_a_prompt_is_refused(here: Path, models: Path) -> None:
 
 def test_base_with_another_tokenizer_is_refused(here: Path, models: Path) -> None:
     shutil.copytree(models / "base", here / "other")
-    names = [token for token, _ in sorted(builtin_tokenizer("builtin:arithmetic").get_vocab().items(), key=lambda item: item[1])]
+    names = [
+        token
+        for token, _ in sorted(
+            builtin_tokenizer("builtin:arithmetic").get_vocab().items(), key=lambda item: item[1]
+        )
+    ]
     document = json.loads((here / "other" / "tokenizer.json").read_text())
     document["model"]["vocab"] = dict(zip(names, [*range(1, len(names)), 0], strict=True))
-    document["added_tokens"] = [token | {"id": (token["id"] + 1) % len(names)} for token in document["added_tokens"]]
+    document["added_tokens"] = [
+        token | {"id": (token["id"] + 1) % len(names)} for token in document["added_tokens"]
+    ]
     (here / "other" / "tokenizer.json").write_text(json.dumps(document))
-    assert invoke(models / "tuned", *DATA, "--base", "other", code=2)["errors"][0]["code"] == "tokenizer-differs"
+    assert (
+        invoke(models / "tuned", *DATA, "--base", "other", code=2)["errors"][0]["code"] == "tokenizer-differs"
+    )
     for file in (here / "other").glob("tokenizer*"):
         file.unlink()  # a base without a tokenizer is trusted
-    assert invoke(models / "tuned", *DATA, "--base", "other", "--max-rows", "1")["notices"][0]["code"] == "few-rows"
+    assert (
+        invoke(models / "tuned", *DATA, "--base", "other", "--max-rows", "1")["notices"][0]["code"]
+        == "few-rows"
+    )
 
 
-def test_all_rows_are_evaluated_with_a_recipe_of_a_stream(here: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_rows_are_evaluated_with_a_recipe_of_a_stream(
+    here: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("fsdp_tune.data.preparation.SAMPLE_ROWS", 2)
     (here / "recipe.yaml").write_text(
         f"model: {{name_or_path: {models / 'base'}}}\n"
         "data: {train: [{path: 'builtin:arithmetic'}], streaming: true}\n"
         "training: {max_steps: 1}\nlaunch: {num_processes: 1}\n"
     )
-    (here / "rows.jsonl").write_text((json.dumps({"prompt": "one plus one is", "completion": " two"}) + "\n") * 12)
+    (here / "rows.jsonl").write_text(
+        (json.dumps({"prompt": "one plus one is", "completion": " two"}) + "\n") * 12
+    )
     found = invoke(models / "tuned", "--config", "recipe.yaml", "--data", "rows.jsonl")
     assert found["sets"]["rows.jsonl"]["rows"] == 12
 
@@ -306,7 +408,9 @@ data:
     prompts: list[list[str]] = []
     for arguments in (("--config", recipe), DATA):
         invoke(models / "tuned", *arguments, "--max-rows", "7", "--out", "rows.jsonl")
-        prompts.append([json.loads(line)["prompt"] for line in (here / "rows.jsonl").read_text().splitlines()])
+        prompts.append(
+            [json.loads(line)["prompt"] for line in (here / "rows.jsonl").read_text().splitlines()]
+        )
     assert len(prompts[0]) == 7
     assert prompts[0] == prompts[1], "the first rows, however they are packed"
 
@@ -315,7 +419,8 @@ def test_cut_rows_are_counted_and_left_out_of_exact_match(here: Path, models: Pa
     rows = [{"prompt": "one plus", "completion": " two" * length} for length in (1, 40)]
     (here / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (here / "recipe.yaml").write_text(
-        f"model: {{name_or_path: {models / 'base'}}}\ndata: {{train: [{{path: rows.jsonl}}], max_length: 16}}\n"
+        f"model: {{name_or_path: {models / 'base'}}}\ndata: {{train: [{{path: rows.jsonl}}], "
+        f"max_length: 16}}\n"
     )
     arguments = (models / "tuned", "--config", "recipe.yaml", "--data", "rows.jsonl")
     found = invoke(*arguments, "--metric", "exact_match", "--max-new-tokens", "2")["sets"]["rows.jsonl"]
@@ -326,7 +431,9 @@ def test_cut_rows_are_counted_and_left_out_of_exact_match(here: Path, models: Pa
 def test_mistakes_are_one_line_with_a_hint(here: Path, models: Path) -> None:
     tuned = models / "tuned"
     (here / "text.jsonl").write_text('{"text": "one plus two"}\n')
-    (here / "long.jsonl").write_text(json.dumps({"prompt": "one plus two " * 40, "completion": " two"}) + "\n")
+    (here / "long.jsonl").write_text(
+        json.dumps({"prompt": "one plus two " * 40, "completion": " two"}) + "\n"
+    )
     (here / "empty").mkdir()
     run_directory = here / "run"
     (run_directory / "model").mkdir(parents=True)
@@ -353,7 +460,9 @@ def test_loader_of_a_run_needs_permission(here: Path, models: Path) -> None:
     shutil.copytree(models / "tuned", here / "run" / "merged")
     (here / "run" / "model").mkdir()
     data = {"train": [{"path": "rows", "loader": "mine"}], "eval": {"rows": 2}}
-    recipe = Recipe.model_validate({"data": data, "launch": {"num_processes": 1}, "extensions": {"metrics": ["unused"]}})
+    recipe = Recipe.model_validate(
+        {"data": data, "launch": {"num_processes": 1}, "extensions": {"metrics": ["unused"]}}
+    )
     (here / "run" / "recipe.json").write_text(recipe.model_dump_json(by_alias=True))
     (error,) = invoke("run", code=2)["errors"]
     assert (error["code"], error["key"]) == ("extension-not-allowed", "data.train[0].loader")
@@ -386,9 +495,20 @@ def test_score_that_is_not_finite_exits_4_with_its_row(here: Path, models: Path)
 @pytest.mark.ranks
 @on_devices
 def test_loss_of_a_run_equals_its_last_evaluation(cli: Cli, tmp_path: Path, device: str) -> None:
-    keys = {"training.max_steps": 3, "training.logging_steps": 1, "launch.num_processes": 2, "output_dir": "run", "merge.dtype": "fp32"}
+    keys = {
+        "training.max_steps": 3,
+        "training.logging_steps": 1,
+        "launch.num_processes": 2,
+        "output_dir": "run",
+        "merge.dtype": "fp32",
+    }
     keys |= {"launch.device": device}
-    keys |= {"precision.mixed_precision": "no", "data.packing": "true", "data.max_length": 64, "training.global_batch_size": 64}
+    keys |= {
+        "precision.mixed_precision": "no",
+        "data.packing": "true",
+        "data.max_length": 64,
+        "training.global_batch_size": 64,
+    }
     overrides = [part for key, value in keys.items() for part in ("--set", f"{key}={value}")]
     done = cli("train", "--config", "gpt2_smoke", *overrides)
     assert done.returncode == 0, done.stderr
@@ -401,24 +521,40 @@ def test_loss_of_a_run_equals_its_last_evaluation(cli: Cli, tmp_path: Path, devi
     card = tmp_path / "run" / "merged" / "README.md"
     assert tmp_path / result["card"] == card
     (shown,) = ModelCard.load(card).data.eval_results
-    assert (shown.metric_type, shown.metric_value) == ("perplexity", pytest.approx(found["metric"]["value"], rel=1e-5))
-    assert (shown.dataset_name, shown.dataset_type, shown.dataset_split) == ("held_out", "builtin:arithmetic", "test")
+    assert (shown.metric_type, shown.metric_value) == (
+        "perplexity",
+        pytest.approx(found["metric"]["value"], rel=1e-5),
+    )
+    assert (shown.dataset_name, shown.dataset_type, shown.dataset_split) == (
+        "held_out",
+        "builtin:arithmetic",
+        "test",
+    )
     assert card.read_text().count("| perplexity |") == 1
 
 
 @pytest.mark.parametrize(
     ("data", "label", "expected"),
     [
-        ({"eval": [{"path": "org/sums", "name": "en", "split": "test", "label": "sums"}]}, "sums", ("sums", "org/sums", "en", "test")),
+        (
+            {"eval": [{"path": "org/sums", "name": "en", "split": "test", "label": "sums"}]},
+            "sums",
+            ("sums", "org/sums", "en", "test"),
+        ),
         ({"eval": {"rows": 5}}, "held_out", ("held_out", "rows.jsonl", None, "held out of train")),
         (
-            {"eval": {"rows": 5}, "train": [{"path": "/home/ann/one.jsonl"}, {"path": "org/two", "split": "all"}]},
+            {
+                "eval": {"rows": 5},
+                "train": [{"path": "/home/ann/one.jsonl"}, {"path": "org/two", "split": "all"}],
+            },
             "two",
             ("two", "org/two", None, "held out of all"),
         ),
     ],
 )
-def test_card_names_the_data_and_split_of_a_set(data: dict[str, Any], label: str, expected: tuple[str | None, ...]) -> None:
+def test_card_names_the_data_and_split_of_a_set(
+    data: dict[str, Any], label: str, expected: tuple[str | None, ...]
+) -> None:
     recipe = Recipe.model_validate({"data": {"train": [{"path": "/home/ann/rows.jsonl"}], **data}})
     found = job._origin(recipe, label, is_only=False)
     assert tuple(found[name] for name in ("name", "data", "config", "split")) == expected

@@ -1,4 +1,5 @@
-"""`import` as a command: the recipe on stdout, the account beside it, JSON, exit codes; and foreign files given to other verbs."""
+"""`import` as a command: the recipe on stdout, the account beside it, JSON, exit codes; and foreign files
+given to other verbs."""
 
 from __future__ import annotations
 
@@ -41,7 +42,10 @@ def test_output_gets_the_recipe_and_stdout_the_account(source: Path, tmp_path: P
     assert yaml.safe_load(target.read_text())["training"]["global_batch_size"] == 16
     assert f"wrote {target}" in done.stdout
     again = invoke("import", str(source), "--output", str(target))
-    assert (again.exit_code, again.stderr.splitlines()[1]) == (2, "hint: give another file name, or `--force`")
+    assert (again.exit_code, again.stderr.splitlines()[1]) == (
+        2,
+        "hint: give another file name, or `--force`",
+    )
     assert invoke("migrate", str(source), "--output", str(target), "--force").exit_code == 0
 
 
@@ -56,9 +60,15 @@ def test_json_document_has_the_account_of_every_key(source: Path) -> None:
     assert (document["tool"], document["output"]) == ("axolotl", None)
     assert len(document["account"]) == sum(document["counts"].values())
     named = {row["key"] for row in document["account"]}
-    assert {path[0] for path in leaves(yaml.safe_load(AXOLOTL))} == {key.partition(".")[0].partition("[")[0] for key in named}
+    assert {path[0] for path in leaves(yaml.safe_load(AXOLOTL))} == {
+        key.partition(".")[0].partition("[")[0] for key in named
+    }
     (row,) = [row for row in document["account"] if row["key"] == "evals_per_epoch"]
-    assert (row["fate"], row["to"], row["value"]) == ("computed", ["training.eval_steps", "training.eval_strategy"], 4)
+    assert (row["fate"], row["to"], row["value"]) == (
+        "computed",
+        ["training.eval_steps", "training.eval_strategy"],
+        4,
+    )
     assert [each["key"] for each in document["decisions"]][:1] == ["training.global_batch_size"]
     assert yaml.safe_load(document["recipe"])["model"]["name_or_path"] == "Qwen/Qwen2.5-1.5B"
 
@@ -79,7 +89,10 @@ def test_foreign_file_given_to_another_verb_is_one_error(verb: str, tmp_path: Pa
         (tmp_path / file).write_text(text, encoding="utf-8")
         (problem,) = errors(verb, "--config", tmp_path / file)
         kind = "a Python script" if file.endswith(".py") else f"a configuration of {tool}"
-        assert (problem["code"], problem["message"]) == ("foreign-configuration", f"this is {kind}, and not a recipe")
+        assert (problem["code"], problem["message"]) == (
+            "foreign-configuration",
+            f"this is {kind}, and not a recipe",
+        )
         assert problem["hint"] == f"fsdp-tune import {tmp_path / file} --output recipe.yaml"
 
 
@@ -88,7 +101,10 @@ def test_file_of_any_tool_is_recognised_where_a_recipe_is_expected(name: str, tm
     tool, file, text = FILES[name]
     (tmp_path / file).write_text(text, encoding="utf-8")
     (problem,) = errors("validate", "--config", tmp_path / file)
-    assert (problem["code"], problem["message"]) == ("foreign-configuration", f"this is a configuration of {tool}, and not a recipe")
+    assert (problem["code"], problem["message"]) == (
+        "foreign-configuration",
+        f"this is a configuration of {tool}, and not a recipe",
+    )
 
 
 @pytest.mark.slow
@@ -99,24 +115,39 @@ def test_imported_recipe_has_no_error_of_its_keys_offline(name: str, cli: Cli, t
     _, file, text = FILES[name]
     (tmp_path / file).write_text(text, encoding="utf-8")
     assert cli("import", file, "--output", "recipe.yaml").returncode == 0
-    document = json.loads(cli("validate", "--config", "recipe.yaml", "--offline", "--trust-remote-code", "--json").stdout)
-    schema = {"unknown-key", "wrong-value", "no-value", "unknown-field", "owned-field", "missing-key", "contradiction", "not-yet"}
+    document = json.loads(
+        cli("validate", "--config", "recipe.yaml", "--offline", "--trust-remote-code", "--json").stdout
+    )
+    schema = {
+        "unknown-key",
+        "wrong-value",
+        "no-value",
+        "unknown-field",
+        "owned-field",
+        "missing-key",
+        "contradiction",
+        "not-yet",
+    }
     assert {problem["code"] for problem in document.get("errors", [])} & schema == set()
 
 
 CHECKED = """\
 python run_clm.py --model_name_or_path model --tokenizer_name builtin:arithmetic --train_file rows.jsonl --block_size 64 \\
     --per_device_train_batch_size 2 --max_steps 4 --learning_rate 0.001 --torch_dtype float32
-"""
+"""  # noqa: E501
 
 
-def test_check_compares_the_file_with_the_written_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_compares_the_file_with_the_written_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ObservingChild, "computed", in_process)
     (tmp_path / "run.sh").write_text(CHECKED)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA))
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": f"{n}+{n}={2 * n}"}) + "\n" for n in range(40)))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"text": f"{n}+{n}={2 * n}"}) + "\n" for n in range(40))
+    )
     command = ["import", "run.sh", "--output", "r.yaml", "--num-gpus", "1", "--check"]
     done = invoke(*command)
     assert done.exit_code == 0, done.output
@@ -156,7 +187,10 @@ def test_set_answers_in_the_same_command_and_a_wrong_one_writes_nothing(tmp_path
 
 def test_manifest_is_imported_or_refused_by_its_engine(tmp_path: Path) -> None:
     path = tmp_path / "task.yaml"
-    path.write_text("num_nodes: 2\nworkdir: .\nrun: accelerate launch --num_processes 16 sft.py --model_name_or_path m --dataset_name d\n")
+    path.write_text(
+        "num_nodes: 2\nworkdir: .\nrun: accelerate launch --num_processes 16 sft.py "
+        "--model_name_or_path m --dataset_name d\n"
+    )
     document = answer("import", path)
     assert (document["tool"], yaml.safe_load(document["recipe"])["launch"]) == ("TRL", {"num_processes": 16})
 
@@ -164,4 +198,7 @@ def test_manifest_is_imported_or_refused_by_its_engine(tmp_path: Path) -> None:
     done = invoke("import", str(path))
     assert done.exit_code == 2
     assert "this is a manifest for SkyPilot, and none of its commands starts a trainer" in done.stderr
-    assert "hint: import the script or the configuration that its command names; `fsdp-tune submit skypilot RECIPE`" in done.stderr
+    assert (
+        "hint: import the script or the configuration that its command names; `fsdp-tune submit "
+        "skypilot RECIPE`" in done.stderr
+    )

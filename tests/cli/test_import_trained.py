@@ -1,4 +1,5 @@
-"""Files of other trainers are imported, answered by `--set`, and trained; TRL's own losses are those of the run."""
+"""Files of other trainers are imported, answered by `--set`, and trained; TRL's own losses are those of the
+run."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def losses_of_trl(folder: Path, words: list[str], monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.filterwarnings("ignore")  # of TRL, which runs in this process
 @pytest.mark.parametrize("case", FILES, ids=[f"{case.tool}: {case.name}" for case in FILES])
-def test_imported_file_trains(case: Imported, rows: Path, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_imported_file_trains(
+    case: Imported, rows: Path, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if sys.platform == "linux":  # each command as a fork of a process that has imported the stack
         monkeypatch.setattr(warm, "connect", lambda: ranks.connect("cpu"))
     for path in rows.iterdir():
@@ -66,13 +69,19 @@ def test_imported_file_trains(case: Imported, rows: Path, cli: Any, tmp_path: Pa
         "output_dir=run",
         *(() if "num_processes" in (tmp_path / "recipe.yaml").read_text() else ("launch.num_processes=1",)),
     ]
-    trained = cli("train", "--config", "recipe.yaml", *(word for override in given for word in ("--set", override)))
+    trained = cli(
+        "train", "--config", "recipe.yaml", *(word for override in given for word in ("--set", override))
+    )
     assert trained.returncode == 0, trained.stderr[-3000:]
     found = losses(tmp_path / "run")
     assert len(found) == 2
     assert all(0.5 < loss < 20 for loss in found), found
     if case.losses:
         pytest.importorskip("trl")
-        command = case.text.partition("trl sft ")[2].partition("#")[0].split() if case.file == "run.sh" else ["--config", case.file]
+        command = (
+            case.text.partition("trl sft ")[2].partition("#")[0].split()
+            if case.file == "run.sh"
+            else ["--config", case.file]
+        )
         own = losses_of_trl(tmp_path, command, monkeypatch)
         assert own[: case.losses] == pytest.approx(found[: case.losses], rel=ROUNDING)

@@ -25,12 +25,15 @@ STATES = {step: {"model.norm.weight": torch.full((64,), float(step))} for step i
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:
-    """The URL of a run whose mirror has checkpoint-10 and checkpoint-20, with an optimizer; the run itself is gone."""
+    """The URL of a run whose mirror has checkpoint-10 and checkpoint-20, with an optimizer; the run itself is
+    gone."""
     path = make_run(tmp_path / "gone" / "tiny", STATES)
     run = RunDir(path)
     run.logs.mkdir()
     run.model.mkdir()
-    (run.model / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
+    (run.model / "config.json").write_text(
+        json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
+    )
     MirrorIdentity("one").write(run.mirror_json)
     for step in STATES:
         (run.checkpoint(step) / "optimizer_0").mkdir()
@@ -59,20 +62,28 @@ def test_newest_checkpoint_of_a_mirrored_run_is_merged_without_its_optimizer(
     (tmp_path / "out").mkdir()
     result = merge_checkpoint(url, options(tmp_path / "out" / "merged"))
     assert (result.source, result.step) == (f"{url}/checkpoint-20", 20)
-    assert torch.equal(merged_tensors(result.output)["model.norm.weight"].float(), STATES[20]["model.norm.weight"])
+    assert torch.equal(
+        merged_tensors(result.output)["model.norm.weight"].float(), STATES[20]["model.norm.weight"]
+    )
     record = json.loads((result.output / "merge.json").read_text())
     assert record["source"] == [f"{url}/checkpoint-20"]
     assert record["companions"] == f"{url}/checkpoint-20.run/model"
     assert str(tmp_path / "out") not in json.dumps(record)
     assert not [name for name in fetched if "optimizer" in name]
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["merged"], "nothing of the download is left"
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["merged"], (
+        "nothing of the download is left"
+    )
 
 
-def test_command_merges_the_checkpoint_that_a_url_names(url: str, tmp_path: Path, cli: Callable[..., Done]) -> None:
+def test_command_merges_the_checkpoint_that_a_url_names(
+    url: str, tmp_path: Path, cli: Callable[..., Done]
+) -> None:
     done = cli("merge-checkpoint", f"{url}/checkpoint-10", "--output", str(tmp_path / "merged"), "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["source"] == f"{url}/checkpoint-10"
-    assert torch.equal(merged_tensors(tmp_path / "merged")["model.norm.weight"].float(), STATES[10]["model.norm.weight"])
+    assert torch.equal(
+        merged_tensors(tmp_path / "merged")["model.norm.weight"].float(), STATES[10]["model.norm.weight"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,7 +138,9 @@ def test_secret_in_a_url_is_not_printed(tmp_path: Path) -> None:
 def test_missing_file_of_a_copy_is_named(url: str, tmp_path: Path) -> None:
     shard = next(Path(url.removeprefix("file://")).glob("checkpoint-20/pytorch_model_fsdp_0/*.distcp"))
     shard.unlink()
-    with pytest.raises(FsdpTuneError, match=f"the checkpoint is damaged: .*{shard.name} is missing") as caught:
+    with pytest.raises(
+        FsdpTuneError, match=f"the checkpoint is damaged: .*{shard.name} is missing"
+    ) as caught:
         merge_checkpoint(url, options(tmp_path / "merged"))
     assert caught.value.problems[0].code == "merge-incomplete-checkpoint"
     assert "--step" in f"{caught.value.problems[0].hint}"
@@ -155,11 +168,15 @@ def test_interrupted_download_is_continued(url: str, tmp_path: Path, monkeypatch
     assert left.stat().st_mode & 0o777 == 0o700, "the recipe is in it"
     monkeypatch.setattr(RemoteDirectory, "fetch", remember)
     merge_checkpoint(url, options(tmp_path / "out" / "merged"))
-    assert not [name for name in fetched if name.endswith(".distcp")], "files that had arrived are not downloaded again"
+    assert not [name for name in fetched if name.endswith(".distcp")], (
+        "files that had arrived are not downloaded again"
+    )
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["merged"]
 
 
-def test_newest_checkpoint_with_a_readable_manifest_is_merged(url: str, tmp_path: Path, cli: Callable[..., Done]) -> None:
+def test_newest_checkpoint_with_a_readable_manifest_is_merged(
+    url: str, tmp_path: Path, cli: Callable[..., Done]
+) -> None:
     mirror = Path(url.removeprefix("file://"))
     (mirror / "checkpoint-20" / "manifest.json").write_text("{")
     done = cli("merge-checkpoint", url, "--output", str(tmp_path / "merged"), "--json")
@@ -169,6 +186,8 @@ def test_newest_checkpoint_with_a_readable_manifest_is_merged(url: str, tmp_path
     (notice,) = [notice for notice in answer["notices"] if notice["code"] == "checkpoint-rejected"]
     assert notice["message"].startswith("checkpoint-20 of the mirror is not used: ")
     (mirror / "checkpoint-10" / "manifest.json").write_text("{")
-    with pytest.raises(FsdpTuneError, match=r"no checkpoint can be merged: checkpoint-20 .*; checkpoint-10 ") as caught:
+    with pytest.raises(
+        FsdpTuneError, match=r"no checkpoint can be merged: checkpoint-20 .*; checkpoint-10 "
+    ) as caught:
         merge_checkpoint(url, options(tmp_path / "other"))
     assert caught.value.exit_code == 1

@@ -66,7 +66,9 @@ def test_close_gives_up_on_a_reader_that_takes_nothing(reader: Reader) -> None:
     assert not outlet.close(seconds=0.2)
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ESTALE, errno.EPIPE, errno.EIO])
+@pytest.mark.parametrize(
+    "number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ESTALE, errno.EPIPE, errno.EIO]
+)
 def test_failure_is_reported_once_and_ends_the_outlet(reader: Reader, number: int) -> None:
     outlet = Outlet(reader.write, reader.failures.append)
     reader.error = OSError(number, os.strerror(number))

@@ -22,7 +22,11 @@ pytestmark = pytest.mark.usefixtures("fake")
 def recipe(tmp_path: Path) -> str:
     data: dict[str, Any] = {
         "model": {"from_config": {"model_type": "llama"}, "tokenizer": "builtin:arithmetic"},
-        "data": {"train": [{"path": "builtin:arithmetic"}], "max_length": 128, "cache_dir": str(tmp_path / "cache")},
+        "data": {
+            "train": [{"path": "builtin:arithmetic"}],
+            "max_length": 128,
+            "cache_dir": str(tmp_path / "cache"),
+        },
         "training": {"global_batch_size": 64, "per_device_train_batch_size": 1, "max_steps": 10},
     }
     file = tmp_path / "recipe.json"
@@ -44,17 +48,27 @@ def planned(recipe: object, *options: object, gpus: int = 8) -> dict[str, Any]:
     return answer(*words(recipe, *options, gpus=gpus))
 
 
-def test_plan_is_printed_before_the_ranking_and_tracing_is_closed(recipe: str, fake: type[FakeTracing]) -> None:
+def test_plan_is_printed_before_the_ranking_and_tracing_is_closed(
+    recipe: str, fake: type[FakeTracing]
+) -> None:
     lines = printed(recipe).splitlines()
-    first = {word: next(index for index, line in enumerate(lines) if word in line) for word in ("fits: yes", "ranked recipes", "more GPUs")}
+    first = {
+        word: next(index for index, line in enumerate(lines) if word in line)
+        for word in ("fits: yes", "ranked recipes", "more GPUs")
+    }
     assert first["fits: yes"] == 0
     assert first["ranked recipes"] < first["more GPUs"]
-    assert sum("→" in line and "your recipe, unchanged" in line for line in lines[first["ranked recipes"] :]) == 1
+    assert (
+        sum("→" in line and "your recipe, unchanged" in line for line in lines[first["ranked recipes"] :])
+        == 1
+    )
     assert [each.is_closed for each in fake.made] == [True]
 
 
 @pytest.mark.parametrize("state_gib", [STATE_GIB, 1000])
-def test_tables_fit_120_columns_without_a_terminal(recipe: str, fake: type[FakeTracing], state_gib: int) -> None:
+def test_tables_fit_120_columns_without_a_terminal(
+    recipe: str, fake: type[FakeTracing], state_gib: int
+) -> None:
     data = json.loads(Path(recipe).read_text())
     data["model"] = {"name_or_path": "meta-llama/Llama-3.1-8B", "tokenizer": "builtin:arithmetic"}
     Path(recipe).write_text(json.dumps(data))
@@ -73,7 +87,9 @@ def test_json_is_one_document_with_the_ranking(recipe: str) -> None:
     assert document["scaling"]
     assert document["best_because"]
     yours = [each for each in document["alternatives"] if each["is_yours"]]
-    assert [(each["recipe_changes"], each["step_seconds"]) for each in yours] == [({}, document["step_seconds"])]
+    assert [(each["recipe_changes"], each["step_seconds"]) for each in yours] == [
+        ({}, document["step_seconds"])
+    ]
     assert yours[0]["place"] >= 1
 
 
@@ -98,13 +114,22 @@ def test_mixture_of_experts_is_planned_with_expert_parallelism(
     assert [line.split()[1] == "(yours)" for line in table[2:6]] == [True, False, False, False]
 
 
-def test_recipe_with_divided_experts_is_planned_with_them(recipe: str, fake: type[FakeTracing], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fake, "result", lambda self, key: with_ep_size(mixture(), self.asked[key].fsdp.ep_size))
+def test_recipe_with_divided_experts_is_planned_with_them(
+    recipe: str, fake: type[FakeTracing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        fake, "result", lambda self, key: with_ep_size(mixture(), self.asked[key].fsdp.ep_size)
+    )
     alone = planned(recipe, "--no-search")
     document = planned(recipe, "--no-search", *settings("fsdp.ep_size=8"))
     (row,) = (row for row in document["experts"] if row["is_yours"])
     assert row["ep_size"] == 8
-    assert document["step_seconds"] == row["step_seconds"] == alone["experts"][-1]["step_seconds"] < alone["step_seconds"]
+    assert (
+        document["step_seconds"]
+        == row["step_seconds"]
+        == alone["experts"][-1]["step_seconds"]
+        < alone["step_seconds"]
+    )
     assert document["peak_allocated_gib"] == row["peak_allocated_gib"] < alone["peak_allocated_gib"]
     assert [each["ep_size"] for each in document["experts"]] == [1, 2, 4, 8]
 
@@ -120,7 +145,10 @@ def test_number_of_gpus_changes_the_batch_and_reports_it(recipe: str) -> None:
 def test_set_values_are_not_changed_for_the_number_of_gpus(recipe: str) -> None:
     (refused,) = errors(*words(recipe, *settings("training.global_batch_size=64"), gpus=3))
     assert "is not divisible by" in refused["message"]
-    assert "set twice: --num-gpus 3 and --set #1" in invoke(*words(recipe, *settings("launch.num_processes=4"), gpus=3)).output
+    assert (
+        "set twice: --num-gpus 3 and --set #1"
+        in invoke(*words(recipe, *settings("launch.num_processes=4"), gpus=3)).output
+    )
 
 
 def test_cpu_recipe_is_planned_for_the_memory_of_the_host(recipe: str) -> None:
@@ -151,9 +179,14 @@ def test_recipe_written_by_search_loads(tmp_path: Path, recipe: str, fake: type[
     Path(recipe).write_text(json.dumps(data))
     best = tmp_path / "best.yaml"
     document = planned(recipe, "--write", str(best))
-    assert "fsdp.sharding_strategy" in document["alternatives"][0]["recipe_changes"], "else this shows nothing"
+    assert "fsdp.sharding_strategy" in document["alternatives"][0]["recipe_changes"], (
+        "else this shows nothing"
+    )
     loaded = load_recipe(str(best), ["launch.device=cuda"]).recipe
-    assert loaded.fsdp.sharding_strategy == document["alternatives"][0]["recipe_changes"]["fsdp.sharding_strategy"]
+    assert (
+        loaded.fsdp.sharding_strategy
+        == document["alternatives"][0]["recipe_changes"]["fsdp.sharding_strategy"]
+    )
     assert loaded.fsdp.reshard_after_forward is None
     assert "device: cuda" in best.read_text()
     again = planned(str(best), "--no-search")
@@ -161,13 +194,19 @@ def test_recipe_written_by_search_loads(tmp_path: Path, recipe: str, fake: type[
 
 
 @pytest.mark.parametrize("options", [(), ("--exact",)])
-def test_exact_option_is_passed_to_the_trace(recipe: str, fake: type[FakeTracing], options: tuple[str, ...]) -> None:
+def test_exact_option_is_passed_to_the_trace(
+    recipe: str, fake: type[FakeTracing], options: tuple[str, ...]
+) -> None:
     planned(recipe, "--no-search", *options)
     assert fake.made[0].exact is bool(options)
 
 
-@pytest.mark.parametrize(("target", "key"), [("cheapest", "launch.num_processes"), ("largest-context", "data.max_length")])
-def test_target_changes_the_first_recipe(recipe: str, tmp_path: Path, target: str, key: str, fake: type[FakeTracing]) -> None:
+@pytest.mark.parametrize(
+    ("target", "key"), [("cheapest", "launch.num_processes"), ("largest-context", "data.max_length")]
+)
+def test_target_changes_the_first_recipe(
+    recipe: str, tmp_path: Path, target: str, key: str, fake: type[FakeTracing]
+) -> None:
     fake.state_gib = 16
     best = tmp_path / "best.yaml"
     first = planned(recipe, "--target", target, "--write", str(best))["alternatives"][0]
@@ -190,21 +229,30 @@ def test_written_recipe_of_long_shared_rows_validates(recipe: str, tmp_path: Pat
     assert again["step_seconds"] == pytest.approx(first["step_seconds"])
 
 
-def test_plan_names_the_smallest_hardware_if_nothing_fits(recipe: str, fake: type[FakeTracing], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_names_the_smallest_hardware_if_nothing_fits(
+    recipe: str, fake: type[FakeTracing], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not even offload helps: the activations of one sequence are too many."""
-    monkeypatch.setattr("tests.planner.test_search.KEPT", {"none": 80, "selective": 70, "full": 60, "inputs on the host": 50})
+    monkeypatch.setattr(
+        "tests.planner.test_search.KEPT", {"none": 80, "selective": 70, "full": 60, "inputs on the host": 50}
+    )
     document = planned(recipe)
     assert {each["fits"] for each in document["alternatives"]} == {"no"}
     assert document["best_because"] is None
     assert document["scaling"] == []
-    assert (document["smallest_hardware"]["gpu"], document["smallest_hardware"]["num_processes"]) == ("H100-SXM", 8)
+    assert (document["smallest_hardware"]["gpu"], document["smallest_hardware"]["num_processes"]) == (
+        "H100-SXM",
+        8,
+    )
 
 
 def test_plan_shows_adapters_apart_from_the_ranking_if_nothing_fits(
     recipe: str, fake: type[FakeTracing], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FakeTracing, "trace", AdapterTracer.trace)
-    monkeypatch.setattr("tests.planner.test_search.KEPT", {"none": 80, "selective": 70, "full": 60, "inputs on the host": 50})
+    monkeypatch.setattr(
+        "tests.planner.test_search.KEPT", {"none": 80, "selective": 70, "full": 60, "inputs on the host": 50}
+    )
     own = json.loads(Path(recipe).read_text())
     own["model"] = {"name_or_path": "meta-llama/Llama-3.1-8B"}
     Path(recipe).write_text(json.dumps(own))
@@ -213,7 +261,10 @@ def test_plan_shows_adapters_apart_from_the_ranking_if_nothing_fits(
     assert "quantization: {load: nf4}" in shown
     document = planned(recipe)
     assert not any("lora.target_modules" in each["recipe_changes"] for each in document["alternatives"])
-    assert [each["recipe_changes"].get("quantization.load") for each in document["other_trainings"]] == [None, "nf4"]
+    assert [each["recipe_changes"].get("quantization.load") for each in document["other_trainings"]] == [
+        None,
+        "nf4",
+    ]
 
 
 def test_price_of_a_gpu_gives_the_cost_of_the_run(recipe: str) -> None:

@@ -1,4 +1,5 @@
-"""`fsdp.activation_checkpointing: auto` in the commands: ranks get the resolved value, the recipe keeps `auto`."""
+"""`fsdp.activation_checkpointing: auto` in the commands: ranks get the resolved value, the recipe keeps
+`auto`."""
 
 from __future__ import annotations
 
@@ -37,11 +38,15 @@ def host_with(monkeypatch: pytest.MonkeyPatch, memory: int | None, limit: int | 
 
 def run(*arguments: str) -> Result:
     keys = (f"{KEY}=auto", "data.max_length=64", "training.per_device_train_batch_size=1")
-    return CliRunner().invoke(app, [*arguments, "--config", "gpt2_smoke", *(word for key in keys for word in ("--set", key))])
+    return CliRunner().invoke(
+        app, [*arguments, "--config", "gpt2_smoke", *(word for key in keys for word in ("--set", key))]
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("memory_gib", "kind"), [pytest.param(16, "none", marks=pytest.mark.slow), (12, "selective")])
+@pytest.mark.parametrize(
+    ("memory_gib", "kind"), [pytest.param(16, "none", marks=pytest.mark.slow), (12, "selective")]
+)
 def test_cpu_run_recomputes_the_least_that_fits_the_host(
     memory_gib: int, kind: str, fake: type[FakeTracing], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -50,13 +55,17 @@ def test_cpu_run_recomputes_the_least_that_fits_the_host(
     assert done.exit_code == 0, done.output
     written: dict[str, Any] = json.loads((tmp_path / "run" / "recipe.json").read_text())
     assert written["fsdp"]["activation_checkpointing"] == kind
-    assert "activation_checkpointing=auto" in "".join(path.read_text() for path in (tmp_path / "run").glob("*.yaml"))
+    assert "activation_checkpointing=auto" in "".join(
+        path.read_text() for path in (tmp_path / "run").glob("*.yaml")
+    )
     assert f"{KEY}: {kind} (the least that fits the host's memory, shared by 2 ranks: " in done.output
     assert [each.is_closed for each in fake.made] == [True]
 
 
 @pytest.mark.usefixtures("fake_model")
-def test_validate_decides_where_the_machine_has_the_ranks_memory(fake: type[FakeTracing], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validate_decides_where_the_machine_has_the_ranks_memory(
+    fake: type[FakeTracing], monkeypatch: pytest.MonkeyPatch
+) -> None:
     host_with(monkeypatch, 8 * GIB)
     found = json.loads(run("validate", "--json").stdout)
     assert found["resolved"]["fsdp"]["activation_checkpointing"] == "full"
@@ -65,9 +74,13 @@ def test_validate_decides_where_the_machine_has_the_ranks_memory(fake: type[Fake
 
 
 @pytest.mark.slow
-def test_validate_does_not_decide_without_the_gpu(fake: type[FakeTracing], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validate_does_not_decide_without_the_gpu(
+    fake: type[FakeTracing], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(devices, "visible_devices", lambda _: [])
-    found = json.loads(run("validate", "--json", "--set", "launch.device=cuda", "--set", "launch.num_processes=2").stdout)
+    found = json.loads(
+        run("validate", "--json", "--set", "launch.device=cuda", "--set", "launch.num_processes=2").stdout
+    )
     assert found["resolved"]["fsdp"]["activation_checkpointing"] == "auto"
     assert any("plan --gpu" in line for line in found["unchecked"])
     assert fake.made == []
@@ -128,6 +141,18 @@ def test_run_resumes_with_its_chosen_recomputation(cli: Cli, tmp_path: Path) -> 
     assert f"{KEY}: none (the least that fits the host's memory" in done.stderr
     readback = json.loads((tmp_path / "run" / "readback.json").read_text())
     assert readback["activation_checkpointing"] == "none"
-    assert list((tmp_path / "cache" / "traces").glob("*.npz")), "the step was traced once, and the next command finds it"
-    again = cli("train", "--config", "gpt2_smoke", *words, "--set", "training.max_steps=3", "--resume", "auto", "--json")
+    assert list((tmp_path / "cache" / "traces").glob("*.npz")), (
+        "the step was traced once, and the next command finds it"
+    )
+    again = cli(
+        "train",
+        "--config",
+        "gpt2_smoke",
+        *words,
+        "--set",
+        "training.max_steps=3",
+        "--resume",
+        "auto",
+        "--json",
+    )
     assert again.returncode == 0, again.stderr

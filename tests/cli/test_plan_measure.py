@@ -32,8 +32,19 @@ def recipe(tmp_path: Path, fake: type[FakeTracing], monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(fake, "state_gib", 1)
     data: dict[str, Any] = {
         "model": {"from_config": {"model_type": "llama"}, "tokenizer": "builtin:arithmetic"},
-        "data": {"train": [{"path": "builtin:arithmetic"}], "eval": {"rows": 10}, "max_length": 128, "cache_dir": str(tmp_path / "cache")},
-        "training": {"global_batch_size": 8, "per_device_train_batch_size": 2, "num_train_epochs": 3, "warmup_steps": 100, "save_steps": 2},
+        "data": {
+            "train": [{"path": "builtin:arithmetic"}],
+            "eval": {"rows": 10},
+            "max_length": 128,
+            "cache_dir": str(tmp_path / "cache"),
+        },
+        "training": {
+            "global_batch_size": 8,
+            "per_device_train_batch_size": 2,
+            "num_train_epochs": 3,
+            "warmup_steps": 100,
+            "save_steps": 2,
+        },
         "launch": {"device": "cpu", "num_processes": 1},
         "output_dir": str(tmp_path / "runs" / "one"),
     }
@@ -61,12 +72,19 @@ def train_as(monkeypatch: pytest.MonkeyPatch) -> Callable[[Ends], list[Recipe]]:
                 raise end
             seconds = end if isinstance(end, float) else 1.0
             counted = [
-                training_line(step, 1.0, step_seconds=seconds * step / 5, tokens_per_second_per_device=TOKENS / (seconds * step / 5))
+                training_line(
+                    step,
+                    1.0,
+                    step_seconds=seconds * step / 5,
+                    tokens_per_second_per_device=TOKENS / (seconds * step / 5),
+                )
                 for step in (3, 4, 5, 6, 7)
             ]
             lines = [*UNCOUNTED, *counted]
             run = written(Path(str(loaded.recipe.output_dir)), lines)
-            return TrainResult(run, loaded.recipe, end if isinstance(end, ExitReason) else ExitReason.FINISHED)
+            return TrainResult(
+                run, loaded.recipe, end if isinstance(end, ExitReason) else ExitReason.FINISHED
+            )
 
         monkeypatch.setattr(measure, "train", train)
         return trained
@@ -78,8 +96,11 @@ def micro_batch(recipe: Recipe) -> int:
     return recipe.training.per_device_train_batch_size
 
 
-def test_fastest_of_the_best_is_first_and_written_and_no_run_is_left(recipe: str, train_as: Any, tmp_path: Path) -> None:
-    """Seconds grow with the micro-batch, against the order in which recipes are tried where no time is predicted."""
+def test_fastest_of_the_best_is_first_and_written_and_no_run_is_left(
+    recipe: str, train_as: Any, tmp_path: Path
+) -> None:
+    """Seconds grow with the micro-batch, against the order in which recipes are tried where no time is
+    predicted."""
     trained = train_as(lambda recipe: float(micro_batch(recipe)))
     best = tmp_path / "best.yaml"
     found = answer("plan", recipe, "--measure", "2", "--write", best)
@@ -89,7 +110,9 @@ def test_fastest_of_the_best_is_first_and_written_and_no_run_is_left(recipe: str
     assert any(each["recipe_changes"] == {} for each in measured), "the requested recipe is measured too"
     fastest = min(map(micro_batch, trained))
     assert measured[0]["step_seconds"] == fastest, "the median of the steps after the first two"
-    assert measured[0]["tokens_per_second_per_device"] == pytest.approx(TOKENS / fastest), "those that were computed"
+    assert measured[0]["tokens_per_second_per_device"] == pytest.approx(TOKENS / fastest), (
+        "those that were computed"
+    )
     text = best.read_text()
     assert "# Measured: " in text
     assert yaml.safe_load(text)["training"]["per_device_train_batch_size"] == fastest
@@ -99,8 +122,12 @@ def test_fastest_of_the_best_is_first_and_written_and_no_run_is_left(recipe: str
     assert {path.name for path in tmp_path.iterdir()} <= {"recipe.json", "best.yaml", "cache"}
 
 
-def test_recipe_out_of_memory_or_broken_is_last_and_the_others_are_measured(recipe: str, train_as: Any) -> None:
-    out_of_memory = FsdpTuneError(Problem("out-of-memory", "rank 0 is out of memory"), exit_code=ExitCode.OUT_OF_MEMORY)
+def test_recipe_out_of_memory_or_broken_is_last_and_the_others_are_measured(
+    recipe: str, train_as: Any
+) -> None:
+    out_of_memory = FsdpTuneError(
+        Problem("out-of-memory", "rank 0 is out of memory"), exit_code=ExitCode.OUT_OF_MEMORY
+    )
     ends = iter([out_of_memory, failed_error("broken", "it broke"), 2.0, 1.0])
     train_as(lambda _: next(ends))
     found = answer("plan", recipe, "--measure", "4")["measured"]
@@ -113,7 +140,9 @@ def test_recipe_out_of_memory_or_broken_is_last_and_the_others_are_measured(reci
     assert "rank 0 is out of memory" in {each["problem"] for each in found}
 
 
-def test_no_measurement_begins_that_would_exceed_the_minutes(recipe: str, train_as: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_measurement_begins_that_would_exceed_the_minutes(
+    recipe: str, train_as: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = [0.0]
     monkeypatch.setattr(measure.time, "monotonic", lambda: now[0])
 
@@ -134,7 +163,9 @@ def test_signal_ends_the_measurement_with_its_exit_code(recipe: str, train_as: A
     assert not list(tmp_path.glob("**/.fsdp-tune-measure-*"))
 
 
-def test_what_was_measured_before_a_signal_is_shown_and_written(recipe: str, train_as: Any, tmp_path: Path) -> None:
+def test_what_was_measured_before_a_signal_is_shown_and_written(
+    recipe: str, train_as: Any, tmp_path: Path
+) -> None:
     ends = iter([2.0, ExitReason.PREEMPTED])
     train_as(lambda _: next(ends))
     done = invoke("plan", recipe, "--measure", "3", "--write", tmp_path / "best.yaml")
@@ -143,7 +174,9 @@ def test_what_was_measured_before_a_signal_is_shown_and_written(recipe: str, tra
     assert (tmp_path / "best.yaml").is_file()
 
 
-def test_nothing_measured_is_an_error_with_the_first_reason(recipe: str, train_as: Any, tmp_path: Path) -> None:
+def test_nothing_measured_is_an_error_with_the_first_reason(
+    recipe: str, train_as: Any, tmp_path: Path
+) -> None:
     """Else a script would go on with an older file of that name."""
     train_as(lambda _: failed_error("broken", "it broke"))
     done = invoke("plan", recipe, "--measure", "2", "--write", tmp_path / "best.yaml")
@@ -154,11 +187,20 @@ def test_nothing_measured_is_an_error_with_the_first_reason(recipe: str, train_a
 
 def test_trial_saves_evaluates_and_restarts_nothing(recipe: str, train_as: Any) -> None:
     trained = train_as(lambda _: 1.0)
-    keys = ("save_strategy=epoch", "eval_on_start=true", "eval_strategy=epoch", "sample={every: 2, prompts: [a]}")
+    keys = (
+        "save_strategy=epoch",
+        "eval_on_start=true",
+        "eval_strategy=epoch",
+        "sample={every: 2, prompts: [a]}",
+    )
     words = [word for key in keys for word in ("--set", f"training.{key}")]
     answer("plan", recipe, "--measure", "1", "--minutes", "5", "--set", "launch.max_restarts=3", *words)
     for each in trained:
-        assert (each.training.save_strategy, each.training.eval_on_start, each.training.sample) == ("no", False, None)
+        assert (each.training.save_strategy, each.training.eval_on_start, each.training.sample) == (
+            "no",
+            False,
+            None,
+        )
         assert (each.launch.max_restarts, each.launch.hang_timeout) == (0, "300s")
 
 
@@ -170,11 +212,23 @@ def test_trial_saves_evaluates_and_restarts_nothing(recipe: str, train_as: Any) 
         ["--measure", "2", "--no-search"],
         ["--measure", "2", "--num-gpus", "4"],
         ["--minutes", "3"],
-        ["--measure", "2", "--set", "launch.num_machines=2", "--set", "launch.num_processes=2", "--set", "launch.main_process_ip=::1"],
+        [
+            "--measure",
+            "2",
+            "--set",
+            "launch.num_machines=2",
+            "--set",
+            "launch.num_processes=2",
+            "--set",
+            "launch.main_process_ip=::1",
+        ],
     ],
 )
 def test_what_this_machine_cannot_measure_is_refused(words: list[str], recipe: str) -> None:
-    assert [error["code"] for error in errors("plan", recipe, *words)] in (["usage"], ["measured-on-one-machine"])
+    assert [error["code"] for error in errors("plan", recipe, *words)] in (
+        ["usage"],
+        ["measured-on-one-machine"],
+    )
 
 
 @pytest.mark.slow
@@ -197,7 +251,16 @@ def test_measured_step_is_that_of_the_training(cli: Cli, tmp_path: Path) -> None
     document = json.loads(done.stdout)
     assert all(each["outcome"] == "measured" for each in document["measured"]), document["measured"]
     assert not list(tmp_path.glob("**/checkpoint-*"))
-    trained = cli("train", "--config", "best.yaml", "--set", "training.max_steps=8", "--set", "training.warmup_steps=0", "--json")
+    trained = cli(
+        "train",
+        "--config",
+        "best.yaml",
+        "--set",
+        "training.max_steps=8",
+        "--set",
+        "training.warmup_steps=0",
+        "--json",
+    )
     assert trained.returncode == 0, trained.stderr
     seconds = sorted(json.loads(line)["step_seconds"] for line in _loss_lines(tmp_path))
     assert document["measured"][0]["step_seconds"] == pytest.approx(seconds[len(seconds) // 2], rel=1.0)

@@ -74,12 +74,21 @@ def test_ids_of_shown_rows_are_printed_by_part(recipe: Path) -> None:
 def test_page_shows_rows_by_source_and_escapes_them(recipe: Path, tmp_path: Path) -> None:
     evil = "</pre><script>alert('x')</script>\u202e"
     rows, other, page = tmp_path / "rows.jsonl", tmp_path / "other.jsonl", tmp_path / "page.html"
-    rows.write_text("".join(json.dumps({"prompt": f"{evil}{number}", "completion": " now"}) + "\n" for number in range(30)))
+    rows.write_text(
+        "".join(
+            json.dumps({"prompt": f"{evil}{number}", "completion": " now"}) + "\n" for number in range(30)
+        )
+    )
     other.write_text(
-        json.dumps({"prompt": "plus " * 60, "completion": " two"}) + "\n" + json.dumps({"prompt": "a", "completion": " b"}) + "\n"
+        json.dumps({"prompt": "plus " * 60, "completion": " two"})
+        + "\n"
+        + json.dumps({"prompt": "a", "completion": " b"})
+        + "\n"
     )
     train = f"data.train=[{{path: {rows}, label: <b>}}, {{path: {other}}}]"
-    done = CliRunner().invoke(app, [str(recipe), "--set", train, "--set", "data.max_length=128", "--html", str(page)])
+    done = CliRunner().invoke(
+        app, [str(recipe), "--set", train, "--set", "data.max_length=128", "--html", str(page)]
+    )
     assert done.exit_code == 0, done.output
     text = page.read_text()
     assert "<script" not in text
@@ -95,11 +104,19 @@ def test_page_shows_rows_by_source_and_escapes_them(recipe: Path, tmp_path: Path
 def test_page_has_the_account_of_keys(recipe: Path, tmp_path: Path) -> None:
     rows, held_out, page = tmp_path / "rows.jsonl", tmp_path / "held_out.jsonl", tmp_path / "page.html"
     row = {"prompt": "a", "completion": " b", "source": "web", "<i>": 1}
-    rows.write_text("".join(json.dumps(row | ({"id": number} if number else {})) + "\n" for number in range(9)))
+    rows.write_text(
+        "".join(json.dumps(row | ({"id": number} if number else {})) + "\n" for number in range(9))
+    )
     held_out.write_text(json.dumps(row | {"weight": 1}) + "\n")
-    sets = (f"data.train=[{{path: {rows}}}]", f"data.eval=[{{path: {held_out}, label: e}}]", "data.ignore_columns=[<i>]")
+    sets = (
+        f"data.train=[{{path: {rows}}}]",
+        f"data.eval=[{{path: {held_out}, label: e}}]",
+        "data.ignore_columns=[<i>]",
+    )
     options = [word for each in sets for word in ("--set", each)]
-    done = CliRunner().invoke(app, [str(recipe), *options, "--set", "training.eval_strategy=epoch", "--html", str(page)])
+    done = CliRunner().invoke(
+        app, [str(recipe), *options, "--set", "training.eval_strategy=epoch", "--html", str(page)]
+    )
     assert done.exit_code == 0, done.output
     text = page.read_text()
     for path, key, use, count in (
@@ -123,25 +140,47 @@ def test_bad_row_exits_2_with_its_line(recipe: Path, tmp_path: Path) -> None:
 
 def test_duplicates_are_printed_with_the_key_that_leaves_them_out(recipe: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": "one plus", "completion": text}) + "\n" for text in (" two", " three", " two")))
+    rows.write_text(
+        "".join(
+            json.dumps({"prompt": "one plus", "completion": text}) + "\n"
+            for text in (" two", " three", " two")
+        )
+    )
     arguments = [str(recipe), "--set", f"data.train=[{{path: {rows}}}]", "--set", "data.eval=null"]
     words = " ".join(CliRunner().invoke(app, arguments).output.split())
-    assert "1 training rows have the tokens and targets of an earlier one (`data.drop_duplicates: true` leaves them out)" in words
+    assert (
+        "1 training rows have the tokens and targets of an earlier one (`data.drop_duplicates: true` "
+        "leaves them out)" in words
+    )
     done = CliRunner().invoke(app, [*arguments, "--set", "data.drop_duplicates=true", "--json"])
-    assert json.loads(done.stdout)["report"]["sets"]["train"]["dropped_duplicates"] == {"rows": 1, "first": [f"{rows}:3"]}
-    assert "3 rows read, 1 left out" in CliRunner().invoke(app, [*arguments, "--set", "data.drop_duplicates=true"]).output
+    assert json.loads(done.stdout)["report"]["sets"]["train"]["dropped_duplicates"] == {
+        "rows": 1,
+        "first": [f"{rows}:3"],
+    }
+    assert (
+        "3 rows read, 1 left out"
+        in CliRunner().invoke(app, [*arguments, "--set", "data.drop_duplicates=true"]).output
+    )
 
 
 def test_rows_emptied_by_truncation_are_counted_as_left_out(recipe: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": "one plus " * times, "completion": " two"}) + "\n" for times in (1, 99, 2)))
-    done = CliRunner().invoke(app, [str(recipe), "--set", f"data.train=[{{path: {rows}}}]", "--set", "data.eval=null"])
+    rows.write_text(
+        "".join(
+            json.dumps({"prompt": "one plus " * times, "completion": " two"}) + "\n" for times in (1, 99, 2)
+        )
+    )
+    done = CliRunner().invoke(
+        app, [str(recipe), "--set", f"data.train=[{{path: {rows}}}]", "--set", "data.eval=null"]
+    )
     assert "3 rows read, 1 left out, 1 cut at max_length" in done.output
     assert f"the first: {rows}:2" in done.output
     assert "trained in 3 of 3 examples, before the cut" in done.output
 
 
-def test_answers_that_begin_with_white_space_follow_the_tokens_of_the_generation_prompt(recipe: Path, tmp_path: Path) -> None:
+def test_answers_that_begin_with_white_space_follow_the_tokens_of_the_generation_prompt(
+    recipe: Path, tmp_path: Path
+) -> None:
     letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     line_end = "\u010a"  # of a byte-level tokenizer
     vocabulary = {**letters, 2 * line_end: 256, 3 * line_end: 257, "\u0120\u0120": 258}
@@ -154,7 +193,9 @@ def test_answers_that_begin_with_white_space_follow_the_tokens_of_the_generation
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     answers = ["\n\nHello.", " Hello.", "    x = 1", "\n    x = 1", "\n\n```py\nx\n```", "Hello.\n\n"]
     rows = tmp_path / "rows.jsonl"
-    chats = [[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": answer}] for answer in answers]
+    chats = [
+        [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": answer}] for answer in answers
+    ]
     rows.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in chats))
     settings = [
         f"data.train=[{{path: {rows}}}]",
@@ -186,20 +227,35 @@ def test_answers_that_begin_with_white_space_follow_the_tokens_of_the_generation
     [
         (
             "gemma 4",
-            ["<|channel>thought\n<channel|>⟦<|tool_call>call:add{a:1}<tool_call|><|tool_response>⟧", "<tool_response|>⟦a2<turn|>⟧"],
+            [
+                "<|channel>thought\n<channel|>⟦<|tool_call>call:add{a:1}<tool_call|><|tool_response>⟧",
+                "<tool_response|>⟦a2<turn|>⟧",
+            ],
         ),
-        ("glm 4.5 whose calls are special", ["</tool_call><|observation|>⟧", "⟦\n<think></think>\na2<|endoftext|>⟧"]),
+        (
+            "glm 4.5 whose calls are special",
+            ["</tool_call><|observation|>⟧", "⟦\n<think></think>\na2<|endoftext|>⟧"],
+        ),
         ("diffusion gemma training", ["<|tool_response>⟧", "⟦<|turn>model\na2<turn|>⟧"]),
     ],
 )
-def test_calls_of_tools_are_trained_to_the_end_of_their_turn(recipe: Path, tmp_path: Path, name: str, expected: list[str]) -> None:
+def test_calls_of_tools_are_trained_to_the_end_of_their_turn(
+    recipe: Path, tmp_path: Path, name: str, expected: list[str]
+) -> None:
     PUBLISHED[name].encoder().tokenizer.save_pretrained(tmp_path / "tokenizer")  # pyright: ignore[reportUnknownMemberType]
     template, rows = tmp_path / "template.jinja", tmp_path / "rows.jsonl"
     template.write_text(PUBLISHED[name].text(), encoding="utf-8")
     call = {"type": "function", "id": "c1", "function": {"name": "add", "arguments": {"a": 1}}}
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = {"role": "tool", "name": "add", "tool_call_id": "c1", "content": "2"}
-    tool = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}}
+    tool = {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Add.",
+            "parameters": {"type": "object", "properties": {}},
+        },
+    }
     messages = [{"role": "user", "content": "q1"}, answer, result, {"role": "assistant", "content": "a2"}]
     rows.write_text(json.dumps({"messages": messages, "tools": [tool]}))
     settings = [
@@ -210,7 +266,9 @@ def test_calls_of_tools_are_trained_to_the_end_of_their_turn(recipe: Path, tmp_p
     done = CliRunner().invoke(app, [str(recipe), "--json", "--show", "9", *options])
     assert done.exit_code == 0, done.output
     shown = json.loads(done.stdout)["shown"]
-    text = "".join(f"⟦{run}⟧" if trained else run for row in shown for example in row for run, trained in example["runs"])
+    text = "".join(
+        f"⟦{run}⟧" if trained else run for row in shown for example in row for run, trained in example["runs"]
+    )
     assert all(part in text for part in expected)
 
 
@@ -225,5 +283,7 @@ def test_calls_of_tools_are_trained_to_the_end_of_their_turn(recipe: Path, tmp_p
         (BeginTokens(1, 2, 1000), "once in 1, more than once in 2, not at all in 997 of 1,000 examples"),
     ],
 )
-def test_beginnings_of_sequences_are_described_without_counts_of_zero(account: BeginTokens | None, words: str) -> None:
+def test_beginnings_of_sequences_are_described_without_counts_of_zero(
+    account: BeginTokens | None, words: str
+) -> None:
     assert of_bos(account) == words

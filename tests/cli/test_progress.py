@@ -64,7 +64,9 @@ def test_unused_bar_leaves_no_line() -> None:
     assert shown_on_a_terminal(program).split("\n")[-1].strip("\r ") == ""
 
 
-def test_piped_output_has_lines_only_for_long_work(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_piped_output_has_lines_only_for_long_work(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     screen = Screen(json_output=False)
     with screen.progress("tokenising", 100, "rows") as bar:
         bar.advance(50)
@@ -91,12 +93,30 @@ def test_step_is_printed_on_one_line(capsys: pytest.CaptureFixture[str]) -> None
         screen.metrics({**STEP, "step": 40, "loss": "nan", "grad_norm": None})
         screen.metrics({"step": 40, "eval_loss": 1.5, "eval_a_loss": 1.0, "eval_b_loss": 2.0})
         screen.metrics({**STEP, **SHARES, "step": 60, "mfu": 0.412, "exposed_communication_seconds": None})
-        screen.metrics({"event": "witness_cost", "step": 40, "time": 1.0, "cpu_seconds": 0.1, "training_cpu_seconds": 3.0, "steps": 100})
+        screen.metrics(
+            {
+                "event": "witness_cost",
+                "step": 40,
+                "time": 1.0,
+                "cpu_seconds": 0.1,
+                "training_cpu_seconds": 3.0,
+                "steps": 100,
+            }
+        )
         screen.metrics({"event": "loss_scale_backed_off", "step": 41, "time": 1.0, "loss_scale": 512.0})
-        screen.metrics({"event": "samples", "step": 42, "seconds": 1.0, "samples": [{"prompt": "a\n" * 40, "text": "two\nthree"}]})
+        screen.metrics(
+            {
+                "event": "samples",
+                "step": 42,
+                "seconds": 1.0,
+                "samples": [{"prompt": "a\n" * 40, "text": "two\nthree"}],
+            }
+        )
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(
-        r"step 20/100  2m40s left  loss 2\.5000  grad norm 1\.250  lr 1\.00e-04  1,234 tokens/s/device  0\.50 GiB  ends .*:\d\d", lines[1]
+        r"step 20/100  2m40s left  loss 2\.5000  grad norm 1\.250  lr 1\.00e-04  1,234 "
+        r"tokens/s/device  0\.50 GiB  ends .*:\d\d",
+        lines[1],
     )
     assert re.match(r"step 40/100  .* left  loss nan  grad norm -", lines[2])
     assert lines[3] == "step 40: eval loss 1.5000 (a 1.0000, b 2.0000)"
@@ -107,12 +127,19 @@ def test_step_is_printed_on_one_line(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.parametrize(
     ("columns", "last"),
-    [(60, "loss"), (80, "1,234 tok/s"), (120, "tok/s  data 1% opt 5%  0.50 GiB  MFU 41%  grad 1.250"), (200, "optimizer")],
+    [
+        (60, "loss"),
+        (80, "1,234 tok/s"),
+        (120, "tok/s  data 1% opt 5%  0.50 GiB  MFU 41%  grad 1.250"),
+        (200, "optimizer"),
+    ],
 )
 def test_logged_steps_stay_on_screen_with_step_time_left_and_loss_first(columns: int, last: str) -> None:
     lines = re.split(r"[\r\n]+", shown_on_a_terminal(long_run, columns))
     kept = [line for line in lines if line.startswith("step ")]
-    assert [re.match(r"step (\d+)/20000  1?\dh..m..s left  loss (2.5000|nan)", line) is not None for line in kept] == [True, True]
+    assert [
+        re.match(r"step (\d+)/20000  1?\dh..m..s left  loss (2.5000|nan)", line) is not None for line in kept
+    ] == [True, True]
     assert last in kept[0]
     drawn = [line for line in lines if line.startswith("training")]
     assert re.match(r"training  2,000/20,000 steps  .*h..m..s left  loss nan", drawn[-1])
@@ -123,7 +150,9 @@ def test_stopped_run_keeps_bar_at_last_step() -> None:
     stopping = {"event": "stopping", "step": 2007, "time": 1.0, "reason": "interrupted"}
     lines = re.split(r"[\r\n]+", shown_on_a_terminal(lambda: long_run(stopping), 80))
     assert "step 2007: stopping (interrupted)" in lines
-    assert [line for line in lines if line.startswith("training")][-1].startswith("training  2,007/20,000 steps")
+    assert [line for line in lines if line.startswith("training")][-1].startswith(
+        "training  2,007/20,000 steps"
+    )
 
 
 def frames(*positions: tuple[int, str, int, int], total_steps: int = 0) -> list[str]:
@@ -188,7 +217,10 @@ def test_bar_has_a_sparkline_of_the_last_losses(columns: int, points: int, width
     assert (len(found[1]), found[1][0], found[1][-1], len(found[2])) == (points, "█", "▁", width)
 
 
-@pytest.mark.parametrize(("columns", "detail"), [(60, "loss 1.5"), (80, "loss 1.5  eval loss 1.6 (best 1.6)"), (64, "loss 1.5  ▁▂")])
+@pytest.mark.parametrize(
+    ("columns", "detail"),
+    [(60, "loss 1.5"), (80, "loss 1.5  eval loss 1.6 (best 1.6)"), (64, "loss 1.5  ▁▂")],
+)
 def test_bar_shows_the_fields_next_to_it_that_fit(columns: int, detail: str) -> None:
     def program() -> None:
         with command(False) as screen, screen.progress("training", None, "steps") as bar:
@@ -202,18 +234,32 @@ def test_bar_shows_the_fields_next_to_it_that_fit(columns: int, detail: str) -> 
 
 def test_bar_is_coloured_unless_no_color_is_set() -> None:
     assert "\x1b[32m" in written_to_a_terminal(falling_losses, 120)
-    assert re.search(r"\x1b\[(\d+;)*3[0-7]m", written_to_a_terminal(falling_losses, 120, NO_COLOR="1")) is None
+    assert (
+        re.search(r"\x1b\[(\d+;)*3[0-7]m", written_to_a_terminal(falling_losses, 120, NO_COLOR="1")) is None
+    )
 
 
 def test_bar_moves_with_each_step_and_shows_evaluation_and_saving() -> None:
     shown = frames(
-        *((0, "forward", 0, 0), (1, "training", 0, 0), (7, "forward", 0, 0), (12, "evaluating", 3, 40), (12, "evaluating", 27, 40)),
+        *(
+            (0, "forward", 0, 0),
+            (1, "training", 0, 0),
+            (7, "forward", 0, 0),
+            (12, "evaluating", 3, 40),
+            (12, "evaluating", 27, 40),
+        ),
         *((12, "saving", 0, 0), (13, "backward", 0, 0), (61, "finished", 0, 0)),
         total_steps=60,
     )
     for pattern in (
         *(r"training  0/60 steps  first step", r"training  1/60 steps", r"training  7/60 steps  .*left"),
-        *(r"evaluating 3/40 batches 0\.\ds", r"evaluating 27/40 batches 0\.[1-9]s", r"saving 0\.\ds", "13/60", "ending the ranks"),
+        *(
+            r"evaluating 3/40 batches 0\.\ds",
+            r"evaluating 27/40 batches 0\.[1-9]s",
+            r"saving 0\.\ds",
+            "13/60",
+            "ending the ranks",
+        ),
     ):
         assert any(re.search(pattern, line) for line in shown), (pattern, shown)
     assert not any("saving" in line for line in shown if "13/60" in line)
@@ -224,7 +270,12 @@ def test_first_step_counts_from_the_start_of_the_command_and_later_ones_from_the
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks count from their launch, and start again after a failure; a sweep starts its next run."""
-    event = {"event": "first_step", "step": 1, "time": 1000.0, "phase_seconds": {"launching": 2.0, "training": 3.0}}
+    event = {
+        "event": "first_step",
+        "step": 1,
+        "time": 1000.0,
+        "phase_seconds": {"launching": 2.0, "training": 3.0},
+    }
     screen = Screen(json_output=False)
     monkeypatch.setattr("time.time", lambda: 1000.5)  # the line is half a second old
     monkeypatch.setattr("time.monotonic", lambda: screen.began + 9.5)
@@ -253,7 +304,9 @@ def test_time_left_of_resumed_run_uses_steps_since_its_start() -> None:
         assert bar.seconds_left() == pytest.approx(5.0, abs=0.5)
 
 
-def test_lines_of_long_work_in_a_pipe_are_few(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_of_long_work_in_a_pipe_are_few(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     now = 0.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     with progress.PlainBar(Screen(json_output=False), "trying recipes", None, "recipes") as bar:

@@ -1,4 +1,5 @@
-"""`fsdp-tune push`: what is uploaded where, as users run it, with a class in place of huggingface_hub's client."""
+"""`fsdp-tune push`: what is uploaded where, as users run it, with a class in place of huggingface_hub's
+client."""
 
 from __future__ import annotations
 
@@ -120,22 +121,34 @@ def test_uploaded_files_name_no_folders_of_this_machine(hub, merged):
     adapter = {"base_model_name_or_path": str(merged.parent / "base"), "target_modules": ["q_proj"]}
     (merged / "adapter_config.json").write_text(json.dumps(adapter))
     record = json.loads((merged / "merge.json").read_text())
-    (merged / "merge.json").write_text(json.dumps(unsealed(record) | {"files": [*record["files"], "adapter_config.json"]}))
+    (merged / "merge.json").write_text(
+        json.dumps(unsealed(record) | {"files": [*record["files"], "adapter_config.json"]})
+    )
     assert invoke("push", merged, "--to", "me/model")[0] == 0
     files = hub.calls[-1][3]["files"]
     assert [name for name, content in files.items() if str(merged.parent).encode() in content] == []
-    assert json.loads(files["adapter_config.json"]) == {"base_model_name_or_path": "base", "target_modules": ["q_proj"]}
+    assert json.loads(files["adapter_config.json"]) == {
+        "base_model_name_or_path": "base",
+        "target_modules": ["q_proj"],
+    }
     assert json.loads(files["merge.json"])["source"] == ["checkpoint-10"]
     assert files["model.safetensors"] == (merged / "model.safetensors").read_bytes()
-    assert json.loads((merged / "adapter_config.json").read_text()) == adapter, "commands here still need the path"
+    assert json.loads((merged / "adapter_config.json").read_text()) == adapter, (
+        "commands here still need the path"
+    )
 
 
 def test_model_that_is_older_than_its_run_is_reported(hub, tmp_path):
     run = make_run(tmp_path / "run", {10: {"w": torch.zeros(2, 3)}})
     assert invoke("merge-checkpoint", run)[0] == 0
-    shutil.copytree(make_run(tmp_path / "later", {20: {"w": torch.ones(2, 3)}}) / "checkpoint-20", run / "checkpoint-20")
+    shutil.copytree(
+        make_run(tmp_path / "later", {20: {"w": torch.ones(2, 3)}}) / "checkpoint-20", run / "checkpoint-20"
+    )
     (found,) = newer_checkpoint(RunDir(run), run / "merged")
-    assert (found.code, found.message) == ("merge-out-of-date", "it is of step 10, and the run has checkpoint-20 since")
+    assert (found.code, found.message) == (
+        "merge-out-of-date",
+        "it is of step 10, and the run has checkpoint-20 since",
+    )
     assert invoke("merge-checkpoint", "--overwrite", run)[0] == 0
     assert newer_checkpoint(RunDir(run), run / "merged") == ()
 
@@ -148,7 +161,9 @@ def test_card_names_the_licence_of_the_base(hub, merged, monkeypatch, licence):
     code, document = invoke("push", merged, "--to", "me/model")
     assert code == 0
     assert ("license: apache-2.0" in card.read_text()) is (licence is not None)
-    assert [notice["code"] for notice in document.get("notices", [])] == ([] if licence else ["licence-unknown"])
+    assert [notice["code"] for notice in document.get("notices", [])] == (
+        [] if licence else ["licence-unknown"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -196,5 +211,8 @@ def test_record_cannot_publish_files_from_outside(hub, merged, name):
     record = json.loads((merged / "merge.json").read_text())
     (merged / "merge.json").write_text(json.dumps(record | {"files": [*record["files"], name]}))
     code, document = invoke("push", merged, "--to", "me/model")
-    assert (code, document["errors"][0]["code"]) == (2, "merge-link" if name == "linked.json" else "push-not-merged")
+    assert (code, document["errors"][0]["code"]) == (
+        2,
+        "merge-link" if name == "linked.json" else "push-not-merged",
+    )
     assert [call for call in hub.calls if call[0] == "upload"] == []

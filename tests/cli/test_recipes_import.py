@@ -6,15 +6,25 @@ from pathlib import Path
 
 from tests.cli.in_process import answer, errors
 
-SCRIPT = "LR=${LR:-2e-4}\nswift sft --model m --train_type full --dataset a.jsonl --max_length 64 --learning_rate $LR --seed 7\n"
-VERL = "torchrun -m verl.trainer.fsdp_sft_trainer model.partial_pretrain=m data.train_files=a.parquet optim.lr=1e-5\n"
+SCRIPT = (
+    "LR=${LR:-2e-4}\nswift sft --model m --train_type full --dataset a.jsonl --max_length 64 "
+    "--learning_rate $LR --seed 7\n"
+)
+VERL = (
+    "torchrun -m verl.trainer.fsdp_sft_trainer model.partial_pretrain=m data.train_files=a.parquet "
+    "optim.lr=1e-5\n"
+)
 
 
 def test_variable_with_a_default_is_a_question_without_a_value(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(SCRIPT)
     found = answer("import", str(tmp_path / "run.sh"))
     (asked,) = [row for row in found["account"] if row["key"] == "learning_rate"]
-    assert (asked["fate"], asked["to"], "2e-4" in asked["reason"]) == ("question", ["training.learning_rate"], True)
+    assert (asked["fate"], asked["to"], "2e-4" in asked["reason"]) == (
+        "question",
+        ["training.learning_rate"],
+        True,
+    )
     assert "  learning_rate:" not in str(found["recipe"])
 
 

@@ -51,7 +51,9 @@ def test_first_training_that_fits_the_gpus_alone_is_taken(
     full: Any, lora: Any, qlora: Any, method: str, plans: Any, tmp_path: Path
 ) -> None:
     plans |= {"full": full, "lora": lora, "qlora": qlora}
-    made = job.new_recipe("gpt2", "builtin:arithmetic", NewRecipeOptions(gpu="T4", output=tmp_path / "new.yaml"))
+    made = job.new_recipe(
+        "gpt2", "builtin:arithmetic", NewRecipeOptions(gpu="T4", output=tmp_path / "new.yaml")
+    )
     assert made.method == method
     assert list(made.refused) == ["full", "lora", "qlora"][: ["full", "lora", "qlora"].index(method)]
     recipe = load_recipe(made.path).recipe
@@ -80,7 +82,18 @@ def test_missing_rows_are_named(tmp_path: Path) -> None:
         job.new_recipe("gpt2", str(tmp_path / "no.jsonl"), NewRecipeOptions(output=tmp_path / "new.yaml"))
 
 
-WORDS = ["recipes", "new", "openai-community/gpt2", "rows.jsonl", "--gpu", "RTX4090", "--num-gpus", "2", "--max-length", "128"]
+WORDS = [
+    "recipes",
+    "new",
+    "openai-community/gpt2",
+    "rows.jsonl",
+    "--gpu",
+    "RTX4090",
+    "--num-gpus",
+    "2",
+    "--max-length",
+    "128",
+]
 
 
 def check(answer: dict[str, Any], folder: Path) -> None:
@@ -100,7 +113,9 @@ def rows(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_command_writes_a_recipe_that_loads(rows: Path, fake: type[FakeTracing], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_writes_a_recipe_that_loads(
+    rows: Path, fake: type[FakeTracing], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(rows)
     monkeypatch.setattr(fake, "state_gib", 4)
     check(answer(*WORDS), rows)

@@ -33,7 +33,10 @@ def test_report_writes_a_page_and_one_document(cli: Cli, here: Path) -> None:
     done = cli("report", "one", "two", "--json")
     found = document(done)
     assert done.returncode == 0, done.stderr
-    assert [(run["label"], run["steps"], run["loss"]["last"]) for run in found["runs"]] == [("one", 10, 0.5), ("two", 10, 0.5)]
+    assert [(run["label"], run["steps"], run["loss"]["last"]) for run in found["runs"]] == [
+        ("one", 10, 0.5),
+        ("two", 10, 0.5),
+    ]
     assert found["recipe_differences"] == {"training.learning_rate": ["0.0001", "0.0002"]}
     page = here / found["page"]
     assert page.name == "report.html"
@@ -104,7 +107,9 @@ class Following:
 
 def end(run: RunDir, reason: str) -> None:
     run.logs.mkdir(exist_ok=True)
-    run.outcome_json.write_text(json.dumps({"exit_code": 0, "exit_reason": reason, "step": 10, "time": 0.0, "problem": None}))
+    run.outcome_json.write_text(
+        json.dumps({"exit_code": 0, "exit_reason": reason, "step": 10, "time": 0.0, "problem": None})
+    )
 
 
 def test_followed_report_is_served_until_ctrl_c_and_prints_the_end_of_each_run(here: Path) -> None:

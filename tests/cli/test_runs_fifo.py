@@ -1,4 +1,5 @@
-"""A FIFO, a device or a huge file in the place of a file of a run: no command waits for it, and what needs it names it."""
+"""A FIFO, a device or a huge file in the place of a file of a run: no command waits for it, and what needs it
+names it."""
 
 from __future__ import annotations
 
@@ -22,7 +23,14 @@ from tests.time_limit import limited
 
 def run_with_every_file(folder: Path) -> RunDir:
     """Return a run with a checkpoint and every document that `status` and `report` read."""
-    run = written(folder, [training_line(1), {"step": 1, "eval_loss": 2.0}, {"event": "loss_spike", "step": 1, "message": "high"}])
+    run = written(
+        folder,
+        [
+            training_line(1),
+            {"step": 1, "eval_loss": 2.0},
+            {"event": "loss_spike", "step": 1, "message": "high"},
+        ],
+    )
     run.plan_json.write_text("{}")
     run.readback_json.write_text('{"ranks": [], "differences": [], "warnings": []}')
     for rank in range(2):
@@ -58,7 +66,8 @@ def replaced_by_a_fifo(path: Path) -> Iterator[None]:
 
 
 def test_no_fifo_in_a_run_delays_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each file in turn. A file that a command needs is named with exit 2; one that it does not need changes nothing."""
+    """Each file in turn. A file that a command needs is named with exit 2; one that it does not need changes
+    nothing."""
     monkeypatch.setattr("fsdp_tune.pages.report_page.report_page", lambda *_, **__: "")  # it reads nothing
     run = run_with_every_file(tmp_path / "runs" / "one")
     commands = (

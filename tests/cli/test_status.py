@@ -25,7 +25,13 @@ from tests.launch.test_accelerate import resolved
 LINES: list[dict[str, object]] = [
     {"event": "train_started", "step": 0, "total_steps": 60, "time": 0.0},
     *(
-        {"step": step, "loss": 60.0 / step, "time": 2.0 * step, "tokens_per_second_per_device": 1234.5, "peak_reserved_gib": 9.0}
+        {
+            "step": step,
+            "loss": 60.0 / step,
+            "time": 2.0 * step,
+            "tokens_per_second_per_device": 1234.5,
+            "peak_reserved_gib": 9.0,
+        }
         for step in range(1, 31)
     ),
 ]
@@ -49,14 +55,22 @@ def status(*arguments: object, columns: int = 80) -> list[str]:
 def test_status_names_the_rows_of_the_newest_spike_wherever_it_is(tmp_path: Path) -> None:
     place = {"tokens": 40, "step": 4, "rank": 1, "micro_batch": 2, "sequence": 3}
     rows = [{"file": "a.jsonl", "row": row, **place, "loss": 9.0} for row in range(1, 11)]
-    spikes = [{"event": name, "step": 4, "message": name, "rows": rows, "rows_total": 64} for name in ("loss_spike", "gradient_spike")]
+    spikes = [
+        {"event": name, "step": 4, "message": name, "rows": rows, "rows_total": 64}
+        for name in ("loss_spike", "gradient_spike")
+    ]
     run = run_in(tmp_path, "a")
     assert run_status(RunDir(run)).spike is None
     lines = [*spikes, *({"step": step, "loss": 1.0, "padding": "x" * 1000} for step in range(5, 400))]
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     found = run_status(RunDir(run)).spike
     assert found is not None
-    assert (found.event, found.step, found.rows_total, [row.row for row in found.rows]) == ("gradient_spike", 4, 64, list(range(1, 11)))
+    assert (found.event, found.step, found.rows_total, [row.row for row in found.rows]) == (
+        "gradient_spike",
+        4,
+        64,
+        list(range(1, 11)),
+    )
     shown = status(run)
     at = shown.index("gradient spike at step 4: gradient_spike")
     assert shown[at + 3].split() == ["a.jsonl:1", "40", "4/1/2", "9.0000"]
@@ -65,13 +79,17 @@ def test_status_names_the_rows_of_the_newest_spike_wherever_it_is(tmp_path: Path
 
 def test_status_has_speed_memory_and_sparkline(tmp_path: Path) -> None:
     lines = status(run_in(tmp_path, "a"))
-    at = next(number for number, line in enumerate(lines) if line.startswith("step "))  # after the path, which may take two lines
+    at = next(
+        number for number, line in enumerate(lines) if line.startswith("step ")
+    )  # after the path, which may take two lines
     assert re.fullmatch(r"step 30 of 60, last line \d+\.\ds ago, loss 2\.0000", lines[at])
     assert lines[at + 1] == "last losses: █▇▆▅▄▄▃▂▂▁"
     assert lines[at + 2] == "1,234 tokens/s/device, 9.00 GiB reserved, 10.00 GiB planned (-10%)"
 
 
-EVALUATIONS: list[dict[str, object]] = [{"step": step, "eval_loss": 3.0 - step / 30, "time": 2.0 * step} for step in (10, 20, 30)]
+EVALUATIONS: list[dict[str, object]] = [
+    {"step": step, "eval_loss": 3.0 - step / 30, "time": 2.0 * step} for step in (10, 20, 30)
+]
 
 
 @pytest.mark.parametrize(
@@ -79,13 +97,27 @@ EVALUATIONS: list[dict[str, object]] = [{"step": step, "eval_loss": 3.0 - step /
     [
         (60, ["loss", "eval", "loss", "best", "eval"]),
         (80, ["loss", "eval", "loss", "best", "eval", "losses", "eval", "losses"]),
-        (160, ["loss", "eval", "loss", "best", "eval", "tokens/s/device", "memory", "losses", "eval", "losses"]),
+        (
+            160,
+            ["loss", "eval", "loss", "best", "eval", "tokens/s/device", "memory", "losses", "eval", "losses"],
+        ),
     ],
 )
-def test_status_of_a_directory_is_a_table_sorted_by_loss_that_fits(tmp_path: Path, columns: int, names: list[str]) -> None:
+def test_status_of_a_directory_is_a_table_sorted_by_loss_that_fits(
+    tmp_path: Path, columns: int, names: list[str]
+) -> None:
     for name, best in (("a", 0.5), ("b", 0.1), ("c", None)):
-        lines = [*LINES, *([*EVALUATIONS, {"step": 30, "eval_loss": best}, {"step": 30, "eval_loss": 9.0}] if best else [])]
-        (run_in(tmp_path, name) / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        lines = [
+            *LINES,
+            *(
+                [*EVALUATIONS, {"step": 30, "eval_loss": best}, {"step": 30, "eval_loss": 9.0}]
+                if best
+                else []
+            ),
+        ]
+        (run_in(tmp_path, name) / "metrics.jsonl").write_text(
+            "".join(f"{json.dumps(line)}\n" for line in lines)
+        )
     head, rule, *rows = status(tmp_path, columns=columns)
     assert head.split() == ["run", "state", "step", *names]
     assert [row.split()[0] for row in rows] == ["b", "a", "c"]
@@ -96,13 +128,23 @@ def test_status_of_a_directory_is_a_table_sorted_by_loss_that_fits(tmp_path: Pat
 def test_runs_of_a_directory_are_ordered_by_state(tmp_path: Path) -> None:
     run = run_status(RunDir(run_in(tmp_path, "a")))
     states = ["not started", "finished", "hang", "starting or merging", "running"]
-    ordered = sorted((replace(run, state=state, loss=float(at)) for at, state in enumerate(states)), key=status_view._order)
-    assert [each.state for each in ordered] == ["running", "starting or merging", "hang", "finished", "not started"]
+    ordered = sorted(
+        (replace(run, state=state, loss=float(at)) for at, state in enumerate(states)), key=status_view._order
+    )
+    assert [each.state for each in ordered] == [
+        "running",
+        "starting or merging",
+        "hang",
+        "finished",
+        "not started",
+    ]
 
 
 def test_names_of_runs_are_shortened_to_what_differs_in_a_narrow_terminal(tmp_path: Path) -> None:
     run = run_status(RunDir(run_in(tmp_path, "a")))
-    found = [replace(run, run_dir=f"/runs/qwen3-8b-tulu3-{name}") for name in ("lr1e-5-seed0", "lr2e-5-seed0")]
+    found = [
+        replace(run, run_dir=f"/runs/qwen3-8b-tulu3-{name}") for name in ("lr1e-5-seed0", "lr2e-5-seed0")
+    ]
 
     def names(*, is_narrow: bool) -> list[str]:
         shown = list[str]()
@@ -110,7 +152,9 @@ def test_names_of_runs_are_shortened_to_what_differs_in_a_narrow_terminal(tmp_pa
         def table(_: str, __: Sequence[str], rows: Sequence[Sequence[str]], **___: object) -> None:
             shown.extend(row[0] for row in rows)
 
-        status_view.show_runs(cast(Screen, SimpleNamespace(is_narrow=is_narrow, draws=False, table=table)), found)
+        status_view.show_runs(
+            cast(Screen, SimpleNamespace(is_narrow=is_narrow, draws=False, table=table)), found
+        )
         return shown
 
     assert names(is_narrow=True) == ["lr1e-5", "lr2e-5"]
@@ -123,7 +167,9 @@ def test_status_has_last_and_best_evaluation_loss_and_paths_last(tmp_path: Path)
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     shown = status(run, columns=120)
     assert "evaluation loss 2.5000 at step 30, best 2.0000 at step 30: █▅▁▆" in shown
-    kinds = [line.partition(" ")[0] for line in shown if line.startswith(("step", "evaluation", "newest", "logs"))]
+    kinds = [
+        line.partition(" ")[0] for line in shown if line.startswith(("step", "evaluation", "newest", "logs"))
+    ]
     assert kinds == ["step", "evaluation", "newest", "logs:"]
 
 
@@ -170,7 +216,8 @@ def test_damaged_run_of_a_directory_is_a_notice(tmp_path: Path, capsys: pytest.C
 
 
 def watched(run: Path, *, last: int, stop: int = 0) -> Callable[[], object]:
-    """Return `status --watch` of a run that ends at reading `last`, and which is interrupted at reading `stop`."""
+    """Return `status --watch` of a run that ends at reading `last`, and which is interrupted at reading
+    `stop`."""
 
     def program() -> None:
         read, seen = runs._read_status, list[int]()

@@ -1,4 +1,5 @@
-"""`submit slurm` with Slurm's commands replaced by scripts: one job of a run in the queue, whatever happens in between."""
+"""`submit slurm` with Slurm's commands replaced by scripts: one job of a run in the queue, whatever happens
+in between."""
 
 from __future__ import annotations
 
@@ -104,7 +105,9 @@ def test_racing_commands_submit_one_job(slurm: FakeSlurm, monkeypatch: pytest.Mo
 
     def run() -> None:
         try:
-            answers.append(str(jobs.submission("gpt2_smoke", (), SubmitOptions(), SlurmOptions()).submit().job))
+            answers.append(
+                str(jobs.submission("gpt2_smoke", (), SubmitOptions(), SlurmOptions()).submit().job)
+            )
         except FsdpTuneError as refused:
             answers.append(refused.problems[0].code)
 
@@ -126,7 +129,9 @@ def test_job_of_a_command_that_died_after_sbatch_is_found(slurm: FakeSlurm) -> N
     assert len(slurm.calls) == 1
 
 
-def test_errors_have_the_words_of_the_engine_and_submit_nothing(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_have_the_words_of_the_engine_and_submit_nothing(
+    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (slurm.folder / "refuses").touch()
     done = submit("--json", "--partition", "gpuu")
     assert done.exit_code == 1
@@ -142,20 +147,39 @@ def test_errors_have_the_words_of_the_engine_and_submit_nothing(slurm: FakeSlurm
 
 
 @pytest.mark.usefixtures("slurm")
-@pytest.mark.parametrize(("words", "cores"), [((), 4), (("--cpus-per-node", "16"), 16), (("--set", "launch.device=cuda"), 4)])
+@pytest.mark.parametrize(
+    ("words", "cores"), [((), 4), (("--cpus-per-node", "16"), 16), (("--set", "launch.device=cuda"), 4)]
+)
 def test_ranks_get_a_core_each(words: tuple[str, ...], cores: int) -> None:
-    done = submit("--print", "--nodes", "2", "--set", "launch.num_processes=8", "--set", "training.global_batch_size=256", *words)
+    done = submit(
+        "--print",
+        "--nodes",
+        "2",
+        "--set",
+        "launch.num_processes=8",
+        "--set",
+        "training.global_batch_size=256",
+        *words,
+    )
     assert done.exit_code == 0, done.output
     found = [line for line in done.stdout.splitlines() if line.startswith("#SBATCH --cpus-per-task")]
     assert found == [f"#SBATCH --cpus-per-task={cores}"]
 
 
-def test_print_needs_no_slurm_and_writes_nothing(slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_print_needs_no_slurm_and_writes_nothing(
+    slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     done = submit("--print", "--nodes", "2", "--set", "launch.num_processes=4", "--time", "12h")
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith("#!/bin/bash\n")
-    for words in ("--nodes=2", "--time=0-12:00:00", "    train\n    --config gpt2_smoke\n", "--set launch.num_machines=2", "--resume auto"):
+    for words in (
+        "--nodes=2",
+        "--time=0-12:00:00",
+        "    train\n    --config gpt2_smoke\n",
+        "--set launch.num_machines=2",
+        "--resume auto",
+    ):
         assert words in done.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fake"]
 
@@ -163,7 +187,10 @@ def test_print_needs_no_slurm_and_writes_nothing(slurm: FakeSlurm, tmp_path: Pat
 def test_own_lines_are_kept_and_a_missing_mark_is_refused(slurm: FakeSlurm, tmp_path: Path) -> None:
     script = Path(json.loads(submit("--json").stdout)["script"])
     slurm.queue.unlink()
-    script.write_text(script.read_text(encoding="utf-8").replace(BLOCK_END, f"module load cuda\n{BLOCK_END}"), encoding="utf-8")
+    script.write_text(
+        script.read_text(encoding="utf-8").replace(BLOCK_END, f"module load cuda\n{BLOCK_END}"),
+        encoding="utf-8",
+    )
     assert submit("--nodes", "2").exit_code == 0
     text = script.read_text(encoding="utf-8")
     assert f"module load cuda\n{BLOCK_END}" in text
@@ -196,7 +223,9 @@ def test_job_trains_the_recipe_as_it_was_submitted(slurm: FakeSlurm, tmp_path: P
         (["--print", "--follow"], "usage"),
     ],
 )
-def test_what_cannot_become_a_job_is_refused_before_slurm_is_asked(words: list[str], code: str, slurm: FakeSlurm) -> None:
+def test_what_cannot_become_a_job_is_refused_before_slurm_is_asked(
+    words: list[str], code: str, slurm: FakeSlurm
+) -> None:
     done = submit("--json", *words)
     assert done.exit_code == 2, done.output
     assert json.loads(done.stdout)["errors"][0]["code"] == code
@@ -221,14 +250,20 @@ case $(wc -l <"$FAKE/polls") in
         echo "1|FAILED|NonZeroExitCode|"
         ;;
 esac
-""",
+""",  # noqa: E501
     )
     done = submit("--follow")
     assert done.exit_code == 3, done.output
     shown = [line for line in done.stdout.splitlines() if "the run is" not in line]
     assert shown == [
         "job 1 is in the queue already (PENDING); nothing is submitted",
-        *("job 1 is PENDING (Priority)", "step 1/9", "job 1 is RUNNING", "step 9/9", "job 1 is FAILED (NonZeroExitCode)"),
+        *(
+            "job 1 is PENDING (Priority)",
+            "step 1/9",
+            "job 1 is RUNNING",
+            "step 9/9",
+            "job 1 is FAILED (NonZeroExitCode)",
+        ),
         "job 1 ended: stopped, exit code 3",
     ]
     assert len(slurm.calls) == 1
@@ -245,7 +280,9 @@ def test_interrupted_follow_leaves_the_job_alone(slurm: FakeSlurm, monkeypatch: 
     assert slurm.queue.read_text(encoding="utf-8").startswith("1|PENDING")
 
 
-def test_sweep_is_an_array_of_the_runs_that_have_not_finished(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_sweep_is_an_array_of_the_runs_that_have_not_finished(
+    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     sweep = ("--sweep", "training.learning_rate=1e-5,1e-2", "--set", "output_dir=lrs", "--json")
     done = submit(*sweep)
     assert done.exit_code == 0, done.output
@@ -261,7 +298,9 @@ def test_sweep_is_an_array_of_the_runs_that_have_not_finished(slurm: FakeSlurm, 
     monkeypatch.setattr(
         sweeps,
         "preview",
-        lambda loaded, options: replace(seen := decided(loaded, options), start=Start(is_finished="1e-5" in str(seen.plan.run.path))),
+        lambda loaded, options: replace(
+            seen := decided(loaded, options), start=Start(is_finished="1e-5" in str(seen.plan.run.path))
+        ),
     )
     text = json.loads(submit(*sweep).stdout)["text"]
     assert "#SBATCH --array=0-0\n" in text
@@ -290,13 +329,19 @@ def test_script_that_is_only_printed_has_notices_for_what_the_cluster_needs(
 
 def test_cores_of_a_node_follow_from_ranks_and_loaders_and_memory_is_asked_for(slurm: FakeSlurm) -> None:
     def printed(*words: str) -> dict[str, Any]:
-        done = CliRunner().invoke(app, ["submit", "slurm", "gpt2_smoke", "--print", "--json", "--set", "launch.device=cuda", *words])
+        done = CliRunner().invoke(
+            app, ["submit", "slurm", "gpt2_smoke", "--print", "--json", "--set", "launch.device=cuda", *words]
+        )
         assert done.exit_code == 0, done.output
         return json.loads(done.stdout)
 
     size = ("--gpus-per-node", "8", "--set", "training.global_batch_size=256")
     answer = printed(*size)
     assert "#SBATCH --cpus-per-task=8\n" in answer["text"]
-    assert "#SBATCH --mem=0" in next(each["hint"] for each in answer["notices"] if each["code"] == "submit-memory")
-    assert "#SBATCH --cpus-per-task=24\n" in printed(*size, "--set", "training.dataloader_num_workers=2")["text"]
+    assert "#SBATCH --mem=0" in next(
+        each["hint"] for each in answer["notices"] if each["code"] == "submit-memory"
+    )
+    assert (
+        "#SBATCH --cpus-per-task=24\n" in printed(*size, "--set", "training.dataloader_num_workers=2")["text"]
+    )
     assert "#SBATCH --cpus-per-task=5\n" in printed(*size, "--cpus-per-node", "5")["text"]

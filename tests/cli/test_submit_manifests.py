@@ -1,4 +1,5 @@
-"""`submit kubernetes|skypilot|dstack`: what a user sees, and the commands of the files, run as the engines would run them."""
+"""`submit kubernetes|skypilot|dstack`: what a user sees, and the commands of the files, run as the engines
+would run them."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ SECRET = f"hf_{'x1' * 12}"
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "my.yaml").write_text(f"{MINIMAL}launch: {{num_machines: 2, num_processes: 16}}\n", encoding="utf-8")
+    (tmp_path / "my.yaml").write_text(
+        f"{MINIMAL}launch: {{num_machines: 2, num_processes: 16}}\n", encoding="utf-8"
+    )
     return tmp_path
 
 
@@ -65,7 +68,9 @@ def test_manifest_is_printed_alone_on_stdout(folder: Path) -> None:
 
 
 def test_file_is_written_once_and_the_command_to_submit_it_is_told(folder: Path) -> None:
-    done = kubernetes_file("--output", "my.job.yaml", "--kind", "jobset", "--namespace", "team", "--queue", "gpus")
+    done = kubernetes_file(
+        "--output", "my.job.yaml", "--kind", "jobset", "--namespace", "team", "--queue", "gpus"
+    )
     assert done.stdout == "wrote my.job.yaml; submit it with `kubectl apply -f my.job.yaml`\n"
     jobset = list(yaml.safe_load_all((folder / "my.job.yaml").read_text(encoding="utf-8")))[1]
     assert jobset["metadata"]["namespace"] == "team"
@@ -78,12 +83,20 @@ def test_file_is_written_once_and_the_command_to_submit_it_is_told(folder: Path)
 def test_json_has_the_file_and_the_commands(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "checkpoint_bytes", lambda _: 90e9)  # which a trace takes seconds to find
     words = ["--set", "output_dir=/runs/{name}", "--json"]
-    more = ["--volume", "runs:/runs", "--gpu", "H100"] if engine != "kubernetes" else ["--pvc", "runs:/runs", "--image", IMAGE]
+    more = (
+        ["--volume", "runs:/runs", "--gpu", "H100"]
+        if engine != "kubernetes"
+        else ["--pvc", "runs:/runs", "--image", IMAGE]
+    )
     done = submit(engine, "my.yaml", *words, *more)
     answer = json.loads(done.stdout)
     assert (answer["engine"], answer["name"], answer["output"]) == (engine, "my", None)
     assert answer["recipe_sha256"] in answer["manifest"]
-    lead = {"kubernetes": "terminationGracePeriodSeconds: 1800", "dstack": "stop_duration: 1800s", "skypilot": ""}[engine]
+    lead = {
+        "kubernetes": "terminationGracePeriodSeconds: 1800",
+        "dstack": "stop_duration: 1800s",
+        "skypilot": "",
+    }[engine]
     assert lead in answer["manifest"]
     assert all(command.split()[0] in ("kubectl", "sky", "dstack") for command in answer["commands"])
     assert all(f"#   {command}" in answer["manifest"] for command in answer["commands"])
@@ -134,7 +147,10 @@ def test_wrong_input_is_refused_and_secrets_are_not_repeated(arguments: Sequence
 
 
 @pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize(("engine", "hint"), [("kubernetes", "`--image IMAGE`"), ("skypilot", "`--gpu H100`"), ("dstack", "`--gpu H100`")])
+@pytest.mark.parametrize(
+    ("engine", "hint"),
+    [("kubernetes", "`--image IMAGE`"), ("skypilot", "`--gpu H100`"), ("dstack", "`--gpu H100`")],
+)
 def test_everything_that_is_missing_is_named_at_once(engine: str, hint: str) -> None:
     done = submit(engine, "my.yaml", "--set", "data.train=[{path: here.jsonl}]", "--json")
     assert errors(done) == ["usage", "not-on-a-volume", "path-not-in-container"]
@@ -156,7 +172,17 @@ def test_tag_of_an_image_is_a_notice() -> None:
     done = submit("kubernetes", "my.yaml", "--image", "registry/fsdp-tune:1", "--pvc", "runs:/", "--json")
     assert errors(done) == ["usage"]
     done = submit(
-        "skypilot", "my.yaml", "--image", "r/f:1", "--gpu", "H100", "--volume", "r:/runs", "--set", "output_dir=/runs/x", "--json"
+        "skypilot",
+        "my.yaml",
+        "--image",
+        "r/f:1",
+        "--gpu",
+        "H100",
+        "--volume",
+        "r:/runs",
+        "--set",
+        "output_dir=/runs/x",
+        "--json",
     )
     assert [each["code"] for each in json.loads(done.stdout)["notices"]] == ["image-not-pinned"]
 
@@ -165,7 +191,8 @@ def test_tag_of_an_image_is_a_notice() -> None:
 
 
 class Pods:
-    """The containers of a file, as processes of this machine: directories are replaced, and the variables of the engine are set."""
+    """The containers of a file, as processes of this machine: directories are replaced, and the variables of
+    the engine are set."""
 
     def __init__(self, folder: Path) -> None:
         self.volume, self.directory = folder / "volume", folder / "recipe"
@@ -177,7 +204,12 @@ class Pods:
             self.port = free.getsockname()[1]
 
     def render(self, *words: str, steps: int = 4) -> str:
-        small = {"training.max_steps": steps, "training.save_steps": 2, "training.logging_steps": 1, "launch.main_process_port": self.port}
+        small = {
+            "training.max_steps": steps,
+            "training.save_steps": 2,
+            "training.logging_steps": 1,
+            "launch.main_process_port": self.port,
+        }
         settings = [word for key, value in small.items() for word in ("--set", f"{key}={value}")]
         done = submit(*words, "gpt2_smoke", "--set", "output_dir=/runs/{name}", *settings)
         assert done.exit_code == 0, done.output
@@ -188,7 +220,9 @@ class Pods:
         env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
         here = {name: value.replace("/runs", str(self.volume)) for name, value in variables.items()}
         script = script.replace(directory, str(self.directory)).replace("=/runs/", f"={self.volume}/")
-        return subprocess.Popen(["sh", "-c", script], env=env | here, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return subprocess.Popen(
+            ["sh", "-c", script], env=env | here, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
 
     def of_kubernetes(self, text: str, **more: str) -> list[subprocess.Popen[str]]:
         found = {each["kind"]: each for each in yaml.safe_load_all(text)}
@@ -197,10 +231,17 @@ class Pods:
             (self.directory / name).write_text(content, encoding="utf-8")
         container = spec["template"]["spec"]["containers"][0]
         variables = {each["name"]: each["value"] for each in container["env"]}
-        variables |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}  # no DNS of a cluster here, and no network of a pod
+        variables |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }  # no DNS of a cluster here, and no network of a pod
         script = container["command"][-1].replace("$$", "$")  # as the kubelet does
         return [
-            self.start(script, variables | more | {"JOB_COMPLETION_INDEX": str(index)}, container_engines.RECIPE_DIRECTORY)
+            self.start(
+                script,
+                variables | more | {"JOB_COMPLETION_INDEX": str(index)},
+                container_engines.RECIPE_DIRECTORY,
+            )
             for index in range(spec["completions"])
         ]
 
@@ -253,7 +294,10 @@ class Controller:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         (folder / "token").write_text("word")
         url = f"http://127.0.0.1:{self._server.server_port}/apis/status"
-        self.variables = {container_engines.STATUS_VARIABLE: url, "KUBEFLOW_TRAINER_SERVER_TOKEN": str(folder / "token")}
+        self.variables = {
+            container_engines.STATUS_VARIABLE: url,
+            "KUBEFLOW_TRAINER_SERVER_TOKEN": str(folder / "token"),
+        }
 
     def close(self) -> None:
         self._server.shutdown()
@@ -278,7 +322,10 @@ def test_pods_of_a_trainjob_train_and_report_their_progress(pods: Pods, controll
     assert exit_codes(pods.of_kubernetes(text, **controller.variables)) == [0, 0]
     assert (pods.run.path / "merged" / "config.json").is_file()
     assert controller.tokens == {"Bearer word"}
-    assert [controller.statuses[0]["progressPercentage"], controller.statuses[-1]["progressPercentage"]] == [0, 100]
+    assert [controller.statuses[0]["progressPercentage"], controller.statuses[-1]["progressPercentage"]] == [
+        0,
+        100,
+    ]
     assert {"name": "total_steps", "value": "4"} in controller.statuses[0]["metrics"]
 
 
@@ -290,16 +337,22 @@ def test_preempted_pod_ends_all_with_143_and_all_continue(pods: Pods, kind: str)
     text = pods.render("kubernetes", "--kind", kind, *TWO_PODS, steps=4000)
     first = pods.of_kubernetes(text)
     deadline = time.monotonic() + 200
-    while not any(line.get("step", 0) >= 3 for line in read_metrics(pods.run)) and time.monotonic() < deadline:
+    while (
+        not any(line.get("step", 0) >= 3 for line in read_metrics(pods.run)) and time.monotonic() < deadline
+    ):
         time.sleep(0.2)
     first[1].send_signal(signal.SIGTERM)  # as the kubelet does, to the pod that is preempted
     assert exit_codes(first) == [143, 143]  # which the file restarts without counting
     saved, _ = latest_checkpoint(pods.run)
     assert saved is not None
     assert saved.step >= 3
-    again = pods.of_kubernetes(text.replace("training.max_steps=4000", f"training.max_steps={saved.step + 2}"))
+    again = pods.of_kubernetes(
+        text.replace("training.max_steps=4000", f"training.max_steps={saved.step + 2}")
+    )
     assert exit_codes(again) == [0, 0]
-    assert [line["step"] for line in read_metrics(pods.run) if "loss" in line] == list(range(1, saved.step + 3))
+    assert [line["step"] for line in read_metrics(pods.run) if "loss" in line] == list(
+        range(1, saved.step + 3)
+    )
 
 
 @pytest.mark.slow
@@ -307,12 +360,20 @@ def test_preempted_pod_ends_all_with_143_and_all_continue(pods: Pods, kind: str)
 @pytest.mark.ranks
 @pytest.mark.parametrize("engine", ["skypilot", "dstack"])
 def test_script_of_a_cloud_trains(pods: Pods, engine: str) -> None:
-    task = yaml.safe_load(pods.render(engine, "--volume", "runs:/runs", "--nodes", "2", "--gpus-per-node", "1"))
+    task = yaml.safe_load(
+        pods.render(engine, "--volume", "runs:/runs", "--nodes", "2", "--gpus-per-node", "1")
+    )
     if engine == "skypilot":
         script, variables = task["run"], task["envs"] | {"SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1"}
     else:
-        script, variables = task["commands"][0], dict(each.split("=", 1) for each in task["env"]) | {"DSTACK_MASTER_NODE_IP": "127.0.0.1"}
+        script, variables = (
+            task["commands"][0],
+            dict(each.split("=", 1) for each in task["env"]) | {"DSTACK_MASTER_NODE_IP": "127.0.0.1"},
+        )
     rank = {"skypilot": "SKYPILOT_NODE_RANK", "dstack": "DSTACK_NODE_RANK"}[engine]
-    processes = [pods.start(script, variables | {rank: str(index)}, container_engines.TASK_RECIPE_DIRECTORY) for index in range(2)]
+    processes = [
+        pods.start(script, variables | {rank: str(index)}, container_engines.TASK_RECIPE_DIRECTORY)
+        for index in range(2)
+    ]
     assert exit_codes(processes) == [0, 0]
     assert (pods.run.path / "merged" / "config.json").is_file()

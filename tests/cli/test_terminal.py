@@ -29,7 +29,13 @@ def lines_of_table(columns: int, head: list[str], rows: list[list[Any]]) -> list
 
 def test_table_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:
     Screen(json_output=False).table("Title", ["name", "n"], [["a", 1], ["longer", 22]])
-    assert capsys.readouterr().out.splitlines() == ["Title", "  name    n", "  ──────  ──", "  a       1", "  longer  22"]
+    assert capsys.readouterr().out.splitlines() == [
+        "Title",
+        "  name    n",
+        "  ──────  ──",
+        "  a       1",
+        "  longer  22",
+    ]
 
 
 def test_last_column_of_a_table_is_wrapped_to_the_terminal() -> None:
@@ -67,7 +73,9 @@ def test_words_of_a_table_without_room_for_them_are_below_its_rows() -> None:
 
 
 @pytest.mark.parametrize(("columns", "lines"), [(40, [3, 4]), (200, [1, 1])])
-def test_lines_are_wrapped_between_words_and_code_is_not_broken(columns: int, lines: list[int], tmp_path: Path) -> None:
+def test_lines_are_wrapped_between_words_and_code_is_not_broken(
+    columns: int, lines: list[int], tmp_path: Path
+) -> None:
     """The log has one line whatever the terminal is."""
     text = "batch: two sequences on each rank; write `training.global_batch_size: 8` to fix it"
 
@@ -88,7 +96,10 @@ def test_lines_are_wrapped_between_words_and_code_is_not_broken(columns: int, li
 
 
 def test_code_in_backticks_is_not_broken() -> None:
-    text = "what ranks do: sharding, sums over ranks, recomputation (`fsdp-tune rehearse --parity` compares them)"
+    text = (
+        "what ranks do: sharding, sums over ranks, recomputation (`fsdp-tune rehearse --parity` "
+        "compares them)"
+    )
     assert wrapped(text, 76, 0) == [
         "what ranks do: sharding, sums over ranks, recomputation",
         "(`fsdp-tune rehearse --parity` compares them)",
@@ -99,7 +110,10 @@ def test_code_in_backticks_is_not_broken() -> None:
 def test_files_are_printed_as_they_are() -> None:
     """A template, or a recipe, may be copied from the terminal."""
     smoke = catalogue()["gpt2_smoke"].read_text(encoding="utf-8")
-    for words, text in ((["templates", "show", "qwen3"], bundled_text("qwen3")), (["recipes", "show", "gpt2_smoke"], smoke)):
+    for words, text in (
+        (["templates", "show", "qwen3"], bundled_text("qwen3")),
+        (["recipes", "show", "gpt2_smoke"], smoke),
+    ):
         assert "\n".join(lines_on_a_terminal(started(*words), 40)) == text.rstrip("\n")
 
 

@@ -1,4 +1,5 @@
-"""A problem with the model that a key of the recipe causes is reported with the line of that key, by every command that finds it."""
+"""A problem with the model that a key of the recipe causes is reported with the line of that key, by every
+command that finds it."""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ launch: {device: cpu, num_processes: 2}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("verb", ["train", *(pytest.param(verb, marks=pytest.mark.slow) for verb in ("validate", "plan", "rehearse"))])
+@pytest.mark.parametrize(
+    "verb",
+    ["train", *(pytest.param(verb, marks=pytest.mark.slow) for verb in ("validate", "plan", "rehearse"))],
+)
 def test_model_error_has_line_of_its_key(verb: str, cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     done = cli(verb, "--config", "recipe.yaml", "--json")

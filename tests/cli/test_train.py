@@ -48,7 +48,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def codes(*words: str) -> list[str]:
-    """Return the codes of the errors of `train gpt2_smoke WORDS`, which is refused and has written nothing new."""
+    """Return the codes of the errors of `train gpt2_smoke WORDS`, which is refused and has written nothing
+    new."""
     before = sorted(Path.cwd().rglob("*"))
     found = [error["code"] for error in errors("train", *SHORT, *words)]
     assert sorted(Path.cwd().rglob("*")) == before
@@ -59,7 +60,9 @@ def codes(*words: str) -> list[str]:
 @pytest.mark.parametrize("name", sorted(catalogue()))
 def test_every_catalogue_recipe_has_a_dry_run_without_gpus(name: str) -> None:
     shown = answer("train", name, "--dry-run")
-    assert shown["argv"][shown["argv"].index("--num_processes") + 1] == str(shown["recipe"]["launch"]["num_processes"])
+    assert shown["argv"][shown["argv"].index("--num_processes") + 1] == str(
+        shown["recipe"]["launch"]["num_processes"]
+    )
     assert list(Path.cwd().iterdir()) == []
 
 
@@ -74,7 +77,10 @@ def test_dry_run_prints_recipe_command_and_environment(here: Path, monkeypatch: 
     assert "null" not in recipe, "a key of a source at its default"
     resolved = answer("train", *SHORT, "--dry-run")["recipe"]
     assert Recipe.model_validate(yaml.safe_load(recipe)) == Recipe.model_validate(resolved)
-    assert f"-m accelerate.commands.launch --use_fsdp --config_file {here}/run/accelerate.yaml --num_processes 2" in done.stdout
+    assert (
+        f"-m accelerate.commands.launch --use_fsdp --config_file {here}/run/accelerate.yaml --num_processes 2"
+        in done.stdout
+    )
     assert "FSDP_VERSION=2" in done.stdout
     assert "removed: RANK" in done.stdout
 
@@ -102,14 +108,23 @@ def test_dry_run_refuses_what_train_refuses(here: Path) -> None:
 @pytest.mark.usefixtures("here")
 def test_arguments_after_two_dashes_reach_accelerate() -> None:
     given = [*SHORT, "--dry-run", "--json", "--"]
-    assert "--monitor_interval" in json.loads(invoke("train", *given, "--monitor_interval", "0.5").stdout)["argv"]
+    assert (
+        "--monitor_interval"
+        in json.loads(invoke("train", *given, "--monitor_interval", "0.5").stdout)["argv"]
+    )
     refused = json.loads(invoke("train", *given, "--num_processes", "4").stdout)
     assert [error["code"] for error in refused["errors"]] == ["launch-argument-owned"]
 
 
 @pytest.mark.usefixtures("here")
 def test_five_errors_are_reported_and_nothing_is_written() -> None:
-    wrong = ["training.max_stepz=1", "fsdp.sharding=FULL", "launch.device=tpu", "data.max_length=-1", "precision.mixed_precision=int4"]
+    wrong = [
+        "training.max_stepz=1",
+        "fsdp.sharding=FULL",
+        "launch.device=tpu",
+        "data.max_length=-1",
+        "precision.mixed_precision=int4",
+    ]
     assert len(codes(*settings(*wrong))) == 5
 
 
@@ -128,17 +143,25 @@ def test_profile_without_steps_is_exit_2(steps: str) -> None:
 
 @pytest.mark.usefixtures("here")
 def test_remote_code_needs_the_command_line_option() -> None:
-    remote = settings("model.from_config=null", "model.name_or_path=someone/model", "model.trust_remote_code=true")
+    remote = settings(
+        "model.from_config=null", "model.name_or_path=someone/model", "model.trust_remote_code=true"
+    )
     assert codes(*remote, "--dry-run") == ["remote-code-not-trusted"]
     assert invoke("train", *SHORT, *remote, "--dry-run", "--trust-remote-code").exit_code == 0
     experts = settings("kernels.experts=sonicmoe", "launch.device=cuda", "precision.mixed_precision=bf16")
-    assert [error["code"] for error in errors("train", "--config", "gpt2_smoke", *experts, "--dry-run")] == ["remote-code-not-trusted"]
+    assert [error["code"] for error in errors("train", "--config", "gpt2_smoke", *experts, "--dry-run")] == [
+        "remote-code-not-trusted"
+    ]
 
 
 @pytest.mark.usefixtures("fake_model")
-def test_disk_without_room_for_one_checkpoint_is_refused_before_a_rank_starts(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_without_room_for_one_checkpoint_is_refused_before_a_rank_starts(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = shutil.disk_usage
-    monkeypatch.setattr("fsdp_tune.jobs.doctor.shutil.disk_usage", lambda path: plain(path)._replace(free=4096))
+    monkeypatch.setattr(
+        "fsdp_tune.jobs.doctor.shutil.disk_usage", lambda path: plain(path)._replace(free=4096)
+    )
     done = invoke("train", *SHORT, *settings("checkpoint.probe=false", f"data.cache_dir={here / 'cache'}"))
     assert done.exit_code == ExitCode.FAILED, done.output
     for words in ("space: 4.00 KiB free in", "one checkpoint needs", "--ignore-plan"):
@@ -150,9 +173,12 @@ def test_disk_without_room_for_one_checkpoint_is_refused_before_a_rank_starts(he
 @pytest.mark.e2e
 @pytest.mark.ranks
 def test_run_without_standard_streams_is_complete(tmp_path: Path) -> None:
-    """As some service managers start a command. The first files and sockets would get the numbers of stdout and stderr."""
+    """As some service managers start a command. The first files and sockets would get the numbers of stdout
+    and stderr."""
     command = [sys.executable, "-m", "fsdp_tune", "train", *smoke(2), "--json"]
-    done = subprocess.run(["sh", "-c", 'exec "$0" "$@" <&- >&- 2>&-', *command], check=False, cwd=tmp_path, timeout=300)
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$0" "$@" <&- >&- 2>&-', *command], check=False, cwd=tmp_path, timeout=300
+    )
     assert done.returncode == 0
     run = RunDir(tmp_path / "run")
     assert "starting ranks 0 to 1" in (run.logs / "train.log").read_text()
@@ -165,7 +191,17 @@ def test_foreign_settings_are_reported_and_ignored(cli: Cli, tmp_path: Path) -> 
     folder = tmp_path / "huggingface" / "accelerate"
     folder.mkdir(parents=True)
     (folder / "default_config.yaml").write_text("distributed_type: DEEPSPEED\n")
-    done = cli("train", *SHORT, "--no-start", "--resume", "auto", "--json", HF_HOME=str(folder.parent), RANK="3", SLURM_JOB_ID="7")
+    done = cli(
+        "train",
+        *SHORT,
+        "--no-start",
+        "--resume",
+        "auto",
+        "--json",
+        HF_HOME=str(folder.parent),
+        RANK="3",
+        SLURM_JOB_ID="7",
+    )
     assert done.returncode == 0, done.stderr
     assert f"{tmp_path / 'run'}: a new run from step 0\n" in done.stderr
     told = {notice["code"]: notice["message"] for notice in document(done)["notices"]}
@@ -178,14 +214,25 @@ def test_foreign_settings_are_reported_and_ignored(cli: Cli, tmp_path: Path) -> 
 @pytest.mark.slow
 def test_two_machines_run_one_recipe(tmp_path: Path) -> None:
     """Two commands on this machine play two machines that share a directory."""
-    machines = ("launch.num_machines=2", "launch.main_process_ip=127.0.0.1", "launch.num_cpu_threads_per_process=1")
+    machines = (
+        "launch.num_machines=2",
+        "launch.main_process_ip=127.0.0.1",
+        "launch.num_cpu_threads_per_process=1",
+    )
     arguments = [*smoke(4), *(word for key in machines for word in ("--set", key))]
     command = [sys.executable, "-m", "fsdp_tune", "train", *arguments, "--json", "--machine-rank"]
-    both = [subprocess.Popen([*command, str(rank)], cwd=tmp_path, stdout=subprocess.PIPE, text=True) for rank in (1, 0)]
+    both = [
+        subprocess.Popen([*command, str(rank)], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+        for rank in (1, 0)
+    ]
     follower, leader = (json.loads(each.communicate(timeout=300)[0]) for each in both)
     assert [each.returncode for each in both] == [0, 0]
     assert (follower["machine_rank"], follower["exit_reason"]) == (1, "finished")
-    assert (leader["steps"], leader["exit_reason"], leader["merged"]) == (4, "finished", str(tmp_path / "run" / "merged"))
+    assert (leader["steps"], leader["exit_reason"], leader["merged"]) == (
+        4,
+        "finished",
+        str(tmp_path / "run" / "merged"),
+    )
     assert (tmp_path / "run" / "logs" / "launcher-01.log").exists()
 
 
@@ -193,13 +240,24 @@ def test_two_machines_run_one_recipe(tmp_path: Path) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("start", ["forked", pytest.param("cold", marks=pytest.mark.slow)])
 @on_devices
-def test_run_ends_with_a_merged_model_and_its_files(start: str, cli: Cli, tmp_path: Path, device: str) -> None:
-    """Cold, each process starts Python: 36 s of CPU, which continuous integration spends in `scripts/test-newest`."""
+def test_run_ends_with_a_merged_model_and_its_files(
+    start: str, cli: Cli, tmp_path: Path, device: str
+) -> None:
+    """Cold, each process starts Python: 36 s of CPU, which continuous integration spends in
+    `scripts/test-newest`."""
     short = smoke(device=device)
-    done = cli("train", *short, *settings("training.report_to=[tensorboard]"), "--json", "--profile", "steps=3:4")
+    done = cli(
+        "train", *short, *settings("training.report_to=[tensorboard]"), "--json", "--profile", "steps=3:4"
+    )
     assert done.returncode == 0, done.stderr
-    phases = r"checking .*launching .*importing .*loading the model" if start == "cold" else ".*launching .*loading the model"
-    assert re.search(rf"first step [\d.]+ s after the start \({phases}", done.stderr), "what takes no time is not named"
+    phases = (
+        r"checking .*launching .*importing .*loading the model"
+        if start == "cold"
+        else ".*launching .*loading the model"
+    )
+    assert re.search(rf"first step [\d.]+ s after the start \({phases}", done.stderr), (
+        "what takes no time is not named"
+    )
     assert re.search(r"step 6/6 .*\(data \d+%, communication \d+%, optimizer \d+%\)", done.stderr)
     assert re.search(r"forward +[\d.]+ ms", done.stderr)
     assert (tmp_path / "run" / "profile" / "steps-3-4" / "rank-0001.trace.json.gz").exists()
@@ -224,7 +282,9 @@ def test_run_ends_with_a_merged_model_and_its_files(start: str, cli: Cli, tmp_pa
         "readback.json",
         "metrics.jsonl",
     }
-    assert expected | {"logs", "model", "merged", "checkpoint-6", "tensorboard"} <= {path.name for path in run.path.iterdir()}
+    assert expected | {"logs", "model", "merged", "checkpoint-6", "tensorboard"} <= {
+        path.name for path in run.path.iterdir()
+    }
     assert json.loads(run.launch_json.read_text())["argv"][1:3] == ["-m", "accelerate.commands.launch"]
     for name in ("config.json", "generation_config.json", "tokenizer.json"):
         assert (run.model / name).exists()
@@ -233,35 +293,61 @@ def test_run_ends_with_a_merged_model_and_its_files(start: str, cli: Cli, tmp_pa
         assert json.loads((run.merged / name).read_text())["use_cache"] is True
     manifest = read_manifest(run.checkpoint(6))
     assert manifest is not None
-    assert manifest.facts["recipe_digest"] == run.recipe_digest() == json.loads((run.merged / "merge.json").read_text())["recipe_digest"]
-    logs = {path.name: path.stat().st_mode & 0o077 for pattern in ("*.log", "*outcome.json") for path in run.logs.glob(pattern)}
+    assert (
+        manifest.facts["recipe_digest"]
+        == run.recipe_digest()
+        == json.loads((run.merged / "merge.json").read_text())["recipe_digest"]
+    )
+    logs = {
+        path.name: path.stat().st_mode & 0o077
+        for pattern in ("*.log", "*outcome.json")
+        for path in run.logs.glob(pattern)
+    }
     outcomes = ("outcome.json", "rank-0000.outcome.json", "rank-0001.outcome.json")
-    assert logs == dict.fromkeys(("launcher.log", "rank-0000.log", "rank-0001.log", "train.log", *outcomes), 0)
+    assert logs == dict.fromkeys(
+        ("launcher.log", "rank-0000.log", "rank-0001.log", "train.log", *outcomes), 0
+    )
     logged = [line.split("  ", 1)[1] for line in (run.logs / "train.log").read_text().splitlines()]
-    assert logged == done.stderr.splitlines(), "the log holds what the console said, from the first line to the last"
-    card = {line[2:15].strip(): line[16:] for line in logged[logged.index(f"finished at step 6; the model is in {run.merged}") + 1 :]}
+    assert logged == done.stderr.splitlines(), (
+        "the log holds what the console said, from the first line to the last"
+    )
+    card = {
+        line[2:15].strip(): line[16:]
+        for line in logged[logged.index(f"finished at step 6; the model is in {run.merged}") + 1 :]
+    }
     plan = ["plan"] if device == "cuda" else []
     assert [name for name in card if name] == [
         *("time", "tokens", "loss", "rate", "eval loss", "peak memory", *plan, "size on disk", "next")
     ]
-    assert all(path.stat().st_size < 100_000 for path in run.logs.glob("*.log")), "nothing floods a log, the profiler neither"
+    assert all(path.stat().st_size < 100_000 for path in run.logs.glob("*.log")), (
+        "nothing floods a log, the profiler neither"
+    )
     again = cli("train", *short, "--resume", "never")
     assert again.returncode == 2
     assert "--resume auto" in again.stderr
     finished = cli("train", *short, "--resume", "auto", "--json")
-    assert (finished.returncode, document(finished)["steps"], "nothing to do" in finished.stderr) == (0, 6, True)
-    shorter = cli("train", *smoke(5, device=device), "--resume", "auto")
-    assert (shorter.returncode, "is at step 6, and the recipe ends at step 5" in " ".join(shorter.stderr.split())) == (2, True), (
-        shorter.stderr
+    assert (finished.returncode, document(finished)["steps"], "nothing to do" in finished.stderr) == (
+        0,
+        6,
+        True,
     )
+    shorter = cli("train", *smoke(5, device=device), "--resume", "auto")
+    assert (
+        shorter.returncode,
+        "is at step 6, and the recipe ends at step 5" in " ".join(shorter.stderr.split()),
+    ) == (2, True), shorter.stderr
     assert json.loads(cli("status", "run", "--json").stdout)["state"] == "finished"
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
 @on_devices
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
-def test_stopped_run_resumes_and_equals_uninterrupted_run(number: signal.Signals, cli: Cli, tmp_path: Path, device: str) -> None:
+@pytest.mark.parametrize(
+    "number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name
+)
+def test_stopped_run_resumes_and_equals_uninterrupted_run(
+    number: signal.Signals, cli: Cli, tmp_path: Path, device: str
+) -> None:
     whole = document(cli("train", *smoke(40, "whole", device), "--json"))
     saving = ("--set", "training.save_steps=2") if number == signal.SIGKILL else ()
     command = [sys.executable, "-m", "fsdp_tune", "train", *smoke(40, device=device), *saving, "--json"]
@@ -289,32 +375,48 @@ def test_stopped_run_resumes_and_equals_uninterrupted_run(number: signal.Signals
     assert f"{run.path}: resumed from {newest.path.name}\n" in done.stderr
     resumed = document(done)
     assert (resumed["exit_reason"], resumed["steps"], resumed["loss"]) == ("finished", 40, whole["loss"])
-    steps = [line["step"] for line in map(json.loads, run.metrics_jsonl.read_text().splitlines()) if "loss" in line]
+    steps = [
+        line["step"] for line in map(json.loads, run.metrics_jsonl.read_text().splitlines()) if "loss" in line
+    ]
     assert steps == list(range(2, 41, 2))
 
 
 BUDGET = ("--set", "training.per_device_train_batch_tokens=1024")
-"""32 rows of `max_length`, as many as the recipe says; its rows are shorter, so that a step takes half as many micro-batches."""
+"""32 rows of `max_length`, as many as the recipe says; its rows are shorter, so that a step takes half as
+many micro-batches."""
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_token_budget_trains_and_resumes_inside_an_epoch(cli: Cli, tmp_path: Path) -> None:
     by_rows = document(cli("train", *smoke(20, "rows"), "--json"))
-    whole = cli("train", *smoke(20), *BUDGET, "--set", "training.save_steps=10", "--set", "training.dataloader_num_workers=1", "--json")
-    assert re.search(r"1,024 token slots at most: 1 micro-batch a step and rank; \d\d\.\d% of the slots are real tokens", whole.stderr), (
-        whole.stderr
+    whole = cli(
+        "train",
+        *smoke(20),
+        *BUDGET,
+        "--set",
+        "training.save_steps=10",
+        "--set",
+        "training.dataloader_num_workers=1",
+        "--json",
     )
+    assert re.search(
+        r"1,024 token slots at most: 1 micro-batch a step and rank; \d\d\.\d% of the slots are real tokens",
+        whole.stderr,
+    ), whole.stderr
     assert document(whole)["loss"] == pytest.approx(by_rows["loss"], rel=1e-5)
     shutil.rmtree(RunDir(tmp_path / "run").checkpoint(20))  # step 10 is no end of an epoch, which has 8
-    resumed = cli("train", *smoke(20), *BUDGET, "--set", "launch.num_processes=1", "--resume", "auto", "--json")
+    resumed = cli(
+        "train", *smoke(20), *BUDGET, "--set", "launch.num_processes=1", "--resume", "auto", "--json"
+    )
     assert document(resumed)["loss"] == pytest.approx(by_rows["loss"], rel=1e-5), resumed.stderr
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_printed_command_can_be_pasted(cli: Cli, tmp_path: Path) -> None:
-    """In the card of a finished run and in the status of one that a signal stopped, from another directory."""
+    """In the card of a finished run and in the status of one that a signal stopped, from another
+    directory."""
     done = cli("train", *SHORT)
     assert done.returncode == 0, done.stderr
     (longer,) = re.findall(r"fsdp-tune (train .* --resume auto .*)", done.stdout)
@@ -324,7 +426,10 @@ def test_printed_command_can_be_pasted(cli: Cli, tmp_path: Path) -> None:
     assert (preview.returncode, "step 6 in" in preview.stdout) == (0, True), preview.stderr
     Verdict(ExitCode.PREEMPTED, ExitReason.PREEMPTED, 6).write(RunDir(tmp_path / "run").outcome_json)
     shown = subprocess.run(
-        [sys.executable, "-m", "fsdp_tune", "status", tmp_path / "run", "--json"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "fsdp_tune", "status", tmp_path / "run", "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     resume = json.loads(shown.stdout)["ways_on"][0].split("`")[1]
     program = f'fsdp-tune() {{ {shlex.quote(sys.executable)} -m fsdp_tune "$@"; }}; {resume}'

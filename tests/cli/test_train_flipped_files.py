@@ -1,4 +1,5 @@
-"""A byte of any file of a finished run flips: each later command refuses the file by its name, or answers as before."""
+"""A byte of any file of a finished run flips: each later command refuses the file by its name, or answers as
+before."""
 
 from __future__ import annotations
 
@@ -20,9 +21,18 @@ from fsdp_tune.run.directory import RunDir
 from tests.cli.in_process import invoke, settings
 from tests.session import made_once
 
-KEYS = ("training.max_steps=4", "training.warmup_steps=0", "training.save_steps=2", "training.logging_steps=2", "launch.device=cpu")
-UNCHECKED = re.compile(r"metrics\.jsonl|logs/.*|tensorboard/.*|merged/README\.md|recipe\.yaml|accelerate\.yaml|run\.lock")
-"""Files that grow line by line, text for people, and files that each start writes anew: no command computes with their bytes."""
+KEYS = (
+    "training.max_steps=4",
+    "training.warmup_steps=0",
+    "training.save_steps=2",
+    "training.logging_steps=2",
+    "launch.device=cpu",
+)
+UNCHECKED = re.compile(
+    r"metrics\.jsonl|logs/.*|tensorboard/.*|merged/README\.md|recipe\.yaml|accelerate\.yaml|run\.lock"
+)
+"""Files that grow line by line, text for people, and files that each start writes anew: no command computes
+with their bytes."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +47,8 @@ def finished() -> Path:
 
 @pytest.fixture
 def run(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    """A copy in the place of the run, whose files name that place; what answers and what uploads are replaced."""
+    """A copy in the place of the run, whose files name that place; what answers and what uploads are
+    replaced."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(AnsweringModel, "start", _asked)
     monkeypatch.setattr(huggingface_hub, "HfApi", _Hub)
@@ -46,14 +57,23 @@ def run(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunD
 
 
 def _reached(*answer: object) -> FsdpTuneError:
-    """Return the error with which a command ends where it would answer; its message has what it would answer from."""
+    """Return the error with which a command ends where it would answer; its message has what it would answer
+    from."""
     return failed_error("reached", repr(answer))
 
 
 @contextmanager
 def _asked(request: Any, names: Any, _observer: Any) -> Iterator[Any]:
-    files = [path for model in request.models for path in sorted(Path(model.adapter or model.weights).rglob("*")) if path.is_file()]
-    raise _reached(request.as_json(), [hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.name != "README.md"])
+    files = [
+        path
+        for model in request.models
+        for path in sorted(Path(model.adapter or model.weights).rglob("*"))
+        if path.is_file()
+    ]
+    raise _reached(
+        request.as_json(),
+        [hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.name != "README.md"],
+    )
     yield
 
 
@@ -68,7 +88,9 @@ class _Hub:
         return SimpleNamespace(private=True, card_data=None)
 
     def upload_folder(self, *, folder_path: Path, **_: Any) -> Any:
-        files = sorted(path for path in Path(folder_path).rglob("*") if path.is_file() and path.name != "README.md")
+        files = sorted(
+            path for path in Path(folder_path).rglob("*") if path.is_file() and path.name != "README.md"
+        )
         raise _reached([(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in files])
 
 
@@ -91,7 +113,10 @@ def outcome(command: str, run: RunDir, out: Path) -> tuple[int, str, str]:
     prompts = out.with_name("prompts.jsonl")
     prompts.write_text('{"prompt": "1 + 1 ="}\n')
     paths = {"RUN": str(run.path), "OUT": str(out), "PROMPTS": str(prompts)}
-    words = [paths.get(word, word.replace("output_dir=RUN", f"output_dir={run.path}")) for word in COMMANDS[command]]
+    words = [
+        paths.get(word, word.replace("output_dir=RUN", f"output_dir={run.path}"))
+        for word in COMMANDS[command]
+    ]
     shutil.rmtree(out, ignore_errors=True)
     done = invoke(*words)
     printed = done.output + repr(done.exception)
@@ -106,10 +131,15 @@ def files_of(folder: Path) -> list[str]:
 
 
 def flip(path: Path) -> None:
-    """Flip a bit of a digit or letter near the middle of a file, so that JSON stays JSON; of other files, of the middle byte."""
+    """Flip a bit of a digit or letter near the middle of a file, so that JSON stays JSON; of other files, of
+    the middle byte."""
     data = bytearray(path.read_bytes())
     middle = len(data) // 2
-    at = next((at for at in range(middle, len(data)) if chr(data[at]).isalnum()), middle) if path.suffix in (".json", ".jinja") else middle
+    at = (
+        next((at for at in range(middle, len(data)) if chr(data[at]).isalnum()), middle)
+        if path.suffix in (".json", ".jinja")
+        else middle
+    )
     data[at] ^= 1
     path.write_bytes(bytes(data))
 

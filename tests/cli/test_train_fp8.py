@@ -1,4 +1,5 @@
-"""fp8 as users run it: refused before a rank starts, or trained, resumed on another number of ranks and merged into a plain model."""
+"""fp8 as users run it: refused before a rank starts, or trained, resumed on another number of ranks and
+merged into a plain model."""
 
 from __future__ import annotations
 
@@ -33,7 +34,13 @@ RECIPE: dict[str, Any] = {
         "max_length": 64,
     },
     "precision": {"mixed_precision": "fp8", "fp8_recipe": "tensorwise"},
-    "training": {"max_steps": 4, "save_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 4, "report_to": []},
+    "training": {
+        "max_steps": 4,
+        "save_steps": 2,
+        "logging_steps": 1,
+        "per_device_train_batch_size": 4,
+        "report_to": [],
+    },
     "merge": {"dtype": "fp32"},
     "launch": {"device": "cpu", "num_processes": 2},
     "output_dir": "run",
@@ -43,7 +50,10 @@ RECIPE: dict[str, Any] = {
 @pytest.mark.slow
 def test_model_without_linears_is_refused_by_validate(cli: Cli) -> None:
     done = cli("validate", "gpt2_smoke", "--set", "precision.mixed_precision=fp8", "--json")
-    assert (done.returncode, [error["code"] for error in document(done)["errors"]]) == (2, ["fp8-nothing-to-convert"])
+    assert (done.returncode, [error["code"] for error in document(done)["errors"]]) == (
+        2,
+        ["fp8-nothing-to-convert"],
+    )
 
 
 @pytest.mark.ranks
@@ -61,7 +71,16 @@ def test_fp8_run_saves_a_model_without_fp8_state(cli: Cli, tmp_path: Path) -> No
     assert merged.keys() == saved.keys()
     assert all(torch.equal(merged[name], tensor) for name, tensor in saved.items())
     resumed = cli(
-        "train", "--config", "fp8.yaml", "--resume", "auto", "--json", "--set", "launch.num_processes=1", "--set", "training.max_steps=6"
+        "train",
+        "--config",
+        "fp8.yaml",
+        "--resume",
+        "auto",
+        "--json",
+        "--set",
+        "launch.num_processes=1",
+        "--set",
+        "training.max_steps=6",
     )
     assert resumed.returncode == 0, resumed.stderr
     assert document(resumed)["steps"] == 6

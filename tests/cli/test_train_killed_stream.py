@@ -1,4 +1,5 @@
-"""A run on a stream that is killed again and again, continued on other numbers of ranks and loader processes: which rows it trained."""
+"""A run on a stream that is killed again and again, continued on other numbers of ranks and loader processes:
+which rows it trained."""
 
 from __future__ import annotations
 
@@ -43,16 +44,31 @@ if "fsdp_tune.worker" in sys.orig_argv:
 def start(folder: Path, name: str, attempt: str, *others: str) -> subprocess.Popen[bytes]:
     (folder / "sitecustomize.py").write_text(RECORDING)
     environment = os.environ | {"PYTHONPATH": str(folder), "RECORDED_ROWS": str(folder / f"{name}.{attempt}")}
-    command = [sys.executable, "-m", "fsdp_tune", "train", "--config", "recipe.yaml", "--set", f"output_dir={name}", *others]
-    return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    command = [
+        sys.executable,
+        "-m",
+        "fsdp_tune",
+        "train",
+        "--config",
+        "recipe.yaml",
+        "--set",
+        f"output_dir={name}",
+        *others,
+    ]
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
 
 
 def rows_of(folder: Path, name: str, attempt: str) -> dict[int, list[str]]:
-    """Return the examples of each row that the ranks were given in one attempt, by the number of the row in the run."""
+    """Return the examples of each row that the ranks were given in one attempt, by the number of the row in
+    the run."""
     rows: list[Any] = []
     for file in folder.glob(f"{name}.{attempt}-*"):
         # A rank may have been killed within its last line.
-        rows += [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        rows += [
+            json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")
+        ]
     assert len({number for number, _ in rows}) == len(rows)
     return dict(rows)
 
@@ -78,10 +94,17 @@ def test_killed_run_trains_the_rows_of_one_that_is_not(tmp_path: Path) -> None:
     given: list[dict[int, list[str]]] = []
     for attempt, (ranks, workers) in enumerate(ATTEMPTS):
         is_last = attempt == len(ATTEMPTS) - 1
-        shape = ("--set", f"launch.num_processes={ranks}", "--set", f"training.dataloader_num_workers={workers}")
+        shape = (
+            "--set",
+            f"launch.num_processes={ranks}",
+            "--set",
+            f"training.dataloader_num_workers={workers}",
+        )
         enough = (attempt + 1) * (STEPS // len(ATTEMPTS)) * BATCH
         with start(tmp_path, "killed", str(attempt), *keys, *shape) as process:
-            while process.poll() is None and (is_last or max(rows_of(tmp_path, "killed", str(attempt)), default=0) < enough):
+            while process.poll() is None and (
+                is_last or max(rows_of(tmp_path, "killed", str(attempt)), default=0) < enough
+            ):
                 time.sleep(0.05)
             if not is_last:
                 assert process.poll() is None, process.stderr and process.stderr.read()
@@ -93,7 +116,12 @@ def test_killed_run_trains_the_rows_of_one_that_is_not(tmp_path: Path) -> None:
         assert 0 < min(after) <= max(before) + 1  # it went on from a checkpoint, and left no row out
         assert min(after) % BATCH == 0
     every = {number: origins for rows in given for number, origins in rows.items()}
-    assert all(expected[number] == origins for rows in given for number, origins in rows.items() if number < STEPS * BATCH)
+    assert all(
+        expected[number] == origins
+        for rows in given
+        for number, origins in rows.items()
+        if number < STEPS * BATCH
+    )
     assert sorted(number for number in every if number < STEPS * BATCH) == list(range(STEPS * BATCH))
     counted = Counter(origin for number in range(STEPS * BATCH) for origin in every[number])
     assert set(counted.values()) == {1}  # no row of the file twice: it has more than all windows hold

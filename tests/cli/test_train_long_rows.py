@@ -1,4 +1,5 @@
-"""Runs whose ranks share rows (`parallelism.sp_size`), as users start them: prepared rows, streams, and a rehearsal."""
+"""Runs whose ranks share rows (`parallelism.sp_size`), as users start them: prepared rows, streams, and a
+rehearsal."""
 
 from __future__ import annotations
 
@@ -19,11 +20,15 @@ PREPARED: dict[str, Any] = STREAM | {
     "precision": {"mixed_precision": "no"},
     "data": {
         "train": [{"path": "rows.jsonl"}],
-        "eval": [{"path": "rows.jsonl", "max_rows": 40, "label": "few"}, {"path": "rows.jsonl", "max_rows": 90, "label": "many"}],
+        "eval": [
+            {"path": "rows.jsonl", "max_rows": 40, "label": "few"},
+            {"path": "rows.jsonl", "max_rows": 90, "label": "many"},
+        ],
         "packing": True,
         "max_length": 128,
     },
-    "training": STREAM["training"] | {"sample": {"every": 3, "prompts": ["1 plus 1 is"], "max_new_tokens": 4}},
+    "training": STREAM["training"]
+    | {"sample": {"every": 3, "prompts": ["1 plus 1 is"], "max_new_tokens": 4}},
 }
 
 
@@ -56,7 +61,17 @@ def test_run_with_shared_rows_has_the_losses_of_one_without(cli: Cli, tmp_path: 
 def test_stream_of_shared_rows_continues_with_rows_of_each_rank(cli: Cli, tmp_path: Path) -> None:
     recipe = STREAM | {"precision": {"mixed_precision": "no"}}
     alone = train(cli, tmp_path, recipe, "alone")
-    train(cli, tmp_path, recipe, "shared", *SHARED, "--set", "launch.num_processes=4", "--set", "training.max_steps=3")
+    train(
+        cli,
+        tmp_path,
+        recipe,
+        "shared",
+        *SHARED,
+        "--set",
+        "launch.num_processes=4",
+        "--set",
+        "training.max_steps=3",
+    )
     shared = train(cli, tmp_path, recipe, "shared", "--resume", "auto")
     counts = [key for key in alone[-1] if key.startswith("source_")]
     assert counts or any("source_0_tokens" in line for line in alone)
@@ -66,7 +81,9 @@ def test_stream_of_shared_rows_continues_with_rows_of_each_rank(cli: Cli, tmp_pa
 
 
 def test_recipe_with_shared_rows_is_rehearsed_on_four_ranks(cli: Cli, tmp_path: Path) -> None:
-    (tmp_path / "recipe.yaml").write_text(json.dumps(PREPARED | {"parallelism": {"sp_size": 4}, "launch": {"num_processes": 8}}))
+    (tmp_path / "recipe.yaml").write_text(
+        json.dumps(PREPARED | {"parallelism": {"sp_size": 4}, "launch": {"num_processes": 8}})
+    )
     (tmp_path / "rows.jsonl").write_text("\n".join(lines_of(600)) + "\n")
     done = cli("rehearse", "--config", "recipe.yaml", "--json")
     assert done.returncode == 0, done.stdout + done.stderr

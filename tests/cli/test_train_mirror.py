@@ -1,4 +1,5 @@
-"""`checkpoint.mirror` through the command: a run whose disk is gone continues from its mirror, and nothing starts over by accident."""
+"""`checkpoint.mirror` through the command: a run whose disk is gone continues from its mirror, and nothing
+starts over by accident."""
 
 from __future__ import annotations
 
@@ -35,21 +36,27 @@ SETTINGS = {
 
 
 def words(folder: Path, name: str, mirror: str | None, **more: object) -> list[str]:
-    values = SETTINGS | {"output_dir": folder / name} | ({"checkpoint.mirror": mirror} if mirror else {}) | more
+    values = (
+        SETTINGS | {"output_dir": folder / name} | ({"checkpoint.mirror": mirror} if mirror else {}) | more
+    )
     return ["train", "--config", "gpt2_smoke", *settings_of(values)]
 
 
 @pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.ranks
-def test_killed_run_whose_disk_is_gone_ends_bitwise_the_same_from_the_mirror(tmp_path: Path, cli: Callable[..., Done]) -> None:
+def test_killed_run_whose_disk_is_gone_ends_bitwise_the_same_from_the_mirror(
+    tmp_path: Path, cli: Callable[..., Done]
+) -> None:
     mirror = f"file://{tmp_path}/mirror"
     (tmp_path / "mirror").mkdir()
     whole, cut = RunDir(tmp_path / "whole"), RunDir(tmp_path / "cut")
     done = cli(*words(tmp_path, "whole", None))
     assert done.returncode == 0, done.stderr
     command = [sys.executable, "-m", "fsdp_tune", *words(tmp_path, "cut", mirror)]
-    child = subprocess.Popen(command, env=dict(os.environ), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    child = subprocess.Popen(
+        command, env=dict(os.environ), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     deadline = time.monotonic() + 300
     while not (tmp_path / "mirror/cut/checkpoint-20/manifest.json").exists():
         assert child.poll() is None, "the run ended before it was killed"
@@ -82,7 +89,9 @@ def test_killed_run_whose_disk_is_gone_ends_bitwise_the_same_from_the_mirror(tmp
 def training(*arguments: str, until: Callable[[], bool]) -> Iterator[subprocess.Popen[str]]:
     """A command that trains, once something is true of it. It is killed at the end."""
     command = [sys.executable, "-m", "fsdp_tune", *arguments]
-    child = subprocess.Popen(command, env=dict(os.environ), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    child = subprocess.Popen(
+        command, env=dict(os.environ), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
         deadline = time.monotonic() + 300
         while not until():
@@ -98,12 +107,16 @@ def training(*arguments: str, until: Callable[[], bool]) -> Iterator[subprocess.
 @pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.ranks
-def test_second_command_is_refused_and_continues_on_other_ranks_once_the_first_is_killed(tmp_path: Path, cli: Callable[..., Done]) -> None:
+def test_second_command_is_refused_and_continues_on_other_ranks_once_the_first_is_killed(
+    tmp_path: Path, cli: Callable[..., Done]
+) -> None:
     mirror, first = f"file://{tmp_path}/mirror", tmp_path / "mirror" / "cut"
     (tmp_path / "mirror").mkdir()
     endless = {"training.max_steps": 100_000}
     there = words(tmp_path, "elsewhere/cut", mirror, **endless)
-    with training(*words(tmp_path, "cut", mirror, **endless), until=(first / "checkpoint-10" / "manifest.json").exists) as child:
+    with training(
+        *words(tmp_path, "cut", mirror, **endless), until=(first / "checkpoint-10" / "manifest.json").exists
+    ) as child:
         done = cli(*there, "--resume", "auto")
         assert done.returncode == 2, done.stderr
         assert f"{mirror}/cut is in use by pid {child.pid}" in done.stderr
@@ -114,7 +127,9 @@ def test_second_command_is_refused_and_continues_on_other_ranks_once_the_first_i
     assert "which has ended or does not respond: it is taken over" in done.stderr
     assert "`training.seed`: " in done.stderr
     assert not (tmp_path / "elsewhere" / "cut").exists(), "nothing is downloaded for a recipe that is refused"
-    newest = max(int(path.parent.name.partition("-")[2]) for path in first.glob("checkpoint-*[0-9]/manifest.json"))
+    newest = max(
+        int(path.parent.name.partition("-")[2]) for path in first.glob("checkpoint-*[0-9]/manifest.json")
+    )
     more = {"training.max_steps": newest + 5, "launch.num_processes": 1}
     done = cli(*words(tmp_path, "elsewhere/cut", mirror, **more), "--resume", "auto")
     assert done.returncode == 0, done.stderr
@@ -129,7 +144,9 @@ def test_restart_replaces_a_damaged_checkpoint_by_the_copy_of_the_mirror(tmp_pat
     (tmp_path / "mirror").mkdir()
     run, mirrored = RunDir(tmp_path / "cut"), tmp_path / "mirror" / "cut" / "checkpoint-200" / "manifest.json"
     more = {"training.max_steps": 250, "training.save_steps": 200, "launch.max_restarts": 1}
-    with training(*words(tmp_path, "cut", f"file://{tmp_path}/mirror", **more), until=mirrored.exists) as child:
+    with training(
+        *words(tmp_path, "cut", f"file://{tmp_path}/mirror", **more), until=mirrored.exists
+    ) as child:
         (shard, *_) = (run.checkpoint(200) / "pytorch_model_fsdp_0").glob("*.distcp")
         shard.write_bytes(bytes(shard.stat().st_size))
         beat = read_heartbeat(run, 1)

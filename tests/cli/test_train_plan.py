@@ -1,4 +1,5 @@
-"""`train` and its plan: none on a CPU, an error for a recipe that cannot fit, and the comparison at the end."""
+"""`train` and its plan: none on a CPU, an error for a recipe that cannot fit, and the comparison at the
+end."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from tests.planner.recipes import resolved
 
 
 def planned(size_gib: int) -> Plan:
-    return plan(resolved(), find_hardware("A100-40GB"), Hand().hold(0, size_gib * GIB).op("mm", flops=1e12).trace())
+    return plan(
+        resolved(), find_hardware("A100-40GB"), Hand().hold(0, size_gib * GIB).op("mm", flops=1e12).trace()
+    )
 
 
 def test_cpu_run_is_not_planned_and_starts_no_child_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,10 +57,16 @@ def test_predicted_line_has_memory_and_time() -> None:
 
 def test_plan_is_compared_with_the_last_step(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    steps = [{"step": 1, "loss": 2.0, "peak_allocated_gib": 10.0, "peak_reserved_gib": None, "step_seconds": 1.0}]
+    steps = [
+        {"step": 1, "loss": 2.0, "peak_allocated_gib": 10.0, "peak_reserved_gib": None, "step_seconds": 1.0}
+    ]
     assert predicted_and_measured(run, steps) == []
-    run.plan_json.write_text(json.dumps({"peak_allocated_gib": 11.0, "peak_reserved_gib": 12.0, "step_seconds": None}))
-    assert predicted_and_measured(run, steps) == ["peak_allocated_gib: 11 GiB predicted, 10 measured (+10.0%)"]
+    run.plan_json.write_text(
+        json.dumps({"peak_allocated_gib": 11.0, "peak_reserved_gib": 12.0, "step_seconds": None})
+    )
+    assert predicted_and_measured(run, steps) == [
+        "peak_allocated_gib: 11 GiB predicted, 10 measured (+10.0%)"
+    ]
 
 
 def test_unplanned_start_removes_stored_plan(tmp_path: Path) -> None:

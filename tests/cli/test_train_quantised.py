@@ -1,4 +1,5 @@
-"""Quantisation-aware training as users run it: refused before a rank starts, or trained, resumed, merged, and converted."""
+"""Quantisation-aware training as users run it: refused before a rank starts, or trained, resumed, merged, and
+converted."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ from tests.cli.test_train_fp8 import RECIPE as FP8
 RECIPE: dict[str, Any] = {
     **{key: value for key, value in FP8.items() if key != "precision"},
     "precision": {"mixed_precision": "bf16"},
-    "quantization": {"train": "int4", "group_size": 32, "modules_to_not_convert": ["model.layers.0.mlp.down_proj"]},
+    "quantization": {
+        "train": "int4",
+        "group_size": 32,
+        "modules_to_not_convert": ["model.layers.0.mlp.down_proj"],
+    },
     "merge": {"dtype": "fp32", "quantise": True},
 }
 IDS = torch.arange(20)[None]
@@ -39,11 +44,17 @@ IDS = torch.arange(20)[None]
         (("quantization.load=nf4",), "holds frozen ones in 4 bits"),
     ],
 )
-def test_unsupported_recipe_is_refused_by_validate(changes: tuple[str, ...], words: str, cli: Cli, tmp_path: Path) -> None:
+def test_unsupported_recipe_is_refused_by_validate(
+    changes: tuple[str, ...], words: str, cli: Cli, tmp_path: Path
+) -> None:
     (tmp_path / "qat.yaml").write_text(json.dumps(RECIPE))
-    done = cli("validate", "--config", "qat.yaml", *(part for each in changes for part in ("--set", each)), "--json")
+    done = cli(
+        "validate", "--config", "qat.yaml", *(part for each in changes for part in ("--set", each)), "--json"
+    )
     assert done.returncode == 2
-    assert any(words in error["message"] and error["hint"] for error in document(done)["errors"]), document(done)["errors"]
+    assert any(words in error["message"] and error["hint"] for error in document(done)["errors"]), document(
+        done
+    )["errors"]
     assert not (tmp_path / "run").exists()
 
 
@@ -58,10 +69,16 @@ def test_quantised_model_computes_as_it_was_trained(train: str, cli: Cli, tmp_pa
     assert f"kernels: emulated {train}, " in done.stderr
     run = RunDir(tmp_path / "run")
     merged, saved = load_file(run.merged / "model.safetensors"), checkpoint_tensors(run.checkpoint(4))
-    assert all(torch.equal(merged[name], tensor) for name, tensor in saved.items()), "merged/ has the trained weights"
+    assert all(torch.equal(merged[name], tensor) for name, tensor in saved.items()), (
+        "merged/ has the trained weights"
+    )
     folder = tmp_path / "run" / "merged-quantised"
     record = json.loads((folder / "merge.json").read_text())
-    assert (record["layers"], record["left"], record["difference"]) == (13, ["model.layers.0.mlp.down_proj", "lm_head"], 0.0)
+    assert (record["layers"], record["left"], record["difference"]) == (
+        13,
+        ["model.layers.0.mlp.down_proj", "lm_head"],
+        0.0,
+    )
     trained: Any = AutoModelForCausalLM.from_pretrained(run.merged, dtype=torch.bfloat16)
     resolved = Recipe.model_validate_json(run.recipe_json.read_bytes())
     prepare_quantised(resolved, trained)
@@ -71,7 +88,10 @@ def test_quantised_model_computes_as_it_was_trained(train: str, cli: Cli, tmp_pa
     plan = plan_quantised(resolved, alone)
     quantize_(alone, base_config(resolved), filter_fn=lambda _, name: name in plan.quantised)
     assert torch.equal(quantised(IDS).logits, alone(IDS).logits), "torchao's own conversion"
-    assert AutoTokenizer.from_pretrained(folder).get_vocab() == AutoTokenizer.from_pretrained(run.merged).get_vocab()
+    assert (
+        AutoTokenizer.from_pretrained(folder).get_vocab()
+        == AutoTokenizer.from_pretrained(run.merged).get_vocab()
+    )
     assert "`model.layers.0.mlp.down_proj`" in (folder / "README.md").read_text()
     again = cli("merge-checkpoint", "run", "--quantise", "--json")
     assert [error["code"] for error in document(again)["errors"]] == ["merge-output-exists"]

@@ -1,4 +1,5 @@
-"""Inputs that only the start of a run reads: a resume continues without them, or is refused before a rank starts."""
+"""Inputs that only the start of a run reads: a resume continues without them, or is refused before a rank
+starts."""
 
 from __future__ import annotations
 
@@ -23,9 +24,19 @@ from tests.cli.small_runs import STREAM, losses, make_base, write_rows
 from tests.cluster.test_remote_run import save
 
 HUB_BASE, HUB_ENTRY = "someone/base", "hub/models--someone--base"
-ROW = {"messages": [{"role": "user", "content": "1 + 1 = ?"}, {"role": "assistant", "content": "2, and 2 + 2 = 4"}]}
+ROW = {
+    "messages": [
+        {"role": "user", "content": "1 + 1 = ?"},
+        {"role": "assistant", "content": "2, and 2 + 2 = 4"},
+    ]
+}
 RECIPE: dict[str, Any] = {
-    "model": {"name_or_path": "base", "tokenizer": "tokenizer", "tokens": {"add": ["<|new|>"]}, "resize_embeddings": True},
+    "model": {
+        "name_or_path": "base",
+        "tokenizer": "tokenizer",
+        "tokens": {"add": ["<|new|>"]},
+        "resize_embeddings": True,
+    },
     "data": {"train": [{"path": "rows.jsonl"}], "max_length": 64, "chat_template": "chat.jinja"},
     "training": {
         "max_steps": 4,
@@ -50,7 +61,9 @@ class Started:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         make_base(folder / "base")
-        tokenizer = open_tokenizer(Recipe.model_validate({"model": {"tokenizer": "builtin:arithmetic"}})).tokenizer
+        tokenizer = open_tokenizer(
+            Recipe.model_validate({"model": {"tokenizer": "builtin:arithmetic"}})
+        ).tokenizer
         tokenizer.save_pretrained(folder / "tokenizer")
         (folder / "chat.jinja").write_text(CHAT_TEMPLATE + "{# of this project #}\n")
         write_rows(folder / "rows.jsonl", [ROW] * 32)
@@ -67,7 +80,15 @@ class Started:
             "HF_HUB_CACHE": str(self.folder / "hub"),
             "XDG_CACHE_HOME": str(self.folder / "cache"),
         }
-        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=self.folder, env=environment, timeout=300)
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=self.folder,
+            env=environment,
+            timeout=300,
+        )
 
     def cut_run(self, changes: dict[str, Any]) -> tuple[str, RunDir]:
         """Return the name of a finished run and a copy of it that has stopped at step 2."""
@@ -88,7 +109,8 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Started:
 
 
 def resume_without(started: Started, changes: dict[str, Any], gone: list[str]) -> tuple[str, RunDir, Done]:
-    """Resume while files are away. Return the name of the run that was not cut, the one that was, and the command."""
+    """Resume while files are away. Return the name of the run that was not cut, the one that was, and the
+    command."""
     name, cut = started.cut_run(changes)
     away = started.folder / "away"
     away.mkdir()
@@ -120,7 +142,9 @@ def resume_without(started: Started, changes: dict[str, Any], gone: list[str]) -
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else str(value.get("output_dir", "full")),
 )
-def test_resume_continues_without_what_only_the_start_reads(started: Started, changes: dict[str, Any], gone: list[str]) -> None:
+def test_resume_continues_without_what_only_the_start_reads(
+    started: Started, changes: dict[str, Any], gone: list[str]
+) -> None:
     name, cut, done = resume_without(started, changes, gone)
     assert done.returncode == 0, done.stderr
     assert document(done)["steps"] == 4
@@ -135,7 +159,10 @@ def test_resume_continues_without_what_only_the_start_reads(started: Started, ch
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("changes", "gone", "code", "key"),
-    [({}, "rows.jsonl", "data-not-found", "data.train[0]"), (LORA, "base", "not-found", "model.name_or_path")],
+    [
+        ({}, "rows.jsonl", "data-not-found", "data.train[0]"),
+        (LORA, "base", "not-found", "model.name_or_path"),
+    ],
     ids=["data", "frozen-weights"],
 )
 def test_resume_without_what_it_needs_is_refused_before_ranks_start(

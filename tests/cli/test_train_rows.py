@@ -54,13 +54,20 @@ class Trained:
 
     def __init__(self, cli: Cli, folder: Path) -> None:
         self.cli, self.folder, self.run = cli, folder, RunDir(folder / "run")
-        write_rows(folder / "rows.jsonl", [{"text": f"{number} plus {number * number}. " * (1 + number % 3)} for number in range(ROWS)])
+        write_rows(
+            folder / "rows.jsonl",
+            [{"text": f"{number} plus {number * number}. " * (1 + number % 3)} for number in range(ROWS)],
+        )
         (folder / "recipe.yaml").write_text(json.dumps(RECIPE))
-        self.path = os.pathsep.join([install_recorder(folder / "packages"), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.path = os.pathsep.join(
+            [install_recorder(folder / "packages"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        )
 
     def __call__(self, *keys: str, resume: str | None = "auto", code: int = 0) -> str:
         words = [word for key in keys for word in ("--set", key)] + (["--resume", resume] if resume else [])
-        done = self.cli("train", "--config", "recipe.yaml", "--allow-extensions", *words, PYTHONPATH=self.path)
+        done = self.cli(
+            "train", "--config", "recipe.yaml", "--allow-extensions", *words, PYTHONPATH=self.path
+        )
         assert done.returncode == code, done.stderr
         return done.stdout + done.stderr
 
@@ -77,7 +84,9 @@ def check_named_rows(run: RunDir, seen: dict[int, list[int]]) -> None:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_each_row_is_trained_once_after_a_change_of_the_global_batch(cli: Cli, tmp_path: Path, change: str) -> None:
+def test_each_row_is_trained_once_after_a_change_of_the_global_batch(
+    cli: Cli, tmp_path: Path, change: str
+) -> None:
     before, after = CHANGES[change]
     train = Trained(cli, tmp_path)
     train(*before, "training.max_steps=4", resume=None)
@@ -92,12 +101,17 @@ def test_each_row_is_trained_once_after_a_change_of_the_global_batch(cli: Cli, t
     rate = schedule_of(read_resolved(train.run), len(seen))
     assert rate is not None
     used = [line["learning_rate"] for line in training_lines(train.run.path)][4:]
-    assert used == pytest.approx([1e-3 * rate(step) for step in range(4, len(seen))]), "the schedule of the new number of steps"
+    assert used == pytest.approx([1e-3 * rate(step) for step in range(4, len(seen))]), (
+        "the schedule of the new number of steps"
+    )
     assert "finished" in train(*before), "another global batch makes a finished run no longer"
 
 
-def test_attempts_with_other_batches_continue_the_checkpoint_and_not_the_directory(cli: Cli, tmp_path: Path) -> None:
-    """Two epochs: 4 steps of 8 rows, then of 12 across the epoch; a branch from step 4 by 5 rows, and a copy of its step 6."""
+def test_attempts_with_other_batches_continue_the_checkpoint_and_not_the_directory(
+    cli: Cli, tmp_path: Path
+) -> None:
+    """Two epochs: 4 steps of 8 rows, then of 12 across the epoch; a branch from step 4 by 5 rows, and a copy
+    of its step 6."""
     train = Trained(cli, tmp_path)
     size, epochs = "training.global_batch_size={}", "training.num_train_epochs=2"
     single = "training.per_device_train_batch_size=1"
@@ -108,7 +122,14 @@ def test_attempts_with_other_batches_continue_the_checkpoint_and_not_the_directo
     assert sorted(row for rows in [*first, border] for row in rows) == list(range(ROWS))
     assert [len(found[step]) for step in (5, 6, 7)] == [12, 6, 12]
     branch = RunDir(tmp_path / "branch")
-    train("output_dir=branch", size.format(5), single, "launch.num_processes=1", epochs, resume="run/checkpoint-4")
+    train(
+        "output_dir=branch",
+        size.format(5),
+        single,
+        "launch.num_processes=1",
+        epochs,
+        resume="run/checkpoint-4",
+    )
     seen = {step: rows for step, rows in found.items() if step <= 4} | rows_seen(branch)
     trained = [row for step in sorted(seen) for row in seen[step]]
     assert sorted(trained[:ROWS]) == sorted(trained[ROWS:]) == list(range(ROWS))

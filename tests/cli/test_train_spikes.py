@@ -53,23 +53,48 @@ def test_planted_row_is_named_and_left_out(cli: Cli, tmp_path: Path) -> None:
     write(tmp_path)
     train(cli, "run")
     spike = spike_of(cli, "run")
-    assert (spike["event"], spike["step"], spike["rows_total"], len(spike["rows"])) == ("loss_spike", -(-BAD // BATCH), BATCH, BATCH)
+    assert (spike["event"], spike["step"], spike["rows_total"], len(spike["rows"])) == (
+        "loss_spike",
+        -(-BAD // BATCH),
+        BATCH,
+        BATCH,
+    )
     worst, *others = spike["rows"]
     assert (worst["file"], worst["row"]) == (str(tmp_path / "rows.jsonl"), BAD)
     assert all(row["loss"] < worst["loss"] / 100 for row in others)
     (tmp_path / "bad.jsonl").write_text(json.dumps(worst))
     # Another number of ranks, from a checkpoint before the row.
-    train(cli, "again", "--resume", "run/checkpoint-35", "--set", "launch.num_processes=1", "--skip-rows", "bad.jsonl")
+    train(
+        cli,
+        "again",
+        "--resume",
+        "run/checkpoint-35",
+        "--set",
+        "launch.num_processes=1",
+        "--skip-rows",
+        "bad.jsonl",
+    )
     assert len(losses(tmp_path / "again")) == 35
     assert max(losses(tmp_path / "again")[10:]) < worst["loss"] / 100, "no step has the row"
-    assert json.loads((tmp_path / "again" / "data.json").read_text())["skipped"] == [{"file": worst["file"], "row": BAD, "step": 35}]
+    assert json.loads((tmp_path / "again" / "data.json").read_text())["skipped"] == [
+        {"file": worst["file"], "row": BAD, "step": 35}
+    ]
     assert spike_of(cli, "again") is None
 
 
 @pytest.mark.parametrize(("ranks", "packing"), [(1, False), (1, True), (2, True)])
-def test_planted_row_is_named_on_any_ranks_packed_or_not(cli: Cli, tmp_path: Path, ranks: int, packing: bool) -> None:
+def test_planted_row_is_named_on_any_ranks_packed_or_not(
+    cli: Cli, tmp_path: Path, ranks: int, packing: bool
+) -> None:
     write(tmp_path, copies=2 if packing else 1, packing=packing, packing_strategy="wrapped")
-    train(cli, "run", "--set", f"launch.num_processes={ranks}", "--set", f"training.global_batch_size={4 if packing else BATCH}")
+    train(
+        cli,
+        "run",
+        "--set",
+        f"launch.num_processes={ranks}",
+        "--set",
+        f"training.global_batch_size={4 if packing else BATCH}",
+    )
     rows = spike_of(cli, "run")["rows"]
     together = [row["row"] for row in rows if row["sequence"] == rows[0]["sequence"]]
     bad = BAD + ROWS if packing else BAD
@@ -78,7 +103,9 @@ def test_planted_row_is_named_on_any_ranks_packed_or_not(cli: Cli, tmp_path: Pat
     assert len(together) > 1 if packing else together == [bad]
 
 
-def test_skipped_rows_are_remembered_across_resumes_with_the_losses_of_a_file_without_them(cli: Cli, tmp_path: Path) -> None:
+def test_skipped_rows_are_remembered_across_resumes_with_the_losses_of_a_file_without_them(
+    cli: Cli, tmp_path: Path
+) -> None:
     write(tmp_path, shuffle=True)
     kept = [{"text": f"{number} plus 2 is {number + 2}. " * (1 + number % 3)} for number in range(60)]
     write_rows(tmp_path / "rows.jsonl", kept)

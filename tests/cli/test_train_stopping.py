@@ -1,4 +1,5 @@
-"""A command that is stopped ends and leaves nothing: while a child inspects the model, in training on any screen, in a merge."""
+"""A command that is stopped ends and leaves nothing: while a child inspects the model, in training on any
+screen, in a merge."""
 
 from __future__ import annotations
 
@@ -39,9 +40,12 @@ class Finalised:
 
 
 @pytest.mark.parametrize(
-    ("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), pytest.param(signal.SIGUSR1, 143, marks=pytest.mark.slow)]
+    ("number", "exit_code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), pytest.param(signal.SIGUSR1, 143, marks=pytest.mark.slow)],
 )
-def test_signal_during_a_finaliser_is_not_lost(number: signal.Signals, exit_code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signal_during_a_finaliser_is_not_lost(
+    number: signal.Signals, exit_code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def app_of_minutes() -> None:
         with stop_signals_raise():
             Finalised(number)
@@ -53,14 +57,22 @@ def test_signal_during_a_finaliser_is_not_lost(number: signal.Signals, exit_code
                 sys.exit(143 if stopped.number == number else 1)
 
     monkeypatch.setattr(app, "app", app_of_minutes)
-    monkeypatch.setattr(app, "INTERRUPT_AGAIN_SECONDS", 0.3)  # on a busy machine the finaliser may take longer than 10 ms
+    monkeypatch.setattr(
+        app, "INTERRUPT_AGAIN_SECONDS", 0.3
+    )  # on a busy machine the finaliser may take longer than 10 ms
     done = ended(command())
     assert (done.code, done.err) == (exit_code, "")
 
 
 @pytest.mark.parametrize(
     ("number", "exit_code"),
-    [(signal.SIGTERM, 143), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((signal.SIGINT, 130), (signal.SIGKILL, -9)))],
+    [
+        (signal.SIGTERM, 143),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((signal.SIGINT, 130), (signal.SIGKILL, -9))
+        ),
+    ],
 )
 def test_signal_ends_the_inspection_of_the_model(
     number: signal.Signals, exit_code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -97,11 +109,20 @@ def test_stopped_merge_removes_its_partial_output(tmp_path: Path, monkeypatch: p
 def started_run(folder: Path, *settings: str, stdout: int) -> tuple[subprocess.Popen[str], RunDir]:
     """Start a run of many short steps, and wait until it has trained some."""
     run = RunDir(folder / "run")
-    keys = (f"output_dir={run.path}", "training.max_steps=5000", "training.logging_steps=1", "training.save_steps=4000", *settings)
+    keys = (
+        f"output_dir={run.path}",
+        "training.max_steps=5000",
+        "training.logging_steps=1",
+        "training.save_steps=4000",
+        *settings,
+    )
     words = [word for key in keys for word in ("--set", key)]
     command = [sys.executable, "-m", "fsdp_tune", "train", "--config", "gpt2_smoke", *words]
     process = subprocess.Popen(command, cwd=folder, stdout=stdout, stderr=subprocess.STDOUT, text=True)
-    until(lambda: process.poll() is not None or sum("loss" in line for line in read_metrics(run)) > 40, seconds=200)
+    until(
+        lambda: process.poll() is not None or sum("loss" in line for line in read_metrics(run)) > 40,
+        seconds=200,
+    )
     assert process.poll() is None
     return process, run
 
@@ -152,8 +173,21 @@ def test_start_slower_than_the_hang_timeout_is_no_hang(tmp_path: Path, cli: Cli)
     """Imports on a busy machine or a cold file system, here slept away before any import of the ranks."""
     folder = tmp_path / "slow"
     folder.mkdir()
-    (folder / "sitecustomize.py").write_text("import os, time\nif 'RANK' in os.environ:\n    time.sleep(75)\n", encoding="utf-8")
-    keys = ("launch.hang_timeout=15s", "training.max_steps=3", "merge.at_end=false", f"output_dir={tmp_path / 'run'}")
+    (folder / "sitecustomize.py").write_text(
+        "import os, time\nif 'RANK' in os.environ:\n    time.sleep(75)\n", encoding="utf-8"
+    )
+    keys = (
+        "launch.hang_timeout=15s",
+        "training.max_steps=3",
+        "merge.at_end=false",
+        f"output_dir={tmp_path / 'run'}",
+    )
     options = [word for key in keys for word in ("--set", key)]
-    done = cli("train", "--config", "gpt2_smoke", *options, PYTHONPATH=f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    done = cli(
+        "train",
+        "--config",
+        "gpt2_smoke",
+        *options,
+        PYTHONPATH=f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    )
     assert done.returncode == 0, done.stderr

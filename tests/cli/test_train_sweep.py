@@ -20,7 +20,13 @@ from tests.pages.written import training_line, written
 RECIPE = {
     "model": {"from_config": MODEL, "tokenizer": "builtin:arithmetic"},
     "data": {"train": [{"path": "builtin:arithmetic"}], "max_length": 32},
-    "training": {"global_batch_size": 8, "max_steps": 3, "logging_steps": 1, "lr_scheduler_type": "constant", "report_to": []},
+    "training": {
+        "global_batch_size": 8,
+        "max_steps": 3,
+        "logging_steps": 1,
+        "lr_scheduler_type": "constant",
+        "report_to": [],
+    },
     "merge": {"at_end": False},
     "launch": {"device": "cpu", "num_processes": 1},
     "output_dir": "runs",
@@ -28,13 +34,19 @@ RECIPE = {
 COMMAND = ("train", "--config", "recipe.yaml", "--sweep", "training.learning_rate=1e-5,1e-2")
 
 
-def test_sweep_is_one_document_with_the_best_run_and_the_command_of_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_is_one_document_with_the_best_run_and_the_command_of_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The larger learning rate has the lower loss."""
 
     def train(loaded: LoadedRecipe, options: TrainOptions, **_: object) -> TrainResult:
         assert options.resume == "auto"
         rate = float(loaded.recipe.training.learning_rate)
-        run = written(Path(loaded.recipe.output_dir), [training_line(3, 1.0 if rate == 1e-2 else 2.0)], learning_rate=rate)
+        run = written(
+            Path(loaded.recipe.output_dir),
+            [training_line(3, 1.0 if rate == 1e-2 else 2.0)],
+            learning_rate=rate,
+        )
         return TrainResult(run, loaded.recipe, ExitReason.FINISHED)
 
     monkeypatch.chdir(tmp_path)
@@ -64,7 +76,11 @@ def test_sweep_trains_each_value_marks_the_best_and_skips_finished_runs(cli: Cli
     assert "starting rank" not in again.stderr
     found = document(again)
     first, second = found["runs"]
-    assert (first["steps"], first["state"], second["values"]) == (3, "finished", {"training.learning_rate": "1e-2"})
+    assert (first["steps"], first["state"], second["values"]) == (
+        3,
+        "finished",
+        {"training.learning_rate": "1e-2"},
+    )
     assert second["loss"] < first["loss"]
     assert (found["best"], found["metric"]) == (str(tmp_path / "runs" / "learning_rate=1e-2"), "loss")
     assert cli(*found["report"].split()[1:], "--output", "page.html").returncode == 0

@@ -1,4 +1,5 @@
-"""Each key that is declared without effect on data and numbers is changed in a run: losses, rows and weights stay."""
+"""Each key that is declared without effect on data and numbers is changed in a run: losses, rows and weights
+stay."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from tests.cli.unaffecting_keys import BASE, BASES, CHANGES, NOT_RUN, Change
 ROUNDING = 1e-5
 """Relative, of losses and gradient norms in fp32 after two steps."""
 WEIGHT_ROUNDING = 1e-3
-"""Of the learning rate: how far a weight may be from the other run's. AdamW's first update is nearly the sign of a gradient."""
+"""Of the learning rate: how far a weight may be from the other run's. AdamW's first update is nearly the sign
+of a gradient."""
 
 
 def declared_without_effect() -> set[str]:
@@ -37,13 +39,20 @@ def declared_without_effect() -> set[str]:
 def test_every_key_without_effect_is_changed_in_a_run_or_has_a_reason() -> None:
     changed, excused = {change.key for change in CHANGES}, set(NOT_RUN)
     assert changed & excused == set()
-    assert declared_without_effect() - changed - excused == set(), "add a value to CHANGES, or a reason to NOT_RUN"
-    assert (changed | excused) - declared_without_effect() == set(), "these keys affect data or numbers, or do not exist"
+    assert declared_without_effect() - changed - excused == set(), (
+        "add a value to CHANGES, or a reason to NOT_RUN"
+    )
+    assert (changed | excused) - declared_without_effect() == set(), (
+        "these keys affect data or numbers, or do not exist"
+    )
     assert {change.base for change in CHANGES} <= set(BASES)
 
 
 def write_inputs(folder: Path) -> None:
-    rows = [{"prompt": f"{number} + {number % 7} = ", "completion": f"{number + number % 7}" * (1 + number % 5)} for number in range(40)]
+    rows = [
+        {"prompt": f"{number} + {number % 7} = ", "completion": f"{number + number % 7}" * (1 + number % 5)}
+        for number in range(40)
+    ]
     write_rows(folder / "rows.jsonl", rows)
     (folder / "bad.jsonl").write_text((folder / "rows.jsonl").read_text() + '{"prompt": 3}\n')
     make_base(folder / "base")
@@ -65,7 +74,12 @@ class Runs:
         self.counts[name] += 1
         given = dict(override.split("=", 1) for override in overrides)
         given.setdefault("output_dir", f"run-{re.sub(r'[^a-z0-9]+', '-', name.lower())}-{self.counts[name]}")
-        done = self.cli("train", "--config", "recipe.yaml", *(word for key, value in given.items() for word in ("--set", f"{key}={value}")))
+        done = self.cli(
+            "train",
+            "--config",
+            "recipe.yaml",
+            *(word for key, value in given.items() for word in ("--set", f"{key}={value}")),
+        )
         assert done.returncode == 0, f"{overrides}: {done.stderr[-2000:]}"
         run = RunDir(self.folder / given["output_dir"])
         if given.get("merge.at_end") == "false":
@@ -75,22 +89,31 @@ class Runs:
     def changed(self, change: Change) -> RunDir:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            value = change.value.replace("{folder}", str(self.folder)).replace("{port}", str(free.getsockname()[1]))
+            value = change.value.replace("{folder}", str(self.folder)).replace(
+                "{port}", str(free.getsockname()[1])
+            )
         overrides = (*BASES[change.base], *change.beside, f"{change.key}={value}")
         return self.train(change.key, overrides)
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+    return {
+        name: tensor
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
 
 
 def rows_of(run: RunDir) -> tuple[Any, ...]:
-    """Return what decides the trained rows: the record of the last checkpoint, and the bytes of the prepared rows."""
+    """Return what decides the trained rows: the record of the last checkpoint, and the bytes of the prepared
+    rows."""
     saved = latest_checkpoint(run)[0]
     assert saved is not None
     prepared = json.loads(run.data_json.read_text())
     stored = Path(prepared["train"])
-    return saved.manifest.facts["rows"], {path.name: path.read_bytes() for path in sorted(stored.iterdir()) if path.suffix != ".json"}
+    return saved.manifest.facts["rows"], {
+        path.name: path.read_bytes() for path in sorted(stored.iterdir()) if path.suffix != ".json"
+    }
 
 
 def differences(change: Change, before: RunDir, after: RunDir) -> list[str]:
@@ -102,7 +125,9 @@ def differences(change: Change, before: RunDir, after: RunDir) -> list[str]:
         found.append(f"no line of the last step: {sorted(others)}")
     for step in common:
         names = ["grad_norm", "learning_rate", "tokens"]
-        if lines[step]["supervised_tokens"] == others[step]["supervised_tokens"]:  # or the loss is a mean over other steps
+        if (
+            lines[step]["supervised_tokens"] == others[step]["supervised_tokens"]
+        ):  # or the loss is a mean over other steps
             names.append("loss")
         for name in names:
             one, other = lines[step][name], others[step][name]
@@ -127,8 +152,15 @@ def weight_differences(change: Change, before: RunDir, after: RunDir) -> list[st
         if tensors.keys() != others.keys():
             found.append(f"{name}: tensors {sorted(tensors.keys() ^ others.keys())}")
         limit = 0.0 if change.is_exact else WEIGHT_ROUNDING * BASE["training"]["learning_rate"]
-        distances = {key: (tensors[key].double() - others[key].double()).abs().max().item() for key in tensors.keys() & others.keys()}
-        far = {key: distance for key, distance in distances.items() if distance > limit or tensors[key].dtype != others[key].dtype}
+        distances = {
+            key: (tensors[key].double() - others[key].double()).abs().max().item()
+            for key in tensors.keys() & others.keys()
+        }
+        far = {
+            key: distance
+            for key, distance in distances.items()
+            if distance > limit or tensors[key].dtype != others[key].dtype
+        }
         if far:
             found.append(f"{name}: {len(far)} tensors differ by up to {max(far.values()):.2g}")
     return found
@@ -138,7 +170,9 @@ def weight_differences(change: Change, before: RunDir, after: RunDir) -> list[st
 @pytest.mark.e2e
 @pytest.mark.ranks
 @pytest.mark.parametrize("base", BASES)
-def test_key_without_effect_changes_no_loss_row_or_weight(base: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_without_effect_changes_no_loss_row_or_weight(
+    base: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if sys.platform == "linux":  # a hundred runs: as forks of a process that has imported the stack
         monkeypatch.setattr(warm, "connect", lambda: ranks.connect("cpu"))
     write_inputs(tmp_path)

@@ -1,4 +1,5 @@
-"""`validate` names the tensor of a base that no rule reads, and counts the fates of the others, from headers alone."""
+"""`validate` names the tensor of a base that no rule reads, and counts the fates of the others, from headers
+alone."""
 
 from __future__ import annotations
 
@@ -21,13 +22,21 @@ def write_recipe(tmp_path: Path, base: Path) -> Path:
     recipe = tmp_path / "recipe.yaml"
     data = {"train": [{"path": str(tmp_path / "rows.jsonl")}], "max_length": 32}
     launch = {"device": "cpu", "num_processes": 2}
-    document = {"model": {"name_or_path": str(base), "tokenizer": "builtin:arithmetic"}, "data": data, "launch": launch}
-    recipe.write_text(yaml.safe_dump(document | {"output_dir": str(tmp_path / "run"), "training": {"max_steps": 1}}))
+    document = {
+        "model": {"name_or_path": str(base), "tokenizer": "builtin:arithmetic"},
+        "data": data,
+        "launch": launch,
+    }
+    recipe.write_text(
+        yaml.safe_dump(document | {"output_dir": str(tmp_path / "run"), "training": {"max_steps": 1}})
+    )
     return recipe
 
 
 @pytest.mark.parametrize("keeps_config", [True, False])
-def test_validate_counts_decoded_tensors_or_refuses_them_by_name(cli: Cli, tmp_path: Path, keeps_config: bool) -> None:
+def test_validate_counts_decoded_tensors_or_refuses_them_by_name(
+    cli: Cli, tmp_path: Path, keeps_config: bool
+) -> None:
     base = LAYOUTS["qwen3 fp8"](tmp_path / "base").folder
     if not keeps_config:
         config = json.loads((base / "config.json").read_text())
@@ -73,7 +82,9 @@ def test_validate_reads_the_settings_of_modelopt_from_their_own_file(
     assert ("are quantised (modelopt)" in messages) == bool(sections)
 
 
-def test_base_with_weights_under_names_that_no_rule_knows_is_refused_and_nothing_is_written(cli: Cli, tmp_path: Path) -> None:
+def test_base_with_weights_under_names_that_no_rule_knows_is_refused_and_nothing_is_written(
+    cli: Cli, tmp_path: Path
+) -> None:
     """HQQ's names without settings: transformers would draw the weight at random, with a warning."""
     base = LAYOUTS["llama"](tmp_path / "base").folder
     file = base / "model.safetensors"
@@ -85,7 +96,9 @@ def test_base_with_weights_under_names_that_no_rule_knows_is_refused_and_nothing
     for command in ("validate", "train"):
         done = cli(command, "--config", str(recipe), "--json")
         assert done.returncode == 2, done.stderr
-        (error,) = (each for each in json.loads(done.stdout)["errors"] if each["code"] == "model-weights-missing")
+        (error,) = (
+            each for each in json.loads(done.stdout)["errors"] if each["code"] == "model-weights-missing"
+        )
         assert f"`{name}.weight`" in error["message"]
         assert error["hint"]
     assert not (tmp_path / "run").exists()

@@ -55,7 +55,9 @@ def run(*words: str) -> Any:
 
     @app.command()
     @verb
-    def take(screen: Screen, path: Annotated[Path, Argument("A path.", metavar="PATH")], group: Group) -> None:
+    def take(
+        screen: Screen, path: Annotated[Path, Argument("A path.", metavar="PATH")], group: Group
+    ) -> None:
         """Take all."""
         got.append((path, group))
         screen.document({"fine": True})
@@ -78,14 +80,19 @@ def test_value_outside_of_the_declaration_is_refused() -> None:
 
 def test_value_that_cannot_be_read_is_an_error_of_the_command() -> None:
     document = json.loads(run("p", "--size", "much", "--json"))
-    assert document["errors"][0]["code"] == "bug", "a reader that raises no usage error is a bug inside the boundary"
+    assert document["errors"][0]["code"] == "bug", (
+        "a reader that raises no usage error is a bug inside the boundary"
+    )
 
 
 def test_arguments_and_directories_that_are_not_utf_8_are_refused_at_the_door(tmp_path: Path) -> None:
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
     folder.mkdir()
     command = [sys.executable, "-m", "fsdp_tune", "validate", "--json", "--config"]
-    for cwd, name, what in ((tmp_path, f"{folder.name}.yaml", "the argument"), (folder, "gpt2_smoke", "the current directory")):
+    for cwd, name, what in (
+        (tmp_path, f"{folder.name}.yaml", "the argument"),
+        (folder, "gpt2_smoke", "the current directory"),
+    ):
         done = subprocess.run([*command, name], cwd=cwd, capture_output=True, text=True, check=False)
         [error] = json.loads(done.stdout)["errors"]
         assert (done.returncode, error["code"]) == (2, "usage")
@@ -99,7 +106,11 @@ def test_path_that_is_not_ascii_is_read_and_printed_in_any_locale(cli: Cli) -> N
 
 
 def test_word_of_thousands_of_characters_is_not_echoed(cli: Cli) -> None:
-    for arguments in (["9" * 5000], ["merge-checkpoint", "x", "--step", "9" * 5000], ["report", "--no-such-" + "9" * 5000]):
+    for arguments in (
+        ["9" * 5000],
+        ["merge-checkpoint", "x", "--step", "9" * 5000],
+        ["report", "--no-such-" + "9" * 5000],
+    ):
         done = cli(*arguments)
         assert done.returncode == 2
         assert len(done.stderr) < 300
@@ -115,14 +126,18 @@ def test_bare_call_prints_help_on_stdout(cli: Cli) -> None:
 def test_bare_group_shows_its_help(cli: Cli, arguments: tuple[str, ...]) -> None:
     done = cli(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"Usage: {' '.join(('python -m fsdp_tune', *arguments))} [OPTIONS] COMMAND [ARGS]...")
+    assert done.stderr.startswith(
+        f"Usage: {' '.join(('python -m fsdp_tune', *arguments))} [OPTIONS] COMMAND [ARGS]..."
+    )
     assert "Commands:" in done.stderr
 
 
 def test_help_refers_only_to_arguments_that_the_command_has() -> None:
     named = 0
     for name, command in vars(typer.main.get_command(app))["commands"].items():
-        arguments = {parameter.metavar for parameter in command.params if parameter.param_type_name == "argument"}
+        arguments = {
+            parameter.metavar for parameter in command.params if parameter.param_type_name == "argument"
+        }
         for parameter in command.params:
             for word in re.findall(r"argument ([A-Z]+)", getattr(parameter, "help", None) or ""):
                 assert word in arguments, (name, parameter.name)
@@ -131,9 +146,12 @@ def test_help_refers_only_to_arguments_that_the_command_has() -> None:
 
 
 def test_named_device_is_counted_like_a_detected_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`validate` and `prepare` took a named `cuda` for eight assumed devices, on a machine that shows four."""
+    """`validate` and `prepare` took a named `cuda` for eight assumed devices, on a machine that shows
+    four."""
     monkeypatch.setattr(devices, "visible_devices", lambda _: [Device("cuda", "A GPU")] * 4)
-    monkeypatch.setattr(devices, "torch_facts", lambda: pytest.fail("a command that starts nothing waits for torch"))
+    monkeypatch.setattr(
+        devices, "torch_facts", lambda: pytest.fail("a command that starts nothing waits for torch")
+    )
     file = tmp_path / "recipe.yaml"
     for device in ("auto", "cuda"):
         file.write_text(MINIMAL + f"launch: {{device: {device}}}\n")
@@ -143,15 +161,23 @@ def test_named_device_is_counted_like_a_detected_one(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("tracker", "install"), [("comet_ml", "pip install 'comet-ml>=3.43.2'"), ("tensorboard", "pip install 'fsdp-tune[tensorboard]'")]
+    ("tracker", "install"),
+    [("comet_ml", "pip install 'comet-ml>=3.43.2'"), ("tensorboard", "pip install 'fsdp-tune[tensorboard]'")],
 )
 def test_missing_tracker_is_refused_by_validate_dry_run_and_train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracker: str, install: str
 ) -> None:
     monkeypatch.setattr("fsdp_tune.recipe.rules.trackers._is_installed", lambda _module: False)
     file = tmp_path / "recipe.yaml"
-    file.write_text(MINIMAL + f"training: {{report_to: [{tracker}]}}\nlaunch: {{device: cpu, num_processes: 1}}\n")
-    for words in (["validate", str(file)], ["train", str(file), "--dry-run"], ["train", str(file), "--no-start"], ["train", str(file)]):
+    file.write_text(
+        MINIMAL + f"training: {{report_to: [{tracker}]}}\nlaunch: {{device: cpu, num_processes: 1}}\n"
+    )
+    for words in (
+        ["validate", str(file)],
+        ["train", str(file), "--dry-run"],
+        ["train", str(file), "--no-start"],
+        ["train", str(file)],
+    ):
         done = CliRunner().invoke(app, [*words, "--json"])
         assert done.exit_code == 2, words
         hints = {error["code"]: error["hint"] for error in json.loads(done.stdout)["errors"]}

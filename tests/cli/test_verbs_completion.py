@@ -19,7 +19,8 @@ from tests.structure.test_surface import HEAVY
 
 
 def bash(folder: Path, *requests: list[str]) -> list[list[str]]:
-    """Return the answers to bash about the last words of each request; it splits words at `=`. No library that computes is imported."""
+    """Return the answers to bash about the last words of each request; it splits words at `=`. No library
+    that computes is imported."""
     program = f"""
 import io, json, os, sys
 from contextlib import redirect_stdout
@@ -36,8 +37,10 @@ for words in {requests!r}:
             assert leaving.code == 0, leaving
     answers.append(answer.getvalue().split())
 print(json.dumps([answers, [name for name in {HEAVY!r} if name in sys.modules]]))
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=folder, timeout=60)
+"""  # noqa: E501
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=folder, timeout=60
+    )
     assert (done.returncode, done.stderr) == (0, "")
     answers, heavy = json.loads(done.stdout)
     assert heavy == []
@@ -64,14 +67,20 @@ def test_bash_completes_recipes_gpus_runs_and_values_in_its_own_words(folder: Pa
         (["report", "own", "runs/"], ["runs/one", "runs/two"]),
         (["train", "--set", "fsdp.sharding_strategy", "=", "HYBRID_SHARD_"], ["HYBRID_SHARD_ZERO2"]),
         (["train", "--set", "data.packing", "="], ["true", "false"]),
-        (["train", "--set", "a.b", "=", "c", "x", "--set", "training.lr_scheduler_type", "=", "constant_"], ["constant_with_warmup"]),
+        (
+            ["train", "--set", "a.b", "=", "c", "x", "--set", "training.lr_scheduler_type", "=", "constant_"],
+            ["constant_with_warmup"],
+        ),
     ]
     assert bash(folder, *(words for words, _ in expected)) == [found for _, found in expected]
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells_complete_the_word_as_a_whole(shell: str) -> None:
-    variables = {"_FSDP_TUNE_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_ARGS": "fsdp-tune train --set data.packing=t"}
+    variables = {
+        "_FSDP_TUNE_COMPLETE": f"complete_{shell}",
+        "_TYPER_COMPLETE_ARGS": "fsdp-tune train --set data.packing=t",
+    }
     done = ended(command(), **variables, _TYPER_COMPLETE_FISH_ACTION="get-args")
     assert "data.packing=true" in done.out
     assert done.err == ""
@@ -88,14 +97,24 @@ def test_recipes_are_names_of_the_catalogue_and_files(folder: Path, monkeypatch:
 
 def test_keys_are_those_that_can_be_set() -> None:
     found = verbs.complete_keys("")
-    assert {"training.learning_rate", "training.max_grad_norm", "fsdp.version", "model.from_config", "output_dir"} <= set(found)
+    assert {
+        "training.learning_rate",
+        "training.max_grad_norm",
+        "fsdp.version",
+        "model.from_config",
+        "output_dir",
+    } <= set(found)
     assert not {"training", "fsdp", "data.train.path", "training.deepspeed"} & set(found)
     assert found == sorted(set(found))
 
 
 def test_only_key_that_fits_is_followed_by_its_values() -> None:
     assert verbs.complete_overrides("data.packin") == ["data.packing", "data.packing_strategy"]
-    assert verbs.complete_overrides("data.streami") == ["data.streaming=", "data.streaming=true", "data.streaming=false"]
+    assert verbs.complete_overrides("data.streami") == [
+        "data.streaming=",
+        "data.streaming=true",
+        "data.streaming=false",
+    ]
     assert verbs.complete_overrides("training.weight_dec")[0] == "training.weight_decay="
     assert verbs.complete_overrides("no.such.key") == verbs.complete_overrides("no.such.key=t") == []
     assert verbs.complete_overrides("fsdp.version=") == ["fsdp.version=2"]
@@ -112,5 +131,7 @@ def refused(overrides: list[str]) -> list[str | None]:
     try:
         load_recipe("gpt2_smoke", overrides)
     except FsdpTuneError as error:
-        return [problem.where.key for problem in error.problems if problem.code in ("wrong-value", "unknown-key")]
+        return [
+            problem.where.key for problem in error.problems if problem.code in ("wrong-value", "unknown-key")
+        ]
     return []

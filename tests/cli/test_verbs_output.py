@@ -21,7 +21,10 @@ from tests.cli.forked import ended as ended_fork
 
 
 def ended(
-    json_output: bool, error: BaseException | None, document: dict[str, object] | None = None, log_directory: Path | None = None
+    json_output: bool,
+    error: BaseException | None,
+    document: dict[str, object] | None = None,
+    log_directory: Path | None = None,
 ) -> int:
     """The exit code of a command that sets `document` and then raises `error`."""
     try:
@@ -37,7 +40,12 @@ def ended(
 
 
 def test_error_prints_location_and_hint_line(capsys: pytest.CaptureFixture[str]) -> None:
-    code = ended(False, usage_error("unknown-key", "unknown key `x`", hint="did you mean `y`?", where=Where("recipe.yaml", 14, 3)))
+    code = ended(
+        False,
+        usage_error(
+            "unknown-key", "unknown key `x`", hint="did you mean `y`?", where=Where("recipe.yaml", 14, 3)
+        ),
+    )
     assert code == 2
     out, err = capsys.readouterr()
     assert err == "error: recipe.yaml:14:3: unknown key `x`\nhint: did you mean `y`?\n"
@@ -45,8 +53,15 @@ def test_error_prints_location_and_hint_line(capsys: pytest.CaptureFixture[str])
 
 
 def test_all_problems_are_shown_and_ways_out_are_a_list(capsys: pytest.CaptureFixture[str]) -> None:
-    ended(False, FsdpTuneError(Problem("a", "first"), Problem("b", "second", ways_out=("--resume auto", "--overwrite"))))
-    assert capsys.readouterr().err == "error: first\nerror: second\nways out:\n  --resume auto\n  --overwrite\n"
+    ended(
+        False,
+        FsdpTuneError(
+            Problem("a", "first"), Problem("b", "second", ways_out=("--resume auto", "--overwrite"))
+        ),
+    )
+    assert (
+        capsys.readouterr().err == "error: first\nerror: second\nways out:\n  --resume auto\n  --overwrite\n"
+    )
 
 
 def test_json_document_of_a_failure_keeps_earlier_fields(capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,7 +70,17 @@ def test_json_document_of_a_failure_keeps_earlier_fields(capsys: pytest.CaptureF
     out, err = capsys.readouterr()
     assert json.loads(out) == {
         "run_dir": "r",
-        "errors": [{"code": "boom", "file": "f", "line": 1, "column": 2, "key": "a.b", "message": "it broke", "hint": None}],
+        "errors": [
+            {
+                "code": "boom",
+                "file": "f",
+                "line": 1,
+                "column": 2,
+                "key": "a.b",
+                "message": "it broke",
+                "hint": None,
+            }
+        ],
     }
     assert err == "error: f:1:2: it broke\n"
 
@@ -122,11 +147,14 @@ def test_full_disk_is_reported_with_file_and_remedy(
     assert ended(False, caught.value, log_directory=tmp_path) == 1
     told = capsys.readouterr().err
     assert told.startswith(
-        f"error: {tmp_path / 'recipe.json'}: No space left on device\nhint: free space there, then run the command again"
+        f"error: {tmp_path / 'recipe.json'}: No space left on device\nhint: free space there, then "
+        "run the command again"
     )
 
 
-def test_text_that_is_no_name_of_a_file_is_shortened(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_text_that_is_no_name_of_a_file_is_shortened(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     name = tmp_path / ("a" * 300)
     with pytest.raises(OSError, match="too long") as caught:
         name.exists()
@@ -145,17 +173,30 @@ def test_link_that_leads_to_itself_is_named(capsys: pytest.CaptureFixture[str], 
     with pytest.raises((OSError, RuntimeError)) as caught:
         link.resolve(strict=True)
     assert ended(False, caught.value, log_directory=tmp_path) == 2
-    assert capsys.readouterr().err.startswith(f"error: {link}: Too many levels of symbolic links\nhint: the link leads to itself")
+    assert capsys.readouterr().err.startswith(
+        f"error: {link}: Too many levels of symbolic links\nhint: the link leads to itself"
+    )
 
 
-def test_io_error_of_a_rust_library_is_reported_with_file_and_remedy(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_io_error_of_a_rust_library_is_reported_with_file_and_remedy(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """tokenizers, safetensors and hf_xet raise their own exceptions with the text of an I/O error."""
-    with pytest.raises(OSError, match="File too large") as caught, rust_errors_as_os_errors(tmp_path / "model"):
+    with (
+        pytest.raises(OSError, match="File too large") as caught,
+        rust_errors_as_os_errors(tmp_path / "model"),
+    ):
         raise Exception("File too large (os error 27)")
     assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(tmp_path / "model"))
     assert ended(False, caught.value, log_directory=tmp_path) == 1
-    assert f"error: {tmp_path / 'model'}: File too large\nhint: raise the limit of the size of files" in capsys.readouterr().err
-    for text in ("No such file or directory (os error 2)", "Error while serializing: I/O error: No such file or directory (os error 2)"):
+    assert (
+        f"error: {tmp_path / 'model'}: File too large\nhint: raise the limit of the size of files"
+        in capsys.readouterr().err
+    )
+    for text in (
+        "No such file or directory (os error 2)",
+        "Error while serializing: I/O error: No such file or directory (os error 2)",
+    ):
         assert ended(False, Exception(text), log_directory=tmp_path) == 1
         assert "error: [Errno 2] No such file or directory\n" in capsys.readouterr().err
     assert ended(False, Exception("os error 2"), log_directory=tmp_path) == 1
@@ -207,15 +248,22 @@ def test_closed_pipe_does_not_stop_a_command() -> None:
         "import sys\nfrom fsdp_tune.cli.verbs import command\n"
         "with command(False) as screen:\n for _ in range(9): screen.message('x')\nsys.stderr.write('end')"
     )
-    done = subprocess.run([sys.executable, "-c", program], stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], stdout=write, stderr=subprocess.PIPE, text=True, check=False
+    )
     os.close(write)
     assert (done.returncode, done.stderr) == (0, "end")
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
-def test_closed_descriptors_are_opened_on_dev_null_for_a_command_and_its_children(tmp_path: Path, closed: str) -> None:
+def test_closed_descriptors_are_opened_on_dev_null_for_a_command_and_its_children(
+    tmp_path: Path, closed: str
+) -> None:
     report = tmp_path / "report"
-    child = f"import os; print(*(os.readlink('/proc/self/fd/%d' % n) for n in range(3)), file=open({str(report)!r}, 'w'))"
+    child = (
+        "import os; print(*(os.readlink('/proc/self/fd/%d' % n) for n in range(3)), "
+        f"file=open({str(report)!r}, 'w'))"
+    )
     program = (
         "import subprocess, sys\nfrom fsdp_tune.cli import app\n"
         "def run():\n print('a line'); print('a line', file=sys.stderr); assert sys.stdin is not None\n"
@@ -223,31 +271,46 @@ def test_closed_descriptors_are_opened_on_dev_null_for_a_command_and_its_childre
         "app.app = run\napp.main()"
     )
     done = subprocess.run(
-        ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, program], capture_output=True, check=False, stdin=subprocess.PIPE
+        ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, program],
+        capture_output=True,
+        check=False,
+        stdin=subprocess.PIPE,
     )
     assert done.returncode == 0, done.stderr
     targets = report.read_text().split()
-    assert [target == "/dev/null" for target in targets] == [mark in f" {closed}" for mark in ("<&-", " >&-", "2>&-")]
+    assert [target == "/dev/null" for target in targets] == [
+        mark in f" {closed}" for mark in ("<&-", " >&-", "2>&-")
+    ]
 
 
 def test_full_disk_on_stdout_is_an_error() -> None:
     program = (
         "import sys, typer\nfrom fsdp_tune.cli.verbs import command\n"
-        "try:\n with command(True) as s: s.document({'a': 1})\nexcept typer.Exit as end: sys.exit(end.exit_code)"
+        "try:\n with command(True) as s: s.document({'a': 1})\nexcept typer.Exit as end: "
+        "sys.exit(end.exit_code)"
     )
     with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert (done.returncode, done.stderr) == (1, "error: stdout cannot be written (No space left on device)\n")
+        done = subprocess.run(
+            [sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (done.returncode, done.stderr) == (
+        1,
+        "error: stdout cannot be written (No space left on device)\n",
+    )
 
 
 def test_text_that_the_terminal_cannot_encode_is_escaped() -> None:
     program = "from fsdp_tune.cli.verbs import Screen\nScreen(json_output=False).message('→ 漢')"
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment
+    )
     assert done.stdout == "\\u2192 \\u6f22\n"
 
 
-def test_log_file_has_lines_printed_before_it_was_opened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_file_has_lines_printed_before_it_was_opened(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "logs" / "train.log"
     screen = Screen(json_output=False)
     screen.message("said early")
@@ -258,7 +321,15 @@ def test_log_file_has_lines_printed_before_it_was_opened(tmp_path: Path, capsys:
     screen.close([Problem("a", "it broke", hint="fix it")])
     out, err = capsys.readouterr()
     logged = [line[21:] for line in path.read_text().splitlines()]
-    assert logged == ["said early", "step 1  loss 2.0", "warning: w", "notice: note", "hint: do this", "error: it broke", "hint: fix it"]
+    assert logged == [
+        "said early",
+        "step 1  loss 2.0",
+        "warning: w",
+        "notice: note",
+        "hint: do this",
+        "error: it broke",
+        "hint: fix it",
+    ]
     assert sorted(logged) == sorted((out + err).splitlines())
     assert path.stat().st_mode & 0o077 == 0
 
@@ -276,4 +347,7 @@ def test_unwritable_log_warns_once_and_does_not_stop_the_run(
         screen.message("second")
     out, err = capsys.readouterr()
     assert out == "first\nsecond\n"
-    assert err == f"warning: {tmp_path}/train.log cannot be written (No space left on device) and is closed; the run continues\n"
+    assert (
+        err == f"warning: {tmp_path}/train.log cannot be written (No space left on device) and is closed; "
+        "the run continues\n"
+    )

@@ -1,7 +1,9 @@
-"""The keys of a recipe that are declared without effect on data and numbers, each with another value in a run of two steps.
+"""The keys of a recipe that are declared without effect on data and numbers, each with another value in a run
+of two steps.
 
-`CHANGES` has one or more other values of each key, and how far the run may differ: not in a bit, or by the rounding of sums in another
-order. `NOT_RUN` has the keys that cannot be changed on this machine, with the reason.
+`CHANGES` has one or more other values of each key, and how far the run may differ: not in a bit, or by the
+rounding of sums in another order. `NOT_RUN` has the keys that cannot be changed on this machine, with the
+reason.
 """
 
 from __future__ import annotations
@@ -34,8 +36,16 @@ BASES: dict[str, tuple[str, ...]] = {
     "one rank": (),
     "two ranks": ("launch.num_processes=2",),
     "two ranks, accumulated": ("launch.num_processes=2", "training.per_device_train_batch_size=1"),
-    "hybrid": ("launch.num_processes=4", "training.per_device_train_batch_size=2", "fsdp.sharding_strategy=HYBRID_SHARD"),
-    "two ranks, units by size": ("launch.num_processes=2", "fsdp.auto_wrap_policy=SIZE_BASED_WRAP", "fsdp.min_num_params=4000"),
+    "hybrid": (
+        "launch.num_processes=4",
+        "training.per_device_train_batch_size=2",
+        "fsdp.sharding_strategy=HYBRID_SHARD",
+    ),
+    "two ranks, units by size": (
+        "launch.num_processes=2",
+        "fsdp.auto_wrap_policy=SIZE_BASED_WRAP",
+        "fsdp.min_num_params=4000",
+    ),
     "two ranks, units by name": (
         "launch.num_processes=2",
         "fsdp.auto_wrap_policy=MODULE_NAMES_WRAP",
@@ -103,8 +113,12 @@ CHANGES: tuple[Change, ...] = (
     Change("training.full_determinism", "true"),
     Change("training.per_device_eval_batch_size", "2"),
     rounding("training.per_device_train_batch_size", "2"),
-    rounding("training.per_device_train_batch_tokens", "128", "one rank", "training.per_device_train_batch_size=2"),
-    rounding("training.gradient_accumulation_steps", "4", "one rank", "training.per_device_train_batch_size=2"),
+    rounding(
+        "training.per_device_train_batch_tokens", "128", "one rank", "training.per_device_train_batch_size=2"
+    ),
+    rounding(
+        "training.gradient_accumulation_steps", "4", "one rank", "training.per_device_train_batch_size=2"
+    ),
     Change("checkpoint.async", "false"),
     Change("checkpoint.verify", "size"),
     Change("checkpoint.probe", "false"),
@@ -159,7 +173,11 @@ CHANGES: tuple[Change, ...] = (
 )
 _MACHINES = "several machines: tests/launch/test_machine_real.py compares their losses"
 NOT_RUN: dict[str, str] = {
-    **{key.name: "is changed by tests/cli/test_train_evaluation.py" for key in all_keys() if key.path[0] == "evaluation" and key.path[1:]},
+    **{
+        key.name: "is changed by tests/cli/test_train_evaluation.py"
+        for key in all_keys()
+        if key.path[0] == "evaluation" and key.path[1:]
+    },
     "recipe_version": "has one value",
     "parallelism.tp_size": "has one value in this release",
     "parallelism.cp_size": "has one value in this release",
@@ -168,20 +186,39 @@ NOT_RUN: dict[str, str] = {
     "kernels.compile": "the C++ compiler takes minutes: tests/parity/test_matrix.py",
     "fsdp.ep_size": "the model has no experts: tests/parity/test_expert_parallel.py",
     "kernels.experts": "the model has no experts: tests/model/test_expert_kernels.py",
-    "merge.quantise": "only after `quantization.train`, which changes numbers: tests/cli/test_train_quantised.py",
+    "merge.quantise": "only after `quantization.train`, which changes numbers: "
+    "tests/cli/test_train_quantised.py",
     "launch.device": "this machine has one kind of device",
     "launch.enable_cpu_affinity": "CUDA with nvidia-ml-py",
     "extensions.metrics": "entry points of an installed package",
-    **dict.fromkeys(("launch.num_machines", "launch.min_machines", "launch.replacement_timeout", "launch.shared_directory"), _MACHINES),
+    **dict.fromkeys(
+        (
+            "launch.num_machines",
+            "launch.min_machines",
+            "launch.replacement_timeout",
+            "launch.shared_directory",
+        ),
+        _MACHINES,
+    ),
     **dict.fromkeys(
         (
             f"training.{name}"
-            for name in ("hub_always_push", "hub_model_id", "hub_private_repo", "hub_revision", "hub_strategy", "push_to_hub")
+            for name in (
+                "hub_always_push",
+                "hub_model_id",
+                "hub_private_repo",
+                "hub_revision",
+                "hub_strategy",
+                "push_to_hub",
+            )
         ),
         "uploads: needs an account of the Hugging Face Hub",
     ),
     **dict.fromkeys(
-        (f"training.{name}" for name in ("project", "trackio_bucket_id", "trackio_space_id", "trackio_static_space_id")),
+        (
+            f"training.{name}"
+            for name in ("project", "trackio_bucket_id", "trackio_space_id", "trackio_static_space_id")
+        ),
         "the service of Trackio",
     ),
 }

@@ -19,7 +19,8 @@ from fsdp_tune.run.remote_files import RemoteDirectory
 
 
 class Crash(BaseException):
-    """The process that sends is killed here. No claim of it is kept any longer, as this one would know of its own."""
+    """The process that sends is killed here. No claim of it is kept any longer, as this one would know of its
+    own."""
 
     def __init__(self) -> None:
         writer._KEPT.clear()
@@ -79,7 +80,9 @@ def complete_and_verified(remote: RemoteRun, target: Path) -> list[int]:
     """Download each checkpoint that a reader sees as complete, and check every byte. Returns their steps."""
     steps = complete_steps(remote)
     for step in steps:
-        path = fetch_checkpoint(remote, remote_checkpoint(remote, step), RunDir(target / f"{step}" / "run"), lambda _: None)
+        path = fetch_checkpoint(
+            remote, remote_checkpoint(remote, step), RunDir(target / f"{step}" / "run"), lambda _: None
+        )
         assert isinstance(inspect_checkpoint(path, digests=True), Checkpoint)
     shutil.rmtree(target, ignore_errors=True)
     return steps

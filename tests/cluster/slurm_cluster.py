@@ -1,6 +1,8 @@
-"""A Slurm of two nodes on this machine, for tests: munged, slurmctld and two slurmd as processes of their own, ended by their ids.
+"""A Slurm of two nodes on this machine, for tests: munged, slurmctld and two slurmd as processes of their
+own, ended by their ids.
 
-The configuration is in a temporary directory. Needs root and Debian's packages slurmctld, slurmd, slurm-client and munge.
+The configuration is in a temporary directory. Needs root and Debian's packages slurmctld, slurmd,
+slurm-client and munge.
 """
 
 from __future__ import annotations
@@ -67,14 +69,32 @@ class Cluster:
         for path in (munge, munge / "key"):
             os.chown(path, user.pw_uid, user.pw_gid)
         (self.folder / "slurm.conf").write_text(self._configuration(), encoding="utf-8")
-        files = {"socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed", "key-file": "key"}
+        files = {
+            "socket": "socket",
+            "pid-file": "pid",
+            "log-file": "log",
+            "seed-file": "seed",
+            "key-file": "key",
+        }
         options = [f"--{option}={munge / name}" for option, name in files.items()]
-        self._run("munged", "setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups", "munged", "-F", *options)
+        self._run(
+            "munged",
+            "setpriv",
+            f"--reuid={user.pw_uid}",
+            f"--regid={user.pw_gid}",
+            "--clear-groups",
+            "munged",
+            "-F",
+            *options,
+        )
         self._wait(lambda: (munge / "socket").exists(), "munged made no socket")
         for node in NODES:
             self.start_node(node)
         self._run("slurmctld", "slurmctld", "-D", "-c")
-        self._wait(lambda: self.call("sinfo", "-h", "-o", "%t", "-N").split() == ["idle"] * len(NODES), "the nodes are not idle")
+        self._wait(
+            lambda: self.call("sinfo", "-h", "-o", "%t", "-N").split() == ["idle"] * len(NODES),
+            "the nodes are not idle",
+        )
 
     def start_node(self, node: str) -> None:
         self._run(node, "slurmd", "-D", "-N", node)
@@ -106,7 +126,14 @@ class Cluster:
             time.sleep(0.2)
 
     def call(self, *command: str, check: bool = True) -> str:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **self.environment}, timeout=60)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, **self.environment},
+            timeout=60,
+        )
         if check and done.returncode:
             raise RuntimeError(f"{command}: {done.stderr}{self._logs()}")
         return done.stdout
@@ -114,7 +141,9 @@ class Cluster:
     def _run(self, name: str, *command: str) -> None:
         with open(self.folder / f"{name}.out", "ab") as log:
             environment = {**os.environ, **self.environment}
-            self.daemons[name] = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+            self.daemons[name] = subprocess.Popen(
+                command, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
 
     def _wait(self, is_ready: object, message: str) -> None:
         assert callable(is_ready)
@@ -127,7 +156,10 @@ class Cluster:
         raise RuntimeError(f"{message} within {START_SECONDS:.0f} s\n{self._logs()}")
 
     def _logs(self) -> str:
-        return "\n".join(f"── {path.name}\n{path.read_text(errors='replace')[-1500:]}" for path in sorted(self.folder.glob("*.out")))
+        return "\n".join(
+            f"── {path.name}\n{path.read_text(errors='replace')[-1500:]}"
+            for path in sorted(self.folder.glob("*.out"))
+        )
 
     def _configuration(self) -> str:
         host, folder = socket.gethostname().split(".")[0], self.folder
@@ -154,7 +186,8 @@ class Cluster:
                 f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={CPUS}"
                 for node, port in zip(NODES, nodes, strict=True)
             ),
-            f"PartitionName=debug Nodes={','.join(NODES)} Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO",
+            f"PartitionName=debug Nodes={','.join(NODES)} Default=YES MaxTime=INFINITE State=UP "
+            "OverSubscribe=NO",
         ]
         return "".join(f"{line}\n" for line in lines)
 

@@ -1,4 +1,5 @@
-"""Files for Kubernetes, SkyPilot and dstack: they hold to the published models of the APIs, and say what the recipe needs."""
+"""Files for Kubernetes, SkyPilot and dstack: they hold to the published models of the APIs, and say what the
+recipe needs."""
 
 from __future__ import annotations
 
@@ -13,7 +14,14 @@ import yaml
 from pydantic import BaseModel
 
 from fsdp_tune.cluster.submit.cluster_job import Lead
-from fsdp_tune.cluster.submit.container_engines import RECIPE_DIRECTORY, CloudSettings, Kind, PodSettings, manifest, task
+from fsdp_tune.cluster.submit.container_engines import (
+    RECIPE_DIRECTORY,
+    CloudSettings,
+    Kind,
+    PodSettings,
+    manifest,
+    task,
+)
 from fsdp_tune.cluster.submit.container_job import (
     LONGEST_NAME,
     ContainerJob,
@@ -39,13 +47,18 @@ training: {global_batch_size: 128, per_device_train_batch_size: 2, save_steps: 5
 launch: {num_machines: 2, num_processes: 16}
 output_dir: /runs/{name}
 """
-POD = PodSettings("registry/fsdp-tune@sha256:0a", secrets=(SecretReference("HF_TOKEN", "hub", "token"),), resources={"nvidia.com/gpu": "8"})
+POD = PodSettings(
+    "registry/fsdp-tune@sha256:0a",
+    secrets=(SecretReference("HF_TOKEN", "hub", "token"),),
+    resources={"nvidia.com/gpu": "8"},
+)
 KINDS: tuple[Kind, ...] = ("job", "jobset", "trainjob")
 MOUNTS = (parse_mount("runs:/runs", "--pvc"),)
 
 
 def published(kind: str) -> type[BaseModel]:
-    """The class that the API of a kind of document publishes. Imported here, since that takes 1.3 s and each process collects this file."""
+    """The class that the API of a kind of document publishes. Imported here, since that takes 1.3 s and each
+    process collects this file."""
     from kubeflow_trainer_api import models
 
     names = {
@@ -65,7 +78,9 @@ def loaded(*overrides: str, text: str = RECIPE, name: str = "my_recipe") -> Load
 
 
 def made(*overrides: str, text: str = RECIPE, **keys: Any) -> ContainerJob:
-    return container_job(loaded(*overrides, text=text), MOUNTS, RECIPE_DIRECTORY, Lead(900, "measured"), **keys)
+    return container_job(
+        loaded(*overrides, text=text), MOUNTS, RECIPE_DIRECTORY, Lead(900, "measured"), **keys
+    )
 
 
 def documents(job: ContainerJob, kind: Kind, pod: PodSettings = POD) -> dict[str, dict[str, Any]]:
@@ -82,7 +97,8 @@ def refuse_unknown_fields(model: type[BaseModel], document: dict[str, Any]) -> N
 
 
 def violations(kind: Any, value: Any, at: str) -> Iterator[str]:
-    """Yield what the generated models would ignore or fill in themselves: unknown fields, missing ones, and scalars of another type."""
+    """Yield what the generated models would ignore or fill in themselves: unknown fields, missing ones, and
+    scalars of another type."""
     inner = [each for each in get_args(kind) if each is not type(None)]
     if get_origin(kind) in (Union, Annotated):
         yield from violations(inner[0], value, at)
@@ -97,7 +113,11 @@ def violations(kind: Any, value: Any, at: str) -> Iterator[str]:
     elif isinstance(kind, type) and issubclass(kind, BaseModel) and "one_of_schemas" not in kind.model_fields:
         fields = {field.alias or name: field for name, field in kind.model_fields.items()}
         yield from (f"{at}.{key} is unknown" for key in value if key not in fields)
-        yield from (f"{at}.{key} is missing" for key, field in fields.items() if field.is_required() and key not in value)
+        yield from (
+            f"{at}.{key} is missing"
+            for key, field in fields.items()
+            if field.is_required() and key not in value
+        )
         for key in value.keys() & fields.keys():
             yield from violations(fields[key].annotation, value[key], f"{at}.{key}")
     elif isinstance(kind, type) and issubclass(kind, BaseModel):  # a quantity, or a number or a name
@@ -109,7 +129,9 @@ def violations(kind: Any, value: Any, at: str) -> Iterator[str]:
 def job_spec(found: dict[str, dict[str, Any]], kind: Kind) -> dict[str, Any]:
     if kind == "job":
         return found["Job"]["spec"]
-    jobset = found["JobSet"]["spec"] if kind == "jobset" else found["TrainingRuntime"]["spec"]["template"]["spec"]
+    jobset = (
+        found["JobSet"]["spec"] if kind == "jobset" else found["TrainingRuntime"]["spec"]["template"]["spec"]
+    )
     return jobset["replicatedJobs"][0]["template"]["spec"]
 
 
@@ -153,11 +175,16 @@ def test_manifest_has_fields_of_the_api_alone_and_survives_yaml(kind: Kind) -> N
 def test_field_that_the_api_does_not_have_is_found() -> None:
     found = documents(made(), "job")
     found["Job"]["spec"]["template"]["spec"]["terminationGracePeriod"] = 600
-    assert list(violations(published("Job"), found["Job"], "")) == [".spec.template.spec.terminationGracePeriod is unknown"]
+    assert list(violations(published("Job"), found["Job"], "")) == [
+        ".spec.template.spec.terminationGracePeriod is unknown"
+    ]
     found["Job"]["spec"]["backoffLimit"] = "3"
     del found["Job"]["spec"]["template"]
     found["Service"]["spec"]["ports"][0].pop("port")
-    assert sorted(violations(published("Job"), found["Job"], "")) == [".spec.backoffLimit is '3'", ".spec.template is missing"]
+    assert sorted(violations(published("Job"), found["Job"], "")) == [
+        ".spec.backoffLimit is '3'",
+        ".spec.template is missing",
+    ]
     assert list(violations(published("Service"), found["Service"], "")) == [".spec.ports[0].port is missing"]
 
 
@@ -171,7 +198,8 @@ def test_names_are_labels_of_dns(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "label"), [("my_run", "my-run"), ("3B", "run-3b"), ("__", "run"), ("a" * LONGEST_NAME, "a" * LONGEST_NAME)]
+    ("name", "label"),
+    [("my_run", "my-run"), ("3B", "run-3b"), ("__", "run"), ("a" * LONGEST_NAME, "a" * LONGEST_NAME)],
 )
 def test_job_name_begins_with_a_letter(name: str, label: str) -> None:
     assert job_name(name) == label
@@ -183,7 +211,9 @@ def test_long_job_names_stay_different() -> None:
     assert len(one) == len(two) == LONGEST_NAME
 
 
-@pytest.mark.parametrize(("kind", "first"), [("job", "my-recipe-0.my-recipe"), ("jobset", "my-recipe-node-0-0.my-recipe")])
+@pytest.mark.parametrize(
+    ("kind", "first"), [("job", "my-recipe-0.my-recipe"), ("jobset", "my-recipe-node-0-0.my-recipe")]
+)
 def test_machines_find_the_first_one_by_its_name_in_the_headless_service(kind: Kind, first: str) -> None:
     found = documents(made(), kind)
     container = pod_spec(found, kind)["containers"][0]
@@ -194,7 +224,9 @@ def test_machines_find_the_first_one_by_its_name_in_the_headless_service(kind: K
     if kind == "job":
         assert pod_spec(found, kind)["subdomain"] == found["Service"]["metadata"]["name"] == "my-recipe"
         assert found["Service"]["spec"]["clusterIP"] == "None"
-        assert found["Service"]["spec"]["selector"] == {"batch.kubernetes.io/job-name": found["Job"]["metadata"]["name"]}
+        assert found["Service"]["spec"]["selector"] == {
+            "batch.kubernetes.io/job-name": found["Job"]["metadata"]["name"]
+        }
     else:
         assert found["JobSet"]["spec"]["network"]["subdomain"] == "my-recipe"
 
@@ -216,13 +248,21 @@ def test_interface_of_the_recipe_is_kept() -> None:
 def actions(spec: dict[str, Any]) -> list[tuple[str, list[int] | str]]:
     rules = spec["podFailurePolicy"]["rules"]
     return [
-        (each["action"], each["onExitCodes"]["values"] if "onExitCodes" in each else each["onPodConditions"][0]["type"]) for each in rules
+        (
+            each["action"],
+            each["onExitCodes"]["values"] if "onExitCodes" in each else each["onPodConditions"][0]["type"],
+        )
+        for each in rules
     ]
 
 
 def test_job_never_restarts_a_mistake_and_always_a_preemption() -> None:
     spec = documents(made(), "job")["Job"]["spec"]
-    assert actions(spec) == [("Ignore", "DisruptionTarget"), ("FailJob", [2, 3, 4, 126, 127]), ("Ignore", [143])]
+    assert actions(spec) == [
+        ("Ignore", "DisruptionTarget"),
+        ("FailJob", [2, 3, 4, 126, 127]),
+        ("Ignore", [143]),
+    ]
     assert spec["backoffLimit"] == 3 * 2  # all machines of a lost run fail
     assert "backoffLimitPerIndex" not in spec
     assert spec["podReplacementPolicy"] == "Failed"
@@ -233,26 +273,48 @@ def test_job_never_restarts_a_mistake_and_always_a_preemption() -> None:
 def test_jobset_restarts_all_machines_together(kind: Kind) -> None:
     found = documents(made(), kind, replace(POD, restarts=5))
     spec = job_spec(found, kind)
-    jobset = found["JobSet"]["spec"] if kind == "jobset" else found["TrainingRuntime"]["spec"]["template"]["spec"]
+    jobset = (
+        found["JobSet"]["spec"] if kind == "jobset" else found["TrainingRuntime"]["spec"]["template"]["spec"]
+    )
     assert spec["backoffLimit"] == 0
-    assert actions(spec) == [("FailJob", "DisruptionTarget"), ("FailJob", [143]), ("FailJob", [2, 3, 4, 126, 127])]
+    assert actions(spec) == [
+        ("FailJob", "DisruptionTarget"),
+        ("FailJob", [143]),
+        ("FailJob", [2, 3, 4, 126, 127]),
+    ]
     assert jobset["failurePolicy"]["maxRestarts"] == 5
     assert jobset["failurePolicy"]["restartStrategy"] == "BlockingRecreate"
 
 
 # What Kubernetes writes into the condition of the failed Job (pkg/controller/job/pod_failure_policy.go).
 FAILURES = [
-    ("Pod ns/p-0-x has condition DisruptionTarget matching FailJob rule at index 0", "RestartJobSetAndIgnoreMaxRestarts"),
-    ("Container node for pod ns/p-0-x failed with exit code 143 matching FailJob rule at index 1", "RestartJobSetAndIgnoreMaxRestarts"),
-    ("Container node for pod ns/p-0-x failed with exit code 2 matching FailJob rule at index 2", "FailJobSet"),
-    ("Container node for pod ns/p-0-x failed with exit code 4 matching FailJob rule at index 2", "FailJobSet"),
+    (
+        "Pod ns/p-0-x has condition DisruptionTarget matching FailJob rule at index 0",
+        "RestartJobSetAndIgnoreMaxRestarts",
+    ),
+    (
+        "Container node for pod ns/p-0-x failed with exit code 143 matching FailJob rule at index 1",
+        "RestartJobSetAndIgnoreMaxRestarts",
+    ),
+    (
+        "Container node for pod ns/p-0-x failed with exit code 2 matching FailJob rule at index 2",
+        "FailJobSet",
+    ),
+    (
+        "Container node for pod ns/p-0-x failed with exit code 4 matching FailJob rule at index 2",
+        "FailJobSet",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("message", "action"), FAILURES)
 def test_jobset_tells_preemptions_from_mistakes_by_the_message_of_the_job(message: str, action: str) -> None:
     rules = documents(made(), "jobset")["JobSet"]["spec"]["failurePolicy"]["rules"]
-    first = next(each for each in rules if any(re.search(it, message) for it in each.get("onJobFailureMessagePatterns", [""])))
+    first = next(
+        each
+        for each in rules
+        if any(re.search(it, message) for it in each.get("onJobFailureMessagePatterns", [""]))
+    )
     assert first["action"] == action
     assert first["onJobFailureReasons"] == [
         "PodFailurePolicy"
@@ -279,7 +341,10 @@ def test_pods_have_no_privileges_and_room_to_save(kind: Kind) -> None:
     assert spec["terminationGracePeriodSeconds"] == 900
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert spec["securityContext"]["runAsUser"] == spec["securityContext"]["fsGroup"] == 2000
-    assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+    }
     assert container["resources"]["requests"] == container["resources"]["limits"] == {"nvidia.com/gpu": "8"}
     shared = next(each for each in spec["volumes"] if each["name"] == "shared-memory")
     assert shared["emptyDir"] == {"medium": "Memory", "sizeLimit": "4Gi"}
@@ -287,7 +352,11 @@ def test_pods_have_no_privileges_and_room_to_save(kind: Kind) -> None:
 
 @pytest.mark.parametrize(("workers", "rows", "gib"), [(0, 2, 4), (8, 512, 8)])
 def test_shared_memory_has_room_for_nccl_and_batches(workers: int, rows: int, gib: int) -> None:
-    more = (f"training.dataloader_num_workers={workers}", f"training.per_device_train_batch_size={rows}", "data.max_length=2048")
+    more = (
+        f"training.dataloader_num_workers={workers}",
+        f"training.per_device_train_batch_size={rows}",
+        "data.max_length=2048",
+    )
     # 8 ranks × (512 MiB + 8 processes × 2 batches × 512 rows × 2,048 tokens × 32 bytes = 512 MiB)
     assert made(*more, "training.global_batch_size=8192").shared_memory_bytes == gib * GIB
 
@@ -314,7 +383,25 @@ NO_TEXT_IN_YAML_1_2 = re.compile(
 
 
 @pytest.mark.parametrize(
-    "text", ["1e3", "1e-5", "1E400", "12e03", "y", "N", "0o17", "on", "null", ".5", "+1", "-1e3", "1_000", "1:30", "2x", "T"]
+    "text",
+    [
+        "1e3",
+        "1e-5",
+        "1E400",
+        "12e03",
+        "y",
+        "N",
+        "0o17",
+        "on",
+        "null",
+        ".5",
+        "+1",
+        "-1e3",
+        "1_000",
+        "1:30",
+        "2x",
+        "T",
+    ],
 )
 def test_text_is_text_for_every_parser(text: str) -> None:
     """PyYAML reads YAML 1.1 and leaves `1e3` plain, a number for the parsers of the engines."""
@@ -323,9 +410,12 @@ def test_text_is_text_for_every_parser(text: str) -> None:
     assert not NO_TEXT_IN_YAML_1_2.fullmatch(written.removeprefix("value: ").strip())
 
 
-@pytest.mark.parametrize("text", ["0x1F", "0X1F", "-0x1F", "0o17", "0O17", "-0o17", "+0o7", "0b11", "0B11", "-0B1_1"])
+@pytest.mark.parametrize(
+    "text", ["0x1F", "0X1F", "-0x1F", "0o17", "0O17", "-0o17", "+0o7", "0b11", "0B11", "-0B1_1"]
+)
 def test_integer_of_another_base_in_go_is_quoted(text: str) -> None:
-    """The parsers of the engines read it by Go's `ParseInt(text, 0, 64)`, which takes a sign and prefixes of either case."""
+    """The parsers of the engines read it by Go's `ParseInt(text, 0, 64)`, which takes a sign and prefixes of
+    either case."""
     assert as_yaml({"value": text}) == f"value: '{text}'\n"
 
 
@@ -345,14 +435,26 @@ def test_run_directory_outside_a_volume_is_refused(path: str) -> None:
 
 
 def test_every_path_of_this_machine_is_reported_at_once() -> None:
-    paths = ("model.name_or_path=./base", "data.train=[{path: rows.jsonl}]", "data.chat_template=mine.jinja", "data.cache_dir=/tmp/cache")
+    paths = (
+        "model.name_or_path=./base",
+        "data.train=[{path: rows.jsonl}]",
+        "data.chat_template=mine.jinja",
+        "data.cache_dir=/tmp/cache",
+    )
     problems = refusal(made, *paths, "launch.main_process_ip=10.0.0.1", "output_dir=here")
-    assert codes(problems) == ["not-on-a-volume", *["path-not-in-container"] * 3, "not-on-a-volume", "address-of-engine"]
+    assert codes(problems) == [
+        "not-on-a-volume",
+        *["path-not-in-container"] * 3,
+        "not-on-a-volume",
+        "address-of-engine",
+    ]
 
 
 def test_path_in_the_image_is_a_notice() -> None:
     recipe = loaded("model.name_or_path=/models/base")
-    assert [(each.code, each.where.key) for each in notices_of(recipe, MOUNTS)] == [("not-on-a-volume", "model.name_or_path")]
+    assert [(each.code, each.where.key) for each in notices_of(recipe, MOUNTS)] == [
+        ("not-on-a-volume", "model.name_or_path")
+    ]
 
 
 def test_secret_in_a_comment_does_not_travel() -> None:
@@ -370,7 +472,9 @@ def test_wrong_volume_is_refused(text: str) -> None:
     assert codes(refusal(parse_mount, text, "--pvc")) == ["usage"]
 
 
-@pytest.mark.parametrize("text", ["HUB_TOKEN", f"HF_TOKEN=hf_{'x1' * 12}", "1X=hub", "HF_TOKEN=hub:a b", "HF_TOKEN=r8-" + "S" * 20])
+@pytest.mark.parametrize(
+    "text", ["HUB_TOKEN", f"HF_TOKEN=hf_{'x1' * 12}", "1X=hub", "HF_TOKEN=hub:a b", "HF_TOKEN=r8-" + "S" * 20]
+)
 def test_value_in_the_place_of_a_secret_is_refused_and_not_repeated(text: str) -> None:
     (problem,) = refusal(parse_secret, text)
     assert text not in str(problem.as_dict())

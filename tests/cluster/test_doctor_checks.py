@@ -72,12 +72,17 @@ def test_healthy_machines_pass_every_check() -> None:
 
 def test_machines_with_own_directories_see_no_files_of_each_other() -> None:
     needs = replace(NEEDS, checkpoint_bytes=60 * GIB, most_checkpoints=3, own_directories=2)
-    unshared = {f"rank{rank}": output(rank, visible_ranks=2, sees_rename=rank < 2, lock="not shared") for rank in range(4)}
+    unshared = {
+        f"rank{rank}": output(rank, visible_ranks=2, sees_rename=rank < 2, lock="not shared")
+        for rank in range(4)
+    }
     checks = {check.name: check for check in judged(needs, **unshared)}
     assert [check for check in checks.values() if check.state != "ok"] == []
     assert "rename" not in checks
     assert "3 checkpoints need 90.00 GiB" in checks["space"].finding
-    unwritable = {check.name: check for check in judged(needs, rank3=output(3, error="Read-only file system"))}
+    unwritable = {
+        check.name: check for check in judged(needs, rank3=output(3, error="Read-only file system"))
+    }
     assert unwritable["output directory"].state == "fail"
 
 
@@ -105,7 +110,13 @@ def output(rank: int, **changes: object) -> RankHealth:
         (3, {"gpu": replace(GPU, power_limit_watts=400.0)}, "GPUs", "warn", "limited to 400 W of 700 W"),
         (1, {"matmul_seconds": 0.0115}, "matrix product", "warn", "rank 1 on a takes 15% longer"),
         (1, {"matmul_seconds": 0.020}, "matrix product", "fail", "rank 1 on a takes"),
-        (2, {"inputs": {"model": "blake2b:1"}}, "inputs", "fail", "b does not have the files of `data.train[0]`, which a has"),
+        (
+            2,
+            {"inputs": {"model": "blake2b:1"}},
+            "inputs",
+            "fail",
+            "b does not have the files of `data.train[0]`, which a has",
+        ),
         (
             2,
             {"inputs": {"model": "blake2b:3", "data.train[0]": "blake2b:2"}},
@@ -113,8 +124,20 @@ def output(rank: int, **changes: object) -> RankHealth:
             "fail",
             "the files of `model` on b are not those on a",
         ),
-        (2, {"inputs": {"model": "not compared", "data.train[0]": "blake2b:2"}}, "inputs", "fail", "b does not have the files of `model`"),
-        (2, {"inputs": {"model": "error: `m` does not exist", "data.train[0]": "blake2b:2"}}, "inputs", "fail", "b: `m` does not exist"),
+        (
+            2,
+            {"inputs": {"model": "not compared", "data.train[0]": "blake2b:2"}},
+            "inputs",
+            "fail",
+            "b does not have the files of `model`",
+        ),
+        (
+            2,
+            {"inputs": {"model": "error: `m` does not exist", "data.train[0]": "blake2b:2"}},
+            "inputs",
+            "fail",
+            "b: `m` does not exist",
+        ),
         (
             1,
             {"mean_matmul_seconds": 0.018},
@@ -123,21 +146,53 @@ def output(rank: int, **changes: object) -> RankHealth:
             "rank 1 on a takes 76% longer than the median for matrix products in a",
         ),
         (2, {"differs": "machine 1 (b) differs"}, "settings", "fail", "machine 1 (b) differs"),
-        (2, {"network": NetworkFacts("eth0", [ETH0, NetworkInterface("eth1", 0, 1500)])}, "network", "warn", "b has the interfaces eth0"),
-        (2, {"network": NetworkFacts("eth0", [replace(ETH0, mtu=9000)])}, "network", "warn", "eth0 (25,000 Mbit/s, MTU 9000); a has eth0"),
-        (2, {"network": NetworkFacts("eth0", [replace(ETH0, mbits=1000)])}, "network", "warn", "b has the interfaces eth0 (1,000 Mbit/s"),
+        (
+            2,
+            {"network": NetworkFacts("eth0", [ETH0, NetworkInterface("eth1", 0, 1500)])},
+            "network",
+            "warn",
+            "b has the interfaces eth0",
+        ),
+        (
+            2,
+            {"network": NetworkFacts("eth0", [replace(ETH0, mtu=9000)])},
+            "network",
+            "warn",
+            "eth0 (25,000 Mbit/s, MTU 9000); a has eth0",
+        ),
+        (
+            2,
+            {"network": NetworkFacts("eth0", [replace(ETH0, mbits=1000)])},
+            "network",
+            "warn",
+            "b has the interfaces eth0 (1,000 Mbit/s",
+        ),
         (2, {"network": NetworkFacts("lo", [ETH0])}, "network", "warn", "gloo on b uses `lo`"),
-        (1, {"collectives": [CollectiveTime("all_gather", 400 * MIB, 0.031)]}, "collectives", "warn", "31.0 ms, 10.0 ms by the link table"),
+        (
+            1,
+            {"collectives": [CollectiveTime("all_gather", 400 * MIB, 0.031)]},
+            "collectives",
+            "warn",
+            "31.0 ms, 10.0 ms by the link table",
+        ),
     ],
 )
-def test_each_fault_is_named_and_nothing_else(rank: int, changed: dict[str, object], name: str, state: str, words: str) -> None:
+def test_each_fault_is_named_and_nothing_else(
+    rank: int, changed: dict[str, object], name: str, state: str, words: str
+) -> None:
     bad = found(judged(**{f"rank{rank}": replace(healthy(rank), **changed)}))  # type: ignore[arg-type]
     assert bad[:2] == (name, state)
     assert words in bad[2]
 
 
 def test_read_only_directory_of_one_rank_is_named_and_hides_its_consequences() -> None:
-    assert found(judged(rank3=output(3, error="Read-only file system", written_bytes=0, visible_ranks=3, sees_rename=False))) == (
+    assert found(
+        judged(
+            rank3=output(
+                3, error="Read-only file system", written_bytes=0, visible_ranks=3, sees_rename=False
+            )
+        )
+    ) == (
         "output directory",
         "fail",
         "rank 3 on b cannot write in /runs: Read-only file system",
@@ -157,7 +212,9 @@ def test_unseen_rename_fails_and_unshared_locks_warn() -> None:
 
 @pytest.mark.parametrize(("free_gib", "state"), [(9, "fail"), (29, "warn"), (30, "ok")])
 def test_space_is_compared_with_one_checkpoint_and_with_all_kept(free_gib: int, state: str) -> None:
-    (space,) = [check for check in judged(rank1=output(1, free_bytes=free_gib * GIB)) if check.name == "space"]
+    (space,) = [
+        check for check in judged(rank1=output(1, free_bytes=free_gib * GIB)) if check.name == "space"
+    ]
     assert space.state == state
 
 
@@ -199,8 +256,13 @@ def linked(slow: dict[tuple[int, int], float], machines: int = 4) -> list[RankHe
     facts: list[RankHealth] = []
     for rank in range(2 * machines):
         others = [other for other in range(machines) if other != rank // 2]
-        links = [LinkTime(other, MIB, slow.get((min(rank // 2, other), max(rank // 2, other)), 0.010)) for other in others]
-        facts.append(replace(healthy(0), rank=rank, machine=rank // 2, host=f"node{rank // 2}", inputs={}, links=links))
+        links = [
+            LinkTime(other, MIB, slow.get((min(rank // 2, other), max(rank // 2, other)), 0.010))
+            for other in others
+        ]
+        facts.append(
+            replace(healthy(0), rank=rank, machine=rank // 2, host=f"node{rank // 2}", inputs={}, links=links)
+        )
     return facts
 
 
@@ -208,11 +270,21 @@ def linked(slow: dict[tuple[int, int], float], machines: int = 4) -> list[RankHe
     ("slow", "state", "words"),
     [
         ({(0, 2): 0.020}, "warn", "node0 and node2: 20.0 ms (2.0 times the usual)"),
-        ({(0, 2): 0.020, (1, 3): 0.050}, "fail", "node1 and node3: 50.0 ms (5.0 times the usual) (and 1 more)"),
-        ({(0, 1): 0.020, (1, 2): 0.022, (1, 3): 0.018}, "warn", "node1: 3 of its links take 18.0 ms (1.8 times the usual) to 22.0 ms"),
+        (
+            {(0, 2): 0.020, (1, 3): 0.050},
+            "fail",
+            "node1 and node3: 50.0 ms (5.0 times the usual) (and 1 more)",
+        ),
+        (
+            {(0, 1): 0.020, (1, 2): 0.022, (1, 3): 0.018},
+            "warn",
+            "node1: 3 of its links take 18.0 ms (1.8 times the usual) to 22.0 ms",
+        ),
     ],
 )
-def test_slow_link_is_named_by_its_pair_or_its_machine(slow: dict[tuple[int, int], float], state: str, words: str) -> None:
+def test_slow_link_is_named_by_its_pair_or_its_machine(
+    slow: dict[tuple[int, int], float], state: str, words: str
+) -> None:
     (check,) = [check for check in judge_health(linked(slow), HealthNeeds()) if check.name == "links"]
     assert (check.state, check.finding.startswith(words)) == (state, True), check.finding
 
@@ -233,35 +305,53 @@ def test_interfaces_of_other_names_but_the_same_rates_are_equal() -> None:
         (0, 1.2, "b to a: 224 Mbit/s; the rate of their interfaces is unknown"),
     ],
 )
-def test_link_of_two_machines_is_compared_with_their_interfaces(mbits: int, seconds: float, words: str | None) -> None:
+def test_link_of_two_machines_is_compared_with_their_interfaces(
+    mbits: int, seconds: float, words: str | None
+) -> None:
     """Two ranks of each machine share the link: 16 MiB in a second each are 268 Mbit/s."""
     network = NetworkFacts("eth0", [replace(ETH0, mbits=mbits)])
     facts = [
-        replace(healthy(rank), network=network, links=[LinkTime(1 - rank // 2, 16 * MIB, seconds if rank < 2 else 0.01)])
+        replace(
+            healthy(rank),
+            network=network,
+            links=[LinkTime(1 - rank // 2, 16 * MIB, seconds if rank < 2 else 0.01)],
+        )
         for rank in range(4)
     ]
     (check,) = [check for check in judge_health(facts, HealthNeeds()) if check.name == "links"]
-    assert (check.state, check.finding.startswith(words or "")) == ("warn" if words else "ok", True), check.finding
+    assert (check.state, check.finding.startswith(words or "")) == ("warn" if words else "ok", True), (
+        check.finding
+    )
 
 
 def test_rank_without_its_core_does_not_make_its_link_slow() -> None:
     links = {0: [LinkTime(1, 16 * MIB, 9.0)], 2: [LinkTime(0, 16 * MIB, 9.0)]}
-    facts = [replace(healthy(rank), gpu=None, gpu_before=None, links=links.get(rank, [])) for rank in range(4)]
+    facts = [
+        replace(healthy(rank), gpu=None, gpu_before=None, links=links.get(rank, [])) for rank in range(4)
+    ]
     assert {check.name for check in judge_health(facts, HealthNeeds()) if check.state != "ok"} == {"links"}
     facts[3] = replace(facts[3], mean_matmul_seconds=0.030)
-    assert {check.name for check in judge_health(facts, HealthNeeds()) if check.state != "ok"} == {"matrix product"}
+    assert {check.name for check in judge_health(facts, HealthNeeds()) if check.state != "ok"} == {
+        "matrix product"
+    }
 
 
 def test_link_that_was_measured_with_fewer_bytes_is_compared_by_its_rate() -> None:
     facts = linked({(0, 2): 0.010})
     halved = [
         replace(
-            each, links=[replace(link, bytes=link.bytes // 16) if {each.machine, link.machine} == {0, 2} else link for link in each.links]
+            each,
+            links=[
+                replace(link, bytes=link.bytes // 16) if {each.machine, link.machine} == {0, 2} else link
+                for link in each.links
+            ],
         )
         for each in facts
     ]
     (check,) = [check for check in judge_health(halved, HealthNeeds()) if check.name == "links"]
-    assert (check.state, check.finding.startswith("node0 and node2: 160.0 ms")) == ("fail", True), check.finding
+    assert (check.state, check.finding.startswith("node0 and node2: 160.0 ms")) == ("fail", True), (
+        check.finding
+    )
 
 
 @pytest.mark.parametrize(
@@ -271,7 +361,9 @@ def test_link_that_was_measured_with_fewer_bytes_is_compared_by_its_rate() -> No
 )
 def test_machines_with_slow_links_are_named_and_no_other(machines: int, slow: set[int]) -> None:
     pairs = {(low, high): 0.040 for high in range(machines) for low in range(high) if slow & {low, high}}
-    (check,) = [check for check in judge_health(linked(pairs, machines), HealthNeeds()) if check.name == "links"]
+    (check,) = [
+        check for check in judge_health(linked(pairs, machines), HealthNeeds()) if check.name == "links"
+    ]
     assert check.state == "fail"
     named = re.findall(r"node\d+", check.finding)
     assert set(named) <= {f"node{machine}" for machine in slow}, check.finding

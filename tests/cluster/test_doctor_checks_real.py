@@ -1,4 +1,5 @@
-"""`doctor` on two machines, which are network namespaces: each planted fault is named with its machine, and clean machines raise no alarm.
+"""`doctor` on two machines, which are network namespaces: each planted fault is named with its machine, and
+clean machines raise no alarm.
 
 A fault of files is a mount that only the second machine sees.
 """
@@ -27,17 +28,29 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from fsdp_tune.core.errors import ExitCode
 from fsdp_tune.data.read.file_access import EOS, PAD, builtin_tokenizer
 from tests.conftest import REPOSITORY
-from tests.launch.namespaces import ADDRESSES, HOSTS, INTERFACE, NAMES, ip, marks_of_machines, on_machine, two_namespaces
+from tests.launch.namespaces import (
+    ADDRESSES,
+    HOSTS,
+    INTERFACE,
+    NAMES,
+    ip,
+    marks_of_machines,
+    on_machine,
+    two_namespaces,
+)
 
 pytestmark = marks_of_machines()
 LIMIT_SECONDS = 250.0
 CLEAN_RUNS = int(os.environ.get("FSDP_TUNE_TEST_CLEAN_RUNS", "3"))
 STOPPED_SECONDS, RUNNING_SECONDS = 0.16, 0.04
-"""Of a throttled rank. Other processes may leave a healthy one half of a core, which must not be confused with it."""
+"""Of a throttled rank. Other processes may leave a healthy one half of a core, which must not be confused
+with it."""
 
 
 def write_model(folder: Path, seed: int) -> None:
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=builtin_tokenizer("builtin:arithmetic"), eos_token=EOS, pad_token=PAD)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=builtin_tokenizer("builtin:arithmetic"), eos_token=EOS, pad_token=PAD
+    )
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=16,
@@ -59,14 +72,19 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_model(folder, seed)
         for name in ("data", "runs"):
             (folder / name).mkdir()
-    rows = [json.dumps({"prompt": f"{number} and {number} are", "completion": f" {2 * number}"}) for number in range(500)]
+    rows = [
+        json.dumps({"prompt": f"{number} and {number} are", "completion": f" {2 * number}"})
+        for number in range(500)
+    ]
     (root / "data" / "rows.jsonl").write_text("\n".join(rows))
     tokenizer = root / "other" / "tokenizer" / "tokenizer_config.json"
     tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"model_max_length": 7}))
     (root / "other" / "empty").mkdir()
     site = root / "other" / "site"
     site.mkdir()
-    (site / "sitecustomize.py").write_text("import time\nplain = time.time\ntime.time = lambda: plain() - 40.0\n")
+    (site / "sitecustomize.py").write_text(
+        "import time\nplain = time.time\ntime.time = lambda: plain() - 40.0\n"
+    )
     version, metadata = torch_files()
     (root / "other" / "version.py").write_text(version.read_text().replace(torch.__version__, "2.99.0"))
     installed = f"Version: {importlib.metadata.version('torch')}\n"
@@ -100,16 +118,40 @@ class Doctor:
             "data.cache_dir": str(disk / f"cache-{number}"),
             "output_dir": str(disk / "runs" / "run"),
         } | (fault.keys if number else {})
-        arguments = [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
-        command = [sys.executable, "-m", "fsdp_tune", "doctor", "--config", "gpt2_smoke", *arguments, "--machine-rank", str(number), *words]
+        arguments = [
+            word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")
+        ]
+        command = [
+            sys.executable,
+            "-m",
+            "fsdp_tune",
+            "doctor",
+            "--config",
+            "gpt2_smoke",
+            *arguments,
+            "--machine-rank",
+            str(number),
+            *words,
+        ]
         env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
         if number:
             mounts = [["mount", "--bind", *map(str, pair)] for pair in fault.mounts(disk)]
             mounts += [["mount", "-o", "remount,ro,bind", str(path)] for path in fault.read_only(disk)]
-            command = ["sh", "-c", "\n".join(["set -e", *map(shlex.join, mounts), 'exec "$@"']), "sh", *command]
+            command = [
+                "sh",
+                "-c",
+                "\n".join(["set -e", *map(shlex.join, mounts), 'exec "$@"']),
+                "sh",
+                *command,
+            ]
             env |= fault.environment(disk)
         self.process = subprocess.Popen(
-            on_machine(number, command), cwd=disk, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+            on_machine(number, command),
+            cwd=disk,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
         )
 
     def end(self) -> tuple[int, str, str]:
@@ -162,7 +204,20 @@ def emptied(name: str) -> Paths:
 
 
 def slow_link() -> None:
-    words = ["qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", "100mbit", "burst", "64kb", "latency", "400ms"]
+    words = [
+        "qdisc",
+        "add",
+        "dev",
+        INTERFACE,
+        "root",
+        "tbf",
+        "rate",
+        "100mbit",
+        "burst",
+        "64kb",
+        "latency",
+        "400ms",
+    ]
     subprocess.run(["tc", "-n", NAMES[1], *words], check=True)
 
 
@@ -174,7 +229,9 @@ def add_interface(*, mtu: int = 1500) -> None:
 
 
 FAULTS = {
-    "throttled rank": Fault("matrix product", "warn", (f"rank 1 on {HOSTS[1]} takes ", "products in a row"), is_throttled=True),
+    "throttled rank": Fault(
+        "matrix product", "warn", (f"rank 1 on {HOSTS[1]} takes ", "products in a row"), is_throttled=True
+    ),
     "read-only directory": Fault(
         "output directory",
         "fail",
@@ -182,20 +239,34 @@ FAULTS = {
         mounts=lambda disk: [(disk / "runs", disk / "runs")],
         read_only=lambda disk: [disk / "runs"],
     ),
-    "other disk": Fault("output directory", "fail", ("sees the files of 1 of 2 ranks in ",), replaced("runs")),
+    "other disk": Fault(
+        "output directory", "fail", ("sees the files of 1 of 2 ranks in ",), replaced("runs")
+    ),
     "other torch": Fault(
         "versions",
         "fail",
         (f"rank 1 on {HOSTS[1]} has torch 2.99.0",),
-        mounts=lambda disk: list(zip((disk / "other" / "version.py", disk / "other" / "METADATA"), torch_files(), strict=True)),
+        mounts=lambda disk: list(
+            zip((disk / "other" / "version.py", disk / "other" / "METADATA"), torch_files(), strict=True)
+        ),
     ),
     "missing data": Fault("inputs", "fail", (f"{HOSTS[1]}: ", "rows.jsonl` does not exist"), emptied("data")),
     "missing weights": Fault("inputs", "fail", (f"{HOSTS[1]}: there are no weights in ",), emptied("model")),
-    "other weights": Fault("inputs", "fail", (f"the files of `model` on {HOSTS[1]} are not those on {HOSTS[0]}",), replaced("model")),
-    "other tokenizer": Fault(
-        "inputs", "fail", (f"the files of `tokenizer` on {HOSTS[1]} are not those on {HOSTS[0]}",), replaced("tokenizer")
+    "other weights": Fault(
+        "inputs",
+        "fail",
+        (f"the files of `model` on {HOSTS[1]} are not those on {HOSTS[0]}",),
+        replaced("model"),
     ),
-    "slow link": Fault("links", "warn", (f"{HOSTS[1]} to {HOSTS[0]}: ", "interfaces have 10,000 Mbit/s"), on_wire=slow_link),
+    "other tokenizer": Fault(
+        "inputs",
+        "fail",
+        (f"the files of `tokenizer` on {HOSTS[1]} are not those on {HOSTS[0]}",),
+        replaced("tokenizer"),
+    ),
+    "slow link": Fault(
+        "links", "warn", (f"{HOSTS[1]} to {HOSTS[0]}: ", "interfaces have 10,000 Mbit/s"), on_wire=slow_link
+    ),
     "clock": Fault(
         "clocks",
         "warn",
@@ -203,7 +274,10 @@ FAULTS = {
         environment=lambda disk: {"PYTHONPATH": f"{disk / 'other' / 'site'}:{REPOSITORY}"},
     ),
     "other interfaces": Fault(
-        "network", "warn", (f"{HOSTS[1]} has the interfaces other (", f"{HOSTS[0]} has wire ("), on_wire=add_interface
+        "network",
+        "warn",
+        (f"{HOSTS[1]} has the interfaces other (", f"{HOSTS[0]} has wire ("),
+        on_wire=add_interface,
     ),
     "other packets": Fault(
         "network",
@@ -211,12 +285,27 @@ FAULTS = {
         ("wire (10,000 Mbit/s, MTU 1400)",),
         on_wire=lambda: ip("-n", NAMES[1], "link", "set", INTERFACE, "mtu", "1400"),
     ),
-    "loopback": Fault("network", "warn", (f"gloo on {HOSTS[1]} uses `lo`",), environment=lambda _: {"GLOO_SOCKET_IFNAME": "lo"}),
-    "other variables": Fault(
-        "settings", "fail", (f"({HOSTS[1]})", "NCCL_IB_DISABLE 1 instead of (unset)"), environment=lambda _: {"NCCL_IB_DISABLE": "1"}
+    "loopback": Fault(
+        "network",
+        "warn",
+        (f"gloo on {HOSTS[1]} uses `lo`",),
+        environment=lambda _: {"GLOO_SOCKET_IFNAME": "lo"},
     ),
-    "other recipe": Fault("settings", "fail", (f"({HOSTS[1]})", "another value of `data.max_length`"), keys={"data.max_length": 24}),
-    "other number of ranks": Fault("ranks", "fail", ("the machines started 3 ranks together",), keys={"launch.num_processes": 4}),
+    "other variables": Fault(
+        "settings",
+        "fail",
+        (f"({HOSTS[1]})", "NCCL_IB_DISABLE 1 instead of (unset)"),
+        environment=lambda _: {"NCCL_IB_DISABLE": "1"},
+    ),
+    "other recipe": Fault(
+        "settings",
+        "fail",
+        (f"({HOSTS[1]})", "another value of `data.max_length`"),
+        keys={"data.max_length": 24},
+    ),
+    "other number of ranks": Fault(
+        "ranks", "fail", ("the machines started 3 ranks together",), keys={"launch.num_processes": 4}
+    ),
 }
 
 
@@ -246,13 +335,18 @@ def examine(disk: Path, machines: list[Doctor], fault: Fault, *words: str) -> li
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_fault_of_one_machine_is_named_on_both_and_raises_no_other_alarm(disk: Path, machines: list[Doctor], name: str) -> None:
+def test_fault_of_one_machine_is_named_on_both_and_raises_no_other_alarm(
+    disk: Path, machines: list[Doctor], name: str
+) -> None:
     fault = FAULTS[name]
     fault.on_wire()
     for code, out, err in examine(disk, machines, fault, "--json"):
         answer = json.loads(out)
         unfit = [check for check in answer["checks"] if check["state"] != "ok"]
-        assert [(check["name"], check["state"]) for check in unfit] == [(fault.check, fault.state)], (unfit, err)
+        assert [(check["name"], check["state"]) for check in unfit] == [(fault.check, fault.state)], (
+            unfit,
+            err,
+        )
         assert all(words in unfit[0]["finding"] for words in fault.words), unfit
         assert unfit[0]["fix"]
         assert answer["state"] == fault.state
@@ -263,7 +357,10 @@ def test_screen_of_each_machine_shows_failure_and_hint(disk: Path, machines: lis
     for code, out, err in examine(disk, machines, FAULTS["read-only directory"]):
         assert code == ExitCode.FAILED
         shown = out + err
-        assert f"error: output directory: rank 1 on {HOSTS[1]} cannot write in {disk / 'runs'}: Read-only file system" in shown
+        assert (
+            f"error: output directory: rank 1 on {HOSTS[1]} cannot write in {disk / 'runs'}: "
+            "Read-only file system" in shown
+        )
         assert "hint: change the permission or the mount" in shown
         assert "warn" not in shown
 

@@ -48,7 +48,9 @@ def run(tmp_path: Path) -> RunDir:
     return make_run(tmp_path / "run")
 
 
-def test_mirror_has_the_checkpoints_of_the_run_and_downloads_into_a_run_directory(tmp_path: Path, run: RunDir, remote: RemoteRun) -> None:
+def test_mirror_has_the_checkpoints_of_the_run_and_downloads_into_a_run_directory(
+    tmp_path: Path, run: RunDir, remote: RemoteRun
+) -> None:
     save(run, 5)
     save(run, 10)
     assert send_all(run, remote)
@@ -57,14 +59,27 @@ def test_mirror_has_the_checkpoints_of_the_run_and_downloads_into_a_run_director
     back = RunDir(tmp_path / "elsewhere" / "run")
     fetch_checkpoint(remote, found, back, lambda _: None)
     assert back.recipe_json.read_text() == run.recipe_json.read_text()
-    assert back.metrics_jsonl.read_text() == '{"step": 1, "loss": 2.0}\n', "the line that is being written is left out"
+    assert back.metrics_jsonl.read_text() == '{"step": 1, "loss": 2.0}\n', (
+        "the line that is being written is left out"
+    )
     assert (back.model / "config.json").read_text() == "{}"
-    assert sorted(path.name for path in back.path.iterdir()) == ["checkpoint-10", "logs", "metrics.jsonl", "model", "recipe.json"]
+    assert sorted(path.name for path in back.path.iterdir()) == [
+        "checkpoint-10",
+        "logs",
+        "metrics.jsonl",
+        "model",
+        "recipe.json",
+    ]
     assert back.recipe_json.stat().st_mode & 0o077 == 0
-    assert [line["folder"] for line in read_metrics(run) if line.get("event") == "mirrored"] == ["checkpoint-10", "checkpoint-5"]
+    assert [line["folder"] for line in read_metrics(run) if line.get("event") == "mirrored"] == [
+        "checkpoint-10",
+        "checkpoint-5",
+    ]
 
 
-def test_second_command_sends_nothing_again(sent: RunDir, remote: RemoteRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_command_sends_nothing_again(
+    sent: RunDir, remote: RemoteRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(RemoteDirectory, "send", lambda *_: pytest.fail("a file was sent again"))
     assert send_all(sent, remote)
     remote.take_back(5, remote.directory.list())
@@ -73,7 +88,9 @@ def test_second_command_sends_nothing_again(sent: RunDir, remote: RemoteRun, mon
     assert complete_steps(remote) == [5]
 
 
-def test_file_that_was_replaced_in_the_mirror_is_sent_again(tmp_path: Path, sent: RunDir, remote: RemoteRun) -> None:
+def test_file_that_was_replaced_in_the_mirror_is_sent_again(
+    tmp_path: Path, sent: RunDir, remote: RemoteRun
+) -> None:
     shard = tmp_path / "mirror" / "run" / "checkpoint-5" / "shards" / "__0_0.distcp"
     shard.write_bytes(bytes(shard.stat().st_size))
     remote.take_back(5, remote.directory.list())
@@ -81,7 +98,9 @@ def test_file_that_was_replaced_in_the_mirror_is_sent_again(tmp_path: Path, sent
     assert complete_and_verified(remote, tmp_path / "check") == [5]
 
 
-def test_rotation_keeps_the_newest_and_those_of_the_disk_and_foreign_files(tmp_path: Path, run: RunDir, remote: RemoteRun) -> None:
+def test_rotation_keeps_the_newest_and_those_of_the_disk_and_foreign_files(
+    tmp_path: Path, run: RunDir, remote: RemoteRun
+) -> None:
     for step in (1, 2, 3):
         save(run, step)
         assert send_all(run, remote)
@@ -98,7 +117,9 @@ def test_rotation_keeps_the_newest_and_those_of_the_disk_and_foreign_files(tmp_p
     assert not (tmp_path / "mirror" / "run" / "checkpoint-2.run").exists()
 
 
-def test_checkpoints_after_the_start_are_taken_back_and_replaced(tmp_path: Path, run: RunDir, remote: RemoteRun) -> None:
+def test_checkpoints_after_the_start_are_taken_back_and_replaced(
+    tmp_path: Path, run: RunDir, remote: RemoteRun
+) -> None:
     for step in (5, 10, 15):
         save(run, step)
     assert send_all(run, remote)
@@ -109,7 +130,9 @@ def test_checkpoints_after_the_start_are_taken_back_and_replaced(tmp_path: Path,
     save(run, 10, seed=1, ranks=1)
     assert send_all(run, remote, start=5)
     assert complete_and_verified(remote, tmp_path / "check") == [10, 5]
-    assert not (tmp_path / "mirror" / "run" / "checkpoint-10" / "shards" / "__1_0.distcp").exists(), "a file of the old one"
+    assert not (tmp_path / "mirror" / "run" / "checkpoint-10" / "shards" / "__1_0.distcp").exists(), (
+        "a file of the old one"
+    )
     save(run, 20)
     assert send_all(run, remote, start=5)
     assert not (tmp_path / "mirror" / "run" / "checkpoint-15").exists(), "a newer one replaces it"
@@ -139,7 +162,9 @@ def test_halves_that_a_killed_process_left_are_removed(
     assert not [name for name in remote.directory.list() if ".stage-" in name]
 
 
-def test_damaged_local_checkpoint_is_not_sent_and_others_are(tmp_path: Path, run: RunDir, remote: RemoteRun) -> None:
+def test_damaged_local_checkpoint_is_not_sent_and_others_are(
+    tmp_path: Path, run: RunDir, remote: RemoteRun
+) -> None:
     save(run, 5)
     shard = save(run, 10) / "shards" / "__0_0.distcp"
     shard.write_bytes(bytes(shard.stat().st_size))
@@ -161,7 +186,11 @@ def test_merged_model_is_mirrored_when_its_record_is_there(name: str, run: RunDi
     assert f"{name}/manifest.json" not in remote.directory.list()
     (folder / MERGE_RECORD).write_text("{}")
     assert send_all(run, remote)
-    assert {f"{name}/manifest.json", f"{name}/model.safetensors", f"{name}/merge.json"} <= remote.directory.list().keys()
+    assert {
+        f"{name}/manifest.json",
+        f"{name}/model.safetensors",
+        f"{name}/merge.json",
+    } <= remote.directory.list().keys()
     assert f"{name}/pending.json" not in remote.directory.list()
 
 
@@ -178,9 +207,14 @@ def test_mirror_of_another_run_is_left_alone(tmp_path: Path, remote: RemoteRun) 
     assert state.waiting == []
 
 
-def test_manifest_that_leaves_its_directory_is_refused(tmp_path: Path, sent: RunDir, remote: RemoteRun) -> None:
+def test_manifest_that_leaves_its_directory_is_refused(
+    tmp_path: Path, sent: RunDir, remote: RemoteRun
+) -> None:
     folder = tmp_path / "mirror" / "run"
-    for name, kind, where in (("../../evil", CHECKPOINT_KIND, "checkpoint-5"), ("run.lock", "fsdp-tune run files", "checkpoint-5.run")):
+    for name, kind, where in (
+        ("../../evil", CHECKPOINT_KIND, "checkpoint-5"),
+        ("run.lock", "fsdp-tune run files", "checkpoint-5.run"),
+    ):
         before = (folder / where / MANIFEST_NAME).read_bytes()
         files = Manifest.from_json(before).files
         forged = Manifest(kind, {**files, name: next(iter(files.values()))}, {"step": 5})
@@ -194,21 +228,37 @@ def test_manifest_that_leaves_its_directory_is_refused(tmp_path: Path, sent: Run
 
 @pytest.mark.parametrize(
     "files",
-    [{".": 1}, {"x/": 1}, {"a//b": 1}, {"trainer_state.json/x": 1}, {"a\ud800b": 1}, {"a" * 300: 1}, {"y": -1}],
+    [
+        {".": 1},
+        {"x/": 1},
+        {"a//b": 1},
+        {"trainer_state.json/x": 1},
+        {"a\ud800b": 1},
+        {"a" * 300: 1},
+        {"y": -1},
+    ],
     ids=["dot", "slash", "empty", "folder", "surrogate", "long", "negative"],
 )
 @pytest.mark.usefixtures("sent")
-def test_manifest_with_names_that_no_file_has_is_refused(tmp_path: Path, remote: RemoteRun, files: dict[str, int]) -> None:
+def test_manifest_with_names_that_no_file_has_is_refused(
+    tmp_path: Path, remote: RemoteRun, files: dict[str, int]
+) -> None:
     path = tmp_path / "mirror" / "run" / "checkpoint-5" / MANIFEST_NAME
     entries = {name: FileEntry(size_bytes, "0" * 32) for name, size_bytes in files.items()}
-    path.write_text(Manifest(CHECKPOINT_KIND, {**Manifest.from_json(path.read_bytes()).files, **entries}, {"step": 5}).to_json())
+    path.write_text(
+        Manifest(
+            CHECKPOINT_KIND, {**Manifest.from_json(path.read_bytes()).files, **entries}, {"step": 5}
+        ).to_json()
+    )
     refused = remote.checkpoint(5)
     assert isinstance(refused, str)
     refused.encode()
 
 
 @pytest.mark.parametrize("start", [None, 5])
-def test_unreadable_manifest_does_not_count_as_the_newest(run: RunDir, remote: RemoteRun, start: int | None) -> None:
+def test_unreadable_manifest_does_not_count_as_the_newest(
+    run: RunDir, remote: RemoteRun, start: int | None
+) -> None:
     save(run, 5)
     for folder in ("checkpoint-99", "checkpoint-99.run"):
         remote.directory.write(f"{folder}/{MANIFEST_NAME}", b"x")
@@ -236,7 +286,9 @@ def test_request_that_botocore_does_not_send_is_not_repeated(monkeypatch: pytest
     assert caught.value.refusal == "other"
 
 
-def test_foreign_names_are_not_listed_and_do_not_stop_the_sender(tmp_path: Path, run: RunDir, remote: RemoteRun) -> None:
+def test_foreign_names_are_not_listed_and_do_not_stop_the_sender(
+    tmp_path: Path, run: RunDir, remote: RemoteRun
+) -> None:
     save(run, 5)
     foreign = tmp_path / "mirror" / "run" / "x\\y"
     foreign.mkdir(parents=True)
@@ -282,7 +334,9 @@ def test_interrupted_download_continues_with_the_files_that_are_there(
     assert [path.name for path in back.path.parent.iterdir()] == ["run"], "no stage is left"
 
 
-def test_machines_without_a_shared_disk_send_their_own_files(tmp_path: Path, remote: RemoteRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_without_a_shared_disk_send_their_own_files(
+    tmp_path: Path, remote: RemoteRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sending, "POLL_SECONDS", 0.02)
     first, second = make_run(tmp_path / "a" / "run"), make_run(tmp_path / "b" / "run")
     save(first, 5)
@@ -334,7 +388,9 @@ def test_store_that_changes_bytes_never_has_a_complete_checkpoint(
     target = RemoteDirectory._target
 
     @contextmanager
-    def flipping(self: RemoteDirectory, path: str, *, is_private: bool) -> Iterator[Callable[[bytes], object]]:
+    def flipping(
+        self: RemoteDirectory, path: str, *, is_private: bool
+    ) -> Iterator[Callable[[bytes], object]]:
         with target(self, path, is_private=is_private) as write:
             yield lambda data: write(bytes([data[0] ^ 1]) + data[1:])
 
@@ -361,7 +417,9 @@ def test_full_disk_keeps_the_complete_copy_and_makes_room_for_the_newest(
             write(self, file, data)
             return
         with lock:  # files are sent side by side
-            used = sum(path.stat().st_size for path in (tmp_path / "mirror").rglob("*distcp*") if path.is_file())
+            used = sum(
+                path.stat().st_size for path in (tmp_path / "mirror").rglob("*distcp*") if path.is_file()
+            )
             if used + len(data) > capacity:
                 raise OSError(errno.ENOSPC, "No space left on device")
             write(self, file, data)
@@ -382,7 +440,8 @@ def test_full_disk_keeps_the_complete_copy_and_makes_room_for_the_newest(
 
 
 class Faults:
-    """Counts the operations of a remote directory; the planned ones fail before or after they happen, or kill the process."""
+    """Counts the operations of a remote directory; the planned ones fail before or after they happen, or kill
+    the process."""
 
     def __init__(self, plan: dict[int, str]) -> None:
         self.plan, self.count, self.is_dead = plan, 0, False
@@ -411,7 +470,9 @@ class Faults:
 
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[dict[int, str]], Faults]]:
-    originals = {name: getattr(RemoteDirectory, name) for name in ("list", "read", "write", "create", "remove", "send")}
+    originals = {
+        name: getattr(RemoteDirectory, name) for name in ("list", "read", "write", "create", "remove", "send")
+    }
 
     def plant(plan: dict[int, str]) -> Faults:
         faults = Faults(plan)
@@ -455,7 +516,12 @@ def test_after_any_interruptions_the_mirror_has_verified_checkpoints_or_none(
     local = sorted((int(path.name.partition("-")[2]) for path in run.path.glob("checkpoint-*")), reverse=True)
     assert complete_and_verified(remote, tmp_path / "check") == local
     for name in remote.directory.list():  # the rest is of later steps, which the run trains again
-        assert name in ("mirror.json",) or name.startswith("writers/") or step_of(name) in local or step_of(name) > local[0], name
+        assert (
+            name in ("mirror.json",)
+            or name.startswith("writers/")
+            or step_of(name) in local
+            or step_of(name) > local[0]
+        ), name
 
 
 def test_private_files_stay_private_in_a_directory(tmp_path: Path, run: RunDir, remote: RemoteRun) -> None:
@@ -464,12 +530,19 @@ def test_private_files_stay_private_in_a_directory(tmp_path: Path, run: RunDir, 
     secret.chmod(0o600)
     assert send_all(run, remote)
     folder = tmp_path / "mirror" / "run"
-    modes = {name: (folder / name).stat().st_mode & 0o777 for name in ("checkpoint-5.run/recipe.json", "checkpoint-5/trainer_state.json")}
+    modes = {
+        name: (folder / name).stat().st_mode & 0o777
+        for name in ("checkpoint-5.run/recipe.json", "checkpoint-5/trainer_state.json")
+    }
     assert set(modes.values()) == {0o600}, modes
-    assert (folder / "checkpoint-5.run" / "metrics.jsonl").stat().st_mode & 0o777 == run.metrics_jsonl.stat().st_mode & 0o777
+    assert (
+        folder / "checkpoint-5.run" / "metrics.jsonl"
+    ).stat().st_mode & 0o777 == run.metrics_jsonl.stat().st_mode & 0o777
 
 
-def test_file_of_an_earlier_checkpoint_with_the_same_size_is_not_taken_for_the_new_one(tmp_path: Path, remote: RemoteRun) -> None:
+def test_file_of_an_earlier_checkpoint_with_the_same_size_is_not_taken_for_the_new_one(
+    tmp_path: Path, remote: RemoteRun
+) -> None:
     """Another machine sends what the first misses and the mirror lacks, by name and size."""
     run = make_run(tmp_path / "run")
     save(run, 5)

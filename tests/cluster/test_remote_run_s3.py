@@ -1,4 +1,5 @@
-"""The mirror against a local S3 server, behind a proxy that loses connections and answers with the errors of S3."""
+"""The mirror against a local S3 server, behind a proxy that loses connections and answers with the errors of
+S3."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ pytestmark = [
 ]
 
 Fault = Callable[[str, str], "str | tuple[int, str] | None"]
-"""From method and path: `cut` closes the connection half-way, `cut after` when the request has been done, (status, code) is an error of S3,
-None passes the request on."""
+"""From method and path: `cut` closes the connection half-way, `cut after` when the request has been done,
+(status, code) is an error of S3, None passes the request on."""
 
 
 class Proxy:
@@ -69,11 +70,18 @@ class Proxy:
                 body = self.rfile.read(length)
                 if isinstance(fault, tuple):
                     text = f"<Error><Code>{fault[1]}</Code><Message>{fault[1]}</Message></Error>".encode()
-                    self._answer(fault[0], [("Content-Type", "application/xml")], b"" if self.command == "HEAD" else text)
+                    self._answer(
+                        fault[0],
+                        [("Content-Type", "application/xml")],
+                        b"" if self.command == "HEAD" else text,
+                    )
                     return
                 if proxy.refuses_conditions and "If-None-Match" in self.headers:
                     proxy.refused.append(self.path)
-                    text = b"<Error><Code>NotImplemented</Code><Message>A header is not implemented</Message></Error>"
+                    text = (
+                        b"<Error><Code>NotImplemented</Code><Message>A header is not "
+                        b"implemented</Message></Error>"
+                    )
                     self._answer(501, [("Content-Type", "application/xml")], text)
                     return
                 connection = http.client.HTTPConnection(*target)
@@ -91,7 +99,9 @@ class Proxy:
                 self.send_response_only(status)
                 is_head = self.command == "HEAD"
                 for name, value in headers:
-                    if name.lower() not in ("transfer-encoding", "connection") and (is_head or name.lower() != "content-length"):
+                    if name.lower() not in ("transfer-encoding", "connection") and (
+                        is_head or name.lower() != "content-length"
+                    ):
                         self.send_header(name, value)
                 if not is_head:
                     self.send_header("Content-Length", str(len(body)))
@@ -124,7 +134,12 @@ def moto() -> Iterator[tuple[str, int]]:
 @pytest.fixture
 def proxy(moto: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     proxy = Proxy(moto)
-    variables = {"AWS_ENDPOINT_URL": proxy.url, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1"}
+    variables = {
+        "AWS_ENDPOINT_URL": proxy.url,
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "b",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(remote_files, "WAITS", (0.05, 0.05))
@@ -245,7 +260,9 @@ def test_store_that_cannot_be_used_is_named_at_the_start(
     assert error.exit_code == 2
 
 
-def test_bucket_that_vanishes_is_reported_and_filled_again(tmp_path: Path, sent: RunDir, remote: RemoteRun) -> None:
+def test_bucket_that_vanishes_is_reported_and_filled_again(
+    tmp_path: Path, sent: RunDir, remote: RemoteRun
+) -> None:
     S3FileSystem().rm("backup", recursive=True)
     save(sent, 10)
     assert not send_all(sent, remote, start=5)
@@ -256,7 +273,9 @@ def test_bucket_that_vanishes_is_reported_and_filled_again(tmp_path: Path, sent:
     assert complete_and_verified(remote, tmp_path / "check") == [10, 5]
 
 
-def test_clock_that_is_off_for_a_while_delays_the_mirror(tmp_path: Path, run: RunDir, remote: RemoteRun, proxy: Proxy) -> None:
+def test_clock_that_is_off_for_a_while_delays_the_mirror(
+    tmp_path: Path, run: RunDir, remote: RemoteRun, proxy: Proxy
+) -> None:
     save(run, 5)
     proxy.fault = lambda method, path: (403, "RequestTimeTooSkewed")
     sender, waits = Sender(run, remote), list[float]()
@@ -272,7 +291,11 @@ def test_clock_that_is_off_for_a_while_delays_the_mirror(tmp_path: Path, run: Ru
 
 
 def test_of_several_commands_one_claims_a_bucket(remote: RemoteRun) -> None:
-    writers, owned, barrier = [Elsewhere(remote.directory, f"node{each}") for each in range(4)], list[Elsewhere](), threading.Barrier(4)
+    writers, owned, barrier = (
+        [Elsewhere(remote.directory, f"node{each}") for each in range(4)],
+        list[Elsewhere](),
+        threading.Barrier(4),
+    )
 
     def claim(writer: Elsewhere) -> None:
         barrier.wait()
@@ -309,7 +332,9 @@ def test_claim_whose_answer_was_lost_is_recognised(remote: RemoteRun, proxy: Pro
     writer.release()
 
 
-def test_store_without_conditional_writes_is_claimed_and_checked(remote: RemoteRun, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_without_conditional_writes_is_claimed_and_checked(
+    remote: RemoteRun, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(writing, "SETTLE_SECONDS", 0.0)
     proxy.refuses_conditions = True
     first = Elsewhere(remote.directory)
@@ -320,7 +345,9 @@ def test_store_without_conditional_writes_is_claimed_and_checked(remote: RemoteR
     first.release()
 
 
-def test_silent_command_is_taken_over_by_the_clock_of_the_store(remote: RemoteRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_command_is_taken_over_by_the_clock_of_the_store(
+    remote: RemoteRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(writing, "SILENCE_SECONDS", 2.0)
     first, second = Elsewhere(remote.directory), Elsewhere(remote.directory, "node8")
     first.claim()

@@ -26,8 +26,19 @@ pytestmark = [
 
 STEPS, SAVE_STEPS = 480, 5
 """Of 0.3 s and more: the controller needs 20 s to find a node lost, in which the job must not end."""
-TWO_NODES = ("--nodes", "2", "--set", "launch.num_processes=4", "--set", "launch.num_cpu_threads_per_process=1")
-HYBRID = ("fsdp.sharding_strategy=HYBRID_SHARD", "parallelism.dp_replicate_size=2", "parallelism.dp_shard_size=2")
+TWO_NODES = (
+    "--nodes",
+    "2",
+    "--set",
+    "launch.num_processes=4",
+    "--set",
+    "launch.num_cpu_threads_per_process=1",
+)
+HYBRID = (
+    "fsdp.sharding_strategy=HYBRID_SHARD",
+    "parallelism.dp_replicate_size=2",
+    "parallelism.dp_shard_size=2",
+)
 TRAINING = (
     f"training.max_steps={STEPS}",
     f"training.save_steps={SAVE_STEPS}",
@@ -56,7 +67,13 @@ class Shell:
         command = [sys.executable, "-m", "fsdp_tune", *words]
         environment = {**os.environ, **self.cluster.environment}
         return subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=self.folder, env=environment, start_new_session=True
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=self.folder,
+            env=environment,
+            start_new_session=True,
         )
 
     def run(self, *words: str) -> tuple[int, str]:
@@ -66,7 +83,9 @@ class Shell:
 
     def submit(self, name: str, *more: str) -> str:
         """Submit a run on both nodes and return the job's id."""
-        code, text = self.run("submit", "slurm", "gpt2_smoke", "--name", name, *settings(*TRAINING, *HYBRID), *TWO_NODES, *more)
+        code, text = self.run(
+            "submit", "slurm", "gpt2_smoke", "--name", name, *settings(*TRAINING, *HYBRID), *TWO_NODES, *more
+        )
         assert code == 0, text
         return text.split()[1]
 
@@ -77,7 +96,11 @@ class Shell:
         return read_attempts(self.path(name))
 
     def state(self, job: str) -> str:
-        return self.cluster.call("squeue", "-h", "--states=all", "-o", "%A|%T").partition(f"{job}|")[2].partition("\n")[0]
+        return (
+            self.cluster.call("squeue", "-h", "--states=all", "-o", "%A|%T")
+            .partition(f"{job}|")[2]
+            .partition("\n")[0]
+        )
 
     def start_now(self, job: str) -> None:
         """Slurm lets a requeued job wait for two minutes."""
@@ -88,19 +111,29 @@ class Shell:
         deadline = time.monotonic() + LIMIT_SECONDS
         while not is_done():
             if time.monotonic() > deadline:
-                logs = [path.read_text(errors="replace")[-3000:] for path in self.folder.glob("runs/*.submit/slurm-*.out")]
+                logs = [
+                    path.read_text(errors="replace")[-3000:]
+                    for path in self.folder.glob("runs/*.submit/slurm-*.out")
+                ]
                 raise AssertionError("\n".join([f"{what}: not within {LIMIT_SECONDS:.0f} s", *logs]))
             time.sleep(0.3)
 
     def saved(self, name: str, step: int) -> None:
         self.until(
-            lambda: (found := latest_checkpoint(RunDir(self.path(name)))[0]) is not None and found.step >= step, f"step {step} is saved"
+            lambda: (
+                (found := latest_checkpoint(RunDir(self.path(name)))[0]) is not None and found.step >= step
+            ),
+            f"step {step} is saved",
         )
 
     def finished(self, name: str, job: str) -> bytes:
         """Wait for the end of a run and return its model."""
-        self.until(lambda: self.state(job) in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"), f"job {job} ends")
-        assert self.state(job) == "COMPLETED", next(self.folder.glob(f"runs/{name}.submit/slurm-*.out")).read_text()[-3000:]
+        self.until(
+            lambda: self.state(job) in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"), f"job {job} ends"
+        )
+        assert self.state(job) == "COMPLETED", next(
+            self.folder.glob(f"runs/{name}.submit/slurm-*.out")
+        ).read_text()[-3000:]
         return (self.path(name) / "merged" / "model.safetensors").read_bytes()
 
 
@@ -120,12 +153,16 @@ def losses(run: Path) -> list[Any]:
 
 
 def test_two_nodes_train_the_model_of_one_also_when_nodes_are_lost(shell: Shell, cluster: Cluster) -> None:
-    code, text = shell.run("train", "gpt2_smoke", "--name", "alone", *settings(*TRAINING, *HYBRID, "launch.num_processes=4"))
+    code, text = shell.run(
+        "train", "gpt2_smoke", "--name", "alone", *settings(*TRAINING, *HYBRID, "launch.num_processes=4")
+    )
     assert code == 0, text
     alone = (shell.path("alone") / "merged" / "model.safetensors").read_bytes()
 
     job = shell.submit("lossy", "--time", "30m")
-    code, text = shell.run("submit", "slurm", "gpt2_smoke", "--name", "lossy", *settings(*TRAINING, *HYBRID), *TWO_NODES)
+    code, text = shell.run(
+        "submit", "slurm", "gpt2_smoke", "--name", "lossy", *settings(*TRAINING, *HYBRID), *TWO_NODES
+    )
     assert (code, f"job {job} is" in text) == (2, True), text
     shell.saved("lossy", SAVE_STEPS)
     cluster.call("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
@@ -148,12 +185,25 @@ def test_two_nodes_train_the_model_of_one_also_when_nodes_are_lost(shell: Shell,
     assert (starts[-1].exit_code, starts[-1].then, starts[-1].last_step) == (0, "finished", STEPS)
     code, text = shell.run("status", str(shell.path("lossy")))
     assert f"{job}.2" in text
-    code, text = shell.run("submit", "slurm", "gpt2_smoke", "--name", "lossy", *settings(*TRAINING, *HYBRID), *TWO_NODES)
+    code, text = shell.run(
+        "submit", "slurm", "gpt2_smoke", "--name", "lossy", *settings(*TRAINING, *HYBRID), *TWO_NODES
+    )
     assert (code, "has finished; nothing is submitted" in text) == (0, True), text
 
 
-def test_cancelled_job_saves_stays_cancelled_and_continues_when_submitted_again(shell: Shell, cluster: Cluster) -> None:
-    follower = shell.start("submit", "slurm", "gpt2_smoke", "--name", "stopped", *settings(*TRAINING, *HYBRID), *TWO_NODES, "--follow")
+def test_cancelled_job_saves_stays_cancelled_and_continues_when_submitted_again(
+    shell: Shell, cluster: Cluster
+) -> None:
+    follower = shell.start(
+        "submit",
+        "slurm",
+        "gpt2_smoke",
+        "--name",
+        "stopped",
+        *settings(*TRAINING, *HYBRID),
+        *TWO_NODES,
+        "--follow",
+    )
     shell.until(lambda: shell.starts("stopped"), "the job starts")
     job = shell.starts("stopped")[0].job
     shell.saved("stopped", SAVE_STEPS)
@@ -171,11 +221,25 @@ def test_cancelled_job_saves_stays_cancelled_and_continues_when_submitted_again(
     assert (second.job, second.first_step, second.then) == (again, first.last_step, "finished")
 
 
-def test_step_with_other_nodes_than_the_recipe_is_refused_before_it_starts(shell: Shell, cluster: Cluster) -> None:
-    train = (sys.executable, "-m", "fsdp_tune", "train", "gpt2_smoke", "--set", f"output_dir={shell.path('wrong')}")
+def test_step_with_other_nodes_than_the_recipe_is_refused_before_it_starts(
+    shell: Shell, cluster: Cluster
+) -> None:
+    train = (
+        sys.executable,
+        "-m",
+        "fsdp_tune",
+        "train",
+        "gpt2_smoke",
+        "--set",
+        f"output_dir={shell.path('wrong')}",
+    )
     for size in (("--nodes=2", "--ntasks-per-node=1"), ("--nodes=1", "--ntasks=2")):
         done = subprocess.run(
-            ["srun", "--time=2", *size, *train], capture_output=True, text=True, env={**os.environ, **cluster.environment}, timeout=120
+            ["srun", "--time=2", *size, *train],
+            capture_output=True,
+            text=True,
+            env={**os.environ, **cluster.environment},
+            timeout=120,
         )
         assert done.returncode == 2, done.stderr
         assert "error: srun started" in done.stderr
@@ -183,10 +247,23 @@ def test_step_with_other_nodes_than_the_recipe_is_refused_before_it_starts(shell
 
 
 def test_drill_loses_what_was_not_saved_and_ends_with_the_same_model(shell: Shell) -> None:
-    code, text = shell.run("submit", "slurm", "--drill", "--nodes", "2", "--set", "launch.num_cpu_threads_per_process=1", "--json")
+    code, text = shell.run(
+        "submit",
+        "slurm",
+        "--drill",
+        "--nodes",
+        "2",
+        "--set",
+        "launch.num_cpu_threads_per_process=1",
+        "--json",
+    )
     answer = json.loads(text[text.index("\n{") :])
     assert code == 0, text
-    assert [(event["event"], event["exit_code"], event["lost_steps"]) for event in answer["events"] if event["event"] != "node loss"] == [
+    assert [
+        (event["event"], event["exit_code"], event["lost_steps"])
+        for event in answer["events"]
+        if event["event"] != "node loss"
+    ] == [
         ("preemption", 143, 0),
         ("time limit", 143, 0),
     ]
@@ -200,7 +277,12 @@ def test_sweep_trains_its_runs_side_by_side(shell: Shell, cluster: Cluster) -> N
         "gpt2_smoke",
         "--sweep",
         "training.learning_rate=1e-5,1e-2",
-        *settings("training.max_steps=5", "data.eval=null", "launch.num_cpu_threads_per_process=1", "output_dir=runs/rates"),
+        *settings(
+            "training.max_steps=5",
+            "data.eval=null",
+            "launch.num_cpu_threads_per_process=1",
+            "output_dir=runs/rates",
+        ),
     )
     code, text = shell.run(*words)
     assert code == 0, text

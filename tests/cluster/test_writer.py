@@ -1,4 +1,5 @@
-"""One command at a time writes to a mirror: a live one is refused, a dead one is replaced, and it finds out."""
+"""One command at a time writes to a mirror: a live one is refused, a dead one is replaced, and it finds
+out."""
 
 from __future__ import annotations
 
@@ -28,7 +29,12 @@ from tests.cluster.mirrors import (
 
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("BEAT_SECONDS", 0.05), ("SILENCE_SECONDS", 0.5), ("POLL_SECONDS", 0.05), ("SETTLE_SECONDS", 0.0)):
+    for name, seconds in (
+        ("BEAT_SECONDS", 0.05),
+        ("SILENCE_SECONDS", 0.5),
+        ("POLL_SECONDS", 0.05),
+        ("SETTLE_SECONDS", 0.0),
+    ):
         monkeypatch.setattr(writing, name, seconds)
 
 
@@ -41,7 +47,9 @@ def directory(tmp_path: Path) -> RemoteDirectory:
 def test_second_live_writer_is_refused_by_name(directory: RemoteDirectory) -> None:
     first, second, waits = Elsewhere(directory), Writer(directory, Path("run")), list[object]()
     first.claim()
-    with pytest.raises(MirrorInUseError, match=r"on node7 since .* \(run /there/run\) writes to it") as caught:
+    with pytest.raises(
+        MirrorInUseError, match=r"on node7 since .* \(run /there/run\) writes to it"
+    ) as caught:
         second.claim_patiently(waits.append)
     assert caught.value.is_certain
     assert len(waits) == 1
@@ -56,7 +64,9 @@ def test_live_writer_of_the_same_process_is_refused_and_a_released_one_is_not(
 ) -> None:
     first, second = (Writer(directory, Path(name)) for name in ("run", "other"))
     first.claim()
-    with pytest.raises(MirrorInUseError, match=rf"pid {os.getpid()} on .* \(run .*/run\) writes to it") as caught:
+    with pytest.raises(
+        MirrorInUseError, match=rf"pid {os.getpid()} on .* \(run .*/run\) writes to it"
+    ) as caught:
         second.claim()
     assert caught.value.is_certain
     first.check()
@@ -88,12 +98,16 @@ def test_silent_writer_is_taken_over_and_finds_out(directory: RemoteDirectory, t
         first.check()
     (tmp_path / "shard").write_bytes(b"old")
     with pytest.raises(UrlError, match="taken it over"):
-        directory.send(tmp_path / "shard", "checkpoint-5/shard", digest_data(b"old"), lambda _: None, first.check)
+        directory.send(
+            tmp_path / "shard", "checkpoint-5/shard", digest_data(b"old"), lambda _: None, first.check
+        )
     assert directory.read("checkpoint-5/shard") is None, "what it was sending does not appear"
     second.release()
 
 
-def test_claim_that_the_store_dates_far_back_is_taken_over_at_once(directory: RemoteDirectory, tmp_path: Path) -> None:
+def test_claim_that_the_store_dates_far_back_is_taken_over_at_once(
+    directory: RemoteDirectory, tmp_path: Path
+) -> None:
     first, second = Elsewhere(directory), Elsewhere(directory, "node8")
     first.claim()
     first.dies()
@@ -134,7 +148,11 @@ def test_killed_writer_of_this_machine_is_taken_over_at_once_and_a_live_one_is_n
 
 
 def test_of_several_at_once_one_succeeds(directory: RemoteDirectory) -> None:
-    writers, owned, barrier = [Elsewhere(directory, f"node{each}") for each in range(8)], list[Writer](), threading.Barrier(8)
+    writers, owned, barrier = (
+        [Elsewhere(directory, f"node{each}") for each in range(8)],
+        list[Writer](),
+        threading.Barrier(8),
+    )
 
     def claim(writer: Writer) -> None:
         barrier.wait()
@@ -154,7 +172,9 @@ def test_of_several_at_once_one_succeeds(directory: RemoteDirectory) -> None:
     winner.release()
 
 
-def test_store_without_conditional_writes_shows_the_loser_that_it_lost(directory: RemoteDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_without_conditional_writes_shows_the_loser_that_it_lost(
+    directory: RemoteDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def create(*_: object) -> bool:
         raise NoConditionalWritesError
 
@@ -181,7 +201,9 @@ def test_owner_continues_in_a_mirror_that_was_emptied(directory: RemoteDirectory
     first.release()
 
 
-def test_sender_whose_mirror_was_taken_over_changes_nothing_in_it(tmp_path: Path, directory: RemoteDirectory) -> None:
+def test_sender_whose_mirror_was_taken_over_changes_nothing_in_it(
+    tmp_path: Path, directory: RemoteDirectory
+) -> None:
     run, remote = make_run(tmp_path / "run"), RemoteRun(f"file://{tmp_path}/mirror", "run")
     save(run, 5)
     assert send_all(run, remote)

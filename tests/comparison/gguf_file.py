@@ -20,10 +20,16 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-TOP = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight", "lm_head.weight": "output.weight"}
+TOP = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
 
 
-def write_gguf(gguf: Any, folder: Path, file: Path, *, template: str | None = None, adds_bos: bool = False) -> None:
+def write_gguf(
+    gguf: Any, folder: Path, file: Path, *, template: str | None = None, adds_bos: bool = False
+) -> None:
     """Convert a model directory, in fp32. `gguf`: the package."""
     config = json.loads((folder / "config.json").read_text())
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
@@ -44,7 +50,9 @@ def write_gguf(gguf: Any, folder: Path, file: Path, *, template: str | None = No
     special = {each["content"]: each["id"] for each in tokenizer["added_tokens"]}
     tokens = sorted(plain | special, key=(plain | special).__getitem__)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("llama-bpe")  # words of the vocabulary are tokens without merges, as in this tokenizer
+    writer.add_tokenizer_pre(
+        "llama-bpe"
+    )  # words of the vocabulary are tokens without merges, as in this tokenizer
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token in special else 1 for token in tokens])
     writer.add_token_merges(["a b"])
@@ -72,4 +80,9 @@ def _interleaved(name: str, tensor: torch.Tensor, heads: int) -> torch.Tensor:
     """Return queries and keys with the pairs of their rotation next to each other, as llama.cpp has them."""
     if "q_proj" not in name and "k_proj" not in name:
         return tensor
-    return tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape).contiguous()
+    return (
+        tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
+        .swapaxes(1, 2)
+        .reshape(tensor.shape)
+        .contiguous()
+    )

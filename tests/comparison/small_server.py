@@ -1,4 +1,5 @@
-"""A small model and a server of it with OpenAI's API, in this process, with planted differences from the model."""
+"""A small model and a server of it with OpenAI's API, in this process, with planted differences from the
+model."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from fsdp_tune.data.read.file_access import EOS, PAD, builtin_tokenizer
 
 BOS = "<|begin|>"
 TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] "
+    "}}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 WITH_SYSTEM = TEMPLATE.replace("{% for", "<|system|>add numbers<|end|>{% for", 1)
@@ -27,14 +29,22 @@ SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "nu
 
 
 def write_model(folder: Path, *, seed: int = 0, whole_characters: bool = True) -> None:
-    """Write a model whose template begins with BOS and ends turns with `<|end|>`. `whole_characters`: of which its answers are made."""
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=builtin_tokenizer("builtin:arithmetic"), eos_token=EOS, pad_token=PAD)
+    """Write a model whose template begins with BOS and ends turns with `<|end|>`. `whole_characters`: of
+    which its answers are made."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=builtin_tokenizer("builtin:arithmetic"), eos_token=EOS, pad_token=PAD
+    )
     tokenizer.add_special_tokens(
-        {"bos_token": BOS, "additional_special_tokens": ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]}  # type: ignore[dict-item]
+        {
+            "bos_token": BOS,
+            "additional_special_tokens": ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"],
+        }  # type: ignore[dict-item]
     )
     tokenizer.chat_template = TEMPLATE
     torch.manual_seed(seed)
-    config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=128, initializer_range=0.3, **SIZES)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), max_position_embeddings=128, initializer_range=0.3, **SIZES
+    )
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     model = LlamaForCausalLM(config)
     parts = [token for token in range(len(tokenizer)) if "\ufffd" in str(tokenizer.decode([token]))]
@@ -62,9 +72,11 @@ class Planted:
     ends: tuple[str, ...] = ("<|end|>", EOS)
     dtype: str = "float32"
     penalty: float = 0.0
-    """Subtracted from the logits of tokens of the answer so far, before the log-probabilities if `is_processed`."""
+    """Subtracted from the logits of tokens of the answer so far, before the log-probabilities if
+    `is_processed`."""
     top_k: int = 0
-    """Tokens that are left, before the log-probabilities if `is_processed`; the least probable of them is chosen."""
+    """Tokens that are left, before the log-probabilities if `is_processed`; the least probable of them is
+    chosen."""
     is_processed: bool = False
     shift: int = 0
     """By how many positions the log-probabilities of the answer come from later logits."""
@@ -101,7 +113,9 @@ class SmallServer:
             given = body["prompt"]
             if not isinstance(given, str) and not planted.takes_ids:
                 return 400
-            return self.completion(self.encode(given) if isinstance(given, str) else given, body, is_chat=False)
+            return self.completion(
+                self.encode(given) if isinstance(given, str) else given, body, is_chat=False
+            )
         if planted.kind == "llama.cpp" and root == "/props":
             return {"chat_template": TEMPLATE, "bos_token": BOS, "eos_token": EOS, "model_ftype": "all F32"}
         if planted.kind == "llama.cpp" and root == "/apply-template":
@@ -110,12 +124,20 @@ class SmallServer:
             text = body["content"] if body["content"].startswith(BOS) else BOS + body["content"]
             return {"tokens": self.encode(text)}
         if planted.kind == "vLLM" and root == "/tokenize":
-            return {"tokens": self.prompt_of(body["messages"]) if "messages" in body else self.encode(body["prompt"])}
+            return {
+                "tokens": self.prompt_of(body["messages"])
+                if "messages" in body
+                else self.encode(body["prompt"])
+            }
         return 404
 
     def text_of(self, messages: Any) -> str:
         template = self.planted.template or TEMPLATE
-        return str(self.tokenizer.apply_chat_template(messages, chat_template=template, add_generation_prompt=True, tokenize=False))
+        return str(
+            self.tokenizer.apply_chat_template(
+                messages, chat_template=template, add_generation_prompt=True, tokenize=False
+            )
+        )
 
     def encode(self, text: str) -> list[int]:
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -143,21 +165,34 @@ class SmallServer:
             every.append(row)
         if self.planted.shift:
             shown = every[len(prompt) - 1 :]
-            every = [*every[: len(prompt) - 1], *(shown[min(at + self.planted.shift, len(shown) - 1)] for at in range(len(shown)))]
+            every = [
+                *every[: len(prompt) - 1],
+                *(shown[min(at + self.planted.shift, len(shown) - 1)] for at in range(len(shown))),
+            ]
         choice: dict[str, Any] = {"index": 0, "finish_reason": reason}
         text = self.tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True)
         choice |= {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
         if body.get("logprobs") and self.planted.returns_logprobs:
             echoes = self.planted.echoes and body.get("echo") and not is_chat
-            at = [(index, every[index - 1] if index else None) for index in range(0 if echoes else len(prompt), len(ids))]
-            choice["logprobs"] = (self.of_chat if is_chat or self.planted.kind == "llama.cpp" else self.of_text)(ids, at)
+            at = [
+                (index, every[index - 1] if index else None)
+                for index in range(0 if echoes else len(prompt), len(ids))
+            ]
+            choice["logprobs"] = (
+                self.of_chat if is_chat or self.planted.kind == "llama.cpp" else self.of_text
+            )(ids, at)
             if self.planted.rolled and echoes:
                 given = choice["logprobs"]["token_logprobs"]
-                choice["logprobs"]["token_logprobs"] = [None, *given[: len(prompt) - 1], *given[len(prompt) :]]
+                choice["logprobs"]["token_logprobs"] = [
+                    None,
+                    *given[: len(prompt) - 1],
+                    *given[len(prompt) :],
+                ]
         return {"choices": [choice], "usage": {"prompt_tokens": len(prompt)}}
 
     def processed(self, logits: torch.Tensor, before: list[int]) -> tuple[int, torch.Tensor]:
-        """Return the token that is chosen after the penalty and among the top-k, and the log-probabilities that are returned."""
+        """Return the token that is chosen after the penalty and among the top-k, and the log-probabilities
+        that are returned."""
         changed = logits.clone()
         changed[before] -= self.planted.penalty
         chosen = int(changed.argmax())
@@ -177,7 +212,8 @@ class SmallServer:
 
         return {
             "content": [
-                shown(ids[index], row) | {"top_logprobs": [shown(token, row) for token in row.topk(5).indices.tolist()]}
+                shown(ids[index], row)
+                | {"top_logprobs": [shown(token, row) for token in row.topk(5).indices.tolist()]}
                 for index, row in at
             ]
         }
@@ -187,7 +223,8 @@ class SmallServer:
             "tokens": [self.piece(ids[index]) for index, _ in at],
             "token_logprobs": [None if row is None else float(row[ids[index]]) for index, row in at],
             "top_logprobs": [
-                None if row is None else {self.piece(t): float(row[t]) for t in row.topk(5).indices.tolist()} for _, row in at
+                None if row is None else {self.piece(t): float(row[t]) for t in row.topk(5).indices.tolist()}
+                for _, row in at
             ],
         }
 
@@ -213,7 +250,9 @@ def serving(folder: Path, planted: Planted) -> Iterator[tuple[str, SmallServer]]
                 status = 307
             if found is None:
                 found = server.answer(self.path, body)
-                status, found = (found, {"detail": "no such thing"}) if isinstance(found, int) else (status, found)
+                status, found = (
+                    (found, {"detail": "no such thing"}) if isinstance(found, int) else (status, found)
+                )
             raw = found if isinstance(found, bytes) else json.dumps(found).encode()
             self.send_response(status)
             if status == 307:

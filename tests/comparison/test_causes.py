@@ -21,14 +21,24 @@ from fsdp_tune.recipe.key_paths import KeyPath
 from fsdp_tune.recipe.read.overrides import _value
 from fsdp_tune.recipe.read.yaml_source import plain_value
 
-A: dict[str, Any] = {"data": {"train": [{"path": "a"}, {"path": "b"}], "packing": True}, "lora": None, "training": {"seed": 1}}
-B: dict[str, Any] = {"data": {"train": [{"path": "a"}, {"path": "c"}], "packing": True}, "lora": {"r": 8}, "training": {"seed": 1, "x": 2}}
+A: dict[str, Any] = {
+    "data": {"train": [{"path": "a"}, {"path": "b"}], "packing": True},
+    "lora": None,
+    "training": {"seed": 1},
+}
+B: dict[str, Any] = {
+    "data": {"train": [{"path": "a"}, {"path": "c"}], "packing": True},
+    "lora": {"r": 8},
+    "training": {"seed": 1, "x": 2},
+}
 
 
 def test_paths_enter_lists_of_one_length_and_stop_at_a_missing_section() -> None:
     assert list(different_paths(A, B)) == [("data", "train", 1, "path"), ("lora",), ("training", "x")]
     assert list(different_paths({"a": [1]}, {"a": [1, 2]})) == [("a",)]
-    assert list(different_paths({"a": True}, {"a": 1})) == [("a",)]  # a recipe does not take one for the other
+    assert list(different_paths({"a": True}, {"a": 1})) == [
+        ("a",)
+    ]  # a recipe does not take one for the other
 
 
 def test_values_of_another_document_are_copied_and_missing_keys_removed() -> None:
@@ -62,15 +72,26 @@ def test_no_cause_can_be_left_out_where_keys_undo_each_other_and_nothing_is_comp
 
     def vanishes(chosen: Sequence[KeyPath]) -> bool:
         tried.append(frozenset(chosen))
-        return {("b",), ("c",)} <= set(chosen) and ((("a",) in chosen) or (("d",) not in chosen))  # d undoes it, unless a is there
+        return {("b",), ("c",)} <= set(chosen) and (
+            (("a",) in chosen) or (("d",) not in chosen)
+        )  # d undoes it, unless a is there
 
     assert causing(keys, vanishes) == (("b",), ("c",))
     assert len(tried) == len(set(tried))
 
 
 def test_keys_that_affect_the_stage_are_tried_first_and_others_not_at_all() -> None:
-    paths: list[KeyPath] = [("output_dir",), ("launch", "num_processes"), ("training", "weight_decay"), ("data", "packing")]
-    assert by_likelihood(paths, is_data_stage=True) == [("data", "packing"), ("training", "weight_decay"), ("launch", "num_processes")]
+    paths: list[KeyPath] = [
+        ("output_dir",),
+        ("launch", "num_processes"),
+        ("training", "weight_decay"),
+        ("data", "packing"),
+    ]
+    assert by_likelihood(paths, is_data_stage=True) == [
+        ("data", "packing"),
+        ("training", "weight_decay"),
+        ("launch", "num_processes"),
+    ]
     assert by_likelihood(paths, is_data_stage=False)[0] == ("training", "weight_decay")
 
 
@@ -80,7 +101,9 @@ def test_key_says_what_it_affects_and_hides_secrets() -> None:
     assert key.affects == ["the rows and their order", "losses and weights computed from the same rows"]
     assert key.meaning.startswith("Seed of initial weights")
     assert different_key(("launch", "env", "API_KEY"), "hunter2", "x").a != "hunter2"
-    assert "hf_" not in str(different_key(("data", "train"), [{"path": "https://u:hf_" + "a" * 30 + "@h/x"}], []).a)
+    assert "hf_" not in str(
+        different_key(("data", "train"), [{"path": "https://u:hf_" + "a" * 30 + "@h/x"}], []).a
+    )
     assert not different_key(("output_dir",), "a", "b").changes_numbers
 
 
@@ -109,6 +132,8 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("value", [*VALUES, "", "é", "a\nb", 1, 0.5, True, None, [1, "a"], {"path": "yes"}], ids=repr)
+@pytest.mark.parametrize(
+    "value", [*VALUES, "", "é", "a\nb", 1, 0.5, True, None, [1, "a"], {"path": "yes"}], ids=repr
+)
 def test_value_is_written_as_set_reads_it(value: Any) -> None:
     assert plain_value(_value(yaml_value(value), Where("--set"))) == value

@@ -1,4 +1,5 @@
-"""Environments of `compare --with`. The installer is a script that records its calls, but for the slow test."""
+"""Environments of `compare --with`. The installer is a script that records its calls, but for the slow
+test."""
 
 from __future__ import annotations
 
@@ -106,8 +107,13 @@ def test_side_is_computed_with_a_package_that_is_installed_for_it(cli: Cli, tmp_
     with zipfile.ZipFile(wheel, "w") as archive:
         for file in Path(packaging.__file__).parent.rglob("*.py"):
             archive.write(file, Path("packaging", file.relative_to(Path(packaging.__file__).parent)))
-        archive.writestr("packaging-99.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: packaging\nVersion: 99.0\n")
-        archive.writestr("packaging-99.0.dist-info/WHEEL", "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(
+            "packaging-99.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: packaging\nVersion: 99.0\n"
+        )
+        archive.writestr(
+            "packaging-99.0.dist-info/WHEEL",
+            "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
         archive.writestr("packaging-99.0.dist-info/RECORD", "")
     arguments = ("compare", "gpt2_smoke", "--with", f"packaging @ {wheel.as_uri()}", "--json")
     done = cli(*arguments, XDG_CACHE_HOME=str(tmp_path / "cache"))

@@ -12,12 +12,21 @@ from fsdp_tune.comparison.runs import ComparedLines, Limits, compare_evaluations
 def lines(losses: list[float], *, every: int = 1, **fields: Any) -> list[dict[str, Any]]:
     numbered = enumerate(losses, 1)
     return [
-        {"step": every * number, "loss": loss, "grad_norm": 1.0, "supervised_tokens": 100 * every, "learning_rate": 1e-3, **fields}
+        {
+            "step": every * number,
+            "loss": loss,
+            "grad_norm": 1.0,
+            "supervised_tokens": 100 * every,
+            "learning_rate": 1e-3,
+            **fields,
+        }
         for number, loss in numbered
     ]
 
 
-def compared(a: list[dict[str, Any]], b: list[dict[str, Any]], *, every: tuple[int, int] = (1, 1), **limits: Any) -> ComparedLines:
+def compared(
+    a: list[dict[str, Any]], b: list[dict[str, Any]], *, every: tuple[int, int] = (1, 1), **limits: Any
+) -> ComparedLines:
     return compare_lines(a, b, Limits("fp32", **{"can_round": False} | limits), every)
 
 
@@ -33,7 +42,9 @@ def test_first_step_beyond_the_limit_and_first_other_bits_are_named() -> None:
 def test_equal_lines_are_equal_with_how_many_and_other_last_bits_are_named() -> None:
     found = compared(lines([1.0, 0.5]), lines([1.0, 0.5]))
     assert found.stage.detail is None
-    assert found.evidence.startswith("lines of metrics.jsonl, step by step: 2 of 2 of A and 2 of 2 of B (steps 1 to 2: trained tokens")
+    assert found.evidence.startswith(
+        "lines of metrics.jsonl, step by step: 2 of 2 of A and 2 of 2 of B (steps 1 to 2: trained tokens"
+    )
     found = compared(lines([1.0]), lines([1.0 + 1e-9]))
     assert (found.stage.status, found.first) == ("equal", None)
     assert "step 1, loss" in (found.stage.detail or "")
@@ -49,8 +60,12 @@ def test_equal_lines_are_equal_with_how_many_and_other_last_bits_are_named() -> 
     ],
 )
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_counts_and_computed_rates_have_no_tolerance_for_rounding(field: str, value: float, other: float, dtype: str) -> None:
-    found = compare_lines(lines([1.0], **{field: value}), lines([1.0], **{field: other}), Limits(dtype, can_round=True))
+def test_counts_and_computed_rates_have_no_tolerance_for_rounding(
+    field: str, value: float, other: float, dtype: str
+) -> None:
+    found = compare_lines(
+        lines([1.0], **{field: value}), lines([1.0], **{field: other}), Limits(dtype, can_round=True)
+    )
     assert found.first is not None
     assert (found.first.field, found.stage.status) == (field, "different")
 
@@ -65,7 +80,10 @@ def test_value_that_is_not_finite_differs(value: Any) -> None:
 
 
 def test_lines_of_other_intervals_are_joined() -> None:
-    fine = [line | {"supervised_tokens": count} for line, count in zip(lines([4.0, 1.0, 2.0, 1.0, 3.0]), (10, 30, 20, 20, 7), strict=True)]
+    fine = [
+        line | {"supervised_tokens": count}
+        for line, count in zip(lines([4.0, 1.0, 2.0, 1.0, 3.0]), (10, 30, 20, 20, 7), strict=True)
+    ]
     last = {"step": 5, "loss": 3.0, "grad_norm": 1.0, "supervised_tokens": 7, "learning_rate": 1e-3}
     coarse = [line | {"supervised_tokens": 40} for line in lines([1.75, 1.5], every=2)]
     found = compared(fine, [*coarse, last], every=(1, 2))
@@ -81,10 +99,14 @@ def test_line_whose_predecessor_is_missing_is_not_taken_for_a_longer_one() -> No
     found = compared(whole, damaged)
     assert (found.stage.status, found.stage.places) == ("equal", 2)
     assert "3 of 4 of A and 2 of 2 of B" in found.evidence
-    assert found.left_out == ("lines of metrics.jsonl, step by step: 1 of 4 of A, at steps that B has none of",)
+    assert found.left_out == (
+        "lines of metrics.jsonl, step by step: 1 of 4 of A, at steps that B has none of",
+    )
 
 
-@pytest.mark.parametrize(("a", "b"), [([], []), (lines([1.0]), []), (lines([1.0, 1.0], every=2), lines([1.0], every=3))])
+@pytest.mark.parametrize(
+    ("a", "b"), [([], []), (lines([1.0]), []), (lines([1.0, 1.0], every=2), lines([1.0], every=3))]
+)
 def test_no_line_of_the_same_step_is_not_equal(a: list[Any], b: list[Any]) -> None:
     found = compared(a, b)
     assert (found.stage.status, found.evidence) == ("not_compared", "")
@@ -100,8 +122,18 @@ def test_limit_follows_earlier_differences_only_if_the_runs_round_otherwise() ->
     a, b = lines([1.0] * 6), lines(grown)
     assert compared(a, b, can_round=True).stage.status == "equal"
     assert compared(a, b).stage.status == "different"
-    assert compared(a, lines([1.0 + 1e-6 * 3**step for step in range(9)] + [9.0])[:9], can_round=True).stage.status == "equal"
-    assert compared(lines([1.0] * 12), lines([1.0 + 1e-6 * 3**step for step in range(12)]), can_round=True).stage.status == "different"
+    assert (
+        compared(
+            a, lines([1.0 + 1e-6 * 3**step for step in range(9)] + [9.0])[:9], can_round=True
+        ).stage.status
+        == "equal"
+    )
+    assert (
+        compared(
+            lines([1.0] * 12), lines([1.0 + 1e-6 * 3**step for step in range(12)]), can_round=True
+        ).stage.status
+        == "different"
+    )
     assert compared(a, lines([1.0] * 5 + [1.001]), can_round=True).stage.status == "different"
 
 
@@ -111,7 +143,10 @@ def test_given_tolerance_holds_for_all_lines_and_not_for_counts() -> None:
 
 
 def evaluations(losses: list[float], **fields: Any) -> list[dict[str, Any]]:
-    return [{"step": 10 * number, "eval_loss": loss, "eval_seconds": number, **fields} for number, loss in enumerate(losses, 1)]
+    return [
+        {"step": 10 * number, "eval_loss": loss, "eval_seconds": number, **fields}
+        for number, loss in enumerate(losses, 1)
+    ]
 
 
 def test_evaluations_are_compared_without_their_seconds() -> None:
@@ -119,7 +154,12 @@ def test_evaluations_are_compared_without_their_seconds() -> None:
     found = compare_evaluations(evaluations([3.0, 2.0]), evaluations([3.0, 2.5], eval_seconds=0.1), limits)
     assert found.first is not None
     assert (found.first.step, found.first.field, found.stage.name) == (20, "eval_loss", "evaluations")
-    found = compare_evaluations(evaluations([3.0], eval_code_loss=1.0), evaluations([3.0], eval_code_loss=1.5), limits)
+    found = compare_evaluations(
+        evaluations([3.0], eval_code_loss=1.0), evaluations([3.0], eval_code_loss=1.5), limits
+    )
     assert found.first is not None
     assert found.first.field == "eval_code_loss"
-    assert compare_evaluations(evaluations([3.0]), evaluations([3.0], eval_seconds=7.0), limits).stage.status == "equal"
+    assert (
+        compare_evaluations(evaluations([3.0]), evaluations([3.0], eval_seconds=7.0), limits).stage.status
+        == "equal"
+    )

@@ -28,12 +28,16 @@ def test_shift_is_shown_by_log_probabilities_that_are_known(theirs: list[float],
     tokens = list(range(7))
     texts = [str(token) for token in tokens]
     top: list[list[float | None]] = [[None, None] for _ in tokens]
-    score = ScoredTokens(tokens, texts, OURS, [*tokens, 0], [*texts, "0"], [*OURS, -0.1], top, ["a", "b"], [-1.0, -2.0])
+    score = ScoredTokens(
+        tokens, texts, OURS, [*tokens, 0], [*texts, "0"], [*OURS, -0.1], top, ["a", "b"], [-1.0, -2.0]
+    )
     answer = ServedAnswer(
         text="",
         finish_reason="length",
         prompt_tokens=3,
-        tokens=tuple(ServedToken(token, str(token), logprob) for token, logprob in zip(tokens, theirs, strict=True)),
+        tokens=tuple(
+            ServedToken(token, str(token), logprob) for token, logprob in zip(tokens, theirs, strict=True)
+        ),
         prompt=tuple(ServedToken(token, "", logprob) for token, logprob in enumerate((nan, -2.0, -4.0))),
     )
     reference = ReferenceAnswer([1, 2, 3], "", None, None, {}, "", [], [], is_ended=False)

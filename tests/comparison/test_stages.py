@@ -7,14 +7,23 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.comparison.stages import STAGES, Observation, StageFacts, compare_observations, compare_stage, stages_until
+from fsdp_tune.comparison.stages import (
+    STAGES,
+    Observation,
+    StageFacts,
+    compare_observations,
+    compare_stage,
+    stages_until,
+)
 
 TEXTS = {"1": "one", "2": " two", "3": " three"}
 NAMES = {"0:1:1": "example 0 (rows.jsonl:1)", "0:2:1": "example 1 (rows.jsonl:2)"}
 
 
 def observed(**stages: dict[str, Any] | StageFacts) -> Observation:
-    facts = {name: each if isinstance(each, StageFacts) else StageFacts(each) for name, each in stages.items()}
+    facts = {
+        name: each if isinstance(each, StageFacts) else StageFacts(each) for name, each in stages.items()
+    }
     return Observation(facts, NAMES, TEXTS, {}, ())
 
 
@@ -26,7 +35,10 @@ def found(name: str, a: Observation, b: Observation) -> tuple[str, str, str]:
 
 
 def test_first_other_token_is_named_with_its_text() -> None:
-    a, b = observed(tokens={"0:1:1": [1, 2], "0:2:1": [1, 2]}), observed(tokens={"0:1:1": [1, 2], "0:2:1": [1, 3]})
+    a, b = (
+        observed(tokens={"0:1:1": [1, 2], "0:2:1": [1, 2]}),
+        observed(tokens={"0:1:1": [1, 2], "0:2:1": [1, 3]}),
+    )
     assert found("tokens", a, b) == ("example 1 (rows.jsonl:2), token 1", "' two' (id 2)", "' three' (id 3)")
     stage = compare_stage("tokens", a, b)
     assert (stage.places, stage.different_places) == (2, 1)
@@ -34,7 +46,10 @@ def test_first_other_token_is_named_with_its_text() -> None:
 
 def test_example_that_ends_earlier_or_is_missing_differs() -> None:
     a = observed(tokens={"0:1:1": [1, 2]})
-    assert found("tokens", a, observed(tokens={"0:1:1": [1]}))[1:] == ("' two' (id 2)", "has ended after 1 tokens")
+    assert found("tokens", a, observed(tokens={"0:1:1": [1]}))[1:] == (
+        "' two' (id 2)",
+        "has ended after 1 tokens",
+    )
     both = observed(tokens={"0:1:1": [1, 2], "0:2:1": [1]})
     assert compare_stage("tokens", a, both).places == 2
     assert found("tokens", a, both) == ("example 1 (rows.jsonl:2)", "is not there", "is there")
@@ -64,7 +79,10 @@ def test_no_shared_example_is_not_called_equal() -> None:
     assert compare_stage("labels", a, b).status == "not_compared"
 
 
-@pytest.mark.parametrize(("other", "status"), [(1.0 + 5e-7, "equal"), (1.0 + 5e-6, "different"), (math.nan, "different"), (1.0, "equal")])
+@pytest.mark.parametrize(
+    ("other", "status"),
+    [(1.0 + 5e-7, "equal"), (1.0 + 5e-6, "different"), (math.nan, "different"), (1.0, "equal")],
+)
 def test_numbers_differ_beyond_the_tolerance_and_last_bits_are_named(other: float, status: str) -> None:
     stage = compare_stage("loss", observed(loss={"step 1": 1.0}), observed(loss={"step 1": other}))
     assert stage.status == status
@@ -74,17 +92,30 @@ def test_numbers_differ_beyond_the_tolerance_and_last_bits_are_named(other: floa
 def test_nan_and_infinity_on_both_sides_are_equal_and_no_number_hides_behind_them() -> None:
     a = observed(update={"w": [math.nan, 1.0], "v": [math.inf, 1.0]})
     assert compare_stage("update", a, a).status == "equal"
-    assert found("update", a, observed(update={"w": [math.nan, 2.0], "v": [math.inf, 1.0]})) == ("w", "1", "2")
-    assert compare_stage("update", a, observed(update={"w": [math.nan, 1.0], "v": [1.0, 1.0]})).status == "different"
+    assert found("update", a, observed(update={"w": [math.nan, 2.0], "v": [math.inf, 1.0]})) == (
+        "w",
+        "1",
+        "2",
+    )
+    assert (
+        compare_stage("update", a, observed(update={"w": [math.nan, 1.0], "v": [1.0, 1.0]})).status
+        == "different"
+    )
 
 
 def test_values_of_another_shape_differ() -> None:
-    assert found("logits", observed(logits={"r": [[1.0, 2.0]]}), observed(logits={"r": [[1.0, 2.0], [1.0, 2.0]]}))[1:] == (
+    assert found(
+        "logits", observed(logits={"r": [[1.0, 2.0]]}), observed(logits={"r": [[1.0, 2.0], [1.0, 2.0]]})
+    )[1:] == (
         "1 × 2 values",
         "2 × 2 values",
     )
     assert (
-        found("logits", observed(logits={"r": [[1.0, 2.0], [1.0, 2.0]]}), observed(logits={"r": [[1.0, 2.0], [1.0, 3.0]]}))[0]
+        found(
+            "logits",
+            observed(logits={"r": [[1.0, 2.0], [1.0, 2.0]]}),
+            observed(logits={"r": [[1.0, 2.0], [1.0, 3.0]]}),
+        )[0]
         == "r, token 1"
     )
 
@@ -93,7 +124,11 @@ def test_row_of_other_examples_and_another_order_differ() -> None:
     a = observed(rows={"row 0": [["0:1:1", 0, 5], ["0:2:1", 0, 3]]}, order={"step 1": ["0:1:1", "0:2:1"]})
     b = observed(rows={"row 0": [["0:1:1", 0, 4]]}, order={"step 1": ["0:2:1"]})
     assert found("rows", a, b)[1] == "example 0 (rows.jsonl:1): 5 tokens, example 1 (rows.jsonl:2): 3 tokens"
-    assert found("order", a, b) == ("step 1, row 1", "reads example 0 (rows.jsonl:1)", "reads example 1 (rows.jsonl:2)")
+    assert found("order", a, b) == (
+        "step 1, row 1",
+        "reads example 0 (rows.jsonl:1)",
+        "reads example 1 (rows.jsonl:2)",
+    )
 
 
 def test_reason_of_one_side_is_kept_and_never_equal() -> None:

@@ -1,4 +1,5 @@
-"""axolotl computes its own side, in an environment that is made for it. Fast tests have a stand-in for axolotl and for pip."""
+"""axolotl computes its own side, in an environment that is made for it. Fast tests have a stand-in for
+axolotl and for pip."""
 
 from __future__ import annotations
 
@@ -40,8 +41,17 @@ AXOLOTL: dict[str, Any] = {
     "optimizer": "adamw_torch",
     "bf16": False,
 }
-FSDP = {"fsdp_version": 2, "fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer", "reshard_after_forward": True}}
-LORA = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.05, "lora_target_modules": ["q_proj", "v_proj"]}
+FSDP = {
+    "fsdp_version": 2,
+    "fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer", "reshard_after_forward": True},
+}
+LORA = {
+    "adapter": "lora",
+    "lora_r": 8,
+    "lora_alpha": 16,
+    "lora_dropout": 0.05,
+    "lora_target_modules": ["q_proj", "v_proj"],
+}
 written = partial(tool_files.written, options=AXOLOTL)
 recipe_of = partial(tool_files.recipe_of, options=AXOLOTL)
 
@@ -49,7 +59,15 @@ recipe_of = partial(tool_files.recipe_of, options=AXOLOTL)
 # ---- The environment, with a stand-in for pip
 
 
-REQUIRES = ["torch<1", "transformers==1.0", "fire", "python-dotenv==1.0", "axolotl-contribs-mit", "wandb; extra == 'all'", "gradio"]
+REQUIRES = [
+    "torch<1",
+    "transformers==1.0",
+    "fire",
+    "python-dotenv==1.0",
+    "axolotl-contribs-mit",
+    "wandb; extra == 'all'",
+    "gradio",
+]
 
 
 def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, missing: Sequence[str]) -> list[list[str]]:
@@ -76,16 +94,25 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, missing: Sequence[str]
     return installed
 
 
-def test_environment_gets_what_computes_and_what_imports_lack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_environment_gets_what_computes_and_what_imports_lack(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     installed = made(monkeypatch, tmp_path, ["fire", "dotenv", "axolotl.contribs"])
     assert installed[:2] == [[], ["--no-deps", "axolotl==0.19.0"]]
     held = installed[2][1]
     assert Path(held).read_text() == f"torch=={torch.__version__}\n"
-    assert [words[2:] for words in installed[2:]] == [["transformers==1.0"], ["fire"], ["python-dotenv==1.0"], ["axolotl-contribs-mit"]]
+    assert [words[2:] for words in installed[2:]] == [
+        ["transformers==1.0"],
+        ["fire"],
+        ["python-dotenv==1.0"],
+        ["axolotl-contribs-mit"],
+    ]
 
 
 @pytest.mark.parametrize("missing", [["unheard_of"], ["fire", "fire"]])
-def test_module_that_no_requirement_brings_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, missing: list[str]) -> None:
+def test_module_that_no_requirement_brings_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, missing: list[str]
+) -> None:
     with pytest.raises(FsdpTuneError) as raised:
         made(monkeypatch, tmp_path, missing)
     problem = raised.value.problems[0]
@@ -117,43 +144,68 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
 
     def load_cfg(cfg: Options) -> Options:
         read.append(cfg)
-        return Options({name: value for name, value in cfg.items() if name not in ("learning_rat", "bfloat16")})
+        return Options(
+            {name: value for name, value in cfg.items() if name not in ("learning_rat", "bfloat16")}
+        )
 
     config, anything = SimpleNamespace(load_cfg=load_cfg), SimpleNamespace(DictDefault=Options)
     fields = SimpleNamespace(AxolotlInputConfig=SimpleNamespace(model_fields={"bfloat16": None}))
     real = tool_trainers.importlib.import_module
     modules = {"axolotl.cli.config": config, "axolotl.utils.schemas.config": fields}
     monkeypatch.setattr(
-        tool_trainers.importlib, "import_module", lambda name: modules.get(name) or (anything if "axolotl" in name else real(name))
+        tool_trainers.importlib,
+        "import_module",
+        lambda name: modules.get(name) or (anything if "axolotl" in name else real(name)),
     )
     monkeypatch.setattr(tool_trainers.tempfile, "tempdir", None)
     monkeypatch.setattr(tool_trainers.os, "environ", dict(tool_trainers.os.environ))
     return read
 
 
-def trainers(tmp_path: Path, left_out: list[str] | None = None, **values: Any) -> tool_trainers.AxolotlTrainers:
+def trainers(
+    tmp_path: Path, left_out: list[str] | None = None, **values: Any
+) -> tool_trainers.AxolotlTrainers:
     values = {**AXOLOTL, **values}
-    given: dict[str, Any] = {"values": values, "settings": {"val_set_size": 0}, "model": "small", "tokenizer": "own"}
+    given: dict[str, Any] = {
+        "values": values,
+        "settings": {"val_set_size": 0},
+        "model": "small",
+        "tokenizer": "own",
+    }
     request = SimpleNamespace(**given, revision=None, trust_remote_code=False)
     rows = [{"a": 1}, {"b": 2}, {"a": 3}]
-    return tool_trainers.AxolotlTrainers(request, rows, [0, 1, 0], str(tmp_path), (left_out if left_out is not None else []).append)
+    return tool_trainers.AxolotlTrainers(
+        request, rows, [0, 1, 0], str(tmp_path), (left_out if left_out is not None else []).append
+    )
 
 
-def test_axolotl_gets_the_rows_of_each_source_and_the_small_model(calls: list[Options], tmp_path: Path) -> None:
+def test_axolotl_gets_the_rows_of_each_source_and_the_small_model(
+    calls: list[Options], tmp_path: Path
+) -> None:
     kind = {"type": "chat_template", "roles_to_train": ["user"]}
     sources = [{"path": "acme/chats", "name": "en", "split": "train[:5]", **kind}, {"path": "x"}]
     trainers(tmp_path, datasets=sources, trust_remote_code="yes", base_model_config="other").batch()
     (cfg,) = calls
-    assert [Path(entry["path"]).read_text() for entry in cfg["datasets"]] == ['{"a": 1}\n{"a": 3}\n', '{"b": 2}\n']
+    assert [Path(entry["path"]).read_text() for entry in cfg["datasets"]] == [
+        '{"a": 1}\n{"a": 3}\n',
+        '{"b": 2}\n',
+    ]
     own = {name: value for name, value in cfg["datasets"][0].items() if name != "path"}
     assert own == {"ds_type": "json", "split": "train", **kind}
-    assert (cfg.base_model, cfg.tokenizer_config, cfg.trust_remote_code, cfg.val_set_size) == ("small", "own", False, 0)
+    assert (cfg.base_model, cfg.tokenizer_config, cfg.trust_remote_code, cfg.val_set_size) == (
+        "small",
+        "own",
+        False,
+        0,
+    )
     assert "base_model_config" not in cfg
 
 
 def test_what_needs_a_gpu_is_left_out_and_listed(calls: list[Options], tmp_path: Path) -> None:
     left_out: list[str] = []
-    trainers(tmp_path, left_out, adapter="qlora", load_in_4bit=True, flash_attention=True, fsdp_config={"x": 1}).batch()
+    trainers(
+        tmp_path, left_out, adapter="qlora", load_in_4bit=True, flash_attention=True, fsdp_config={"x": 1}
+    ).batch()
     assert calls[0]["adapter"] == "lora"
     assert not {"load_in_4bit", "flash_attention", "fsdp_config"} & set(calls[0])
     assert left_out == ["what needs a GPU in axolotl: `load_in_4bit`"]
@@ -172,7 +224,10 @@ def test_rows_of_a_micro_batch_are_one_where_attention_isolates_examples(tmp_pat
     packed = {"sample_packing": True, "micro_batch_size": 4}
     assert trainers(tmp_path, **packed).batch().micro_batch == 4
     assert trainers(tmp_path, **packed, flash_attention=True).batch().micro_batch == 1
-    assert trainers(tmp_path, **packed, flash_attention=True, multipack_real_batches=True).batch().micro_batch == 4
+    assert (
+        trainers(tmp_path, **packed, flash_attention=True, multipack_real_batches=True).batch().micro_batch
+        == 4
+    )
 
 
 @pytest.mark.usefixtures("calls")
@@ -231,7 +286,8 @@ EQUAL: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JsonChild]:
-    """One process for all tests: axolotl's imports take half a minute, and its environment minutes unless AXOLOTL_PYTHON names one."""
+    """One process for all tests: axolotl's imports take half a minute, and its environment minutes unless
+    AXOLOTL_PYTHON names one."""
     python = os.environ.get("AXOLOTL_PYTHON") or python_with(["axolotl"], default_cache_directory())
     child = ToolChild(str(python), "axolotl", {"rows": tmp_path_factory.mktemp("axolotl") / "rows"})
     yield child.started()
@@ -264,7 +320,9 @@ def test_axolotl_computes_what_the_imported_recipe_computes(files: Path, changes
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("axolotl")
-@pytest.mark.parametrize(("changes", "stage", "named"), PLANTED, ids=[" ".join(changes) for changes, _, _ in PLANTED])
+@pytest.mark.parametrize(
+    ("changes", "stage", "named"), PLANTED, ids=[" ".join(changes) for changes, _, _ in PLANTED]
+)
 def test_planted_option_of_axolotl_is_found_at_the_first_stage_that_shows_it(
     files: Path, changes: dict[str, Any], stage: str, named: list[str] | None
 ) -> None:
@@ -277,5 +335,8 @@ def test_planted_option_of_axolotl_is_found_at_the_first_stage_that_shows_it(
 @pytest.mark.usefixtures("axolotl")
 def test_axolotl_divides_by_the_tokens_of_a_micro_batch(files: Path) -> None:
     """Its Trainer overrides `model_accepts_loss_kwargs`, so that the loss of a step is a mean of means."""
-    found = compared(written(files, "axolotl", gradient_accumulation_steps=2), recipe_of(files, gradient_accumulation_steps=2))
+    found = compared(
+        written(files, "axolotl", gradient_accumulation_steps=2),
+        recipe_of(files, gradient_accumulation_steps=2),
+    )
     assert first(found) == "items"

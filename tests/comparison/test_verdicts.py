@@ -37,20 +37,36 @@ def stages(*names: str, **status: Any) -> list[ComparedStage]:
         ([], (), "not_comparable"),
     ],
 )
-def test_equal_rests_on_rows_and_on_what_depends_on_the_weights(found: Any, unsettled: Any, expected: str) -> None:
+def test_equal_rests_on_rows_and_on_what_depends_on_the_weights(
+    found: Any, unsettled: Any, expected: str
+) -> None:
     assert verdict(found, unsettled) == expected
     if expected == "equal":
         assert verdict(found, unsettled, failed=True) == "not_comparable"
 
 
 RESULT = [
-    *("load_best_model_at_end", "metric_for_best_model", "greater_is_better", "eval_steps", "save_steps", "eval_strategy", "tf32"),
+    *(
+        "load_best_model_at_end",
+        "metric_for_best_model",
+        "greater_is_better",
+        "eval_steps",
+        "save_steps",
+        "eval_strategy",
+        "tf32",
+    ),
     *("on_nonfinite", "weight_decay", "early_stopping"),
 ]
 
 
 @pytest.mark.parametrize(
-    "path", [*(("training", name) for name in RESULT), ("merge", "dtype"), ("merge", "base"), ("launch", "env", "NVIDIA_TF32_OVERRIDE")]
+    "path",
+    [
+        *(("training", name) for name in RESULT),
+        ("merge", "dtype"),
+        ("merge", "base"),
+        ("launch", "env", "NVIDIA_TF32_OVERRIDE"),
+    ],
 )
 def test_key_that_changes_the_result_forbids_equal(path: KeyPath) -> None:
     assert changes_numbers(path)
@@ -77,11 +93,19 @@ COMPLETE = ("rows", "order", "rate", "eval_rows")
 
 
 def open_keys(
-    path: KeyPath, *, complete: tuple[str, ...] = COMPLETE, different: str = "", recipes: Any = ({}, {}), chosen: Any = ({}, {})
+    path: KeyPath,
+    *,
+    complete: tuple[str, ...] = COMPLETE,
+    different: str = "",
+    recipes: Any = ({}, {}),
+    chosen: Any = ({}, {}),
 ) -> list[KeyPath]:
     both = [ComparedStage(name, name, "different" if name == different else "equal") for name in STAGES]
     one, other = (
-        Observation({name: StageFacts() for name in DATA_STAGES}, {}, {}, {}, (), complete=complete, chosen=each) for each in chosen
+        Observation(
+            {name: StageFacts() for name in DATA_STAGES}, {}, {}, {}, (), complete=complete, chosen=each
+        )
+        for each in chosen
     )
     return unsettled_keys([path], recipes, both, (one, other), FileDigests(Path("none")))
 
@@ -89,8 +113,12 @@ def open_keys(
 CHOSEN = {"a.weight": {"weight_decay": 0.1}}
 
 
-@pytest.mark.parametrize("path", [("model", "freeze", 0), ("lora", "target_modules"), ("training", "parameter_groups")])
-def test_pattern_is_settled_if_it_chooses_the_same_parameters_of_the_model_in_its_own_size(path: KeyPath) -> None:
+@pytest.mark.parametrize(
+    "path", [("model", "freeze", 0), ("lora", "target_modules"), ("training", "parameter_groups")]
+)
+def test_pattern_is_settled_if_it_chooses_the_same_parameters_of_the_model_in_its_own_size(
+    path: KeyPath,
+) -> None:
     assert open_keys(path, chosen=(CHOSEN, CHOSEN)) == []
     assert open_keys(path, chosen=(CHOSEN, {"a.weight": {"weight_decay": 0.0}})) == [path]
     assert open_keys(path, chosen=({}, {})) == [path], "they were not computed"
@@ -105,14 +133,18 @@ def test_pattern_is_settled_if_it_chooses_the_same_parameters_of_the_model_in_it
         ({"optim": "adafactor"}, {}, False),
     ],
 )
-def test_optimizer_is_settled_if_both_compute_the_same_update(a: dict[str, str], b: dict[str, str], *, is_settled: bool) -> None:
+def test_optimizer_is_settled_if_both_compute_the_same_update(
+    a: dict[str, str], b: dict[str, str], *, is_settled: bool
+) -> None:
     path = ("training", "optim")
     assert open_keys(path, recipes=({"training": a}, {"training": b})) == ([] if is_settled else [path])
 
 
 def test_default_that_is_written_out_is_no_difference() -> None:
     a, b = {"training": {"weight_decay": 0.0, "adam_beta1": 0.9}}, {"training": {"adam_beta2": 0.95}}
-    assert list(different_paths(with_passed_defaults(a), with_passed_defaults(b))) == [("training", "adam_beta2")]
+    assert list(different_paths(with_passed_defaults(a), with_passed_defaults(b))) == [
+        ("training", "adam_beta2")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +164,9 @@ def test_key_is_settled_by_equal_stages_that_cover_the_run(path: KeyPath, needed
     assert open_keys(path, different=needed) == [path]
 
 
-@pytest.mark.parametrize("path", [WEIGHTS, ("training", "seed"), ("model", "dtype"), ("training", "load_best_model_at_end")])
+@pytest.mark.parametrize(
+    "path", [WEIGHTS, ("training", "seed"), ("model", "dtype"), ("training", "load_best_model_at_end")]
+)
 def test_two_steps_settle_no_key_that_changes_numbers(path: KeyPath) -> None:
     assert open_keys(path) == [path]
 
@@ -146,7 +180,10 @@ def test_other_path_of_the_same_bytes_is_settled(tmp_path: Path) -> None:
 
     def settled(path: KeyPath, *names: str) -> bool:
         paths = [str(tmp_path / name) for name in names]
-        recipes = tuple({"data": {"train": [{"path": f"{each}.jsonl"}]}, "model": {"name_or_path": each}} for each in paths)
+        recipes = tuple(
+            {"data": {"train": [{"path": f"{each}.jsonl"}]}, "model": {"name_or_path": each}}
+            for each in paths
+        )
         found = unsettled_keys([path], recipes, [], None, FileDigests(tmp_path / "cache"))  # type: ignore[arg-type]
         return not found
 

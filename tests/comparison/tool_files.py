@@ -1,4 +1,5 @@
-"""A tiny model with rows, the configuration of a trainer over them, and its comparison with the imported recipe."""
+"""A tiny model with rows, the configuration of a trainer over them, and its comparison with the imported
+recipe."""
 
 from __future__ import annotations
 
@@ -18,13 +19,27 @@ from fsdp_tune.jobs.served import CompareAnswer
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 TEMPLATE = (
-    "{% for message in messages %}{% if message['role'] == 'assistant' %}{{ '<|im_start|>assistant\\n' }}{% generation %}"
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}{{ "
+    "'<|im_start|>assistant\\n' }}{% generation %}"
     "{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}{% else %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{% endif "
+    "%}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-LLAMA = {"model_type": "llama", "vocab_size": 384, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4}
-LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": None, "dtype": "float32"}
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 384,
+    "hidden_size": 96,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+}
+LLAMA |= {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "dtype": "float32",
+}
 TRL: dict[str, Any] = {
     "model_name_or_path": "base",
     "datasets": [{"path": "json", "data_files": "chat.jsonl"}],
@@ -53,16 +68,28 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|stop|>"]})
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder / "base")
-    config = LLAMA | {"eos_token_id": fast.eos_token_id, "pad_token_id": fast.pad_token_id, "architectures": ["LlamaForCausalLM"]}
+    config = LLAMA | {
+        "eos_token_id": fast.eos_token_id,
+        "pad_token_id": fast.pad_token_id,
+        "architectures": ["LlamaForCausalLM"],
+    }
     (folder / "base" / "config.json").write_text(json.dumps(config))
     turns = [
-        [{"role": "user", "content": f"what is {n}?"}, {"role": "assistant", "content": "it is " + "very " * (n % 7) + f"{n}"}]
+        [
+            {"role": "user", "content": f"what is {n}?"},
+            {"role": "assistant", "content": "it is " + "very " * (n % 7) + f"{n}"},
+        ]
         for n in range(24)
     ]
-    (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": turn + turns[(n + 1) % 24]}) + "\n" for n, turn in enumerate(turns)))
+    (folder / "chat.jsonl").write_text(
+        "".join(json.dumps({"messages": turn + turns[(n + 1) % 24]}) + "\n" for n, turn in enumerate(turns))
+    )
     pairs = [{"prompt": turn[0]["content"] + " ", "completion": turn[1]["content"]} for turn in turns]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    stanford = [{"instruction": turn[0]["content"], "input": "x" * (n % 3), "output": turn[1]["content"]} for n, turn in enumerate(turns)]
+    stanford = [
+        {"instruction": turn[0]["content"], "input": "x" * (n % 3), "output": turn[1]["content"]}
+        for n, turn in enumerate(turns)
+    ]
     (folder / "alpaca.jsonl").write_text("".join(json.dumps(row) + "\n" for row in stanford))
     return folder
 
@@ -82,7 +109,12 @@ def here(child: Any, recipe: Recipe, until: str, inputs: Path | None = None) -> 
     """Compute a recipe in this process, in place of the child that does."""
     from fsdp_tune.comparison.observe import Side
 
-    request = {"recipe": recipe.model_dump(mode="json", by_alias=True), "until": until, "inputs": inputs, **child.settings}
+    request = {
+        "recipe": recipe.model_dump(mode="json", by_alias=True),
+        "until": until,
+        "inputs": inputs,
+        **child.settings,
+    }
     return Side(request).observe()
 
 
@@ -93,7 +125,9 @@ def written(files: Path, name: str, options: Mapping[str, Any] = TRL, **changes:
 
 
 def recipe_of(files: Path, options: Mapping[str, Any] = TRL, **changes: Any) -> str:
-    fsdp_tune.import_recipe(written(files, "plain", options, **changes), output="recipe.yaml", num_gpus=1, force=True)
+    fsdp_tune.import_recipe(
+        written(files, "plain", options, **changes), output="recipe.yaml", num_gpus=1, force=True
+    )
     return "recipe.yaml"
 
 

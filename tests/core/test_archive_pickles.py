@@ -1,4 +1,5 @@
-"""Pickles from checkpoints are read as data: nothing that they name is run, and none can exhaust memory or crash the process."""
+"""Pickles from checkpoints are read as data: nothing that they name is run, and none can exhaust memory or
+crash the process."""
 
 from __future__ import annotations
 
@@ -21,7 +22,11 @@ from fsdp_tune.core.tensors.archive import AllowedGlobal, Record, Refused, load
 from fsdp_tune.core.tensors.dcp_metadata import NAMES as METADATA_NAMES
 
 PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**200), 2**200) | st.floats(allow_nan=False) | st.text(max_size=300),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**200), 2**200)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=300),
     lambda inner: (
         st.lists(inner, max_size=5)
         | st.lists(inner, max_size=5).map(tuple)
@@ -73,7 +78,9 @@ HOSTILE = {
     "subprocess": opcode(name("subprocess", "Popen"), b")R"),
     "call of a record class": opcode(name("torch.distributed.checkpoint.metadata", "Metadata"), b")R"),
     "object of a function": opcode(name("torch", "Size"), b")\x81"),
-    "object with arguments": opcode(name("torch.distributed.checkpoint.metadata", "Metadata"), b"K\x01\x85\x81"),
+    "object with arguments": opcode(
+        name("torch.distributed.checkpoint.metadata", "Metadata"), b"K\x01\x85\x81"
+    ),
     "state of a class": opcode(name("torch.distributed.checkpoint.metadata", "Metadata"), b"}b"),
     "state twice": opcode(name("torch.distributed.checkpoint.metadata", "Metadata"), b")\x81}b}b"),
     "state of a list": opcode(b"]}b"),

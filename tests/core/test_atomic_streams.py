@@ -55,7 +55,13 @@ def test_standard_output_may_be_named(tmp_path: Path, name: str, kind: str) -> N
     before = os.lstat("/dev/stdout")
     with open(tmp_path / "out", "wb") as out:
         command = [sys.executable, "-c", WRITES, name]
-        done = subprocess.run(command, stdout=out if kind == "file" else subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(
+            command,
+            stdout=out if kind == "file" else subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
     assert done.returncode == 0, done.stderr
     assert (done.stdout if kind == "pipe" else (tmp_path / "out").read_text()) == "written"
     after = os.lstat("/dev/stdout")

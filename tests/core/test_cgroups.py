@@ -49,7 +49,9 @@ class Hierarchy:
         root, own = "/" + "/".join(self.groups[: self.shown_from]), "/" + "/".join(self.groups)
         if self.has_namespace:
             root, own = "/", "/" + "/".join(self.groups[self.shown_from :])
-        kind = f"cgroup2 cgroup2 rw{number}" if not self.controllers else f"cgroup cgroup rw,{self.controllers}"
+        kind = (
+            f"cgroup2 cgroup2 rw{number}" if not self.controllers else f"cgroup cgroup rw,{self.controllers}"
+        )
         line = f"3{number} 25 0:2{number} {root} {point} rw,relatime shared:9 - {kind}".replace(
             str(point), str(point).replace(" ", "\\040")
         )
@@ -70,13 +72,17 @@ def limits_of(version: int) -> Any:
             optional={
                 "memory.max": st.one_of(st.just("max"), memory.map(lambda gib: str(gib * GIB))),
                 "pids.max": st.one_of(st.just("max"), pids.map(str)),
-                "cpu.max": st.one_of(st.just("max 100000"), st.tuples(quota, period).map(lambda pair: f"{pair[0]} {pair[1]}")),
+                "cpu.max": st.one_of(
+                    st.just("max 100000"), st.tuples(quota, period).map(lambda pair: f"{pair[0]} {pair[1]}")
+                ),
             },
         )
     return st.fixed_dictionaries(
         {"cpu.cfs_period_us": period.map(str)},
         optional={
-            "memory.limit_in_bytes": st.one_of(st.just(str(UNLIMITED_V1)), memory.map(lambda gib: str(gib * GIB))),
+            "memory.limit_in_bytes": st.one_of(
+                st.just(str(UNLIMITED_V1)), memory.map(lambda gib: str(gib * GIB))
+            ),
             "pids.max": st.one_of(st.just("max"), pids.map(str)),
             "cpu.cfs_quota_us": st.one_of(st.just("-1"), quota.map(str)),
         },
@@ -85,14 +91,21 @@ def limits_of(version: int) -> Any:
 
 @st.composite
 def hierarchies(draw: st.DrawFn) -> list[Hierarchy]:
-    """Version 2 alone, version 1 in some order of its controllers, or hybrid: controllers of version 1 and an empty version 2."""
+    """Version 2 alone, version 1 in some order of its controllers, or hybrid: controllers of version 1 and an
+    empty version 2."""
     kind = draw(st.sampled_from(["v1", "v2", "hybrid"]))
-    of = {"v1": ["cpu,cpuacct", "memory", "pids", "name=systemd"], "v2": [""], "hybrid": ["memory", "pids", ""]}[kind]
+    of = {
+        "v1": ["cpu,cpuacct", "memory", "pids", "name=systemd"],
+        "v2": [""],
+        "hybrid": ["memory", "pids", ""],
+    }[kind]
     made: list[Hierarchy] = []
     for controllers in draw(st.permutations(of)):
         groups = [NAMES[index] for index in range(draw(st.integers(0, 3)))]
         limits = [draw(limits_of(1 if controllers else 2)) for _ in range(len(groups) + 1)]
-        made.append(Hierarchy(controllers, groups, limits, draw(st.integers(0, len(groups))), draw(st.booleans())))
+        made.append(
+            Hierarchy(controllers, groups, limits, draw(st.integers(0, len(groups))), draw(st.booleans()))
+        )
     return made
 
 
@@ -110,7 +123,9 @@ def expected(found: list[Hierarchy], controller: str, *, of: str) -> int | None:
                 quota_word, _, period = files.get("cpu.max", "max ").partition(" ")
                 values += [math.ceil(float(quota_word) / float(period))] if quota_word != "max" else []
             else:
-                text = files.get(of if not hierarchy.controllers or of != "memory.max" else "memory.limit_in_bytes", "max")
+                text = files.get(
+                    of if not hierarchy.controllers or of != "memory.max" else "memory.limit_in_bytes", "max"
+                )
                 values += [float(text)] if text not in ("max", str(UNLIMITED_V1)) else []
     return int(min(values)) if values else None
 
@@ -122,7 +137,9 @@ def value(limit: GroupLimit | None) -> int | None:
 def show(tree: Path, found: list[Hierarchy]) -> None:
     lines = [hierarchy.write(tree, number) for number, hierarchy in enumerate(found, 1)]
     (tree / "cgroup").write_text("".join(own + "\n" for own, _ in lines))
-    (tree / "mountinfo").write_text("22 1 8:1 / / rw - ext4 /dev/sda1 rw,cpu\n" + "".join(mount + "\n" for _, mount in lines))
+    (tree / "mountinfo").write_text(
+        "22 1 8:1 / / rw - ext4 /dev/sda1 rw,cpu\n" + "".join(mount + "\n" for _, mount in lines)
+    )
 
 
 def cores_64(_: int) -> set[int]:
@@ -153,7 +170,12 @@ def test_least_limit_of_all_visible_groups_holds(found: list[Hierarchy]) -> None
         ("0::/", "/", {"cpu.max": "5000 100000"}, 1),
         ("0::/", "/", {"cpu.max": ""}, None),
         ("0::/", "/", {"cpu.max": "100000 0"}, None),
-        ("0::/of/the/host", "/another", {"cpu.max": "200000 100000"}, 2),  # a container that sees its own group at the root
+        (
+            "0::/of/the/host",
+            "/another",
+            {"cpu.max": "200000 100000"},
+            2,
+        ),  # a container that sees its own group at the root
         ("0::/../../elsewhere", "/", {"cpu.max": "200000 100000", "../cpu.max": "100000 100000"}, 2),
         ("0::/it", "/..", {"cpu.max": "200000 100000"}, 2),
         ("", "/", {"cpu.max": "200000 100000"}, None),
@@ -161,7 +183,12 @@ def test_least_limit_of_all_visible_groups_holds(found: list[Hierarchy]) -> None
     ],
 )
 def test_odd_paths_and_files(
-    own: str, root: str, files: dict[str, str], cores: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own: str,
+    root: str,
+    files: dict[str, str],
+    cores: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     point = tmp_path / "outer" / "mount"
     point.mkdir(parents=True)
@@ -177,13 +204,23 @@ def test_odd_paths_and_files(
 @pytest.mark.parametrize(
     ("controllers", "files", "error", "named"),
     [
-        ("memory", {"memory.limit_in_bytes": str(GIB)}, MemoryError(), "memory.limit_in_bytes of the cgroup: 1.00 GiB"),
+        (
+            "memory",
+            {"memory.limit_in_bytes": str(GIB)},
+            MemoryError(),
+            "memory.limit_in_bytes of the cgroup: 1.00 GiB",
+        ),
         ("", {"memory.max": str(GIB)}, MemoryError(), "memory.max of the cgroup: 1.00 GiB"),
         ("pids", {"pids.max": "77"}, RuntimeError("can't start new thread"), "pids.max of the cgroup: 77"),
     ],
 )
 def test_error_names_the_limit_by_the_file_of_its_version(
-    controllers: str, files: dict[str, str], error: Exception, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    controllers: str,
+    files: dict[str, str],
+    error: Exception,
+    named: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     show(tmp_path, [Hierarchy(controllers, ["job"], [files, {}], 0, has_namespace=False)])
     monkeypatch.setattr(cgroups, "OWN_GROUPS", tmp_path / "cgroup")

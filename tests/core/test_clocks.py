@@ -46,7 +46,15 @@ def test_time_in_which_nothing_looked_at_the_clock_does_not_count(hands: Hands) 
 
 def test_a_moment_before_within_and_after_a_gap() -> None:
     clock = LivedClock(gaps=[Gap(200.0, 260.0), Gap(300.0, 400.0)])
-    moments = {150.0: 150.0, 200.0: 200.0, 230.0: 200.0, 260.0: 200.0, 280.0: 220.0, 350.0: 240.0, 410.0: 250.0}
+    moments = {
+        150.0: 150.0,
+        200.0: 200.0,
+        230.0: 200.0,
+        260.0: 200.0,
+        280.0: 220.0,
+        350.0: 240.0,
+        410.0: 250.0,
+    }
     assert {moment: clock.at(moment) for moment in moments} == moments
 
 
@@ -62,7 +70,9 @@ print(clocks.LIVED.now() - began, time.monotonic() - plain)
 
 
 def test_stopped_process_did_not_live() -> None:
-    child = subprocess.Popen([sys.executable, "-c", STOPPED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", STOPPED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert child.stdout is not None
     child.stdout.readline()
     os.kill(child.pid, signal.SIGSTOP)

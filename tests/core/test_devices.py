@@ -55,7 +55,9 @@ def test_machine_counts_only_visible_devices() -> None:
 
 
 @pytest.mark.usefixtures("four_gpus")
-@pytest.mark.parametrize(("visible", "hidden"), [("", True), ("7", True), ("1,1", True), ("3,9", False), (None, False)])
+@pytest.mark.parametrize(
+    ("visible", "hidden"), [("", True), ("7", True), ("1,1", True), ("3,9", False), (None, False)]
+)
 def test_variable_that_hides_all_gpus_is_named(visible: str | None, hidden: bool) -> None:
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert this_machine("auto", environment).hidden == (f"CUDA_VISIBLE_DEVICES={visible}" if hidden else None)
@@ -63,7 +65,8 @@ def test_variable_that_hides_all_gpus_is_named(visible: str | None, hidden: bool
 
 @pytest.fixture
 def amd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A CPU and three GPUs as AMD's driver lists them: a server GPU, one that the container may not use, and a partition."""
+    """A CPU and three GPUs as AMD's driver lists them: a server GPU, one that the container may not use, and
+    a partition."""
     monkeypatch.setattr(devices, "nvidia_devices", list)
     monkeypatch.setattr(devices, "AMD_NODES", tmp_path / "nodes")
     monkeypatch.setattr(devices, "DRM", tmp_path / "drm")
@@ -71,10 +74,14 @@ def amd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         folder = tmp_path / "nodes" / str(node)
         for name, heap, size in (("0", 1, 191 << 30), ("1", 4, 1 << 16)):
             (folder / "mem_banks" / name).mkdir(parents=True)
-            (folder / "mem_banks" / name / "properties").write_text(f"heap_type {heap}\nsize_in_bytes {size}\nflags 0\n")
+            (folder / "mem_banks" / name / "properties").write_text(
+                f"heap_type {heap}\nsize_in_bytes {size}\nflags 0\n"
+            )
         (folder / "gpu_id").write_text(f"{gpu_id}\n")
         unique_id = 0xC0FFEE if node == 1 else 0
-        (folder / "properties").write_text(f"simd_count 1216\ndrm_render_minor {127 + node}\nunique_id {unique_id}\n")
+        (folder / "properties").write_text(
+            f"simd_count 1216\ndrm_render_minor {127 + node}\nunique_id {unique_id}\n"
+        )
     (tmp_path / "drm" / "renderD128" / "device").mkdir(parents=True)
     (tmp_path / "drm" / "renderD128" / "device" / "product_name").write_text("AMD Instinct MI300X OAM\n")
     refused = tmp_path / "nodes" / "2" / "gpu_id"
@@ -95,9 +102,15 @@ def test_amd_gpus_have_the_names_and_memory_of_the_driver(amd: Path) -> None:
     assert visible_devices({}) == [named, partition]
     assert visible_devices({"HIP_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": "0"}) == [partition]
     assert visible_devices({"HIP_VISIBLE_DEVICES": "GPU-0000000000c0ffee"}) == [named]
-    assert only_visible({"HIP_VISIBLE_DEVICES": "1,0", "CUDA_VISIBLE_DEVICES": "0"}, slice(1, None)) == {"HIP_VISIBLE_DEVICES": "0"}
+    assert only_visible({"HIP_VISIBLE_DEVICES": "1,0", "CUDA_VISIBLE_DEVICES": "0"}, slice(1, None)) == {
+        "HIP_VISIBLE_DEVICES": "0"
+    }
     machine = this_machine("auto", {})
-    assert (machine.device, machine.device_count, machine.device_name) == ("cuda", 2, "AMD Instinct MI300X OAM")
+    assert (machine.device, machine.device_count, machine.device_name) == (
+        "cuda",
+        2,
+        "AMD Instinct MI300X OAM",
+    )
     hardware = detect(named.name)
     assert hardware is not None
     assert hardware.name == "MI300X"
@@ -133,7 +146,10 @@ def test_torch_confirms_detected_devices() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512bw avx512vl avx512dq\n", False),  # oneDNN takes bf16 here, and is slow
+        (
+            "processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512bw avx512vl avx512dq\n",
+            False,
+        ),  # oneDNN takes bf16 here, and is slow
         ("flags\t\t: fpu avx512f avx512_bf16\n", True),
         ("flags\t\t: fpu amx_tile amx_bf16\n", True),
         ("Features\t: fp asimd bf16 i8mm\n", True),
@@ -184,7 +200,9 @@ def test_driver_may_lack_any_function(lacking: str | None, monkeypatch: pytest.M
     monkeypatch.setattr(ctypes, "CDLL", lambda _name: library)
     found = this_machine("cuda" if lacking is None else "auto", {})
     devices.gpu_states({})
-    assert devices.nvidia_driver() == (None if lacking in ("nvmlInit_v2", "nvmlSystemGetDriverVersion") else "1.2")
+    assert devices.nvidia_driver() == (
+        None if lacking in ("nvmlInit_v2", "nvmlSystemGetDriverVersion") else "1.2"
+    )
     if lacking == "nvmlDeviceGetCudaComputeCapability":
         assert (found.device_name, found.capability) == ("H100", None)
     if lacking == "nvmlDeviceGetHandleByIndex_v2":
@@ -194,5 +212,9 @@ def test_driver_may_lack_any_function(lacking: str | None, monkeypatch: pytest.M
 def test_every_call_of_the_driver_is_made_by_one_class() -> None:
     """A name of NVML as an attribute would be a call that a missing function breaks."""
     package = Path(devices.__file__).parents[1]
-    direct = [str(path) for path in package.rglob("*.py") if re.search(r"\.nvml[A-Z]", path.read_text(encoding="utf-8"))]
+    direct = [
+        str(path)
+        for path in package.rglob("*.py")
+        if re.search(r"\.nvml[A-Z]", path.read_text(encoding="utf-8"))
+    ]
     assert direct == []

@@ -6,7 +6,10 @@ import pytest
 
 from fsdp_tune.core.gpu_failures import device_failure, device_fault
 
-HINTS = "\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect."
+HINTS = (
+    "\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace "
+    "below might be incorrect."
+)
 
 
 @pytest.mark.parametrize(
@@ -14,16 +17,29 @@ HINTS = "\nCUDA kernel errors might be asynchronously reported at some other API
     [
         ("CUDA error: unspecified launch failure" + HINTS, "unspecified launch failure", "dmesg"),
         ("HIP error: unspecified launch failure", "unspecified launch failure", "dmesg"),
-        ("CUDA error: uncorrectable ECC error encountered" + HINTS, "uncorrectable ECC error encountered", "dmesg"),
+        (
+            "CUDA error: uncorrectable ECC error encountered" + HINTS,
+            "uncorrectable ECC error encountered",
+            "dmesg",
+        ),
         (
             "NCCL error: unhandled cuda error\nLast error:\nCuda failure 719 'unspecified launch failure'",
             "unspecified launch failure",
             "dmesg",
         ),
-        ("CUDA error: device-side assert triggered" + HINTS, "device-side assert triggered", "CUDA_LAUNCH_BLOCKING"),
-        ("Memory access fault by GPU node-1 on address (nil).\n", "Memory access fault by GPU node-1 on address (nil).", "AMD_SERIALIZE"),
         (
-            "Caught AcceleratorError in pin memory thread\ntorch.AcceleratorError: CUDA error: misaligned address",
+            "CUDA error: device-side assert triggered" + HINTS,
+            "device-side assert triggered",
+            "CUDA_LAUNCH_BLOCKING",
+        ),
+        (
+            "Memory access fault by GPU node-1 on address (nil).\n",
+            "Memory access fault by GPU node-1 on address (nil).",
+            "AMD_SERIALIZE",
+        ),
+        (
+            "Caught AcceleratorError in pin memory thread\ntorch.AcceleratorError: CUDA error: "
+            "misaligned address",
             "misaligned address",
             "index",
         ),
@@ -43,7 +59,14 @@ def test_fault_is_found_and_has_its_remedy(text: str, fault: str, remedy: str) -
 
 
 @pytest.mark.parametrize(
-    "text", ["CUDA error: out of memory", "CUDA error: invalid device ordinal", "Cuda failure 1 'invalid argument'", "unknown error", ""]
+    "text",
+    [
+        "CUDA error: out of memory",
+        "CUDA error: invalid device ordinal",
+        "Cuda failure 1 'invalid argument'",
+        "unknown error",
+        "",
+    ],
 )
 def test_other_errors_leave_the_device_usable(text: str) -> None:
     assert device_fault(text) is None

@@ -13,11 +13,24 @@ from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from fsdp_tune.core import families
-from fsdp_tune.core.families import Fields, heads_by_layer, mean_heads, tie_setting, tied_candidates, widest_head
+from fsdp_tune.core.families import (
+    Fields,
+    heads_by_layer,
+    mean_heads,
+    tie_setting,
+    tied_candidates,
+    widest_head,
+)
 from fsdp_tune.migrate.tools import llama_factory, swift_templates
 
 MODELS = Path(transformers.__file__).parent / "models"
-GEMMA4 = {"model_type": "gemma4_text", "num_hidden_layers": 6, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+GEMMA4 = {
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 6,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +40,9 @@ def configurations() -> str:
 
 def test_every_name_of_a_number_is_a_field_of_some_configuration(configurations: str) -> None:
     tables = {name: value for name, value in vars(families).items() if isinstance(value, Fields)}
-    fields = set(re.findall(r"^    (\w+)\s*[:=]", configurations, re.MULTILINE)) | set(re.findall(r"\"(\w+)\"", configurations))
+    fields = set(re.findall(r"^    (\w+)\s*[:=]", configurations, re.MULTILINE)) | set(
+        re.findall(r"\"(\w+)\"", configurations)
+    )
     assert len(tables) > 10
     assert {name: unknown for name, table in tables.items() if (unknown := set(table.names) - fields)} == {}
 
@@ -38,10 +53,17 @@ def test_every_family_with_a_quirk_is_a_model_type() -> None:
 
 MEAN_SOMETHING_ELSE = {
     "cli/train_view.py": {"opt"},  # the optimizer
-    "data/format/templates.py": {"qwen3", "mistral", "gemma3", "phi3"},  # chat templates, whose names users write
+    "data/format/templates.py": {
+        "qwen3",
+        "mistral",
+        "gemma3",
+        "phi3",
+    },  # chat templates, whose names users write
     "merge/read/reader.py": {"opt"},  # an entry of a checkpoint's header: the optimizer
     "migrate/general.py": {"gemma3"},
-    "migrate/tools/llama_factory.py": {*(llama_factory.LINE_ENDS & CONFIG_MAPPING_NAMES.keys())},  # its templates
+    "migrate/tools/llama_factory.py": {
+        *(llama_factory.LINE_ENDS & CONFIG_MAPPING_NAMES.keys())
+    },  # its templates
     "migrate/tools/swift_templates.py": {*(swift_templates.LINE_ENDS & CONFIG_MAPPING_NAMES.keys())},
     "migrate/tools/torchtune.py": {"phi3", "qwen2"},  # its modules
     "planner/trace/recorder.py": {"clip"},  # a phase of a step: clipping
@@ -58,7 +80,9 @@ def literals(repository: Path) -> dict[str, set[str]]:
     for path in package.rglob("*.py"):
         if path != Path(families.__file__):
             nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-            texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+            texts = {
+                node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)
+            }
             found[str(path.relative_to(package))] = texts
     return found
 
@@ -78,7 +102,9 @@ def test_no_other_module_names_the_modules_of_experts(literals: dict[str, set[st
         for text in texts
         if any(part in text for part in parts) and " " not in text
     }
-    assert found - {("sections.py", "mscale"), ("sections.py", "mscale_all_dim")} == set(), "these two are keys of a recipe (YaRN)"
+    assert found - {("sections.py", "mscale"), ("sections.py", "mscale_all_dim")} == set(), (
+        "these two are keys of a recipe (YaRN)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -105,12 +131,21 @@ def test_names_of_experts(name: str, facts: tuple[bool, int | None, bool, bool])
 def test_number_is_read_from_a_file_and_from_an_object_under_the_names_of_the_family() -> None:
     config = AutoConfig.for_model("gpt2", n_layer=3, n_embd=48, n_head=6)
     for source in (config, config.to_dict()):
-        assert [table.of(source) for table in (families.LAYERS, families.HIDDEN_SIZE, families.HEADS)] == [3, 48, 6]
+        assert [table.of(source) for table in (families.LAYERS, families.HIDDEN_SIZE, families.HEADS)] == [
+            3,
+            48,
+            6,
+        ]
         assert families.EXPERTS.of(source) is None
 
 
 def test_experts_are_counted_by_the_first_name_and_dense_models_have_one() -> None:
-    assert families.expert_count({}) == families.expert_count({"num_experts": None}) == families.expert_count({"num_experts": 0}) == 1
+    assert (
+        families.expert_count({})
+        == families.expert_count({"num_experts": None})
+        == families.expert_count({"num_experts": 0})
+        == 1
+    )
     assert families.expert_count({"n_routed_experts": 8, "num_experts": None}) == 8
     assert families.expert_count({"num_experts": 4, "n_routed_experts": 8}) == 4
     assert families.is_router({"num_experts": 8}, 8)
@@ -120,23 +155,35 @@ def test_experts_are_counted_by_the_first_name_and_dense_models_have_one() -> No
 
 
 def families_with_experts() -> list[str]:
-    """Model types with a field or an alias for the number of experts, of those that are made without other configurations."""
+    """Model types with a field or an alias for the number of experts, of those that are made without other
+    configurations."""
     names = re.compile("|".join(rf"\b{name}\b" for name in families.EXPERTS.names))
-    files = [path for path in MODELS.glob("*/configuration_*.py") if names.search(path.read_text(encoding="utf-8"))]
+    files = [
+        path for path in MODELS.glob("*/configuration_*.py") if names.search(path.read_text(encoding="utf-8"))
+    ]
     return sorted(path.parent.name for path in files if path.parent.name in CONFIG_MAPPING_NAMES)
 
 
 def test_names_for_the_number_of_experts_agree_in_every_family() -> None:
-    """transformers keeps the number once, and other names are aliases: `expert_count` needs no rule for a family."""
+    """transformers keeps the number once, and other names are aliases: `expert_count` needs no rule for a
+    family."""
     found: dict[str, int] = {}
     for family in families_with_experts():
         config = AutoConfig.for_model(family).get_text_config()
-        given = {value for name in families.EXPERTS.names for value in (getattr(config, name, None), config.to_dict().get(name)) if value}
+        given = {
+            value
+            for name in families.EXPERTS.names
+            for value in (getattr(config, name, None), config.to_dict().get(name))
+            if value
+        }
         assert len(given) <= 1, family
         found[family] = families.expert_count(config)
         assert found[family] == families.expert_count(config.to_dict()) == max(given, default=1), family
     assert len(found) > 30
-    assert {name: found[name] for name in ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss", "ernie4_5_moe")} == {
+    assert {
+        name: found[name]
+        for name in ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss", "ernie4_5_moe")
+    } == {
         "mixtral": 8,
         "qwen2_moe": 60,
         "qwen3_moe": 128,
@@ -148,7 +195,10 @@ def test_names_for_the_number_of_experts_agree_in_every_family() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "widest", "mean"),
-    [({}, 512, (4, 299)), ({"head_dim": 16, "global_head_dim": 16}, 16, (4, 16))],  # five layers of 256, one of 512
+    [
+        ({}, 512, (4, 299)),
+        ({"head_dim": 16, "global_head_dim": 16}, 16, (4, 16)),
+    ],  # five layers of 256, one of 512
     ids=["published", "narrow"],
 )
 def test_heads_of_layers_that_differ(fields: dict[str, Any], widest: int, mean: tuple[int, int]) -> None:
@@ -185,12 +235,20 @@ def test_heads_and_embeddings_of_all_causal_models_are_known():
     unknown = set()
     for name, pairs in classes.items():
         for head, embedding in pairs.items():
-            if head.endswith(".weight") and tied_candidates(dict.fromkeys((head, embedding), (100, 8))) != {head: embedding}:
+            if head.endswith(".weight") and tied_candidates(dict.fromkeys((head, embedding), (100, 8))) != {
+                head: embedding
+            }:
                 unknown.add(name)
-    # ProphetNet ties two embeddings and Blt an embedding to the head: both copies are written, which loads as well.
+    # ProphetNet ties two embeddings and Blt an embedding to the head: both copies are written, which loads as
+    # well.
     assert unknown <= {"ProphetNetForCausalLM", "BltForCausalLM"}
 
 
 def test_similarly_named_layers_are_not_paired():
-    names = ["model.embed_tokens.weight", "lm_head.weight", "model.layers.0.mlp.down_proj.weight", "model.layers.0.self_attn.o_proj.weight"]
+    names = [
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+        "model.layers.0.mlp.down_proj.weight",
+        "model.layers.0.self_attn.o_proj.weight",
+    ]
     assert tied_candidates(dict.fromkeys(names, (8, 8))) == {"lm_head.weight": "model.embed_tokens.weight"}

@@ -17,7 +17,12 @@ from transformers import AutoModelForCausalLM
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.tensors import file_formats
-from fsdp_tune.core.tensors.file_formats import CONFIG_FILE, INITIALISATIONS, KNOWN_FIELDS, unknown_field_notices
+from fsdp_tune.core.tensors.file_formats import (
+    CONFIG_FILE,
+    INITIALISATIONS,
+    KNOWN_FIELDS,
+    unknown_field_notices,
+)
 from fsdp_tune.merge.merging import merge_checkpoint
 from fsdp_tune.merge.source import MergeOptions
 from fsdp_tune.model.loading.construct import build_empty
@@ -27,9 +32,18 @@ from tests.parity.architectures import make_model
 
 
 def test_every_field_of_peft_is_in_one_list() -> None:
-    lists = (file_formats._OTHER_ARITHMETIC, file_formats._OTHER_TRAINING, file_formats._READ, file_formats._UNUSED)
-    assert [name for name, count in Counter(name for names in lists for name in names).items() if count > 1] == []
-    assert {field.name for field in dataclasses.fields(LoraConfig)} - KNOWN_FIELDS == set(), f"new in PEFT {peft.__version__}"
+    lists = (
+        file_formats._OTHER_ARITHMETIC,
+        file_formats._OTHER_TRAINING,
+        file_formats._READ,
+        file_formats._UNUSED,
+    )
+    assert [
+        name for name, count in Counter(name for names in lists for name in names).items() if count > 1
+    ] == []
+    assert {field.name for field in dataclasses.fields(LoraConfig)} - KNOWN_FIELDS == set(), (
+        f"new in PEFT {peft.__version__}"
+    )
 
 
 def test_every_initialisation_of_peft_is_known() -> None:
@@ -54,7 +68,9 @@ TRAINED_OTHERWISE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Adapter 'default'")  # PEFT takes `lora_B.bias` for a part of a sharded tensor
+@pytest.mark.filterwarnings(
+    "ignore:Adapter 'default'"
+)  # PEFT takes `lora_B.bias` for a part of a sharded tensor
 @pytest.mark.parametrize("what", TRAINED_OTHERWISE)
 def test_adapter_that_is_trained_otherwise_is_merged_and_not_continued(what: str, tmp_path: Path) -> None:
     base, adapter = make_model("gpt2", tmp_path / "base"), tmp_path / "adapter"
@@ -63,13 +79,17 @@ def test_adapter_that_is_trained_otherwise_is_merged_and_not_continued(what: str
         base, targets = make_model("llama", tmp_path / "llama"), ["q_proj"]
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     is_transposed = targets == ["c_attn"]
-    config = LoraConfig(r=2, lora_alpha=4, target_modules=targets, fan_in_fan_out=is_transposed, **TRAINED_OTHERWISE[what])
+    config = LoraConfig(
+        r=2, lora_alpha=4, target_modules=targets, fan_in_fan_out=is_transposed, **TRAINED_OTHERWISE[what]
+    )
     adapted = get_peft_model(model, config)
     for name, parameter in adapted.named_parameters():
         if ".lora_" in name:
             torch.nn.init.normal_(parameter, std=0.2)
     adapted.save_pretrained(adapter)
-    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)
+    adapted = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter
+    )
     merge_checkpoint(adapter, MergeOptions(output=tmp_path / "merged", dtype="fp32"))
     ids = torch.arange(20)[None]
     with torch.no_grad():

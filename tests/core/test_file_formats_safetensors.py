@@ -16,12 +16,15 @@ def test_written_header_is_read_by_us_and_by_the_library(alignment_bytes: int, t
     read = lambda at, count: data[at : at + count]  # noqa: E731
     offsets = (0, 24, 24)
     expected = [
-        HeaderEntry(name, dtype, shape, len(start) + at, size) for (name, dtype, shape, size), at in zip(TENSORS, offsets, strict=True)
+        HeaderEntry(name, dtype, shape, len(start) + at, size)
+        for (name, dtype, shape, size), at in zip(TENSORS, offsets, strict=True)
     ]
-    assert sorted(read_header(read, len(data), {"F32": 4, "BF16": 2, "I64": 8}), key=lambda entry: entry.name) == sorted(
-        expected, key=lambda entry: entry.name
-    )
+    assert sorted(
+        read_header(read, len(data), {"F32": 4, "BF16": 2, "I64": 8}), key=lambda entry: entry.name
+    ) == sorted(expected, key=lambda entry: entry.name)
     assert read_user_metadata(read, len(data)) == {"format": "pt"}
     (tmp_path / "file.safetensors").write_bytes(data)
     with safe_open(tmp_path / "file.safetensors", framework="numpy") as file:
-        assert {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()} == {name: shape for name, _, shape, _ in TENSORS}  # noqa: SIM118
+        assert {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()} == {  # noqa: SIM118
+            name: shape for name, _, shape, _ in TENSORS
+        }

@@ -10,7 +10,14 @@ import pytest
 
 from fsdp_tune.core import files
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.core.files import UnsuitableFileError, folders_in, lines_of, open_regular, read_end_of_log, read_regular
+from fsdp_tune.core.files import (
+    UnsuitableFileError,
+    folders_in,
+    lines_of,
+    open_regular,
+    read_end_of_log,
+    read_regular,
+)
 from tests.time_limit import limited
 
 
@@ -21,7 +28,12 @@ def unsuitable(folder: Path) -> dict[str, Path]:
     (folder / "inside").mkdir()
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind(str(folder / "s"))
-    return {"a FIFO": folder / "fifo", "a device": folder / "link", "a directory": folder / "inside", "a socket": folder / "s"}
+    return {
+        "a FIFO": folder / "fifo",
+        "a device": folder / "link",
+        "a directory": folder / "inside",
+        "a socket": folder / "s",
+    }
 
 
 def test_only_regular_files_are_opened(tmp_path: Path) -> None:
@@ -34,7 +46,9 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
             assert problem.hint is not None
 
 
-def test_end_of_a_log_is_read_from_where_a_launch_began_and_no_more_than_its_last_part(tmp_path: Path) -> None:
+def test_end_of_a_log_is_read_from_where_a_launch_began_and_no_more_than_its_last_part(
+    tmp_path: Path,
+) -> None:
     log = tmp_path / "launcher.log"
     log.write_text("of an earlier launch\nof this launch\n")
     assert read_end_of_log(log, log.read_text().index("of this")) == "of this launch\n"
@@ -66,26 +80,36 @@ def test_file_above_the_limit_is_refused_by_path_and_size(tmp_path: Path) -> Non
     path = tmp_path / "metrics.jsonl"
     with open(path, "wb") as file:
         file.truncate(40_000_000_000)
-    with pytest.raises(UnsuitableFileError, match=r"metrics\.jsonl: has 37\.25 GiB, and at most 1\.00 KiB are read") as caught:
+    with pytest.raises(
+        UnsuitableFileError, match=r"metrics\.jsonl: has 37\.25 GiB, and at most 1\.00 KiB are read"
+    ) as caught:
         read_regular(path, most_bytes=1024)
     assert "tail -n" in str(caught.value.problems[0].hint)
     path.write_bytes(b"12345")
     assert read_regular(path, most_bytes=5) == b"12345"
 
 
-def test_lines_are_those_with_the_marker_whatever_the_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_those_with_the_marker_whatever_the_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "lines"
-    lines = [b"%d %s" % (number, b"eval" if number % 7 == 0 else b"x" * (number % 11)) for number in range(100)]
+    lines = [
+        b"%d %s" % (number, b"eval" if number % 7 == 0 else b"x" * (number % 11)) for number in range(100)
+    ]
     path.write_bytes(b"\n".join(lines))
     wanted = [line for line in lines if b"eval" in line]
     for piece in (1, 3, 17, 1000, 10_000):
         monkeypatch.setattr(files, "PIECE_BYTES", piece)
         assert list(lines_of(path, marker=b"eval")) == wanted
         assert list(lines_of(path)) == lines
-        assert list(lines_of(path, last_bytes=60)) == [line for at, line in enumerate(lines) if len(b"\n".join(lines[at:])) <= 60]
+        assert list(lines_of(path, last_bytes=60)) == [
+            line for at, line in enumerate(lines) if len(b"\n".join(lines[at:])) <= 60
+        ]
 
 
-def test_line_without_end_is_left_out_above_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_without_end_is_left_out_above_its_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(files, "PIECE_BYTES", 10)
     monkeypatch.setattr(files, "LINE_BYTES", 50)
     path = tmp_path / "lines"
@@ -93,11 +117,15 @@ def test_line_without_end_is_left_out_above_its_limit(tmp_path: Path, monkeypatc
     assert list(lines_of(path)) == [b"one", b"two"]
 
 
-def test_folders_of_a_directory_that_holds_closed_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_of_a_directory_that_holds_closed_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "b" / "inner").mkdir(parents=True)
     (tmp_path / "a").mkdir()
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("a")
     assert folders_in(tmp_path) == [tmp_path / "a", tmp_path / "b", tmp_path / "link"]
-    monkeypatch.setattr(os, "scandir", lambda _: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
+    monkeypatch.setattr(
+        os, "scandir", lambda _: (_ for _ in ()).throw(PermissionError(13, "Permission denied"))
+    )
     assert folders_in(tmp_path) == []

@@ -19,7 +19,8 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": SIZE, "zero_point": True,
 
 
 def packed(values: torch.Tensor, bits: int, order: tuple[int, ...] = tuple(range(16))) -> torch.Tensor:
-    """Pack rows of integers into words, one value after the other: value i of a word in the bits from bits * order[i] on."""
+    """Pack rows of integers into words, one value after the other: value i of a word in the bits from bits *
+    order[i] on."""
     rows: list[list[int]] = []
     for row in values.tolist():
         words = [row[at : at + 32 // bits] for at in range(0, len(row), 32 // bits)]
@@ -28,14 +29,23 @@ def packed(values: torch.Tensor, bits: int, order: tuple[int, ...] = tuple(range
     return torch.tensor(rows, dtype=torch.int32)
 
 
-def made(bits: int, dtype: torch.dtype, zeros_from: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+def made(
+    bits: int, dtype: torch.dtype, zeros_from: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
     """Return codes [in, out], zero points and scales [groups, out], and the number of groups."""
     groups = IN // SIZE
     codes = torch.randint(0, 1 << bits, (IN, OUT))
-    return codes, torch.randint(zeros_from, 1 << bits, (groups, OUT)), torch.rand(groups, OUT).to(dtype), groups
+    return (
+        codes,
+        torch.randint(zeros_from, 1 << bits, (groups, OUT)),
+        torch.rand(groups, OUT).to(dtype),
+        groups,
+    )
 
 
-def gptq(codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, index: torch.Tensor | None, bits: int) -> Tensors:
+def gptq(
+    codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, index: torch.Tensor | None, bits: int
+) -> Tensors:
     parts = {"qweight": packed(codes.T, bits).T.contiguous(), "qzeros": packed(zeros, bits), "scales": scales}
     parts |= {} if index is None else {"g_idx": index.int()}
     return {W + part: value for part, value in parts.items()}
@@ -43,10 +53,12 @@ def gptq(codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, index: 
 
 @pytest.mark.parametrize("order", ["consecutive", "without g_idx", "by activation"])
 @pytest.mark.parametrize(
-    ("bits", "form", "dtype"), [(4, "gptq", torch.float16), (8, "gptq", torch.bfloat16), (2, "gptq_v2", torch.float16)]
+    ("bits", "form", "dtype"),
+    [(4, "gptq", torch.float16), (8, "gptq", torch.bfloat16), (2, "gptq_v2", torch.float16)],
 )
 def test_gptq_is_that_of_gptqmodel(bits: int, form: str, dtype: torch.dtype, order: str) -> None:
-    """`TorchQuantLinear.dequantize_weight`: scales[g_idx] * (weight - zeros[g_idx]), in the type of the scales; [in, out]."""
+    """`TorchQuantLinear.dequantize_weight`: scales[g_idx] * (weight - zeros[g_idx]), in the type of the
+    scales; [in, out]."""
     codes, zeros, scales, groups = made(bits, dtype, zeros_from=1 if form == "gptq" else 0)
     index = torch.randperm(IN) % groups if order == "by activation" else torch.arange(IN) // SIZE
     stored = zeros - 1 if form == "gptq" else zeros
@@ -54,12 +66,16 @@ def test_gptq_is_that_of_gptqmodel(bits: int, form: str, dtype: torch.dtype, ord
     wanted = (scales[index] * (codes - zeros[index])).T
     assert wanted.dtype == dtype
     assert torch.equal(
-        whole(tensors, GPTQ | {"bits": bits, "checkpoint_format": form, "desc_act": order == "by activation"}), wanted.float()
+        whole(
+            tensors, GPTQ | {"bits": bits, "checkpoint_format": form, "desc_act": order == "by activation"}
+        ),
+        wanted.float(),
     )
 
 
 def test_gptq_restores_zero_points_that_gptqmodel_borrowed_between_values() -> None:
-    """Its first format subtracts 0x11111111 from each word, and a zero point of 0 borrows from the value next to it."""
+    """Its first format subtracts 0x11111111 from each word, and a zero point of 0 borrows from the value next
+    to it."""
     codes, zeros, scales, _ = made(4, torch.float16, zeros_from=0)
     zeros[0, :3] = 0
     tensors = gptq(codes, zeros, scales, torch.arange(IN) // SIZE, 4)
@@ -70,7 +86,8 @@ def test_gptq_restores_zero_points_that_gptqmodel_borrowed_between_values() -> N
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_awq_is_that_of_autoawq(dtype: torch.dtype) -> None:
-    """`WQLinear_GEMM` packs outputs 0, 2, 4, 6, 1, 3, 5, 7 from the lowest bits on; `dequantize_gemm`: (weight - zeros) * scales."""
+    """`WQLinear_GEMM` packs outputs 0, 2, 4, 6, 1, 3, 5, 7 from the lowest bits on; `dequantize_gemm`:
+    (weight - zeros) * scales."""
     codes, zeros, scales, _ = made(4, dtype, zeros_from=0)
     positions = (0, 4, 1, 5, 2, 6, 3, 7)
     parts = {"qweight": packed(codes, 4, positions), "qzeros": packed(zeros, 4, positions), "scales": scales}
@@ -84,7 +101,9 @@ def layer(method: str, **changed: torch.Tensor | None) -> Tensors:
     if method == "awq":
         tensors = {W + "qweight": packed(codes, 4), W + "qzeros": packed(zeros, 4), W + "scales": scales}
     tensors |= {W + name: value for name, value in changed.items() if value is not None}
-    return {name: value for name, value in tensors.items() if changed.get(name.removeprefix(W), value) is not None}
+    return {
+        name: value for name, value in tensors.items() if changed.get(name.removeprefix(W), value) is not None
+    }
 
 
 I32 = torch.int32
@@ -95,7 +114,11 @@ I32 = torch.int32
     [
         ("gptq", {"qzeros": None}, "qweight"),
         ("gptq", {"scales": None}, "qweight"),
-        ("gptq", {"qweight": torch.zeros(9, 32, dtype=I32), "qzeros": torch.zeros(3, 3, dtype=I32)}, "qweight"),  # 3 bits
+        (
+            "gptq",
+            {"qweight": torch.zeros(9, 32, dtype=I32), "qzeros": torch.zeros(3, 3, dtype=I32)},
+            "qweight",
+        ),  # 3 bits
         ("gptq", {"g_idx": torch.zeros(95, dtype=I32)}, "qweight"),
         ("gptq", {"qweight": torch.zeros(12, 40, dtype=I32)}, "qweight"),
         ("gptq", {"qzeros": torch.zeros(2, 4, dtype=I32)}, "qweight"),
@@ -105,7 +128,9 @@ I32 = torch.int32
         ("awq", {"act.scales": torch.zeros(32)}, "act.scales"),
     ],
 )
-def test_layers_that_no_rule_reads_are_named(method: str, changed: dict[str, torch.Tensor | None], named: str) -> None:
+def test_layers_that_no_rule_reads_are_named(
+    method: str, changed: dict[str, torch.Tensor | None], named: str
+) -> None:
     found = find_encodings(types_of(layer(method)), GPTQ if method == "gptq" else AWQ)
     assert (found.weights.keys(), found.unread) == ({W + "weight"}, ())
     assert found.weights[W + "weight"].shape == (OUT, IN)
@@ -135,14 +160,22 @@ def test_g_idx_without_scales_for_its_groups_is_refused_by_name(wrong: int) -> N
 def test_time_to_find_layers_is_proportional_to_their_number() -> None:
     """A mixture of experts has 36,000 layers and more; a search in a list of them took 10 s."""
     types = types_of(layer("awq"))
-    many = {name.replace("layers.0", f"layers.{number}"): stored for number in range(20_000) for name, stored in types.items()}
+    many = {
+        name.replace("layers.0", f"layers.{number}"): stored
+        for number in range(20_000)
+        for name, stored in types.items()
+    }
     started = time.process_time()
     assert len(find_encodings(many, AWQ).weights) == 20_000
     assert time.process_time() - started < 2
 
 
 def test_groups_without_g_idx_end_where_the_settings_say() -> None:
-    codes, zeros, scales = torch.randint(0, 16, (80, 8)), torch.randint(1, 16, (3, 8)), torch.rand(3, 8).half()
+    codes, zeros, scales = (
+        torch.randint(0, 16, (80, 8)),
+        torch.randint(1, 16, (3, 8)),
+        torch.rand(3, 8).half(),
+    )
     index = torch.arange(80) // 32
     tensors = gptq(codes, zeros - 1, scales, None, 4)
     assert torch.equal(whole(tensors, GPTQ), (scales[index] * (codes - zeros[index])).T.float())

@@ -38,7 +38,9 @@ def test_table_has_every_promised_gpu_and_each_has_its_source() -> None:
     assert [name for name, gpu in table.items() if not gpu.source or not gpu.device_names] == []
 
 
-@pytest.mark.parametrize("spelling", ["a100-40gb", "A100 40GB", "a10040gb", "A100_40gb", "NVIDIA A100-SXM4-40GB"])
+@pytest.mark.parametrize(
+    "spelling", ["a100-40gb", "A100 40GB", "a10040gb", "A100_40gb", "NVIDIA A100-SXM4-40GB"]
+)
 def test_gpu_names_ignore_case_spaces_and_hyphens(spelling: str) -> None:
     assert find_hardware(spelling).name == "A100-40GB"
 
@@ -82,7 +84,12 @@ def test_machines_own_gpu_is_found_by_its_full_name(driver: str | None, name: st
 
 
 def test_compute_capability_is_that_of_torch_and_decides_bf16_and_fp8() -> None:
-    assert [find_hardware(name).capability for name in ("T4", "L40S", "B200", "MI300X")] == [(7, 5), (8, 9), (10, 0), None]
+    assert [find_hardware(name).capability for name in ("T4", "L40S", "B200", "MI300X")] == [
+        (7, 5),
+        (8, 9),
+        (10, 0),
+        None,
+    ]
     for gpu in known_hardware().values():
         if gpu.capability is not None:
             assert (gpu.capability >= OLDEST_BF16_GPU) == (gpu.bf16_tflops is not None), gpu.name
@@ -102,7 +109,9 @@ def test_no_peak_is_above_its_neighbour_of_half_the_width() -> None:
     for gpu in known_hardware().values():
         for wide, narrow in (("tf32_tflops", "bf16_tflops"), ("bf16_tflops", "fp8_tflops")):
             low, high = getattr(gpu, wide), getattr(gpu, narrow)
-            assert low is None or high is None or high == pytest.approx(2 * low, rel=0.03), f"{gpu.name} {wide} {narrow}"
+            assert low is None or high is None or high == pytest.approx(2 * low, rel=0.03), (
+                f"{gpu.name} {wide} {narrow}"
+            )
 
 
 def test_usable_memory_is_at_most_that_of_the_name() -> None:

@@ -8,7 +8,9 @@ from fsdp_tune.core.gpus import ModelDimensions, attended_length, flops_per_toke
 
 
 def test_mfu_follows_palm_formula() -> None:
-    model = ModelDimensions(active_parameters=7_000_000_000, trained_parameters=7_000_000_000, layers=32, heads=32, head_dim=128)
+    model = ModelDimensions(
+        active_parameters=7_000_000_000, trained_parameters=7_000_000_000, layers=32, heads=32, head_dim=128
+    )
     assert flops_per_token(model, 4096) == 6 * 7e9 + 12 * 32 * 32 * 128 * 4096
     frozen = replace(model, trained_parameters=1_000_000_000)
     assert flops_per_token(frozen, 4096) == (4 * 6e9 + 6 * 1e9) + 12 * 32 * 32 * 128 * 4096

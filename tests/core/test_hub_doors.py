@@ -17,7 +17,10 @@ from fsdp_tune.merge.companions import fetch_model
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 DOORS: dict[str, tuple[Callable[[str], object], str]] = {
-    "tokenizer": (lambda name: open_tokenizer(Recipe.model_validate({"model": {"tokenizer": name}})), "model.tokenizer"),
+    "tokenizer": (
+        lambda name: open_tokenizer(Recipe.model_validate({"model": {"tokenizer": name}})),
+        "model.tokenizer",
+    ),
     "template": (templates.resolve_template, "data.chat_template"),
     "model": (lambda name: hub.download_model(name, "main"), "model.name_or_path"),
     "base": (fetch_model, "--base"),
@@ -35,7 +38,10 @@ def asked(door: str, name: str) -> Problem:
 def test_unreachable_hub_error_names_resource_and_alternatives(door: str) -> None:
     problem = asked(door, "org/not-here")
     assert problem.code == "hub-unreachable"
-    assert "`org/not-here` is not in the local cache, and HF_HUB_OFFLINE keeps this command off" in problem.message
+    assert (
+        "`org/not-here` is not in the local cache, and HF_HUB_OFFLINE keeps this command off"
+        in problem.message
+    )
     assert problem.ways_out[0] == f"give a local path in `{DOORS[door][1]}`"
     assert "`hf download org/not-here`" in problem.ways_out[1]
     assert "unset HF_HUB_OFFLINE" in problem.ways_out[2]
@@ -47,7 +53,9 @@ def test_offline_error_does_not_mention_unset_variables(door: str, monkeypatch: 
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     hub.hub_is_reachable.cache_clear()
-    monkeypatch.setattr(hub.socket, "create_connection", lambda *_, **__: (_ for _ in ()).throw(OSError("no route")))
+    monkeypatch.setattr(
+        hub.socket, "create_connection", lambda *_, **__: (_ for _ in ()).throw(OSError("no route"))
+    )
     try:
         problem = asked(door, "org/not-here")
     finally:

@@ -21,7 +21,10 @@ class PanicException(BaseException):
 PROCESSES = "no further process or thread can be started (`ulimit -u`: "
 MEMORY = "the system has no memory left for this command (`ulimit -v`: "
 FILES = "no further file or connection can be opened (`ulimit -n`: "
-UNWRAPPED = 'called `Result::unwrap()` on an `Err` value: Os { code: 11, message: "Resource temporarily unavailable" }'
+UNWRAPPED = (
+    'called `Result::unwrap()` on an `Err` value: Os { code: 11, message: "Resource temporarily '
+    'unavailable" }'
+)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +50,11 @@ def test_limit_is_named_with_its_value(error: BaseException, message: str) -> No
 
 @pytest.mark.parametrize(
     "error",
-    [ValueError("x"), OSError(errno.ENOSPC, "No space left on device", "/x"), OSError(errno.ENOMEM, "Cannot allocate memory", "/x")],
+    [
+        ValueError("x"),
+        OSError(errno.ENOSPC, "No space left on device", "/x"),
+        OSError(errno.ENOMEM, "Cannot allocate memory", "/x"),
+    ],
 )
 def test_any_other_error_is_left_to_others(error: BaseException) -> None:
     assert limit_problem(error) is None

@@ -57,7 +57,9 @@ def test_failed_block_ends_no_child_of_another_thread() -> None:
     started, other_failed = threading.Event(), threading.Event()
 
     def inspect() -> int:
-        child = children.start((sys.executable, "-c", "import sys; sys.stdin.read()"), os.environ, stdin=subprocess.PIPE)
+        child = children.start(
+            (sys.executable, "-c", "import sys; sys.stdin.read()"), os.environ, stdin=subprocess.PIPE
+        )
         started.set()
         assert other_failed.wait(30)
         child.communicate("", timeout=30)
@@ -89,7 +91,9 @@ def test_failed_block_ends_no_child_of_another_thread() -> None:
 
 @pytest.mark.slow
 @pytest.mark.e2e
-def test_no_child_writes_compiled_code_to_the_directory_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_child_writes_compiled_code_to_the_directory_for_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another user can create TMPDIR/torchinductor_USER first, and Inductor executes what it finds there."""
     import torch._inductor.config
 
@@ -101,7 +105,11 @@ def test_no_child_writes_compiled_code_to_the_directory_for_temporary_files(tmp_
         torch._inductor.config
     ):  # torch 2.11: only `compile_layers` sets it
         code = f"import torch._inductor.config as c; c.cpp_cache_precompile_headers = False; {code}"
-    environment = {**os.environ, "TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(temporary / "torchinductor_inherited")}
+    environment = {
+        **os.environ,
+        "TMPDIR": str(temporary),
+        "TORCHINDUCTOR_CACHE_DIR": str(temporary / "torchinductor_inherited"),
+    }
     child = children.start((sys.executable, "-c", code), environment, stdout=subprocess.PIPE)
     assert child.communicate(timeout=300)[0].strip() == "torch.Size([8])"
     children.end(child)
@@ -112,19 +120,32 @@ def test_no_child_writes_compiled_code_to_the_directory_for_temporary_files(tmp_
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
 @pytest.mark.parametrize("is_alive", [True, False])
 def test_rank_whose_launcher_died_before_its_first_line_ends(is_alive: bool) -> None:
-    with subprocess.Popen(SLEEP if not is_alive else ["true"]) as other:  # a process that is not above the rank, and is not reused
+    with subprocess.Popen(
+        SLEEP if not is_alive else ["true"]
+    ) as other:  # a process that is not above the rank, and is not reused
         launcher = os.getpid() if is_alive else other.pid
-        code = "from fsdp_tune.core.parent_death import die_with_launcher\ndie_with_launcher()\nprint('lives')"
+        code = (
+            "from fsdp_tune.core.parent_death import die_with_launcher\ndie_with_launcher()\nprint('lives')"
+        )
         done = subprocess.run(
-            [sys.executable, "-c", code], env={**os.environ, LAUNCHER_PID: str(launcher)}, capture_output=True, text=True, check=False
+            [sys.executable, "-c", code],
+            env={**os.environ, LAUNCHER_PID: str(launcher)},
+            capture_output=True,
+            text=True,
+            check=False,
         )
         other.kill()
     assert (done.returncode, done.stdout) == ((0, "lives\n") if is_alive else (-signal.SIGKILL, ""))
 
 
 def test_command_that_ends_with_its_parent_names_itself_to_its_children() -> None:
-    code = f"import os, subprocess; print(os.getpid()); subprocess.run(['printenv', '{LAUNCHER_PID}'], check=True)"
-    done = subprocess.run(ends_with_parent([sys.executable, "-uc", code]), capture_output=True, text=True, check=True)
+    code = (
+        f"import os, subprocess; print(os.getpid()); subprocess.run(['printenv', '{LAUNCHER_PID}'], "
+        "check=True)"
+    )
+    done = subprocess.run(
+        ends_with_parent([sys.executable, "-uc", code]), capture_output=True, text=True, check=True
+    )
     own, told = done.stdout.split()
     assert own == told
 
@@ -132,7 +153,8 @@ def test_command_that_ends_with_its_parent_names_itself_to_its_children() -> Non
 SQUARES = (
     sys.executable,
     "-c",
-    "import json, sys\nfor line in sys.stdin: print(json.dumps({'square': int(line) ** 2}), flush=True)\nsys.exit('no more')",
+    "import json, sys\nfor line in sys.stdin: print(json.dumps({'square': int(line) ** 2}), "
+    "flush=True)\nsys.exit('no more')",
 )
 
 
@@ -146,7 +168,9 @@ def test_json_child_answers_lines_until_its_input_ends() -> None:
 
 
 def test_json_child_that_has_ended_takes_requests_and_has_a_failure() -> None:
-    with children.JsonChild((sys.executable, "-c", "import sys; sys.stderr.buffer.write(b'lost \\xff')"), os.environ) as child:
+    with children.JsonChild(
+        (sys.executable, "-c", "import sys; sys.stderr.buffer.write(b'lost \\xff')"), os.environ
+    ) as child:
         child.wait()
         child.send("3")
         assert child.receive() is None
@@ -172,11 +196,12 @@ import os, signal, subprocess, sys
 from fsdp_tune.core.processes import reset_inherited
 reset_inherited()
 print(subprocess.run(["false"]).returncode, signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set(), sys.argv[1:], sys.flags.optimize)
-"""
+"""  # noqa: E501
 
 
 def test_command_does_not_inherit_what_its_caller_did_to_signals(tmp_path: Path) -> None:
-    """Under an ignored SIGCHLD the exit code of a child is lost; under PYTHONINSPECT Python waits for someone to type.
+    """Under an ignored SIGCHLD the exit code of a child is lost; under PYTHONINSPECT Python waits for someone
+    to type.
 
     Under PYTHONOPTIMIZE=2 there are no docstrings, and "transformers rejects this model".
     """
@@ -188,20 +213,30 @@ def test_command_does_not_inherit_what_its_caller_did_to_signals(tmp_path: Path)
 
     environment = os.environ | {"PYTHONINSPECT": "1", "PYTHONOPTIMIZE": "2"}
     command = [sys.executable, "-u", str(tmp_path / "program.py"), "a b"]
-    done = subprocess.run(command, preexec_fn=spoil, capture_output=True, text=True, env=environment, timeout=30, check=False)
+    done = subprocess.run(
+        command, preexec_fn=spoil, capture_output=True, text=True, env=environment, timeout=30, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "1 True ['a b'] 0\n", "")
 
 
 def test_child_survives_what_a_scheduler_sends_to_the_whole_job() -> None:
     """The launcher would die of it, and its ranks with it."""
-    code = "import os, signal\nfor each in (signal.SIGUSR2, signal.SIGXCPU, signal.SIGPWR): os.kill(os.getpid(), each)\nprint('lives')"
+    code = (
+        "import os, signal\nfor each in (signal.SIGUSR2, signal.SIGXCPU, signal.SIGPWR): "
+        "os.kill(os.getpid(), each)\nprint('lives')"
+    )
     command = ends_with_parent([sys.executable, "-ISc", code])
-    assert subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout == "lives\n"
+    assert (
+        subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout == "lives\n"
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGXCPU, signal.SIGQUIT])
 def test_stop_signal_outside_of_the_ranks_is_an_error(number: int) -> None:
-    with pytest.raises(children.StoppedBySignal, match="stopped by SIG") as stopped, children.stop_signals_raise():
+    with (
+        pytest.raises(children.StoppedBySignal, match="stopped by SIG") as stopped,
+        children.stop_signals_raise(),
+    ):
         os.kill(os.getpid(), number)
     assert (stopped.value.number, stopped.value.exit_code) == (number, 143)
     assert signal.getsignal(number) is not signal.SIG_IGN
@@ -209,10 +244,17 @@ def test_stop_signal_outside_of_the_ranks_is_an_error(number: int) -> None:
 
 @pytest.mark.parametrize("ends_itself", [False, True])
 def test_nothing_below_a_child_is_left_when_it_has_been_ended(ends_itself: bool, tmp_path: Path) -> None:
-    """A process in a session of its own gets no signal of the group, and would still hold the memory of a GPU."""
+    """A process in a session of its own gets no signal of the group, and would still hold the memory of a
+    GPU."""
     file = tmp_path / "pid"
-    inner = f"import os, signal, time; signal.signal(15, 1); open({str(file)!r}, 'w').write(str(os.getpid())); time.sleep(30)"
-    outer = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-ISc', {inner!r}], start_new_session=True); time.sleep(30)"
+    inner = (
+        f"import os, signal, time; signal.signal(15, 1); open({str(file)!r}, "
+        "'w').write(str(os.getpid())); time.sleep(30)"
+    )
+    outer = (
+        f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-ISc', {inner!r}], "
+        "start_new_session=True); time.sleep(30)"
+    )
     child = children.start([sys.executable, "-ISc", outer], os.environ)
     limit = time.monotonic() + 20
     while not (file.exists() and file.read_text()):

@@ -28,7 +28,11 @@ def same_size_and_time(folder: Path) -> None:
     path.write_text("TEXT")
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     after = path.stat()
-    assert (before.st_size, before.st_mtime_ns, before.st_ino) == (after.st_size, after.st_mtime_ns, after.st_ino)
+    assert (before.st_size, before.st_mtime_ns, before.st_ino) == (
+        after.st_size,
+        after.st_mtime_ns,
+        after.st_ino,
+    )
 
 
 def replaced(folder: Path) -> None:
@@ -58,7 +62,12 @@ CHANGES: list[Callable[[Path], object]] = [
 def test_each_change_of_what_was_read_is_seen(tmp_path: Path, later: None) -> None:
     folders = [tmp_path / str(number) for number in range(len(CHANGES) + 1)]
     for folder in folders:
-        for path in (folder / "opened", folder / "linked", folder / "listed" / "entry", folder / "tree" / "deep" / "unseen"):
+        for path in (
+            folder / "opened",
+            folder / "linked",
+            folder / "listed" / "entry",
+            folder / "tree" / "deep" / "unseen",
+        ):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("text")
         (folder / "link").symlink_to(folder / "linked")
@@ -87,7 +96,9 @@ def test_what_cannot_be_compared_is_not_reusable(tmp_path: Path, later: None) ->
     with Reads() as reads:
         pass
     assert reads.is_reusable
-    assert {str(pytest.__file__), f"{Path(str(pytest.__file__)).parent}/"} <= set(reads.states), "imported code is read"
+    assert {str(pytest.__file__), f"{Path(str(pytest.__file__)).parent}/"} <= set(reads.states), (
+        "imported code is read"
+    )
     with Reads() as reads:
         subprocess.run(["true"], check=True)
     assert not reads.is_reusable

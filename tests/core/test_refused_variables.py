@@ -18,7 +18,9 @@ TORCH = "import torch, torch.distributed"
 
 def stderr_of(code: str, **variables: str) -> tuple[str, dict[str, str]]:
     environment = {**os.environ, **variables}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
+    )
     assert done.returncode == 1, done.stderr
     return done.stderr, environment
 
@@ -52,17 +54,23 @@ def test_installed_library_that_refuses_a_variable(code: str, name: str, value: 
 
 READS = {
     "by_statement": 'import os\nLIMIT = (\n    int(\n        os.environ.get("SOME_LIMIT", "1")\n    )\n)\n',
-    "by_helper": 'import os\ndef number(text):\n    return int(text)\nOTHER = number("1")\nLIMIT = number(os.environ["SOME_LIMIT"])\n',
+    "by_helper": 'import os\ndef number(text):\n    return int(text)\nOTHER = number("1")\nLIMIT = '
+    'number(os.environ["SOME_LIMIT"])\n',
     "by_name": 'import os\ndef check():\n    raise RuntimeError("SOME_LIMIT must be a number")\ncheck()\n',
     "by_value": (
-        'import os\nNAME = "SOME_" + "LIMIT"\ndef check(text):\n    raise ValueError(f"unknown: {text.upper()}")\ncheck(os.environ[NAME])\n'
+        'import os\nNAME = "SOME_" + "LIMIT"\ndef check(text):\n    raise ValueError(f"unknown: '
+        '{text.upper()}")\ncheck(os.environ[NAME])\n'
     ),
 }
 
 
 @pytest.mark.parametrize("module", READS)
-def test_way_in_which_a_library_reads_a_variable(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text, environment = imported(tmp_path, module, READS[module], {"SOME_LIMIT": "ten-ish", "OTHER_LIMIT": "2"})
+def test_way_in_which_a_library_reads_a_variable(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, environment = imported(
+        tmp_path, module, READS[module], {"SOME_LIMIT": "ten-ish", "OTHER_LIMIT": "2"}
+    )
     problem = find_refusal(text, environment)
     assert problem is not None
     assert "somelib does not accept the environment variable SOME_LIMIT=ten-ish" in problem.message
@@ -87,23 +95,40 @@ def test_import_that_fails_for_another_reason(source: str, tmp_path: Path) -> No
 def test_error_outside_an_import_is_not_a_refusal() -> None:
     """CUDA's out-of-memory message names PYTORCH_CUDA_ALLOC_CONF, which the user may have set rightly."""
     text = (
-        'Traceback (most recent call last):\n  File "/x/site-packages/torch/nn/modules/linear.py", line 1, in forward\n'
+        'Traceback (most recent call last):\n  File "/x/site-packages/torch/nn/modules/linear.py", '
+        "line 1, in forward\n"
         "torch.OutOfMemoryError: CUDA out of memory. Try PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n"
     )
     assert find_refusal(text, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}) is None
 
 
 def test_program_that_runs_as_a_module_is_not_imported() -> None:
-    """Else every error of a launcher, and of a child in a wheel, would be the fault of a variable whose value is in its message."""
+    """Else every error of a launcher, and of a child in a wheel, would be the fault of a variable whose value
+    is in its message."""
     frame = '  File "/venv/lib/python3.11/site-packages/{}", line 1, in {}\n'
     start = "Traceback (most recent call last):\n"
     started = f'{start}  File "<frozen runpy>", line 88, in _run_code\n'
-    child = started + frame.format("fsdp_tune/answer/score.py", "<module>") + frame.format("torch/nn/linear.py", "forward")
+    child = (
+        started
+        + frame.format("fsdp_tune/answer/score.py", "<module>")
+        + frame.format("torch/nn/linear.py", "forward")
+    )
     assert find_refusal(f"{child}RuntimeError: found cuda and cpu\n", {"ACCELERATOR": "cuda"}) is None
-    launcher = started + frame.format("accelerate/commands/launch.py", "<module>") + frame.format("torch/launcher/api.py", "launch_agent")
-    ended = f"{launcher}torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n  time: 2026-11-29_06:16:01\n"
+    launcher = (
+        started
+        + frame.format("accelerate/commands/launch.py", "<module>")
+        + frame.format("torch/launcher/api.py", "launch_agent")
+    )
+    ended = (
+        f"{launcher}torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n  time: "
+        "2026-11-29_06:16:01\n"
+    )
     assert find_refusal(ended, {"OMP_NUM_THREADS": "16"}) is None
-    package = start + '  File "<frozen runpy>", line 112, in _get_module_details\n' + frame.format("accelerate/__init__.py", "<module>")
+    package = (
+        start
+        + '  File "<frozen runpy>", line 112, in _get_module_details\n'
+        + frame.format("accelerate/__init__.py", "<module>")
+    )
     found = find_refusal(f"{package}ValueError: unknown: abc\n", {"ACCELERATE_X": "abc"})
     assert found is not None
     assert found.message.startswith("accelerate does not accept")
@@ -116,7 +141,9 @@ def test_secret_is_not_repeated(tmp_path: Path) -> None:
     assert "hunter2" not in problem.message
 
 
-def imported(tmp_path: Path, module: str, source: str, variables: dict[str, str]) -> tuple[str, dict[str, str]]:
+def imported(
+    tmp_path: Path, module: str, source: str, variables: dict[str, str]
+) -> tuple[str, dict[str, str]]:
     """The traceback of an import of `somelib.MODULE`, and the environment."""
     library = tmp_path / "site-packages" / "somelib"
     library.mkdir(parents=True)
@@ -124,12 +151,15 @@ def imported(tmp_path: Path, module: str, source: str, variables: dict[str, str]
     (library / f"{module}.py").write_text(source)
     environment = {**os.environ, **variables}
     code = f"import sys\nsys.path.insert(0, {str(library.parent)!r})\nimport somelib.{module}\n"
-    done = subprocess.run([sys.executable, "-S", "-E", "-c", code], capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-S", "-E", "-c", code], capture_output=True, text=True, check=False, env=environment
+    )
     return done.stderr, environment
 
 
 @pytest.mark.parametrize(
-    ("value", "is_refused"), [("1", False), ("on", False), ("True", False), ("no", False), ("", False), ("maybe", True)]
+    ("value", "is_refused"),
+    [("1", False), ("on", False), ("True", False), ("no", False), ("", False), ("maybe", True)],
 )
 def test_switch_is_on_or_off(value: str, is_refused: bool) -> None:
     if not is_refused:

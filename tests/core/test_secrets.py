@@ -1,4 +1,5 @@
-"""Secrets are recognised by the name of a variable and by the shape of a value, and nothing else is hidden."""
+"""Secrets are recognised by the name of a variable and by the shape of a value, and nothing else is
+hidden."""
 
 from __future__ import annotations
 
@@ -39,7 +40,11 @@ EXAMPLES = {
     "Prefect": ["pnu_" + MIXED[:36]],
     "AWS": ["AKIA" + UPPER[:16], "ABSK" + MIXED[:120], "bedrock-api-key-" + MIXED[:60]],
     "Google": ["AIza" + MIXED[:35], "ya29." + MIXED[:100], "GOCSPX-" + MIXED[:28], "1//0" + MIXED[:60]],
-    "Azure": ["abc8Q~" + MIXED[:34], "AccountKey=" + MIXED[:86] + "==", "SharedAccessKey=" + MIXED[:43] + "="],
+    "Azure": [
+        "abc8Q~" + MIXED[:34],
+        "AccountKey=" + MIXED[:86] + "==",
+        "SharedAccessKey=" + MIXED[:43] + "=",
+    ],
     "Alibaba": ["LTAI" + MIXED[:20]],
     "Tencent": ["AKID" + MIXED[:32]],
     "Yandex": ["AQVN" + MIXED[:36]],
@@ -56,7 +61,11 @@ EXAMPLES = {
     "Clojars": ["CLOJARS_" + HEX[:60]],
     "Docker": ["dckr_pat_" + MIXED[:27]],
     "Artifactory": ["AKCp" + MIXED[:69], "cmVmd" + MIXED[:59]],
-    "Slack": ["xoxb-" + "1234567890-" + MIXED[:24], "xapp-1-" + UPPER[:40], "https://hooks.slack.com/services/" + "T0/B0/" + MIXED[:30]],
+    "Slack": [
+        "xoxb-" + "1234567890-" + MIXED[:24],
+        "xapp-1-" + UPPER[:40],
+        "https://hooks.slack.com/services/" + "T0/B0/" + MIXED[:30],
+    ],
     "Discord": ["https://discord.com/api/webhooks/" + "123456/" + MIXED[:60]],
     "Microsoft Teams": ["https://x.webhook.office.com/webhookb2/" + HEX[:36] + "@" + HEX[:36]],
     "Telegram": ["123456789:AA" + MIXED[:33]],
@@ -69,7 +78,10 @@ EXAMPLES = {
     "Facebook": ["EAAC" + MIXED[:120]],
     "HashiCorp": ["hvs." + MIXED[:95], MIXED[:14] + ".atlasv1." + MIXED[:67]],
     "Doppler": ["dp.pt." + MIXED[:43]],
-    "1Password": ["ops_eyJ" + MIXED[:250], "A3-" + "-".join([UPPER[:6], UPPER[:11], UPPER[:5], UPPER[:5], UPPER[:5]])],
+    "1Password": [
+        "ops_eyJ" + MIXED[:250],
+        "A3-" + "-".join([UPPER[:6], UPPER[:11], UPPER[:5], UPPER[:5], UPPER[:5]]),
+    ],
     "age": ["AGE-SECRET-KEY-1" + UPPER[:58]],
     "Pulumi": ["pul-" + HEX[:40]],
     "OpenShift": ["sha256~" + MIXED[:43]],
@@ -85,11 +97,19 @@ EXAMPLES = {
     "Postman, Typeform, Readme": ["PMAK-" + HEX[:24] + "-" + HEX[:34], "tfp_" + MIXED[:59]],
     "PlanetScale, Supabase, ClickHouse": ["pscale_tkn_" + MIXED[:43], "sbp_" + HEX[:40], "4b1d" + MIXED[:38]],
     "Sourcegraph": ["sgp_" + HEX[:16] + "_" + HEX[:40]],
-    "Adobe, Octopus, Infracost, Shippo, Duffel, EasyPost": ["p8e-" + HEX[:32], "API-" + UPPER[:26], "shippo_live_" + HEX[:40]],
+    "Adobe, Octopus, Infracost, Shippo, Duffel, EasyPost": [
+        "p8e-" + HEX[:32],
+        "API-" + UPPER[:26],
+        "shippo_live_" + HEX[:40],
+    ],
     "JSON Web Token": ["eyJhbGciOiJIUzI1NiJ9" + ".eyJzdWIiOiIxMjM0NTY3ODkwIn0" + ".dozjgNryP4J3jVmNHl0w5N"],
     "private key": [f"-----BEGIN {kind}PRIVATE KEY-----" for kind in ("", "RSA ", "OPENSSH ", "ENCRYPTED ")]
     + ["-----BEGIN PGP PRIVATE KEY BLOCK-----"],
-    "HTTP header": ["Bearer " + MIXED[:30], "Authorization: Basic dXNlcjpwYXNzd29yZA==", "authorization=Token 0123abcd"],
+    "HTTP header": [
+        "Bearer " + MIXED[:30],
+        "Authorization: Basic dXNlcjpwYXNzd29yZA==",
+        "authorization=Token 0123abcd",
+    ],
 }
 URLS = [
     "https://bucket.s3.amazonaws.com/x.jsonl?X-Amz-Expires=60&X-Amz-Signature=hunter2",
@@ -128,16 +148,44 @@ def test_value_with_the_shape_of_a_secret_is_recognised_and_masked_in_any_text(v
     assert (text[:2], text[-2:]) == ("x ", " y")
 
 
-@pytest.mark.parametrize("text", ["DB_PASS=hunter2", "--api-key=hunter2", "# export OPENAIKEY='hunter2 x'", "https://u:12/hunter2@host/x"])
+@pytest.mark.parametrize(
+    "text",
+    ["DB_PASS=hunter2", "--api-key=hunter2", "# export OPENAIKEY='hunter2 x'", "https://u:12/hunter2@host/x"],
+)
 def test_value_of_a_secret_name_in_text_is_masked(text: str) -> None:
     assert "hunter2" not in mask_text(text)
 
 
-NAMES = ["password", "aws_secret_access_key", "HF_TOKEN", "db-passwd", "apiKey", "client_secret", "WANDB_API_KEY"]
+NAMES = [
+    "password",
+    "aws_secret_access_key",
+    "HF_TOKEN",
+    "db-passwd",
+    "apiKey",
+    "client_secret",
+    "WANDB_API_KEY",
+]
 SYNTAXES = [
-    *("# {name}: {value}", "  - {name}: '{value}'", '{name}: "{value}"  # of the cluster', "{{{name}: {value}, b: 2}}"),
-    *('{{"{name}": "{value}"}}', "{{'{name}': '{value}', 'b': 2}}", '"{name}":"{value}"', '{{"a": 1, "{name}" : "{value}"}}'),
-    *("{name} = '{value}'", '{name} = "{value}"', "# {name} = {value}", "export {name}={value}", "--{name}={value}", "{name}='{value}'"),
+    *(
+        "# {name}: {value}",
+        "  - {name}: '{value}'",
+        '{name}: "{value}"  # of the cluster',
+        "{{{name}: {value}, b: 2}}",
+    ),
+    *(
+        '{{"{name}": "{value}"}}',
+        "{{'{name}': '{value}', 'b': 2}}",
+        '"{name}":"{value}"',
+        '{{"a": 1, "{name}" : "{value}"}}',
+    ),
+    *(
+        "{name} = '{value}'",
+        '{name} = "{value}"',
+        "# {name} = {value}",
+        "export {name}={value}",
+        "--{name}={value}",
+        "{name}='{value}'",
+    ),
     *("https://host/x?a=1&{name}={value}", "https://{value}:{value}@host/x"),
 ]
 
@@ -155,7 +203,13 @@ def test_value_of_a_secret_name_is_masked_in_every_syntax(name: str, syntax: str
 def test_a_token_without_a_word_more_is_masked_and_a_sentence_about_tokens_is_not() -> None:
     assert mask_text('{"token": "hunter"}') == '{"token": "***"}'
     assert mask_text("token: hunter2hunter2") == "token: ***"
-    for text in ("the keys: names of columns", "tokens: 4,096", "supervised_tokens: 81920", "pad_token: <|pad|>", "eos_token: endoftext"):
+    for text in (
+        "the keys: names of columns",
+        "tokens: 4,096",
+        "supervised_tokens: 81920",
+        "pad_token: <|pad|>",
+        "eos_token: endoftext",
+    ):
         assert mask_text(text) == text
 
 
@@ -163,7 +217,11 @@ def test_a_token_without_a_word_more_is_masked_and_a_sentence_about_tokens_is_no
 def test_recipes_and_pages_of_this_repository_are_kept(pattern: str, repository: Path) -> None:
     for path in repository.glob(pattern):
         text = path.read_text(encoding="utf-8")
-        changed = [(was, now) for was, now in zip(text.splitlines(), mask_text(text).splitlines(), strict=False) if was != now]
+        changed = [
+            (was, now)
+            for was, now in zip(text.splitlines(), mask_text(text).splitlines(), strict=False)
+            if was != now
+        ]
         assert [pair for pair in changed if path.suffix != ".md" or not SAYS_SO.search(pair[0])] == [], path
 
 
@@ -203,7 +261,17 @@ def test_hub_tokens_are_masked_anywhere_in_text(tail: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("SLURM_JWT", "DB_PASS", "PGPASSWORD", "SSH_PASSPHRASE", "SENTRY_DSN", "OPENAI_APIKEY", "MYSQL_PWD", "DBPASS", "OPENAIKEY"),
+        *(
+            "SLURM_JWT",
+            "DB_PASS",
+            "PGPASSWORD",
+            "SSH_PASSPHRASE",
+            "SENTRY_DSN",
+            "OPENAI_APIKEY",
+            "MYSQL_PWD",
+            "DBPASS",
+            "OPENAIKEY",
+        ),
         *(
             "AUTHORIZATION",
             "S3_CREDS",
@@ -215,7 +283,17 @@ def test_hub_tokens_are_masked_anywhere_in_text(tail: str) -> None:
             "APIKEY1",
             "AZURE_STORAGE_CONNECTION_STRING",
         ),
-        *("HTTP_AUTH", "NETRC", "HF_OAUTH", "GCP_CREDENTIALS_JSON", "KEY", "deployKey", "X-API-Key", "HASH_SALT", "SAS"),
+        *(
+            "HTTP_AUTH",
+            "NETRC",
+            "HF_OAUTH",
+            "GCP_CREDENTIALS_JSON",
+            "KEY",
+            "deployKey",
+            "X-API-Key",
+            "HASH_SALT",
+            "SAS",
+        ),
     ],
 )
 def test_variable_with_the_name_of_a_secret_is_masked(name: str) -> None:
@@ -236,7 +314,16 @@ def test_variable_with_the_name_of_a_secret_is_masked(name: str) -> None:
         ("HF_HOME", "/home/sk-user/hf_cache"),
         *(
             (name, "x")
-            for name in ("GIT_AUTHOR_NAME", "XAUTHORITY", "PATTERN", "BYPASS", "COMPASS", "SACRED_X", "OMP_PLACES", "UCX_IB_PKEY")
+            for name in (
+                "GIT_AUTHOR_NAME",
+                "XAUTHORITY",
+                "PATTERN",
+                "BYPASS",
+                "COMPASS",
+                "SACRED_X",
+                "OMP_PLACES",
+                "UCX_IB_PKEY",
+            )
         ),
     ],
 )

@@ -15,17 +15,23 @@ from fsdp_tune.core.small_config import EXPERTS, HEADS, HIDDEN_SIZE, scale_down_
 from tests.architectures.tiny import known
 from tests.model.families import FAMILIES
 
-CARRIED: dict[str, dict[str, Any]] = json.loads(resources.files("fsdp_tune.recipe").joinpath("model_configs.json").read_bytes())
+CARRIED: dict[str, dict[str, Any]] = json.loads(
+    resources.files("fsdp_tune.recipe").joinpath("model_configs.json").read_bytes()
+)
 
 
 @pytest.mark.parametrize("facts", [*CARRIED.values(), *FAMILIES.values()], ids=[*CARRIED, *FAMILIES])
 def test_scaled_down_config_builds_for_any_architecture(facts: dict[str, Any]) -> None:
     fields = dict(facts)
-    config = AutoConfig.for_model(fields.pop("model_type"), **{name: value for name, value in fields.items() if name != "architectures"})
+    config = AutoConfig.for_model(
+        fields.pop("model_type"), **{name: value for name, value in fields.items() if name != "architectures"}
+    )
     small = scale_down_config(json.loads(config.to_json_string(use_diff=False)))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(small.pop("model_type"), **small))
-    without_vocabulary = sum(p.numel() for p in model.parameters()) - 2 * model.config.vocab_size * HIDDEN_SIZE
+    without_vocabulary = (
+        sum(p.numel() for p in model.parameters()) - 2 * model.config.vocab_size * HIDDEN_SIZE
+    )
     assert without_vocabulary < 3_000_000
     assert type(model).__name__ == (facts.get("architectures") or [type(model).__name__])[0]
 
@@ -78,14 +84,26 @@ def test_each_type_of_layer_is_kept_once_and_in_order() -> None:
 
 
 def test_experts_and_latent_ranks_scale_down_and_null_is_kept() -> None:
-    config = {"num_hidden_layers": 8, "hidden_size": 512, "num_local_experts": 64, "num_experts_per_tok": 8, "q_lora_rank": None}
+    config = {
+        "num_hidden_layers": 8,
+        "hidden_size": 512,
+        "num_local_experts": 64,
+        "num_experts_per_tok": 8,
+        "q_lora_rank": None,
+    }
     small = scale_down_config(config)
-    assert (small["num_local_experts"], small["num_experts_per_tok"], small["q_lora_rank"]) == (EXPERTS, 2, None)
+    assert (small["num_local_experts"], small["num_experts_per_tok"], small["q_lora_rank"]) == (
+        EXPERTS,
+        2,
+        None,
+    )
 
 
 def test_transformers_version_of_config_is_kept() -> None:
     """Else a field that no class declares would be refused as a typo."""
     assert (
-        scale_down_config({"model_type": "qwen3_moe", "hidden_size": 64, "transformers_version": "5.23.0"})["transformers_version"]
+        scale_down_config({"model_type": "qwen3_moe", "hidden_size": 64, "transformers_version": "5.23.0"})[
+            "transformers_version"
+        ]
         == "5.23.0"
     )

@@ -21,7 +21,9 @@ def test_ranks_that_share_rows_have_one_data_rank() -> None:
 
 def test_ranks_with_rows_or_tokens_of_their_own_are_the_outer_ones() -> None:
     """Numbers of ranks are divided by the sizes of the inner dimensions."""
-    of_rows, of_tokens = ([getattr(each, name) for each in DIMENSIONS.values()] for name in ("has_own_rows", "has_own_tokens"))
+    of_rows, of_tokens = (
+        [getattr(each, name) for each in DIMENSIONS.values()] for name in ("has_own_rows", "has_own_tokens")
+    )
     assert of_rows == sorted(of_rows, reverse=True)
     assert of_tokens == sorted(of_tokens, reverse=True)
     assert all(each.has_own_tokens for each in DIMENSIONS.values() if each.has_own_rows)

@@ -66,11 +66,18 @@ def test_clock_names_the_day_within_a_week_and_else_the_date() -> None:
 
 
 def test_word_of_thousands_of_characters_is_truncated_in_every_message() -> None:
-    """A number of 200,000 digits was echoed whole: by `num_processes: 1_777…`, `--gpu 777…`, `explain 777…`, `import 777…`."""
+    """A number of 200,000 digits was echoed whole: by `num_processes: 1_777…`, `--gpu 777…`, `explain 777…`,
+    `import 777…`."""
     word = "7" * 200_000
     problem = Problem("p", f"`{word}` is text", Where(word), f"write `{word}`", (f"or {word}.",))
     notice = Notice("n", f"`{word}`", hint=word)
-    texts = [json.dumps(problem.as_dict()), str(problem.where), notice.message, str(notice.hint), *problem.ways_out]
+    texts = [
+        json.dumps(problem.as_dict()),
+        str(problem.where),
+        notice.message,
+        str(notice.hint),
+        *problem.ways_out,
+    ]
     assert max(map(len, texts)) < 600
     assert problem.message == f"`{word[:59]}…` is text"
     assert without_long_words("a " * 5000) == "a " * 5000, "a long message has words"

@@ -1,4 +1,5 @@
-"""The files of a model's weights are found in the order of transformers, and a tensor that two of them hold is noticed."""
+"""The files of a model's weights are found in the order of transformers, and a tensor that two of them hold
+is noticed."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ from fsdp_tune.core.tensors.weight_files import (
 NAMED = "own.safetensors"
 FILES: dict[str, str] = {
     SINGLE: "",
-    INDEX: json.dumps({"metadata": {}, "weight_map": {"a": "part-2.safetensors", "b": "sub/part-1.safetensors"}}),
+    INDEX: json.dumps(
+        {"metadata": {}, "weight_map": {"a": "part-2.safetensors", "b": "sub/part-1.safetensors"}}
+    ),
     PICKLED: "",
     PICKLED_INDEX: json.dumps({"metadata": {}, "weight_map": {"a": "part.bin"}}),
     NAMED: "",
@@ -33,7 +36,9 @@ FILES: dict[str, str] = {
 
 
 def found_in(files: Mapping[str, str]) -> WeightList | None:
-    return find_weight_list(lambda name: name in files, lambda name: files[name].encode() if name in files else None)
+    return find_weight_list(
+        lambda name: name in files, lambda name: files[name].encode() if name in files else None
+    )
 
 
 @pytest.mark.parametrize("first", range(4))
@@ -43,7 +48,9 @@ def test_files_are_those_that_transformers_reads(first: int, named: str | None, 
     files = {name: FILES[name] for name in (*names, *(() if named is None else (named,)))}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    theirs, _ = _get_resolved_checkpoint_files(tmp_path, None, None, None, None, is_remote_code=False, transformers_explicit_filename=named)
+    theirs, _ = _get_resolved_checkpoint_files(
+        tmp_path, None, None, None, None, is_remote_code=False, transformers_explicit_filename=named
+    )
     found = found_in(files | {"config.json": json.dumps({"transformers_weights": named} if named else {})})
     assert found is not None
     assert [str(tmp_path / name) for name in found.files] == theirs

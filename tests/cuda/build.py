@@ -16,7 +16,15 @@ from pathlib import Path
 NATIVE = Path(__file__).parent / "native"
 # Before the fixtures of the tests give each its own home.
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fsdp-tune" / "emulated-cuda"
-FLAGS = ["-O1", "-g0", "-fPIC", "-std=c++20", "-w", "-DTORCH_EXTENSION_NAME=emulated_cuda", "-DAT_PER_OPERATOR_HEADERS"]
+FLAGS = [
+    "-O1",
+    "-g0",
+    "-fPIC",
+    "-std=c++20",
+    "-w",
+    "-DTORCH_EXTENSION_NAME=emulated_cuda",
+    "-DAT_PER_OPERATOR_HEADERS",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +43,11 @@ def start() -> None:
     command = [sys.executable, "-m", "tests.cuda.build"]
     global _compiling
     _compiling = subprocess.Popen(
-        command, cwd=NATIVE.parents[2], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command,
+        cwd=NATIVE.parents[2],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
 
 
@@ -56,7 +68,8 @@ def _compiler() -> str | None:
 
 @functools.cache
 def built() -> Built:
-    """Return the compiled device, compiling it first if the sources or torch are new. Processes wait for the first that compiles."""
+    """Return the compiled device, compiling it first if the sources or torch are new. Processes wait for the
+    first that compiles."""
     import torch
 
     sources = sorted(NATIVE.iterdir())
@@ -77,16 +90,41 @@ def _compile(folder: Path, device: Path) -> None:
 
     compiler = _compiler()
     assert compiler is not None
-    subprocess.run([compiler, "-x", "c", "-shared", "-fPIC", "-O1", NATIVE / "nvml.c", "-o", folder / "libnvidia-ml.so.1"], check=True)
+    subprocess.run(
+        [
+            compiler,
+            "-x",
+            "c",
+            "-shared",
+            "-fPIC",
+            "-O1",
+            NATIVE / "nvml.c",
+            "-o",
+            folder / "libnvidia-ml.so.1",
+        ],
+        check=True,
+    )
     includes = [flag for path in cpp_extension.include_paths() for flag in ("-isystem", path)]
     includes += ["-isystem", sysconfig.get_paths()["include"], "-I", str(NATIVE)]
     # All sources in one: nearly all of the time goes into torch's headers.
     together, compiled = folder / "together.cpp", folder / "together.o"
-    together.write_text("".join(f'#include "{source.name}"\n' for source in sorted(NATIVE.glob("*.cpp"))), encoding="utf-8")
-    done = subprocess.run([compiler, *FLAGS, *includes, "-c", together, "-o", compiled], capture_output=True, text=True, check=False)
+    together.write_text(
+        "".join(f'#include "{source.name}"\n' for source in sorted(NATIVE.glob("*.cpp"))), encoding="utf-8"
+    )
+    done = subprocess.run(
+        [compiler, *FLAGS, *includes, "-c", together, "-o", compiled],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode != 0:
         raise RuntimeError(f"the emulated device does not compile:\n{done.stderr[-6000:]}")
-    libraries = [f"-L{path}" for path in cpp_extension.library_paths()] + ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
+    libraries = [f"-L{path}" for path in cpp_extension.library_paths()] + [
+        "-lc10",
+        "-ltorch_cpu",
+        "-ltorch",
+        "-ltorch_python",
+    ]
     linked = folder / "linked.so"
     subprocess.run([compiler, "-shared", compiled, *libraries, "-o", linked], check=True)
     linked.replace(device)

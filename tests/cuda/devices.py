@@ -1,4 +1,5 @@
-"""Run a test on CPU ranks and on GPUs, emulated where there are none: `on_devices` parametrises the fixture `device`."""
+"""Run a test on CPU ranks and on GPUs, emulated where there are none: `on_devices` parametrises the fixture
+`device`."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ import pytest
 from tests.cuda.build import why_not
 
 DEVICES = ["cpu", "cuda"]
-on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.slow)], indirect=True)
+on_devices = pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.slow)], indirect=True
+)
 """Run a test on both; on emulated GPUs with the slow tests."""
 
 

@@ -1,4 +1,5 @@
-"""Recipes for the comparison of memory: draws of `tests.fuzz.space` that apply to a device, on models large enough to be weighed."""
+"""Recipes for the comparison of memory: draws of `tests.fuzz.space` that apply to a device, on models large
+enough to be weighed."""
 
 from __future__ import annotations
 
@@ -46,7 +47,14 @@ _LARGER: dict[str, Any] = {
     "head_dim": 64,
     "sliding_window": 64,
 }
-_NOT_WEIGHED = ("kernels.compile", "kernels.liger", "training.eval_", "training.per_device_eval_", "training.dataloader_", "checkpoint.")
+_NOT_WEIGHED = (
+    "kernels.compile",
+    "kernels.liger",
+    "training.eval_",
+    "training.per_device_eval_",
+    "training.dataloader_",
+    "checkpoint.",
+)
 _NOT_WEIGHED += ("data.pad_to_multiple_of", "fsdp.state_dict_type", "fsdp.cpu_ram_efficient_loading")
 """Keys without effect on a steady step of full rows, and compilers, of which the emulated device has none."""
 _OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "sgd", "adagrad", "rmsprop", "adafactor", "muon")
@@ -77,17 +85,22 @@ class Weighed:
 
 
 def drawn(seed: int) -> Draw:
-    """The draw of `tests.fuzz.space` with this seed, with the values of a device in place of those that only numbers need."""
+    """The draw of `tests.fuzz.space` with this seed, with the values of a device in place of those that only
+    numbers need."""
     fuzzed, dice = draw(seed), random.Random(f"memory {seed}")
     switches = {
         name: value
         for name, value in fuzzed.switches.items()
-        if effect_of(name).affects & Affects.MEMORY and not name.startswith(_NOT_WEIGHED) and value != FLASH_STAND_IN
+        if effect_of(name).affects & Affects.MEMORY
+        and not name.startswith(_NOT_WEIGHED)
+        and value != FLASH_STAND_IN
     }
     if dice.random() < 0.5:
         switches["training.optim"] = dice.choice(_OPTIMIZERS)
     switches |= _adapters(dice) if dice.random() < 0.25 else {}
-    if switches.get("fsdp.version") == 1:  # no trace of FSDP1 gets past `flat_param.data = flat_param.to("cpu")`: fake devices do not mix
+    if (
+        switches.get("fsdp.version") == 1
+    ):  # no trace of FSDP1 gets past `flat_param.data = flat_param.to("cpu")`: fake devices do not mix
         switches.pop("fsdp.offload_params", None)
     ranks = dice.choice((1, 2, 2))
     micro = dice.choice((1, 2, 4))
@@ -99,7 +112,13 @@ def drawn(seed: int) -> Draw:
     }
     layers = dice.choice((2, 2, 2, 7))
     return replace(
-        fuzzed, ranks=ranks, batch=batch, switches=switches, overrides=_larger(fuzzed.family, layers), bad_step=None, resumed=None
+        fuzzed,
+        ranks=ranks,
+        batch=batch,
+        switches=switches,
+        overrides=_larger(fuzzed.family, layers),
+        bad_step=None,
+        resumed=None,
     )
 
 
@@ -109,7 +128,8 @@ def _adapters(dice: random.Random) -> dict[str, Any]:
 
 
 def _larger(family: str, layers: int) -> dict[str, Any]:
-    """Fields of the config: the family's own keys with larger values. More layers than six are traced as fewer."""
+    """Fields of the config: the family's own keys with larger values. More layers than six are traced as
+    fewer."""
     fields = FAMILIES[family]
     larger = {name: value for name, value in _LARGER.items() if name in fields}
     if "layer_types" in fields:  # one of each
@@ -118,13 +138,23 @@ def _larger(family: str, layers: int) -> dict[str, Any]:
 
 
 def layers_of(one: Draw) -> int:
-    return next((one.overrides[name] for name in ("num_hidden_layers", "n_layer") if name in one.overrides), 2)
+    return next(
+        (one.overrides[name] for name in ("num_hidden_layers", "n_layer") if name in one.overrides), 2
+    )
 
 
-def weigh(one: Draw, folder: Path, on_ranks: Ranks, run: Recorded | None = None, planned: PlannedMemory | None = None) -> Weighed:
-    """Train and plan a recipe in an empty folder, without the switches that the rules or the ranks refuse. `planned`: an earlier plan.
+def weigh(
+    one: Draw,
+    folder: Path,
+    on_ranks: Ranks,
+    run: Recorded | None = None,
+    planned: PlannedMemory | None = None,
+) -> Weighed:
+    """Train and plan a recipe in an empty folder, without the switches that the rules or the ranks refuse.
+    `planned`: an earlier plan.
 
-    Raises: RunRefused for a run that fails otherwise, AssertionError for a recipe that is refused for no switch of the draw.
+    Raises: RunRefused for a run that fails otherwise, AssertionError for a recipe that is refused for no
+    switch of the draw.
     """
     model = make_model(one.family, one.overrides, f"models of {layers_of(one)} layers")
     refusals: list[str] = []
@@ -154,8 +184,12 @@ def _without(one: Draw, switch: str | None, problem: Problem, refusals: list[str
 
 def _tree(one: Draw, folder: Path, model: Path) -> dict[str, Any]:
     steps = {"max_steps": STEADY_STEP, "save_steps": 100, "eval_strategy": "no", "eval_steps": None}
-    tree = runs.merged(runs.merged(BASE, {"training": steps, "data": {"eval": None, "max_length": MAX_LENGTH}}), one.recipe())
-    return runs.merged(tree, {"model": {"name_or_path": str(model)}, "launch": {"device": "cuda"}, "output_dir": str(folder)})
+    tree = runs.merged(
+        runs.merged(BASE, {"training": steps, "data": {"eval": None, "max_length": MAX_LENGTH}}), one.recipe()
+    )
+    return runs.merged(
+        tree, {"model": {"name_or_path": str(model)}, "launch": {"device": "cuda"}, "output_dir": str(folder)}
+    )
 
 
 def _refused(one: Draw, folder: Path, model: Path) -> Problem | None:
@@ -170,16 +204,25 @@ def _refused(one: Draw, folder: Path, model: Path) -> Problem | None:
 def _write(folder: Path, one: Draw, store: Path, model: Path) -> RunDir:
     run = runs.write_run(folder, _tree(one, folder, model), store, vocabulary=VOCABULARY)
     document: Mapping[str, Any] = read_object(run.data_json)
-    changed = {**document, "train": str(store / "train"), "evals": {}, "train_rows": len(RowStore(store / "train"))}
+    changed = {
+        **document,
+        "train": str(store / "train"),
+        "evals": {},
+        "train_rows": len(RowStore(store / "train")),
+    }
     run.data_json.write_text(json.dumps(changed))
     return run
 
 
 def full_rows(folder: Path, *, packed: bool) -> Path:
-    """A set `train` whose rows are all as long as `data.max_length`, as a plan assumes, of one example or of several."""
+    """A set `train` whose rows are all as long as `data.max_length`, as a plan assumes, of one example or of
+    several."""
     dice = np.random.default_rng(0)
     rows = GLOBAL_BATCH * (STEADY_STEP + 1)
-    parts = [[int(size) for size in dice.multinomial(MAX_LENGTH - 12, [1 / 4] * 4) + 3] if packed else [MAX_LENGTH] for _ in range(rows)]
+    parts = [
+        [int(size) for size in dice.multinomial(MAX_LENGTH - 12, [1 / 4] * 4) + 3] if packed else [MAX_LENGTH]
+        for _ in range(rows)
+    ]
     lengths = np.array([size for part in parts for size in part], np.int64)
     ends = np.cumsum([0, *(len(part) for part in parts)])
     return write_store(folder, dice, lengths, {"train": ends}, vocabulary=VOCABULARY)

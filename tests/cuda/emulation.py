@@ -1,4 +1,5 @@
-"""What `torch.cuda` shows of the emulated device (`native/`): the functions of `torch._C` that a torch without CUDA lacks.
+"""What `torch.cuda` shows of the emulated device (`native/`): the functions of `torch._C` that a torch
+without CUDA lacks.
 
 It runs in every process of a command and imports nothing of the project.
 """
@@ -18,7 +19,10 @@ import torch
 PREFIX = "EMULATED_CUDA_"
 HIP = os.environ.get(PREFIX + "HIP")
 """The version of ROCm for a GPU of AMD."""
-ABORT = "Memory access fault by GPU node-{} (Agent handle: 0x55fea5592860) on address 0x7fc133800000. Reason: Page not present.\n"
+ABORT = (
+    "Memory access fault by GPU node-{} (Agent handle: 0x55fea5592860) on address 0x7fc133800000. "
+    "Reason: Page not present.\n"
+)
 """What ROCm's runtime prints before it ends the process."""
 
 
@@ -92,14 +96,18 @@ def _devices(native):
         _cuda_sleep=lambda cycles: None,
         _cuda_getCurrentBlasHandle=lambda: 0,
         _cuda_isCurrentStreamCapturing=lambda: False,
-        _cuda_getCurrentRawStream=lambda device: torch.accelerator.current_stream(torch.device("cuda", device)).stream_id,
+        _cuda_getCurrentRawStream=lambda device: (
+            torch.accelerator.current_stream(torch.device("cuda", device)).stream_id
+        ),
         _has_cuda=True,
         _cuda_CUDAAllocator_AllocatorState=type("AllocatorState", (), {}),
         _set_cached_tensors_enabled=lambda enabled: None,
     )
     cuda = torch.cuda
     cuda._exchange_device = native.exchange_device
-    cuda._maybe_exchange_device = lambda index: native.exchange_device(index)  # dynamo knows each by its own object
+    cuda._maybe_exchange_device = lambda index: native.exchange_device(
+        index
+    )  # dynamo knows each by its own object
     cuda._cudart = Runtime(native)
     cuda.is_current_stream_capturing = lambda: False
     cuda.nccl.version = lambda: (2, 28, 9)
@@ -149,7 +157,11 @@ class Runtime:
 def _memory(native):
     def stats(device):
         pools = native.memory_stats(device)
-        found = {"num_alloc_retries": pools["num_alloc_retries"], "num_ooms": pools["num_ooms"], "num_sync_all_streams": 0}
+        found = {
+            "num_alloc_retries": pools["num_alloc_retries"],
+            "num_ooms": pools["num_ooms"],
+            "num_sync_all_streams": 0,
+        }
         for kind in pools["small_pool"]:
             small, large = pools["small_pool"][kind], pools["large_pool"][kind]
             both = {name: small[name] + large[name] for name in small}
@@ -168,7 +180,16 @@ def _memory(native):
         def changed(device, address, size, requested):
             action = "alloc" if size > 0 else "free_completed"
             stream = torch.accelerator.current_stream(torch.device("cuda", device)).stream_id
-            trace.append({"action": action, "addr": address, "size": abs(requested), "stream": stream, "frames": [], "time_us": 0})
+            trace.append(
+                {
+                    "action": action,
+                    "addr": address,
+                    "size": abs(requested),
+                    "stream": stream,
+                    "frames": [],
+                    "time_us": 0,
+                }
+            )
 
         native.on_memory_change(changed)
 
@@ -178,15 +199,22 @@ def _memory(native):
         _cuda_resetAccumulatedMemoryStats=lambda device: None,
         _cuda_hostMemoryStats=dict,
         _cuda_emptyCache=lambda: native.empty_cache(native.current_device()),
-        _cuda_memorySnapshot=lambda *_: {"segments": native.segments(), "device_traces": [list(trace)], "allocator_settings": {}},
+        _cuda_memorySnapshot=lambda *_: {
+            "segments": native.segments(),
+            "device_traces": [list(trace)],
+            "allocator_settings": {},
+        },
         _cuda_record_memory_history=record,
         _cuda_record_memory_history_legacy=record,
         _cuda_getAllocatorBackend=lambda: "native",
-        _cuda_setMemoryFraction=lambda fraction, device: native.set_memory_limit(int(fraction * native.total_memory())),
+        _cuda_setMemoryFraction=lambda fraction, device: native.set_memory_limit(
+            int(fraction * native.total_memory())
+        ),
     )
 
 
-# torch's C++ wants the very types of its generic streams and events, so these classes make and recognise those.
+# torch's C++ wants the very types of its generic streams and events, so these classes make and recognise
+# those.
 class _Generic(type):
     def __instancecheck__(cls, it):
         return isinstance(it, cls.generic)
@@ -207,7 +235,9 @@ class Event(metaclass=_Generic):
     generic = torch.Event
 
     def __new__(cls, enable_timing=False, blocking=False, interprocess=False, external=False):
-        return torch.Event(device="cuda", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
+        return torch.Event(
+            device="cuda", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess
+        )
 
 
 def _index(device):
@@ -241,7 +271,9 @@ def _streams(native):
         "Event": Event,
         "stream": StreamContext,
         "StreamContext": StreamContext,
-        "current_stream": lambda device=None: torch.accelerator.current_stream(torch.device("cuda", _index(device))),
+        "current_stream": lambda device=None: torch.accelerator.current_stream(
+            torch.device("cuda", _index(device))
+        ),
         "default_stream": lambda device=None: native_default(_index(device)),
         "set_stream": lambda stream: None if stream is None else torch.accelerator.set_stream(stream),
     }
@@ -295,7 +327,8 @@ def _compiler():
     compiled = torch.compile
 
     def compile_without_triton(*arguments, backend="inductor", **options):
-        """Trace and differentiate as the compiler does, and run operation by operation: Triton has no target here."""
+        """Trace and differentiate as the compiler does, and run operation by operation: Triton has no target
+        here."""
         if backend == "inductor":
             backend = "aot_eager"
             options.pop("mode", None)
@@ -306,8 +339,8 @@ def _compiler():
 
 
 def _fail(native, device, step, how):
-    """Let a device fail in the first forward after so many steps of an optimizer: with an error of CUDA by its number, or it `hangs` or
-    `aborts`."""
+    """Let a device fail in the first forward after so many steps of an optimizer: with an error of CUDA by
+    its number, or it `hangs` or `aborts`."""
     from torch.nn.modules.module import register_module_forward_pre_hook
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -335,7 +368,8 @@ def _fail(native, device, step, how):
 class Report:
     """What a process counts of waits of the host and of races between streams.
 
-    `synchronisations`: kind, operation, call sites from the innermost, times, and in how many steps of an optimizer; `races`: sentences;
+    `synchronisations`: kind, operation, call sites from the innermost, times, and in how many steps of an
+    optimizer; `races`: sentences;
     `operations`: kernels launched.
     """
 

@@ -21,7 +21,8 @@ class Gpu:
     memory_gib: float
     multiprocessors: int
     hip: str = ""
-    """Version of ROCm's torch, which calls an AMD GPU `cuda`. Its driver is not emulated: torch alone knows of the GPU."""
+    """Version of ROCm's torch, which calls an AMD GPU `cuda`. Its driver is not emulated: torch alone knows
+    of the GPU."""
 
 
 GPUS = {
@@ -44,11 +45,12 @@ def with_gpus(
 ) -> dict[str, str]:
     """Return an environment in which torch finds `count` GPUs.
 
-    `report`: a folder to which each process writes what it counted (`emulation.Report`); `races`: look for them too. `other` are further
-    variables of the emulation without their prefix: `memory_gib="2"`; `fresh="zero"`; `pinned_gib="0"`, what the system lets processes pin
-    each; `fault="1:3:719"`, after 3 steps each operation of device 1 raises this error of CUDA (`hangs`: never ends; `aborts`: the process
-    ends as ROCm's do); `lost=FILE`, with the indices of devices that fell off the bus, to which a fault adds; `nccl_seconds="5"`, the limit
-    of a collective.
+    `report`: a folder to which each process writes what it counted (`emulation.Report`); `races`: look for
+    them too. `other` are further variables of the emulation without their prefix: `memory_gib="2"`;
+    `fresh="zero"`; `pinned_gib="0"`, what the system lets processes pin each; `fault="1:3:719"`, after 3
+    steps each operation of device 1 raises this error of CUDA (`hangs`: never ends; `aborts`: the process
+    ends as ROCm's do); `lost=FILE`, with the indices of devices that fell off the bus, to which a fault adds;
+    `nccl_seconds="5"`, the limit of a collective.
     """
     device, model = built(), GPUS[gpu]
     environment = dict(os.environ if base is None else base)
@@ -57,7 +59,11 @@ def with_gpus(
     if not model.hip:
         libraries = [str(device.nvml), *filter(None, [environment.get("LD_LIBRARY_PATH")])]
         environment["LD_LIBRARY_PATH"] = os.pathsep.join(libraries)
-    emulated = {"devices": count, "name": model.name, "capability": f"{model.capability[0]}.{model.capability[1]}"}
+    emulated = {
+        "devices": count,
+        "name": model.name,
+        "capability": f"{model.capability[0]}.{model.capability[1]}",
+    }
     emulated |= {"memory_gib": model.memory_gib, "multiprocessors": model.multiprocessors}
     emulated |= {"hip": model.hip} if model.hip else {}
     emulated |= {"report": report} if report is not None else {}
@@ -66,7 +72,8 @@ def with_gpus(
 
 
 def environment_on(device: str, base: Mapping[str, str] | None = None, *, gpus: int = 2) -> dict[str, str]:
-    """Return the environment of a command that computes on a device: on `cuda` it finds the GPUs of this process, or else emulated ones."""
+    """Return the environment of a command that computes on a device: on `cuda` it finds the GPUs of this
+    process, or else emulated ones."""
     if device == "cuda":
         import torch
 

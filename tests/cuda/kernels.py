@@ -1,7 +1,8 @@
-"""Kernels that torch has for CUDA alone, computed on the memory of the emulated device by operations of the CPU.
+"""Kernels that torch has for CUDA alone, computed on the memory of the emulated device by operations of the
+CPU.
 
-Loaded by `emulation.py` in every process of a command; imports nothing of the project. The operations here are those of one kernel: they
-are not counted, and their temporaries take no memory of the device.
+Loaded by `emulation.py` in every process of a command; imports nothing of the project. The operations here
+are those of one kernel: they are not counted, and their temporaries take no memory of the device.
 """
 
 import itertools
@@ -31,15 +32,20 @@ def _histc(native):
 def _depthwise_convolution(native):
     def convolution(values, weight, kernel_size, bias, stride, padding, dilation):
         host = [None if each is None else native.on_cpu(each) for each in (values, weight, bias)]
-        return native.to_device(torch.conv2d(*host, stride, padding, dilation, groups=values.shape[1]), values.device.index)
+        return native.to_device(
+            torch.conv2d(*host, stride, padding, dilation, groups=values.shape[1]), values.device.index
+        )
 
     return convolution
 
 
 def _examples(query, key, cumulative_q, cumulative_k, longest_q):
-    """Yield the rows of query and key of each example: (batch, slice, slice), as FlashAttention requires them."""
+    """Yield the rows of query and key of each example: (batch, slice, slice), as FlashAttention requires
+    them."""
     assert query.dtype == key.dtype
-    assert query.dtype in (torch.float16, torch.bfloat16), "FlashAttention only support fp16 and bf16 data type"
+    assert query.dtype in (torch.float16, torch.bfloat16), (
+        "FlashAttention only support fp16 and bf16 data type"
+    )
     assert query.shape[-1] == key.shape[-1]
     assert query.shape[-1] % 8 == 0
     assert query.stride(-1) == key.stride(-1) == 1
@@ -52,7 +58,9 @@ def _examples(query, key, cumulative_q, cumulative_k, longest_q):
     assert ends_q[-1] == len(query)
     assert ends_k[-1] == len(key)
     assert max(end - start for start, end in itertools.pairwise(ends_q)) <= longest_q
-    for (first, last), (first_key, last_key) in zip(itertools.pairwise(ends_q), itertools.pairwise(ends_k), strict=True):
+    for (first, last), (first_key, last_key) in zip(
+        itertools.pairwise(ends_q), itertools.pairwise(ends_k), strict=True
+    ):
         yield None, slice(first, last), slice(first_key, last_key)
 
 
@@ -62,7 +70,9 @@ def _part(tensor, row, rows):
 
 def _scores(query, key, scale, is_causal, left, right):
     """Return masked scores [heads, queries, keys]; the last query sees the last key."""
-    scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(query.shape[1] // key.shape[1], 1)) * scale
+    scores = (
+        torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(query.shape[1] // key.shape[1], 1)) * scale
+    )
     behind = torch.arange(len(query))[:, None] + (len(key) - len(query)) - torch.arange(len(key))[None, :]
     right = 0 if is_causal else right
     hidden = torch.zeros_like(behind, dtype=torch.bool)
@@ -74,19 +84,37 @@ def _scores(query, key, scale, is_causal, left, right):
 
 
 def _settings(query, options):
-    """Return the scale of the scores and the window to the left and right, from the keywords of the operation."""
+    """Return the scale of the scores and the window to the left and right, from the keywords of the
+    operation."""
     scale = options.get("scale") or query.shape[-1] ** -0.5
     return scale, (options.get("window_size_left"), options.get("window_size_right"))
 
 
 def _flash(native):
-    def forward(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, **options):
+    def forward(
+        query,
+        key,
+        value,
+        cum_seq_q,
+        cum_seq_k,
+        max_q,
+        max_k,
+        dropout_p,
+        is_causal,
+        return_debug_mask,
+        **options,
+    ):
         assert dropout_p == 0, "the emulated device has no fused attention with dropout"
-        q, k, v, ends_q, ends_k = (None if each is None else native.on_cpu(each) for each in (query, key, value, cum_seq_q, cum_seq_k))
+        q, k, v, ends_q, ends_k = (
+            None if each is None else native.on_cpu(each)
+            for each in (query, key, value, cum_seq_q, cum_seq_k)
+        )
         scale, windows = _settings(q, options)
         out = torch.empty_like(q)
         heads = q.shape[-2]
-        lse = torch.empty((heads, len(q)) if ends_q is not None else (q.shape[0], heads, q.shape[1]), dtype=torch.float32)
+        lse = torch.empty(
+            (heads, len(q)) if ends_q is not None else (q.shape[0], heads, q.shape[1]), dtype=torch.float32
+        )
         for row, rows, keys in _examples(q, k, ends_q, ends_k, max_q):
             scores = _scores(_part(q, row, rows), _part(k, row, keys), scale, is_causal, *windows)
             values = _part(v, row, keys).repeat_interleave(heads // v.shape[-2], 1)
@@ -104,10 +132,25 @@ def _flash(native):
 
 def _flash_backward(native):
     def backward(
-        grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state, unused, **options
+        grad_out,
+        query,
+        key,
+        value,
+        out,
+        logsumexp,
+        cum_seq_q,
+        cum_seq_k,
+        max_q,
+        max_k,
+        dropout_p,
+        is_causal,
+        rng_state,
+        unused,
+        **options,
     ):
         upper, q, k, v, lse, ends_q, ends_k = (
-            None if each is None else native.on_cpu(each) for each in (grad_out, query, key, value, logsumexp, cum_seq_q, cum_seq_k)
+            None if each is None else native.on_cpu(each)
+            for each in (grad_out, query, key, value, logsumexp, cum_seq_q, cum_seq_k)
         )
         scale, windows = _settings(q, options)
         gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -118,7 +161,11 @@ def _flash_backward(native):
             probabilities = (scores - (lse[:, rows] if row is None else lse[row])[..., None]).exp()
             of_out = _part(upper, row, rows)
             of_probabilities = torch.einsum("qhd,khd->hqk", of_out, part_v.repeat_interleave(groups, 1))
-            of_scores = probabilities * (of_probabilities - (of_probabilities * probabilities).sum(-1, keepdim=True)) * scale
+            of_scores = (
+                probabilities
+                * (of_probabilities - (of_probabilities * probabilities).sum(-1, keepdim=True))
+                * scale
+            )
             found = (
                 torch.einsum("hqk,khd->qhd", of_scores, part_k.repeat_interleave(groups, 1)),
                 torch.einsum("hqk,qhd->khd", of_scores, part_q),

@@ -1,4 +1,5 @@
-"""The real worker on emulated devices, with every allocation of a steady step: what rank 0 held, and which operation asked for it."""
+"""The real worker on emulated devices, with every allocation of a steady step: what rank 0 held, and which
+operation asked for it."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ class RunRefused(Exception):
 
     def __init__(self, outcome: dict[str, Any]) -> None:
         problem = outcome["problem"] or {}
-        super().__init__(f"[{problem.get('code')}] {problem.get('message')}\n{(outcome['traceback'] or '')[-1500:]}")
+        super().__init__(
+            f"[{problem.get('code')}] {problem.get('message')}\n{(outcome['traceback'] or '')[-1500:]}"
+        )
         self.problem = problem
 
 
@@ -60,7 +63,8 @@ def recorded_run(path: str) -> MemoryStep | dict[str, Any]:
 
 @contextlib.contextmanager
 def smaller_slices() -> Iterator[None]:
-    """Let the chunked loss take several slices. `install` copies the constant, by which `auto` decides, and keeps the true one."""
+    """Let the chunked loss take several slices. `install` copies the constant, by which `auto` decides, and
+    keeps the true one."""
     import fsdp_tune.model.kernels.install  # noqa: F401
 
     with patch("fsdp_tune.model.kernels.head.SLICE_ELEMENTS", SLICE_TOKENS * VOCABULARY):
@@ -75,7 +79,9 @@ def _fused_formula() -> Iterator[None]:
     from fsdp_tune.model.adapters.nf4 import in_one_formula
 
     def in_one_kernel(blocks: Any, scales: Any, values: Any, dtype: Any) -> Any:
-        return native.to_device(in_one_formula(*map(native.on_cpu, (blocks, scales, values)), dtype), blocks.device.index)
+        return native.to_device(
+            in_one_formula(*map(native.on_cpu, (blocks, scales, values)), dtype), blocks.device.index
+        )
 
     with patch("fsdp_tune.model.adapters.nf4._compiled", lambda: in_one_kernel):
         yield
@@ -118,17 +124,25 @@ class _Recording:
             native.on_memory_change(None)
             hook.remove()
 
-    def _changed(self, device: int, operation: Any, of_device: int, address: int, _size: int, requested: int) -> None:
+    def _changed(
+        self, device: int, operation: Any, of_device: int, address: int, _size: int, requested: int
+    ) -> None:
         if of_device != device:
             return
         if requested > 0:
             self._addresses[address] = len(self.changes)
-            self.changes.append(MemoryChange(len(self.changes), requested, f"{operation() or 'aten::empty'}, {_place()}"))
-        elif (block := self._addresses.pop(address, None)) is not None:  # else of an earlier run in this process
+            self.changes.append(
+                MemoryChange(len(self.changes), requested, f"{operation() or 'aten::empty'}, {_place()}")
+            )
+        elif (
+            block := self._addresses.pop(address, None)
+        ) is not None:  # else of an earlier run in this process
             self.changes.append(MemoryChange(block, requested, ""))
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
-        self._optimizer = self._optimizer or id(optimizer)  # the device keeps this object alive, which must not keep a model
+        self._optimizer = self._optimizer or id(
+            optimizer
+        )  # the device keeps this object alive, which must not keep a model
         if id(optimizer) != self._optimizer:  # the read-back repeats the first step on a sample
             return
         self.steps.append(len(self.changes))
@@ -143,6 +157,10 @@ def _place() -> str:
         path = frame.f_code.co_filename
         if not any(part in path for part in _QUIET):
             short = path.rpartition("site-packages/")[2].rpartition("/fsdp_tune/")[2]
-            return "backward" if "/tests/ranks.py" in path else f"{short}:{frame.f_lineno} {frame.f_code.co_name}"
+            return (
+                "backward"
+                if "/tests/ranks.py" in path
+                else f"{short}:{frame.f_lineno} {frame.f_code.co_name}"
+            )
         frame = frame.f_back
     return "backward"

@@ -1,4 +1,5 @@
-"""A section of docs/evidence/plan-accuracy.md: the memory of drawn recipes on an emulated GPU, compared with their plans."""
+"""A section of docs/evidence/plan-accuracy.md: the memory of drawn recipes on an emulated GPU, compared with
+their plans."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ Models are toys: peaks are 15 to 500 MiB. A plan is within bounds if it is off b
 **{within} of {compared} recipes are within bounds**: median {median} %, nine of ten below {ninetieth} %, largest {largest} %. {counts}.
 [plan-accuracy.json](data/plan-accuracy.json) has the {shown} that are farthest off, with the tensors where run and plan part, and
 the {failed} that could not be compared. Out of bounds:
-"""
+"""  # noqa: E501
 
 
 @dataclass(frozen=True)
@@ -66,20 +67,34 @@ def results(rows: Sequence[ComparedRow]) -> Results:
         "largest": f"{off[-1]:.2f}",
         "off": {_name(end): bins[end] for end in _BINS},
     }
-    return Results(about, [asdict(row) for row in (*compared[:_WORST], *(row for row in rows if row.failure is not None))])
+    return Results(
+        about,
+        [asdict(row) for row in (*compared[:_WORST], *(row for row in rows if row.failure is not None))],
+    )
 
 
 def _name(end: float) -> str:
-    return "exactly" if end == 0 else f"at most {end:g} %" if end < float("inf") else f"more than {_BINS[-2]:g} %"
+    return (
+        "exactly"
+        if end == 0
+        else f"at most {end:g} %"
+        if end < float("inf")
+        else f"more than {_BINS[-2]:g} %"
+    )
 
 
 def section(found: Results) -> str:
     rows = [ComparedRow(**row) for row in found.rows]
     failed = sum(row.failure is not None for row in rows)
-    counts = "Off by " + ", ".join(f"{name}: {number}" for name, number in found.about["off"].items() if number)
+    counts = "Off by " + ", ".join(
+        f"{name}: {number}" for name, number in found.about["off"].items() if number
+    )
     text = _HOW.format(**found.about, counts=counts, shown=len(rows) - failed, failed=failed)
     outside = [row for row in rows if row.failure is None and not row.is_within]
-    lines = [[row.seed, _short(row.recipe), f"{row.live_bytes / _MIB:.2f}", f"{row.percent:+.2f} %"] for row in outside]
+    lines = [
+        [row.seed, _short(row.recipe), f"{row.live_bytes / _MIB:.2f}", f"{row.percent:+.2f} %"]
+        for row in outside
+    ]
     return f"{HEADING}\n\n{text}\n{table(['seed', 'recipe', 'run, MiB', 'plan'], lines)}"
 
 
@@ -89,7 +104,8 @@ def _short(recipe: str) -> str:
 
 
 def written(page: str, new: str) -> str:
-    """The page with the section in place of the old one, or at the end. A heading below it, of any depth, begins another."""
+    """The page with the section in place of the old one, or at the end. A heading below it, of any depth,
+    begins another."""
     begin = page.find(HEADING)
     if begin < 0:
         return f"{page.rstrip()}\n\n{new}"
@@ -98,4 +114,6 @@ def written(page: str, new: str) -> str:
     return page[:begin] + new + rest
 
 
-EVIDENCE = Evidence(Path("evidence/plan-accuracy.md"), lambda found, previous: written(previous, section(found)))
+EVIDENCE = Evidence(
+    Path("evidence/plan-accuracy.md"), lambda found, previous: written(previous, section(found))
+)

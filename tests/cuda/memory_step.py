@@ -1,4 +1,5 @@
-"""Allocations and frees up to the end of a step, of a run or of a plan: what is alive, how much, and where two of them part."""
+"""Allocations and frees up to the end of a step, of a run or of a plan: what is alive, how much, and where
+two of them part."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ NOTABLE = 0.002
 
 
 class MemoryChange(NamedTuple):
-    """Memory that is given out (`size` > 0, in bytes as requested) or given back (`size` < 0). `label`: the operation and its place."""
+    """Memory that is given out (`size` > 0, in bytes as requested) or given back (`size` < 0). `label`: the
+    operation and its place."""
 
     block: int
     size: int
@@ -34,7 +36,10 @@ class MemoryStep:
     @property
     def levels(self) -> npt.NDArray[np.int64]:
         """Bytes that are alive after each change."""
-        return np.cumsum([rounded(abs(change.size)) * (1 if change.size > 0 else -1) for change in self.changes], dtype=np.int64)
+        return np.cumsum(
+            [rounded(abs(change.size)) * (1 if change.size > 0 else -1) for change in self.changes],
+            dtype=np.int64,
+        )
 
     @property
     def highest(self) -> int:
@@ -60,10 +65,13 @@ class MemoryStep:
 
 
 def parting(live: MemoryStep, planned: MemoryStep) -> str | None:
-    """The first notable allocation of the step that only one side has; None if both allocate the same in the same order."""
+    """The first notable allocation of the step that only one side has; None if both allocate the same in the
+    same order."""
     least = NOTABLE * live.peak_bytes
     ours, theirs = live.allocations(least), planned.allocations(least)
-    matcher = SequenceMatcher(None, [rounded(each.size) for each in ours], [rounded(each.size) for each in theirs], autojunk=False)
+    matcher = SequenceMatcher(
+        None, [rounded(each.size) for each in ours], [rounded(each.size) for each in theirs], autojunk=False
+    )
     for tag, first, last, other, end in matcher.get_opcodes():
         if tag == "equal":
             continue
@@ -82,7 +90,9 @@ def only_at_peak(live: MemoryStep, planned: MemoryStep) -> dict[str, list[str]]:
         by_size: dict[int, list[MemoryChange]] = defaultdict(list)
         for each in sides[name]:
             by_size[rounded(each.size)].append(each)
-        surplus = {size: count for size, count in (counts[name] - counts[other]).items() if size * count >= least}
+        surplus = {
+            size: count for size, count in (counts[name] - counts[other]).items() if size * count >= least
+        }
         ordered = sorted(surplus, key=lambda size: -size * surplus[size])
         found[name] = [f"{surplus[size]} × {_described(by_size[size][-1])}" for size in ordered]
     return found

@@ -1,4 +1,5 @@
-"""The planner's trace of a recipe, as `fsdp-tune plan` makes it, and what its replay holds in a steady step."""
+"""The planner's trace of a recipe, as `fsdp-tune plan` makes it, and what its replay holds in a steady
+step."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def planned_memory(recipe: Recipe) -> PlannedMemory:
     events = trace.events[~trace.events["host"]]
     changes = [
         MemoryChange(
-            int(event["block"]), int(event["bytes"]), f"{place(trace, event)}, {KINDS[event['kind']]}" if event["bytes"] > 0 else ""
+            int(event["block"]),
+            int(event["bytes"]),
+            f"{place(trace, event)}, {KINDS[event['kind']]}" if event["bytes"] > 0 else "",
         )
         for event in events
     ]

@@ -44,7 +44,9 @@ def test_error_of_hip_is_a_failed_device(tmp_path: Path) -> None:
 def test_rank_that_the_runtime_aborts_has_its_message(tmp_path: Path) -> None:
     ended = train(tmp_path, gpu="MI300X", fault=after(3, "aborts"))
     assert (ended.code, ended.problem["code"]) == (1, "device-failed")
-    assert ended.problem["message"].startswith("the GPU of rank 1 failed: Memory access fault by GPU node-1 (Agent handle: ")
+    assert ended.problem["message"].startswith(
+        "the GPU of rank 1 failed: Memory access fault by GPU node-1 (Agent handle: "
+    )
 
 
 def test_memory_of_a_device_is_reported_as_on_other_gpus(tmp_path: Path) -> None:

@@ -33,10 +33,18 @@ def train(folder: Path, gpus: int, steps: int, **options: Any) -> tuple[RunDir, 
         "checkpoint.probe": "false",
     }
     arguments = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
-    done = fsdp_tune("train", "--config", "gpt2_smoke", *arguments, environment=with_gpus(gpus, report=folder / "report", **options))
+    done = fsdp_tune(
+        "train",
+        "--config",
+        "gpt2_smoke",
+        *arguments,
+        environment=with_gpus(gpus, report=folder / "report", **options),
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     reports = [json.loads(path.read_text()) for path in (folder / "report").iterdir()]
-    return RunDir(folder / "run"), [report for report in reports if report["rank"] is not None and report["operations"] > 1000]
+    return RunDir(folder / "run"), [
+        report for report in reports if report["rank"] is not None and report["operations"] > 1000
+    ]
 
 
 @pytest.mark.slow
@@ -59,7 +67,9 @@ def test_run_on_two_gpus_has_no_races_and_waits_for_the_device_once_a_step(tmp_p
     assert [report["races"] for report in reports] == [[], []]
     for report in reports:
         steady = [each for each in report["synchronisations"] if each["steps"] > steps // 2]
-        places = [(each["kind"], each["times"] - each["steps"], each["site"].split(":")[0]) for each in steady]
+        places = [
+            (each["kind"], each["times"] - each["steps"], each["site"].split(":")[0]) for each in steady
+        ]
         assert places == [("event", 0, "fsdp_tune/worker/step_checks.py")]
 
 
@@ -79,8 +89,17 @@ def test_run_on_two_gpus_has_no_races_and_waits_for_the_device_once_a_step(tmp_p
 )
 def test_doctor_names_an_unfit_gpu(tmp_path: Path, planted: dict[str, str], state: str, words: str) -> None:
     require("cuda")
-    changes = ["--set", "launch.device=cuda", "--set", "launch.num_processes=2", "--set", f"output_dir={tmp_path / 'run'}"]
-    done = fsdp_tune("doctor", "--config", "gpt2_smoke", *changes, "--json", environment=with_gpus(2, **planted))
+    changes = [
+        "--set",
+        "launch.device=cuda",
+        "--set",
+        "launch.num_processes=2",
+        "--set",
+        f"output_dir={tmp_path / 'run'}",
+    ]
+    done = fsdp_tune(
+        "doctor", "--config", "gpt2_smoke", *changes, "--json", environment=with_gpus(2, **planted)
+    )
     answer = json.loads(done.stdout)
     (found,) = [check for check in answer["checks"] if check["name"] == "GPUs"]
     assert found["state"] == state, done.stderr

@@ -1,4 +1,5 @@
-"""The emulated device behaves as CUDA does where a program could tell. Each function runs in a process that has it."""
+"""The emulated device behaves as CUDA does where a program could tell. Each function runs in a process that
+has it."""
 
 from __future__ import annotations
 
@@ -65,7 +66,9 @@ def _facts() -> dict[str, Any]:
 
 def test_device_says_what_it_is_and_refuses_tensors_of_the_cpu(on_ranks: Ranks) -> None:
     (found,) = on_ranks.run(1, _facts)
-    assert found.pop("mixed").startswith("Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!")
+    assert found.pop("mixed").startswith(
+        "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
+    )
     assert found == {
         "name": "NVIDIA H100 80GB HBM3",
         "capability": (9, 0),
@@ -104,7 +107,9 @@ def _memory() -> dict[str, Any]:
     del one
     segments = torch.cuda.memory_snapshot()
     found = {"small": small, "peak": torch.cuda.max_memory_allocated() - base, "reserved": reserved}
-    found["in segments"] = sum(segment["allocated_size"] for segment in segments) == torch.cuda.memory_allocated()
+    found["in segments"] = (
+        sum(segment["allocated_size"] for segment in segments) == torch.cuda.memory_allocated()
+    )
     found["sizes of segments"] = sorted({segment["total_size"] for segment in segments})
     limit = torch.cuda.memory_reserved() + 2**20
     native.set_memory_limit(limit)
@@ -122,7 +127,9 @@ def _memory() -> dict[str, Any]:
 def test_memory_is_given_out_as_the_caching_allocator_does(on_ranks: Ranks) -> None:
     (found,) = on_ranks.run(1, _memory)
     error = found.pop("error")
-    assert error.startswith("CUDA out of memory. Tried to allocate 1024.00 MiB. GPU 0 has a total capacity of ")
+    assert error.startswith(
+        "CUDA out of memory. Tried to allocate 1024.00 MiB. GPU 0 has a total capacity of "
+    )
     assert " is reserved by PyTorch but unallocated." in error
     assert found["small"] == 512
     assert found["peak"] == 512 + 3 * 2**20
@@ -152,7 +159,13 @@ def _copies() -> dict[str, Any]:
         torch.ones(3).to("cuda")
     finally:
         native.on_synchronise(None)
-    return {"before": before, "after": after, "back": back.tolist(), "pinned": waits_of_pinned, "then": waits[len(waits_of_pinned) :]}
+    return {
+        "before": before,
+        "after": after,
+        "back": back.tolist(),
+        "pinned": waits_of_pinned,
+        "then": waits[len(waits_of_pinned) :],
+    }
 
 
 def test_copies_to_pinned_memory_arrive_when_the_host_has_waited(on_ranks: Ranks) -> None:
@@ -231,7 +244,9 @@ def _overwritten(wait: bool) -> list[str]:
 @pytest.mark.parametrize("wait", [True, False])
 def test_pinned_memory_that_is_written_while_it_is_copied_is_a_race(wait: bool, on_ranks: Ranks) -> None:
     (found,) = on_ranks.run(1, _overwritten, wait)
-    assert [race.split(",")[0] for race in found] == ["pinned memory was changed before its copy to the device"] * (not wait)
+    assert [race.split(",")[0] for race in found] == [
+        "pinned memory was changed before its copy to the device"
+    ] * (not wait)
 
 
 def _collectives() -> dict[str, Any]:
@@ -280,7 +295,9 @@ def test_collectives_are_those_of_nccl(on_ranks: Ranks) -> None:
         assert values["bf16"]
         assert values["gathered"] == line + [value + 1 for value in line]
         assert values["part"] == [2 * value + 1 for value in line[4 * rank : 4 * rank + 4]]
-        assert values["swapped"] == [value + other for other in range(2) for value in line[4 * rank : 4 * rank + 4]]
+        assert values["swapped"] == [
+            value + other for other in range(2) for value in line[4 * rank : 4 * rank + 4]
+        ]
         assert values["races"] == (True, 0)
 
 
@@ -290,7 +307,10 @@ def _attention(dtype: str, groups: int, declared: bool = True) -> dict[str, Any]
 
     torch.manual_seed(0)
     shape = (2, 4, 24, 16)
-    tensors = [torch.randn(2, 4 if index == 0 else 4 // groups, 24, 16, dtype=getattr(torch, dtype)) for index in range(3)]
+    tensors = [
+        torch.randn(2, 4 if index == 0 else 4 // groups, 24, 16, dtype=getattr(torch, dtype))
+        for index in range(3)
+    ]
     upper = torch.randn(shape, dtype=getattr(torch, dtype))
     results = []
     for device in ("cpu", "cuda"):
@@ -299,12 +319,17 @@ def _attention(dtype: str, groups: int, declared: bool = True) -> dict[str, Any]
         out.backward(upper.to(device))
         results.append([out.detach().cpu(), *(each.grad.cpu() for each in inputs)])  # type: ignore[union-attr]
         kernel = type(out.grad_fn).__name__
-    return {"kernel": kernel, "differences": [float((a - b).abs().max()) for a, b in zip(*results, strict=True)]}
+    return {
+        "kernel": kernel,
+        "differences": [float((a - b).abs().max()) for a, b in zip(*results, strict=True)],
+    }
 
 
 @pytest.mark.parametrize(("dtype", "kernel"), [("bfloat16", "Flash"), ("float32", "Efficient")])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_attention_takes_the_kernel_of_cuda_and_gives_the_numbers_of_the_cpu(dtype: str, kernel: str, groups: int, on_ranks: Ranks) -> None:
+def test_attention_takes_the_kernel_of_cuda_and_gives_the_numbers_of_the_cpu(
+    dtype: str, kernel: str, groups: int, on_ranks: Ranks
+) -> None:
     (found,) = on_ranks.run(1, _attention, dtype, groups)
     if not (kernel == "Efficient" and groups == 2):
         assert kernel in found["kernel"]
@@ -318,7 +343,9 @@ def test_no_fused_attention_broadcasts_heads(on_ranks: Ranks) -> None:
     assert max(found["differences"]) <= 2e-2
 
 
-def _scaled_product(scales: str, dtype: str, left: str = "float8_e4m3fn", bias: bool = False) -> dict[str, Any]:
+def _scaled_product(
+    scales: str, dtype: str, left: str = "float8_e4m3fn", bias: bool = False
+) -> dict[str, Any]:
     import torch
 
     torch.manual_seed(0)
@@ -326,7 +353,9 @@ def _scaled_product(scales: str, dtype: str, left: str = "float8_e4m3fn", bias: 
     one, other = torch.randn(24, 64).to(of_left), torch.randn(48, 64).to(of_right).t()
     shapes = [(), ()] if scales == "tensor" else [(24, 1), (1, 48)]
     by = [torch.rand(shape) + 0.5 for shape in shapes]
-    added = torch.randn(48, dtype=torch.float16 if wanted == torch.float16 else torch.bfloat16) if bias else None
+    added = (
+        torch.randn(48, dtype=torch.float16 if wanted == torch.float16 else torch.bfloat16) if bias else None
+    )
     plain = (one.float() @ other.float()) * by[0] * by[1] + (0 if added is None else added.float())
     if wanted.itemsize == 1:
         plain = plain.clamp(-448, 448)
@@ -341,7 +370,10 @@ def _attention_with_dropout(dtype: str) -> dict[str, float]:
     from torch.nn.functional import scaled_dot_product_attention
 
     draw = torch.Generator().manual_seed(1)
-    leaves = [torch.randn(2, 2, 24, 16, generator=draw).to("cuda", getattr(torch, dtype)).requires_grad_() for _ in range(3)]
+    leaves = [
+        torch.randn(2, 2, 24, 16, generator=draw).to("cuda", getattr(torch, dtype)).requires_grad_()
+        for _ in range(3)
+    ]
 
     def out(p: float, *states: torch.Tensor) -> torch.Tensor:
         torch.cuda.manual_seed(3)
@@ -349,20 +381,27 @@ def _attention_with_dropout(dtype: str) -> dict[str, float]:
 
     one, again = out(0.5, *leaves), out(0.5, *leaves)
     ahead = torch.rand(1, device="cuda")
-    many = torch.stack([scaled_dot_product_attention(*leaves, dropout_p=0.5, is_causal=True).float() for _ in range(400)]).mean(0)
+    many = torch.stack(
+        [scaled_dot_product_attention(*leaves, dropout_p=0.5, is_causal=True).float() for _ in range(400)]
+    ).mean(0)
     direction = [torch.randn(leaf.shape, generator=draw).to("cuda") for leaf in leaves]
     gradients = torch.autograd.grad(one.float().square().sum(), leaves)
     slope = sum((gradient.float() * each).sum() for gradient, each in zip(gradients, direction, strict=True))
     step = 1e-3
     ahead_of, behind = (
-        out(0.5, *(leaf.detach() + sign * step * each for leaf, each in zip(leaves, direction, strict=True))).float().square().sum()
+        out(0.5, *(leaf.detach() + sign * step * each for leaf, each in zip(leaves, direction, strict=True)))
+        .float()
+        .square()
+        .sum()
         for sign in (1, -1)
     )
     torch.cuda.manual_seed(3)
     return {
         "differs without a new mask": float((one - again).abs().max()),
         "advances the generator": float(torch.rand(1, device="cuda") != ahead),
-        "mean over masks": float((many - out(0.0, *leaves).float()).norm() / out(0.0, *leaves).float().norm()),
+        "mean over masks": float(
+            (many - out(0.0, *leaves).float()).norm() / out(0.0, *leaves).float().norm()
+        ),
         "slope": float((ahead_of - behind) / (2 * step) / slope),
     }
 
@@ -383,10 +422,20 @@ def _gradients_with_dropout() -> dict[str, float]:
     from fsdp_tune.model.shard.recompute import recompute_activations
     from tests.model.recipes import recipe_of
 
-    model = {"model_type": "gpt2", "vocab_size": 150, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    model = {
+        "model_type": "gpt2",
+        "vocab_size": 150,
+        "n_positions": 64,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 2,
+    }
 
     def gradients(recomputed: str) -> torch.Tensor:
-        recipe = recipe_of({"from_config": model | {"bos_token_id": 0, "eos_token_id": 1}}, fsdp={"activation_checkpointing": recomputed})
+        recipe = recipe_of(
+            {"from_config": model | {"bos_token_id": 0, "eos_token_id": 1}},
+            fsdp={"activation_checkpointing": recomputed},
+        )
         torch.manual_seed(0)
         live = build_full(recipe).train().to("cuda")
         recompute_activations(recipe, live)
@@ -396,11 +445,14 @@ def _gradients_with_dropout() -> dict[str, float]:
         return torch.cat([p.grad.flatten() for p in live.parameters()])
 
     plain = gradients("none")
-    return {way: float((gradients(way) - plain).norm() / plain.norm()) for way in ("none", "full", "selective")}
+    return {
+        way: float((gradients(way) - plain).norm() / plain.norm()) for way in ("none", "full", "selective")
+    }
 
 
 def test_recomputed_layers_draw_the_masks_of_their_forward(on_ranks: Ranks) -> None:
-    """With attention whose mask is drawn in its kernel, as on a GPU. Kept attention gave gradients that were 28 % off."""
+    """With attention whose mask is drawn in its kernel, as on a GPU. Kept attention gave gradients that were
+    28 % off."""
     (found,) = on_ranks.run(1, _gradients_with_dropout)
     assert found == dict.fromkeys(("none", "full", "selective"), pytest.approx(0, abs=1e-6))
 
@@ -416,7 +468,9 @@ def test_recomputed_layers_draw_the_masks_of_their_forward(on_ranks: Ranks) -> N
         ("rows", "bfloat16", "float8_e4m3fn", True),
     ],
 )
-def test_products_of_fp8_are_those_of_fp32_with_scales(scales: str, dtype: str, left: str, bias: bool, on_ranks: Ranks) -> None:
+def test_products_of_fp8_are_those_of_fp32_with_scales(
+    scales: str, dtype: str, left: str, bias: bool, on_ranks: Ranks
+) -> None:
     (found,) = on_ranks.run(1, _scaled_product, scales, dtype, left, bias)
     assert found["dtype"] == dtype
     assert found["shape"] == (24, 48)
@@ -482,7 +536,11 @@ def _moved_bytes() -> dict[str, Any]:
     dist.all_to_all_single(swapped, values)
     sent = values.clone()
     dist.broadcast(sent, 1)
-    return {"gathered": gathered.float().tolist(), "swapped": swapped.float().tolist(), "sent": sent.float().tolist()}
+    return {
+        "gathered": gathered.float().tolist(),
+        "swapped": swapped.float().tolist(),
+        "sent": sent.float().tolist(),
+    }
 
 
 def test_nccl_moves_fp8(on_ranks: Ranks) -> None:

@@ -1,4 +1,5 @@
-"""Devices that fail, or that a recipe does not suit: the user reads what happened, and the exit code is the documented one."""
+"""Devices that fail, or that a recipe does not suit: the user reads what happened, and the exit code is the
+documented one."""
 
 from __future__ import annotations
 
@@ -54,7 +55,14 @@ class Ended:
         return self.verdict["problem"]
 
 
-def train(folder: Path, *options: str, gpu: str = "H100", base: dict[str, str] | None = None, changes: Any = (), **emulated: str) -> Ended:
+def train(
+    folder: Path,
+    *options: str,
+    gpu: str = "H100",
+    base: dict[str, str] | None = None,
+    changes: Any = (),
+    **emulated: str,
+) -> Ended:
     every = CHANGES | {"output_dir": folder / "run"} | dict(changes)
     arguments = [word for key, value in every.items() for word in ("--set", f"{key}={value}")]
     environment = with_gpus(2, gpu, base=None if base is None else os.environ | base, **emulated)
@@ -67,7 +75,8 @@ def after(step: int, how: str) -> str:
     return f"1:{STEPS_OF_THE_START + step}:{how}"
 
 
-# ------------------------------------------------------------------------------------------------------- a device that fails
+# ------------------------------------------------------------------------------------------------------- a
+# device that fails
 
 
 @pytest.mark.slow
@@ -77,27 +86,41 @@ def test_gpu_that_falls_off_the_bus_is_named_and_missed_by_the_resume(tmp_path: 
     assert ended.code == 1, ended.printed
     assert ended.problem["code"] == "device-failed"
     assert ended.problem["message"].startswith("cuda:1 (in `")
-    assert ended.problem["message"].endswith("failed: unspecified launch failure; the driver reports GPU 1 (GPU is lost) (rank 1, step 3)")
+    assert ended.problem["message"].endswith(
+        "failed: unspecified launch failure; the driver reports GPU 1 (GPU is lost) (rank 1, step 3)"
+    )
     assert "`dmesg` names the cause" in ended.problem["hint"]
     assert "continues from checkpoint-2" in ended.printed
     again = train(tmp_path, "--resume", "auto", lost=str(lost))
     assert again.code == 2
-    assert "2 ranks on this machine need 2 cuda devices, and 1 are visible (GPU 1 (GPU is lost) does not respond)" in again.printed
+    assert (
+        "2 ranks on this machine need 2 cuda devices, and 1 are visible (GPU 1 (GPU is lost) does "
+        "not respond)" in again.printed
+    )
 
 
 @slow
 def test_restart_without_the_lost_gpu_ends_with_what_is_missing(tmp_path: Path) -> None:
-    ended = train(tmp_path, fault=after(3, "719"), lost=str(tmp_path / "lost"), changes={"launch.max_restarts": 2})
-    assert "GPU 1 (GPU is lost) (rank 1, step 3): restarting from checkpoint-2 (restart 1 of 2)" in ended.printed
+    ended = train(
+        tmp_path, fault=after(3, "719"), lost=str(tmp_path / "lost"), changes={"launch.max_restarts": 2}
+    )
+    assert (
+        "GPU 1 (GPU is lost) (rank 1, step 3): restarting from checkpoint-2 (restart 1 of 2)" in ended.printed
+    )
     assert (ended.code, ended.problem["code"]) == (2, "device-missing")
-    assert ended.problem["message"] == "rank 1 needs cuda:1, and torch sees 1 of them; the driver reports GPU 1 (GPU is lost)"
+    assert (
+        ended.problem["message"]
+        == "rank 1 needs cuda:1, and torch sees 1 of them; the driver reports GPU 1 (GPU is lost)"
+    )
 
 
 @slow
 def test_fault_of_a_kernel_restarts_the_run(tmp_path: Path) -> None:
     ended = train(tmp_path, fault=after(3, "710"), changes={"launch.max_restarts": 1})
     assert ended.code == 1
-    assert "failed: device-side assert triggered (rank 1, step 3): restarting from checkpoint-2" in ended.printed
+    assert (
+        "failed: device-side assert triggered (rank 1, step 3): restarting from checkpoint-2" in ended.printed
+    )
     assert "CUDA_LAUNCH_BLOCKING=1" in ended.problem["hint"]
 
 
@@ -118,8 +141,13 @@ def test_gpu_that_hangs_is_named_with_the_collective_that_others_wait_in(tmp_pat
     ended = train(tmp_path, fault=after(3, "hangs"))
     assert (ended.code, ended.problem["code"]) == (5, "hang")
     assert "rank 1 (step 3, `" in ended.problem["message"]
-    where = ("is late; waiting for it: rank 0 in ", "the ranks wait in different collectives: rank 0 (step 3, `")
-    assert any(each in ended.problem["message"] for each in where), "the device hangs behind what its host has already issued"
+    where = (
+        "is late; waiting for it: rank 0 in ",
+        "the ranks wait in different collectives: rank 0 (step 3, `",
+    )
+    assert any(each in ended.problem["message"] for each in where), (
+        "the device hangs behind what its host has already issued"
+    )
     assert (ended.run / "logs" / "hang.txt").stat().st_size > 1000
 
 
@@ -127,15 +155,20 @@ def test_gpu_that_hangs_is_named_with_the_collective_that_others_wait_in(tmp_pat
 def test_rank_that_the_watchdog_of_nccl_ends_has_its_message(tmp_path: Path) -> None:
     ended = train(tmp_path, fault=after(3, "hangs"), nccl_seconds="5", changes={"launch.hang_timeout": "60s"})
     assert (ended.code, ended.problem["code"]) == (5, "rank-killed")
-    assert "rank 0 was killed by SIGABRT at step 3: Watchdog caught collective operation timeout: WorkNCCL(" in ended.problem["message"]
+    assert (
+        "rank 0 was killed by SIGABRT at step 3: Watchdog caught collective operation timeout: WorkNCCL("
+        in ended.problem["message"]
+    )
     assert "Timeout(ms)=5000" in ended.problem["message"]
 
 
-# ------------------------------------------------------------------------------------------------------------------- memory
+# -------------------------------------------------------------------------------------------------------------------  # noqa: E501
+# memory
 
 
 MANY_ROWS = {"training.per_device_train_batch_size": 256, "training.global_batch_size": 512}
-"""So many that one layer's activations do not fit: with less, what else is still held decides whether the forward or the backward fails."""
+"""So many that one layer's activations do not fit: with less, what else is still held decides whether the
+forward or the backward fails."""
 
 
 @slow
@@ -152,7 +185,16 @@ def test_evaluation_without_memory_names_a_smaller_batch(tmp_path: Path) -> None
     ended = train(tmp_path)
     assert ended.code == 0, ended.printed
     environment = with_gpus(1, memory_gib="0.002")
-    done = fsdp_tune("evaluate", str(ended.run), "--device", "cuda", "--batch-size", "64", "--json", environment=environment)
+    done = fsdp_tune(
+        "evaluate",
+        str(ended.run),
+        "--device",
+        "cuda",
+        "--batch-size",
+        "64",
+        "--json",
+        environment=environment,
+    )
     assert done.returncode == 3, done.stderr
     [error] = json.loads(done.stdout)["errors"]
     assert error["code"] == "device-out-of-memory"
@@ -169,14 +211,20 @@ def test_evaluation_without_memory_names_a_smaller_batch(tmp_path: Path) -> None
     ],
     ids=["async save", "offload"],
 )
-def test_memory_that_cannot_be_pinned_is_the_hosts(changes: dict[str, str], phase: str, way: str, tmp_path: Path) -> None:
+def test_memory_that_cannot_be_pinned_is_the_hosts(
+    changes: dict[str, str], phase: str, way: str, tmp_path: Path
+) -> None:
     ended = train(tmp_path, pinned_gib="0", changes=changes)
     assert (ended.code, ended.problem["code"]) == (1, "host-out-of-memory")
-    assert f"out of host memory in `{phase}`: page-locked memory for copies to the device was refused" in ended.problem["message"]
+    assert (
+        f"out of host memory in `{phase}`: page-locked memory for copies to the device was refused"
+        in ended.problem["message"]
+    )
     assert way in ended.printed
 
 
-# ---------------------------------------------------------------------------------------------------- which GPUs there are
+# ---------------------------------------------------------------------------------------------------- which
+# GPUs there are
 
 
 def test_hidden_gpus_are_named_with_the_variable(tmp_path: Path) -> None:
@@ -188,15 +236,37 @@ def test_hidden_gpus_are_named_with_the_variable(tmp_path: Path) -> None:
 
 @slow
 def test_machine_with_fewer_gpus_is_refused_and_the_other_names_it_missing(tmp_path: Path) -> None:
-    """Two commands stand for two machines that share a directory, one with two GPUs and the other with one."""
-    keys = CHANGES | {"launch.num_processes": 4, "launch.num_machines": 2, "launch.main_process_ip": "127.0.0.1", "output_dir": "run"}
+    """Two commands stand for two machines that share a directory, one with two GPUs and the other with
+    one."""
+    keys = CHANGES | {
+        "launch.num_processes": 4,
+        "launch.num_machines": 2,
+        "launch.main_process_ip": "127.0.0.1",
+        "output_dir": "run",
+    }
     words = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
-    command = [sys.executable, "-m", "fsdp_tune", "train", "--config", "gpt2_smoke", *words, "--json", "--machine-rank"]
+    command = [
+        sys.executable,
+        "-m",
+        "fsdp_tune",
+        "train",
+        "--config",
+        "gpt2_smoke",
+        *words,
+        "--json",
+        "--machine-rank",
+    ]
     pipes = {"stdout": subprocess.PIPE, "text": True}
-    both = [subprocess.Popen([*command, str(rank)], cwd=tmp_path, env=with_gpus(2 - rank), **pipes) for rank in (0, 1)]
+    both = [
+        subprocess.Popen([*command, str(rank)], cwd=tmp_path, env=with_gpus(2 - rank), **pipes)
+        for rank in (0, 1)
+    ]
     first, second = (json.loads(each.communicate(timeout=300)[0])["errors"][0] for each in both)
     assert [each.returncode for each in both] == [1, 2]
-    assert (second["code"], second["message"]) == ("too-few-devices", "2 ranks on this machine need 2 cuda devices, and 1 are visible")
+    assert (second["code"], second["message"]) == (
+        "too-few-devices",
+        "2 ranks on this machine need 2 cuda devices, and 1 are visible",
+    )
     assert first["code"] == "machines-missing"
     assert re.fullmatch(r"1 of 2 machines joined within 2\d\.\ds; missing: machine 1", first["message"])
     assert "with the same recipe and as many devices" in first["hint"]
@@ -207,14 +277,29 @@ UUID = "GPU-00000000-0000-0000-0000-00000000000"
 
 @slow
 def test_devices_are_counted_as_torch_does_whatever_is_visible() -> None:
-    cases = {"0": 1, "1": 1, "0,1": 2, "1,0": 2, "": 0, "7": 0, "0,7": 1, "0,0": 0, f"{UUID}2": 1, "GPU-": 0, "GPU-zzz": 0, "-1": 0}
+    cases = {
+        "0": 1,
+        "1": 1,
+        "0,1": 2,
+        "1,0": 2,
+        "": 0,
+        "7": 0,
+        "0,7": 1,
+        "0,0": 0,
+        f"{UUID}2": 1,
+        "GPU-": 0,
+        "GPU-zzz": 0,
+        "-1": 0,
+    }
     script = (
         "import json, os, torch; from fsdp_tune.core.devices import visible_devices; "
         "print(json.dumps([torch.cuda.device_count(), len(visible_devices(os.environ))]))"
     )
     for visible, expected in cases.items():
         environment = with_gpus(2, "A100", base=os.environ | {"CUDA_VISIBLE_DEVICES": visible})
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
+        done = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment
+        )
         assert json.loads(done.stdout) == [expected, expected], visible
 
 
@@ -224,13 +309,18 @@ def test_env_reports_devices_driver_lost_devices_and_slow_bf16(tmp_path: Path) -
     done = fsdp_tune("env", "--json", environment=with_gpus(3, "T4", lost=str(lost)))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert (found["lost_devices"], len(found["devices"]), found["torch"]["device_count"]) == (["GPU 0 (GPU is lost)"], 2, 2)
+    assert (found["lost_devices"], len(found["devices"]), found["torch"]["device_count"]) == (
+        ["GPU 0 (GPU is lost)"],
+        2,
+        2,
+    )
     assert json.dumps(found["devices"]).count("Tesla T4") == 2
     assert "580.95.05" in done.stdout, "the driver"
     assert {"gpu-lost", "no-bf16"} <= {row["code"] for row in found["known_bad"]}
 
 
-# -------------------------------------------------------------------------------------------------------- kinds of GPUs
+# --------------------------------------------------------------------------------------------------------
+# kinds of GPUs
 
 
 def validated(gpu: str, *changes: str) -> dict[str, Any]:
@@ -241,9 +331,12 @@ def validated(gpu: str, *changes: str) -> dict[str, Any]:
 
 @slow
 @pytest.mark.parametrize(
-    ("gpu", "kernel", "codes"), [("T4", "sdpa", {"bf16-gpu-too-old"}), ("A100", "torch_varlen", set()), ("B200", "torch_varlen", set())]
+    ("gpu", "kernel", "codes"),
+    [("T4", "sdpa", {"bf16-gpu-too-old"}), ("A100", "torch_varlen", set()), ("B200", "torch_varlen", set())],
 )
-def test_validate_reports_the_kernel_and_the_limits_of_the_gpu(gpu: str, kernel: str, codes: set[str]) -> None:
+def test_validate_reports_the_kernel_and_the_limits_of_the_gpu(
+    gpu: str, kernel: str, codes: set[str]
+) -> None:
     found = validated(gpu, "precision.mixed_precision=bf16")
     assert found["exit_code"] == 0
     assert found["model"]["kernels"]["model.attn_implementation"]["value"] == kernel
@@ -256,10 +349,16 @@ def test_ranks_use_the_kernel_that_was_validated(gpu: str, kernel: str, tmp_path
     ended = train(tmp_path, gpu=gpu, changes={"precision.mixed_precision": "bf16"})
     assert ended.code == 0, ended.printed
     assert f"kernels: attention {kernel}" in ended.printed
-    assert ("Tesla T4 (compute capability 7.5) has no tensor cores for bf16" in ended.printed) is (gpu == "T4")
+    assert ("Tesla T4 (compute capability 7.5) has no tensor cores for bf16" in ended.printed) is (
+        gpu == "T4"
+    )
     live = json.loads((ended.run / "readback.json").read_text())
     assert (live["attention"], live["differences"]) == (kernel, [])
-    losses = [line["loss"] for line in map(json.loads, (ended.run / "metrics.jsonl").read_text().splitlines()) if "loss" in line]
+    losses = [
+        line["loss"]
+        for line in map(json.loads, (ended.run / "metrics.jsonl").read_text().splitlines())
+        if "loss" in line
+    ]
     assert all(map(math.isfinite, losses)), losses
     assert losses
 
@@ -267,6 +366,9 @@ def test_ranks_use_the_kernel_that_was_validated(gpu: str, kernel: str, tmp_path
 def test_fp8_on_an_old_gpu_is_refused_before_ranks_start(tmp_path: Path) -> None:
     ended = train(tmp_path, gpu="A100", changes={"precision.mixed_precision": "fp8"})
     assert ended.code == 2
-    assert "needs compute capability 8.9 (Ada, Hopper, Blackwell); NVIDIA A100-SXM4-80GB has 8.0" in ended.printed
+    assert (
+        "needs compute capability 8.9 (Ada, Hopper, Blackwell); NVIDIA A100-SXM4-80GB has 8.0"
+        in ended.printed
+    )
     assert "hint: write `precision.mixed_precision: bf16`" in ended.printed
     assert not ended.run.exists()

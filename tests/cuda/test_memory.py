@@ -1,4 +1,5 @@
-"""What a plan predicts to be allocated is allocated: recipes on emulated devices against the replay of their traces."""
+"""What a plan predicts to be allocated is allocated: recipes on emulated devices against the replay of their
+traces."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def _step(*sizes: float, begin: int = 0) -> MemoryStep:
 
 def test_peak_is_that_of_the_step_in_blocks() -> None:
     early = [MemoryChange(0, 8 * MIB, "load"), MemoryChange(0, -8 * MIB, "")]
-    step = MemoryStep([*early, MemoryChange(1, MIB, "mm"), MemoryChange(2, 100, "sum"), MemoryChange(2, -100, "")], begin=2)
+    step = MemoryStep(
+        [*early, MemoryChange(1, MIB, "mm"), MemoryChange(2, 100, "sum"), MemoryChange(2, -100, "")], begin=2
+    )
     assert step.peak_bytes == MIB + 512
     assert [change.label for change in step.alive()] == ["mm", "sum"]
 
@@ -56,9 +59,17 @@ def test_draws_cover_what_a_device_has() -> None:
     assert str(drawn(7)) == str(drawn(7)) != str(drawn(8))
     switches = [drawn(seed).switches for seed in range(300)]
     found = {(name, str(value)) for each in switches for name, value in each.items()}
-    wanted = {("fsdp.sharding_strategy", name) for name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")}
+    wanted = {
+        ("fsdp.sharding_strategy", name)
+        for name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
+    }
     wanted |= {(name, "True") for name in ("fsdp.offload_params", "fsdp.activation_checkpointing_offload")}
-    wanted |= {("lora.r", "8"), ("quantization.scales", "fp32"), ("kernels.loss", "chunked"), ("fsdp.version", "1")}
+    wanted |= {
+        ("lora.r", "8"),
+        ("quantization.scales", "fp32"),
+        ("kernels.loss", "chunked"),
+        ("fsdp.version", "1"),
+    }
     assert found >= wanted | {
         ("training.optim", "muon"),
         ("precision.mixed_precision", "bf16"),
@@ -67,7 +78,10 @@ def test_draws_cover_what_a_device_has() -> None:
 
 
 def test_section_replaces_the_old_one_alone() -> None:
-    rows = [ComparedRow(5, "llama", 100 * MIB, 101 * MIB, False, "first live 1.00 MiB by mm"), ComparedRow(6, "gpt2", failure="no kernel")]
+    rows = [
+        ComparedRow(5, "llama", 100 * MIB, 101 * MIB, False, "first live 1.00 MiB by mm"),
+        ComparedRow(6, "gpt2", failure="no kernel"),
+    ]
     page = "# Page\n\n## Compared with an emulated GPU\n\nold\n\n### What differs\n\nkept\n"
     new = written(page, section(results(rows)))
     assert new.endswith("\n\n### What differs\n\nkept\n")
@@ -110,7 +124,9 @@ def leaky_run(path: str) -> MemoryStep | dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_memory_that_no_plan_knows_is_found_and_named(tmp_path: Path, on_ranks: Ranks, weighed: Weighed) -> None:
+def test_memory_that_no_plan_knows_is_found_and_named(
+    tmp_path: Path, on_ranks: Ranks, weighed: Weighed
+) -> None:
     leaky = weigh(drawn(FAST), tmp_path / "recipe", on_ranks, run=leaky_run, planned=weighed.planned)
     assert not leaky.is_within
     named = difference(leaky) or ""

@@ -1,4 +1,5 @@
-"""Bugs that only a device has, planted into a run on emulated GPUs: each is found, and without it nothing is."""
+"""Bugs that only a device has, planted into a run on emulated GPUs: each is found, and without it nothing
+is."""
 
 from __future__ import annotations
 
@@ -108,7 +109,9 @@ def generator_of_gpu_0_saved_for_all() -> Iterator[None]:
     import torch
 
     original = torch.cuda.get_rng_state
-    with patch.object(torch.cuda, "get_rng_state", lambda device="cuda": original(0 if device == "cuda" else device)):
+    with patch.object(
+        torch.cuda, "get_rng_state", lambda device="cuda": original(0 if device == "cuda" else device)
+    ):
         yield
 
 
@@ -145,14 +148,20 @@ def watched(bench: Bench, plant: str, case: Case = BASE) -> tuple[RunDir, list[d
 
 
 def steady_files(counted: dict[str, Any]) -> list[str]:
-    """Files that wait for the device in most steps, apart from the lines that each step of these runs logs."""
+    """Files that wait for the device in most steps, apart from the lines that each step of these runs
+    logs."""
     steady = [each for each in counted["synchronisations"] if each["steps"] > SHORT // 2]
-    return [each["site"].split(":")[0] for each in steady if "metrics.py" not in each["site"] and "_log" not in each["site"]]
+    return [
+        each["site"].split(":")[0]
+        for each in steady
+        if "metrics.py" not in each["site"] and "_log" not in each["site"]
+    ]
 
 
 @pytest.mark.ranks
 def test_run_without_a_bug_has_no_races_and_waits_in_each_step_for_its_log_alone(bench: Bench) -> None:
-    """Its numbers are those of one device. What waits without a log line: test_command.py, with the slow tests."""
+    """Its numbers are those of one device. What waits without a log line: test_command.py, with the slow
+    tests."""
     run, counted = watched(bench, "none")
     for each in counted:
         assert each["exit_reason"] == "finished", each["traceback"]
@@ -185,7 +194,9 @@ def test_tensor_of_the_cpu_is_refused_as_cuda_does(bench: Bench) -> None:
 @pytest.mark.ranks
 def test_work_on_a_stream_that_nobody_orders_is_a_race(bench: Bench) -> None:
     _, counted = watched(bench, "stream")
-    assert all(any("total_norm" in race or "sum_of_squares" in race for race in each["races"]) for each in counted)
+    assert all(
+        any("total_norm" in race or "sum_of_squares" in race for race in each["races"]) for each in counted
+    )
 
 
 @pytest.mark.ranks
@@ -193,14 +204,17 @@ def test_one_seed_for_all_gpus_stops_the_run(bench: Bench) -> None:
     """Else all ranks would drop the same activations."""
     _, counted = watched(bench, "seed", DROPOUT)
     assert {each["exit_reason"] for each in counted} == {"failed"}
-    assert counted[0]["problem"]["message"].startswith("step 1: the cuda generators of ranks 0 and 1 are in the same state")
+    assert counted[0]["problem"]["message"].startswith(
+        "step 1: the cuda generators of ranks 0 and 1 are in the same state"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(("plant", "is_equal"), [("none", True), ("generator", False)])
 def test_resumed_run_shows_which_generator_was_saved(plant: str, is_equal: bool, bench: Bench) -> None:
-    """Losses after a resume are those of the uninterrupted run only if each rank saved the generator of its own GPU."""
+    """Losses after a resume are those of the uninterrupted run only if each rank saved the generator of its
+    own GPU."""
     whole, _ = watched(bench, plant, DROPOUT)
     resumed = bench.prepared_run(DROPOUT)
     runs.resume_from(resumed, whole, DROPOUT.saved_step)

@@ -1,8 +1,9 @@
-"""Compile what Inductor generates for a GPU that is not there, and say what each kernel takes of it: registers, stack and shared memory.
+"""Compile what Inductor generates for a GPU that is not there, and say what each kernel takes of it:
+registers, stack and shared memory.
 
-The emulated device tells Inductor what the GPU is like; Triton compiles for a named target wherever its package is installed. Launches are
-left out, so values of compiled parts are never computed here. Run as a module, it prints the table of one GPU as JSON; it belongs
-into an environment of `with_gpus(…, triton=1)`.
+The emulated device tells Inductor what the GPU is like; Triton compiles for a named target wherever its
+package is installed. Launches are left out, so values of compiled parts are never computed here. Run as a
+module, it prints the table of one GPU as JSON; it belongs into an environment of `with_gpus(…, triton=1)`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _USAGE = re.compile(r"REG:(?P<registers>\d+) STACK:(?P<stack_bytes>\d+)")
 
 
 class Compiled:
-    """Collects the kernels that Inductor asks Triton for, each compiled for the GPU in all its configurations, instead of running them."""
+    """Collects the kernels that Inductor asks Triton for, each compiled for the GPU in all its
+    configurations, instead of running them."""
 
     def __init__(self) -> None:
         self.part = ""
@@ -64,8 +66,14 @@ class Compiled:
                 target=GPUTarget(meta["device_type"], meta["cc"], 32),
                 options=tuner._create_compile_options(config, meta),
             )
-            found = {"part": self.part, "kernel": tuner.inductor_meta["kernel_name"], "target": f"sm_{meta['cc']}"}
-            found |= {"warps": config.num_warps, "shared_bytes": binary.metadata.shared} | _usage(binary.asm["cubin"])
+            found = {
+                "part": self.part,
+                "kernel": tuner.inductor_meta["kernel_name"],
+                "target": f"sm_{meta['cc']}",
+            }
+            found |= {"warps": config.num_warps, "shared_bytes": binary.metadata.shared} | _usage(
+                binary.asm["cubin"]
+            )
             if found not in self.kernels:
                 self.kernels.append(found)
 
@@ -93,7 +101,9 @@ def _usage(cubin: bytes) -> dict[str, int]:
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(cubin)
-        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        said = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
     usage = _USAGE.search(said)
     assert usage is not None, said
     return {name: int(value) for name, value in usage.groupdict().items()}
@@ -104,8 +114,12 @@ def dequantise() -> None:
     from fsdp_tune.model.adapters.nf4 import dequantise
 
     for scale_bytes in (4, 2):
-        packed = torch.zeros(LAYER["hidden_size"], LAYER["hidden_size"] // 2, dtype=torch.uint8, device="cuda")
-        scales = torch.zeros(LAYER["hidden_size"], LAYER["hidden_size"] // 64 * scale_bytes, dtype=torch.uint8, device="cuda")
+        packed = torch.zeros(
+            LAYER["hidden_size"], LAYER["hidden_size"] // 2, dtype=torch.uint8, device="cuda"
+        )
+        scales = torch.zeros(
+            LAYER["hidden_size"], LAYER["hidden_size"] // 64 * scale_bytes, dtype=torch.uint8, device="cuda"
+        )
         dequantise(packed, scales, torch.bfloat16)
 
 
@@ -117,7 +131,10 @@ def decoder_layer() -> None:
     from tests.model.recipes import recipe_of
 
     recipe = recipe_of(
-        {"from_config": LAYER}, ranks=1, fsdp={"activation_checkpointing": "selective"}, kernels={"compile": True, "loss": "full"}
+        {"from_config": LAYER},
+        ranks=1,
+        fsdp={"activation_checkpointing": "selective"},
+        kernels={"compile": True, "loss": "full"},
     )
     model = build_empty(recipe).to_empty(device="cuda").to(torch.bfloat16).train()
     recompute_activations(recipe, model)

@@ -1,5 +1,5 @@
-"""A hub with one data set, and the files and rows that a stream reads of it. Run as a program: the libraries read the hub's
-address when they are imported."""
+"""A hub with one data set, and the files and rows that a stream reads of it. Run as a program: the libraries
+read the hub's address when they are imported."""
 
 from __future__ import annotations
 
@@ -21,11 +21,16 @@ COMMIT = "0" * 39 + "1"
 
 def table(name: str, rows: int) -> bytes:
     file = io.BytesIO()
-    parquet.write_table(pa.Table.from_pylist([{"text": f"{name} {row}"} for row in range(rows)]), file, row_group_size=20)
+    parquet.write_table(
+        pa.Table.from_pylist([{"text": f"{name} {row}"} for row in range(rows)]), file, row_group_size=20
+    )
     return file.getvalue()
 
 
-FILES = {"README.md": b"# rows\n", **{f"data/{name}.parquet": table(name, 50) for name in ("train-0", "train-1", "test-0")}}
+FILES = {
+    "README.md": b"# rows\n",
+    **{f"data/{name}.parquet": table(name, 50) for name in ("train-0", "train-1", "test-0")},
+}
 
 
 class DataHub(BaseHTTPRequestHandler):
@@ -40,7 +45,9 @@ class DataHub(BaseHTTPRequestHandler):
             self._answer(200, json.dumps(self._entries(folder)).encode())
         elif path.startswith("/api/datasets/org/rows"):
             siblings = [{"rfilename": name} for name in FILES]
-            self._answer(200, json.dumps({"id": "org/rows", "sha": COMMIT, "siblings": siblings, "tags": []}).encode())
+            self._answer(
+                200, json.dumps({"id": "org/rows", "sha": COMMIT, "siblings": siblings, "tags": []}).encode()
+            )
         else:
             self._answer(404, b"{}")
 
@@ -98,7 +105,11 @@ def main(paths: list[str]) -> None:
         process.start()
         rows = queue.get(timeout=60)
         process.join()
-        print(json.dumps({"path": path, "rows": rows, "stamps": stream_stamps(units), "downloads": DataHub.downloads}))
+        print(
+            json.dumps(
+                {"path": path, "rows": rows, "stamps": stream_stamps(units), "downloads": DataHub.downloads}
+            )
+        )
 
 
 if __name__ == "__main__":

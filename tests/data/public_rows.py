@@ -1,4 +1,5 @@
-"""Rows in the shapes of public data sets and of files that users have, which no format fits as they are: {name: (file, text)}."""
+"""Rows in the shapes of public data sets and of files that users have, which no format fits as they are:
+{name: (file, text)}."""
 
 from __future__ import annotations
 
@@ -10,13 +11,20 @@ def lines(*rows: Any) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-CHATS = [{"messages": [{"role": "user", "content": f"hi {number}"}, {"role": "assistant", "content": "yo"}]} for number in range(2)]
-CAPYBARA = {"source": "Airoboros", "conversation": [{"input": "hi", "output": "yo"}, {"input": "and", "output": "then"}]}
+CHATS = [
+    {"messages": [{"role": "user", "content": f"hi {number}"}, {"role": "assistant", "content": "yo"}]}
+    for number in range(2)
+]
+CAPYBARA = {
+    "source": "Airoboros",
+    "conversation": [{"input": "hi", "output": "yo"}, {"input": "and", "output": "then"}],
+}
 XLAM = {
     "id": 0,
     "query": "Price of ACME?",
     "answers": '[{"name": "quote", "arguments": {"symbol": "ACME"}}]',
-    "tools": '[{"name": "quote", "description": "q", "parameters": {"symbol": {"type": "str", "description": "s"}}}]',
+    "tools": '[{"name": "quote", "description": "q", "parameters": {"symbol": {"type": "str", '
+    '"description": "s"}}}]',
 }
 GLAIVE = {
     "system": 'SYSTEM: You are a helpful assistant with access to functions.\n{"name": "quote"}',
@@ -33,7 +41,12 @@ NEMOTRON = {
     "version": "v1",
     "system_prompt": "detailed thinking on",
 }
-ALPACA = {"instruction": "Say hi.", "input": "", "output": "hi", "text": "Below is an instruction …\n\n### Response:\nhi"}
+ALPACA = {
+    "instruction": "Say hi.",
+    "input": "",
+    "output": "hi",
+    "text": "Below is an instruction …\n\n### Response:\nhi",
+}
 HERMES = {
     "custom_instruction": False,
     "language": None,
@@ -65,12 +78,21 @@ PUBLIC: dict[str, tuple[str, str]] = {
     "wrapped in .jsonl": ("rows.jsonl", json.dumps({"train": CHATS})),
     "dict of rows": ("rows.json", json.dumps({"a": CHATS[0], "b": CHATS[1]})),
     "dict of rows over several lines": ("rows.json", json.dumps({"a": CHATS[0], "b": CHATS[1]}, indent=2)),
-    "columns of pandas": ("rows.json", '{"instruction": {"0": "Name a fruit", "1": "A tree"}, "output": {"0": "Apple", "1": "Oak"}}'),
-    "columns as lists": ("rows.json", '{"instruction": ["Name a fruit", "A tree"], "output": ["Apple", "Oak"]}'),
+    "columns of pandas": (
+        "rows.json",
+        '{"instruction": {"0": "Name a fruit", "1": "A tree"}, "output": {"0": "Apple", "1": "Oak"}}',
+    ),
+    "columns as lists": (
+        "rows.json",
+        '{"instruction": ["Name a fruit", "A tree"], "output": ["Apple", "Oak"]}',
+    ),
     "list in .jsonl": ("rows.jsonl", json.dumps(CHATS)),
     "list over several lines in .jsonl": ("rows.jsonl", json.dumps(CHATS, indent=1)),
     "objects over several lines": ("rows.jsonl", "\n".join(json.dumps(row, indent=1) for row in CHATS)),
-    "objects over several lines in .json": ("rows.json", "\n".join(json.dumps(row, indent=1) for row in CHATS)),
+    "objects over several lines in .json": (
+        "rows.json",
+        "\n".join(json.dumps(row, indent=1) for row in CHATS),
+    ),
     "CSV with semicolons": ("rows.csv", "instruction;output\nName a fruit;Apple, red\nA tree;Oak\n"),
     "TSV with semicolons": ("rows.tsv", "prompt;completion\nName a fruit;Apple\n"),
     "CSV with tabs": ("rows.csv", "prompt\tcompletion\nName a fruit\tApple\n"),

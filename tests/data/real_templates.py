@@ -34,11 +34,19 @@ class Published:
 
     def encoder(self, *, joins_spaces: bool = False) -> TokenizerEncoder:
         """`joins_spaces`: with tokens of several line ends and spaces, and without SentencePiece."""
-        tokenizer = _sentencepiece() if self.is_sentencepiece and not joins_spaces else _byte_level(SPACES if joins_spaces else [])
+        tokenizer = (
+            _sentencepiece()
+            if self.is_sentencepiece and not joins_spaces
+            else _byte_level(SPACES if joins_spaces else [])
+        )
         texts = dict.fromkeys([self.eos, *([self.bos] if self.bos else []), "<pad>", *self.special])
-        tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False, rstrip=self.strips_right) for text in texts])  # pyright: ignore[reportUnknownMemberType]
+        tokenizer.add_special_tokens(
+            [AddedToken(text, special=True, normalized=False, rstrip=self.strips_right) for text in texts]
+        )  # pyright: ignore[reportUnknownMemberType]
         return TokenizerEncoder(
-            PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=self.eos, bos_token=self.bos, pad_token="<pad>")
+            PreTrainedTokenizerFast(
+                tokenizer_object=tokenizer, eos_token=self.eos, bos_token=self.bos, pad_token="<pad>"
+            )
         )
 
 
@@ -48,7 +56,9 @@ def _folder(package: str) -> Path:
     found = importlib.util.find_spec(package)
     assert found is not None, f"scripts/install adds {package}"
     assert found.origin is not None
-    return Path(found.origin).parent / ("chat_templates" if package == "trl" else "utils/chat_templates/templates")
+    return Path(found.origin).parent / (
+        "chat_templates" if package == "trl" else "utils/chat_templates/templates"
+    )
 
 
 LINE_END, SPACE = "\u010a", "\u0120"
@@ -61,23 +71,33 @@ SPACES = [
 
 def _byte_level(merges: list[tuple[str, str]]) -> Tokenizer:
     pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(left + right for left, right in merges)]
-    tokenizer = Tokenizer(models.BPE(vocab={piece: number for number, piece in enumerate(pieces)}, merges=merges))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={piece: number for number, piece in enumerate(pieces)}, merges=merges)
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not merges)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
 def _sentencepiece() -> Tokenizer:
-    """Return a tokenizer with Llama 2's normaliser and byte fallback, and letters and some words as tokens."""
+    """Return a tokenizer with Llama 2's normaliser and byte fallback, and letters and some words as
+    tokens."""
     letters = ["▁", *(chr(code) for code in range(33, 127))]
     words = ["▁a", "▁q", "▁[", "IN", "ST", "▁["]
     pieces = dict.fromkeys(["<unk>", *(f"<0x{code:02X}>" for code in range(256)), *letters, *words])
     merges = [("▁", "a"), ("▁", "q"), ("▁", "["), ("I", "N"), ("S", "T")]
     tokenizer = Tokenizer(
-        models.BPE(vocab={piece: number for number, piece in enumerate(pieces)}, merges=merges, byte_fallback=True, unk_token="<unk>")
+        models.BPE(
+            vocab={piece: number for number, piece in enumerate(pieces)},
+            merges=merges,
+            byte_fallback=True,
+            unk_token="<unk>",
+        )
     )
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     return tokenizer
 
 
@@ -98,25 +118,35 @@ GEMMA4 = (
     '<|"|>',
 )
 PHI = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-MISTRAL = ("[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]")
+MISTRAL = (
+    "[INST]",
+    "[/INST]",
+    "[AVAILABLE_TOOLS]",
+    "[/AVAILABLE_TOOLS]",
+    "[TOOL_CALLS]",
+    "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]",
+)
 DEEPSEEK = (
-    "<｜User｜>", "<｜Assistant｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
-    "<｜tool▁calls▁end｜>", "<｜tool▁outputs▁begin｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>", "<｜tool▁outputs▁end｜>",
+    "<｜User｜>", "<｜Assistant｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",  # noqa: E501
+    "<｜tool▁calls▁end｜>", "<｜tool▁outputs▁begin｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>", "<｜tool▁outputs▁end｜>",  # noqa: E501
 )  # fmt: skip
 DEEPSEEK_BOS, DEEPSEEK_EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 HARMONY = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>")
 GLM = ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 GRANITE = ("<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>")
 COMMAND = (
-    "<|START_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|SYSTEM_TOKEN|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>",
-    "<|START_THINKING|>", "<|END_THINKING|>", "<|START_ACTION|>", "<|END_ACTION|>", "<|START_TOOL_RESULT|>", "<|END_TOOL_RESULT|>",
+    "<|START_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|SYSTEM_TOKEN|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>",  # noqa: E501
+    "<|START_THINKING|>", "<|END_THINKING|>", "<|START_ACTION|>", "<|END_ACTION|>", "<|START_TOOL_RESULT|>", "<|END_TOOL_RESULT|>",  # noqa: E501
 )  # fmt: skip
 
 PUBLISHED = {
     "llama 2": Published("llama2", "</s>", "<s>", is_sentencepiece=True),
     "llama 3": Published("trl/llama3", "<|eot_id|>", "<|begin_of_text|>", LLAMA3),
     "llama 3.1": Published("trl/llama3_1", "<|eot_id|>", "<|begin_of_text|>", LLAMA3),
-    "llama 4": Published("axolotl/llama4", "<|eot|>", "<|begin_of_text|>", ("<|header_start|>", "<|header_end|>", "<|eom|>")),
+    "llama 4": Published(
+        "axolotl/llama4", "<|eot|>", "<|begin_of_text|>", ("<|header_start|>", "<|header_end|>", "<|eom|>")
+    ),
     "chatml": Published("axolotl/chatml", "<|im_end|>", None, CHATML),
     "qwen 2.5": Published("trl/qwen2_5", "<|im_end|>", None, CHATML),
     "qwen 3": Published("trl/qwen3", "<|im_end|>", None, CHATML),
@@ -125,7 +155,9 @@ PUBLISHED = {
     "mistral v1": Published("axolotl/mistral_v1", "</s>", "<s>", is_sentencepiece=True),
     "mistral v3": Published("axolotl/mistral_v2v3", "</s>", "<s>", MISTRAL, is_sentencepiece=True),
     "mistral v3 tekken": Published("axolotl/mistral_v3_tekken", "</s>", "<s>", MISTRAL),
-    "mistral v7 tekken": Published("axolotl/mistral_v7_tekken", "</s>", "<s>", (*MISTRAL, "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]")),
+    "mistral v7 tekken": Published(
+        "axolotl/mistral_v7_tekken", "</s>", "<s>", (*MISTRAL, "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]")
+    ),
     "gemma 2": Published("trl/gemma", "<end_of_turn>", "<bos>", GEMMA),
     "gemma 3": Published("trl/gemma3", "<end_of_turn>", "<bos>", GEMMA),
     "gemma 4": Published("axolotl/gemma4", "<turn|>", "<bos>", GEMMA4),
@@ -136,15 +168,21 @@ PUBLISHED = {
     "phi 4": Published("axolotl/phi_4", "<|im_end|>", "<|endoftext|>", (*CHATML, "<|im_sep|>")),
     "deepseek v3": Published("axolotl/deepseek_v3", DEEPSEEK_EOS, DEEPSEEK_BOS, DEEPSEEK),
     "deepseek r1": Published("trl/deepseek_r1_distill", DEEPSEEK_EOS, DEEPSEEK_BOS, DEEPSEEK),
-    "deepseek r1 training": Published("trl/deepseek_r1_distill_training", DEEPSEEK_EOS, DEEPSEEK_BOS, DEEPSEEK),
+    "deepseek r1 training": Published(
+        "trl/deepseek_r1_distill_training", DEEPSEEK_EOS, DEEPSEEK_BOS, DEEPSEEK
+    ),
     "gpt-oss": Published("trl/gptoss", "<|return|>", "<|startoftext|>", HARMONY),
     "glm 4": Published("glm4", "<|endoftext|>", None, GLM),
     "glm 4.5": Published("trl/glm4moe", "<|endoftext|>", None, GLM),
-    "glm 4.5 whose calls are special": Published("trl/glm4moe", "<|endoftext|>", None, (*GLM, "<tool_call>", "</tool_call>")),
+    "glm 4.5 whose calls are special": Published(
+        "trl/glm4moe", "<|endoftext|>", None, (*GLM, "<tool_call>", "</tool_call>")
+    ),
     "granite": Published("granite", "<|end_of_text|>", None, GRANITE),
     "smollm 2": Published("smollm2", "<|im_end|>", None, CHATML),
     "smollm 3": Published("smollm3", "<|im_end|>", None, CHATML),
     "command r": Published("trl/cohere2", "<|END_OF_TURN_TOKEN|>", "<BOS_TOKEN>", COMMAND),
-    "command a without tools": Published("axolotl/command_a", "<|END_OF_TURN_TOKEN|>", "<BOS_TOKEN>", COMMAND),
+    "command a without tools": Published(
+        "axolotl/command_a", "<|END_OF_TURN_TOKEN|>", "<BOS_TOKEN>", COMMAND
+    ),
     "command a": Published("axolotl/command_a_tool_use", "<|END_OF_TURN_TOKEN|>", "<BOS_TOKEN>", COMMAND),
 }

@@ -52,7 +52,9 @@ WRITERS: dict[str, Callable[[Path, Rows], object]] = {
     "jsonl": lambda path, rows: path.write_bytes(lines(rows)),
     "jsonl.gz": lambda path, rows: path.write_bytes(gzip.compress(lines(rows))),
     "jsonl.zst": lambda path, rows: path.write_bytes(zstd(lines(rows[:60])) + zstd(lines(rows[60:]))),
-    "tar": lambda path, rows: path.write_bytes(tar({f"s/{i:04}.json": json.dumps(row).encode() for i, row in enumerate(rows)})),
+    "tar": lambda path, rows: path.write_bytes(
+        tar({f"s/{i:04}.json": json.dumps(row).encode() for i, row in enumerate(rows)})
+    ),
     "json": lambda path, rows: path.write_text(json.dumps(list(rows), indent=1)),
     "txt": lambda path, rows: path.write_text("\n".join(row["text"] for row in rows), encoding="utf-8"),
     "csv": write_table,

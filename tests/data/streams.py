@@ -11,10 +11,14 @@ from fsdp_tune.data.stream.row_stream import RowStream, open_stream
 from tests.data.support import ByteEncoder, recipe_for
 
 
-def stream_of(folder: Path, *entries: Any, lanes: int = 4, training: dict[str, Any] | None = None, **data: Any) -> RowStream:
+def stream_of(
+    folder: Path, *entries: Any, lanes: int = 4, training: dict[str, Any] | None = None, **data: Any
+) -> RowStream:
     recipe = recipe_for(folder, *entries, streaming=True, stream_lanes=lanes, **data)
     training = {"global_batch_size": 8, "gradient_accumulation_steps": 8, "max_steps": 100} | (training or {})
-    return open_stream(recipe.model_validate(recipe.model_dump(by_alias=True) | {"training": training}), ByteEncoder(), {})
+    return open_stream(
+        recipe.model_validate(recipe.model_dump(by_alias=True) | {"training": training}), ByteEncoder(), {}
+    )
 
 
 def rows_of_run(stream: RowStream, count: int) -> list[StreamRow]:

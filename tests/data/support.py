@@ -24,12 +24,19 @@ CHATML = (
 
 
 class ByteEncoder:
-    """A token for each byte and for each special token; `merges` are pairs of letters that become one token."""
+    """A token for each byte and for each special token; `merges` are pairs of letters that become one
+    token."""
 
     SPECIAL = ("<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>")
 
     def __init__(
-        self, *, adds_bos: bool = False, template: str | None = None, eos: str = "</s>", merges: Sequence[str] = (), bos: str | None = "<s>"
+        self,
+        *,
+        adds_bos: bool = False,
+        template: str | None = None,
+        eos: str = "</s>",
+        merges: Sequence[str] = (),
+        bos: str | None = "<s>",
     ) -> None:
         self.pieces = [*self.SPECIAL, *merges]
         self.vocabulary_size = 256 + len(self.pieces)
@@ -41,33 +48,55 @@ class ByteEncoder:
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(repr((self.pieces, self.eos_token, self.prefix_ids, self.chat_template)).encode()).hexdigest()
+        return hashlib.sha256(
+            repr((self.pieces, self.eos_token, self.prefix_ids, self.chat_template)).encode()
+        ).hexdigest()
 
     def id(self, piece: str) -> int:
         return 256 + self.pieces.index(piece)
 
     def encode_as_text(self, texts: list[str]) -> list[list[int]]:
-        """Merges are tokens of ordinary text; the zero byte, which no text of a test holds, keeps special tokens apart."""
-        return [[number for number in ids if number] for ids in self.encode([re.sub("([<[])", "\\1\0", text) for text in texts])]
+        """Merges are tokens of ordinary text; the zero byte, which no text of a test holds, keeps special
+        tokens apart."""
+        return [
+            [number for number in ids if number]
+            for ids in self.encode([re.sub("([<[])", "\\1\0", text) for text in texts])
+        ]
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         pattern = "|".join(map(re.escape, self.pieces))
         return [
-            [number for part in re.split(f"({pattern})", text) for number in ([self.id(part)] if part in self.pieces else part.encode())]
+            [
+                number
+                for part in re.split(f"({pattern})", text)
+                for number in ([self.id(part)] if part in self.pieces else part.encode())
+            ]
             for text in texts
         ]
 
     def decode(self, ids: Sequence[int]) -> str:
-        raw = b"".join(bytes([number]) if number < 256 else self.pieces[number - 256].encode() for number in ids)
+        raw = b"".join(
+            bytes([number]) if number < 256 else self.pieces[number - 256].encode() for number in ids
+        )
         return raw.decode("utf-8", "replace")
 
     def render(
-        self, messages: list[dict[str, Any]], template: str, *, tools: list[Any] | None, generation_prompt: bool, **variables: Any
+        self,
+        messages: list[dict[str, Any]],
+        template: str,
+        *,
+        tools: list[Any] | None,
+        generation_prompt: bool,
+        **variables: Any,
     ) -> str:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.globals["raise_exception"] = _raise
         return environment.from_string(re.sub(r"{% (end)?generation %}", "", template)).render(
-            messages=messages, tools=tools, add_generation_prompt=generation_prompt, eos_token=self.eos_token, **variables
+            messages=messages,
+            tools=tools,
+            add_generation_prompt=generation_prompt,
+            eos_token=self.eos_token,
+            **variables,
         )
 
     def render_marked(
@@ -76,7 +105,12 @@ class ByteEncoder:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         texts, marked = render_jinja_template(
-            [messages], tools, chat_template=template, return_assistant_tokens_mask=True, eos_token=self.eos_token, **variables
+            [messages],
+            tools,
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            eos_token=self.eos_token,
+            **variables,
         )
         return texts[0], marked[0]
 
@@ -97,7 +131,9 @@ def recipe_for(folder: Path, *entries: dict[str, Any] | Path, **data: Any) -> Re
     return Recipe.model_validate({"data": settings, "launch": {"num_processes": 1}})
 
 
-def prepared(folder: Path, *entries: dict[str, Any] | Path, encoder: ByteEncoder | None = None, **data: Any) -> Prepared:
+def prepared(
+    folder: Path, *entries: dict[str, Any] | Path, encoder: ByteEncoder | None = None, **data: Any
+) -> Prepared:
     return prepare(recipe_for(folder, *entries, **data), encoder or ByteEncoder())
 
 

@@ -38,12 +38,17 @@ def test_share_of_bad_rows_is_of_the_rows_read() -> None:
     assert not exceeds_bad_share(10_000, 10_000, 1.0)
 
 
-def test_more_bad_rows_than_the_share_are_an_error_that_says_what_a_higher_share_drops(tmp_path: Path) -> None:
+def test_more_bad_rows_than_the_share_are_an_error_that_says_what_a_higher_share_drops(
+    tmp_path: Path,
+) -> None:
     rows = [*[GOOD] * 39, *[BAD] * 20, "no object"]
     first, other, total = problems(tmp_path, rows)
     assert [found.where.line for found in (first, other)] == [40, 60]
     assert first.message == "the completion is empty (as in 19 more rows)"
-    assert (total.code, total.message) == ("too-many-bad-rows", "21 of 60 rows (35 %) cannot be used, more than `data.max_bad_share: 0.01`")
+    assert (total.code, total.message) == (
+        "too-many-bad-rows",
+        "21 of 60 rows (35 %) cannot be used, more than `data.max_bad_share: 0.01`",
+    )
     assert "`--set data.max_bad_share=0.35` drops 21 of 60 rows (35 %)" in (total.hint or "")
     assert skipping(tmp_path, rows, max_bad_share=0.35).report.rows_bad.rows == 21
     assert problems(tmp_path, rows, max_bad_share=0.34)
@@ -54,12 +59,18 @@ def bad_rows(*reasons: str, unread: tuple[str, ...] = ()) -> list[tuple[int, Bad
 
 
 def test_one_row_of_each_kind_is_shown_with_the_number_of_its_kind() -> None:
-    bad = bad_rows(*(f"message {number} is a list instead of an object" for number in range(50)), "it has no column `text`")
+    bad = bad_rows(
+        *(f"message {number} is a list instead of an object" for number in range(50)),
+        "it has no column `text`",
+    )
     assert [(found.where.line, found.message) for found in bad_row_examples(bad, ["f"])] == [
         (1, "message 0 is a list instead of an object (as in 49 more rows)"),
         (51, "it has no column `text`"),
     ]
-    names = [f"message {number} has the unknown role `{'abcdefghijklmnopqrstuvwxyz'[number]}`" for number in range(26)]
+    names = [
+        f"message {number} has the unknown role `{'abcdefghijklmnopqrstuvwxyz'[number]}`"
+        for number in range(26)
+    ]
     shown = bad_row_examples(bad_rows(*names, "the completion is empty"), ["f"])
     assert len(shown) == 10
     assert shown[-1].message == "the completion is empty", "the odd row is shown whatever comes before it"
@@ -67,10 +78,14 @@ def test_one_row_of_each_kind_is_shown_with_the_number_of_its_kind() -> None:
 
 def test_share_of_a_hint_admits_the_rows_also_where_later_rows_were_not_encoded() -> None:
     data = Recipe.model_validate({"data": {"train": [{"path": "a"}]}}).data
-    bad = BadRows(bad_rows(*["the chat template rejects it"] * 700), ["f"], 2000, unencoded=1000, bad_unencoded=0)
+    bad = BadRows(
+        bad_rows(*["the chat template rejects it"] * 700), ["f"], 2000, unencoded=1000, bad_unencoded=0
+    )
     *_, total = bad.problems(data)
     assert total.message == "700 of 2,000 rows cannot be used"
-    assert "`--set data.on_bad_row=skip --set data.max_bad_share=0.80` drops about 70 % of the rows" in (total.hint or "")
+    assert "`--set data.on_bad_row=skip --set data.max_bad_share=0.80` drops about 70 % of the rows" in (
+        total.hint or ""
+    )
 
 
 def test_lower_share_refuses_data_from_the_cache(tmp_path: Path) -> None:
@@ -83,10 +98,15 @@ def test_lower_share_refuses_data_from_the_cache(tmp_path: Path) -> None:
 
 
 def test_template_error_in_a_late_row_is_skipped_and_listed(tmp_path: Path) -> None:
-    template = "{% if messages[0].content == 'bad' %}{{ raise_exception('no bad questions') }}{% endif %}" + CHATML
+    template = (
+        "{% if messages[0].content == 'bad' %}{{ raise_exception('no bad questions') }}{% endif %}" + CHATML
+    )
     questions = ["good"] * 101
     questions[100] = "bad"
-    rows = [{"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "b"}]} for text in questions]
+    rows = [
+        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "b"}]}
+        for text in questions
+    ]
     found = skipping(tmp_path, rows, encoder=ByteEncoder(eos="<|im_end|>", template=template))
     [listed] = [json.loads(line) for line in (Path(found.path) / "bad_rows.jsonl").read_text().splitlines()]
     assert listed["row"] == 101
@@ -100,7 +120,11 @@ CALL = {"role": "assistant", "content": ""}
 @pytest.mark.parametrize(
     ("answer", "tools", "reason"),
     [
-        (CALL | {"tool_calls": [{"function": {"name": {"a": 1}, "arguments": "{}"}}]}, [{"name": "f"}], "an object instead of text"),
+        (
+            CALL | {"tool_calls": [{"function": {"name": {"a": 1}, "arguments": "{}"}}]},
+            [{"name": "f"}],
+            "an object instead of text",
+        ),
         ({"role": "function_call", "content": DEEP}, None, "nested too deeply"),
         (CALL | {"tool_calls": DEEP}, None, "nested too deeply"),
         ({"role": "assistant", "content": "b"}, DEEP, "nested too deeply"),
@@ -111,8 +135,12 @@ def test_odd_tool_call_is_one_bad_row(tmp_path: Path, answer: Any, tools: Any, r
     question = {"role": "user", "content": "a"}
     good = {"messages": [question, {"role": "assistant", "content": "b"}]}
     odd = {"messages": [question, answer], "tools": tools}
-    found = skipping(tmp_path, [good, odd], max_bad_share=0.5, encoder=ByteEncoder(eos="<|im_end|>", template=CHATML))
+    found = skipping(
+        tmp_path, [good, odd], max_bad_share=0.5, encoder=ByteEncoder(eos="<|im_end|>", template=CHATML)
+    )
     listed = Path(found.path) / "bad_rows.jsonl"
-    reasons = [json.loads(line)["reason"] for line in listed.read_text().splitlines()] if listed.exists() else []
+    reasons = (
+        [json.loads(line)["reason"] for line in listed.read_text().splitlines()] if listed.exists() else []
+    )
     assert len(reasons) == 1
     assert reason is None or reason in reasons[0]

@@ -18,9 +18,13 @@ from tests.parity.store import make_store
 from tests.planner.recipes import resolved
 
 
-def order(rows: int, *, seed: int = 42, epoch: int = 0, shuffle: bool = True, group: bool = False, batch: int = 8) -> Int64:
+def order(
+    rows: int, *, seed: int = 42, epoch: int = 0, shuffle: bool = True, group: bool = False, batch: int = 8
+) -> Int64:
     lengths = np.random.default_rng(7).integers(1, 1000, rows)
-    return epoch_order(lengths, seed=seed, epoch=epoch, shuffle=shuffle, group_by_length=group, global_batch_size=batch)
+    return epoch_order(
+        lengths, seed=seed, epoch=epoch, shuffle=shuffle, group_by_length=group, global_batch_size=batch
+    )
 
 
 @given(st.integers(1, 300), st.integers(0, 2**40), st.integers(0, 5), st.booleans(), st.integers(1, 40))
@@ -29,7 +33,8 @@ def test_epoch_contains_each_row_once(rows: int, seed: int, epoch: int, group: b
 
 
 def test_order_is_fixed_across_versions() -> None:
-    """A run that is resumed after an upgrade of numpy or of this package must continue the order that it began."""
+    """A run that is resumed after an upgrade of numpy or of this package must continue the order that it
+    began."""
     assert order(10).tolist() == [4, 9, 8, 1, 6, 3, 5, 0, 2, 7]
     assert splitmix64(np.arange(2, dtype=np.uint64)).tolist() == [16294208416658607535, 10451216379200822465]
 
@@ -53,7 +58,9 @@ def test_length_grouping_reduces_padding() -> None:
     lengths = np.random.default_rng(0).integers(1, 2000, 20_000)
 
     def padding(group: bool) -> float:
-        found = epoch_order(lengths, seed=1, epoch=0, shuffle=True, group_by_length=group, global_batch_size=32)
+        found = epoch_order(
+            lengths, seed=1, epoch=0, shuffle=True, group_by_length=group, global_batch_size=32
+        )
         batches = lengths[found].reshape(-1, 32)
         return 1 - batches.sum() / (batches.max(axis=1) * 32).sum()
 
@@ -75,7 +82,9 @@ def test_longest_row_is_in_the_first_batch_and_the_partial_batch_is_last() -> No
     found = epoch_order(lengths, seed=5, epoch=1, shuffle=True, group_by_length=True, global_batch_size=batch)
     whole = rows - rows % batch
     assert lengths[found[:whole]].max() == lengths[found[:batch]].max()
-    ungrouped = epoch_order(lengths, seed=5, epoch=1, shuffle=True, group_by_length=False, global_batch_size=batch)
+    ungrouped = epoch_order(
+        lengths, seed=5, epoch=1, shuffle=True, group_by_length=False, global_batch_size=batch
+    )
     assert found[whole:].tolist() == ungrouped[whole:].tolist()
 
 
@@ -83,23 +92,41 @@ def test_longest_row_is_in_the_first_batch_and_the_partial_batch_is_last() -> No
 @pytest.mark.parametrize(("dp_size", "micro"), [(1, 16), (16, 1), (2, 4), (4, 2), (3, 2)])
 def test_ranks_split_global_batch_without_gap_or_overlap(rows: int, dp_size: int, micro: int) -> None:
     batch = np.arange(100, 100 + rows)
-    by_rank = [rank_micro_batches(batch, dp_rank=rank, dp_size=dp_size, micro_batch_size=micro) for rank in range(dp_size)]
-    assert len({len(micro_batches) for micro_batches in by_rank}) == 1, "every rank takes part in every micro-step"
-    assert sorted(row for micro_batches in by_rank for taken in micro_batches for row in taken) == batch.tolist()
+    by_rank = [
+        rank_micro_batches(batch, dp_rank=rank, dp_size=dp_size, micro_batch_size=micro)
+        for rank in range(dp_size)
+    ]
+    assert len({len(micro_batches) for micro_batches in by_rank}) == 1, (
+        "every rank takes part in every micro-step"
+    )
+    assert (
+        sorted(row for micro_batches in by_rank for taken in micro_batches for row in taken) == batch.tolist()
+    )
     assert all(len(taken) <= micro for micro_batches in by_rank for taken in micro_batches)
 
 
 def test_micro_step_spans_neighbouring_rows_of_all_ranks() -> None:
     batch = np.arange(16)
-    second = [rank_micro_batches(batch, dp_rank=rank, dp_size=2, micro_batch_size=4)[1].tolist() for rank in range(2)]
+    second = [
+        rank_micro_batches(batch, dp_rank=rank, dp_size=2, micro_batch_size=4)[1].tolist()
+        for rank in range(2)
+    ]
     assert second == [[8, 9, 10, 11], [12, 13, 14, 15]]
 
 
-# ---- Cutting a global batch by tokens loses no row, keeps the budget, keeps ranks in step, and no cut needs fewer micro-steps.
+# ---- Cutting a global batch by tokens loses no row, keeps the budget, keeps ranks in step, and no cut needs
+# fewer micro-steps.
 
 MAX_LENGTH = 40
-some_lengths = st.lists(st.integers(1, MAX_LENGTH), min_size=1, max_size=60).map(lambda values: np.array(values, np.int64))
-budgets = st.builds(TokenBudget, st.integers(1, 6).map(lambda rows: rows * MAX_LENGTH), st.sampled_from([1, 8, 64]), st.just(MAX_LENGTH))
+some_lengths = st.lists(st.integers(1, MAX_LENGTH), min_size=1, max_size=60).map(
+    lambda values: np.array(values, np.int64)
+)
+budgets = st.builds(
+    TokenBudget,
+    st.integers(1, 6).map(lambda rows: rows * MAX_LENGTH),
+    st.sampled_from([1, 8, 64]),
+    st.just(MAX_LENGTH),
+)
 sizes = st.integers(1, 5)
 
 
@@ -111,7 +138,9 @@ def slots_of(lengths: Int64, budget: TokenBudget) -> int:
 
 
 @given(some_lengths, budgets, sizes)
-def test_each_row_is_in_one_micro_batch_within_budget(lengths: Int64, budget: TokenBudget, dp_size: int) -> None:
+def test_each_row_is_in_one_micro_batch_within_budget(
+    lengths: Int64, budget: TokenBudget, dp_size: int
+) -> None:
     cut = token_micro_batches(lengths, budget, dp_size)
     assert all(len(ranks) == dp_size for ranks in cut), "every rank takes part in every micro-step"
     assert sorted(index for ranks in cut for taken in ranks for index in taken) == list(range(len(lengths)))
@@ -126,9 +155,13 @@ def test_rank_is_empty_only_with_too_few_rows(lengths: Int64, budget: TokenBudge
 
 
 @given(some_lengths, budgets, sizes)
-def test_micro_step_count_is_bounded_by_full_length_rows(lengths: Int64, budget: TokenBudget, dp_size: int) -> None:
+def test_micro_step_count_is_bounded_by_full_length_rows(
+    lengths: Int64, budget: TokenBudget, dp_size: int
+) -> None:
     """The places of a step, the accumulation that is printed and the time that is planned rest on it."""
-    assert len(token_micro_batches(lengths, budget, dp_size)) <= -(-len(lengths) // (budget.slots // MAX_LENGTH * dp_size))
+    assert len(token_micro_batches(lengths, budget, dp_size)) <= -(
+        -len(lengths) // (budget.slots // MAX_LENGTH * dp_size)
+    )
 
 
 def partitions(rows: list[int]) -> Iterator[list[list[int]]]:
@@ -144,7 +177,11 @@ def partitions(rows: list[int]) -> Iterator[list[list[int]]]:
 @given(st.lists(st.integers(1, MAX_LENGTH), min_size=1, max_size=6), budgets, st.integers(1, 2))
 def test_micro_step_count_is_minimal(lengths: list[int], budget: TokenBudget, dp_size: int) -> None:
     widths = dict(zip(lengths, budget.widths(np.array(lengths)), strict=True))
-    fits = (parts for parts in partitions(lengths) if all(len(part) * widths[max(part)] <= budget.slots for part in parts))
+    fits = (
+        parts
+        for parts in partitions(lengths)
+        if all(len(part) * widths[max(part)] <= budget.slots for part in parts)
+    )
     fewest = min(len(parts) for parts in fits)
     assert len(token_micro_batches(np.array(lengths), budget, dp_size)) == -(-fewest // dp_size)
 
@@ -153,7 +190,10 @@ def test_token_micro_batches_are_fixed_across_versions() -> None:
     """Ranks cut by themselves: with another answer on one of them the others would wait for it."""
     lengths = np.array([3, 40, 9, 9, 17, 31, 2, 40, 5, 12])
     cut = token_micro_batches(lengths, TokenBudget(80, 8, 40), 2)
-    assert [[taken.tolist() for taken in ranks] for ranks in cut] == [[[1, 7], [5, 4]], [[9, 2, 3], [8, 0, 6]]]
+    assert [[taken.tolist() for taken in ranks] for ranks in cut] == [
+        [[1, 7], [5, 4]],
+        [[9, 2, 3], [8, 0, 6]],
+    ]
 
 
 def test_row_beyond_budget_raises() -> None:
@@ -169,12 +209,20 @@ def like_gsm8k(rows: int) -> Int64:
 @pytest.mark.parametrize("grouped", [False, True])
 def test_token_budget_fills_more_slots_in_fewer_micro_steps_than_rows(*, grouped: bool) -> None:
     lengths, budget, dp_size, size = like_gsm8k(4000), TokenBudget(4096, 8, 512), 2, 64
-    order = epoch_order(lengths, seed=1, epoch=0, shuffle=True, group_by_length=grouped, global_batch_size=size)
+    order = epoch_order(
+        lengths, seed=1, epoch=0, shuffle=True, group_by_length=grouped, global_batch_size=size
+    )
     steps = [lengths[order[at : at + size]] for at in range(0, len(order) // size * size, size)]
     by_tokens = filling(
-        ([[rows[taken] for taken in ranks] for ranks in token_micro_batches(rows, budget, dp_size)] for rows in steps), budget
+        (
+            [[rows[taken] for taken in ranks] for ranks in token_micro_batches(rows, budget, dp_size)]
+            for rows in steps
+        ),
+        budget,
     )
-    by_rows = filling(([[rows[at : at + 8], rows[at + 8 : at + 16]] for at in range(0, size, 16)] for rows in steps), budget)
+    by_rows = filling(
+        ([[rows[at : at + 8], rows[at + 8 : at + 16]] for at in range(0, size, 16)] for rows in steps), budget
+    )
     assert by_tokens.tokens == by_rows.tokens
     assert set(by_rows.micro_steps) == {4}
     assert sum(by_tokens.micro_steps) < 0.6 * sum(by_rows.micro_steps)
@@ -184,8 +232,17 @@ def test_token_budget_fills_more_slots_in_fewer_micro_steps_than_rows(*, grouped
 
 def test_steps_of_a_token_budget_are_reported_before_the_epoch_starts(tmp_path: Path) -> None:
     train = make_store(tmp_path / "store") / "train"
-    recipe = resolved(gpus=2, global_batch=16, micro_batch=2, data={"max_length": 32}, training={"per_device_train_batch_tokens": 64})
+    recipe = resolved(
+        gpus=2,
+        global_batch=16,
+        micro_batch=2,
+        data={"max_length": 32},
+        training={"per_device_train_batch_tokens": 64},
+    )
     assert filling_lines(recipe, train) == [
-        "64 token slots at most: 1 to 4 micro-batches a step and rank, 2.8 on average; 78.6% of the slots are real tokens"
+        "64 token slots at most: 1 to 4 micro-batches a step and rank, 2.8 on average; 78.6% of the "
+        "slots are real tokens"
     ]
-    assert filling_lines(resolved(gpus=2, global_batch=16, micro_batch=2, data={"max_length": 32}), train) == []
+    assert (
+        filling_lines(resolved(gpus=2, global_batch=16, micro_batch=2, data={"max_length": 32}), train) == []
+    )

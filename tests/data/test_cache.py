@@ -33,11 +33,18 @@ def rows(tmp_path: Path) -> Path:
 
 
 def stores(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / "cache" / "data").iterdir() if not path.name.endswith((".lock", ".json")))
+    return sorted(
+        path.name
+        for path in (folder / "cache" / "data").iterdir()
+        if not path.name.endswith((".lock", ".json"))
+    )
 
 
 def test_identical_data_are_prepared_once(tmp_path: Path, rows: Path) -> None:
-    first, second = prepared(tmp_path, rows), prepared(tmp_path, rows, num_proc=3, shuffle=False, pad_to_multiple_of=1)
+    first, second = (
+        prepared(tmp_path, rows),
+        prepared(tmp_path, rows, num_proc=3, shuffle=False, pad_to_multiple_of=1),
+    )
     assert (first.reused, second.reused) == (False, True)
     assert first.path == second.path
 
@@ -62,13 +69,16 @@ def test_moved_file_reuses_cache_entry(tmp_path: Path, rows: Path) -> None:
     ],
     ids=str,
 )
-def test_cache_key_changes_with_every_row_changing_setting(tmp_path: Path, rows: Path, change: dict[str, Any]) -> None:
+def test_cache_key_changes_with_every_row_changing_setting(
+    tmp_path: Path, rows: Path, change: dict[str, Any]
+) -> None:
     assert prepared(tmp_path, rows).key != prepared(tmp_path, rows, **change).key
 
 
 def test_tokenizer_and_its_template_change_the_key(tmp_path: Path, rows: Path) -> None:
     keys = {
-        prepared(tmp_path, rows, encoder=encoder).key for encoder in (ByteEncoder(), ByteEncoder(merges=["12"]), ByteEncoder(template="t"))
+        prepared(tmp_path, rows, encoder=encoder).key
+        for encoder in (ByteEncoder(), ByteEncoder(merges=["12"]), ByteEncoder(template="t"))
     }
     assert len(keys) == 3
 
@@ -107,7 +117,9 @@ def test_unchanged_file_is_hashed_once(tmp_path: Path, rows: Path, monkeypatch: 
     assert hashed.count("rows.jsonl") == 1
     assert (second.reused, second.key) == (True, first.key)
     prepare(recipe_for(tmp_path, rows), ByteEncoder(), verify=True)
-    assert (hashed.count("rows.jsonl"), hashed.count("tokens.int32")) == (2, 2), "`--verify-data` hashes every file"
+    assert (hashed.count("rows.jsonl"), hashed.count("tokens.int32")) == (2, 2), (
+        "`--verify-data` hashes every file"
+    )
 
 
 @pytest.mark.parametrize("how", ["in place", "replaced"])
@@ -126,7 +138,9 @@ def test_change_that_keeps_size_and_modification_time_is_noticed(
     assert prepared(tmp_path, rows).key != first.key
 
 
-def test_recently_written_file_is_hashed_again(tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recently_written_file_is_hashed_again(
+    tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Within one tick of the file system's clock a second write of the same size leaves the same times."""
     hashed = read_by_digest(monkeypatch)
     prepared(tmp_path, rows)
@@ -134,7 +148,9 @@ def test_recently_written_file_is_hashed_again(tmp_path: Path, rows: Path, monke
     assert hashed.count("rows.jsonl") == 2
 
 
-def test_damaged_digest_cache_only_costs_rehashing(tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_digest_cache_only_costs_rehashing(
+    tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(file_access, "SETTLED_SECONDS", -10.0)
     first = prepared(tmp_path, rows)
     records = list((tmp_path / "cache" / "digests").iterdir())
@@ -153,8 +169,11 @@ def test_verification_rebuilds_a_store_with_flipped_bits(tmp_path: Path, rows: P
     assert rows_of(again)[0].input_ids[0] == ord("0")
 
 
-def test_prepared_rows_are_hashed_again_only_if_they_changed(tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """50 GB would cost a start 20 s; a write changes the times of a file, and `--verify-data` reads all of them."""
+def test_prepared_rows_are_hashed_again_only_if_they_changed(
+    tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """50 GB would cost a start 20 s; a write changes the times of a file, and `--verify-data` reads all of
+    them."""
     monkeypatch.setattr(file_access, "SETTLED_SECONDS", -10.0)
     tokens = Path(prepared(tmp_path, rows).path) / "tokens.int32"
     assert prepared(tmp_path, rows).reused  # hashed, and remembered
@@ -252,7 +271,9 @@ def failing_disks() -> Iterator[FailingDisk]:
             return
 
 
-def test_disk_failure_at_any_operation_leaves_no_partial_store(tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_failure_at_any_operation_leaves_no_partial_store(
+    tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in (atomic, cache, build):
         monkeypatch.setattr(module, "DISK", module.DISK)  # restored at the end
     failures = 0
@@ -320,7 +341,9 @@ def test_concurrent_processes_build_one_store(tmp_path: Path, rows: Path) -> Non
     assert sorted(results.get() for _ in racers) == [(False, 30), (True, 30), (True, 30)]
 
 
-def test_without_locks_the_second_process_uses_the_existing_entry(tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_the_second_process_uses_the_existing_entry(
+    tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_locks(file: object, operation: int) -> None:
         raise OSError(cache.LOCKLESS[0], "no locks")
 

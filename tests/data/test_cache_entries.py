@@ -23,7 +23,9 @@ from tests.data.support import ByteEncoder, recipe_for, rows_of, write_jsonl
 
 def used(folder: Path, name: str, run: Path | None = None) -> Prepared:
     """Prepared data of a file of that name, read by a run."""
-    rows = write_jsonl(folder / f"{name}.jsonl", [{"prompt": f"{name} {n} ", "completion": str(n)} for n in range(9)])
+    rows = write_jsonl(
+        folder / f"{name}.jsonl", [{"prompt": f"{name} {n} ", "completion": str(n)} for n in range(9)]
+    )
     return prepare(recipe_for(folder, rows), ByteEncoder(), run=run)
 
 
@@ -50,7 +52,9 @@ def test_entries_are_listed_with_size_content_and_last_use(tmp_path: Path) -> No
     listed = run_cache(tmp_path, "list")["entries"]
     assert [entry["path"] for entry in listed] == [first.path, second.path], "the one used last first"
     assert listed[0]["holds"] == "rows of a.jsonl: train 9"
-    assert listed[0]["size_bytes"] == sum(file.stat().st_size for file in Path(first.path).rglob("*") if file.is_file())
+    assert listed[0]["size_bytes"] == sum(
+        file.stat().st_size for file in Path(first.path).rglob("*") if file.is_file()
+    )
     assert [use["run"] for use in listed[1]["uses"]] == [str(run)]
     done = CliRunner().invoke(app, ["cache", "list", "--cache-dir", str(tmp_path / "cache")])
     assert f"run {run}" in done.output
@@ -65,10 +69,14 @@ def test_clean_keeps_the_entry_of_a_live_run_and_removes_it_when_the_run_has_end
     with owned(run / "run.lock"):
         cleaned = run_cache(tmp_path, "clean")
         assert removed(cleaned) == [idle.path]
-        assert [(entry["path"], entry["reason"]) for entry in cleaned["kept"]] == [(busy.path, f"in use by run {run}")]
+        assert [(entry["path"], entry["reason"]) for entry in cleaned["kept"]] == [
+            (busy.path, f"in use by run {run}")
+        ]
         assert len(rows_of(busy)) == 9
     assert removed(run_cache(tmp_path, "clean")) == [busy.path]
-    assert [path.name for path in (tmp_path / "cache" / "data").iterdir() if not path.name.endswith(".lock")] == []
+    assert [
+        path.name for path in (tmp_path / "cache" / "data").iterdir() if not path.name.endswith(".lock")
+    ] == []
     assert not used(tmp_path, "a").reused
 
 
@@ -97,7 +105,9 @@ def test_clean_removes_abandoned_stages_and_keeps_live_ones(tmp_path: Path) -> N
     os.utime(stage, (0, 0))
     with alone(store):
         kept = run_cache(tmp_path, "clean")["kept"]
-        assert [(entry["holds"], entry["reason"]) for entry in kept] == [("unfinished or damaged data", "being built")]
+        assert [(entry["holds"], entry["reason"]) for entry in kept] == [
+            ("unfinished or damaged data", "being built")
+        ]
     assert removed(run_cache(tmp_path, "clean")) == [str(store)]
     assert not stage.exists()
 
@@ -113,7 +123,10 @@ def test_clean_keeps_files_that_are_not_entries(tmp_path: Path) -> None:
     """`data.cache_dir` may be a folder with other files in it; `data/` and `traces/` are common names."""
     entry = used(tmp_path, "a")
     trace = tmp_path / "cache" / "traces" / f"{'0' * 32}.npz"
-    others = [tmp_path / "cache" / name for name in ("data/raw/rows.jsonl", "data/.raw.stage-1/x", "traces/mine.npz", "compiled/mine.py")]
+    others = [
+        tmp_path / "cache" / name
+        for name in ("data/raw/rows.jsonl", "data/.raw.stage-1/x", "traces/mine.npz", "compiled/mine.py")
+    ]
     for path in (trace, *others):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("mine")
@@ -126,10 +139,16 @@ def test_clean_keeps_files_that_are_not_entries(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "compiles",
-    [{"kernels": {"compile": True}}, {"lora": {}, "quantization": {"load": "nf4"}}, {"training": {"optim": "adamw_torch_8bit"}}],
+    [
+        {"kernels": {"compile": True}},
+        {"lora": {}, "quantization": {"load": "nf4"}},
+        {"training": {"optim": "adamw_torch_8bit"}},
+    ],
     ids=["layers", "4 bits", "optimizer"],
 )
-def test_compiled_kernels_of_a_live_run_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiles: dict[str, Any]) -> None:
+def test_compiled_kernels_of_a_live_run_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiles: dict[str, Any]
+) -> None:
     """They are in the default cache directory, also those of a run that keeps its data elsewhere."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     kernel = tmp_path / "user" / "fsdp-tune" / "compiled" / "kernel.py"

@@ -22,11 +22,14 @@ LLAMA2 = (
     "{% for m in messages %}{% if m.role == 'user' %}<s>[INST] {{ m.content }} [/INST]{% endif %}"
     "{% if m.role == 'assistant' %} {{ m.content }} </s>{% endif %}{% endfor %}"
 )
-REASONING = (  # as Qwen3: earlier answers lose the block, and reasoning switched off puts an empty one into the prompt
+# as Qwen3: earlier answers lose the block, and reasoning switched off puts an empty one into the prompt
+REASONING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content "
+    "}}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif "
+    "%}{% endif %}"
 )
 
 
@@ -42,7 +45,9 @@ def conversation(*turns: str, trained: tuple[bool, ...] | str | None = "assistan
 def examples(chat: Chat, template: str, encoder: ByteEncoder, *, append_eos: bool = True) -> list[ChatTokens]:
     rendered = render_chat(chat, template, encoder, check_repeat=True)
     return [
-        tokens for text in rendered.examples for tokens in chat_tokens(text, encoder.encode(text.pieces), encoder, append_eos=append_eos)
+        tokens
+        for text in rendered.examples
+        for tokens in chat_tokens(text, encoder.encode(text.pieces), encoder, append_eos=append_eos)
     ]
 
 
@@ -54,7 +59,10 @@ def tokenised(chat: Chat, template: str, encoder: ByteEncoder, *, append_eos: bo
 def shown(tokens: ChatTokens, encoder: ByteEncoder) -> str:
     parts: list[str] = []
     for token, trained, before in zip(tokens.ids, tokens.trained, [False, *tokens.trained], strict=False):
-        parts.append(("[" if trained and not before else "]" if before and not trained else "") + encoder.decode([token]))
+        parts.append(
+            ("[" if trained and not before else "]" if before and not trained else "")
+            + encoder.decode([token])
+        )
     return "".join(parts) + ("]" if tokens.trained[-1] else "")
 
 
@@ -104,7 +112,9 @@ def test_generation_prompt_tokens_are_not_trained() -> None:
 
 def test_template_that_rewrites_earlier_answers_gives_an_example_for_each_answer() -> None:
     encoder = ByteEncoder(eos="<|im_end|>")
-    split = [shown(tokens, encoder) for tokens in examples(conversation("a", "b", "c", "d"), REASONING, encoder)]
+    split = [
+        shown(tokens, encoder) for tokens in examples(conversation("a", "b", "c", "d"), REASONING, encoder)
+    ]
     assert split == [
         "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n[b<|im_end|>]\n",
         "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>\n"
@@ -116,33 +126,50 @@ def test_template_that_rewrites_earlier_answers_gives_an_example_for_each_answer
 
 def test_variables_of_the_row_reach_the_template_and_decide_the_reasoning() -> None:
     encoder = ByteEncoder(eos="<|im_end|>")
-    template = REASONING.replace("{% if m.role == 'assistant' and loop.last %}", "{% if m.role == 'assistant' and loop.last and date %}")
+    template = REASONING.replace(
+        "{% if m.role == 'assistant' and loop.last %}",
+        "{% if m.role == 'assistant' and loop.last and date %}",
+    )
     chat = replace(conversation("a", "b"), variables={"date": True, "enable_thinking": True})
-    assert shown(tokenised(chat, template, encoder), encoder).endswith("assistant\n[<think>\n\n</think>\n\nb<|im_end|>]\n")
+    assert shown(tokenised(chat, template, encoder), encoder).endswith(
+        "assistant\n[<think>\n\n</think>\n\nb<|im_end|>]\n"
+    )
     chat = replace(chat, variables={"date": True, "enable_thinking": False})
-    assert shown(tokenised(chat, template, encoder), encoder).endswith("assistant\n<think>\n\n</think>\n\n[b<|im_end|>]\n")
-    assert shown(tokenised(conversation("a", "b"), template, encoder), encoder).endswith("assistant\n[b<|im_end|>]\n")
+    assert shown(tokenised(chat, template, encoder), encoder).endswith(
+        "assistant\n<think>\n\n</think>\n\n[b<|im_end|>]\n"
+    )
+    assert shown(tokenised(conversation("a", "b"), template, encoder), encoder).endswith(
+        "assistant\n[b<|im_end|>]\n"
+    )
 
 
 def test_variables_of_the_row_reach_a_template_with_generation_markers() -> None:
     encoder = ByteEncoder(eos="<|im_end|>")
-    template = MARKED.replace("MARKED", "{% generation %}{{ m.content }}{{ mood or '' }}<|im_end|>{% endgeneration %}")
+    template = MARKED.replace(
+        "MARKED", "{% generation %}{{ m.content }}{{ mood or '' }}<|im_end|>{% endgeneration %}"
+    )
     chat = replace(conversation("a", "b"), variables={"mood": "!"})
     assert shown(tokenised(chat, template, encoder), encoder).endswith("assistant\n[b!<|im_end|>]\n")
 
 
 def test_half_of_a_surrogate_pair_in_json_text_of_a_row_is_refused() -> None:
     call = {"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}
-    chat = Chat([{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}], (False, True))
+    chat = Chat(
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}],
+        (False, True),
+    )
     function = "{{ c.function.name }}{% for k, v in c.function.arguments.items() %}{{ k }}{{ v }}{% endfor %}"
     values = "{% for c in m.tool_calls or [] %}" + function + "{% endfor %}"
-    assert "contains `\\ud800`, half of a surrogate pair" in refused(chat, CHATML.replace("{{ m.content }}", values))
+    assert "contains `\\ud800`, half of a surrogate pair" in refused(
+        chat, CHATML.replace("{{ m.content }}", values)
+    )
 
 
 def test_conversation_with_too_long_contexts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_module, "MOST_CHARACTERS", 100)
-    assert "the conversation needs 2 examples, each with the context of its answer at inference, with 2" in refused(
-        conversation("a", "b", "c", "d"), REASONING
+    assert (
+        "the conversation needs 2 examples, each with the context of its answer at inference, with 2"
+        in refused(conversation("a", "b", "c", "d"), REASONING)
     )
     assert tokenised(conversation("a", "b" * 200), REASONING, ByteEncoder()).ids
 
@@ -156,7 +183,9 @@ def test_untrained_last_answer_adds_no_example() -> None:
 
 def test_end_of_sequence_of_the_conversation_is_not_part_of_earlier_turns() -> None:
     """Phi 3 ends the conversation, and not each turn, with the end of sequence."""
-    template = CHATML.replace("{% if add", "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}{% if add")
+    template = CHATML.replace(
+        "{% if add", "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}{% if add"
+    )
     encoder = ByteEncoder(eos="</s>")
     tokens = tokenised(conversation("a", "b", "c", "d"), template, encoder)
     assert shown(tokens, encoder) == (
@@ -166,7 +195,8 @@ def test_end_of_sequence_of_the_conversation_is_not_part_of_earlier_turns() -> N
 
 
 MARKED = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}MARKED{% else %}{{ m.content }}<|im_end|>{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}MARKED{% else "
+    "%}{{ m.content }}<|im_end|>{% endif %}"
     "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
@@ -175,8 +205,10 @@ MARKED = (
     "marked",
     [
         "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}",
-        "{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>",  # the end of the turn is trained all the same
-        "{% generation %}{{ m.content[:1] }}{% endgeneration %}{% generation %}{{ m.content[1:] }}<|im_end|>{% endgeneration %}",
+        # the end of the turn is trained all the same
+        "{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>",
+        "{% generation %}{{ m.content[:1] }}{% endgeneration %}{% generation %}{{ m.content[1:] "
+        "}}<|im_end|>{% endgeneration %}",
     ],
 )
 def test_generation_markers_give_the_answers_of_prefix_rendering(marked: str) -> None:
@@ -188,7 +220,9 @@ def test_generation_markers_give_the_answers_of_prefix_rendering(marked: str) ->
 def test_generation_markers_around_the_generation_prompt_do_not_train_it() -> None:
     encoder = ByteEncoder(eos="<|im_end|>")
     header = "<|im_start|>{{ m.role }}\n"
-    template = CHATML.replace(header, "{% generation %}" + header).replace("{% endfor %}", "{% endgeneration %}{% endfor %}")
+    template = CHATML.replace(header, "{% generation %}" + header).replace(
+        "{% endfor %}", "{% endgeneration %}{% endfor %}"
+    )
     chat = conversation("a", "b", "c", "d")
     assert tokenised(chat, template, encoder) == tokenised(chat, CHATML, encoder)
 
@@ -196,13 +230,24 @@ def test_generation_markers_around_the_generation_prompt_do_not_train_it() -> No
 @pytest.mark.parametrize(
     ("marked", "excluded"),
     [
-        ("{{ m.content[:1] }}{% generation %}{{ m.content[1:] }}<|im_end|>{% endgeneration %}", "be<|im_end|>"),
-        ("{% generation %}{{ m.content[:1] }}{% endgeneration %}{{ m.content[1:] }}<|im_end|>", "e<|im_end|>"),
-        ("{{ m.content }}<|im_end|>{% if false %}{% generation %}{% endgeneration %}{% endif %}", "be<|im_end|>"),
+        (
+            "{{ m.content[:1] }}{% generation %}{{ m.content[1:] }}<|im_end|>{% endgeneration %}",
+            "be<|im_end|>",
+        ),
+        (
+            "{% generation %}{{ m.content[:1] }}{% endgeneration %}{{ m.content[1:] }}<|im_end|>",
+            "e<|im_end|>",
+        ),
+        (
+            "{{ m.content }}<|im_end|>{% if false %}{% generation %}{% endgeneration %}{% endif %}",
+            "be<|im_end|>",
+        ),
     ],
 )
 def test_generation_markers_that_exclude_a_part_of_an_answer_are_refused(marked: str, excluded: str) -> None:
-    says = refused(conversation("a", "be", "c", "de"), MARKED.replace("MARKED", marked), ByteEncoder(eos="<|im_end|>"))
+    says = refused(
+        conversation("a", "be", "c", "de"), MARKED.replace("MARKED", marked), ByteEncoder(eos="<|im_end|>")
+    )
     assert f"message 2: the generation markers of the chat template exclude '{excluded}'" in says
 
 
@@ -211,7 +256,10 @@ def test_template_whose_prompt_is_not_a_prefix_of_the_answer_is_refused() -> Non
     assert "not prefix-stable" in refused(conversation("a", "b"), template)
 
 
-SPANS = "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+SPANS = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}{% if add_generation_prompt "
+    "%}assistant:{% endif %}"
+)
 
 
 def test_token_that_would_span_prompt_and_answer_is_divided_as_at_inference() -> None:
@@ -224,20 +272,32 @@ def test_token_that_would_span_prompt_and_answer_is_divided_as_at_inference() ->
     assert tokenised(conversation("a", "b"), SPANS, ByteEncoder()).notes == ()
 
 
-@pytest.mark.parametrize("answer", ["\n\nb", "\nb", " b", "    b", "\n    b", "\tb", "\r\nb", "\u00a0b", "\n\n```py\nb\n```", "b", "b\n\n"])
+@pytest.mark.parametrize(
+    "answer",
+    ["\n\nb", "\nb", " b", "    b", "\n    b", "\tb", "\r\nb", "\u00a0b", "\n\n```py\nb\n```", "b", "b\n\n"],
+)
 @pytest.mark.parametrize("header", ["assistant\n", "assistant\n\n", "assistant ", "assistant:"])
 @pytest.mark.parametrize("turns", [1, 3])
-def test_every_answer_has_the_ids_of_the_generation_prompt_before_it(answer: str, header: str, turns: int) -> None:
-    """Whatever white space an answer begins with, and however the tokenizer joins it with that of the template."""
-    spaces = [left + right for left in ("\n", "\n\n", " ", ":") for right in ("\n", "\n\n", " ", "    ", "\t", "\r\n", "\u00a0")]
+def test_every_answer_has_the_ids_of_the_generation_prompt_before_it(
+    answer: str, header: str, turns: int
+) -> None:
+    """Whatever white space an answer begins with, and however the tokenizer joins it with that of the
+    template."""
+    spaces = [
+        left + right
+        for left in ("\n", "\n\n", " ", ":")
+        for right in ("\n", "\n\n", " ", "    ", "\t", "\r\n", "\u00a0")
+    ]
     encoder = ByteEncoder(eos="<|im_end|>", merges=sorted({*spaces, "\n\n", "    "}, key=len, reverse=True))
-    template = CHATML.replace("{{ m.role }}\n", "{{ header if m.role == 'assistant' else 'user\\n' }}").replace(
-        "assistant\n", "{{ header }}"
-    )
+    template = CHATML.replace(
+        "{{ m.role }}\n", "{{ header if m.role == 'assistant' else 'user\\n' }}"
+    ).replace("assistant\n", "{{ header }}")
     template = template.replace("{% for", "{% set header = " + repr(header) + " %}{% for", 1)
     chat = conversation(*(text for _ in range(turns) for text in ("a", answer)))
     prompts = [
-        encoder.encode([encoder.render(chat.messages[:index], template, tools=None, generation_prompt=True)])[0]
+        encoder.encode([encoder.render(chat.messages[:index], template, tools=None, generation_prompt=True)])[
+            0
+        ]
         for index in range(1, 2 * turns, 2)
     ]
     found: list[list[int]] = []
@@ -246,7 +306,9 @@ def test_every_answer_has_the_ids_of_the_generation_prompt_before_it(answer: str
         begins = [at for at in range(len(tokens.ids)) if flags[at + 1] and not flags[at]]
         ends = [at for at in range(1, len(flags) - 1) if flags[at] and not flags[at + 1]]
         found += [tokens.ids[:begin] for begin in begins]
-        assert {encoder.decode(tokens.ids[begin:end]) for begin, end in zip(begins, ends, strict=True)} == {answer + "<|im_end|>"}
+        assert {encoder.decode(tokens.ids[begin:end]) for begin, end in zip(begins, ends, strict=True)} == {
+            answer + "<|im_end|>"
+        }
     assert sorted(found) == sorted(prompts)
 
 
@@ -254,10 +316,14 @@ def test_answer_that_needs_a_divided_token_does_not_change_the_context_of_the_ne
     encoder = ByteEncoder(eos="<|im_end|>", merges=["\n\n"])
     first, last = examples(conversation("a", "\nb", "c", "d"), CHATML, encoder)
     assert shown(first, encoder) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n[\nb<|im_end|>]\n"
-    assert shown(last, encoder).endswith("assistant\n\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n[d<|im_end|>]\n")
+    assert shown(last, encoder).endswith(
+        "assistant\n\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n[d<|im_end|>]\n"
+    )
     (only,) = examples(conversation("a", "b", "c", "\nd"), CHATML, encoder)
     assert shown(only, encoder).count("[") == 2
-    chat = conversation("a", "\nb", "c", "d", trained=(False, True, False, False))  # no end of sequence but that of the answer
+    chat = conversation(
+        "a", "\nb", "c", "d", trained=(False, True, False, False)
+    )  # no end of sequence but that of the answer
     (alone,) = examples(chat, CHATML, encoder)
     assert shown(alone, encoder) == shown(first, encoder)
 
@@ -284,7 +350,8 @@ def test_space_adding_tokenizer_is_checked_from_first_character() -> None:
 
 NEXT_ROLE = (  # as GLM 4: the token of the next role ends a turn
     "{% for m in messages %}{{ '<|im_start|>' if m.role == 'user' else '<s>' }}{{ m.content }}"
-    "{% for c in m.tool_calls %}<call>{{ c.function.name }}</call>{% endfor %}{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
+    "{% for c in m.tool_calls %}<call>{{ c.function.name }}</call>{% endfor %}{% endfor %}{% if "
+    "add_generation_prompt %}<s>{% endif %}"
 )
 
 
@@ -298,8 +365,13 @@ def test_turn_of_a_call_ends_where_the_template_ends_it(encoder: ByteEncoder) ->
     messages = conversation("a", "", "c", "d").messages
     messages[1]["tool_calls"] = [{"function": {"name": "f"}}]
     chat = Chat(messages, (False, True, False, True))
-    assert shown(tokenised(chat, NEXT_ROLE, encoder), encoder) == "<|im_start|>a<s>[<call>f</call><|im_start|>]c<s>[d</s>]"
-    ended = NEXT_ROLE.replace("{% endfor %}{% endfor %}", "{% endfor %}{{ '<|im_end|>' if m.role != 'user' }}{% endfor %}")
+    assert (
+        shown(tokenised(chat, NEXT_ROLE, encoder), encoder)
+        == "<|im_start|>a<s>[<call>f</call><|im_start|>]c<s>[d</s>]"
+    )
+    ended = NEXT_ROLE.replace(
+        "{% endfor %}{% endfor %}", "{% endfor %}{{ '<|im_end|>' if m.role != 'user' }}{% endfor %}"
+    )
     assert "[<call>f</call><|im_end|>]<|im_start|>c" in shown(tokenised(chat, ended, encoder), encoder)
     ended = ended.replace("<|im_end|>", "[END]\n")  # several tokens, none of them special
     assert "[<call>f</call>[END]]\n<|im_start|>c" in shown(tokenised(chat, ended, encoder), encoder)
@@ -309,33 +381,52 @@ def test_special_token_that_ends_the_content_does_not_end_the_turn() -> None:
     encoder = CallTokens()
     text = shown(tokenised(conversation("a", "b</call>", "c", "d</call>"), NEXT_ROLE, encoder), encoder)
     assert text == "<|im_start|>a<s>[b</call><|im_start|>]c<s>[d</call></s>]"
-    spaces = NEXT_ROLE.replace("{% endfor %}{% endfor %}", "{% endfor %}\n\n{% endfor %}").replace("<|im_start|>", "user:")
+    spaces = NEXT_ROLE.replace("{% endfor %}{% endfor %}", "{% endfor %}\n\n{% endfor %}").replace(
+        "<|im_start|>", "user:"
+    )
     text = shown(tokenised(conversation("a", "b</call>", "c", "d</call>"), spaces, encoder), encoder)
-    assert text == "user:a\n<s>[b</call>\n]user:c\n<s>[d</call>\n</s>]"  # the line end is all that the template writes
+    assert (
+        text == "user:a\n<s>[b</call>\n]user:c\n<s>[d</call>\n</s>]"
+    )  # the line end is all that the template writes
 
 
 @pytest.mark.parametrize(
-    "block", ["<think>\n\n</think>\n\n", "<|channel>thought\n<channel|>", "[THINK][/THINK]", "</think>", "<|t|></|t|>"]
+    "block",
+    [
+        "<think>\n\n</think>\n\n",
+        "<|channel>thought\n<channel|>",
+        "[THINK][/THINK]",
+        "</think>",
+        "<|t|></|t|>",
+    ],
 )
 def test_closed_block_of_the_generation_prompt_precedes_each_answer(block: str) -> None:
     encoder = ByteEncoder(eos="<|im_end|>")
     template = CHATML.replace("assistant\n{% endif %}", "assistant\n{{ " + repr(block) + " }}{% endif %}")
     first, last = examples(conversation("a", "b", "c", "d"), template, encoder)
-    assert shown(first, encoder) == f"<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n{block}[b<|im_end|>]\n"
+    assert (
+        shown(first, encoder)
+        == f"<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n{block}[b<|im_end|>]\n"
+    )
     assert shown(last, encoder).endswith(
         f"assistant\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n{block}[d<|im_end|>]\n"
     )
 
 
 def test_answer_with_reasoning_after_a_closed_block_is_refused() -> None:
-    template = CHATML.replace("assistant\n{% endif %}", "assistant\n{% if not enable_thinking %}<think></think>\n{% endif %}{% endif %}")
+    template = CHATML.replace(
+        "assistant\n{% endif %}",
+        "assistant\n{% if not enable_thinking %}<think></think>\n{% endif %}{% endif %}",
+    )
     chat = conversation("a", "<think>r</think>b")
     assert "`chat_template_kwargs: {enable_thinking: true}`" in refused(
         chat, template.replace("not enable_thinking", "true or enable_thinking")
     )
     encoder = ByteEncoder(eos="<|im_end|>")
     on = replace(chat, variables={"enable_thinking": True})
-    assert shown(tokenised(on, template, encoder), encoder).endswith("assistant\n[<think>r</think>b<|im_end|>]\n")
+    assert shown(tokenised(on, template, encoder), encoder).endswith(
+        "assistant\n[<think>r</think>b<|im_end|>]\n"
+    )
 
 
 @pytest.mark.parametrize("prompt", ["<think>\n", "<think>", "</think", "Sure: ", "<think></think>Sure"])
@@ -346,14 +437,22 @@ def test_open_block_that_the_conversation_lacks_is_refused(prompt: str) -> None:
 
 def test_header_outside_of_the_markers_is_trained_where_no_prompt_supplies_it() -> None:
     marked = MARKED.replace("MARKED", "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}")
-    template = marked.replace("{% if add_generation_prompt %}", "{% if add_generation_prompt and messages[-1].role == 'user' %}")
+    template = marked.replace(
+        "{% if add_generation_prompt %}", "{% if add_generation_prompt and messages[-1].role == 'user' %}"
+    )
     encoder = ByteEncoder(eos="<|im_end|>")
     chat = Chat(
-        [*conversation("a", "b").messages, {"role": "tool", "content": "c"}, {"role": "assistant", "content": "d"}],
+        [
+            *conversation("a", "b").messages,
+            {"role": "tool", "content": "c"},
+            {"role": "assistant", "content": "d"},
+        ],
         (False, True, False, True),
     )
     text = shown(tokenised(chat, template, encoder), encoder)
-    assert text.endswith("[b<|im_end|>]\n<|im_start|>tool\nc<|im_end|>\n[<|im_start|>assistant\nd<|im_end|>]\n")
+    assert text.endswith(
+        "[b<|im_end|>]\n<|im_start|>tool\nc<|im_end|>\n[<|im_start|>assistant\nd<|im_end|>]\n"
+    )
 
 
 def test_loss_on_all_trains_every_token() -> None:
@@ -370,13 +469,17 @@ def test_conversation_starting_with_the_assistant_follows_what_the_template_writ
 
 
 def test_conversation_starting_with_the_assistant_is_refused_without_a_generation_prompt_before_it() -> None:
-    silent = CHATML.replace("<|im_start|>{{ m.role }}", "{% if not loop.first %}<|im_start|>{{ m.role }}{% endif %}")
+    silent = CHATML.replace(
+        "<|im_start|>{{ m.role }}", "{% if not loop.first %}<|im_start|>{{ m.role }}{% endif %}"
+    )
     alone = Chat([{"role": "assistant", "content": "hi"}], (True,))
     assert "message 1: the conversation begins with the assistant" in refused(alone, silent)
 
 
 def test_template_error_message_is_passed_on() -> None:
-    assert "roles must alternate" in refused(conversation("a", "b"), "{{ raise_exception('roles must alternate') }}" + CHATML)
+    assert "roles must alternate" in refused(
+        conversation("a", "b"), "{{ raise_exception('roles must alternate') }}" + CHATML
+    )
     assert "'nothing' is undefined" in refused(conversation("a", "b"), "{{ nothing.there }}")
 
 

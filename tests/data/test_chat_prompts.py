@@ -16,7 +16,9 @@ USER = {"role": "user", "content": "hi"}
 
 
 def recipe(prompts: list[Any]) -> Recipe:
-    return Recipe.model_validate({"data": {"max_length": 64}, "training": {"sample": {"every": 5, "prompts": prompts}}})
+    return Recipe.model_validate(
+        {"data": {"max_length": 64}, "training": {"sample": {"every": 5, "prompts": prompts}}}
+    )
 
 
 def test_texts_get_bos_and_chats_the_generation_prompt() -> None:
@@ -41,7 +43,9 @@ def test_recipe_without_samples_has_no_prompts() -> None:
         ([[USER]], "{{ raise_exception('no users') }}", "sample-prompt", "rejects the prompt: no users"),
     ],
 )
-def test_prompt_that_cannot_be_answered_is_refused(prompts: list[Any], template: str | None, code: str, words: str) -> None:
+def test_prompt_that_cannot_be_answered_is_refused(
+    prompts: list[Any], template: str | None, code: str, words: str
+) -> None:
     with pytest.raises(FsdpTuneError) as caught:
         sample_prompts(recipe(prompts), ByteEncoder(template=template))
     (problem,) = caught.value.problems

@@ -12,24 +12,35 @@ from fsdp_tune.data.read.row_files import RowError
 from fsdp_tune.data.tokenise.chat import render_chat
 from tests.data.support import CHATML, ByteEncoder
 
-USER, ANSWER = {"role": "user", "content": "What is the weather in Rome?"}, {"role": "assistant", "content": "Sunny."}
+USER, ANSWER = (
+    {"role": "user", "content": "What is the weather in Rome?"},
+    {"role": "assistant", "content": "Sunny."},
+)
 ARGUMENTS = {"city": 'Ro"me\n', "days": 2, "where": ["é", {"deep": "value"}]}
-CALL = {"role": "assistant", "content": "", "tool_calls": [{"id": "c1", "function": {"name": "get_weather", "arguments": ARGUMENTS}}]}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "c1", "function": {"name": "get_weather", "arguments": ARGUMENTS}}],
+}
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "description": "The weather."}}]
 WITH_CALLS = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role "
+    "}}\n{{ m.content | trim }}"
     "{% for call in m.tool_calls or [] %}<call>{{ CALL }}</call>{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 AS_JSON = WITH_CALLS.replace("CALL", "call.function | tojson")
 AS_XML = WITH_CALLS.replace(
-    "{{ CALL }}", "{{ call.function.name }}{% for k, v in call.function.arguments.items() %}<{{ k }}>{{ v }}{% endfor %}"
+    "{{ CALL }}",
+    "{{ call.function.name }}{% for k, v in call.function.arguments.items() %}<{{ k }}>{{ v }}{% endfor %}",
 )
 AS_NAME = WITH_CALLS.replace("CALL", "call.function.name")
 
 
 def chat(*messages: dict[str, Any], trained: bool | None = True, tools: list[Any] | None = None) -> Chat:
-    flags = None if trained is None else tuple(trained and message["role"] == "assistant" for message in messages)
+    flags = (
+        None if trained is None else tuple(trained and message["role"] == "assistant" for message in messages)
+    )
     return Chat(list(messages), flags, tools)
 
 
@@ -47,7 +58,15 @@ def refused(template: str, *messages: dict[str, Any], **given: Any) -> str:
 @pytest.mark.parametrize("template", [AS_JSON, AS_XML])
 def test_complete_template_gives_no_notes(template: str) -> None:
     assert (
-        notes(template, USER, CALL, {"role": "tool", "content": " 31 degrees "}, ANSWER, tools=TOOLS if template == AS_JSON else None) == []
+        notes(
+            template,
+            USER,
+            CALL,
+            {"role": "tool", "content": " 31 degrees "},
+            ANSWER,
+            tools=TOOLS if template == AS_JSON else None,
+        )
+        == []
     )
 
 
@@ -66,12 +85,17 @@ def test_trained_tool_call_that_the_template_ignores_is_refused(trained: bool | 
 
 def test_text_next_to_a_tool_call_that_the_template_drops_is_refused() -> None:
     either = AS_JSON.replace("{{ m.content | trim }}", "{% if not m.tool_calls %}{{ m.content }}{% endif %}")
-    assert refused(either, USER, CALL | {"content": "I look it up."}) == "message 2: the chat template omits 'I look it up.'"
+    assert (
+        refused(either, USER, CALL | {"content": "I look it up."})
+        == "message 2: the chat template omits 'I look it up.'"
+    )
 
 
 def test_reasoning_that_the_template_cuts_from_a_trained_answer_is_refused() -> None:
     cut = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
-    assert "omits 'It is June" in refused(cut, USER, {"role": "assistant", "content": "It is June.</think>Sunny."})
+    assert "omits 'It is June" in refused(
+        cut, USER, {"role": "assistant", "content": "It is June.</think>Sunny."}
+    )
 
 
 def test_text_of_the_question_is_not_taken_for_the_answer() -> None:
@@ -89,19 +113,25 @@ def test_answer_part_in_generation_prompt_counts_as_rendered() -> None:
 
 def test_unrendered_context_gives_a_note() -> None:
     no_system = CHATML.replace("for m in messages", "for m in messages if m.role != 'system'")
-    assert notes(no_system, {"role": "system", "content": "Be brief."}, USER, ANSWER) == ["content of `system` messages"]
+    assert notes(no_system, {"role": "system", "content": "Be brief."}, USER, ANSWER) == [
+        "content of `system` messages"
+    ]
     assert notes(CHATML, USER, CALL, trained=False) == ["tool calls of `assistant` messages"]
     assert notes(CHATML, USER, ANSWER, tools=TOOLS) == ["tools"]
 
 
 def test_fields_that_the_template_does_not_read_are_noted() -> None:
-    assert notes(CHATML, USER | {"name": "Anna", "rating": 5}, ANSWER) == ["`name` of `user` messages", "`rating` of `user` messages"]
+    assert notes(CHATML, USER | {"name": "Anna", "rating": 5}, ANSWER) == [
+        "`name` of `user` messages",
+        "`rating` of `user` messages",
+    ]
     with_name = CHATML.replace("{{ m.role }}", "{{ m.role }}{{ m.name or '' }}{{ m.rating or '' }}")
     assert notes(with_name, USER | {"name": "Anna", "rating": 5}, ANSWER) == []
 
 
 def test_reasoning_that_the_template_reads_under_another_name_is_rendered() -> None:
-    """transformers gives `reasoning_content` and `thinking` the same value, so a template names one of them."""
+    """transformers gives `reasoning_content` and `thinking` the same value, so a template names one of
+    them."""
     thinking = CHATML.replace("{{ m.content }}", "{{ m['think' ~ 'ing'] }} {{ m.content }}")
     answer = ANSWER | {"thinking": "It is June."}
     assert notes(thinking, USER, answer) == []
@@ -109,7 +139,11 @@ def test_reasoning_that_the_template_reads_under_another_name_is_rendered() -> N
 
 
 def calling(content: str, name: str, **arguments: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": content, "tool_calls": [{"function": {"name": name, "arguments": arguments}}]}
+    return {
+        "role": "assistant",
+        "content": content,
+        "tool_calls": [{"function": {"name": name, "arguments": arguments}}],
+    }
 
 
 @pytest.mark.parametrize(
@@ -124,14 +158,18 @@ def calling(content: str, name: str, **arguments: Any) -> dict[str, Any]:
 def test_call_whose_words_occur_elsewhere_is_missed_if_the_template_omits_it(answer: dict[str, Any]) -> None:
     function = answer["tool_calls"][0]["function"]
     assert f"omits {function['name']!r}" in refused(CHATML, USER, answer)
-    as_text = answer | {"tool_calls": [{"function": function | {"arguments": json.dumps(function["arguments"])}}]}
+    as_text = answer | {
+        "tool_calls": [{"function": function | {"arguments": json.dumps(function["arguments"])}}]
+    }
     assert f"omits {function['name']!r}" in refused(CHATML, USER, as_text)
     for template in (AS_JSON, AS_XML):
         assert notes(template, USER, answer) == []
 
 
 def test_argument_that_occurs_in_the_content_is_missed_if_the_template_omits_it() -> None:
-    assert "omits 'cats'" in refused(AS_NAME + "{# query #}", USER, calling("I search by query for cats", "search", query="cats"))
+    assert "omits 'cats'" in refused(
+        AS_NAME + "{# query #}", USER, calling("I search by query for cats", "search", query="cats")
+    )
 
 
 def test_content_that_occurs_in_the_call_is_missed_if_the_template_omits_it() -> None:

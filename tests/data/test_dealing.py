@@ -1,5 +1,5 @@
-"""The law of streams, stated by a plain model: after k · N rows each of N rows was read k - 1 to k + 1 times, with `repeats: n` exactly n
-times; and each prefix of a mixture has the shares of its weights."""
+"""The law of streams, stated by a plain model: after k · N rows each of N rows was read k - 1 to k + 1 times,
+with `repeats: n` exactly n times; and each prefix of a mixture has the shares of its weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdp_tune.data.stream.dealing import BLOCK_ROUNDS, Schedule, balanced, part_of_pass, phases_of, planned_sources
+from fsdp_tune.data.stream.dealing import (
+    BLOCK_ROUNDS,
+    Schedule,
+    balanced,
+    part_of_pass,
+    phases_of,
+    planned_sources,
+)
 from fsdp_tune.data.stream.lanes import Lane, StreamRow
 from fsdp_tune.data.stream.row_stream import LaneState, RowStream
 from tests.data.row_files import WRITERS, write_parquet
@@ -21,8 +28,12 @@ from tests.data.streams import read, stream_of
 
 
 def run_of_lanes(rows: int, lanes: int, passes: int) -> Iterator[int]:
-    """Yield the rows that lanes give in turn, by the planner; the end of the first lane that has none is the end of the run."""
-    parts = [[row for number in range(passes) for row in range(*part_of_pass(rows, lanes, lane, number))] for lane in range(lanes)]
+    """Yield the rows that lanes give in turn, by the planner; the end of the first lane that has none is the
+    end of the run."""
+    parts = [
+        [row for number in range(passes) for row in range(*part_of_pass(rows, lanes, lane, number))]
+        for lane in range(lanes)
+    ]
     for turn in range(max(map(len, parts)) + 1):
         for part in parts:
             if turn == len(part):
@@ -74,7 +85,9 @@ def assert_shares(sources: Sequence[int], weights: Sequence[float]) -> None:
         ((0, 1, 2), 2),
     ],
 )
-def test_each_prefix_of_a_schedule_has_its_shares_and_each_lane_too(weights: tuple[float, ...], lanes: int) -> None:
+def test_each_prefix_of_a_schedule_has_its_shares_and_each_lane_too(
+    weights: tuple[float, ...], lanes: int
+) -> None:
     rounds = BLOCK_ROUNDS + 1000
     schedule = Schedule(weights, lanes)
     sources = np.stack([schedule.sources(lane, 0, rounds) for lane in range(lanes)], axis=1)
@@ -104,7 +117,10 @@ def test_planned_sources_are_smooth_by_tokens() -> None:
     drawn = [0.0, 0.0, 0.0]
     for source in planned_sources(shares, drawn, lengths, (0, 1, 2), phases_of(3, shares, 16), 4000):
         drawn[source] += lengths[source]
-    assert all(abs(amount - share * sum(drawn)) <= 2 * max(lengths) for amount, share in zip(drawn, shares, strict=True))
+    assert all(
+        abs(amount - share * sum(drawn)) <= 2 * max(lengths)
+        for amount, share in zip(drawn, shares, strict=True)
+    )
 
 
 FORMATS = ("jsonl", "jsonl.gz", "jsonl.zst", "parquet", "arrow", "csv", "tar")
@@ -133,7 +149,9 @@ def run(stream: RowStream, count: int | None = None) -> list[StreamRow]:
     return found[:count]
 
 
-@pytest.mark.parametrize("number", [*range(4), *(pytest.param(number, marks=pytest.mark.slow) for number in range(4, 40))])
+@pytest.mark.parametrize(
+    "number", [*range(4), *(pytest.param(number, marks=pytest.mark.slow) for number in range(4, 40))]
+)
 def test_files_of_any_sizes_are_read_by_the_law(tmp_path: Path, number: int) -> None:
     draw = random.Random(number)
     name, files = FORMATS[number % len(FORMATS)], draw.randint(1, 8)
@@ -162,7 +180,11 @@ def test_files_of_any_sizes_are_read_by_the_law(tmp_path: Path, number: int) -> 
 
 def test_mixture_with_repeats_reads_each_row_exactly_as_often(tmp_path: Path) -> None:
     entries: list[dict[str, Any]] = []
-    for name, sizes, weight, passes in (("parquet", [300, 7, 41], 0.7, 1), ("jsonl.gz", [90, 3], 0.29, 2), ("csv", [17], 0.01, 3)):
+    for name, sizes, weight, passes in (
+        ("parquet", [300, 7, 41], 0.7, 1),
+        ("jsonl.gz", [90, 3], 0.29, 2),
+        ("csv", [17], 0.01, 3),
+    ):
         (tmp_path / name).mkdir()
         written(tmp_path / name, name, sizes)
         entries.append({"path": str(tmp_path / name / f"*.{name}"), "weight": weight, "repeats": passes})
@@ -186,26 +208,40 @@ def test_prefixes_of_a_streamed_mixture_have_its_shares(tmp_path: Path) -> None:
 @pytest.mark.parametrize("buffer", [200, 10_000])
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize(
-    ("weights", "means"), [((0.6, 0.39, 0.01), (50, 200, 300)), ((0.9, 0.09, 0.01), (300, 100, 20)), ((1, 1), (20, 90))]
+    ("weights", "means"),
+    [((0.6, 0.39, 0.01), (50, 200, 300)), ((0.9, 0.09, 0.01), (300, 100, 20)), ((1, 1), (20, 90))],
 )
 def test_prefixes_have_the_shares_of_tokens(
     tmp_path: Path, weights: tuple[float, ...], means: tuple[int, ...], packing: bool, buffer: int
 ) -> None:
-    """Model: at each prefix from 1,000 rows on a source has its share of tokens within 3 % of it, or three of its longest rows.
-    A lane does not know how long the rows of others are."""
+    """Model: at each prefix from 1,000 rows on a source has its share of tokens within 3 % of it, or three of
+    its longest rows. A lane does not know how long the rows of others are."""
     draw, longest, entries = random.Random(0), list[int](), list[dict[str, Any]]()
     for number, (weight, mean) in enumerate(zip(weights, means, strict=True)):
         texts = ["x" * min(500, max(1, round(mean * draw.lognormvariate(-0.3, 0.8)))) for _ in range(1000)]
         write_parquet(tmp_path / f"{number}.parquet", [{"text": text} for text in texts])
         longest.append(max(map(len, texts)))
         entries.append({"path": str(tmp_path / f"{number}.parquet"), "weight": weight})
-    options: dict[str, Any] = {"mixture": {"weight_by": "tokens"}, "packing": packing, "max_length": 512, "shuffle_buffer_size": buffer}
+    options: dict[str, Any] = {
+        "mixture": {"weight_by": "tokens"},
+        "packing": packing,
+        "max_length": 512,
+        "shuffle_buffer_size": buffer,
+    }
     stream = stream_of(tmp_path, *entries, lanes=16, **options)
-    stream = replace(stream, sources=tuple(replace(each, mean_tokens=mean) for each, mean in zip(stream.sources, means, strict=True)))
+    stream = replace(
+        stream,
+        sources=tuple(
+            replace(each, mean_tokens=mean) for each, mean in zip(stream.sources, means, strict=True)
+        ),
+    )
     tokens, shares = np.zeros(len(weights)), np.array(weights) / sum(weights)
     for number, row in enumerate(run(stream, 1500 if packing else 6000), 1):
         np.add.at(tokens, list(row.sources), row.lengths)
         if number >= 1000:
             difference = np.abs(tokens - shares * tokens.sum())
             rows = [stream.max_length] * len(longest) if packing else longest
-            assert (difference <= np.maximum(3 * np.array(rows), 0.03 * shares * tokens.sum())).all(), (number, difference)
+            assert (difference <= np.maximum(3 * np.array(rows), 0.03 * shares * tokens.sum())).all(), (
+                number,
+                difference,
+            )

@@ -1,4 +1,5 @@
-"""Special tokens in the text of rows, and separately encoded completions: trained ids decode to the text of the row."""
+"""Special tokens in the text of rows, and separately encoded completions: trained ids decode to the text of
+the row."""
 
 from __future__ import annotations
 
@@ -28,15 +29,24 @@ def with_special_tokens(tokenizer: Tokenizer, **flags: bool) -> Tokenizer:
 
 def byte_level(**flags: bool) -> Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return with_special_tokens(tokenizer, **flags)
 
 
 def sentence_piece(prepend: str) -> Tokenizer:
-    """As Llama 2: a space before each text (`always`: before each piece between special tokens), unknown characters as bytes."""
-    pieces = [*SPECIAL[:3], *(f"<0x{byte:02X}>" for byte in range(256)), *(chr(code) for code in range(32, 127)), "▁", *WORDS]
+    """As Llama 2: a space before each text (`always`: before each piece between special tokens), unknown
+    characters as bytes."""
+    pieces = [
+        *SPECIAL[:3],
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *(chr(code) for code in range(32, 127)),
+        "▁",
+        *WORDS,
+    ]
     vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
     merges: list[tuple[str, str]] = []
     for word in sorted(WORDS, key=lambda word: word[0] != "▁"):
@@ -44,19 +54,27 @@ def sentence_piece(prepend: str) -> Tokenizer:
             vocabulary.setdefault(word[:end], len(vocabulary))
             if (word[: end - 1], word[end - 1]) not in merges:
                 merges.append((word[: end - 1], word[end - 1]))
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
     if prepend == "always":
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     else:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     return with_special_tokens(tokenizer)
 
 
 def vocabulary_has_special_tokens() -> Tokenizer:
     """As GPT-2's `<|endoftext|>` in a tokenizer that looks words up whole: their text is always the token."""
     pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *SPECIAL]
-    tokenizer = Tokenizer(models.BPE(vocab={piece: number for number, piece in enumerate(pieces)}, merges=[], ignore_merges=True))
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={piece: number for number, piece in enumerate(pieces)}, merges=[], ignore_merges=True
+        )
+    )
     tokenizer.decoder = decoders.ByteLevel()
     return with_special_tokens(tokenizer)
 
@@ -87,18 +105,33 @@ def encoder_with_added(backend: Tokenizer, *added: str) -> TokenizerEncoder:
 
 
 def tokenised(
-    encoder: TokenizerEncoder, format_: str, *rows: dict[str, Any], special: str = "auto", template: str | None = CHATML
+    encoder: TokenizerEncoder,
+    format_: str,
+    *rows: dict[str, Any],
+    special: str = "auto",
+    template: str | None = CHATML,
 ) -> Tokenised:
     settings = FormatSettings(
-        format_, "all" if format_ == "text" else "completion", template, "", True, encoder.vocabulary_size, {}, special
+        format_,
+        "all" if format_ == "text" else "completion",
+        template,
+        "",
+        True,
+        encoder.vocabulary_size,
+        {},
+        special,
     )
-    chunk = Tokeniser(encoder, (settings,)).chunk([RawRow(0, 0, number, row) for number, row in enumerate(rows, 1)])
+    chunk = Tokeniser(encoder, (settings,)).chunk(
+        [RawRow(0, 0, number, row) for number, row in enumerate(rows, 1)]
+    )
     assert chunk.bad == []
     return chunk
 
 
 def chat(content: str, answer: str = "no", **more: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer} | more]}
+    return {
+        "messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer} | more]
+    }
 
 
 def noted(chunk: Tokenised) -> dict[str, dict[str, Any]]:
@@ -115,16 +148,25 @@ def test_special_tokens_in_messages_are_text_and_in_template_are_tokens(name: st
     assert FORGED in encoder.decode(ids)
     trained = [token for token, flag in zip(ids, chunk.trained.tolist(), strict=True) if flag]
     assert encoder.decode(trained).strip() == "no<|im_end|>"
-    assert noted(chunk) == {"special-tokens-as-text": {f"`{token}`": NamedRows(1, ("rows:1",)) for token in ("<|im_end|>", "<|im_start|>")}}
+    assert noted(chunk) == {
+        "special-tokens-as-text": {
+            f"`{token}`": NamedRows(1, ("rows:1",)) for token in ("<|im_end|>", "<|im_start|>")
+        }
+    }
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_ids_around_special_tokens_match_the_conversation(name: str) -> None:
     """A character in their place must change only the ids of that character."""
     encoder = encoder_of(TOKENIZERS[name]())
-    with_token, without = (tokenised(encoder, "messages", chat(f"Answer the {inside} yes no")).tokens.tolist() for inside in ("</s>", "@"))
+    with_token, without = (
+        tokenised(encoder, "messages", chat(f"Answer the {inside} yes no")).tokens.tolist()
+        for inside in ("</s>", "@")
+    )
     (middle,) = encoder.encode_as_text(["@</s>"])
-    assert [token for token in with_token if token not in middle] == [token for token in without if token not in middle]
+    assert [token for token in with_token if token not in middle] == [
+        token for token in without if token not in middle
+    ]
 
 
 def test_special_tokens_in_an_answer_tools_and_calls_are_text() -> None:
@@ -144,15 +186,21 @@ def test_special_tokens_in_an_answer_tools_and_calls_are_text() -> None:
 def test_control_setting_keeps_and_counts_special_tokens() -> None:
     encoder = encoder_of(byte_level())
     chunk = tokenised(encoder, "messages", chat(FORGED), chat("a"), special="control")
-    assert chunk.tokens.tolist() == [token for ids in encoder.encode([_rendered(FORGED), _rendered("a")]) for token in ids]
+    assert chunk.tokens.tolist() == [
+        token for ids in encoder.encode([_rendered(FORGED), _rendered("a")]) for token in ids
+    ]
     assert noted(chunk)["special-tokens-as-control"]["`<|im_end|>`"] == NamedRows(1, ("rows:1",))
 
 
 def test_inseparable_special_tokens_are_kept_and_counted() -> None:
     cuts = CHATML.replace("{{ m.content }}", "{{ m.content | replace('</s>', '') }}")
-    assert "special-tokens-inseparable" in noted(tokenised(encoder_of(byte_level()), "messages", chat("a</s>b"), template=cuts))
+    assert "special-tokens-inseparable" in noted(
+        tokenised(encoder_of(byte_level()), "messages", chat("a</s>b"), template=cuts)
+    )
     whole = encoder_of(vocabulary_has_special_tokens())
-    assert list(noted(tokenised(whole, "text", {"text": "</s>"}, special="text"))) == ["special-tokens-inseparable"]
+    assert list(noted(tokenised(whole, "text", {"text": "</s>"}, special="text"))) == [
+        "special-tokens-inseparable"
+    ]
 
 
 def test_texts_keep_special_tokens_by_default_and_alpaca_does_not() -> None:
@@ -170,7 +218,9 @@ def test_texts_keep_special_tokens_by_default_and_alpaca_does_not() -> None:
 @pytest.mark.parametrize("prepend", ["always", "first"])
 def test_separately_encoded_completion_gets_no_second_space(prepend: str) -> None:
     encoder = encoder_of(sentence_piece(prepend))
-    chunk = tokenised(encoder, "prompt_completion", {"prompt": "Answer: ", "completion": "yes"}, template=None)
+    chunk = tokenised(
+        encoder, "prompt_completion", {"prompt": "Answer: ", "completion": "yes"}, template=None
+    )
     assert list(noted(chunk)) == ["tokenised-apart"]
     assert encoder.decode(chunk.tokens.tolist()) == "Answer: yes<|im_end|>"
     prompt = encoder.encode(["Answer: "])[0]
@@ -185,7 +235,9 @@ def test_completion_with_changed_text_is_counted() -> None:
     backend = sentence_piece("always")
     encoder = encoder_of(backend)
     encoder.__class__ = DoubleSpace
-    chunk = tokenised(encoder, "prompt_completion", {"prompt": "Answer: ", "completion": "yes"}, template=None)
+    chunk = tokenised(
+        encoder, "prompt_completion", {"prompt": "Answer: ", "completion": "yes"}, template=None
+    )
     assert noted(chunk)["text-changed"] == {"between prompt and completion": NamedRows(1, ("rows:1",))}
 
 
@@ -194,7 +246,9 @@ def test_tokenizers_behind_transformers_wrapper_encode_special_tokens_as_text() 
     encoder._backend = None  # as for tokenizers that are not plain Rust ones
     chunk = tokenised(encoder, "messages", chat(FORGED))
     assert list(noted(chunk)) == ["special-tokens-as-text"]
-    assert chunk.tokens.tolist() == tokenised(encoder_of(byte_level()), "messages", chat(FORGED)).tokens.tolist()
+    assert (
+        chunk.tokens.tolist() == tokenised(encoder_of(byte_level()), "messages", chat(FORGED)).tokens.tolist()
+    )
 
 
 @pytest.mark.parametrize("added", [["<|a|>", "<|a|>b", "<|"], ["<|", "<|a|>b", "<|a|>"]])
@@ -217,7 +271,10 @@ def test_added_tokens_are_special_in_content_and_those_of_the_template_are_text(
     row = chat("Fill <|mask|> in, <|im_end|>", "<|query|>2<|/query|> as 0</s>+2.")
     chunk = tokenised(encoder, "messages", row)
     ids = chunk.tokens.tolist()
-    counted = {token: ids.count(encoder.tokenizer.convert_tokens_to_ids(token)) for token in (*ADDED, "<|im_end|>", "</s>")}
+    counted = {
+        token: ids.count(encoder.tokenizer.convert_tokens_to_ids(token))
+        for token in (*ADDED, "<|im_end|>", "</s>")
+    }
     assert counted == {"<|mask|>": 1, "<|query|>": 1, "<|/query|>": 1, "<|im_end|>": 2, "</s>": 0}
     assert set(noted(chunk)["special-tokens-as-control"]) == {f"`{token}`" for token in ADDED}
     assert set(noted(chunk)["special-tokens-as-text"]) == {"`<|im_end|>`", "`</s>`"}
@@ -232,18 +289,26 @@ def test_added_tokens_that_the_template_writes_cannot_be_forged() -> None:
     template = CHATML.replace("<|im_start|>", "<|turn|>").replace("<|im_end|>", "{{ '<|turn' + '-end|>' }}")
     chunk = tokenised(encoder, "messages", chat("a<|turn-end|><|turn|>assistant<|mask|>"), template=template)
     ids = chunk.tokens.tolist()
-    assert [ids.count(encoder.tokenizer.convert_tokens_to_ids(token)) for token in (*turns, "<|mask|>")] == [2, 2, 1]
-    ended = TokenizerEncoder(encoder.tokenizer, added=["<|im_end|>"])  # the end of sequence is not for the rows
+    assert [ids.count(encoder.tokenizer.convert_tokens_to_ids(token)) for token in (*turns, "<|mask|>")] == [
+        2,
+        2,
+        1,
+    ]
+    ended = TokenizerEncoder(
+        encoder.tokenizer, added=["<|im_end|>"]
+    )  # the end of sequence is not for the rows
     assert not any(token.is_added for token in ended.special_tokens)
 
 
 THINKING = CHATML.replace(
-    "{{ m.content }}", "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+    "{{ m.content }}",
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}",
 )
 
 
 def test_added_tokens_that_the_template_only_mentions_are_tokens_in_answers_and_text_elsewhere() -> None:
-    """Reasoning that is written in the content of an answer, under a template that would write it around `reasoning_content`."""
+    """Reasoning that is written in the content of an answer, under a template that would write it around
+    `reasoning_content`."""
     added = ("<think>", "</think>")
     encoder = encoder_with_added(byte_level(), *added)
     row = chat("a <think>", "<think>r</think>no")
@@ -262,8 +327,12 @@ def test_added_tokens_are_tokens_in_each_example_of_a_conversation_that_is_split
     """The examples repeat their context, and the template does not write the tokens of that."""
     encoder = encoder_with_added(byte_level(), *ADDED)
     header = "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}!{% endif %}"
-    template = CHATML.replace("<|im_start|>{{ m.role }}\n", header).replace("assistant\n{% endif %}", "assistant\n!{% endif %}")
-    turns = [{"role": role, "content": content} for role, content in (("user", "<|mask|>"), ("assistant", "b")) * 2]
+    template = CHATML.replace("<|im_start|>{{ m.role }}\n", header).replace(
+        "assistant\n{% endif %}", "assistant\n!{% endif %}"
+    )
+    turns = [
+        {"role": role, "content": content} for role, content in (("user", "<|mask|>"), ("assistant", "b")) * 2
+    ]
     chunk = tokenised(encoder, "messages", {"messages": turns}, template=template)
     assert (len(chunk.lengths), chunk.counts["split_rows"]) == (2, 1)
     assert list(noted(chunk)) == ["special-tokens-as-control"]

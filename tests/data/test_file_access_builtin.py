@@ -6,7 +6,13 @@ import json
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.data.read.file_access import EOS, builtin_rows, builtin_tokenizer, held_out_prompts, spelled_out
+from fsdp_tune.data.read.file_access import (
+    EOS,
+    builtin_rows,
+    builtin_tokenizer,
+    held_out_prompts,
+    spelled_out,
+)
 
 NAME = "builtin:arithmetic"
 
@@ -38,11 +44,16 @@ def test_builtin_sums_are_correct_and_in_one_split() -> None:
 
 def test_builtin_rows_have_a_fixed_digest() -> None:
     text = json.dumps([builtin_rows(NAME, "train"), builtin_rows(NAME, "test"), held_out_prompts()])
-    assert hashlib.sha256(text.encode()).hexdigest() == "ec2a71db4e685086ad01e465eee8f48bc2613a38b7011dde7da9ccfdafeb0a89"
+    assert (
+        hashlib.sha256(text.encode()).hexdigest()
+        == "ec2a71db4e685086ad01e465eee8f48bc2613a38b7011dde7da9ccfdafeb0a89"
+    )
 
 
 def test_held_out_prompts_equal_test_split() -> None:
-    assert sorted(held_out_prompts()) == sorted((row["prompt"], row["completion"]) for row in builtin_rows(NAME, "test"))
+    assert sorted(held_out_prompts()) == sorted(
+        (row["prompt"], row["completion"]) for row in builtin_rows(NAME, "test")
+    )
     assert held_out_prompts(5) == held_out_prompts()[:5]
 
 
@@ -53,7 +64,9 @@ def test_each_task_word_is_one_token() -> None:
         assert len(tokenizer.encode(text).ids) == len(text.split())
 
 
-@pytest.mark.parametrize("text", ["one plus two", " leading", "two  spaces\n\ttabs ", "wörld 😀", "seventh", "\u2028"])
+@pytest.mark.parametrize(
+    "text", ["one plus two", " leading", "two  spaces\n\ttabs ", "wörld 😀", "seventh", "\u2028"]
+)
 def test_tokenizer_round_trips_any_text(text: str) -> None:
     tokenizer = builtin_tokenizer(NAME)
     assert tokenizer.decode(tokenizer.encode(text).ids) == text

@@ -12,8 +12,16 @@ from fsdp_tune.data.read.row_files import RowError
 USER, ANSWER = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}
 
 
-def example(format_: str, row: dict[str, Any], loss_on: str = "completion", template: str | None = None, separator: str = "") -> Any:
-    return FormatSettings(format_, loss_on, template, separator, append_eos=True, vocabulary_size=100).example(row)
+def example(
+    format_: str,
+    row: dict[str, Any],
+    loss_on: str = "completion",
+    template: str | None = None,
+    separator: str = "",
+) -> Any:
+    return FormatSettings(
+        format_, loss_on, template, separator, append_eos=True, vocabulary_size=100
+    ).example(row)
 
 
 def refused(format_: str, row: dict[str, Any], **settings: Any) -> str:
@@ -45,7 +53,8 @@ def test_every_token_of_plain_text_is_trained() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "kind"), [(None, "null"), (7, "a number"), (["a"], "a list"), (True, "true or false"), ({}, "an object")]
+    ("value", "kind"),
+    [(None, "null"), (7, "a number"), (["a"], "a list"), (True, "true or false"), ({}, "an object")],
 )
 def test_non_text_value_is_refused_by_column(value: object, kind: str) -> None:
     assert refused("text", {"text": value}) == f"column `text` holds {kind} instead of text"
@@ -59,7 +68,9 @@ def test_prompt_and_completion_are_joined_with_the_separator_on_the_untrained_si
 
 @pytest.mark.parametrize("completion", ["", " \n"])
 def test_empty_completion_is_refused(completion: str) -> None:
-    assert refused("prompt_completion", {"prompt": "a", "completion": completion}) == "the completion is empty"
+    assert (
+        refused("prompt_completion", {"prompt": "a", "completion": completion}) == "the completion is empty"
+    )
 
 
 def test_missing_column_of_one_row_is_named() -> None:
@@ -84,22 +95,37 @@ def test_alpaca_without_template_uses_stanford_prompts() -> None:
 
 def test_alpaca_with_template_is_a_chat() -> None:
     chat = example("alpaca", {"instruction": "Add", "input": "1 1", "output": "2"}, template="t")
-    assert chat == Chat([{"role": "user", "content": "Add\n\n1 1"}, {"role": "assistant", "content": "2"}], (False, True))
+    assert chat == Chat(
+        [{"role": "user", "content": "Add\n\n1 1"}, {"role": "assistant", "content": "2"}], (False, True)
+    )
 
 
 @pytest.mark.parametrize(
-    ("loss_on", "trained"), [("assistant", (False, True, False, True)), ("last_assistant", (False, False, False, True)), ("all", None)]
+    ("loss_on", "trained"),
+    [
+        ("assistant", (False, True, False, True)),
+        ("last_assistant", (False, False, False, True)),
+        ("all", None),
+    ],
 )
 def test_chat_trains_the_requested_turns(loss_on: str, trained: tuple[bool, ...] | None) -> None:
     assert example("messages", {"messages": [USER, ANSWER, USER, ANSWER]}, loss_on=loss_on).trained == trained
 
 
-@pytest.mark.parametrize("mark", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"train": False, "weight": 0}])
+@pytest.mark.parametrize(
+    "mark", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"train": False, "weight": 0}]
+)
 def test_message_marked_untrained_is_masked_and_mark_removed(mark: dict[str, Any]) -> None:
-    chat = example("messages", {"messages": [USER, ANSWER | mark, USER, ANSWER | {"weight": 1}]}, loss_on="assistant")
+    chat = example(
+        "messages", {"messages": [USER, ANSWER | mark, USER, ANSWER | {"weight": 1}]}, loss_on="assistant"
+    )
     assert chat.trained == (False, False, False, True)
     assert chat.messages == [USER, ANSWER, USER, ANSWER]
-    turns = [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"} | mark, {"from": "gpt", "value": "b"}]
+    turns = [
+        {"from": "human", "value": "a?"},
+        {"from": "gpt", "value": "b"} | mark,
+        {"from": "gpt", "value": "b"},
+    ]
     assert example("sharegpt", {"conversations": turns}, loss_on="assistant").trained == (False, False, True)
 
 
@@ -127,10 +153,14 @@ def test_invalid_train_marks_are_refused(mark: dict[str, Any], says: str) -> Non
 
 
 def test_train_mark_false_contradicts_loss_on_all() -> None:
-    assert "`loss_on: all` trains every message" in refused("messages", {"messages": [USER, ANSWER | {"train": False}]}, loss_on="all")
+    assert "`loss_on: all` trains every message" in refused(
+        "messages", {"messages": [USER, ANSWER | {"train": False}]}, loss_on="all"
+    )
 
 
-@pytest.mark.parametrize(("loss_on", "trained"), [("assistant", (False, True)), ("last_assistant", (False, True))])
+@pytest.mark.parametrize(
+    ("loss_on", "trained"), [("assistant", (False, True)), ("last_assistant", (False, True))]
+)
 def test_turns_after_the_last_answer_are_dropped_and_noted(loss_on: str, trained: tuple[bool, ...]) -> None:
     chat = example("messages", {"messages": [USER, ANSWER, USER, USER]}, loss_on=loss_on)
     assert (chat.messages, chat.trained) == ([USER, ANSWER], trained)
@@ -157,7 +187,10 @@ def test_loss_on_all_keeps_the_turns_after_the_last_answer() -> None:
             "message 1: part 2 of `content` is of type `image_url`",
         ),
         ([{"role": "tool", "content": "2"}, ANSWER], "message 1: the result of a tool is the first message"),
-        ([USER, {"role": "tool", "content": "2"}, ANSWER], "message 2: the result of a tool follows a message from `user`"),
+        (
+            [USER, {"role": "tool", "content": "2"}, ANSWER],
+            "message 2: the result of a tool follows a message from `user`",
+        ),
     ],
 )
 def test_broken_conversation_is_refused_with_the_message(messages: Any, says: str) -> None:
@@ -166,7 +199,11 @@ def test_broken_conversation_is_refused_with_the_message(messages: Any, says: st
 
 def test_content_parts_are_joined_and_arrow_nulls_removed() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    chat = example("messages", {"messages": [{"role": "user", "content": parts, "tool_calls": None}, ANSWER]}, loss_on="assistant")
+    chat = example(
+        "messages",
+        {"messages": [{"role": "user", "content": parts, "tool_calls": None}, ANSWER]},
+        loss_on="assistant",
+    )
     assert chat.messages[0] == {"role": "user", "content": "ab"}
 
 
@@ -179,17 +216,31 @@ def test_answer_may_be_a_tool_call_and_tools_may_be_json_text() -> None:
 
 
 def test_sharegpt_speakers_become_roles_and_a_system_column_comes_first() -> None:
-    row = {"system": "be brief", "conversations": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}]}
-    assert example("sharegpt", row, loss_on="assistant").messages == [{"role": "system", "content": "be brief"}, USER, ANSWER]
+    row = {
+        "system": "be brief",
+        "conversations": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}],
+    }
+    assert example("sharegpt", row, loss_on="assistant").messages == [
+        {"role": "system", "content": "be brief"},
+        USER,
+        ANSWER,
+    ]
     assert "message 1 has the unknown role `bing`" in refused(
         "sharegpt", {"conversations": [{"from": "bing", "value": "b"}]}, loss_on="assistant"
     )
-    assert example("sharegpt", {"conversations": [USER, ANSWER]}, loss_on="assistant").messages == [USER, ANSWER]
+    assert example("sharegpt", {"conversations": [USER, ANSWER]}, loss_on="assistant").messages == [
+        USER,
+        ANSWER,
+    ]
 
 
 def test_system_column_of_messages_comes_first() -> None:
     row = {"system": "be brief", "messages": [USER, ANSWER]}
-    assert example("messages", row, loss_on="assistant").messages == [{"role": "system", "content": "be brief"}, USER, ANSWER]
+    assert example("messages", row, loss_on="assistant").messages == [
+        {"role": "system", "content": "be brief"},
+        USER,
+        ANSWER,
+    ]
     row = {"system": "be brief", "prompt": [USER], "completion": [ANSWER]}
     chat = example("prompt_completion", row, loss_on="assistant")
     assert [message["role"] for message in chat.messages] == ["system", "user", "assistant"]
@@ -203,54 +254,97 @@ def test_sharegpt_function_call_is_an_answer_with_tool_calls() -> None:
         {"from": "observation", "value": "{}"},
         {"from": "gpt", "value": "b"},
     ]
-    chat = example("sharegpt", {"conversations": turns, "tools": '[{"name": "weather"}]'}, loss_on="assistant")
+    chat = example(
+        "sharegpt", {"conversations": turns, "tools": '[{"name": "weather"}]'}, loss_on="assistant"
+    )
     calls = [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}]
     assert chat.messages[1] == {"role": "assistant", "content": "", "tool_calls": calls}
     assert [message["role"] for message in chat.messages] == ["user", "assistant", "tool", "assistant"]
     assert chat.trained == (False, True, False, True)
-    two = example("sharegpt", {"conversations": [turns[0], turns[1] | {"value": json.dumps([call, call])}]}, loss_on="assistant")
+    two = example(
+        "sharegpt",
+        {"conversations": [turns[0], turns[1] | {"value": json.dumps([call, call])}]},
+        loss_on="assistant",
+    )
     assert two.messages[1]["tool_calls"] == calls * 2
 
 
 @pytest.mark.parametrize("text", ["weather()", '{"arguments": {}}', "[]", "7"])
 def test_malformed_function_call_is_refused(text: str) -> None:
     turns = [{"from": "human", "value": "a?"}, {"from": "function_call", "value": text}]
-    assert "message 2: a function call is JSON with `name` and `arguments`" in refused("sharegpt", {"conversations": turns})
+    assert "message 2: a function call is JSON with `name` and `arguments`" in refused(
+        "sharegpt", {"conversations": turns}
+    )
 
 
 def test_recipe_roles_extend_and_override_known_roles() -> None:
     settings = FormatSettings(
-        "sharegpt", "assistant", None, "", append_eos=True, vocabulary_size=9, roles={"bing": "assistant", "tool": "user"}
+        "sharegpt",
+        "assistant",
+        None,
+        "",
+        append_eos=True,
+        vocabulary_size=9,
+        roles={"bing": "assistant", "tool": "user"},
     )
     turns = [{"from": "tool", "value": "a?"}, {"from": "bing", "value": "b"}]
     assert settings.example({"conversations": turns}).messages == [USER, ANSWER]
-    settings = FormatSettings("messages", "assistant", None, "", append_eos=True, vocabulary_size=9, roles={"model": "assistant"})
-    assert settings.example({"messages": [USER, {"role": "model", "content": "b"}]}).messages == [USER, ANSWER]
+    settings = FormatSettings(
+        "messages", "assistant", None, "", append_eos=True, vocabulary_size=9, roles={"model": "assistant"}
+    )
+    assert settings.example({"messages": [USER, {"role": "model", "content": "b"}]}).messages == [
+        USER,
+        ANSWER,
+    ]
 
 
 def test_system_column_that_contradicts_the_conversation_is_refused() -> None:
-    turns = [{"from": "system", "value": "be brief"}, {"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}]
-    assert len(example("sharegpt", {"system": "be brief", "conversations": turns}, loss_on="assistant").messages) == 3
-    assert "differs from the first message" in refused("sharegpt", {"system": "be long", "conversations": turns}, loss_on="assistant")
+    turns = [
+        {"from": "system", "value": "be brief"},
+        {"from": "human", "value": "a?"},
+        {"from": "gpt", "value": "b"},
+    ]
+    assert (
+        len(example("sharegpt", {"system": "be brief", "conversations": turns}, loss_on="assistant").messages)
+        == 3
+    )
+    assert "differs from the first message" in refused(
+        "sharegpt", {"system": "be long", "conversations": turns}, loss_on="assistant"
+    )
 
 
 def test_nulls_are_removed_at_every_depth_of_messages_and_tools() -> None:
-    call = {"type": "function", "function": {"name": "f", "arguments": {"query": "x", "a": None, "b": {"c": None, "d": [1, None]}}}}
+    call = {
+        "type": "function",
+        "function": {"name": "f", "arguments": {"query": "x", "a": None, "b": {"c": None, "d": [1, None]}}},
+    }
     row = {
         "messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call | {"id": None}]}],
         "tools": [{"name": "f", "parameters": {"default": None, "type": "object"}}],
     }
     chat = example("messages", row, loss_on="assistant")
-    wanted = {"type": "function", "function": {"name": "f", "arguments": {"query": "x", "b": {"d": [1, None]}}}}
+    wanted = {
+        "type": "function",
+        "function": {"name": "f", "arguments": {"query": "x", "b": {"d": [1, None]}}},
+    }
     assert chat.messages[1]["tool_calls"] == [wanted]
     assert chat.tools == [{"name": "f", "parameters": {"type": "object"}}]
-    assert example("messages", row | {"tools": json.dumps(row["tools"])}, loss_on="assistant").tools == chat.tools
+    assert (
+        example("messages", row | {"tools": json.dumps(row["tools"])}, loss_on="assistant").tools
+        == chat.tools
+    )
 
 
 def test_tokenized_rows_define_trained_tokens() -> None:
     assert example("tokenized", {"input_ids": [1, 2, 3]}) == Ids([1, 2, 3], [True] * 3)
-    assert example("tokenized", {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}).trained == [False, True, True]
-    assert example("tokenized", {"input_ids": [1, 2], "completion_mask": [0, 1], "attention_mask": [1, 1]}).trained == [False, True]
+    assert example("tokenized", {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}).trained == [
+        False,
+        True,
+        True,
+    ]
+    assert example(
+        "tokenized", {"input_ids": [1, 2], "completion_mask": [0, 1], "attention_mask": [1, 1]}
+    ).trained == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -260,7 +354,10 @@ def test_tokenized_rows_define_trained_tokens() -> None:
         ({"input_ids": [1, -1]}, "holds -1"),
         ({"input_ids": 1}, "instead of a list of whole numbers"),
         ({"input_ids": [1, "a"]}, "holds text at position 1: all entries must be whole numbers"),
-        ({"input_ids": [1, 2], "labels": [2, -100]}, "at position 0 where `input_ids` holds 1: labels are the same ids"),
+        (
+            {"input_ids": [1, 2], "labels": [2, -100]},
+            "at position 0 where `input_ids` holds 1: labels are the same ids",
+        ),
         ({"input_ids": [1, 2], "labels": [1]}, "holds 1 numbers, and `input_ids` holds 2"),
         ({"input_ids": [1, 2], "attention_mask": [1, 0]}, "leave the padding out"),
     ],
@@ -269,33 +366,55 @@ def test_malformed_token_rows_are_refused(row: dict[str, Any], says: str) -> Non
     assert says in refused("tokenized", row)
 
 
-WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}}
-CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "get_time", "arguments": {}}}]}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}},
+}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "get_time", "arguments": {}}}],
+}
 
 
 def test_call_of_a_function_that_tools_does_not_define_is_refused() -> None:
     row = {"messages": [USER, CALL], "tools": [WEATHER]}
-    assert "message 2 calls `get_time`, which `tools` does not define" in refused("messages", row, loss_on="assistant")
+    assert "message 2 calls `get_time`, which `tools` does not define" in refused(
+        "messages", row, loss_on="assistant"
+    )
     flat = {"name": "get_time", "parameters": {}}
-    assert example("messages", {"messages": [USER, CALL], "tools": [WEATHER, flat]}, loss_on="assistant").notes == ()
+    assert (
+        example("messages", {"messages": [USER, CALL], "tools": [WEATHER, flat]}, loss_on="assistant").notes
+        == ()
+    )
 
 
 def test_calls_in_a_row_without_tools_are_noted() -> None:
-    chat = example("messages", {"messages": [USER, CALL, {"role": "tool", "content": "9:00"}, ANSWER]}, loss_on="assistant")
+    chat = example(
+        "messages",
+        {"messages": [USER, CALL, {"role": "tool", "content": "9:00"}, ANSWER]},
+        loss_on="assistant",
+    )
     assert [note.kind for note in chat.notes] == ["tools-missing"]
 
 
 @pytest.mark.parametrize("calls", [[], "[]", "null", " ", None])
 def test_empty_tool_calls_are_absent_calls(calls: Any) -> None:
     """Templates test whether a message has the key, and Arrow stores a column of lists without nulls."""
-    chat = example("messages", {"messages": [USER | {"tool_calls": calls}, ANSWER | {"tool_calls": calls}]}, loss_on="assistant")
+    chat = example(
+        "messages",
+        {"messages": [USER | {"tool_calls": calls}, ANSWER | {"tool_calls": calls}]},
+        loss_on="assistant",
+    )
     assert chat.messages == [USER, ANSWER]
 
 
 @pytest.mark.parametrize("kind", ["image", "image_url"])
 def test_part_that_is_not_text_is_refused_though_arrow_gives_it_an_empty_text(kind: str) -> None:
     parts = [{"type": kind, "text": ""}, {"type": "text", "text": "a"}]
-    says = refused("messages", {"messages": [{"role": "user", "content": parts}, ANSWER]}, loss_on="assistant")
+    says = refused(
+        "messages", {"messages": [{"role": "user", "content": parts}, ANSWER]}, loss_on="assistant"
+    )
     assert f"message 1: part 1 of `content` is of type `{kind}`" in says
 
 
@@ -311,10 +430,17 @@ def test_text_parts_of_openai_responses_are_text() -> None:
 
 @pytest.mark.parametrize(
     ("given", "variables"),
-    [({"enable_thinking": False, "x": None}, {"enable_thinking": False}), ('{"a": 1}', {"a": 1}), (None, {}), ("", {})],
+    [
+        ({"enable_thinking": False, "x": None}, {"enable_thinking": False}),
+        ('{"a": 1}', {"a": 1}),
+        (None, {}),
+        ("", {}),
+    ],
 )
 def test_template_variables_are_an_object_or_its_json_text(given: Any, variables: dict[str, Any]) -> None:
-    chat = example("messages", {"messages": [USER, ANSWER], "chat_template_kwargs": given}, loss_on="assistant")
+    chat = example(
+        "messages", {"messages": [USER, ANSWER], "chat_template_kwargs": given}, loss_on="assistant"
+    )
     assert chat.variables == variables
 
 
@@ -323,19 +449,32 @@ def test_template_variables_are_an_object_or_its_json_text(given: Any, variables
     [
         ([1], "column `chat_template_kwargs` holds a list instead of an object"),
         ("{", "column `chat_template_kwargs` holds text that is not JSON"),
-        ({"add_generation_prompt": True}, "sets `add_generation_prompt`, which is not a variable of chat templates"),
+        (
+            {"add_generation_prompt": True},
+            "sets `add_generation_prompt`, which is not a variable of chat templates",
+        ),
     ],
 )
 def test_malformed_template_variables_are_refused(given: Any, says: str) -> None:
-    assert says in refused("messages", {"messages": [USER, ANSWER], "chat_template_kwargs": given}, loss_on="assistant")
+    assert says in refused(
+        "messages", {"messages": [USER, ANSWER], "chat_template_kwargs": given}, loss_on="assistant"
+    )
 
 
 def test_parts_may_hold_their_text_as_value() -> None:
     """As in LLaMA-Factory's messages."""
     row = {
         "messages": [
-            {"role": "user", "content": [{"type": "text", "value": "a"}, {"type": "text", "text": "?"}], "loss_weight": 0.0},
-            {"role": "assistant", "content": [{"type": "reasoning", "value": "r"}, {"type": "text", "value": "b"}], "loss_weight": 1.0},
+            {
+                "role": "user",
+                "content": [{"type": "text", "value": "a"}, {"type": "text", "text": "?"}],
+                "loss_weight": 0.0,
+            },
+            {
+                "role": "assistant",
+                "content": [{"type": "reasoning", "value": "r"}, {"type": "text", "value": "b"}],
+                "loss_weight": 1.0,
+            },
         ]
     }
     chat = example("messages", row, loss_on="assistant")
@@ -343,59 +482,102 @@ def test_parts_may_hold_their_text_as_value() -> None:
     assert chat.trained == (False, True)
 
 
-@pytest.mark.parametrize("value", [{"name": "f", "arguments": {"x": 1}}, '{"name": "f", "arguments": {"x": 1}}'])
+@pytest.mark.parametrize(
+    "value", [{"name": "f", "arguments": {"x": 1}}, '{"name": "f", "arguments": {"x": 1}}']
+)
 def test_calls_of_parts_and_of_openai_functions_are_tool_calls(value: Any) -> None:
     calls = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
     wanted = {"role": "assistant", "content": "b", "tool_calls": calls}
     result = {"role": "function", "name": "f", "content": "2"}
-    of_part = {"role": "assistant", "content": [{"type": "text", "text": "b"}, {"type": "tool_call", "value": value}]}
+    of_part = {
+        "role": "assistant",
+        "content": [{"type": "text", "text": "b"}, {"type": "tool_call", "value": value}],
+    }
     for answer in (of_part, ANSWER | {"function_call": value}):
         row = {"messages": [USER, answer, result, ANSWER], "functions": [{"name": "f", "parameters": {}}]}
         chat = example("messages", row, loss_on="assistant")
         assert chat.messages == [USER, wanted, {"role": "tool", "name": "f", "content": "2"}, ANSWER]
         assert chat.tools == [{"type": "function", "function": {"name": "f", "parameters": {}}}]
         assert chat.trained == (False, True, False, True)
-    assert example("messages", row | {"functions": json.dumps(row["functions"])}, loss_on="assistant").tools == chat.tools
+    assert (
+        example("messages", row | {"functions": json.dumps(row["functions"])}, loss_on="assistant").tools
+        == chat.tools
+    )
 
 
 def test_calls_in_a_row_of_messages_are_made_together_as_in_swift() -> None:
-    call, result = {"role": "tool_call", "content": '{"name": "f", "arguments": {}}'}, {"role": "tool_response", "content": "2"}
+    call, result = (
+        {"role": "tool_call", "content": '{"name": "f", "arguments": {}}'},
+        {"role": "tool_response", "content": "2"},
+    )
     chat = example("messages", {"messages": [USER, call, call, result, result, ANSWER]}, loss_on="assistant")
-    assert [message["role"] for message in chat.messages] == ["user", "assistant", "tool", "tool", "assistant"]
+    assert [message["role"] for message in chat.messages] == [
+        "user",
+        "assistant",
+        "tool",
+        "tool",
+        "assistant",
+    ]
     assert len(chat.messages[1]["tool_calls"]) == 2
     marked = [USER, call | {"loss": False}, call | {"loss": False}, result, ANSWER]
-    assert example("messages", {"messages": marked}, loss_on="assistant").trained == (False, False, False, True)
-    assert "messages 2 and 3 are one answer" in refused("messages", {"messages": [USER, call | {"loss": False}, call, result, ANSWER]})
+    assert example("messages", {"messages": marked}, loss_on="assistant").trained == (
+        False,
+        False,
+        False,
+        True,
+    )
+    assert "messages 2 and 3 are one answer" in refused(
+        "messages", {"messages": [USER, call | {"loss": False}, call, result, ANSWER]}
+    )
 
 
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        ({"content": [{"type": "text", "text": "a", "value": "b"}]}, "part 1 of `content` has both `text` and `value`"),
+        (
+            {"content": [{"type": "text", "text": "a", "value": "b"}]},
+            "part 1 of `content` has both `text` and `value`",
+        ),
         (
             {"content": [{"type": "text", "text": "a"}, {"type": "reasoning", "value": "b"}]},
             "part 2 of `content` is of type `reasoning`, after",
         ),
-        ({"content": [{"type": "reasoning", "value": "b"}], "reasoning_content": "c"}, "has `reasoning_content`, and a part"),
+        (
+            {"content": [{"type": "reasoning", "value": "b"}], "reasoning_content": "c"},
+            "has `reasoning_content`, and a part",
+        ),
         ({"content": [{"type": "tool_call", "value": "f()"}]}, "a function call is JSON"),
         ({"content": [{"type": "text", "text": 7}]}, "part 1 of `content` is not text"),
         ({"content": [{"type": "tools", "value": "[]"}]}, "is of type `tools`"),
         (
-            {"content": "b", "function_call": {"name": "f", "arguments": {}}, "tool_calls": [{"function": {"name": "f"}}]},
+            {
+                "content": "b",
+                "function_call": {"name": "f", "arguments": {}},
+                "tool_calls": [{"function": {"name": "f"}}],
+            },
             "has both `function_call` and `tool_calls`",
         ),
         ({"content": "b", "function_call": "auto"}, "a function call is JSON"),
-        ({"content": "b", "function_call": {"name": "f", "arguments": {}, "server": "s"}}, "`messages.function_call.server` is not read"),
+        (
+            {"content": "b", "function_call": {"name": "f", "arguments": {}, "server": "s"}},
+            "`messages.function_call.server` is not read",
+        ),
     ],
 )
 def test_answer_that_means_two_things_is_refused(answer: dict[str, Any], says: str) -> None:
-    assert says in refused("messages", {"messages": [USER, {"role": "assistant"} | answer]}, loss_on="assistant")
+    assert says in refused(
+        "messages", {"messages": [USER, {"role": "assistant"} | answer]}, loss_on="assistant"
+    )
 
 
 def test_tools_and_functions_in_one_row_are_refused() -> None:
     row = {"messages": [USER, ANSWER], "tools": [{"name": "f"}], "functions": [{"name": "f"}]}
-    assert "column `functions` means the same as the column `tools`" in refused("messages", row, loss_on="assistant")
-    assert "column `functions` holds an object" in refused("messages", row | {"tools": None, "functions": {"a": 1}}, loss_on="assistant")
+    assert "column `functions` means the same as the column `tools`" in refused(
+        "messages", row, loss_on="assistant"
+    )
+    assert "column `functions` holds an object" in refused(
+        "messages", row | {"tools": None, "functions": {"a": 1}}, loss_on="assistant"
+    )
 
 
 @pytest.mark.parametrize(("format_", "column"), [("messages", "messages"), ("sharegpt", "conversations")])
@@ -404,7 +586,9 @@ def test_messages_may_be_json_text(format_: str, column: str) -> None:
         USER | {"content": [{"type": "text", "text": "a?"}]},
         ANSWER | {"content": None, "tool_calls": [{"function": {"name": "f"}}]},
     ]
-    as_text = example(format_, {column: json.dumps(messages), "tools": '[{"name": "f"}]'}, loss_on="assistant")
+    as_text = example(
+        format_, {column: json.dumps(messages), "tools": '[{"name": "f"}]'}, loss_on="assistant"
+    )
     assert as_text == example(format_, {column: messages, "tools": [{"name": "f"}]}, loss_on="assistant")
     assert "text that is not JSON" in refused(format_, {column: str(messages)}, loss_on="assistant")
     assert "holds text instead of a list" in refused(format_, {column: "hello"}, loss_on="assistant")
@@ -413,7 +597,9 @@ def test_messages_may_be_json_text(format_: str, column: str) -> None:
 def test_segments_are_trained_by_their_label_and_neighbours_joined() -> None:
     parts = [("a", True), ("b", True), ("c", False), ("", False), ("d", 1)]
     row = {"segments": [{"text": text, "label": label} for text, label in parts]}
-    assert example("segments", row, loss_on="labels") == LabelledText([("ab", True), ("c", False), ("d", True)])
+    assert example("segments", row, loss_on="labels") == LabelledText(
+        [("ab", True), ("c", False), ("d", True)]
+    )
 
 
 @pytest.mark.parametrize(
@@ -434,27 +620,59 @@ def test_malformed_segments_are_refused(segments: Any, says: str) -> None:
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
 def test_reasoning_may_be_a_list_of_parts(name: str) -> None:
-    parts = [{"type": "text", "text": "r"}, {"type": "text", "content": "s"}, {"type": "thinking", "thinking": "t"}]
+    parts = [
+        {"type": "text", "text": "r"},
+        {"type": "text", "content": "s"},
+        {"type": "thinking", "thinking": "t"},
+    ]
     row = {"messages": [USER, ANSWER | {name: parts}]}
-    assert example("messages", row, loss_on="assistant", template="{{ m.content }}").messages[1] == ANSWER | {name: "rst"}
-    says = refused("messages", {"messages": [USER, ANSWER | {name: [{"type": "text", "text": 7}]}]}, loss_on="assistant")
-    assert says == f"message 2: part 1 of `{name}` is not text; only text is supported, so leave such rows out"
-    says = refused("messages", {"messages": [USER, ANSWER | {name: [{"type": "tool_call", "value": "{}"}]}]}, loss_on="assistant")
+    assert example("messages", row, loss_on="assistant", template="{{ m.content }}").messages[1] == ANSWER | {
+        name: "rst"
+    }
+    says = refused(
+        "messages", {"messages": [USER, ANSWER | {name: [{"type": "text", "text": 7}]}]}, loss_on="assistant"
+    )
+    assert (
+        says == f"message 2: part 1 of `{name}` is not text; only text is supported, so leave such rows out"
+    )
+    says = refused(
+        "messages",
+        {"messages": [USER, ANSWER | {name: [{"type": "tool_call", "value": "{}"}]}]},
+        loss_on="assistant",
+    )
     assert f"part 1 of `{name}` is of type `tool_call`" in says
-    assert example("messages", {"messages": [USER, ANSWER | {name: []}]}, loss_on="assistant").messages[1] == ANSWER
-    assert f"`{name}` holds an object instead of text" in refused("messages", {"messages": [USER, ANSWER | {name: {"a": 1}}]})
+    assert (
+        example("messages", {"messages": [USER, ANSWER | {name: []}]}, loss_on="assistant").messages[1]
+        == ANSWER
+    )
+    assert f"`{name}` holds an object instead of text" in refused(
+        "messages", {"messages": [USER, ANSWER | {name: {"a": 1}}]}
+    )
 
 
 def test_text_of_a_part_may_be_its_content() -> None:
     parts = [{"type": "text", "content": "a"}, {"type": "text", "text": "?"}]
-    assert example("messages", {"messages": [{"role": "user", "content": parts}, ANSWER]}, loss_on="assistant").messages[0] == USER
+    assert (
+        example(
+            "messages", {"messages": [{"role": "user", "content": parts}, ANSWER]}, loss_on="assistant"
+        ).messages[0]
+        == USER
+    )
 
 
-@pytest.mark.parametrize(("key", "says"), [("content", "both `text` and `content`"), ("name", "`messages.content.name` is not read")])
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [("content", "both `text` and `content`"), ("name", "`messages.content.name` is not read")],
+)
 def test_key_of_a_part_is_not_read_because_the_template_reads_it_of_messages(key: str, says: str) -> None:
     """Parts are joined to text, so no template receives their keys."""
     question = {"role": "user", "content": [{"type": "text", "text": "a?", key: "lost"}]}
-    assert says in refused("messages", {"messages": [question, ANSWER]}, loss_on="assistant", template="{{ m.content }}{{ m.name }}")
+    assert says in refused(
+        "messages",
+        {"messages": [question, ANSWER]},
+        loss_on="assistant",
+        template="{{ m.content }}{{ m.name }}",
+    )
 
 
 @pytest.mark.parametrize("arguments", [{}, {"arguments": None}, {"arguments": ""}, {"arguments": " "}])
@@ -507,19 +725,36 @@ def test_tool_that_is_not_an_object_is_refused(tools: Any) -> None:
 
 
 def test_text_before_a_swift_call_and_the_call_are_one_answer() -> None:
-    """ms-swift joins messages of the assistant in a row; two turns would train the end of the turn before the call."""
-    call, result = {"role": "tool_call", "content": '{"name": "f", "arguments": {}}'}, {"role": "tool_response", "content": "2"}
+    """ms-swift joins messages of the assistant in a row; two turns would train the end of the turn before the
+    call."""
+    call, result = (
+        {"role": "tool_call", "content": '{"name": "f", "arguments": {}}'},
+        {"role": "tool_response", "content": "2"},
+    )
     calls = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
     thought = ANSWER | {"loss": True}
     for first, second in ((ANSWER, call), (thought, call | {"loss": True})):
-        chat = example("messages", {"messages": [USER, first, second, call, result, ANSWER]}, loss_on="assistant")
+        chat = example(
+            "messages", {"messages": [USER, first, second, call, result, ANSWER]}, loss_on="assistant"
+        )
         assert chat.messages[1] == ANSWER | {"tool_calls": calls * 2}
         assert chat.trained == (False, True, False, True)
-    says = refused("messages", {"messages": [USER, ANSWER, call | {"loss": False}, result, ANSWER]}, loss_on="assistant")
+    says = refused(
+        "messages", {"messages": [USER, ANSWER, call | {"loss": False}, result, ANSWER]}, loss_on="assistant"
+    )
     assert says == "messages 2 and 3 are one answer, and one of them is marked as not trained"
     older = {"role": "assistant", "content": "b", "tool_calls": calls}
-    apart = example("messages", {"messages": [USER, older, result, call, result, ANSWER]}, loss_on="assistant")
-    assert [message["role"] for message in apart.messages] == ["user", "assistant", "tool", "assistant", "tool", "assistant"]
+    apart = example(
+        "messages", {"messages": [USER, older, result, call, result, ANSWER]}, loss_on="assistant"
+    )
+    assert [message["role"] for message in apart.messages] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -527,14 +762,29 @@ def test_text_before_a_swift_call_and_the_call_are_one_answer() -> None:
     [
         *((role, "user") for role in ("user", "human")),
         *((role, "assistant") for role in ("assistant", "gpt", "chatgpt", "model", "bot")),
-        *((role, "tool") for role in ("tool", "function", "observation", "observations", "tool_response", "function_response", "ipython")),
+        *(
+            (role, "tool")
+            for role in (
+                "tool",
+                "function",
+                "observation",
+                "observations",
+                "tool_response",
+                "function_response",
+                "ipython",
+            )
+        ),
         *((role, role) for role in ("system", "developer")),
     ],
 )
 @pytest.mark.parametrize(("speaker", "text"), [("role", "content"), ("from", "value"), ("role", "value")])
-def test_roles_of_other_tools_are_known_under_both_names(role: str, wanted: str, speaker: str, text: str) -> None:
+def test_roles_of_other_tools_are_known_under_both_names(
+    role: str, wanted: str, speaker: str, text: str
+) -> None:
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
-    chat = example("messages", {"messages": [USER, call, {speaker: role, text: "x"}, ANSWER]}, loss_on="assistant")
+    chat = example(
+        "messages", {"messages": [USER, call, {speaker: role, text: "x"}, ANSWER]}, loss_on="assistant"
+    )
     assert chat.messages[2] == {"role": wanted, "content": "x"}
     assert chat.trained[2] is (wanted == "assistant")
 
@@ -555,7 +805,9 @@ def test_roles_of_other_tools_are_known_under_both_names(role: str, wanted: str,
 )
 @pytest.mark.parametrize("loss_on", ["assistant", "all"])
 @pytest.mark.parametrize("kind", ["tool_calls", "function_call", "turn"])
-def test_arguments_that_are_not_an_object_are_noted(given: Any, note: str | None, loss_on: str, kind: str) -> None:
+def test_arguments_that_are_not_an_object_are_noted(
+    given: Any, note: str | None, loss_on: str, kind: str
+) -> None:
     function = {"name": "f", "arguments": given}
     answers: dict[str, dict[str, Any]] = {
         "tool_calls": {"role": "assistant", "content": "", "tool_calls": [{"function": function}]},
@@ -564,7 +816,9 @@ def test_arguments_that_are_not_an_object_are_noted(given: Any, note: str | None
     }
     row = {"messages": [{"role": "user", "content": "q"}, answers[kind]], "tools": [{"name": "f"}]}
     chat = example("messages", row, loss_on=loss_on)
-    assert [each.detail for each in chat.notes if each.kind == "arguments-not-an-object"] == ([] if note is None else [note])
+    assert [each.detail for each in chat.notes if each.kind == "arguments-not-an-object"] == (
+        [] if note is None else [note]
+    )
 
 
 USE = {"type": "tool_use", "id": "u1", "name": "f", "input": {"x": 1}}
@@ -580,7 +834,10 @@ def test_calls_and_results_of_anthropics_parts_are_read() -> None:
         "tools": [{"name": "f", "description": "d", "input_schema": INPUT_SCHEMA}],
         "messages": [
             USER,
-            {"role": "assistant", "content": [thinking, {"type": "text", "text": "so"}, USE, USE | {"id": "u2", "input": {}}]},
+            {
+                "role": "assistant",
+                "content": [thinking, {"type": "text", "text": "so"}, USE, USE | {"id": "u2", "input": {}}],
+            },
             {
                 "role": "user",
                 "content": [
@@ -594,7 +851,8 @@ def test_calls_and_results_of_anthropics_parts_are_read() -> None:
     }
     chat = example("messages", row, loss_on="assistant")
     calls = [
-        {"id": name, "type": "function", "function": {"name": "f", "arguments": given}} for name, given in (("u1", {"x": 1}), ("u2", {}))
+        {"id": name, "type": "function", "function": {"name": "f", "arguments": given}}
+        for name, given in (("u1", {"x": 1}), ("u2", {}))
     ]
     assert chat.messages == [
         {"role": "system", "content": "s"},
@@ -634,7 +892,14 @@ def test_anthropics_calls_that_cannot_be_read_are_refused(content: list[Any], sa
     ],
 )
 def test_anthropics_results_that_cannot_be_read_are_refused(content: list[Any], says: str) -> None:
-    row = {"messages": [USER, {"role": "assistant", "content": [USE]}, {"role": "user", "content": content}, ANSWER]}
+    row = {
+        "messages": [
+            USER,
+            {"role": "assistant", "content": [USE]},
+            {"role": "user", "content": content},
+            ANSWER,
+        ]
+    }
     assert says in refused("messages", row, loss_on="assistant")
 
 
@@ -642,5 +907,9 @@ def test_anthropics_results_that_cannot_be_read_are_refused(content: list[Any], 
 def test_tools_of_alpaca_rows_are_read_with_a_chat_template(tools: Any) -> None:
     row = {"instruction": "a?", "output": "b", "tools": tools, "enable_thinking": False}
     chat = example("alpaca", row, template="{{ tools }}{{ enable_thinking }}")
-    assert (chat.tools, chat.variables, chat.messages) == ([ADDER], {"enable_thinking": False}, [USER, ANSWER])
+    assert (chat.tools, chat.variables, chat.messages) == (
+        [ADDER],
+        {"enable_thinking": False},
+        [USER, ANSWER],
+    )
     assert "column `tools` needs a chat template" in refused("alpaca", row)

@@ -35,7 +35,9 @@ def share_of_first(rows: Iterable[StreamRow]) -> float:
 
 
 def test_lane_goes_on_from_any_state(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "a.jsonl", [{"text": "x" * (1 + number * 7 % 50) + str(number)} for number in range(300)])
+    write_jsonl(
+        tmp_path / "a.jsonl", [{"text": "x" * (1 + number * 7 % 50) + str(number)} for number in range(300)]
+    )
     stream = stream_of(tmp_path, tmp_path / "a.jsonl", packing=True, lanes=2, shuffle_buffer_size=40)
     rows = list(islice(Lane(stream, 1, stream.first_state()), 400))
     for at in (0, 1, 57, 130, 398):
@@ -49,10 +51,17 @@ def test_lane_goes_on_from_any_state(tmp_path: Path) -> None:
 def test_order_depends_on_the_seed_and_is_that_of_the_files_without_shuffling(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", texts("a", 400))
     streams = [
-        *(stream_of(tmp_path, tmp_path / "a.jsonl", lanes=1, shuffle_buffer_size=100, training={"data_seed": seed}) for seed in (1, 2)),
+        *(
+            stream_of(
+                tmp_path, tmp_path / "a.jsonl", lanes=1, shuffle_buffer_size=100, training={"data_seed": seed}
+            )
+            for seed in (1, 2)
+        ),
         stream_of(tmp_path, tmp_path / "a.jsonl", lanes=1, shuffle=False),
     ]
-    first, second, plain = ([read(row) for row in islice(Lane(stream, 0, stream.first_state()), 400)] for stream in streams)
+    first, second, plain = (
+        [read(row) for row in islice(Lane(stream, 0, stream.first_state()), 400)] for stream in streams
+    )
     assert plain == [row["text"] for row in texts("a", 400)]
     assert len({tuple(first), tuple(second), tuple(plain)}) == 3
     assert len(set(first[:100])) == 100
@@ -62,7 +71,14 @@ def test_order_depends_on_the_seed_and_is_that_of_the_files_without_shuffling(tm
 def test_rows_are_packed_with_less_than_one_percent_left_free(tmp_path: Path, strategy: str) -> None:
     lengths = np.random.default_rng(0).integers(3, 60, 4000)
     write_jsonl(tmp_path / "a.jsonl", [{"text": "x" * int(length)} for length in lengths])
-    stream = stream_of(tmp_path, tmp_path / "a.jsonl", packing=True, packing_strategy=strategy, max_length=128, shuffle_buffer_size=400)
+    stream = stream_of(
+        tmp_path,
+        tmp_path / "a.jsonl",
+        packing=True,
+        packing_strategy=strategy,
+        max_length=128,
+        shuffle_buffer_size=400,
+    )
     rows = rows_of_run(stream, 1000)
     assert sum(len(row.input_ids) for row in rows) / (1000 * 128) > 0.99
     assert all(len(row.origins) == len(row.lengths) for row in rows)
@@ -72,7 +88,10 @@ def test_sources_have_their_shares_of_tokens(tmp_path: Path) -> None:
     """The rows of `b` are three times as long."""
     write_jsonl(tmp_path / "a.jsonl", texts("a", 200, 10))
     write_jsonl(tmp_path / "b.jsonl", texts("b", 200, 34))
-    entries = [{"path": str(tmp_path / "a.jsonl"), "weight": 3.0}, {"path": str(tmp_path / "b.jsonl"), "weight": 1.0}]
+    entries = [
+        {"path": str(tmp_path / "a.jsonl"), "weight": 3.0},
+        {"path": str(tmp_path / "b.jsonl"), "weight": 1.0},
+    ]
     stream = stream_of(tmp_path, *entries, shuffle_buffer_size=400, mixture={"weight_by": "tokens"})
     assert share_of_first(rows_of_run(stream, 1600)) == pytest.approx(0.75, abs=0.02)
 
@@ -81,10 +100,19 @@ def test_sources_have_their_shares_of_tokens(tmp_path: Path) -> None:
 def test_shares_of_tokens_are_of_those_that_overlong_rows_keep(tmp_path: Path, overlong: str) -> None:
     """Every other row of `b` is five times as long as a row may be."""
     write_jsonl(tmp_path / "a.jsonl", texts("a", 400, 30))
-    write_jsonl(tmp_path / "b.jsonl", [row for pair in zip(texts("b", 200, 320), texts("c", 200, 30), strict=True) for row in pair])
+    write_jsonl(
+        tmp_path / "b.jsonl",
+        [row for pair in zip(texts("b", 200, 320), texts("c", 200, 30), strict=True) for row in pair],
+    )
     entries = [{"path": str(tmp_path / f"{name}.jsonl"), "weight": 1.0} for name in "ab"]
-    options: dict[str, Any] = {"shuffle_buffer_size": 400, "mixture": {"weight_by": "tokens"}, "overlong": overlong}
-    assert share_of_first(rows_of_run(stream_of(tmp_path, *entries, **options), 2000)) == pytest.approx(0.5, abs=0.03)
+    options: dict[str, Any] = {
+        "shuffle_buffer_size": 400,
+        "mixture": {"weight_by": "tokens"},
+        "overlong": overlong,
+    }
+    assert share_of_first(rows_of_run(stream_of(tmp_path, *entries, **options), 2000)) == pytest.approx(
+        0.5, abs=0.03
+    )
 
 
 def test_curriculum_changes_shares_at_its_steps(tmp_path: Path) -> None:
@@ -105,20 +133,29 @@ def test_bad_row_is_named_with_its_line_or_skipped(tmp_path: Path) -> None:
     stream = stream_of(tmp_path, tmp_path / "a.jsonl", shuffle_buffer_size=16)
     with pytest.raises(FsdpTuneError) as caught:
         rows_of_run(stream, 400)
-    assert (caught.value.problems[0].where.source, caught.value.problems[0].where.line) == (str(tmp_path / "a.jsonl"), 91)
-    skipping = stream_of(tmp_path, {"path": str(tmp_path / "a.jsonl"), "repeats": 1}, shuffle_buffer_size=16, on_bad_row="skip")
+    assert (caught.value.problems[0].where.source, caught.value.problems[0].where.line) == (
+        str(tmp_path / "a.jsonl"),
+        91,
+    )
+    skipping = stream_of(
+        tmp_path, {"path": str(tmp_path / "a.jsonl"), "repeats": 1}, shuffle_buffer_size=16, on_bad_row="skip"
+    )
     found = rows_of_lanes(skipping)
     assert len(found) == 91
     assert [bad.reason[:8] for row in found for _, bad in row.bad] == ["not JSON"]
 
 
 def test_keys_that_no_format_reads_are_refused_wherever_they_are_in_a_stream(tmp_path: Path) -> None:
-    rows = [row | ({"stars": 5} if number == 50 else {"id": number}) for number, row in enumerate(texts("a", 64))]
+    rows = [
+        row | ({"stars": 5} if number == 50 else {"id": number}) for number, row in enumerate(texts("a", 64))
+    ]
     entry = {"path": str(write_jsonl(tmp_path / "a.jsonl", rows)), "repeats": 1}
     with pytest.raises(FsdpTuneError, match="`stars` is not read by the format text") as caught:
         rows_of_lanes(stream_of(tmp_path, entry, shuffle_buffer_size=16))
     assert "--set 'data.ignore_columns=[stars]'" in (caught.value.problems[0].hint or "")
-    assert len(rows_of_lanes(stream_of(tmp_path, entry, shuffle_buffer_size=16, ignore_columns=["stars"]))) == 64
+    assert (
+        len(rows_of_lanes(stream_of(tmp_path, entry, shuffle_buffer_size=16, ignore_columns=["stars"]))) == 64
+    )
     skipped = rows_of_lanes(stream_of(tmp_path, entry, shuffle_buffer_size=16, on_bad_row="skip"))
     assert (len(skipped), [bad.unread for row in skipped for _, bad in row.bad]) == (63, [("stars",)])
 
@@ -138,13 +175,19 @@ def test_lane_whose_stage_has_ended_goes_on_with_the_next(tmp_path: Path) -> Non
     for name in "ab":
         write_jsonl(tmp_path / f"{name}.jsonl", texts(name, 100))
     entries = [{"path": str(tmp_path / f"{name}.jsonl"), "weight": 1.0, "repeats": 1} for name in "ab"]
-    stream = stream_of(tmp_path, *entries, curriculum=[{"until_step": 20, "weights": [1.0, 0.0]}], shuffle_buffer_size=64)
+    stream = stream_of(
+        tmp_path, *entries, curriculum=[{"until_step": 20, "weights": [1.0, 0.0]}], shuffle_buffer_size=64
+    )
     rows = rows_of_run(stream, 400)
-    assert Counter(read(row) for row in rows if row.lengths) == {row["text"]: 1 for name in "ab" for row in texts(name, 100)}
+    assert Counter(read(row) for row in rows if row.lengths) == {
+        row["text"]: 1 for name in "ab" for row in texts(name, 100)
+    }
     assert {row.sources for row in rows[: 20 * 8]} == {(0,), ()}
     at = next(number for number, row in enumerate(rows) if number >= 18 * 8 and not row.lengths)
     resumed = islice(iter(Lane(stream, at % stream.lanes, rows[at].after)), 20)
-    assert [row.origins for row in resumed] == [row.origins for row in rows[at + stream.lanes :: stream.lanes][:20]]
+    assert [row.origins for row in resumed] == [
+        row.origins for row in rows[at + stream.lanes :: stream.lanes][:20]
+    ]
 
 
 @pytest.mark.parametrize("shuffle", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -162,7 +205,9 @@ def test_source_with_fewer_rows_than_lanes_has_its_share(tmp_path: Path, shuffle
         assert [read(row) for row in resumed] == [read(row) for row in rows[20:]]
 
 
-def test_lane_that_took_a_source_for_empty_keeps_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lane_that_took_a_source_for_empty_keeps_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("fsdp_tune.data.stream.lanes.EMPTY_PASSES", 0)
     write_jsonl(tmp_path / "a.jsonl", texts("a", 4))
     write_jsonl(tmp_path / "b.jsonl", texts("b", 200))
@@ -183,11 +228,16 @@ def test_rows_without_targets_do_not_turn_for_ever(tmp_path: Path, packing: bool
 
 @pytest.mark.parametrize(
     ("weight_by", "packing"),
-    [("tokens", True), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("tokens", False), ("rows", True)))],
+    [
+        ("tokens", True),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("tokens", False), ("rows", True))),
+    ],
 )
 def test_sources_of_empty_rows_end_the_run(tmp_path: Path, weight_by: str, packing: bool) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"text": ""}] * 400)
-    stream = stream_of(tmp_path, tmp_path / "a.jsonl", packing=packing, max_length=64, mixture={"weight_by": weight_by})
+    stream = stream_of(
+        tmp_path, tmp_path / "a.jsonl", packing=packing, max_length=64, mixture={"weight_by": weight_by}
+    )
     with pytest.raises(FsdpTuneError, match="rows that were read in turn has a token to train"):
         rows_of_run(stream, 1)
 
@@ -207,7 +257,9 @@ def test_windows_without_targets_are_passed_over(tmp_path: Path) -> None:
 
 def test_bad_rows_above_their_share_end_a_window_that_does_not_fill(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "good"}\n' + "{broken\n" * 400)
-    stream = stream_of(tmp_path, tmp_path / "a.jsonl", lanes=1, packing=True, max_length=4096, on_bad_row="skip")
+    stream = stream_of(
+        tmp_path, tmp_path / "a.jsonl", lanes=1, packing=True, max_length=4096, on_bad_row="skip"
+    )
     with pytest.raises(FsdpTuneError, match=r"rows \(100 %\) cannot be used, more than"):
         rows_of_run(stream, 1)
 
@@ -219,7 +271,10 @@ def test_rows_of_evaluation_sets_are_counted_in_all_rows(tmp_path: Path) -> None
     data = prepared(tmp_path, tmp_path / "a.jsonl", streaming=True, stream_lanes=4, eval=evals)
     stream = replace(stream_of(tmp_path, tmp_path / "a.jsonl"), evaluated=evaluation_hashes(data.train))
     assert len(stream.evaluated) == 21
-    last = {row.row_id % 4: row.after.rows_evaluated for row in rows_of_run(replace(stream, window_rows=375), 3000)}
+    last = {
+        row.row_id % 4: row.after.rows_evaluated
+        for row in rows_of_run(replace(stream, window_rows=375), 3000)
+    }
     assert sum(last.values()) == pytest.approx(40, abs=20)
     assert sum(last.values()) >= 20
     alone = prepared(tmp_path, tmp_path / "a.jsonl", streaming=True, stream_lanes=4)
@@ -227,9 +282,13 @@ def test_rows_of_evaluation_sets_are_counted_in_all_rows(tmp_path: Path) -> None
 
 
 def test_truncated_rows_are_counted_through_a_resume(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "a.jsonl", [{"text": "x" * (40 if number % 3 == 0 else 5)} for number in range(60)])
+    write_jsonl(
+        tmp_path / "a.jsonl", [{"text": "x" * (40 if number % 3 == 0 else 5)} for number in range(60)]
+    )
     entry = {"path": str(tmp_path / "a.jsonl"), "repeats": 1}
-    stream = stream_of(tmp_path, entry, lanes=1, shuffle=False, shuffle_buffer_size=16, max_length=16, overlong="truncate")
+    stream = stream_of(
+        tmp_path, entry, lanes=1, shuffle=False, shuffle_buffer_size=16, max_length=16, overlong="truncate"
+    )
     found = list(islice(Lane(stream, 0, stream.first_state()), 60))
     assert max(len(row.input_ids) for row in found) == 16
     assert found[-1].after.rows_truncated == 20

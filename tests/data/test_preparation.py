@@ -87,9 +87,13 @@ def test_tokenized_rows_are_unchanged_unless_eos_is_requested(tmp_path: Path) ->
 
 
 def test_prompt_tokens_do_not_depend_on_completion(tmp_path: Path) -> None:
-    """`:` and a space would become one token across the border, which the model never sees when it is given the prompt."""
+    """`:` and a space would become one token across the border, which the model never sees when it is given
+    the prompt."""
     encoder = ByteEncoder(merges=[": ", "ab"])
-    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "ab:", "completion": " ab"}, {"prompt": "ab", "completion": " ab"}])
+    rows = write_jsonl(
+        tmp_path / "rows.jsonl",
+        [{"prompt": "ab:", "completion": " ab"}, {"prompt": "ab", "completion": " ab"}],
+    )
     found = prepared(tmp_path, rows, encoder=encoder)
     first = rows_of(found)[0].input_ids.tolist()
     assert first[:2] == encoder.encode(["ab:"])[0]
@@ -98,7 +102,9 @@ def test_prompt_tokens_do_not_depend_on_completion(tmp_path: Path) -> None:
 
 
 def test_missing_white_space_between_prompt_and_completion_is_reported(tmp_path: Path) -> None:
-    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a?", "completion": "b"}, {"prompt": "a?\n", "completion": "b"}])
+    rows = write_jsonl(
+        tmp_path / "rows.jsonl", [{"prompt": "a?", "completion": "b"}, {"prompt": "a?\n", "completion": "b"}]
+    )
     assert "in 1 of 2 rows" in told(prepared(tmp_path, rows))["no-space"]
     assert "no-space" not in told(prepared(tmp_path, rows, separator="\n"))
 
@@ -127,27 +133,40 @@ def test_chats_ending_with_a_token_other_than_eos_are_reported(tmp_path: Path) -
 def test_template_that_writes_the_beginning_of_sequence_itself_is_not_reported(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"messages": turns * 2}])
-    found = prepared(tmp_path, rows, encoder=ByteEncoder(template=CHATML, eos="<|im_end|>", bos="<|im_start|>"), max_length=200)
+    found = prepared(
+        tmp_path,
+        rows,
+        encoder=ByteEncoder(template=CHATML, eos="<|im_end|>", bos="<|im_start|>"),
+        max_length=200,
+    )
     assert found.report.bos == BeginTokens(0, 1, 1)
     assert told(found) == {}
 
 
 def test_omissions_of_a_template_are_reported_once_with_counts(tmp_path: Path) -> None:
     user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-    chats = [{"messages": [user | {"name": "Anna"}, answer]}, {"messages": [user, answer], "tools": [{"name": "f"}]}] * 2
+    chats = [
+        {"messages": [user | {"name": "Anna"}, answer]},
+        {"messages": [user, answer], "tools": [{"name": "f"}]},
+    ] * 2
     chats.append({"messages": [user, answer | {"train": True}, user]})
     rows = write_jsonl(tmp_path / "rows.jsonl", chats)
     found = prepared(tmp_path, rows, encoder=ByteEncoder(template=CHATML, eos="<|im_end|>"), max_length=200)
     assert found.train_rows == 5
     assert told(found) == {
         "not-rendered": "the chat template omits: `name` of `user` messages (2 rows), tools (2 rows)",
-        "unanswered-turns": "turns after the last answer were left out, in conversations that end with: `user` (1 row)",
+        "unanswered-turns": "turns after the last answer were left out, in conversations that end with: "
+        "`user` (1 row)",
     }
     assert found.report.notes["not-rendered"]["tools"] == NamedRows(2, (f"{rows}:2", f"{rows}:4"))
 
 
 def test_ignored_tool_call_error_names_its_row(tmp_path: Path) -> None:
-    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "get_weather", "arguments": {}}}]}
+    call = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "get_weather", "arguments": {}}}],
+    }
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [{"role": "user", "content": "a"}, call]}])
     first, _ = problems(tmp_path, rows, encoder=ByteEncoder(template=CHATML), max_length=200)
     assert (first.where.line, first.message) == (1, "message 2: the chat template omits 'get_weather'")
@@ -162,7 +181,9 @@ def test_roles_of_the_recipe_map_the_speakers_of_the_rows(tmp_path: Path) -> Non
     assert "`data.roles` maps others" in first.message
     assert (
         "assistant\n[b<|im_end|>]"
-        in shown(prepared(tmp_path, rows, encoder=encoder, roles={"bing": "assistant"}, max_length=200), encoder)[0]
+        in shown(
+            prepared(tmp_path, rows, encoder=encoder, roles={"bing": "assistant"}, max_length=200), encoder
+        )[0]
     )
 
 
@@ -170,11 +191,19 @@ def test_tool_calls_have_the_same_tokens_from_json_lines_parquet_and_saved_sets(
     """Arrow gives every call the arguments of all others, as nulls."""
     from datasets import Dataset
 
-    template = CHATML.replace("{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}")
+    template = CHATML.replace(
+        "{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}"
+    )
     arguments: list[dict[str, Any]] = [{"query": "x", "c": None}, {"a": 1, "b": {"deep": "y"}}]
     calls = [[{"type": "function", "function": {"name": "f", "arguments": given}}] for given in arguments]
     chats = [
-        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": call}], "tools": call}
+        {
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "", "tool_calls": call},
+            ],
+            "tools": call,
+        }
         for call in calls
     ]
     Dataset.from_list(chats).save_to_disk(str(tmp_path / "saved"))
@@ -182,7 +211,11 @@ def test_tool_calls_have_the_same_tokens_from_json_lines_parquet_and_saved_sets(
     encoder = ByteEncoder(template=template, eos="<|im_end|>")
     from_lines, *others = (
         shown(prepared(tmp_path, path, encoder=encoder, max_length=300), encoder)
-        for path in (write_jsonl(tmp_path / "rows.jsonl", chats), tmp_path / "rows.parquet", tmp_path / "saved")
+        for path in (
+            write_jsonl(tmp_path / "rows.jsonl", chats),
+            tmp_path / "rows.parquet",
+            tmp_path / "saved",
+        )
     )
     assert "null" not in "".join(from_lines)
     assert others == [from_lines, from_lines]
@@ -192,7 +225,10 @@ def test_tool_calls_have_the_same_tokens_from_json_lines_parquet_and_saved_sets(
 
 
 def test_rows_without_targets_are_dropped_and_listed(tmp_path: Path) -> None:
-    rows = write_jsonl(tmp_path / "rows.jsonl", [{"input_ids": [1, 2], "labels": [-100, -100]}, {"input_ids": [1, 2]}, {"input_ids": [7]}])
+    rows = write_jsonl(
+        tmp_path / "rows.jsonl",
+        [{"input_ids": [1, 2], "labels": [-100, -100]}, {"input_ids": [1, 2]}, {"input_ids": [7]}],
+    )
     found = prepared(tmp_path, rows)
     assert found.train_rows == 1
     assert found.report.rows_untrained == NamedRows(2, (f"{rows}:1", f"{rows}:3"))
@@ -213,7 +249,10 @@ def test_rows_truncated_to_no_targets_are_dropped_and_all_is_an_error(tmp_path: 
     found = prepared(tmp_path, write_jsonl(tmp_path / "rows.jsonl", [short, long]), max_length=50)
     assert found.train_rows == 1
     assert "1 row left out: all trained tokens come after" in told(found)["rows-dropped"]
-    assert problems(tmp_path / "other", write_jsonl(tmp_path / "long.jsonl", [long]), max_length=50)[0].code == "no-supervised-tokens"
+    assert (
+        problems(tmp_path / "other", write_jsonl(tmp_path / "long.jsonl", [long]), max_length=50)[0].code
+        == "no-supervised-tokens"
+    )
 
 
 def test_truncated_rows_are_counted_and_train_no_eos(tmp_path: Path) -> None:
@@ -221,7 +260,10 @@ def test_truncated_rows_are_counted_and_train_no_eos(tmp_path: Path) -> None:
     found = prepared(tmp_path, rows, max_length=10)
     assert shown(found) == ["a[ bbbbbbbb]"]
     assert "1 row truncated at data.max_length (10 tokens)" in told(found)["rows-truncated"]
-    assert next(notice for notice in found.notices if notice["code"] == "rows-truncated")["hint"] == f"the first: {rows}:1"
+    assert (
+        next(notice for notice in found.notices if notice["code"] == "rows-truncated")["hint"]
+        == f"the first: {rows}:1"
+    )
 
 
 def test_text_is_split_by_default_and_has_one_eos_token(tmp_path: Path) -> None:
@@ -263,7 +305,9 @@ def test_skipped_rows_are_counted_and_listed_in_a_file(tmp_path: Path) -> None:
 def test_file_without_valid_rows_lists_bad_rows(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("{\n{\n")
-    assert [(found.where.line, "(as in 1 more row)" in found.message) for found in problems(tmp_path, rows)] == [(1, True)]
+    assert [
+        (found.where.line, "(as in 1 more row)" in found.message) for found in problems(tmp_path, rows)
+    ] == [(1, True)]
     rows.write_text("")
     assert problems(tmp_path, rows)[0].code == "no-rows"
 
@@ -273,7 +317,11 @@ def test_file_without_valid_rows_lists_bad_rows(tmp_path: Path) -> None:
 
 def test_columns_are_kept_and_renamed(tmp_path: Path) -> None:
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"question": "a ", "answer": "b", "text": "no"}])
-    entry = {"path": str(rows), "columns": ["question", "answer"], "rename_columns": {"question": "prompt", "answer": "completion"}}
+    entry = {
+        "path": str(rows),
+        "columns": ["question", "answer"],
+        "rename_columns": {"question": "prompt", "answer": "completion"},
+    }
     assert shown(prepared(tmp_path, entry)) == ["a [b</s>]"]
     wrong = problems(tmp_path / "x", {"path": str(rows), "rename_columns": {"questoin": "prompt"}})
     assert wrong[0].hint == "did you mean `question`?"
@@ -283,8 +331,12 @@ def test_columns_are_kept_and_renamed(tmp_path: Path) -> None:
 
 def test_bad_row_is_reported_with_the_column_names_of_its_file(tmp_path: Path) -> None:
     good = {"question": "a ", "answer": "b"}
-    rows = write_jsonl(tmp_path / "rows.jsonl", [good, {"question": "a ", "answer": None}, {"question": "a ", "anser": "b"}])
-    *found, _ = problems(tmp_path, {"path": str(rows), "rename_columns": {"question": "prompt", "answer": "completion"}})
+    rows = write_jsonl(
+        tmp_path / "rows.jsonl", [good, {"question": "a ", "answer": None}, {"question": "a ", "anser": "b"}]
+    )
+    *found, _ = problems(
+        tmp_path, {"path": str(rows), "rename_columns": {"question": "prompt", "answer": "completion"}}
+    )
     assert [(problem.where.line, problem.message) for problem in found] == [
         (2, "column `answer` holds null instead of text"),
         (3, "it has no column `answer`; it has question, anser"),
@@ -294,7 +346,9 @@ def test_bad_row_is_reported_with_the_column_names_of_its_file(tmp_path: Path) -
 def test_csv_separator_error_differs_from_wrong_column_name(tmp_path: Path) -> None:
     rows = tmp_path / "rows.csv"
     rows.write_text("question;answer\na;b\n")
-    (found,) = problems(tmp_path, {"path": str(rows), "rename_columns": {"question": "prompt", "answer": "completion"}})
+    (found,) = problems(
+        tmp_path, {"path": str(rows), "rename_columns": {"question": "prompt", "answer": "completion"}}
+    )
     assert "not by `;`" in (found.hint or "")
 
 
@@ -308,7 +362,10 @@ def test_two_formats_are_an_error_that_names_both(tmp_path: Path) -> None:
 def test_unknown_format_and_missing_columns_are_errors(tmp_path: Path) -> None:
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"question": "a", "answer": "b"}])
     assert "rename_columns" in (problems(tmp_path, rows)[0].hint or "")
-    assert "`prompt`, which the format prompt_completion needs" in problems(tmp_path, rows, format="prompt_completion")[0].message
+    assert (
+        "`prompt`, which the format prompt_completion needs"
+        in problems(tmp_path, rows, format="prompt_completion")[0].message
+    )
 
 
 def test_loss_on_must_fit_the_format(tmp_path: Path, pairs: Path) -> None:
@@ -334,7 +391,9 @@ def test_all_wrong_entries_are_reported_at_once(tmp_path: Path) -> None:
 # --- sets, packing, mixing ---
 
 
-def test_held_out_rows_are_not_trained_and_do_not_depend_on_the_tokenizer(tmp_path: Path, pairs: Path) -> None:
+def test_held_out_rows_are_not_trained_and_do_not_depend_on_the_tokenizer(
+    tmp_path: Path, pairs: Path
+) -> None:
     found = prepared(tmp_path, pairs, eval={"rows": 5})
     other = prepared(tmp_path, pairs, eval={"rows": 5}, packing=True, encoder=ByteEncoder(adds_bos=True))
     evals = [RowStore(store.evals["held_out"]) for store in (found, other)]
@@ -347,11 +406,16 @@ def test_held_out_rows_are_not_trained_and_do_not_depend_on_the_tokenizer(tmp_pa
 
 def test_held_out_rows_of_each_source_are_a_set(tmp_path: Path, pairs: Path) -> None:
     other = tmp_path / "code.jsonl"
-    other.write_text("".join(json.dumps({"prompt": f"f({number}", "completion": ")"}) + "\n" for number in range(30)))
+    other.write_text(
+        "".join(json.dumps({"prompt": f"f({number}", "completion": ")"}) + "\n" for number in range(30))
+    )
     found = prepared(tmp_path, pairs, {"path": str(other), "label": "code"}, eval={"rows": 25}, packing=True)
     assert list(found.evals) == ["pairs", "code"]
     stores = {label: RowStore(path) for label, path in found.evals.items()}
-    origins = {label: [origin for row in range(len(store)) for origin in store.origins(row)] for label, store in stores.items()}
+    origins = {
+        label: [origin for row in range(len(store)) for origin in store.origins(row)]
+        for label, store in stores.items()
+    }
     assert {file for file, _ in origins["pairs"]} == {str(pairs)}
     assert {file for file, _ in origins["code"]} == {str(other)}
     assert len(origins["pairs"]) + len(origins["code"]) == 25
@@ -361,7 +425,9 @@ def test_best_model_by_a_source_without_held_out_rows_is_refused(tmp_path: Path,
     small = tmp_path / "small.jsonl"
     small.write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
     raw = recipe_for(tmp_path, pairs, small, eval={"rows": 3}).model_dump(by_alias=True)
-    recipe = Recipe.model_validate({**raw, "training": {"metric_for_best_model": "small_loss", "gradient_accumulation_steps": 1}})
+    recipe = Recipe.model_validate(
+        {**raw, "training": {"metric_for_best_model": "small_loss", "gradient_accumulation_steps": 1}}
+    )
     with pytest.raises(FsdpTuneError) as caught:
         prepare(recipe, ByteEncoder())
     (problem,) = caught.value.problems
@@ -384,7 +450,14 @@ def test_eval_sets_have_labels_and_duplicates_are_refused(tmp_path: Path, pairs:
 
 
 def test_packed_rows_hold_unsplit_examples_within_max_length(tmp_path: Path, pairs: Path) -> None:
-    found = prepared(tmp_path, pairs, packing=True, max_length=40, eval=[{"path": str(pairs), "label": "e"}], eval_packing=False)
+    found = prepared(
+        tmp_path,
+        pairs,
+        packing=True,
+        max_length=40,
+        eval=[{"path": str(pairs), "label": "e"}],
+        eval_packing=False,
+    )
     rows = rows_of(found)
     assert sum(len(row.lengths) for row in rows) == 20
     assert all(len(row.input_ids) <= 40 for row in rows)
@@ -404,9 +477,13 @@ def test_wrapped_packing_cuts_and_fills(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("max_length", [4, 5, 7, 1000])
-def test_wrapped_packing_counts_the_tokens_that_are_trained(tmp_path: Path, pairs: Path, max_length: int) -> None:
+def test_wrapped_packing_counts_the_tokens_that_are_trained(
+    tmp_path: Path, pairs: Path, max_length: int
+) -> None:
     """A target whose predecessor is in the previous row is not trained."""
-    found = prepared(tmp_path, pairs, packing=True, packing_strategy="wrapped", max_length=max_length, overlong="split")
+    found = prepared(
+        tmp_path, pairs, packing=True, packing_strategy="wrapped", max_length=max_length, overlong="split"
+    )
     rows = rows_of(found)
     account = found.report.sets["train"]
     assert account.supervised_tokens == sum(int((row.labels != -100).sum()) for row in rows)
@@ -426,7 +503,11 @@ def test_data_that_are_reused_name_their_rows_by_the_files_of_the_recipe(tmp_pat
     """Files that were renamed, also one into the name of another, are not prepared again."""
     rows = [{"text": f"{number} {'x' * 40}"} for number in range(3)]
     one, other = write_jsonl(tmp_path / "a.jsonl", rows), write_jsonl(tmp_path / "b.jsonl", [rows[0]])
-    options: dict[str, Any] = {"max_length": 32, "overlong": "truncate", "eval": [{"path": str(other), "label": "held"}]}
+    options: dict[str, Any] = {
+        "max_length": 32,
+        "overlong": "truncate",
+        "eval": [{"path": str(other), "label": "held"}],
+    }
     before = prepared(tmp_path, one, **options)
     one.rename(tmp_path / "new:1.jsonl")
     other.rename(one)
@@ -451,7 +532,9 @@ def test_data_that_are_reused_name_their_rows_by_the_files_of_the_recipe(tmp_pat
 
 
 def test_account_has_rows_tokens_share_and_repeats_of_each_source(tmp_path: Path) -> None:
-    long = write_jsonl(tmp_path / "long.jsonl", [{"prompt": "x " * 20, "completion": f"{n}"} for n in range(3)])
+    long = write_jsonl(
+        tmp_path / "long.jsonl", [{"prompt": "x " * 20, "completion": f"{n}"} for n in range(3)]
+    )
     short = write_jsonl(tmp_path / "short.jsonl", [{"prompt": "", "completion": f"{n}"} for n in range(10)])
     found = prepared(tmp_path, {"path": str(long), "weight": 0.7}, {"path": str(short), "weight": 0.3})
     first, second = found.report.inputs
@@ -461,11 +544,23 @@ def test_account_has_rows_tokens_share_and_repeats_of_each_source(tmp_path: Path
     assert (second.rows, second.rows_drawn, second.repeats, second.tokens) == (10, 10, 1.0, 20)
     assert first.tokens + second.tokens == found.report.sets["train"].tokens
     assert told(found)["source-repeated"] == (
-        f"`{long}`: each of its 3 rows is drawn 7.7 times an epoch; the source makes up 98% of the training tokens"
+        f"`{long}`: each of its 3 rows is drawn 7.7 times an epoch; the source makes up 98% of the "
+        "training tokens"
     )
-    streamed = prepared(tmp_path, {"path": str(long), "weight": 0.7}, {"path": str(short), "weight": 0.3}, streaming=True, stream_lanes=1)
+    streamed = prepared(
+        tmp_path,
+        {"path": str(long), "weight": 0.7},
+        {"path": str(short), "weight": 0.3},
+        streaming=True,
+        stream_lanes=1,
+    )
     assert "source-repeated" not in told(streamed), "only the first rows of a stream are known"
-    by_tokens = prepared(tmp_path, {"path": str(long), "weight": 0.7}, {"path": str(short), "weight": 0.3}, mixture={"weight_by": "tokens"})
+    by_tokens = prepared(
+        tmp_path,
+        {"path": str(long), "weight": 0.7},
+        {"path": str(short), "weight": 0.3},
+        mixture={"weight_by": "tokens"},
+    )
     assert by_tokens.report.inputs[0].share == pytest.approx(0.7, abs=0.02)
     assert by_tokens.key != found.key
 
@@ -479,16 +574,24 @@ def test_token_shares_are_measured_after_truncation(tmp_path: Path) -> None:
 
 
 def test_eval_rows_in_training_set_are_counted_and_named(tmp_path: Path, pairs: Path) -> None:
-    rows = [PAIRS[3], {"prompt": "100+1 is", "completion": " 101"}, {"completion": PAIRS[7]["completion"], "prompt": PAIRS[7]["prompt"]}]
+    rows = [
+        PAIRS[3],
+        {"prompt": "100+1 is", "completion": " 101"},
+        {"completion": PAIRS[7]["completion"], "prompt": PAIRS[7]["prompt"]},
+    ]
     other = write_jsonl(tmp_path / "eval.jsonl", rows)
     found = prepared(tmp_path, pairs, eval=[{"path": str(other), "label": "new", "loss_on": "all"}])
     assert found.report.sets["new"].also_trained == NamedRows(2, (f"{other}:1", f"{other}:3"))
-    assert told(found)["eval-rows-trained"].startswith("new: 2 rows with the content or the tokens of a training row")
+    assert told(found)["eval-rows-trained"].startswith(
+        "new: 2 rows with the content or the tokens of a training row"
+    )
     assert "eval-rows-trained" not in told(prepared(tmp_path, pairs, eval={"rows": 5}))
 
 
 def test_split_depends_only_on_row_content(tmp_path: Path) -> None:
-    chats = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}."}] for n in range(60)]
+    chats = [
+        [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}."}] for n in range(60)
+    ]
     reversed_keys = [[dict(reversed(message.items())) for message in chat] for chat in chats]
     null_keys = [[message | {"name": None} for message in chat] for chat in chats]
 
@@ -499,7 +602,12 @@ def test_split_depends_only_on_row_content(tmp_path: Path) -> None:
 
     plain = split("plain", chats)
     assert len(plain) > 10
-    assert split("plain", chats, loss_on="all") == split("keys", reversed_keys) == split("nulls", null_keys) == plain
+    assert (
+        split("plain", chats, loss_on="all")
+        == split("keys", reversed_keys)
+        == split("nulls", null_keys)
+        == plain
+    )
 
 
 def _chats(folder: Path, name: str, chats: list[Any]) -> Path:
@@ -520,9 +628,13 @@ def test_mixture_weights_repeat_rows(tmp_path: Path, pairs: Path) -> None:
 
 def test_fewer_rows_than_a_global_batch_is_an_error_with_the_counts(tmp_path: Path, pairs: Path) -> None:
     recipe = recipe_for(tmp_path, pairs, packing=True)
-    recipe = recipe.model_copy(update={"training": recipe.training.model_copy(update={"per_device_train_batch_size": 8})})
+    recipe = recipe.model_copy(
+        update={"training": recipe.training.model_copy(update={"per_device_train_batch_size": 8})}
+    )
     with pytest.raises(
-        FsdpTuneError, match=r"there are \d+ rows to train on, packed from 20 examples \(20 were read\), and one step takes 8"
+        FsdpTuneError,
+        match=r"there are \d+ rows to train on, packed from 20 examples \(20 were read\), and one "
+        r"step takes 8",
     ):
         prepare(recipe, ByteEncoder())
     assert prepare(recipe, ByteEncoder(), check_rows=False).train_rows < 8
@@ -559,7 +671,9 @@ def test_prepared_data_round_trip_through_json(tmp_path: Path, pairs: Path) -> N
 
 def test_several_processes_give_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsdp_tune.data.tokenise.rows.CHUNK_ROWS", 50)
-    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"{n} ", "completion": str(n)} for n in range(700)])
+    rows = write_jsonl(
+        tmp_path / "rows.jsonl", [{"prompt": f"{n} ", "completion": str(n)} for n in range(700)]
+    )
     alone = prepared(tmp_path / "alone", rows)
     several = prepared(tmp_path / "several", rows, num_proc=2)
     assert alone.key == several.key
@@ -568,11 +682,20 @@ def test_several_processes_give_the_same_rows(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_duplicates_over_all_sources_are_counted_and_dropped_with_the_key(tmp_path: Path, packing: bool) -> None:
-    """A duplicate has the tokens and the targets of an earlier row; the same text with another trained part is none."""
-    first = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "", "completion": text} for text in ("x", "xyz", "x")])
-    second = write_jsonl(tmp_path / "b.jsonl", [{"prompt": "", "completion": "xyz"}, {"prompt": "xy", "completion": "z"}])
-    third = write_jsonl(tmp_path / "c.jsonl", [{"input_ids": [*b"x", 257], "labels": [-100, 257]}, {"input_ids": [*b"xyz"]}])
+def test_duplicates_over_all_sources_are_counted_and_dropped_with_the_key(
+    tmp_path: Path, packing: bool
+) -> None:
+    """A duplicate has the tokens and the targets of an earlier row; the same text with another trained part
+    is none."""
+    first = write_jsonl(
+        tmp_path / "a.jsonl", [{"prompt": "", "completion": text} for text in ("x", "xyz", "x")]
+    )
+    second = write_jsonl(
+        tmp_path / "b.jsonl", [{"prompt": "", "completion": "xyz"}, {"prompt": "xy", "completion": "z"}]
+    )
+    third = write_jsonl(
+        tmp_path / "c.jsonl", [{"input_ids": [*b"x", 257], "labels": [-100, 257]}, {"input_ids": [*b"xyz"]}]
+    )
     entries = (first, second, third)
     copies = NamedRows(3, (f"{first}:3", f"{second}:1", f"{third}:1"))
     counted = prepared(tmp_path, *entries, packing=packing)
@@ -582,7 +705,9 @@ def test_duplicates_over_all_sources_are_counted_and_dropped_with_the_key(tmp_pa
     assert (account.dropped_duplicates, account.repeated, account.dropped) == (copies, NamedRows(), 3)
     left = [(first, 1), (first, 2), (second, 2), (third, 2)]
     store = RowStore(dropped.train)
-    assert sorted(origin for row in range(len(store)) for origin in store.origins(row)) == [(str(path), row) for path, row in left]
+    assert sorted(origin for row in range(len(store)) for origin in store.origins(row)) == [
+        (str(path), row) for path, row in left
+    ]
     assert [account.rows for account in dropped.report.inputs] == [2, 1, 1]
     assert (counted.key != dropped.key, counted.report.rows_kept, dropped.report.rows_kept) == (True, 7, 4)
 
@@ -597,8 +722,11 @@ def test_evaluation_rows_are_never_dropped_as_duplicates(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("split", [{"fraction": 0.5}, {"rows": 6}])
-def test_rows_that_two_formats_write_are_not_on_both_sides_of_a_split(tmp_path: Path, split: dict[str, Any]) -> None:
-    """A split is by content, duplicates are by tokens; the loss on held-out rows must not be on rows that were trained."""
+def test_rows_that_two_formats_write_are_not_on_both_sides_of_a_split(
+    tmp_path: Path, split: dict[str, Any]
+) -> None:
+    """A split is by content, duplicates are by tokens; the loss on held-out rows must not be on rows that
+    were trained."""
     texts = [f"text {number}" for number in range(12)]
     one = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])
     other = write_jsonl(tmp_path / "b.jsonl", [{"input_ids": [*text.encode(), 257]} for text in texts])
@@ -615,7 +743,10 @@ def test_rows_that_two_formats_write_are_not_on_both_sides_of_a_split(tmp_path: 
     assert not sides[0] & set().union(*sides[1:])
     assert len(set().union(*sides)) == len(texts)
     accounts = found.report.sets
-    assert (sum(account.also_trained.rows for account in accounts.values()), "eval-rows-trained" in told(found)) == (0, False)
+    assert (
+        sum(account.also_trained.rows for account in accounts.values()),
+        "eval-rows-trained" in told(found),
+    ) == (0, False)
     assert found.report.rows_kept == sum(account.examples for account in accounts.values())
     assert accounts["train"].dropped_duplicates.rows == 24 - found.report.rows_kept
 
@@ -624,10 +755,15 @@ def test_weighted_shares_are_of_the_rows_without_duplicates(tmp_path: Path) -> N
     many = write_jsonl(tmp_path / "a.jsonl", [{"text": "x"}] * 30)
     few = write_jsonl(tmp_path / "b.jsonl", [{"text": text} for text in ("a", "b", "x")])
     entries = [{"path": str(path), "weight": 1.0} for path in (many, few)]
-    assert [each.rows_drawn for each in prepared(tmp_path, *entries, drop_duplicates=True).report.inputs] == [2, 2]
+    assert [each.rows_drawn for each in prepared(tmp_path, *entries, drop_duplicates=True).report.inputs] == [
+        2,
+        2,
+    ]
 
 
-def test_rows_of_a_stream_are_counted_once_for_files_that_do_not_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_a_stream_are_counted_once_for_files_that_do_not_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": f"row {number}"} for number in range(70)])
     counted = StreamUnit.counted
     found: list[StreamUnit] = []
@@ -645,7 +781,9 @@ def test_stream_of_a_saved_data_set_that_is_rewritten_is_other_data(tmp_path: Pa
 
     def save(count: int) -> Prepared:
         shutil.rmtree(tmp_path / "saved", ignore_errors=True)
-        Dataset.from_list([{"text": f"row {number} of {count}"} for number in range(count)]).save_to_disk(tmp_path / "saved")
+        Dataset.from_list([{"text": f"row {number} of {count}"} for number in range(count)]).save_to_disk(
+            tmp_path / "saved"
+        )
         return prepared(tmp_path, tmp_path / "saved", streaming=True, stream_lanes=2)
 
     few, many = save(24), save(40)
@@ -655,30 +793,40 @@ def test_stream_of_a_saved_data_set_that_is_rewritten_is_other_data(tmp_path: Pa
         refuse_changed_files(few.stamps, many.stamps)
 
 
-def test_sources_of_a_stream_without_files_are_known_by_their_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_of_a_stream_without_files_are_known_by_their_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two loaders of the same name have their own rows, and so have the two splits of the example data."""
 
     class Extension:
         def load(self, where: Where) -> Any:
-            return lambda path, options: [{"text": f"{word} {number}"} for number, word in enumerate(options["words"])]
+            return lambda path, options: [
+                {"text": f"{word} {number}"} for number, word in enumerate(options["words"])
+            ]
 
     monkeypatch.setattr(sources, "find_extension", lambda *_: Extension())
 
     def of(*words: str) -> Prepared:
-        texts = [{"path": "sales", "weight": 1, "loader": "mine", "loader_options": {"words": each.split()}} for each in words]
+        texts = [
+            {"path": "sales", "weight": 1, "loader": "mine", "loader_options": {"words": each.split()}}
+            for each in words
+        ]
         return prepared(tmp_path, *texts, streaming=True, stream_lanes=2)
 
     found = of("a b c", "d")
     assert of("a b c", "d").key == found.key
     assert found.key not in {of("a b x", "d").key, of("a b c", "x").key}
     splits = [
-        prepared(tmp_path, {"path": "builtin:arithmetic", "split": split}, streaming=True, stream_lanes=2) for split in ("train", "test")
+        prepared(tmp_path, {"path": "builtin:arithmetic", "split": split}, streaming=True, stream_lanes=2)
+        for split in ("train", "test")
     ]
     assert [sum(found.unit_rows.values()) for found in splits] == [889, 111]
 
 
 @pytest.mark.parametrize(("packing", "known"), [(False, r"for 75 steps"), (True, r"for about \d+ steps")])
-def test_stream_with_fewer_rows_than_the_run_needs_is_reported(tmp_path: Path, packing: bool, known: str) -> None:
+def test_stream_with_fewer_rows_than_the_run_needs_is_reported(
+    tmp_path: Path, packing: bool, known: str
+) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": "x" * (5 + number % 20)}) + "\n" for number in range(300)))
     entry = {"path": str(path), "repeats": 2}
@@ -687,12 +835,19 @@ def test_stream_with_fewer_rows_than_the_run_needs_is_reported(tmp_path: Path, p
     def notices(steps: int, **source: Any) -> list[Notice]:
         recipe = recipe_for(tmp_path, entry | source, **options)
         training = {"global_batch_size": 8, "gradient_accumulation_steps": 8, "max_steps": steps}
-        return prepare(recipe.model_validate(recipe.model_dump(by_alias=True) | {"training": training}), ByteEncoder()).as_notices()
+        return prepare(
+            recipe.model_validate(recipe.model_dump(by_alias=True) | {"training": training}), ByteEncoder()
+        ).as_notices()
 
     (found,) = [notice for notice in notices(2000) if notice.code == "stream-short"]
     assert re.search(known, found.message)
     enough = int(re.search(r"max_steps=(\d+)", found.hint or "")[1])  # type: ignore[index]
-    assert not [notice for steps in (enough, enough // 2) for notice in notices(steps) if notice.code == "stream-short"]
+    assert not [
+        notice
+        for steps in (enough, enough // 2)
+        for notice in notices(steps)
+        if notice.code == "stream-short"
+    ]
     assert not [notice for notice in notices(2000, repeats=None) if notice.code == "stream-short"]
 
 
@@ -704,7 +859,10 @@ def test_segments_are_trained_by_their_label(tmp_path: Path) -> None:
     found = prepared(tmp_path, write_jsonl(tmp_path / "rows.jsonl", [row]), encoder=encoder)
     (only,) = rows_of(found)
     assert marked(only, encoder) == "<s>[Hello\nhi. ]goodbye [farewell</s>]"
-    assert only.input_ids.tolist() == encoder.encode(["<s>Hello\nhi. goodbye "])[0] + encoder.encode(["farewell</s>"])[0]
+    assert (
+        only.input_ids.tolist()
+        == encoder.encode(["<s>Hello\nhi. goodbye "])[0] + encoder.encode(["farewell</s>"])[0]
+    )
     assert [notice["code"] for notice in found.notices] == ["special-tokens-as-control", "tokenised-apart"]
     as_text = prepared(tmp_path, tmp_path / "rows.jsonl", encoder=encoder, special_tokens_in_content="text")
     assert encoder.id("</s>") not in rows_of(as_text)[0].input_ids.tolist()

@@ -1,4 +1,5 @@
-"""Prompts get the ids that the context of an answer has in training, and their answers end where those of the training end."""
+"""Prompts get the ids that the context of an answer has in training, and their answers end where those of the
+training end."""
 
 from __future__ import annotations
 
@@ -20,11 +21,19 @@ USER = {"role": "user", "content": "hi"}
 ANSWER = {"role": "assistant", "content": "yes"}
 
 
-def format_of(kind: str | None, *, keys: tuple[str, ...] = (), encoder: ByteEncoder | None = None, **data: Any) -> PromptFormat:
+def format_of(
+    kind: str | None, *, keys: tuple[str, ...] = (), encoder: ByteEncoder | None = None, **data: Any
+) -> PromptFormat:
     """The format of a run on rows of a kind; None: of a model without a run."""
     recipe = Recipe.model_validate({"data": {"train": [{"path": "gone.jsonl"}], **data}})
-    account = InputAccount(set="train", format=kind or "", keys=tuple(KeyAccount(key, "read", "", 1) for key in keys))
-    return PromptFormat(recipe, encoder or ByteEncoder(template=CHATML), None if kind is None else DataReport(inputs=(account,)))
+    account = InputAccount(
+        set="train", format=kind or "", keys=tuple(KeyAccount(key, "read", "", 1) for key in keys)
+    )
+    return PromptFormat(
+        recipe,
+        encoder or ByteEncoder(template=CHATML),
+        None if kind is None else DataReport(inputs=(account,)),
+    )
 
 
 def text_of(found: PromptFormat, prompt: Prompt, system: str | None = None) -> str:
@@ -39,7 +48,8 @@ ASKED = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize(
-    ("kind", "keys"), [("messages", ()), ("sharegpt", ()), ("alpaca", ()), ("prompt_completion", ("prompt.role",)), (None, ())]
+    ("kind", "keys"),
+    [("messages", ()), ("sharegpt", ()), ("alpaca", ()), ("prompt_completion", ("prompt.role",)), (None, ())],
 )
 def test_question_to_a_chat_is_a_turn_of_the_user(kind: str | None, keys: tuple[str, ...]) -> None:
     found = format_of(kind, keys=keys)
@@ -52,7 +62,9 @@ def test_question_to_a_chat_is_a_turn_of_the_user(kind: str | None, keys: tuple[
 def test_each_format_declares_all_that_a_prompt_needs() -> None:
     assert set(ROW_FORMATS) == set(get_args(DataFormat)) - {"auto"}
     for kind, declared in ROW_FORMATS.items():
-        found = format_of(kind, encoder=ByteEncoder(template=CHATML if declared.holds == "chat" else None, adds_bos=True))
+        found = format_of(
+            kind, encoder=ByteEncoder(template=CHATML if declared.holds == "chat" else None, adds_bos=True)
+        )
         assert found.is_chat == (declared.holds == "chat")
         assert "hi" in text_of(found, question("hi"))
         if declared.question is None:
@@ -61,7 +73,9 @@ def test_each_format_declares_all_that_a_prompt_needs() -> None:
         row = declared.question("hi", "yes")
         assert matching_formats(row) == [kind]
         template = CHATML if declared.holds == "chat" else None
-        read = FormatSettings(kind, declared.loss_on[0], template, "", append_eos=False, vocabulary_size=9).example(row)
+        read = FormatSettings(
+            kind, declared.loss_on[0], template, "", append_eos=False, vocabulary_size=9
+        ).example(row)
         assert isinstance(read, Chat if declared.holds == "chat" else Text)
 
 
@@ -81,7 +95,9 @@ def test_format_without_a_reader_is_not_read_as_another(monkeypatch: pytest.Monk
         ("alpaca", {}, "### Instruction:\nhi\n\n### Response:"),
     ],
 )
-def test_question_without_a_chat_has_the_format_of_the_rows(kind: str, data: dict[str, Any], expected: str) -> None:
+def test_question_without_a_chat_has_the_format_of_the_rows(
+    kind: str, data: dict[str, Any], expected: str
+) -> None:
     found = format_of(kind, encoder=ByteEncoder(adds_bos=True), **data)
     assert not found.is_chat
     assert text_of(found, question("hi")).endswith(expected)
@@ -93,7 +109,10 @@ def test_question_without_a_chat_has_the_format_of_the_rows(kind: str, data: dic
 
 def test_text_is_continued_as_it_is_in_any_format() -> None:
     for kind in ("messages", "prompt_completion"):
-        assert text_of(format_of(kind, separator=" => "), Prompt("text", {"text": "<|im_start|>user\n"})) == "<|im_start|>user\n"
+        assert (
+            text_of(format_of(kind, separator=" => "), Prompt("text", {"text": "<|im_start|>user\n"}))
+            == "<|im_start|>user\n"
+        )
 
 
 def test_special_tokens_in_what_is_typed_are_text() -> None:
@@ -114,7 +133,8 @@ def test_own_answer_of_a_row_is_left_out() -> None:
     as_text = prompt_of_row({"messages": json.dumps([USER, ANSWER])}, is_line=False)
     assert text_of(format_of("messages"), as_text) == ASKED
     sharegpt = prompt_of_row(
-        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}], "system": "S"}, is_line=False
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}], "system": "S"},
+        is_line=False,
     )
     assert text_of(format_of("messages"), sharegpt) == f"<|im_start|>system\nS<|im_end|>\n{ASKED}"
     several = prompt_of_row({"prompt": [USER, ANSWER, USER]}, is_line=False)
@@ -148,7 +168,9 @@ def test_conversation_without_a_template_is_refused() -> None:
 
 
 def test_template_that_rejects_a_conversation_says_why() -> None:
-    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML
+    template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML
+    )
     found = format_of("messages", encoder=ByteEncoder(template=template))
     assert text_of(found, question("hi")) == ASKED
     with pytest.raises(RowError, match="rejects the prompt: no system role"):
@@ -156,7 +178,9 @@ def test_template_that_rejects_a_conversation_says_why() -> None:
 
 
 def test_template_without_plain_answers_leaves_the_end_of_sequence(tmp_path: Path) -> None:
-    template = "{% if messages[-1].role == 'assistant' %}{{ raise_exception('calls only') }}{% endif %}" + CHATML
+    template = (
+        "{% if messages[-1].role == 'assistant' %}{{ raise_exception('calls only') }}{% endif %}" + CHATML
+    )
     found = format_of("messages", encoder=ByteEncoder(template=template))
     assert ends_of(found) == {"</s>"}
     assert [notice.code for notice in found.notices] == ["answer-end-unknown"]

@@ -110,7 +110,9 @@ def test_line_that_is_not_utf8_is_named_with_its_column(tmp_path: Path) -> None:
     assert bad(path) == [BadRow(2, "not UTF-8: byte 0xe9", 16)]
 
 
-def test_row_beyond_the_limit_is_skipped_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_beyond_the_limit_is_skipped_in_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("fsdp_tune.data.read.readers.MAX_ROW_BYTES", 1000)
     path = tmp_path / "rows.jsonl"
     path.write_bytes(gzip.compress(b'{"text": "' + b"x" * 5_000_000 + b'"}\n{"a": 1}\n'))
@@ -139,14 +141,18 @@ def test_rows_of_a_json_list_have_their_first_line_number(tmp_path: Path) -> Non
         ("[\n", 2, 1),
     ],
 )
-def test_broken_json_list_is_refused_with_line_and_column(tmp_path: Path, text: str, line: int, column: int) -> None:
+def test_broken_json_list_is_refused_with_line_and_column(
+    tmp_path: Path, text: str, line: int, column: int
+) -> None:
     path = tmp_path / "rows.json"
     path.write_text(text)
     found = problem(path, "json")
     assert (found.where.line, found.where.column) == (line, column)
 
 
-def test_json_list_that_lanes_share_is_refused_above_their_part_of_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_list_that_lanes_share_is_refused_above_their_part_of_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.json").write_text(json.dumps([{"text": "x" * 100}] * 8))
     monkeypatch.setattr("fsdp_tune.data.read.readers.MAX_DOCUMENT_BYTES", 4 << 10)
     assert len(list(read_rows(tmp_path / "a.json", "json"))) == 8
@@ -170,7 +176,10 @@ def test_object_over_several_lines_is_refused_with_a_hint(tmp_path: Path) -> Non
 def test_csv_reads_quotes_and_newlines_inside_fields(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_bytes(b'\xef\xbb\xbfprompt,completion\r\n"a ""b""\nc",d\r\n\r\ne,f\r\n')
-    assert read(path, "csv") == [(2, {"prompt": 'a "b"\nc', "completion": "d"}), (5, {"prompt": "e", "completion": "f"})]
+    assert read(path, "csv") == [
+        (2, {"prompt": 'a "b"\nc', "completion": "d"}),
+        (5, {"prompt": "e", "completion": "f"}),
+    ]
 
 
 def test_csv_lines_with_wrong_field_count_are_named(tmp_path: Path) -> None:
@@ -196,7 +205,10 @@ def test_unclosed_quote_is_one_error_with_its_lines(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text('a,b\n1,2\n"open,5\n6,7\n8,9\n')
     found = problem(path, "csv")
-    assert (found.where.line, found.message) == (3, "cannot be read: a quote that begins here is never closed: lines 3 to 5 are one field")
+    assert (found.where.line, found.message) == (
+        3,
+        "cannot be read: a quote that begins here is never closed: lines 3 to 5 are one field",
+    )
 
 
 def test_csv_with_a_column_named_twice_is_refused(tmp_path: Path) -> None:
@@ -207,7 +219,9 @@ def test_csv_with_a_column_named_twice_is_refused(tmp_path: Path) -> None:
 
 def test_quote_in_tsv_does_not_span_lines(tmp_path: Path) -> None:
     path = tmp_path / "rows.tsv"
-    path.write_text('prompt\tcompletion\n"Yes\tshe said\n1\t2\nno"\tthree\n"so" he said\tx\n"a ""b"""\t"c\td"\n')
+    path.write_text(
+        'prompt\tcompletion\n"Yes\tshe said\n1\t2\nno"\tthree\n"so" he said\tx\n"a ""b"""\t"c\td"\n'
+    )
     assert [row.number for row in bad(path, "tsv")] == [2, 5]
     assert "must end with one on its line" in bad(path, "tsv")[0].reason
     assert good(path, "tsv") == [
@@ -238,7 +252,8 @@ def test_tsv_lines_with_wrong_field_count_are_named(tmp_path: Path) -> None:
 
 
 class Batch:
-    """Stands in for a record batch, whose rows are texts of given lengths; notes the parts that become Python objects."""
+    """Stands in for a record batch, whose rows are texts of given lengths; notes the parts that become Python
+    objects."""
 
     def __init__(self, lengths: list[int], parts: list[list[int]]) -> None:
         self.lengths, self.parts = lengths, parts
@@ -263,7 +278,9 @@ def test_long_rows_are_converted_in_small_batches(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_long_text_that_all_rows_share_is_not_decoded_for_all_at_once(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_text_that_all_rows_share_is_not_decoded_for_all_at_once(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A file of a few hundred bytes can stand for gigabytes."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -300,7 +317,10 @@ def test_pickle_in_the_type_of_a_column_is_not_loaded(tmp_path: Path, kind: str)
         def __reduce__(self) -> tuple[Any, ...]:
             return os.mkdir, (str(tmp_path / "ran"),)
 
-    metadata = {b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": pickle.dumps(Trap())}
+    metadata = {
+        b"ARROW:extension:name": b"arrow.py_extension_type",
+        b"ARROW:extension:metadata": pickle.dumps(Trap()),
+    }
     schema = pa.schema([pa.field("text", pa.string(), metadata=metadata)])
     table = pa.Table.from_arrays([pa.array(["a"])], schema=schema)
     path = tmp_path / f"rows.{kind}"
@@ -326,7 +346,9 @@ def test_csv_with_many_columns_and_long_fields_is_read_in_time(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_long_and_short_rows_keep_their_order(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_and_short_rows_keep_their_order(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import pyarrow as pa
     import pyarrow.parquet
 
@@ -368,7 +390,12 @@ def test_damaged_parquet_row_group_is_named(tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
     path = tmp_path / "rows.parquet"
-    pq.write_table(pa.table({"text": [f"row {index}" for index in range(300)]}), path, row_group_size=100, compression="gzip")
+    pq.write_table(
+        pa.table({"text": [f"row {index}" for index in range(300)]}),
+        path,
+        row_group_size=100,
+        compression="gzip",
+    )
     assert read(path, "parquet")[299] == (300, {"text": "row 299"})
     start = pq.ParquetFile(path).metadata.row_group(1).column(0).data_page_offset
     with open(path, "r+b") as file:

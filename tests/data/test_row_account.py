@@ -1,4 +1,5 @@
-"""Every key of a row is read, is metadata, is ignored by the recipe, or the row is refused and the key named."""
+"""Every key of a row is read, is metadata, is ignored by the recipe, or the row is refused and the key
+named."""
 
 from __future__ import annotations
 
@@ -27,7 +28,12 @@ from tests.data.support import CHATML, ByteEncoder, marked, prepared, rows_of, w
 
 USER, ANSWER = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}},
+    }
+]
 
 
 def copied(row: dict[str, Any]) -> dict[str, Any]:
@@ -35,9 +41,18 @@ def copied(row: dict[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(row))
 
 
-def settings(format_: str, *, template: str | None = CHATML, ignored: tuple[str, ...] = (), **more: Any) -> FormatSettings:
+def settings(
+    format_: str, *, template: str | None = CHATML, ignored: tuple[str, ...] = (), **more: Any
+) -> FormatSettings:
     return FormatSettings(
-        format_, ROW_FORMATS[format_].loss_on[0], template, "", append_eos=True, vocabulary_size=100, ignored=tuple(sorted(ignored)), **more
+        format_,
+        ROW_FORMATS[format_].loss_on[0],
+        template,
+        "",
+        append_eos=True,
+        vocabulary_size=100,
+        ignored=tuple(sorted(ignored)),
+        **more,
     )
 
 
@@ -61,7 +76,9 @@ def chats_of(found: Prepared, encoder: ByteEncoder) -> list[str]:
 
 
 @pytest.mark.parametrize("path", ["alpaca", "query"])
-def test_system_and_history_of_llama_factory_and_swift_are_the_messages_of_a_chat(tmp_path: Path, path: str) -> None:
+def test_system_and_history_of_llama_factory_and_swift_are_the_messages_of_a_chat(
+    tmp_path: Path, path: str
+) -> None:
     row = {"system": "Be a pirate.", "history": [["Oslo?", "Mild."], ["Sure?", "Yes."]]}
     names = ("instruction", "output") if path == "alpaca" else ("query", "response")
     row |= dict(zip(names, ("And in winter?", "Cold."), strict=True))
@@ -69,8 +86,12 @@ def test_system_and_history_of_llama_factory_and_swift_are_the_messages_of_a_cha
     messages = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(turns)]
     chat = {"messages": [{"role": "system", "content": "Be a pirate."}, *messages]}
     encoder = ByteEncoder(template=CHATML, eos="<|im_end|>")
-    one = prepared(tmp_path / "one", write_jsonl(tmp_path / "one.jsonl", [row]), encoder=encoder, max_length=512)
-    other = prepared(tmp_path / "other", write_jsonl(tmp_path / "other.jsonl", [chat]), encoder=encoder, max_length=512)
+    one = prepared(
+        tmp_path / "one", write_jsonl(tmp_path / "one.jsonl", [row]), encoder=encoder, max_length=512
+    )
+    other = prepared(
+        tmp_path / "other", write_jsonl(tmp_path / "other.jsonl", [chat]), encoder=encoder, max_length=512
+    )
     assert chats_of(one, encoder) == chats_of(other, encoder)
     (line,) = key_lines(one.report)
     assert "`system` read as the system message" in line
@@ -79,14 +100,20 @@ def test_system_and_history_of_llama_factory_and_swift_are_the_messages_of_a_cha
 
 def test_last_answer_of_alpaca_rows_can_be_trained_alone() -> None:
     row = {"instruction": "c?", "output": "d", "history": [["a?", "b"]]}
-    found = FormatSettings("alpaca", "last_assistant", CHATML, "", append_eos=True, vocabulary_size=100).example(row)
+    found = FormatSettings(
+        "alpaca", "last_assistant", CHATML, "", append_eos=True, vocabulary_size=100
+    ).example(row)
     assert isinstance(found, Chat)
     assert found.trained == (False, False, False, True)
 
 
 @pytest.mark.parametrize("column", ["system", "history"])
 def test_system_and_history_of_alpaca_rows_without_a_chat_template_are_refused(column: str) -> None:
-    row = {"instruction": "c?", "output": "d", column: {"system": "Be brief.", "history": [["a?", "b"]]}[column]}
+    row = {
+        "instruction": "c?",
+        "output": "d",
+        column: {"system": "Be brief.", "history": [["a?", "b"]]}[column],
+    }
     error = refusal("alpaca", row, template=None)
     assert str(error) == f"column `{column}` needs a chat template, and the tokenizer has none"
     assert "`data.chat_template`" in (error.hint or "")
@@ -95,11 +122,16 @@ def test_system_and_history_of_alpaca_rows_without_a_chat_template_are_refused(c
 
 @pytest.mark.parametrize("history", [[["a?"]], [["a?", None]], [["a?", " "]], "a?", 7, [{"a?": "b"}]])
 def test_malformed_history_is_refused(history: Any) -> None:
-    assert "column `history` holds" in str(refusal("alpaca", {"instruction": "c?", "output": "d", "history": history}))
+    assert "column `history` holds" in str(
+        refusal("alpaca", {"instruction": "c?", "output": "d", "history": history})
+    )
 
 
 def test_turns_of_question_and_answer_in_one_object_are_two_messages() -> None:
-    row = {"system": "s", "conversation": [{"human": "a?", "assistant": "b"}, {"human": "c?", "assistant": "d"}]}
+    row = {
+        "system": "s",
+        "conversation": [{"human": "a?", "assistant": "b"}, {"human": "c?", "assistant": "d"}],
+    }
     example, _ = read("sharegpt", row)
     assert [message["content"] for message in example.messages] == ["s", "a?", "b", "c?", "d"]
     assert example.trained == (False, False, True, False, True)
@@ -110,7 +142,9 @@ def test_turns_of_from_and_value_are_read_under_any_column() -> None:
     pygmalion = [{"role": "user", "value": "a?"}, {"role": "assistant", "value": "b"}]
     assert read("messages", {"messages": turns})[0].messages == [USER, ANSWER]
     assert read("sharegpt", {"conversations": pygmalion})[0].messages == [USER, ANSWER]
-    assert "message 1 has both `value` and `content`" in str(refusal("sharegpt", {"conversations": [USER | {"value": "c?"}, ANSWER]}))
+    assert "message 1 has both `value` and `content`" in str(
+        refusal("sharegpt", {"conversations": [USER | {"value": "c?"}, ANSWER]})
+    )
 
 
 # ---- Keys that are not read.
@@ -127,15 +161,32 @@ def test_turns_of_from_and_value_are_read_under_any_column() -> None:
         ("alpaca", {"instruction": "a", "output": "b", "context": "c"}, ["context"]),
         ("alpaca", {"query": "a", "response": "b", "input": "c"}, ["input"]),
         ("messages", {"messages": [USER, ANSWER], "history": [["c", "d"]]}, ["history"]),
-        ("messages", {"messages": [USER, ANSWER], "images": ["a.png"], "objects": {"bbox": [[1, 2]]}}, ["images", "objects"]),
-        ("messages", {"messages": [USER, ANSWER | {"stars": 5}], "grade": 1}, ["grade", "messages.stars"]),
-        ("messages", {"messages": [USER, ANSWER | {"tool_calls": [CALL | {"custom": {}, "server": "s"}]}]}, ["messages.tool_calls.server"]),
         (
             "messages",
-            {"messages": [USER, ANSWER | {"tool_calls": [{"function": {"name": "f", "parameters": {"x": 1}}}]}]},
+            {"messages": [USER, ANSWER], "images": ["a.png"], "objects": {"bbox": [[1, 2]]}},
+            ["images", "objects"],
+        ),
+        ("messages", {"messages": [USER, ANSWER | {"stars": 5}], "grade": 1}, ["grade", "messages.stars"]),
+        (
+            "messages",
+            {"messages": [USER, ANSWER | {"tool_calls": [CALL | {"custom": {}, "server": "s"}]}]},
+            ["messages.tool_calls.server"],
+        ),
+        (
+            "messages",
+            {
+                "messages": [
+                    USER,
+                    ANSWER | {"tool_calls": [{"function": {"name": "f", "parameters": {"x": 1}}}]},
+                ]
+            },
             ["messages.tool_calls.function.parameters"],
         ),
-        ("messages", {"messages": [USER | {"content": [{"type": "text", "text": "a", "bold": True}]}, ANSWER]}, ["messages.content.bold"]),
+        (
+            "messages",
+            {"messages": [USER | {"content": [{"type": "text", "text": "a", "bold": True}]}, ANSWER]},
+            ["messages.content.bold"],
+        ),
         (
             "sharegpt",
             {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "grade": 1}]},
@@ -162,7 +213,13 @@ def test_packed_token_rows_are_refused_and_single_ones_are_read() -> None:
 
 def test_keys_without_content_are_no_keys() -> None:
     """Arrow gives each row the keys of all others."""
-    row = {"messages": [USER | {"stars": None}, ANSWER], "images": [], "history": None, "note": "", "objects": {}}
+    row = {
+        "messages": [USER | {"stars": None}, ANSWER],
+        "images": [],
+        "history": None,
+        "note": "",
+        "objects": {},
+    }
     example, uses = read("messages", row)
     assert example.messages == [USER, ANSWER]
     assert set(uses) == {"messages", "messages.role", "messages.content"}
@@ -170,7 +227,9 @@ def test_keys_without_content_are_no_keys() -> None:
 
 def test_field_that_the_chat_template_reads_is_passed_on() -> None:
     row = {"messages": [USER | {"mood": "glad"}, ANSWER]}
-    example, uses = read("messages", row, template=CHATML.replace("{{ m.role }}", "{{ m.role }} {{ m.mood }}"))
+    example, uses = read(
+        "messages", row, template=CHATML.replace("{{ m.role }}", "{{ m.role }} {{ m.mood }}")
+    )
     assert example.messages[0]["mood"] == "glad"
     assert uses["messages.mood"].meaning == "a field of the chat template"
     assert "`messages.mood` is not read" in str(refusal("messages", row))
@@ -188,13 +247,21 @@ def test_column_that_the_chat_template_reads_is_named_as_a_variable() -> None:
 def test_account_names_what_is_read_and_ignored(tmp_path: Path) -> None:
     rows = [
         {"id": 1, "source": "web", "stars": 5, "messages": [USER, ANSWER | {"id": "m"}]},
-        {"id": 2, "source": "web", "system": "Be brief.", "messages": [USER | {"content": "c?", "grade": 1}, ANSWER]},
+        {
+            "id": 2,
+            "source": "web",
+            "system": "Be brief.",
+            "messages": [USER | {"content": "c?", "grade": 1}, ANSWER],
+        },
     ]
     encoder = ByteEncoder(template=CHATML, eos="<|im_end|>")
     file = write_jsonl(tmp_path / "rows.jsonl", rows)
-    found = prepared(tmp_path, file, encoder=encoder, max_length=256, ignore_columns=["stars", "messages.grade"])
+    found = prepared(
+        tmp_path, file, encoder=encoder, max_length=256, ignore_columns=["stars", "messages.grade"]
+    )
     assert key_lines(found.report) == [
-        f"{file}: `messages` read; `system` read as the system message; `id`, `messages.id`, `source` ignored as metadata; "
+        f"{file}: `messages` read; `system` read as the system message; `id`, `messages.id`, "
+        "`source` ignored as metadata; "
         "`messages.grade`, `stars` ignored by `data.ignore_columns`"
     ]
     (account,) = found.report.inputs
@@ -215,7 +282,9 @@ def test_hint_of_unread_columns_names_those_of_all_rows_and_works(tmp_path: Path
     assert set(names) == {"other", *(f"extra{number}" for number in range(7))}
     found = prepared(tmp_path, file, ignore_columns=names)
     assert found.report.rows_kept == 40
-    assert [notice["code"] for notice in found.notices if "`other`" in notice["message"]] == ["nothing-to-ignore"]
+    assert [notice["code"] for notice in found.notices if "`other`" in notice["message"]] == [
+        "nothing-to-ignore"
+    ]
 
 
 def test_refused_rows_count_against_the_share_of_bad_rows(tmp_path: Path) -> None:
@@ -242,7 +311,26 @@ def test_ignored_columns_have_their_names_in_the_file(tmp_path: Path) -> None:
 
 
 def test_option_that_ignores_keys_is_quoted_for_shell_and_yaml(tmp_path: Path) -> None:
-    names = ["plain", "a b", "x: y", "0", "1e3", "on", "null", "it's", 'say "hi"', "[x]", "#", "-", "größe", ".cls", "a,b", "~", "*a", "{"]
+    names = [
+        "plain",
+        "a b",
+        "x: y",
+        "0",
+        "1e3",
+        "on",
+        "null",
+        "it's",
+        'say "hi"',
+        "[x]",
+        "#",
+        "-",
+        "größe",
+        ".cls",
+        "a,b",
+        "~",
+        "*a",
+        "{",
+    ]
     file = write_jsonl(tmp_path / "rows.jsonl", [{"text": "a"} | dict.fromkeys(names, 1)])
     with pytest.raises(FsdpTuneError) as caught:
         prepared(tmp_path, file)
@@ -281,21 +369,43 @@ def test_documentation_lists_the_metadata(repository: Path) -> None:
 DOCUMENTED: list[tuple[str, str, dict[str, Any]]] = [
     ("TRL language modeling", "text", {"text": "The sky is blue."}),
     ("TRL prompt-completion", "prompt_completion", {"prompt": "The sky is", "completion": " blue."}),
-    ("TRL conversational", "messages", {"messages": [USER, ANSWER], "chat_template_kwargs": {"enable_thinking": False}}),
+    (
+        "TRL conversational",
+        "messages",
+        {"messages": [USER, ANSWER], "chat_template_kwargs": {"enable_thinking": False}},
+    ),
     ("TRL conversational prompt-completion", "prompt_completion", {"prompt": [USER], "completion": [ANSWER]}),
-    ("TRL tool calling", "messages", {"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}], "tools": TOOLS}),
+    (
+        "TRL tool calling",
+        "messages",
+        {"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}], "tools": TOOLS},
+    ),
     ("TRL tokenized", "tokenized", {"input_ids": [1, 2, 3], "completion_mask": [0, 1, 1]}),
     ("axolotl alpaca", "alpaca", {"instruction": "a?", "input": "", "output": "b"}),
     ("axolotl gpteacher", "alpaca", {"instruction": "a?", "input": "x", "response": "b"}),
     ("axolotl chat_template", "sharegpt", {"conversations": [USER, ANSWER]}),
-    ("axolotl pygmalion", "sharegpt", {"conversations": [{"role": "user", "value": "a?"}, {"role": "assistant", "value": "b"}]}),
+    (
+        "axolotl pygmalion",
+        "sharegpt",
+        {"conversations": [{"role": "user", "value": "a?"}, {"role": "assistant", "value": "b"}]},
+    ),
     (
         "axolotl input_output",
         "segments",
-        {"segments": [{"label": True, "text": "<s>Hi "}, {"label": False, "text": "you"}, {"label": True, "text": "</s>"}]},
+        {
+            "segments": [
+                {"label": True, "text": "<s>Hi "},
+                {"label": False, "text": "you"},
+                {"label": True, "text": "</s>"},
+            ]
+        },
     ),
     ("axolotl tokenized", "tokenized", {"input_ids": [1, 2], "attention_mask": [1, 1], "labels": [-100, 2]}),
-    ("LLaMA-Factory alpaca", "alpaca", {"instruction": "a?", "input": "", "output": "b", "system": "s", "history": [["c?", "d"]]}),
+    (
+        "LLaMA-Factory alpaca",
+        "alpaca",
+        {"instruction": "a?", "input": "", "output": "b", "system": "s", "history": [["c?", "d"]]},
+    ),
     (
         "LLaMA-Factory sharegpt",
         "sharegpt",
@@ -310,19 +420,44 @@ DOCUMENTED: list[tuple[str, str, dict[str, Any]]] = [
             "tools": '[{"name": "f"}]',
         },
     ),
-    ("ms-swift query-response", "alpaca", {"system": "s", "query": "a?", "response": "b", "history": [["c?", "d"]]}),
+    (
+        "ms-swift query-response",
+        "alpaca",
+        {"system": "s", "query": "a?", "response": "b", "history": [["c?", "d"]]},
+    ),
     ("ms-swift sharegpt", "sharegpt", {"system": "s", "conversation": [{"human": "a?", "assistant": "b"}]}),
-    ("unsloth sharegpt", "sharegpt", {"conversations": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}]}),
-    ("verl multi-turn", "messages", {"messages": [USER, ANSWER | {"loss_mask": 1}], "tools": TOOLS, "enable_thinking": True}),
+    (
+        "unsloth sharegpt",
+        "sharegpt",
+        {"conversations": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}]},
+    ),
+    (
+        "verl multi-turn",
+        "messages",
+        {"messages": [USER, ANSWER | {"loss_mask": 1}], "tools": TOOLS, "enable_thinking": True},
+    ),
     ("SkyRL tokenized", "tokenized", {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}),
-    ("ms-swift loss", "messages", {"messages": [USER, ANSWER | {"loss": False}, USER, ANSWER | {"loss": True}]}),
+    (
+        "ms-swift loss",
+        "messages",
+        {"messages": [USER, ANSWER | {"loss": False}, USER, ANSWER | {"loss": True}]},
+    ),
     (
         "axolotl train",
         "sharegpt",
-        {"conversations": [{"from": "human", "value": "a?", "train": False}, {"from": "gpt", "value": "b", "train": True}]},
+        {
+            "conversations": [
+                {"from": "human", "value": "a?", "train": False},
+                {"from": "gpt", "value": "b", "train": True},
+            ]
+        },
     ),
     ("SkyRL chat", "messages", {"messages": [USER, ANSWER, USER, ANSWER]}),
-    ("OpenAI fine-tuning", "messages", {"messages": [USER, ANSWER | {"weight": 0}, USER, ANSWER | {"weight": 1}]}),
+    (
+        "OpenAI fine-tuning",
+        "messages",
+        {"messages": [USER, ANSWER | {"weight": 0}, USER, ANSWER | {"weight": 1}]},
+    ),
     (
         "OpenAI functions",
         "messages",
@@ -360,13 +495,44 @@ DOCUMENTED: list[tuple[str, str, dict[str, Any]]] = [
             ],
         },
     ),
-    ("OpenAI parts", "messages", {"messages": [USER | {"content": [{"type": "text", "text": "a?"}]}, ANSWER]}),
+    (
+        "OpenAI parts",
+        "messages",
+        {"messages": [USER | {"content": [{"type": "text", "text": "a?"}]}, ANSWER]},
+    ),
 ]
 MEANT = frozenset(
     [
-        *("system", "history", "images", "videos", "audios", "objects", "label", "kto_tag", "reward_model", "documents"),
-        *("rejected", "chosen", "rejected_response", "rejected_messages", "tools", "functions", "chat_template_kwargs"),
-        *("enable_thinking", "position_ids", "seq_lengths", "token_type_ids", "labels", "attention_mask", "loss_mask"),
+        *(
+            "system",
+            "history",
+            "images",
+            "videos",
+            "audios",
+            "objects",
+            "label",
+            "kto_tag",
+            "reward_model",
+            "documents",
+        ),
+        *(
+            "rejected",
+            "chosen",
+            "rejected_response",
+            "rejected_messages",
+            "tools",
+            "functions",
+            "chat_template_kwargs",
+        ),
+        *(
+            "enable_thinking",
+            "position_ids",
+            "seq_lengths",
+            "token_type_ids",
+            "labels",
+            "attention_mask",
+            "loss_mask",
+        ),
         *("completion_mask", "assistant_masks", "segments", "train_detail", "recipient", "mood"),
     ]
 )
@@ -377,14 +543,35 @@ EXTRA = {
     "a key that means something": sorted(MEANT),
     "a mark": ["mask", "masked", "weights", "trained", *MARKS, *TOKEN_MASKS],
 }
-VALUES: list[Any] = [True, False, 0, 1, 0.0, 1.0, 0.5, -1, "x", [0, 1], [[1]], {"a": 1}, "false", [["e?", "f"]], {"enable_thinking": True}]
+VALUES: list[Any] = [
+    True,
+    False,
+    0,
+    1,
+    0.0,
+    1.0,
+    0.5,
+    -1,
+    "x",
+    [0, 1],
+    [[1]],
+    {"a": 1},
+    "false",
+    [["e?", "f"]],
+    {"enable_thinking": True},
+]
 
 
 def objects_of(format_: str, row: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the path and value of each object in a row to which a key may be added."""
     yield "", row
     yield from (("segments.", segment) for segment in (row["segments"] if format_ == "segments" else []))
-    for column in ("messages", "conversations", "conversation", *(("prompt", "completion") if format_ == "prompt_completion" else ())):
+    for column in (
+        "messages",
+        "conversations",
+        "conversation",
+        *(("prompt", "completion") if format_ == "prompt_completion" else ()),
+    ):
         for message in row.get(column) or [] if isinstance(row.get(column), list) else []:
             yield f"{column}.", message
             for name in ("content", "value"):
@@ -395,7 +582,9 @@ def objects_of(format_: str, row: dict[str, Any]) -> Iterator[tuple[str, dict[st
                 yield f"{column}.tool_calls.function.", call["function"]
 
 
-def with_extra_keys(format_: str, row: dict[str, Any], drawn: random.Random) -> tuple[dict[str, Any], list[str]]:
+def with_extra_keys(
+    format_: str, row: dict[str, Any], drawn: random.Random
+) -> tuple[dict[str, Any], list[str]]:
     """Return a copy of the row with up to three keys more, and the paths of these."""
     row, added = copied(row), list[str]()
     for _ in range(drawn.randint(1, 3)):
@@ -407,7 +596,9 @@ def with_extra_keys(format_: str, row: dict[str, Any], drawn: random.Random) -> 
     return row, added
 
 
-@pytest.mark.parametrize(("format_", "row"), [pytest.param(format_, row, id=name) for name, format_, row in DOCUMENTED])
+@pytest.mark.parametrize(
+    ("format_", "row"), [pytest.param(format_, row, id=name) for name, format_, row in DOCUMENTED]
+)
 def test_documented_row_is_read(format_: str, row: dict[str, Any]) -> None:
     _, uses = read(format_, row)
     assert {use.how for use in uses.values()} == {"read"}
@@ -427,7 +618,10 @@ def test_no_key_vanishes(seed: int) -> None:
             example, uses = read(format_, row)
         except RowError as error:
             blamed = str(error)
-            assert any(f"`{name}`" in blamed or f"`{name.rpartition('.')[2]}`" in blamed for name in added), (row, blamed)
+            assert any(f"`{name}`" in blamed or f"`{name.rpartition('.')[2]}`" in blamed for name in added), (
+                row,
+                blamed,
+            )
             continue
         accepted += 1
         assert [name for name in added if name not in uses] == []
@@ -437,19 +631,33 @@ def test_no_key_vanishes(seed: int) -> None:
 
 
 def test_rows_of_all_formats_with_extra_keys_are_kept_excluded_or_refused(tmp_path: Path) -> None:
-    """Through a preparation: nothing else becomes of a row, and the account has every key of those that are kept."""
+    """Through a preparation: nothing else becomes of a row, and the account has every key of those that are
+    kept."""
     drawn = random.Random(7)
     encoder = ByteEncoder(template=CHATML, eos="<|im_end|>")
     for format_ in ROW_FORMATS:
-        bases = [row for _, each, row in DOCUMENTED if each == format_ and "tools" not in row and "functions" not in row]
+        bases = [
+            row
+            for _, each, row in DOCUMENTED
+            if each == format_ and "tools" not in row and "functions" not in row
+        ]
         drawn_rows = [with_extra_keys(format_, drawn.choice(bases), drawn) for _ in range(60)]
         file = write_jsonl(tmp_path / f"{format_}.jsonl", [row for row, _ in drawn_rows])
-        given: dict[str, Any] = {"on_bad_row": "skip", "max_bad_share": 1.0, "format": format_, "max_length": 512}
+        given: dict[str, Any] = {
+            "on_bad_row": "skip",
+            "max_bad_share": 1.0,
+            "format": format_,
+            "max_length": 512,
+        }
         found = prepared(tmp_path, file, encoder=encoder, **given)
         report = found.report
         assert report.rows_bad.rows + report.rows_untrained.rows + report.rows_kept == report.rows_read == 60
-        refused = {json.loads(line)["row"] for line in (Path(found.path) / "bad_rows.jsonl").read_text().splitlines()}
-        accepted = {key for number, (_, added) in enumerate(drawn_rows, 1) if number not in refused for key in added}
+        refused = {
+            json.loads(line)["row"] for line in (Path(found.path) / "bad_rows.jsonl").read_text().splitlines()
+        }
+        accepted = {
+            key for number, (_, added) in enumerate(drawn_rows, 1) if number not in refused for key in added
+        }
         assert accepted - {each.key for each in report.inputs[0].keys} == set()
 
 
@@ -461,17 +669,30 @@ def is_obeyed(format_: str, row: dict[str, Any], path: str, name: str, *, expect
         return example == expected
     if not path:
         return example == Ids([], [])
-    if not isinstance(example, Chat) or not isinstance(expected, Chat) or example.trained is None or expected.trained is None:
+    if (
+        not isinstance(example, Chat)
+        or not isinstance(expected, Chat)
+        or example.trained is None
+        or expected.trained is None
+    ):
         return False
-    given = [message for column in ("prompt", "messages", "conversations", "completion") for message in row.get(column) or []]
+    given = [
+        message
+        for column in ("prompt", "messages", "conversations", "completion")
+        for message in row.get(column) or []
+    ]
     at = next(
-        index for index, message in enumerate(given) if message is place or any(part is place for part in message.get("content") or [])
+        index
+        for index, message in enumerate(given)
+        if message is place or any(part is place for part in message.get("content") or [])
     )
     at += len(example.messages) - len(given)  # the column `system` is the first message
     return example.trained == tuple(flag and index != at for index, flag in enumerate(expected.trained))
 
 
-@pytest.mark.parametrize(("format_", "row"), [pytest.param(format_, row, id=name) for name, format_, row in DOCUMENTED])
+@pytest.mark.parametrize(
+    ("format_", "row"), [pytest.param(format_, row, id=name) for name, format_, row in DOCUMENTED]
+)
 def test_marks_at_every_place_are_obeyed_or_refused_by_name(format_: str, row: dict[str, Any]) -> None:
     expected, _ = read(format_, row)
     for number, (path, _) in enumerate(list(objects_of(format_, row))):

@@ -1,4 +1,5 @@
-"""Marks of what is trained, by the names of other tools: obeyed where their meaning is exact, refused by name where it is not."""
+"""Marks of what is trained, by the names of other tools: obeyed where their meaning is exact, refused by name
+where it is not."""
 
 from __future__ import annotations
 
@@ -27,9 +28,13 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 
 
-def example(format_: str, row: dict[str, Any], *, loss_on: str | None = None, ignored: tuple[str, ...] = ()) -> Any:
+def example(
+    format_: str, row: dict[str, Any], *, loss_on: str | None = None, ignored: tuple[str, ...] = ()
+) -> Any:
     wanted = loss_on or ROW_FORMATS[format_].loss_on[0]
-    return FormatSettings(format_, wanted, CHATML, "", append_eos=True, vocabulary_size=100, ignored=ignored).example(row)
+    return FormatSettings(
+        format_, wanted, CHATML, "", append_eos=True, vocabulary_size=100, ignored=ignored
+    ).example(row)
 
 
 def refusal(format_: str, row: dict[str, Any], **given: Any) -> RowError:
@@ -40,7 +45,9 @@ def refusal(format_: str, row: dict[str, Any], **given: Any) -> RowError:
 
 def rendered(folder: Path, rows: list[dict[str, Any]], **data: Any) -> list[str]:
     encoder = ByteEncoder(template=CHATML, eos="<|im_end|>")
-    found = prepared(folder, write_jsonl(folder / "rows.jsonl", rows), encoder=encoder, max_length=256, **data)
+    found = prepared(
+        folder, write_jsonl(folder / "rows.jsonl", rows), encoder=encoder, max_length=256, **data
+    )
     return [marked(row, encoder) for row in rows_of(found)]
 
 
@@ -52,7 +59,11 @@ def rendered(folder: Path, rows: list[dict[str, Any]], **data: Any) -> list[str]
 def test_every_mark_of_a_message_is_obeyed(name: str, format_: str) -> None:
     def trained(*marks: Any) -> Any:
         turns = [turn for mark in marks for turn in (USER, ANSWER | ({} if mark is None else {name: mark}))]
-        row = {"prompt": [USER], "completion": turns[1:]} if format_ == "prompt_completion" else {CHATS[format_]: turns}
+        row = (
+            {"prompt": [USER], "completion": turns[1:]}
+            if format_ == "prompt_completion"
+            else {CHATS[format_]: turns}
+        )
         chat = example(format_, row)
         assert all(set(message) == {"role", "content"} for message in chat.messages)
         return chat.trained
@@ -67,9 +78,18 @@ CHATS = {"messages": "messages", "sharegpt": "conversations"}
 
 
 def test_untrained_function_call_stays_context(tmp_path: Path) -> None:
-    call = {"role": "function_call", "content": '{"name": "clock", "arguments": {"city": "Rome"}}', "loss": False}
-    assert example("messages", {"messages": [USER, call, {"role": "tool", "content": "12"}, ANSWER]}).trained == (False, False, False, True)
-    texts = rendered(tmp_path, [{"messages": [USER, ANSWER | {"loss": False}, USER, ANSWER | {"content": "c", "loss": True}]}])
+    call = {
+        "role": "function_call",
+        "content": '{"name": "clock", "arguments": {"city": "Rome"}}',
+        "loss": False,
+    }
+    assert example(
+        "messages", {"messages": [USER, call, {"role": "tool", "content": "12"}, ANSWER]}
+    ).trained == (False, False, False, True)
+    texts = rendered(
+        tmp_path,
+        [{"messages": [USER, ANSWER | {"loss": False}, USER, ANSWER | {"content": "c", "loss": True}]}],
+    )
     assert [text.count("[") for text in texts] == [1]
     assert "[c<|im_end|>]" in texts[0]
 
@@ -81,10 +101,14 @@ def test_mark_without_exact_meaning_is_refused_and_its_hint_works(name: str, val
     assert str(error).startswith(f"message 2: `{name}`")
     if not isinstance(value, (list, dict)):
         assert f"--set 'data.ignore_columns=[messages.{name}]'" in (error.hint or "")
-    assert example("messages", {"messages": [USER, ANSWER | {name: value}]}, ignored=(f"messages.{name}",)).trained == (False, True)
+    assert example(
+        "messages", {"messages": [USER, ANSWER | {name: value}]}, ignored=(f"messages.{name}",)
+    ).trained == (False, True)
 
 
-@pytest.mark.parametrize("name", ["mask", "masked", "ignore", "no_loss", "train_detail", "trained_on", "Train", "weights"])
+@pytest.mark.parametrize(
+    "name", ["mask", "masked", "ignore", "no_loss", "train_detail", "trained_on", "Train", "weights"]
+)
 def test_mark_by_another_name_is_refused(name: str) -> None:
     for value in (True, False, 0, 1, [{"begin_offset": 0, "end_offset": 1, "train": False}]):
         error = refusal("messages", {"messages": [USER, ANSWER | {name: value}]})
@@ -114,7 +138,9 @@ def parts(*marks: dict[str, Any]) -> list[dict[str, Any]]:
         ([{}, {"loss": True}], {"train": True}, True),
     ],
 )
-def test_equal_marks_of_parts_are_the_mark_of_the_message(marks: list[dict[str, Any]], own: dict[str, Any], *, is_trained: bool) -> None:
+def test_equal_marks_of_parts_are_the_mark_of_the_message(
+    marks: list[dict[str, Any]], own: dict[str, Any], *, is_trained: bool
+) -> None:
     chat = example("messages", {"messages": [USER, ANSWER | {"content": parts(*marks)} | own, USER, ANSWER]})
     assert chat.trained == (False, is_trained, False, True)
     assert chat.messages[1] == {"role": "assistant", "content": "xy"}
@@ -132,7 +158,10 @@ def test_equal_marks_of_parts_are_the_mark_of_the_message(marks: list[dict[str, 
 def test_parts_of_an_answer_that_differ_are_refused(marks: list[dict[str, Any]], own: dict[str, Any]) -> None:
     error = refusal("messages", {"messages": [USER, ANSWER | {"content": parts(*marks)} | own]})
     assert "of parts of `content` exclude some of the answer" in str(error)
-    assert example("messages", {"messages": [USER | {"content": parts(*marks)} | own, ANSWER]}).trained == (False, True)
+    assert example("messages", {"messages": [USER | {"content": parts(*marks)} | own, ANSWER]}).trained == (
+        False,
+        True,
+    )
 
 
 def test_mark_of_a_part_without_exact_meaning_is_refused() -> None:
@@ -150,7 +179,9 @@ def test_mark_of_a_row_excludes_it_or_changes_nothing(format_: str, name: str) -
     if format_ == "tokenized" and name in TOKEN_MASKS:
         return
     plain = example(format_, ROWS[format_])
-    assert example(format_, ROWS[format_] | {name: 1}) == example(format_, ROWS[format_] | {name: None}) == plain
+    assert (
+        example(format_, ROWS[format_] | {name: 1}) == example(format_, ROWS[format_] | {name: None}) == plain
+    )
     assert example(format_, ROWS[format_] | {name: True}) == plain
     for value in (0, False, *([] if name in FLAGS else [0.0])):
         assert example(format_, ROWS[format_] | {name: value}) == Ids([], [])
@@ -160,7 +191,10 @@ def test_mark_of_a_row_excludes_it_or_changes_nothing(format_: str, name: str) -
 
 
 def test_row_of_weight_0_is_left_out_and_counted(tmp_path: Path) -> None:
-    rows = [{"messages": [USER, ANSWER | {"content": text}], "weight": weight} for text, weight in (("good", 1.0), ("bad", 0.0))]
+    rows = [
+        {"messages": [USER, ANSWER | {"content": text}], "weight": weight}
+        for text, weight in (("good", 1.0), ("bad", 0.0))
+    ]
     encoder = ByteEncoder(template=CHATML, eos="<|im_end|>")
     found = prepared(tmp_path, write_jsonl(tmp_path / "rows.jsonl", rows), encoder=encoder, max_length=256)
     assert [text for row in rows_of(found) for text in (marked(row, encoder),) if "bad" in text] == []
@@ -177,16 +211,29 @@ def test_row_of_weight_0_is_left_out_and_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", TOKEN_MASKS)
 def test_masks_of_tokens_are_obeyed(name: str) -> None:
     for mask in ([0, 1, 1], [False, True, True], [0.0, 1.0, 1.0]):
-        assert example("tokenized", {"input_ids": [1, 2, 3], name: mask}) == Ids([1, 2, 3], [False, True, True])
+        assert example("tokenized", {"input_ids": [1, 2, 3], name: mask}) == Ids(
+            [1, 2, 3], [False, True, True]
+        )
 
 
 def test_token_is_trained_if_labels_and_all_masks_select_it() -> None:
-    row = {"input_ids": [1, 2, 3, 4], "completion_mask": [0, 1, 1, 1], "assistant_masks": [1, 1, 0, 1], "labels": [1, 2, 3, -100]}
+    row = {
+        "input_ids": [1, 2, 3, 4],
+        "completion_mask": [0, 1, 1, 1],
+        "assistant_masks": [1, 1, 0, 1],
+        "labels": [1, 2, 3, -100],
+    }
     assert example("tokenized", row).trained == [False, True, False, False]
 
 
 @pytest.mark.parametrize(
-    ("mask", "says"), [([0, 0.5, 1], "holds 0.5 at position 1"), ([0, 2, 1], "holds 2"), ([1], "1 marks"), (1, "a list of 0 and 1")]
+    ("mask", "says"),
+    [
+        ([0, 0.5, 1], "holds 0.5 at position 1"),
+        ([0, 2, 1], "holds 2"),
+        ([1], "1 marks"),
+        (1, "a list of 0 and 1"),
+    ],
 )
 def test_mask_without_exact_meaning_is_refused(mask: Any, says: str) -> None:
     assert says in str(refusal("tokenized", {"input_ids": [1, 2, 3], "loss_mask": mask}))
@@ -207,7 +254,9 @@ def test_thinking_is_switched_by_a_column_as_in_verl() -> None:
     chat = example("messages", CHAT | {"enable_thinking": False})
     assert chat.variables == {"enable_thinking": False}
     assert [note.detail for note in chat.notes] == ["variable `enable_thinking`"]  # the template has none
-    assert example("messages", CHAT | {"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": True}}).variables
+    assert example(
+        "messages", CHAT | {"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": True}}
+    ).variables
     both = CHAT | {"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}
     assert "set it differently" in str(refusal("messages", both))
     assert "instead of true or false" in str(refusal("messages", CHAT | {"enable_thinking": "yes"}))
@@ -221,4 +270,6 @@ def test_marks_of_parts_of_reasoning_are_marks_of_parts() -> None:
     assert example("messages", answer({"train": True}, {})).trained == (False, True, False, True)
     says = str(refusal("messages", answer({"train": False}, {"train": True})))
     assert "`train` of parts of `reasoning_content` exclude some of the answer" in says
-    assert "exclude some of the answer" in str(refusal("messages", answer({"train": False}, {"train": False})))
+    assert "exclude some of the answer" in str(
+        refusal("messages", answer({"train": False}, {"train": False}))
+    )

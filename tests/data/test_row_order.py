@@ -1,4 +1,5 @@
-"""Which rows the steps of a run train, over all its attempts: each row of an epoch exactly once, whatever the global batches were."""
+"""Which rows the steps of a run train, over all its attempts: each row of an epoch exactly once, whatever the
+global batches were."""
 
 from __future__ import annotations
 
@@ -25,10 +26,17 @@ def lengths_of(rows: int) -> np.ndarray:
 def permutation(rows: int, kept: bytes, epoch: int, grouped: bool, size: int) -> np.ndarray:
     """The order of an epoch, computed once for all sequences."""
     lengths = np.frombuffer(kept, np.int64)
-    return epoch_order(lengths, seed=SEED, epoch=epoch, shuffle=True, group_by_length=grouped, global_batch_size=size)
+    return epoch_order(
+        lengths, seed=SEED, epoch=epoch, shuffle=True, group_by_length=grouped, global_batch_size=size
+    )
 
 
-def order_of(rows: int, *attempts: tuple[int, int], grouped: bool = True, removed: list[tuple[int, list[int]]] | None = None) -> RowOrder:
+def order_of(
+    rows: int,
+    *attempts: tuple[int, int],
+    grouped: bool = True,
+    removed: list[tuple[int, list[int]]] | None = None,
+) -> RowOrder:
     def order(epoch: int, lengths: np.ndarray, size: int) -> np.ndarray:
         return permutation(len(lengths), lengths.tobytes(), epoch, grouped, size)
 
@@ -45,7 +53,9 @@ class Saved:
     trained: list[list[int]] = field(default_factory=list)
 
 
-def train(dice: random.Random, saved: Saved, rows: int, *, grouped: bool, steps: int, skips: bool) -> tuple[RowOrder, list[Saved]]:
+def train(
+    dice: random.Random, saved: Saved, rows: int, *, grouped: bool, steps: int, skips: bool
+) -> tuple[RowOrder, list[Saved]]:
     """One attempt from a checkpoint. Returns its order and the checkpoints that it writes, one a step."""
     step = len(saved.trained)
     attempts = continued(saved.attempts, step, dice.randint(1, 6))
@@ -53,7 +63,9 @@ def train(dice: random.Random, saved: Saved, rows: int, *, grouped: bool, steps:
     removed = list(saved.removed)
     if skips and dice.random() < 0.3 and len(gone) + 1 < rows:
         removed.append((step, [dice.choice([row for row in range(rows) if row not in gone])]))
-    order = order_of(rows, *((each.step, each.global_batch_size) for each in attempts), grouped=grouped, removed=removed)
+    order = order_of(
+        rows, *((each.step, each.global_batch_size) for each in attempts), grouped=grouped, removed=removed
+    )
     found, trained = [saved], saved.trained
     for at in range(step, step + steps):
         trained = [*trained, order.batch_after(at).tolist()]
@@ -73,7 +85,9 @@ def check_epochs(order: RowOrder, last: Saved, rows: int, batches: set[int]) -> 
         assert not set(seen) & {row for step, each in last.removed if step <= first for row in each}
         assert all(last.trained[first:end]), "no step without rows"
         assert all(len(step) in batches for step in last.trained[first : end - 1])
-    assert [order.batch_after(step).tolist() for step in range(done)] == last.trained, "the rows of any step of any attempt"
+    assert [order.batch_after(step).tolist() for step in range(done)] == last.trained, (
+        "the rows of any step of any attempt"
+    )
     epochs = [order.epochs_after(step) for step in range(done + 1)]
     assert epochs == sorted(set(epochs))
 
@@ -89,7 +103,9 @@ def sequence(seed: int) -> None:
     check_epochs(order, written[-1], rows, {each.global_batch_size for each in written[-1].attempts})
 
 
-@pytest.mark.parametrize("seeds", [range(3_000), pytest.param(range(3_000, 40_000), marks=pytest.mark.slow)], ids=["some", "many"])
+@pytest.mark.parametrize(
+    "seeds", [range(3_000), pytest.param(range(3_000, 40_000), marks=pytest.mark.slow)], ids=["some", "many"]
+)
 def test_random_sequences_of_attempts_train_each_row_of_an_epoch_once(seeds: range) -> None:
     for seed in seeds:
         sequence(seed)
@@ -105,16 +121,29 @@ def test_rest_of_an_epoch_is_cut_into_new_batches_in_its_order(first: int, then:
     assert [row for rows in batches for row in rows] == before.rows_of(0)[trained:].tolist()
     assert {len(rows) for rows in batches[:-1]} == {then}
     assert order.steps(0) == 4 + math.ceil((50 - trained) / then)
-    assert order.rows_of(1).tolist() == order_of(50, (0, then)).rows_of(1).tolist(), "the next epoch has batches of the new size only"
-    assert [order.epochs_after(step) for step in (4, 5, order.steps(0))] == [trained / 50, (trained + then) / 50, 1.0]
+    assert order.rows_of(1).tolist() == order_of(50, (0, then)).rows_of(1).tolist(), (
+        "the next epoch has batches of the new size only"
+    )
+    assert [order.epochs_after(step) for step in (4, 5, order.steps(0))] == [
+        trained / 50,
+        (trained + then) / 50,
+        1.0,
+    ]
 
 
 def test_epochs_count_the_steps_of_each_attempt() -> None:
     order = order_of(50, (0, 4), (4, 8))
     assert [order.total_steps(epochs) for epochs in (1, 2, 3)] == [9, 9 + 7, 9 + 14]
     assert order.total_steps(1.5) == 9 + 4, "half of 7 steps, rounded up as the Trainer rounds"
-    # 100 rows: 20 steps of one row, then of 40. A quarter is 25 rows, which step 21 completes; a quarter of the 22 steps are 20 rows.
-    assert [order_of(100, (0, 1), (20, 40)).total_steps(share) for share in (0.1, 0.15, 0.25, 0.5, 0.75)] == [10, 15, 21, 21, 22]
+    # 100 rows: 20 steps of one row, then of 40. A quarter is 25 rows, which step 21 completes; a quarter of
+    # the 22 steps are 20 rows.
+    assert [order_of(100, (0, 1), (20, 40)).total_steps(share) for share in (0.1, 0.15, 0.25, 0.5, 0.75)] == [
+        10,
+        15,
+        21,
+        21,
+        22,
+    ]
 
 
 def test_attempt_at_the_border_of_an_epoch_orders_the_next_epoch() -> None:
@@ -129,7 +158,9 @@ def test_attempts_are_those_of_the_checkpoint_and_not_of_later_ones() -> None:
     assert continued((first,), 10, 8) == (first, second)
     assert continued((first, second), 20, 8) == (first, second), "nothing has changed"
     assert continued((first, second), 5, 8) == (first, Attempt(5, 8)), "steps 6 to 10 are trained again"
-    assert continued((first, second), 10, 2) == (first, Attempt(10, 2)), "the attempt that started there trained nothing"
+    assert continued((first, second), 10, 2) == (first, Attempt(10, 2)), (
+        "the attempt that started there trained nothing"
+    )
     assert continued((first, second), 0, 2) == (Attempt(0, 2),)
     assert continued((), 7, 2) == (Attempt(0, 2),), "unknown steps are counted with the batch in force"
     for wrong in ([], [Attempt(1, 4)], [first, first], [first, second, Attempt(5, 2)]):

@@ -44,13 +44,19 @@ def start_with(folder: Path, recipe: Recipe) -> str:
 
 
 def test_record_survives_the_manifest_of_a_checkpoint(tmp_path: Path) -> None:
-    record = RowRecord((Attempt(0, 4), Attempt(9, 8)), (SkippedRow("a.jsonl", 3, 9),), "key", 7, shuffle=False)
+    record = RowRecord(
+        (Attempt(0, 4), Attempt(9, 8)), (SkippedRow("a.jsonl", 3, 9),), "key", 7, shuffle=False
+    )
     manifest = Manifest(CHECKPOINT_KIND, {}, {"step": 12, ROWS_FACT: record.as_dict()})
     read = Manifest.from_json(manifest.to_json())
     assert record_of(Checkpoint(tmp_path, 12, read)) == record
     assert record_of(None) == RowRecord(skipped=()), "nothing is trained"
     with pytest.raises(FsdpTuneError, match="cannot be read by this version"):
-        record_of(Checkpoint(tmp_path, 12, Manifest(CHECKPOINT_KIND, {}, {ROWS_FACT: {"attempts": "of another version"}})))
+        record_of(
+            Checkpoint(
+                tmp_path, 12, Manifest(CHECKPOINT_KIND, {}, {ROWS_FACT: {"attempts": "of another version"}})
+            )
+        )
 
 
 def test_checkpoint_without_a_record_has_the_batch_of_its_saved_recipe(tmp_path: Path) -> None:
@@ -62,7 +68,10 @@ def test_checkpoint_without_a_record_has_the_batch_of_its_saved_recipe(tmp_path:
     for digest in (None, "blake2b:of another recipe"):
         assert record_of(checkpoint(run, 9, recipe_digest=digest)) == RowRecord(), "unknown"
     RunDir(run.history / "001").recipe_json.write_text("{")
-    assert record_of(checkpoint(run, 5, recipe_digest=RunDir(run.history / "001").recipe_digest())) == RowRecord()
+    assert (
+        record_of(checkpoint(run, 5, recipe_digest=RunDir(run.history / "001").recipe_digest()))
+        == RowRecord()
+    )
 
 
 def rows_by_number(text: str | None) -> list[int]:
@@ -84,17 +93,28 @@ def test_rows_of_step_are_those_of_the_attempt_that_trained_it(tmp_path: Path, p
         found.write(folder.data_json)
         ResumeRequest(str(run.checkpoint(step)) if step else None).write(folder.resume_json)
     rows = found.order(before, RowStore(found.train)).rows_of(0).tolist()
-    assert [rows_by_number(rows_of_step(run.data_json, after, step)) for step in (1, 2, 3)] == [rows[:2], rows[2:4], rows[4:7]]
-    assert [rows_by_number(rows_of_step(earlier.data_json, before, step)) for step in (2, 3)] == [rows[2:4], rows[4:6]]
+    assert [rows_by_number(rows_of_step(run.data_json, after, step)) for step in (1, 2, 3)] == [
+        rows[:2],
+        rows[2:4],
+        rows[4:7],
+    ]
+    assert [rows_by_number(rows_of_step(earlier.data_json, before, step)) for step in (2, 3)] == [
+        rows[2:4],
+        rows[4:6],
+    ]
     # A restart of the last command found no usable checkpoint and started over.
     ResumeRequest(None).write(run.resume_json)
-    again = found.continued(after.global_batch_size, 0).order(after, RowStore(found.train)).rows_of(0).tolist()
+    again = (
+        found.continued(after.global_batch_size, 0).order(after, RowStore(found.train)).rows_of(0).tolist()
+    )
     assert rows_by_number(rows_of_step(run.data_json, after, 1)) == again[:3]
 
 
 def test_rows_of_step_names_a_row_that_was_left_out_later(tmp_path: Path) -> None:
     recipe = with_batch(recipe_for(tmp_path, tmp_path / "a.jsonl"), 4)
-    found = prepared(tmp_path, write_jsonl(tmp_path / "a.jsonl", TEXTS)).continued(recipe.global_batch_size, 0)
+    found = prepared(tmp_path, write_jsonl(tmp_path / "a.jsonl", TEXTS)).continued(
+        recipe.global_batch_size, 0
+    )
     row = int(found.order(recipe, RowStore(found.train)).batch_after(0)[0])
     left_out = replace(found, skipped=(SkippedRow(str(tmp_path / "a.jsonl"), row + 1, 3),))
     left_out.write(tmp_path / "data.json")
@@ -102,15 +122,22 @@ def test_rows_of_step_names_a_row_that_was_left_out_later(tmp_path: Path) -> Non
 
 
 def test_restart_from_an_older_checkpoint_has_that_checkpoints_record(tmp_path: Path) -> None:
-    """The data of the command were continued from step 9; its restart continues step 5, which another attempt wrote."""
+    """The data of the command were continued from step 9; its restart continues step 5, which another attempt
+    wrote."""
     found = prepared(tmp_path, write_jsonl(tmp_path / "a.jsonl", TEXTS))
     recipe, file = with_batch(recipe_for(tmp_path, tmp_path / "a.jsonl"), 3), str(tmp_path / "a.jsonl")
-    of_command = replace(found, attempts=(Attempt(0, 2), Attempt(9, 3)), skipped=(SkippedRow(file, 1, 2), SkippedRow(file, 4, 9)))
+    of_command = replace(
+        found,
+        attempts=(Attempt(0, 2), Attempt(9, 3)),
+        skipped=(SkippedRow(file, 1, 2), SkippedRow(file, 4, 9)),
+    )
     record = RowRecord((Attempt(0, 4), Attempt(2, 2)), (SkippedRow(file, 1, 4),))
     restarted = of_command.continued(recipe.global_batch_size, 5, record)
     assert restarted.attempts == (Attempt(0, 4), Attempt(2, 2), Attempt(5, 3))
     assert {each.row: each.step for each in restarted.skipped} == {1: 4, 4: 5}
-    assert restarted.record(recipe) == RowRecord(restarted.attempts, restarted.skipped, found.key, 42, shuffle=True)
+    assert restarted.record(recipe) == RowRecord(
+        restarted.attempts, restarted.skipped, found.key, 42, shuffle=True
+    )
 
 
 def test_data_of_an_earlier_version_are_read(tmp_path: Path) -> None:

@@ -80,7 +80,9 @@ def test_units_hold_each_row_once_and_read_from_any_row(tmp_path: Path, name: st
 def test_rows_are_located_by_their_number_in_the_file(tmp_path: Path, name: str) -> None:
     write(tmp_path / name)
     numbers = {
-        row[1]["text"]: row[0] for row in read_rows(tmp_path / name, name.split(".")[1].replace("jsonl", "lines")) if isinstance(row, tuple)
+        row[1]["text"]: row[0]
+        for row in read_rows(tmp_path / name, name.split(".")[1].replace("jsonl", "lines"))
+        if isinstance(row, tuple)
     }
     for unit in stream_units(source(tmp_path / name), 5):
         for row in unit.read():
@@ -99,7 +101,14 @@ def test_rows_are_located_by_their_number_in_the_file(tmp_path: Path, name: str)
         b"\n" + lines(ROWS),
         lines([*ROWS[:50], {"text": "x" * 5000}, *ROWS[50:]]),
     ],
-    ids=["crlf", "no-newline-at-the-end", "empty-lines", "byte-order-mark", "empty-first-line", "line-longer-than-a-range"],
+    ids=[
+        "crlf",
+        "no-newline-at-the-end",
+        "empty-lines",
+        "byte-order-mark",
+        "empty-first-line",
+        "line-longer-than-a-range",
+    ],
 )
 def test_ranges_of_bytes_agree_with_the_file(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "rows.jsonl"
@@ -110,33 +119,49 @@ def test_ranges_of_bytes_agree_with_the_file(tmp_path: Path, content: bytes) -> 
         assert [value for unit in stream_units(source(path), lanes) for value in values(unit)] == whole
 
 
-@pytest.mark.parametrize("content", [b"", b"\n", b'{"a":1}', b'\xef\xbb\xbf{"a":1}\n{"a":2}', b'{"a":1}\n{"a":2}\n'])
+@pytest.mark.parametrize(
+    "content", [b"", b"\n", b'{"a":1}', b'\xef\xbb\xbf{"a":1}\n{"a":2}', b'{"a":1}\n{"a":2}\n']
+)
 def test_every_division_of_a_small_file_holds_its_rows(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content)
     whole = list(read_rows(path, "lines"))
     found = source(path)
     for pieces in range(1, len(content) + 4):
-        units = [StreamUnit(found, 0, piece, pieces, len(content), stamps=stream_units(found, 1)[0].stamps) for piece in range(pieces)]
-        assert [value for unit in units for value in values(unit)] == [row[1] for row in whole if isinstance(row, tuple)]
+        units = [
+            StreamUnit(found, 0, piece, pieces, len(content), stamps=stream_units(found, 1)[0].stamps)
+            for piece in range(pieces)
+        ]
+        assert [value for unit in units for value in values(unit)] == [
+            row[1] for row in whole if isinstance(row, tuple)
+        ]
 
 
 def test_units_of_many_files_and_of_sources_without_files(tmp_path: Path) -> None:
     for number in range(5):
-        (tmp_path / f"{number}.jsonl.gz").write_bytes(gzip.compress(lines(ROWS[number * 20 : (number + 1) * 20 + (number == 4)])))
+        (tmp_path / f"{number}.jsonl.gz").write_bytes(
+            gzip.compress(lines(ROWS[number * 20 : (number + 1) * 20 + (number == 4)]))
+        )
     units = stream_units(source(tmp_path), 4)
     assert sorted(texts(units)) == expected()
     builtin = source("builtin:arithmetic")
     spread = [row for unit in stream_units(builtin, 3) for row in values(unit)]
     everything = [row[1] for _, row in builtin.read() if isinstance(row, tuple)]
     assert sorted(map(str, spread)) == sorted(map(str, everything))
-    assert [unit.rows for unit in count_units(stream_units(builtin, 3), {"builtin:arithmetic": 5})] == [len(everything)], "not by name"
+    assert [unit.rows for unit in count_units(stream_units(builtin, 3), {"builtin:arithmetic": 5})] == [
+        len(everything)
+    ], "not by name"
 
 
 def test_bad_rows_of_a_range_are_located_by_their_line(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(lines(ROWS[:70]) + b'{"text": \n' + lines(ROWS[70:]))
-    bad = [unit.locate(row.number) for unit in stream_units(source(path), 16) for row in unit.read() if isinstance(row, BadRow)]
+    bad = [
+        unit.locate(row.number)
+        for unit in stream_units(source(path), 16)
+        for row in unit.read()
+        if isinstance(row, BadRow)
+    ]
     assert [str(where) for where in bad] == [f"{path}:71"]
 
 
@@ -179,7 +204,11 @@ def test_members_of_a_tar_are_grouped_and_pickles_are_not_loaded(tmp_path: Path)
         path.write_bytes(content)
         rows = list(read_rows(path, "tar"))
         good = [row for row in rows if isinstance(row, tuple)]
-        assert good == [(1, {"x": 1, "text": "one"}), (2, {"x": 2, ".pkl": "b.pkl"}), (6, {"x": 6, ".cls.txt": "dir.1/f.cls.txt"})]
+        assert good == [
+            (1, {"x": 1, "text": "one"}),
+            (2, {"x": 2, ".pkl": "b.pkl"}),
+            (6, {"x": 6, ".cls.txt": "dir.1/f.cls.txt"}),
+        ]
         reasons = [(row.number, row.reason) for row in rows if isinstance(row, BadRow)]
         assert reasons[0] == (3, "`c` has no `.json` or `.txt` member; it has .pyd")
         assert [number for number, _ in reasons] == [3, 4, 5]
@@ -226,7 +255,9 @@ def test_file_that_changes_is_found_after_a_unit_and_on_resume(tmp_path: Path) -
     (tmp_path / "b.jsonl").write_bytes(lines(ROWS) + b"\n")
     problem = failure(lambda: texts(units))
     assert (problem.code, problem.where.source) == ("data-changed", str(tmp_path / "b.jsonl"))
-    problem = failure(lambda: refuse_changed_files(recorded, stream_stamps(stream_units(source(tmp_path), 2))))
+    problem = failure(
+        lambda: refuse_changed_files(recorded, stream_stamps(stream_units(source(tmp_path), 2)))
+    )
     assert (problem.code, problem.where.source) == ("data-changed", str(tmp_path / "b.jsonl"))
 
 
@@ -251,7 +282,10 @@ class Files(BaseHTTPRequestHandler):
         self.send_response((206 if body else 416) if Files.ranges else 200)
         if Files.etag:
             self.send_header("ETag", Files.etag)
-        self.send_header("Content-Range", f"bytes {first}-{first + len(body) - 1}/{len(content)}" if body else f"bytes */{len(content)}")
+        self.send_header(
+            "Content-Range",
+            f"bytes {first}-{first + len(body) - 1}/{len(content)}" if body else f"bytes */{len(content)}",
+        )
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -267,7 +301,9 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     for name in FILES:
         write(tmp_path / name)
-    Files.contents = {f"/{path.name}": path.read_bytes() for path in tmp_path.iterdir()} | {"/empty.jsonl": b""}
+    Files.contents = {f"/{path.name}": path.read_bytes() for path in tmp_path.iterdir()} | {
+        "/empty.jsonl": b""
+    }
     Files.failures, Files.etag, Files.ranges = [], "one", True
     httpd = ThreadingHTTPServer(("127.0.0.1", 0), Files)
     thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
@@ -283,14 +319,20 @@ def test_files_at_http_urls_hold_each_row_once(server: str, name: str) -> None:
     units = stream_units(source(f"{server}/{name}?token=1"), 3)
     assert sorted(text.rstrip() for text in texts(units)) == expected()
     assert list(units[-1].read(3)) == list(units[-1].read())[3:]
-    assert [unit.rows for unit in count_units(units, {})] == ([len(ROWS)] if name == "rows.parquet" else [None] * len(units))
+    assert [unit.rows for unit in count_units(units, {})] == (
+        [len(ROWS)] if name == "rows.parquet" else [None] * len(units)
+    )
 
 
-def test_transient_errors_are_retried_and_the_last_one_names_url_and_row(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transient_errors_are_retried_and_the_last_one_names_url_and_row(
+    server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     units = stream_units(source(f"{server}/rows.jsonl"), 1)
     Files.failures = [503, 429]
     assert sorted(texts(units)) == expected()
-    Files.contents["/long.jsonl.gz"] = gzip.compress(lines([{"text": os.urandom(500).hex()} for _ in range(8000)]), 1)
+    Files.contents["/long.jsonl.gz"] = gzip.compress(
+        lines([{"text": os.urandom(500).hex()} for _ in range(8000)]), 1
+    )
     rows = stream_units(source(f"{server}/long.jsonl.gz"), 1)[0].read()
     next(rows)
     Files.failures = [503] * 3
@@ -321,7 +363,9 @@ def test_stamp_is_recorded_as_text_and_only_a_file_without_a_mark_is_reported(tm
     write(tmp_path / "rows.jsonl")
     status = (tmp_path / "rows.jsonl").stat()
     name = str(tmp_path / "rows.jsonl")
-    assert stream_stamps(stream_units(source(tmp_path / "rows.jsonl"), 2)) == {name: f"{status.st_size}:{status.st_mtime_ns}"}
+    assert stream_stamps(stream_units(source(tmp_path / "rows.jsonl"), 2)) == {
+        name: f"{status.st_size}:{status.st_mtime_ns}"
+    }
     marks = {"size": FileStamp(5, None).text, "etag": FileStamp(5, "W/ no mark").text}
     assert marks == {"size": "5:no mark", "etag": "5:W/ no mark"}
     assert unstamped_files(marks) == ["size"]
@@ -330,7 +374,9 @@ def test_stamp_is_recorded_as_text_and_only_a_file_without_a_mark_is_reported(tm
 def test_globs_and_directories_of_fsspec_urls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_access, "PROTOCOLS", ("memory",))
     files = fsspec.filesystem("memory")
-    files.pipe({"/units/a.jsonl": lines(ROWS[:50]), "/units/b.jsonl": lines(ROWS[50:]), "/units/README.md": b"x"})
+    files.pipe(
+        {"/units/a.jsonl": lines(ROWS[:50]), "/units/b.jsonl": lines(ROWS[50:]), "/units/README.md": b"x"}
+    )
     for path in ("memory://units/*.jsonl", "memory://units"):
         found = source(path)
         assert [name.rpartition("/")[2] for name in found.names] == ["a.jsonl", "b.jsonl"]
@@ -342,7 +388,13 @@ def test_globs_and_directories_of_fsspec_urls(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    "url", ["sftp://host/rows.jsonl", "filecache::https://host/rows.jsonl", "zip://a.jsonl::https://host/a.zip", "file:///a.jsonl"]
+    "url",
+    [
+        "sftp://host/rows.jsonl",
+        "filecache::https://host/rows.jsonl",
+        "zip://a.jsonl::https://host/a.zip",
+        "file:///a.jsonl",
+    ],
 )
 def test_protocols_that_do_more_than_read_are_refused(url: str) -> None:
     assert "are not read by" in failure(lambda: source(url)).message
@@ -354,7 +406,10 @@ def test_url_needs_a_stream() -> None:
 
 
 def test_files_of_a_hub_data_set_are_listed_and_not_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    splits = {"train": [f"hf://datasets/org/rows@{'0' * 40}/data/{part}.parquet" for part in "ab"], "test": []}
+    splits = {
+        "train": [f"hf://datasets/org/rows@{'0' * 40}/data/{part}.parquet" for part in "ab"],
+        "test": [],
+    }
 
     def load_dataset_builder(path: str, **options: Any) -> SimpleNamespace:
         assert (path, options["name"], options["revision"]) == ("org/rows", "main", "v1")
@@ -364,7 +419,9 @@ def test_files_of_a_hub_data_set_are_listed_and_not_downloaded(monkeypatch: pyte
     monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
     found = source("org/rows", name="main", revision="v1")
     assert [(file.path, file.kind) for file in found.files] == [(url, "parquet") for url in splits["train"]]
-    assert "train, test" in (failure(lambda: source("org/rows", name="main", revision="v1", split="dev")).hint or "")
+    assert "train, test" in (
+        failure(lambda: source("org/rows", name="main", revision="v1", split="dev")).hint or ""
+    )
 
 
 def test_files_of_a_hub_data_set_are_read_by_ranges_in_a_child_process(tmp_path: Path) -> None:
@@ -377,16 +434,22 @@ def test_files_of_a_hub_data_set_are_read_by_ranges_in_a_child_process(tmp_path:
         found = json.loads(line)
         assert found["path"] == paths.pop(0)
         assert sorted(found["rows"]) == sorted(f"train-{part} {row}" for part in (0, 1) for row in range(50))
-        assert list(found["stamps"]) == [f"hf://datasets/org/rows@{COMMIT}/data/train-{part}.parquet" for part in (0, 1)]
+        assert list(found["stamps"]) == [
+            f"hf://datasets/org/rows@{COMMIT}/data/train-{part}.parquet" for part in (0, 1)
+        ]
         assert found["downloads"] == 0
     assert not paths
 
 
-def test_line_beyond_the_limit_is_one_bad_row_of_one_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_beyond_the_limit_is_one_bad_row_of_one_unit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(readers, "MAX_ROW_BYTES", 1000)
     path = tmp_path / "rows.jsonl"
     path.write_bytes(lines([*ROWS[:50], {"text": "x" * 5000}, *ROWS[50:]]))
     for lanes in (1, 4, 40):
         units = stream_units(source(path), lanes)
         assert sorted(texts(units)) == expected()
-        assert [str(unit.locate(row.number)) for unit in units for row in unit.read() if isinstance(row, BadRow)] == [f"{path}:51"]
+        assert [
+            str(unit.locate(row.number)) for unit in units for row in unit.read() if isinstance(row, BadRow)
+        ] == [f"{path}:51"]

@@ -14,7 +14,15 @@ from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.data.report import SplitRows
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.data.tokenise import rows as module
-from fsdp_tune.data.tokenise.rows import CHUNK_BYTES, CHUNK_ROWS, RawRow, Tokenised, Tokeniser, content_bytes, tokenise
+from fsdp_tune.data.tokenise.rows import (
+    CHUNK_BYTES,
+    CHUNK_ROWS,
+    RawRow,
+    Tokenised,
+    Tokeniser,
+    content_bytes,
+    tokenise,
+)
 from tests.data.support import ByteEncoder, marked, prepared, rows_of, write_jsonl
 
 REPOSITORY = Path(__file__).parents[2]
@@ -79,7 +87,8 @@ def test_tokenising_peak_memory_does_not_grow_with_long_rows(tmp_path: Path) -> 
 
 
 def test_pending_chunks_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many long rows wait in no queue: what was submitted and not yet taken holds a constant number of bytes, or one row."""
+    """Many long rows wait in no queue: what was submitted and not yet taken holds a constant number of bytes,
+    or one row."""
 
     waiting: list[int] = []
     most = 0
@@ -105,7 +114,10 @@ def test_pending_chunks_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) ->
     sizes = [1_000_000] * 40 + [30_000_000] * 4 + [10] * 3000
     raw = (RawRow(0, 0, number, {"text": "x" * size}) for number, size in enumerate(sizes, 1))
     chunks: Any = tokenise(raw, Recording(None, ()), 2, check_only=lambda: False)  # type: ignore[arg-type]
-    taken = [chunk if isinstance(chunk, int) else sum(content_bytes(row.values) for row in chunk) for chunk in chunks]
+    taken = [
+        chunk if isinstance(chunk, int) else sum(content_bytes(row.values) for row in chunk)
+        for chunk in chunks
+    ]
     assert sum(taken) == sum(sizes) + 4 * len(sizes)
     assert most <= 30_000_004 + 6 * CHUNK_BYTES
 
@@ -113,19 +125,27 @@ def test_pending_chunks_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) ->
 # ---- Conversations that a template renders differently once more messages follow.
 
 REWRITING = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.thought and loop.last %}({{ m.thought }}){% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.thought and loop.last %}({{ m.thought "
+    "}}){% endif %}"
     "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
 def conversation(question: str, thought: str) -> list[dict[str, str]]:
     turns = zip(["user", "assistant"] * 2, [question, "b", "c", "d"], strict=True)
-    return [{"role": role, "content": text} | ({"thought": thought} if role == "assistant" else {}) for role, text in turns]
+    return [
+        {"role": role, "content": text} | ({"thought": thought} if role == "assistant" else {})
+        for role, text in turns
+    ]
 
 
 def prepared_chats(folder: Path, encoder: ByteEncoder, *chats: list[dict[str, str]], **data: Any) -> Prepared:
     return prepared(
-        folder, write_jsonl(folder / "chats.jsonl", [{"messages": chat} for chat in chats]), encoder=encoder, max_length=256, **data
+        folder,
+        write_jsonl(folder / "chats.jsonl", [{"messages": chat} for chat in chats]),
+        encoder=encoder,
+        max_length=256,
+        **data,
     )
 
 
@@ -163,7 +183,9 @@ def test_special_tokens_in_split_conversations_are_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("begin", "missing"), [("", 1), ("<s>", 0)])
-def test_template_without_the_tokenizers_beginning_of_sequence_is_reported(tmp_path: Path, begin: str, missing: int) -> None:
+def test_template_without_the_tokenizers_beginning_of_sequence_is_reported(
+    tmp_path: Path, begin: str, missing: int
+) -> None:
     encoder = ByteEncoder(eos="<|im_end|>", template=begin + REWRITING, adds_bos=True)
     found = prepared_chats(tmp_path, encoder, conversation("a", "hm")[:2])
     assert found.report.bos_missing_in_chat == missing
@@ -182,11 +204,15 @@ END_CASES = [
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_white_space_after_the_end_of_sequence_is_no_reason_for_a_second_one(tmp_path: Path, packing: bool) -> None:
+def test_white_space_after_the_end_of_sequence_is_no_reason_for_a_second_one(
+    tmp_path: Path, packing: bool
+) -> None:
     encoder = ByteEncoder()
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": text} for text, _ in END_CASES])
     found = prepared(tmp_path, rows, encoder=encoder, packing=packing)
-    wanted = [expected.replace("[a", "a[", 1) for _, expected in END_CASES]  # the first token of an example is never a target
+    wanted = [
+        expected.replace("[a", "a[", 1) for _, expected in END_CASES
+    ]  # the first token of an example is never a target
     texts = [marked(row, encoder) for row in rows_of(found)]
     if packing:
         assert len(texts) < len(wanted)
@@ -203,7 +229,9 @@ def test_white_space_after_the_end_of_sequence_is_no_reason_for_a_second_one(tmp
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_white_space_after_the_end_of_sequence_is_not_trained_in_any_format(tmp_path: Path, row: dict[str, Any], expected: str) -> None:
+def test_white_space_after_the_end_of_sequence_is_not_trained_in_any_format(
+    tmp_path: Path, row: dict[str, Any], expected: str
+) -> None:
     encoder = ByteEncoder()
     assert encoder.eos_id == 257
     found = prepared(tmp_path, write_jsonl(tmp_path / "rows.jsonl", [row]), encoder=encoder, append_eos=True)

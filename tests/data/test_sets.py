@@ -10,7 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.data.sets import Cut, Examples, PackedRows, _decreasing, _runs, best_fit, cut, held_out, mixed, one_a_row, wrapped
+from fsdp_tune.data.sets import (
+    Cut,
+    Examples,
+    PackedRows,
+    _decreasing,
+    _runs,
+    best_fit,
+    cut,
+    held_out,
+    mixed,
+    one_a_row,
+    wrapped,
+)
 from fsdp_tune.data.store import Int64
 from fsdp_tune.recipe.schema.sections import EvalFraction, EvalRows, Mixture
 
@@ -71,7 +83,8 @@ def test_overlong_error_names_rows_and_longest() -> None:
     two = examples_of(3, 10, 4, 5)
     two.origins[3] = (1, 7)
     with pytest.raises(
-        FsdpTuneError, match=r"2 rows are longer than `data.max_length: 4`, the longest has 10 tokens; .*: b.jsonl:7$"
+        FsdpTuneError,
+        match=r"2 rows are longer than `data.max_length: 4`, the longest has 10 tokens; .*: b.jsonl:7$",
     ) as caught:
         cut_at(4, two, "error")
     assert str(caught.value.problems[0].where) == "a.jsonl:2"
@@ -94,7 +107,9 @@ def test_held_out_fraction_depends_on_content_only() -> None:
     moved = np.random.default_rng(1).permutation(len(HASHES))
     assert (held_out(HASHES[moved], EvalFraction(fraction=0.1)) == chosen[moved]).all()
     assert (held_out(HASHES[:100], EvalFraction(fraction=0.1)) == chosen[:100]).all()
-    assert (held_out(HASHES, EvalFraction(fraction=0.2)) >= chosen).all(), "a larger fraction keeps what was held out"
+    assert (held_out(HASHES, EvalFraction(fraction=0.2)) >= chosen).all(), (
+        "a larger fraction keeps what was held out"
+    )
 
 
 def test_held_out_row_count_is_exact_and_duplicates_stay_together() -> None:
@@ -129,7 +144,10 @@ def test_first_exhausted_ends_with_the_first_source() -> None:
 
 
 def test_temperature_flattens_the_shares() -> None:
-    assert counts([100, 10_000], [None, None], temperature=2.0, stopping_strategy="first_exhausted") == [100, 1000]
+    assert counts([100, 10_000], [None, None], temperature=2.0, stopping_strategy="first_exhausted") == [
+        100,
+        1000,
+    ]
 
 
 def test_weights_by_tokens_give_shares_of_tokens() -> None:
@@ -178,7 +196,9 @@ def textbook_rooms(lengths: list[int], capacity: int) -> list[int]:
 
 
 lengths_and_capacity = st.integers(1, 40).flatmap(
-    lambda capacity: st.tuples(st.lists(st.integers(1, capacity), min_size=1, max_size=120), st.just(capacity))
+    lambda capacity: st.tuples(
+        st.lists(st.integers(1, capacity), min_size=1, max_size=120), st.just(capacity)
+    )
 )
 
 
@@ -188,7 +208,9 @@ def test_best_fit_splits_no_example_and_needs_no_more_rows_than_textbook(case: t
     segments = segments_of(lengths)
     packed = best_fit(segments, capacity)
     sizes = row_sizes(packed)
-    assert sorted(map(tuple, packed.segments.tolist())) == sorted(map(tuple, segments.tolist())), "each example once, whole"
+    assert sorted(map(tuple, packed.segments.tolist())) == sorted(map(tuple, segments.tolist())), (
+        "each example once, whole"
+    )
     assert max(sizes) <= capacity
     assert len(sizes) <= len(textbook_rooms(lengths, capacity))
 
@@ -246,7 +268,9 @@ def test_many_examples_pack_in_linear_time_and_tightly(capacity: int) -> None:
     segments = np.stack([np.cumsum(lengths) - lengths, lengths], axis=1)
     began = time.process_time()
     packed = best_fit(segments, capacity)
-    assert time.process_time() - began < 5.0, "0.2 s on a slow core; the algorithm of the textbook takes minutes"
+    assert time.process_time() - began < 5.0, (
+        "0.2 s on a slow core; the algorithm of the textbook takes minutes"
+    )
     assert lengths.sum() / ((len(packed.rows) - 1) * capacity) > 0.995
 
 

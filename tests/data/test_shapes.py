@@ -1,4 +1,5 @@
-"""Rows in the shapes of public data sets: each refusal has a hint that leads to prepared rows when it is followed."""
+"""Rows in the shapes of public data sets: each refusal has a hint that leads to prepared rows when it is
+followed."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def followed(directory: Path, entry: dict[str, Any], options: dict[str, Any], hi
     command = re.search(r"`((?:jq|mv|python) .*?)`(?:, and|$| \()", hint, re.DOTALL)
     if command is not None:
         assert shutil.which("jq") or not command[1].startswith("jq")
-        subprocess.run(["bash", "-c", re.sub("^python ", f"{sys.executable} ", command[1])], check=True, cwd=directory)
+        subprocess.run(
+            ["bash", "-c", re.sub("^python ", f"{sys.executable} ", command[1])], check=True, cwd=directory
+        )
         target = re.search(r"> (\S+)$", command[1]) or re.search(r"(\S+)$", command[1])
         assert target is not None
         entry.clear()
@@ -89,7 +92,9 @@ def test_prompts_of_public_sets_are_context(tmp_path: Path) -> None:
 def test_manifest_next_to_rows_is_left_out_by_the_hint(tmp_path: Path) -> None:
     (tmp_path / "rows").mkdir()
     write_jsonl(tmp_path / "rows" / "data.jsonl", CHATS)
-    (tmp_path / "rows" / "dataset_manifest.json").write_text(json.dumps({"repo": "x", "run_id": "1"}, indent=1))
+    (tmp_path / "rows" / "dataset_manifest.json").write_text(
+        json.dumps({"repo": "x", "run_id": "1"}, indent=1)
+    )
     rows, hints = prepare_as_hinted(tmp_path, tmp_path / "rows")
     assert len(rows) == len(CHATS)
     assert f"{tmp_path}/rows/*.jsonl" in hints[-1]

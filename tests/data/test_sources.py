@@ -51,7 +51,11 @@ def test_file_directory_and_glob_sources(folder: Path) -> None:
 
 def test_data_files_inside_a_directory_and_with_a_builder(folder: Path) -> None:
     assert texts(source(folder, data_files="b*")) == ["b1"]
-    assert texts(source("json", data_files=[str(folder / "b.jsonl"), str(folder / "*.jsonl")])) == ["b1", "a1", "a2"]
+    assert texts(source("json", data_files=[str(folder / "b.jsonl"), str(folder / "*.jsonl")])) == [
+        "b1",
+        "a1",
+        "a2",
+    ]
     (folder / "rows").write_text("one\ntwo\n")
     assert texts(source("text", data_files=str(folder / "rows"))) == ["one", "two"]
     assert problem("json").code == "data-not-found"
@@ -79,7 +83,9 @@ def test_saved_data_set_has_splits(tmp_path: Path) -> None:
     datasets.DatasetDict({"train": rows, "test": rows.select([0])}).save_to_disk(str(tmp_path / "many"))
     found = source(tmp_path / "one")
     assert texts(found) == ["row 3", "row 1"]
-    assert len(found.content(FileDigests(tmp_path / "cache"))) == 1, "the bytes of its file decide whether prepared data are current"
+    assert len(found.content(FileDigests(tmp_path / "cache"))) == 1, (
+        "the bytes of its file decide whether prepared data are current"
+    )
     assert texts(source(tmp_path / "many", split="test")) == ["row 0"]
     assert problem(tmp_path / "many", split="dev").hint == "its splits are: train, test"
     (tmp_path / "one" / "state.json").write_text("{")
@@ -90,7 +96,9 @@ def test_digest_of_in_memory_data_set_covers_rows(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     sets = [datasets.Dataset.from_dict({"text": [text]}) for text in ("one", "two")]
     first, second, again = (
-        RowSource(DataSource(path="hub/id"), "data.train[0]", ("hub/id",), dataset=rows).content(FileDigests(tmp_path))
+        RowSource(DataSource(path="hub/id"), "data.train[0]", ("hub/id",), dataset=rows).content(
+            FileDigests(tmp_path)
+        )
         for rows in (*sets, sets[0])
     )
     assert first == again
@@ -114,7 +122,9 @@ def test_missing_names_are_reported_with_the_existing_ones(folder: Path) -> None
     assert "holds no data files" in problem(folder / "empty").message
 
 
-def test_missing_file_in_a_directory_that_may_not_be_listed_is_not_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_file_in_a_directory_that_may_not_be_listed_is_not_found(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(_: Path) -> list[Path]:
         raise PermissionError(13, "Permission denied")
 
@@ -125,13 +135,18 @@ def test_missing_file_in_a_directory_that_may_not_be_listed_is_not_found(folder:
     assert problem(folder / "c*.jsonl").message == f"no file matches `{folder}/c*.jsonl`"
 
 
-def test_file_in_a_directory_that_may_not_be_entered_is_unreadable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_in_a_directory_that_may_not_be_entered_is_unreadable(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(_: Path) -> bool:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "is_dir", refuse)
     found = problem(folder / "a.jsonl")
-    assert (found.code, found.message) == ("data-unreadable", f"`{folder / 'a.jsonl'}` cannot be read: Permission denied")
+    assert (found.code, found.message) == (
+        "data-unreadable",
+        f"`{folder / 'a.jsonl'}` cannot be read: Permission denied",
+    )
 
 
 def test_files_of_two_kinds_are_refused_by_name(folder: Path) -> None:
@@ -153,7 +168,9 @@ def test_hub_keys_are_refused_for_files(folder: Path, option: dict[str, str]) ->
     assert next(iter(option)) in problem(folder / "a.jsonl", **option).message
 
 
-def test_unreachable_hub_id_error_names_the_resource_and_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_id_error_names_the_resource_and_alternatives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sources, "hub_is_reachable", lambda: False)
     found = problem("tatsu-lab/alpaca")
     assert found.code == "hub-unreachable"
@@ -164,7 +181,10 @@ def test_unreachable_hub_id_error_names_the_resource_and_alternatives(monkeypatc
 
 def test_missing_config_of_cached_data_set_is_named_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: object, **__: object) -> None:
-        raise ValueError("Couldn't find cache for openai/gsm8k for config 'socratic'\nAvailable configs in the cache: ['main']")
+        raise ValueError(
+            "Couldn't find cache for openai/gsm8k for config 'socratic'\nAvailable configs in the "
+            "cache: ['main']"
+        )
 
     monkeypatch.setattr(sources, "hub_is_reachable", lambda: False)
     monkeypatch.setattr("datasets.load_dataset", load)

@@ -16,17 +16,25 @@ from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file, list_fi
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    """Three examples (10 11 12 | 20 21 | 30 31 32 33) in two chunks; `train` packs the third and the first."""
+    """Three examples (10 11 12 | 20 21 | 30 31 32 33) in two chunks; `train` packs the third and the
+    first."""
     folder = tmp_path / "store"
     folder.mkdir()
     writer = StoreWriter(folder)
-    add = [([10, 11, 12, 20, 21], [0, 1, 1, 1, 1], [3, 2], [[0, 7], [0, 9]]), ([30, 31, 32, 33], [1, 1, 0, 1], [4], [[1, 1]])]
+    add = [
+        ([10, 11, 12, 20, 21], [0, 1, 1, 1, 1], [3, 2], [[0, 7], [0, 9]]),
+        ([30, 31, 32, 33], [1, 1, 0, 1], [4], [[1, 1]]),
+    ]
     for tokens, trained, lengths, origins in add:
-        writer.add(np.array(tokens, np.int32), np.array(trained, np.uint8), np.array(lengths), np.array(origins))
+        writer.add(
+            np.array(tokens, np.int32), np.array(trained, np.uint8), np.array(lengths), np.array(origins)
+        )
     writer.finish_pool()
     writer.add_set("train", np.array([[5, 4], [0, 3], [3, 2]]), np.array([0, 2, 3]))
     files = {name: digest_file(folder / name) for name in list_files(folder)}
-    (folder / MANIFEST_NAME).write_text(Manifest(STORE_KIND, files, {"files": ["a.jsonl", "b.jsonl"]}).to_json())
+    (folder / MANIFEST_NAME).write_text(
+        Manifest(STORE_KIND, files, {"files": ["a.jsonl", "b.jsonl"]}).to_json()
+    )
     return folder
 
 
@@ -123,7 +131,8 @@ def test_empty_batch_is_one_padding_row() -> None:
 
 
 def test_packed_positions_are_separate_sequences_to_transformers() -> None:
-    """transformers finds the examples of a packed row by the jumps of its position ids; ours must be read that way."""
+    """transformers finds the examples of a packed row by the jumps of its position ids; ours must be read
+    that way."""
     torch = pytest.importorskip("torch")
     from transformers.masking_utils import find_packed_sequence_indices
 

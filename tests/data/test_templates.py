@@ -12,7 +12,13 @@ from tokenizers import AddedToken
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.format import templates as module
 from fsdp_tune.data.format.formats import Chat, FormatSettings
-from fsdp_tune.data.format.templates import BUNDLED, bundled_text, fitting_templates, resolve_template, suggestion
+from fsdp_tune.data.format.templates import (
+    BUNDLED,
+    bundled_text,
+    fitting_templates,
+    resolve_template,
+    suggestion,
+)
 from fsdp_tune.data.read.row_files import BadRow, RowError
 from fsdp_tune.data.tokenise.chat import RenderedChat, is_field, render_chat, template_for
 from fsdp_tune.data.tokenise.rows import RawRow, Tokeniser
@@ -35,11 +41,13 @@ SAME = {
     "phi4": ("phi 4", 1),
     "glm4.5": ("glm 4.5", 8),
 }
-"""For a bundled template: the published one of its family, and in how many conversations both render the same text, before each answer too.
-The others differ by default system prompts and by the words about functions."""
+"""For a bundled template: the published one of its family, and in how many conversations both render the same
+text, before each answer too. The others differ by default system prompts and by the words about functions."""
 
 
-def text_or_error(encoder: TokenizerEncoder, template: str, conversation: str, *, count: int, prompt: bool, **mode: Any) -> str | None:
+def text_or_error(
+    encoder: TokenizerEncoder, template: str, conversation: str, *, count: int, prompt: bool, **mode: Any
+) -> str | None:
     messages, tools = CONVERSATIONS[conversation]
     try:
         return encoder.render(messages[:count], template, tools=tools, generation_prompt=prompt, **mode)
@@ -50,10 +58,16 @@ def text_or_error(encoder: TokenizerEncoder, template: str, conversation: str, *
 def renders_same(name: str, published: Published, conversation: str) -> bool:
     encoder, modes = published.encoder(), ({}, {"enable_thinking": False}, {"enable_thinking": True})
     requests = [
-        (count, prompt, mode) for count in range(1, len(CONVERSATIONS[conversation][0]) + 1) for prompt in (False, True) for mode in modes
+        (count, prompt, mode)
+        for count in range(1, len(CONVERSATIONS[conversation][0]) + 1)
+        for prompt in (False, True)
+        for mode in modes
     ]
     texts = [
-        [text_or_error(encoder, template, conversation, count=count, prompt=prompt, **mode) for count, prompt, mode in requests]
+        [
+            text_or_error(encoder, template, conversation, count=count, prompt=prompt, **mode)
+            for count, prompt, mode in requests
+        ]
         for template in (published.text(), bundled_text(name))
     ]
     return None not in texts[0] and texts[0] == texts[1]
@@ -62,7 +76,9 @@ def renders_same(name: str, published: Published, conversation: str) -> bool:
 @pytest.mark.parametrize("name", SAME)
 def test_bundled_template_renders_the_text_of_its_family(name: str) -> None:
     family, least = SAME[name]
-    same = [conversation for conversation in CONVERSATIONS if renders_same(name, PUBLISHED[family], conversation)]
+    same = [
+        conversation for conversation in CONVERSATIONS if renders_same(name, PUBLISHED[family], conversation)
+    ]
     assert "system" in same
     assert len(same) >= least, same
 
@@ -74,9 +90,13 @@ def rendered(name: str, conversation: str) -> RenderedChat:
     return render_chat(chat, bundled_text(name), encoder, check_repeat=True)
 
 
-@pytest.mark.parametrize(("part", "conversation"), [("system", "system"), ("tools", "tools"), ("thinking", "reasoning")])
+@pytest.mark.parametrize(
+    ("part", "conversation"), [("system", "system"), ("tools", "tools"), ("thinking", "reasoning")]
+)
 @pytest.mark.parametrize("name", BUNDLED)
-def test_declared_parts_are_those_that_are_rendered_and_trained(name: str, part: module.Part, conversation: str) -> None:
+def test_declared_parts_are_those_that_are_rendered_and_trained(
+    name: str, part: module.Part, conversation: str
+) -> None:
     if part in BUNDLED[name].parts:
         assert all(is_field(note) for note in rendered(name, conversation).notes)
         return
@@ -128,7 +148,9 @@ def encoder_of(family: str, *more: str) -> TokenizerEncoder:
         (encoder_of("gpt-oss"), "plain", "plain-tools"),
     ],
 )
-def test_templates_are_suggested_by_the_tokens_of_the_vocabulary(encoder: TokenizerEncoder, first: str, with_tools: str) -> None:
+def test_templates_are_suggested_by_the_tokens_of_the_vocabulary(
+    encoder: TokenizerEncoder, first: str, with_tools: str
+) -> None:
     assert fitting_templates(encoder.encode)[0] == first
     assert fitting_templates(encoder.encode, ["tools"])[0] == with_tools
     assert f"`data.chat_template: {first}`" in suggestion(encoder.encode)
@@ -152,11 +174,17 @@ def test_templates_are_suggested_by_the_tokens_of_the_vocabulary(encoder: Tokeni
 def test_unknown_name_is_refused_without_the_hub_and_names_what_is_meant(
     name: str, meant: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_from_hub", lambda *_: pytest.fail("a name without an owner is not a model on the hub"))
+    monkeypatch.setattr(
+        module, "_from_hub", lambda *_: pytest.fail("a name without an owner is not a model on the hub")
+    )
     with pytest.raises(FsdpTuneError) as caught:
         resolve_template(name)
     (problem,) = caught.value.problems
-    assert (problem.code, problem.where.key, caught.value.exit_code) == ("no-such-template", "data.chat_template", 2)
+    assert (problem.code, problem.where.key, caught.value.exit_code) == (
+        "no-such-template",
+        "data.chat_template",
+        2,
+    )
     hint = problem.hint or ""
     assert [each for each in BUNDLED if f"`{each}`" in hint] == meant
     assert "fsdp-tune templates" in hint
@@ -165,13 +193,25 @@ def test_unknown_name_is_refused_without_the_hub_and_names_what_is_meant(
 
 def test_name_with_an_owner_is_a_model_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_from_hub", lambda name, key: f"{name} {key}")
-    assert resolve_template("Qwen/Qwen3-8B", "data.train[0].chat_template") == "Qwen/Qwen3-8B data.train[0].chat_template"
+    assert (
+        resolve_template("Qwen/Qwen3-8B", "data.train[0].chat_template")
+        == "Qwen/Qwen3-8B data.train[0].chat_template"
+    )
 
 
-def bad_rows(encoder: Any, template: str, *conversations: str, key: str = "data.chat_template") -> list[BadRow]:
-    settings = FormatSettings("messages", "assistant", template, "", True, encoder.vocabulary_size, template_key=key)
+def bad_rows(
+    encoder: Any, template: str, *conversations: str, key: str = "data.chat_template"
+) -> list[BadRow]:
+    settings = FormatSettings(
+        "messages", "assistant", template, "", True, encoder.vocabulary_size, template_key=key
+    )
     rows = [{"messages": CONVERSATIONS[name][0], "tools": CONVERSATIONS[name][1]} for name in conversations]
-    return [row for _, row in Tokeniser(encoder, (settings,)).chunk([RawRow(0, 0, at, row) for at, row in enumerate(rows, 1)]).bad]
+    return [
+        row
+        for _, row in Tokeniser(encoder, (settings,))
+        .chunk([RawRow(0, 0, at, row) for at, row in enumerate(rows, 1)])
+        .bad
+    ]
 
 
 @pytest.mark.parametrize(
@@ -187,7 +227,9 @@ def bad_rows(encoder: Any, template: str, *conversations: str, key: str = "data.
         ("gemma 2", PUBLISHED["gemma 2"].text(), "system", "gemma3"),
     ],
 )
-def test_rejected_row_names_a_template_that_renders_it(family: str, rejected: str, conversation: str, works: str) -> None:
+def test_rejected_row_names_a_template_that_renders_it(
+    family: str, rejected: str, conversation: str, works: str
+) -> None:
     encoder = PUBLISHED[family].encoder()
     (row,) = bad_rows(encoder, rejected, conversation)
     assert row.hint is not None
@@ -197,12 +239,19 @@ def test_rejected_row_names_a_template_that_renders_it(family: str, rejected: st
 
 def test_first_rejected_row_alone_has_the_hint_and_names_the_key_of_the_source() -> None:
     first, second = bad_rows(
-        PUBLISHED["qwen 3"].encoder(), bundled_text("chatml"), "turns", "tools", "tools", key="data.train[1].chat_template"
+        PUBLISHED["qwen 3"].encoder(),
+        bundled_text("chatml"),
+        "turns",
+        "tools",
+        "tools",
+        key="data.train[1].chat_template",
     )
     assert "`data.train[1].chat_template: chatml-tools`" in (first.hint or "")
     assert second.hint is None
 
 
 def test_row_that_no_template_renders_gets_no_hint() -> None:
-    chat = Chat([{"role": "user", "content": "\ud800"}, {"role": "assistant", "content": "hi"}], (False, True))  # half of a character
+    chat = Chat(
+        [{"role": "user", "content": "\ud800"}, {"role": "assistant", "content": "hi"}], (False, True)
+    )  # half of a character
     assert template_for(chat, ByteEncoder(), CHATML) is None

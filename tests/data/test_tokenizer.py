@@ -1,4 +1,5 @@
-"""The recipe's tokenizer through transformers: special tokens, templates, and errors if it cannot be loaded."""
+"""The recipe's tokenizer through transformers: special tokens, templates, and errors if it cannot be
+loaded."""
 
 from __future__ import annotations
 
@@ -30,7 +31,12 @@ from fsdp_tune.recipe.schema.sections import DataSource
 BUILTIN = "builtin:arithmetic"
 
 
-def recipe(tokenizer: Path | str | None = BUILTIN, *, tokens: dict[str, Any] | None = None, template: str | None = None) -> Recipe:
+def recipe(
+    tokenizer: Path | str | None = BUILTIN,
+    *,
+    tokens: dict[str, Any] | None = None,
+    template: str | None = None,
+) -> Recipe:
     model = {"tokenizer": str(tokenizer) if tokenizer else None, "tokens": tokens or {}}
     return Recipe.model_validate({"model": model, "data": {"chat_template": template}})
 
@@ -43,7 +49,9 @@ def saved(folder: Path, **special: Any) -> Path:
     """An ordinary tokenizer directory with the special tokens given, and no others."""
     from transformers import PreTrainedTokenizerFast
 
-    PreTrainedTokenizerFast(tokenizer_object=builtin_tokenizer(BUILTIN), **special).save_pretrained(str(folder))
+    PreTrainedTokenizerFast(tokenizer_object=builtin_tokenizer(BUILTIN), **special).save_pretrained(
+        str(folder)
+    )
     return folder
 
 
@@ -66,15 +74,24 @@ def test_saved_builtin_tokenizer_loads_with_transformers(tmp_path: Path) -> None
 
     tokenizer = tokenizer_of(recipe())
     tokenizer.save_pretrained(str(tmp_path))
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "vocab_size": 384, "bos_token_id": null, "eos_token_id": null}')
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "gpt2", "vocab_size": 384, "bos_token_id": null, "eos_token_id": null}'
+    )
     again = AutoTokenizer.from_pretrained(str(tmp_path))
-    assert (again.eos_token, again.pad_token, len(again)) == (tokenizer.eos_token, tokenizer.pad_token, len(tokenizer))
+    assert (again.eos_token, again.pad_token, len(again)) == (
+        tokenizer.eos_token,
+        tokenizer.pad_token,
+        len(tokenizer),
+    )
     for row in builtin_rows(BUILTIN, "test")[:20]:
         text = row["prompt"] + row["completion"]
         assert again(text).input_ids == tokenizer(text).input_ids
         assert again.decode(again(text).input_ids) == text
     chat = [{"role": "user", "content": "one plus one is"}, {"role": "assistant", "content": "two"}]
-    assert again.apply_chat_template(chat, tokenize=False) == "<|user|>one plus one is<|end|><|assistant|>two<|endoftext|>"
+    assert (
+        again.apply_chat_template(chat, tokenize=False)
+        == "<|user|>one plus one is<|end|><|assistant|>two<|endoftext|>"
+    )
 
 
 def test_builtin_template_trains_answers() -> None:
@@ -98,7 +115,7 @@ data = {{"train": [{{"path": "{BUILTIN}"}}], "max_length": 32, "cache_dir": {str
 recipe = Recipe.model_validate({{"model": {{"tokenizer": "{BUILTIN}"}}, "data": data, "launch": {{"num_processes": 1}}}})
 prepare(recipe, load_encoder(recipe))
 assert not {{"torch", "datasets", "pyarrow"}} & set(sys.modules)
-"""
+"""  # noqa: E501
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
@@ -156,11 +173,21 @@ def test_recipes_template_is_saved_with_the_tokenizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize("template", sorted(BUNDLED))
 def test_bundled_templates_are_prefix_stable(template: str) -> None:
     encoder = load_encoder(recipe(tokens={"add": list(BUNDLED[template].tokens)}, template=template))
-    turns = [{"role": role, "content": f"{role} says"} for role in ("system", "user", "assistant", "user", "assistant")]
+    turns = [
+        {"role": role, "content": f"{role} says"}
+        for role in ("system", "user", "assistant", "user", "assistant")
+    ]
     chat = Chat(turns, (False, False, True, False, True))
     examples = render_chat(chat, bundled_text(template), encoder, check_repeat=True).examples
-    tokens = [tokens for text in examples for tokens in chat_tokens(text, encoder.encode(text.pieces), encoder, append_eos=True)]
-    trained = [encoder.decode([token for token, flag in zip(each.ids, each.trained, strict=True) if flag]) for each in tokens]
+    tokens = [
+        tokens
+        for text in examples
+        for tokens in chat_tokens(text, encoder.encode(text.pieces), encoder, append_eos=True)
+    ]
+    trained = [
+        encoder.decode([token for token, flag in zip(each.ids, each.trained, strict=True) if flag])
+        for each in tokens
+    ]
     assert sum(text.count("assistant says") for text in trained) == 2
     assert not any("user says" in text for text in trained)
     assert trained[-1].endswith("<|endoftext|>")
@@ -171,7 +198,9 @@ def test_tokens_of_a_bundled_template_that_the_vocabulary_lacks_are_reported() -
     assert (notice.code, notice.where.key) == ("template-tokens-missing", "data.chat_template")
     assert "`<|im_start|>`, `<|im_end|>`" in notice.message
     assert "`phi3`" in (notice.hint or "")
-    assert load_encoder(recipe(template="chatml", tokens={"add": ["<|im_start|>", "<|im_end|>"]})).notices == ()
+    assert (
+        load_encoder(recipe(template="chatml", tokens={"add": ["<|im_start|>", "<|im_end|>"]})).notices == ()
+    )
     assert load_encoder(recipe(template="phi3")).notices == ()
     of_source = recipe().model_copy(deep=True)
     of_source.data.train.append(DataSource(path="a.jsonl", chat_template="qwen3"))
@@ -196,11 +225,15 @@ def test_missing_tokenizer_is_distinguished_from_unreachable_hub(tmp_path: Path)
     assert found.ways_out[0] == "give a local path in `model.tokenizer`"
     (tmp_path / "tokenizer.json").write_text("{")
     assert problem(recipe(tmp_path)).code == "tokenizer-unreadable"
-    (tmp_path / "tokenizer.json").write_text('{"added_tokens": [], "model": {"type": "Other"}}')  # tokenizers raises a plain Exception
+    (tmp_path / "tokenizer.json").write_text(
+        '{"added_tokens": [], "model": {"type": "Other"}}'
+    )  # tokenizers raises a plain Exception
     assert problem(recipe(tmp_path)).code == "tokenizer-unreadable"
 
 
-def test_disk_error_while_a_tokenizer_is_read_is_that_os_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_disk_error_while_a_tokenizer_is_read_is_that_os_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """As hf_xet reports a full disk during a download."""
 
     def full(*_: object, **__: object) -> None:
@@ -236,7 +269,9 @@ def test_bos_added_by_tokenizer_is_its_prefix(tmp_path: Path) -> None:
 
     backend = builtin_tokenizer(BUILTIN)
     begin = backend.token_to_id("<|system|>")
-    backend.post_processor = processors.TemplateProcessing(single="<|system|> $A", special_tokens=[("<|system|>", begin)])
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|system|> $A", special_tokens=[("<|system|>", begin)]
+    )
     PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<|system|>", eos_token="<|endoftext|>", pad_token="<|pad|>"
     ).save_pretrained(str(tmp_path))
@@ -250,12 +285,18 @@ def test_bos_added_by_tokenizer_is_its_prefix(tmp_path: Path) -> None:
 def test_digests_distinguish_tokenizers(tmp_path: Path) -> None:
     digests = {
         load_encoder(wanted).digest
-        for wanted in (recipe(), recipe(tokens={"add": ["<|new|>"]}), recipe(tokens={"eos": "<|end|>"}), recipe(template="chatml"))
+        for wanted in (
+            recipe(),
+            recipe(tokens={"add": ["<|new|>"]}),
+            recipe(tokens={"eos": "<|end|>"}),
+            recipe(template="chatml"),
+        )
     }
     assert len(digests) == 4
 
 
-# ---- The tokenizer of a trained model: files that the recipe does not change are the base's, the others load with the ids of the training.
+# ---- The tokenizer of a trained model: files that the recipe does not change are the base's, the others load
+# with the ids of the training.
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<pad>"]
 CONFIG: dict[str, Any] = {
@@ -274,7 +315,9 @@ TEXT = "It's  3.14 <|im_start|>é<|im_end|> <new>\n x"
 def write_base(folder: Path, *, token_map: bool = True, decoder: bool = True, **fields: Any) -> Path:
     """Write a tokenizer as transformers 4 does."""
     folder.mkdir(parents=True, exist_ok=True)
-    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    vocabulary = {
+        token: number for number, token in enumerate([*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())])
+    }
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -286,11 +329,15 @@ def write_base(folder: Path, *, token_map: bool = True, decoder: bool = True, **
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     if token_map:
         names = ("bos_token", "eos_token", "pad_token", "unk_token", "additional_special_tokens")
-        (folder / "special_tokens_map.json").write_text(json.dumps({name: config[name] for name in names if name in config}))
+        (folder / "special_tokens_map.json").write_text(
+            json.dumps({name: config[name] for name in names if name in config})
+        )
     return folder
 
 
-def export(base: Path | str, folder: Path, tokens: dict[str, Any] | None = None, template: str | None = None) -> tuple[Any, dict[str, Any]]:
+def export(
+    base: Path | str, folder: Path, tokens: dict[str, Any] | None = None, template: str | None = None
+) -> tuple[Any, dict[str, Any]]:
     """Return the encoder of the training and the exported tokenizer_config.json."""
     fields: dict[str, Any] = {"model": {"tokenizer": str(base), "tokens": tokens or {}}}
     if template is not None:
@@ -313,14 +360,22 @@ def assert_same_tokens(encoder: Any, folder: Path) -> None:
 
 def test_unchanged_tokenizer_is_copied(tmp_path: Path) -> None:
     base = write_base(tmp_path / "base")
-    (base / "tokenizer_config.json").write_text(json.dumps({name: value for name, value in CONFIG.items() if name != "chat_template"}))
+    (base / "tokenizer_config.json").write_text(
+        json.dumps({name: value for name, value in CONFIG.items() if name != "chat_template"})
+    )
     (base / "chat_template.jinja").write_text(CONFIG["chat_template"])
     (base / "additional_chat_templates").mkdir()
     (base / "additional_chat_templates" / "rag.jinja").write_text("rag")
     (base / "config.json").write_text('{"model_type": "llama"}')
     encoder, _ = export(base, tmp_path / "out")
-    names = {path.relative_to(base).as_posix() for path in base.rglob("*") if path.is_file()} - {"config.json"}
-    assert {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()} == names
+    names = {path.relative_to(base).as_posix() for path in base.rglob("*") if path.is_file()} - {
+        "config.json"
+    }
+    assert {
+        path.relative_to(tmp_path / "out").as_posix()
+        for path in (tmp_path / "out").rglob("*")
+        if path.is_file()
+    } == names
     assert all((tmp_path / "out" / name).read_bytes() == (base / name).read_bytes() for name in names)
     assert encoder.origin.folder == base
 
@@ -348,7 +403,10 @@ def test_chosen_padding_is_written(tmp_path: Path) -> None:
 def test_added_tokens_keep_the_configuration_of_the_base(decoder: bool, tmp_path: Path) -> None:
     base = write_base(tmp_path / "base", decoder=decoder)
     encoder, config = export(base, tmp_path / "out", {"add": ["<new>"]})
-    assert (config["tokenizer_class"], config["additional_special_tokens"]) == ("PreTrainedTokenizerFast", ["<|im_start|>", "<|im_end|>"])
+    assert (config["tokenizer_class"], config["additional_special_tokens"]) == (
+        "PreTrainedTokenizerFast",
+        ["<|im_start|>", "<|im_end|>"],
+    )
     number = str(encoder.tokenizer.convert_tokens_to_ids("<new>"))
     assert not decoder or config["added_tokens_decoder"][number]["content"] == "<new>"
     assert not decoder or len(config["added_tokens_decoder"]) == len(SPECIAL) + 1
@@ -360,7 +418,9 @@ def test_changed_template_replaces_each_copy(is_in_config: bool, tmp_path: Path)
     base = write_base(tmp_path / "base")
     if not is_in_config:
         (base / "chat_template.jinja").write_text(CONFIG["chat_template"])
-        (base / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in CONFIG.items() if k != "chat_template"}))
+        (base / "tokenizer_config.json").write_text(
+            json.dumps({k: v for k, v in CONFIG.items() if k != "chat_template"})
+        )
     file = tmp_path / "other.jinja"
     file.write_text("{% for message in messages %}[{{ message.content }}]{% endfor %}")
     encoder, config = export(base, tmp_path / "out", template=str(file))

@@ -1,4 +1,5 @@
-"""`python -m tests.exports PYTHON`: export a tiny model of each architecture, load it in another version of transformers, write a table."""
+"""`python -m tests.exports PYTHON`: export a tiny model of each architecture, load it in another version of
+transformers, write a table."""
 
 from __future__ import annotations
 
@@ -19,7 +20,10 @@ from tests.exports.case import IDS, TEXT, Job, differences, load_with, train_and
 from tests.exports.older import describe
 from tests.exports.page import EVIDENCE
 
-_NAMES = "from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names; print('\\n'.join(sorted(names)))"
+_NAMES = (
+    "from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names; "
+    "print('\\n'.join(sorted(names)))"
+)
 VOCABULARY = 300
 THETA = 54321.0
 """Unlike every default, so that a version that does not read it computes other logits."""
@@ -29,13 +33,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/test --suite exports", description=__doc__)
     parser.add_argument("python", type=Path, help="an interpreter with the older version of transformers")
     parser.add_argument("architectures", nargs="*", help="all that both versions have unless given")
-    parser.add_argument("--results", type=Path, default=Path("exports.jsonl"), help="results are appended; architectures in it are skipped")
-    parser.add_argument("--write", action="store_true", help="write docs/evidence/data/exports.json and docs/reference/exports.md")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=Path("exports.jsonl"),
+        help="results are appended; architectures in it are skipped",
+    )
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="write docs/evidence/data/exports.json and docs/reference/exports.md",
+    )
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     known = arguments.architectures or _in_both(arguments.python)
-    lines = [json.loads(line) for line in arguments.results.read_text().splitlines()] if arguments.results.exists() else []
+    lines = (
+        [json.loads(line) for line in arguments.results.read_text().splitlines()]
+        if arguments.results.exists()
+        else []
+    )
     for name in [name for name in known if name not in {each["architecture"] for each in lines}]:
         lines.append(compare(name, arguments.python))
         with arguments.results.open("a") as file:
@@ -60,7 +77,8 @@ def _in_both(python: Path) -> list[str]:
 
 
 def compare(name: str, python: Path) -> dict[str, Any]:
-    """Return the differences of the merged model and of the adapter between the two versions; why there are none of them."""
+    """Return the differences of the merged model and of the adapter between the two versions; why there are
+    none of them."""
     result: dict[str, Any] = {
         "architecture": name,
         "versions": [transformers.__version__, ""],
@@ -73,14 +91,23 @@ def compare(name: str, python: Path) -> dict[str, Any]:
         jobs: list[Job] = []
         try:
             config = config_of(name) | {"vocab_size": VOCABULARY, "output_router_logits": False}
-            base = make_model(_sensitive({key: value for key, value in config.items() if key in config_of(name)}), folder / "base")
+            base = make_model(
+                _sensitive({key: value for key, value in config.items() if key in config_of(name)}),
+                folder / "base",
+            )
             write_tokenizer(base)
             jobs.append(Job("full", train_and_export(base, folder / "full")))
         except Exception as error:  # noqa: BLE001  the reason is the result
             result["not_tried"]["full"] = _first_line(error)
         try:
             if jobs:
-                jobs.append(Job("adapter", jobs[0].folder, train_and_export(jobs[0].folder, folder / "adapter", lora=True)))
+                jobs.append(
+                    Job(
+                        "adapter",
+                        jobs[0].folder,
+                        train_and_export(jobs[0].folder, folder / "adapter", lora=True),
+                    )
+                )
         except Exception as error:  # noqa: BLE001
             result["not_tried"]["adapter"] = _first_line(error)
         for job, old in zip(jobs, load_with(python, jobs, folder), strict=True):
@@ -99,10 +126,17 @@ def _first_line(error: Exception) -> str:
 
 def _sensitive(config: dict[str, Any]) -> dict[str, Any]:
     """Return a configuration whose rotary base is THETA in all layers."""
-    changed = {name: _sensitive(value) if name.endswith("_config") and isinstance(value, dict) else value for name, value in config.items()}
+    changed = {
+        name: _sensitive(value) if name.endswith("_config") and isinstance(value, dict) else value
+        for name, value in config.items()
+    }
     parameters = changed.get("rope_parameters")
     if isinstance(parameters, dict):
-        nested = {name: value | {"rope_theta": THETA} for name, value in parameters.items() if isinstance(value, dict)}
+        nested = {
+            name: value | {"rope_theta": THETA}
+            for name, value in parameters.items()
+            if isinstance(value, dict)
+        }
         changed["rope_parameters"] = parameters | (nested or {"rope_theta": THETA})
     return changed
 

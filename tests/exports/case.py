@@ -35,9 +35,13 @@ def train_and_export(base: Path, out: Path, *, lora: bool = False, **model: Any)
     return merge_checkpoint(run, MergeOptions(dtype="keep", adapter=lora, verify="quick")).output
 
 
-def write_run(base: Path, out: Path, *, lora: dict[str, Any] | None = None, **model: Any) -> tuple[Path, dict[str, torch.Tensor]]:
+def write_run(
+    base: Path, out: Path, *, lora: dict[str, Any] | None = None, **model: Any
+) -> tuple[Path, dict[str, torch.Tensor]]:
     """Write the files of a run on `base` with changed weights. Returns (run, its weights)."""
-    sections: dict[str, Any] = {"data": {"train": [{"path": "x"}], "max_length": 64}} | ({"lora": lora} if lora is not None else {})
+    sections: dict[str, Any] = {"data": {"train": [{"path": "x"}], "max_length": 64}} | (
+        {"lora": lora} if lora is not None else {}
+    )
     recipe = recipe_of({"name_or_path": str(base), "tokenizer": None, **model}, **sections)
     document, encoder = find_facts(recipe), load_encoder(recipe)
     if document.facts is None or document.problems:
@@ -50,7 +54,8 @@ def write_run(base: Path, out: Path, *, lora: dict[str, Any] | None = None, **mo
 
 
 def trained_state(recipe: Recipe, vocabulary: int) -> dict[str, torch.Tensor]:
-    """Return the weights of the recipe's model with noise on those that are trained, as a checkpoint has them."""
+    """Return the weights of the recipe's model with noise on those that are trained, as a checkpoint has
+    them."""
     model = build_full(recipe, vocabulary=vocabulary)
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
@@ -58,7 +63,11 @@ def trained_state(recipe: Recipe, vocabulary: int) -> dict[str, torch.Tensor]:
             parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
     if recipe.lora is None:
         return dict(model.state_dict())
-    return {name_in_file(name): parameter.data for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {
+        name_in_file(name): parameter.data
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +84,16 @@ class Job:
 
 
 def load_with(python: Path, jobs: list[Job], folder: Path) -> list[dict[str, Any]]:
-    """Return what the transformers of another interpreter reads in each folder. It runs in an empty directory, without this package."""
+    """Return what the transformers of another interpreter reads in each folder. It runs in an empty
+    directory, without this package."""
     script = folder / "older.py"
     shutil.copy(older.__file__, script)
-    environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2", "HOME": str(folder), "PATH": "/usr/bin:/bin"}
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "2",
+        "HOME": str(folder),
+        "PATH": "/usr/bin:/bin",
+    }
     child = subprocess.run(
         [python, "-P", script],
         input="".join(job.as_line() + "\n" for job in jobs),
@@ -99,12 +114,25 @@ def differences(new: dict[str, Any], old: dict[str, Any]) -> list[str]:
     """Return how two readings of one export differ."""
     if (error := new.get("error") or old.get("error")) is not None:
         return [f"{'5' if 'error' in new else 'older'}: {error}"]
-    found = [] if (relative := relative_difference(new, old)) <= TOLERANCE else [f"logits differ by {relative:.1e}"]
-    wrong = [name for name, value in new["generation"].items() if not _same_setting(name, value, old["generation"][name])]
-    found += [f"generation setting `{name}`: {new['generation'][name]} and {old['generation'][name]}" for name in wrong]
+    found = (
+        []
+        if (relative := relative_difference(new, old)) <= TOLERANCE
+        else [f"logits differ by {relative:.1e}"]
+    )
+    wrong = [
+        name
+        for name, value in new["generation"].items()
+        if not _same_setting(name, value, old["generation"][name])
+    ]
+    found += [
+        f"generation setting `{name}`: {new['generation'][name]} and {old['generation'][name]}"
+        for name in wrong
+    ]
     tokens = new.get("tokens") or {}
     return found + [
-        f"{name} of the tokenizer: {value!r} and {old['tokens'][name]!r}" for name, value in tokens.items() if value != old["tokens"][name]
+        f"{name} of the tokenizer: {value!r} and {old['tokens'][name]!r}"
+        for name, value in tokens.items()
+        if value != old["tokens"][name]
     ]
 
 

@@ -2,7 +2,8 @@
 
     python older.py < jobs.jsonl > results.jsonl
 
-A job is {"folder", "adapter" or null, "ids", "text"}; a result has logits, token ids and generation settings, or the error.
+A job is {"folder", "adapter" or null, "ids", "text"}; a result has logits, token ids and generation settings,
+or the error.
 """
 
 from __future__ import annotations
@@ -16,11 +17,22 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-SETTINGS = ("bos_token_id", "eos_token_id", "pad_token_id", "temperature", "top_k", "top_p", "do_sample", "max_length")
+SETTINGS = (
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "temperature",
+    "top_k",
+    "top_p",
+    "do_sample",
+    "max_length",
+)
 
 
 def load(folder: str, adapter: str | None) -> Any:
-    model, report = AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.float32, output_loading_info=True)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder, torch_dtype=torch.float32, output_loading_info=True
+    )
     wrong = {name: sorted(value)[:3] for name, value in report.items() if value}
     if wrong:
         raise ValueError(f"loading reports {wrong}")
@@ -37,7 +49,10 @@ def describe(folder: str, adapter: str | None, ids: list[int], text: str | None)
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -4:].flatten().tolist()
     settings = GenerationConfig.from_pretrained(folder)
-    found: dict[str, Any] = {"logits": logits, "generation": {name: getattr(settings, name, None) for name in SETTINGS}}
+    found: dict[str, Any] = {
+        "logits": logits,
+        "generation": {name: getattr(settings, name, None) for name in SETTINGS},
+    }
     if text is not None:
         tokenizer = AutoTokenizer.from_pretrained(adapter or folder)
         encoded = tokenizer(text)["input_ids"]
@@ -45,7 +60,11 @@ def describe(folder: str, adapter: str | None, ids: list[int], text: str | None)
         found["tokens"] = {
             "ids": encoded,
             "text": tokenizer.decode(encoded, skip_special_tokens=True),
-            "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)},
+            "special": {
+                name: str(token)
+                for name, token in tokenizer.special_tokens_map.items()
+                if not isinstance(token, list)
+            },
             "chat": tokenizer.apply_chat_template(chat, tokenize=False) if tokenizer.chat_template else None,
             "size": len(tokenizer),
         }
@@ -61,7 +80,10 @@ def main() -> None:
         try:
             result = describe(job["folder"], job["adapter"], job["ids"], job["text"])
         except Exception as error:  # noqa: BLE001  the reason is the result
-            result = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"}
+            result = {
+                "error": f"{type(error).__name__}: "
+                f"{str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            }
         print(json.dumps(result | {"version": transformers.__version__}), file=out, flush=True)
 
 

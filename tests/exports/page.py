@@ -1,4 +1,5 @@
-"""docs/reference/exports.md: the architectures whose exports two versions of transformers read alike, and the others with the cause."""
+"""docs/reference/exports.md: the architectures whose exports two versions of transformers read alike, and the
+others with the cause."""
 
 from __future__ import annotations
 
@@ -27,26 +28,26 @@ By its source, vLLM reads an export through the transformers that is installed w
 
 ## Different
 
-"""
+"""  # noqa: E501
 SHOWN = 90
 _CAUSES = {
     "cpmant": """the head has a row for each prompt token in transformers 4 (and is tied to the embedding), and none in transformers 5:
-a model that transformers 5 trains has another shape.""",
+a model that transformers 5 trains has another shape.""",  # noqa: E501
     "apertus": """transformers 4 keeps the two parameters of xIELU in bf16 whatever the dtype of the model (`ACT2FN` builds it so), and
-rounds the stored values; with their fp32 values its logits are those of transformers 5. In bf16 nothing is rounded.""",
+rounds the stored values; with their fp32 values its logits are those of transformers 5. In bf16 nothing is rounded.""",  # noqa: E501
     "gemma3n_text": """transformers 4 has key and value projections in layers that share those of earlier layers.
-transformers 5 has none, so that the files that it writes lack them: such a base, too, has other logits in transformers 4.""",
+transformers 5 has none, so that the files that it writes lack them: such a base, too, has other logits in transformers 4.""",  # noqa: E501
     "gpt_neo": """the tiny base is at fault: transformers 4 computes the layers from `attention_types`, which transformers 5 writes
-with its default of 24 layers if a model of two is made from `attention_layers`.""",
+with its default of 24 layers if a model of two is made from `attention_layers`.""",  # noqa: E501
     "longcat_flash": """transformers 5 has weights for experts without any computation (`zero_expert_num`), and
-writes them; transformers 4 does not read them.""",
+writes them; transformers 4 does not read them.""",  # noqa: E501
     **dict.fromkeys(
         ("zamba", "zamba2"),
         """transformers 5 writes Mamba layers as `linear_attention` in `layers_block_type`, where transformers 4 reads `mamba`. A base that
-transformers 4 wrote keeps its own.""",
+transformers 4 wrote keeps its own.""",  # noqa: E501
     ),
     "mamba2": """transformers 4 normalises the gated output over its full width, transformers 5 over each of the `n_groups`. With one group
-the logits are equal; with more the base itself differs between the versions.""",
+the logits are equal; with more the base itself differs between the versions.""",  # noqa: E501
 }
 """Of differences: what was found in the sources of both versions."""
 
@@ -60,9 +61,14 @@ def page(results: Results, _previous: str = "") -> str:
     counts = f"{len(equal)} of {len(loaded)} merged models are equal in both, and {adapters} adapters; "
     counts += f"{len(missing)} architectures were not tried."
     if rest := results.about["not_run"]:
-        counts += f" Both versions have {len(rest)} more, which were not run: {', '.join(f'`{name}`' for name in rest)}."
+        counts += (
+            f" Both versions have {len(rest)} more, which were not run: "
+            f"{', '.join(f'`{name}`' for name in rest)}."
+        )
     text = _INTRODUCTION.format(**results.about, counts=counts)
-    rows = [[f"`{each['architecture']}`", _cell(each["full"]), _cause(each)] for each in loaded if each["full"]]
+    rows = [
+        [f"`{each['architecture']}`", _cell(each["full"]), _cause(each)] for each in loaded if each["full"]
+    ]
     text += table(["merged model", "difference", "cause"], rows) if rows else "No merged model.\n"
     alone = [each for each in equal if each["adapter"]]
     text += "".join(f"\nThe adapter alone of {_names([each])}: {_cell(each['adapter'])}.\n" for each in alone)

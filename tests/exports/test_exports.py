@@ -20,8 +20,12 @@ from tests.exports.older import describe
 from tests.exports.page import page
 
 PYTHON = os.environ.get("FSDP_TUNE_OLDER_PYTHON")
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
-older_stack = pytest.mark.skipif(PYTHON is None, reason="scripts/test --suite exports runs it with the other environment")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"
+)
+older_stack = pytest.mark.skipif(
+    PYTHON is None, reason="scripts/test --suite exports runs it with the other environment"
+)
 GENERATION = {
     "bos_token_id": 1,
     "eos_token_id": [2, 5],
@@ -34,12 +38,19 @@ LINEAR = {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "linear", "facto
 
 
 def old_base(folder: Path, name: str, **fields: Any) -> Path:
-    """Write a model directory as transformers 4 does: its fields in config.json, and its classes in tokenizer_config.json."""
+    """Write a model directory as transformers 4 does: its fields in config.json, and its classes in
+    tokenizer_config.json."""
     base = make_model(config_of(name) | {"vocab_size": 300, "max_position_embeddings": 128}, folder)
     write_tokenizer(base)
     path = base / "config.json"
-    config = {key: value for key, value in json.loads(path.read_text()).items() if key not in ("rope_parameters", "dtype")}
-    path.write_text(json.dumps(config | {"torch_dtype": "float32", "transformers_version": "4.51.3", **fields}))
+    config = {
+        key: value
+        for key, value in json.loads(path.read_text()).items()
+        if key not in ("rope_parameters", "dtype")
+    }
+    path.write_text(
+        json.dumps(config | {"torch_dtype": "float32", "transformers_version": "4.51.3", **fields})
+    )
     (base / "generation_config.json").write_text(json.dumps(GENERATION))
     return base
 
@@ -49,7 +60,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "two frequencies": ("gemma3_text", {"rope_theta": 1e6, "rope_local_base_freq": 20000.0}, {}),
     "part of the dimensions": ("phi", {"rope_theta": 30000.0, "partial_rotary_factor": 0.5}, {}),
     "scaled": ("llama", {"rope_theta": 5e5}, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
-    "scaled in one type of layers": ("gemma3_text", {"rope_theta": 1e6}, {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+    "scaled in one type of layers": (
+        "gemma3_text",
+        {"rope_theta": 1e6},
+        {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    ),
     "other tokens": ("qwen3", {"rope_theta": 1e6}, {"tokens": {"eos": "<|endoftext|>"}}),
     "added tokens": ("llama", LINEAR, {"tokens": {"add": ["<new>"]}, "resize_embeddings": True}),
 }
@@ -63,7 +78,13 @@ def test_older_stack_reads_what_was_trained(case: str, tmp_path: Path) -> None:
     merged = train_and_export(old_base(tmp_path / "base", name, **fields), tmp_path / "full", **changes)
     jobs = [Job("full", merged)]
     if not changes:
-        jobs.append(Job("adapter", tmp_path / "base", train_and_export(tmp_path / "base", tmp_path / "adapter", lora=True)))
+        jobs.append(
+            Job(
+                "adapter",
+                tmp_path / "base",
+                train_and_export(tmp_path / "base", tmp_path / "adapter", lora=True),
+            )
+        )
     for job, old in zip(jobs, load_with(Path(str(PYTHON)), jobs, tmp_path), strict=True):
         new = describe(str(job.folder), str(job.adapter) if job.adapter else None, IDS, TEXT)
         assert differences(new, old) == [], job.name

@@ -1,4 +1,5 @@
-"""The scoreboard: run the tests of every row of the catalogue, plant the bugs, and report the results (`scripts/test --suite faults`)."""
+"""The scoreboard: run the tests of every row of the catalogue, plant the bugs, and report the results
+(`scripts/test --suite faults`)."""
 
 from __future__ import annotations
 
@@ -27,7 +28,18 @@ FILE_LIMIT_SECONDS = 2400.0
 PLANT_LIMIT_SECONDS = 300.0
 AT_ONCE = 2
 """Files, or plants: a core each, though ranks take more than one."""
-COPIED = ("fsdp_tune", "tests", "configs", "docs", "scripts", "benchmarks", "pyproject.toml", "constraints.txt", "README.md", "AGENTS.md")
+COPIED = (
+    "fsdp_tune",
+    "tests",
+    "configs",
+    "docs",
+    "scripts",
+    "benchmarks",
+    "pyproject.toml",
+    "constraints.txt",
+    "README.md",
+    "AGENTS.md",
+)
 
 
 @dataclass
@@ -64,13 +76,17 @@ def run_file(file: str, nodes: Sequence[str], *, fast: bool) -> dict[str, Seen]:
         selection = ("-m", "not slow and not gpu") if fast else ("-m", "not gpu")
         command = pytest_command(*nodes, *selection, f"--junitxml={report}")
         try:
-            ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=FILE_LIMIT_SECONDS, check=False)
+            ended = subprocess.run(
+                command, cwd=ROOT, capture_output=True, text=True, timeout=FILE_LIMIT_SECONDS, check=False
+            )
             output = ended.stdout
         except subprocess.TimeoutExpired:
             output = "no end in time"
         found = read_report(report, nodes) if report.exists() else {node: Seen(stuck=True) for node in nodes}
     bad = [node for node in nodes if found[node].failed or found[node].stuck]
-    lines = [f"{file}: {sum(one.passed for one in found.values())} passed in {time.monotonic() - started:.0f} s"]
+    lines = [
+        f"{file}: {sum(one.passed for one in found.values())} passed in {time.monotonic() - started:.0f} s"
+    ]
     lines += [f"    FAILED {node}" for node in bad] + (output.splitlines()[-40:] if bad else [])
     say("\n".join(lines))
     return found
@@ -126,7 +142,8 @@ def red_rows(plant: Plant, place: Path, *, fast: bool) -> set[str]:
 
 
 def is_red(tests: Sequence[str], place: Path, *, fast: bool = False) -> bool:
-    """Return whether a test fails in the copy, quick tests first. An exit code other than 1 is not a result."""
+    """Return whether a test fails in the copy, quick tests first. An exit code other than 1 is not a
+    result."""
     for selection in ("not slow and not gpu",) if fast else ("not slow and not gpu", "slow and not gpu"):
         # A run that does not end would be seen too.
         if run_in(place, "-x", "-m", selection, *tests) in (1, None):
@@ -139,7 +156,12 @@ def run_in(place: Path, *arguments: str) -> int | None:
     environment = {**os.environ, "PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         return subprocess.run(
-            pytest_command(*arguments), cwd=place, env=environment, capture_output=True, timeout=PLANT_LIMIT_SECONDS, check=False
+            pytest_command(*arguments),
+            cwd=place,
+            env=environment,
+            capture_output=True,
+            timeout=PLANT_LIMIT_SECONDS,
+            check=False,
         ).returncode
     except subprocess.TimeoutExpired:
         return None
@@ -188,9 +210,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/test --suite faults", description=__doc__)
     parser.add_argument("--fast", action="store_true", help="leave out the slow tests")
     parser.add_argument("--no-plants", action="store_true", help="plant no bugs")
-    parser.add_argument("--only-plants", action="store_true", help="plant the bugs, and run no other tests; for the rows that are named")
     parser.add_argument(
-        "--write", action="store_true", help="write docs/evidence/data/faults.json and faults.md; of named rows, replace those alone"
+        "--only-plants",
+        action="store_true",
+        help="plant the bugs, and run no other tests; for the rows that are named",
+    )
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="write docs/evidence/data/faults.json and faults.md; of named rows, replace those alone",
     )
     parser.add_argument("rows", nargs="*", metavar="F001", help="these rows only")
     options = parser.parse_args()
@@ -199,7 +227,11 @@ def main() -> int:
     started = time.monotonic()
     chosen = [row for row in ROWS if not options.rows or row.id in options.rows]
     plants = [plant for plant in PLANTS if set(plant.rows) & {row.id for row in chosen}]
-    seen = {} if options.only_plants else run_tests((test for row in chosen for test in row.tests), fast=options.fast)
+    seen = (
+        {}
+        if options.only_plants
+        else run_tests((test for row in chosen for test in row.tests), fast=options.fast)
+    )
     red = {} if options.no_plants else plant_all(plants, fast=options.fast)
     counts = sum((one.counts for one in seen.values()), Counter[str]())
     board = Board([_what(options, time.monotonic() - started)], judge(chosen, seen, red), counts)
@@ -215,7 +247,11 @@ def main() -> int:
     # Without the slow tests a bug may well go unseen.
     whole = not options.fast and not options.no_plants
     caught = {row: set(names) for row, names in red.items()}
-    blind = [plant.name for plant in plants if whole and any(plant.name not in caught.get(row, ()) for row in plant.rows)]
+    blind = [
+        plant.name
+        for plant in plants
+        if whole and any(plant.name not in caught.get(row, ()) for row in plant.rows)
+    ]
     if blind:
         print(f"planted bugs that were not seen everywhere: {', '.join(blind)}")
     return 1 if blind or any(one.state in (WRONG, STUCK) for one in board.standings.values()) else 0

@@ -14,7 +14,8 @@ from fsdp_tune.run.directory import Checkpoint, RunDir, checkpoint_step, inspect
 
 
 def half_files(folder: Path) -> list[str]:
-    """Whatever is visible and not whole: a checkpoint that does not verify, a JSON file that does not parse. [] is good."""
+    """Whatever is visible and not whole: a checkpoint that does not verify, a JSON file that does not parse.
+    [] is good."""
     found: list[str] = []
     for path in sorted(folder.iterdir()):
         if path.name.startswith("."):
@@ -33,7 +34,11 @@ def half_files(folder: Path) -> list[str]:
 
 def verified_steps(run: RunDir) -> list[int]:
     """Steps of the checkpoints that every byte vouches for, oldest first."""
-    verdicts = [inspect_checkpoint(path, digests=True) for path in run.path.iterdir() if checkpoint_step(path) is not None]
+    verdicts = [
+        inspect_checkpoint(path, digests=True)
+        for path in run.path.iterdir()
+        if checkpoint_step(path) is not None
+    ]
     return sorted(verdict.step for verdict in verdicts if isinstance(verdict, Checkpoint))
 
 
@@ -43,7 +48,8 @@ def stages(folder: Path) -> list[str]:
 
 
 def in_child(action: Callable[[], object]) -> int:
-    """Runs `action` in a forked process; its exit code: 0, 1 for an error of ours, 2 for any other, or what a kill left."""
+    """Runs `action` in a forked process; its exit code: 0, 1 for an error of ours, 2 for any other, or what a
+    kill left."""
     sys.stdout.flush()
     child = os.fork()
     if child == 0:

@@ -22,7 +22,8 @@ def training(device: str) -> Training:
 
 @pytest.fixture
 def count(request: pytest.FixtureRequest) -> Count:
-    """`count(kill_points=240)` tells the scoreboard how many cases a test held; pytest's report shows it too."""
+    """`count(kill_points=240)` tells the scoreboard how many cases a test held; pytest's report shows it
+    too."""
 
     def tell(**cases: int) -> None:
         for kind, number in cases.items():

@@ -1,4 +1,5 @@
-"""Disks that fail, kill the process or tear a write at the n-th operation, and a disk that records its operations."""
+"""Disks that fail, kill the process or tear a write at the n-th operation, and a disk that records its
+operations."""
 
 from __future__ import annotations
 
@@ -17,7 +18,18 @@ from fsdp_tune.core import atomic
 from fsdp_tune.core.atomic import Disk
 from tests.ranks import KILLED
 
-OPERATIONS = ("open", "open_direct", "write", "fsync", "mkdir", "rename", "replace", "unlink", "rmtree", "fsync_dir")
+OPERATIONS = (
+    "open",
+    "open_direct",
+    "write",
+    "fsync",
+    "mkdir",
+    "rename",
+    "replace",
+    "unlink",
+    "rmtree",
+    "fsync_dir",
+)
 How = Literal["before", "after", "torn", "error"]
 TEARABLE = ("write", "rmtree")
 """Operations that can be cut in the middle; the others are done or not."""
@@ -37,7 +49,11 @@ class Fault:
     """Sent instead of a kill, so that the process may go on."""
 
     def __str__(self) -> str:
-        what = f"{errno.errorcode[self.error]}{' for ever' if self.sticky else ''}" if self.how == "error" else self.how
+        what = (
+            f"{errno.errorcode[self.error]}{' for ever' if self.sticky else ''}"
+            if self.how == "error"
+            else self.how
+        )
         return f"{what} at operation {self.number}"
 
 
@@ -52,8 +68,8 @@ class Operation:
 
 
 def kill_points(log: Sequence[tuple[str, str]], every_write: int = 1, every: int = 1) -> list[Fault]:
-    """Before and after each operation, and in the middle of those that have one. Of the many small writes of a file, the first,
-    the last and one in `every_write`; of all that, one in `every`."""
+    """Before and after each operation, and in the middle of those that have one. Of the many small writes of
+    a file, the first, the last and one in `every_write`; of all that, one in `every`."""
     found: list[Fault] = []
     for index, (name, path) in enumerate(log):
         around = {log[other] for other in (index - 1, index + 1) if 0 <= other < len(log)}
@@ -80,7 +96,9 @@ class _Tearing:
         self.fault, self.log, self.kill = fault, log, kill
         self.count = 0
 
-    def call(self, original: Callable[..., Any], name: str, disk: Disk, *arguments: Any, **options: Any) -> Any:
+    def call(
+        self, original: Callable[..., Any], name: str, disk: Disk, *arguments: Any, **options: Any
+    ) -> Any:
         path = path_of(arguments[0])
         fault = self.fault
         if fault is not None and fault.inside not in str(path):
@@ -88,7 +106,9 @@ class _Tearing:
         self.count += 1
         target = arguments[1] if name in ("rename", "replace") else None
         data = bytes(arguments[1]) if name == "write" else b""
-        mine = fault is not None and (self.count == fault.number or (fault.sticky and self.count > fault.number))
+        mine = fault is not None and (
+            self.count == fault.number or (fault.sticky and self.count > fault.number)
+        )
         if mine and fault is not None:
             self._before(fault, name, original, disk, arguments)
         result = original(disk, *arguments, **options)
@@ -98,7 +118,9 @@ class _Tearing:
             self.kill()
         return result
 
-    def _before(self, fault: Fault, name: str, original: Callable[..., Any], disk: Disk, arguments: tuple[Any, ...]) -> None:
+    def _before(
+        self, fault: Fault, name: str, original: Callable[..., Any], disk: Disk, arguments: tuple[Any, ...]
+    ) -> None:
         if fault.how == "before":
             self.kill()
         elif fault.how == "torn":
@@ -133,7 +155,9 @@ def injected(fault: Fault | None, kill: Callable[[], None] = die) -> Iterator[li
     originals = {name: getattr(Disk, name) for name in OPERATIONS}
 
     def wrapper(name: str) -> Callable[..., Any]:
-        return lambda disk, *arguments, **options: tearing.call(originals[name], name, disk, *arguments, **options)
+        return lambda disk, *arguments, **options: tearing.call(
+            originals[name], name, disk, *arguments, **options
+        )
 
     with patch.multiple(type(atomic.DISK), **{name: wrapper(name) for name in OPERATIONS}):
         yield log
@@ -163,8 +187,9 @@ class _Listing:
 
 @contextmanager
 def shown_late(folder: Path, seconds: float, *, by_name: bool = False) -> Iterator[None]:
-    """For so long from the first question on, listings show nothing that is in `folder`, nor `folder` itself; with `by_name`,
-    neither is anything there under its name. As a client of a network file system may see what another machine has made."""
+    """For so long from the first question on, listings show nothing that is in `folder`, nor `folder` itself;
+    with `by_name`, neither is anything there under its name. As a client of a network file system may see
+    what another machine has made."""
     first: list[float] = []
 
     def hidden(path: Any) -> bool:
@@ -192,7 +217,9 @@ def shown_late(folder: Path, seconds: float, *, by_name: bool = False) -> Iterat
         return call
 
     late: dict[str, Any] = {"listdir": listdir, "scandir": scandir}
-    with patch.multiple(os, **late, **({name: refusing(name) for name in ("stat", "lstat")} if by_name else {})):
+    with patch.multiple(
+        os, **late, **({name: refusing(name) for name in ("stat", "lstat")} if by_name else {})
+    ):
         yield
 
 

@@ -1,11 +1,13 @@
 """Plant a bug: edit the syntax tree of one named function of the package.
 
-A plant names a module, a function in it and an edit. An edit looks inside that function for the smallest piece of code of one kind that
-mentions all the given names, and replaces it. It raises `DoesNotApply` unless exactly one piece matches, so a plant whose target has
-moved fails its test (`test_table.py`) instead of planting nothing.
+A plant names a module, a function in it and an edit. An edit looks inside that function for the smallest
+piece of code of one kind that mentions all the given names, and replaces it. It raises `DoesNotApply` unless
+exactly one piece matches, so a plant whose target has moved fails its test (`test_table.py`) instead of
+planting nothing.
 
-Names: `fsync` and `DISK.fsync` both match `DISK.fsync`; texts match the literal of that value (error codes, dictionary keys); `return`
-and `raise` match those statements. In the replacement `_` is the code that it replaces.
+Names: `fsync` and `DISK.fsync` both match `DISK.fsync`; texts match the literal of that value (error codes,
+dictionary keys); `return` and `raise` match those statements. In the replacement `_` is the code that it
+replaces.
 """
 
 from __future__ import annotations
@@ -48,9 +50,17 @@ class Edit:
     code: str
 
     def apply(self, function: ast.AST) -> None:
-        found = [slot for slot in _slots(function) if (node := self.kind(slot)) is not None and _mentions(node, self.names)]
+        found = [
+            slot
+            for slot in _slots(function)
+            if (node := self.kind(slot)) is not None and _mentions(node, self.names)
+        ]
         # The smallest: those that contain no other match.
-        smallest = [slot for slot in found if not any(other is not slot and _contains(slot.node, other.node) for other in found)]
+        smallest = [
+            slot
+            for slot in found
+            if not any(other is not slot and _contains(slot.node, other.node) for other in found)
+        ]
         if len(smallest) != 1:
             lines = sorted(getattr(slot.node, "lineno", 0) for slot in smallest)
             places = ", ".join(f"line {number}" for number in lines) or "nowhere"
@@ -68,7 +78,8 @@ class Plant:
     edits: tuple[Edit, ...]
     rows: tuple[str, ...]
     by: tuple[str, ...]
-    """The quickest tests of the rows that see it, where the first of a row would take long: `tests/….py::test_…[…]`."""
+    """The quickest tests of the rows that see it, where the first of a row would take long:
+    `tests/….py::test_…[…]`."""
 
     @property
     def path(self) -> str:
@@ -91,7 +102,13 @@ class Plant:
 
 def plant(name: str, where: str, *edits: Edit, rows: str, by: tuple[str, ...] = ()) -> Plant:
     """`rows`: ids with spaces between them. `by`: `folder/test_file.py::name_without_test_[parameters]`."""
-    return Plant(name, where, edits, tuple(rows.split()), tuple(f"tests/{test.replace('::', '::test_')}" for test in by))
+    return Plant(
+        name,
+        where,
+        edits,
+        tuple(rows.split()),
+        tuple(f"tests/{test.replace('::', '::test_')}" for test in by),
+    )
 
 
 def replace(name: str, code: str) -> Edit:
@@ -110,7 +127,8 @@ def result(code: str) -> Edit:
 
 
 def condition(names: str, code: str) -> Edit:
-    """Change the condition (a test, a filter of a comprehension, an operand of `and` or `or`) that mentions all of `names`."""
+    """Change the condition (a test, a filter of a comprehension, an operand of `and` or `or`) that mentions
+    all of `names`."""
     return Edit(_condition, tuple(names.split()), code)
 
 
@@ -137,7 +155,11 @@ def catch(type_: str) -> Edit:
 
 
 def _expression(slot: Slot) -> ast.AST | None:
-    return slot.node if isinstance(slot.node, ast.Name | ast.Attribute) and isinstance(slot.node.ctx, ast.Load) else None
+    return (
+        slot.node
+        if isinstance(slot.node, ast.Name | ast.Attribute) and isinstance(slot.node.ctx, ast.Load)
+        else None
+    )
 
 
 def _value(slot: Slot) -> ast.AST | None:
@@ -157,7 +179,13 @@ def _result(slot: Slot) -> ast.AST | None:
     return slot.node if isinstance(slot.parent, ast.Return) else None
 
 
-_CONDITIONS = {(ast.If, "test"), (ast.While, "test"), (ast.IfExp, "test"), (ast.comprehension, "ifs"), (ast.BoolOp, "values")}
+_CONDITIONS = {
+    (ast.If, "test"),
+    (ast.While, "test"),
+    (ast.IfExp, "test"),
+    (ast.comprehension, "ifs"),
+    (ast.BoolOp, "values"),
+}
 
 
 def _condition(slot: Slot) -> ast.AST | None:
@@ -217,8 +245,12 @@ class _Fill(ast.NodeTransformer):
         self._replaced = replaced
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
-        return copy.deepcopy(self._replaced) if node.id == "_" and isinstance(self._replaced, ast.expr) else node
+        return (
+            copy.deepcopy(self._replaced) if node.id == "_" and isinstance(self._replaced, ast.expr) else node
+        )
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
-        is_hole = isinstance(node.value, ast.Name) and node.value.id == "_" and isinstance(self._replaced, ast.stmt)
+        is_hole = (
+            isinstance(node.value, ast.Name) and node.value.id == "_" and isinstance(self._replaced, ast.stmt)
+        )
         return copy.deepcopy(self._replaced) if is_hole else self.generic_visit(node)

@@ -1,12 +1,25 @@
-"""Planted bugs, of kinds that such tools have had. A row of the catalogue counts only if one of them makes its tests fail.
+"""Planted bugs, of kinds that such tools have had. A row of the catalogue counts only if one of them makes
+its tests fail.
 
-A plant is applied to a copy of the repository in which the tests of its rows run, so it reaches every process that they start.
-`planting.py` explains the edits.
+A plant is applied to a copy of the repository in which the tests of its rows run, so it reaches every process
+that they start. `planting.py` explains the edits.
 """
 
 from __future__ import annotations
 
-from tests.faults.planting import Plant, always, catch, condition, drop, never, plant, replace, result, statement, value
+from tests.faults.planting import (
+    Plant,
+    always,
+    catch,
+    condition,
+    drop,
+    never,
+    plant,
+    replace,
+    result,
+    statement,
+    value,
+)
 
 PLANTS: tuple[Plant, ...] = (
     # checkpoints
@@ -24,8 +37,18 @@ PLANTS: tuple[Plant, ...] = (
         rows="F071",
     ),
     plant("digests not compared", "run.manifest:_damage_of", never("digest_file"), rows="F072 F073 F076"),
-    plant("missing file not reported as damage", "run.manifest:_damage_of", statement("missing", "return None"), rows="F074"),
-    plant("kind and step of manifest ignored", "run.directory:inspect_checkpoint", never("CHECKPOINT_KIND step"), rows="F077 F082"),
+    plant(
+        "missing file not reported as damage",
+        "run.manifest:_damage_of",
+        statement("missing", "return None"),
+        rows="F074",
+    ),
+    plant(
+        "kind and step of manifest ignored",
+        "run.directory:inspect_checkpoint",
+        never("CHECKPOINT_KIND step"),
+        rows="F077 F082",
+    ),
     plant("symbolic links followed", "run.manifest:_passes_a_link", never("path.is_symlink"), rows="F080"),
     plant(
         "extra files reported as damage",
@@ -39,7 +62,13 @@ PLANTS: tuple[Plant, ...] = (
         replace("gather", "lambda mine: [mine]"),
         rows="F078",
     ),
-    plant("rotation deletes in place", "run.rotation:rotate", value("hidden", "old.path"), drop("DISK.rename"), rows="F083"),
+    plant(
+        "rotation deletes in place",
+        "run.rotation:rotate",
+        value("hidden", "old.path"),
+        drop("DISK.rename"),
+        rows="F083",
+    ),
     plant(
         "every hidden file removed as a leftover",
         "run.rotation:remove_leftovers",
@@ -52,8 +81,18 @@ PLANTS: tuple[Plant, ...] = (
         condition("path.is_dir", "_ or not path.stat().st_mode & 0o200 or path.parent.name[0] == 'o'"),
         rows="F090",
     ),
-    plant("full disk not reported", "worker.checkpoint.storage:HashingStream.write", statement("raise", "return view.nbytes"), rows="F053"),
-    plant("failed save leaves its stage", "worker.checkpoint.save:Checkpointer._write", drop("shutil.rmtree"), rows="F056 F126"),
+    plant(
+        "full disk not reported",
+        "worker.checkpoint.storage:HashingStream.write",
+        statement("raise", "return view.nbytes"),
+        rows="F053",
+    ),
+    plant(
+        "failed save leaves its stage",
+        "worker.checkpoint.save:Checkpointer._write",
+        drop("shutil.rmtree"),
+        rows="F056 F126",
+    ),
     plant(
         "every save leaks an open file",
         "worker.checkpoint.save:Checkpointer._save",
@@ -77,7 +116,12 @@ PLANTS: tuple[Plant, ...] = (
             "faults/test_train.py::signal_during_a_save_stops_after_it[60-cpu]",
         ),
     ),
-    plant("optimizer state not restored", "worker.checkpoint.restore:restore_optimizer", drop("load_optimizer"), rows="F086 F095"),
+    plant(
+        "optimizer state not restored",
+        "worker.checkpoint.restore:restore_optimizer",
+        drop("load_optimizer"),
+        rows="F086 F095",
+    ),
     plant(
         "schedule not restored",
         "worker.checkpoint.restore:restore_schedule",
@@ -90,7 +134,12 @@ PLANTS: tuple[Plant, ...] = (
         statement("return sums", "return {**all_own[0], 'sums': sums}"),
         rows="F093",
     ),
-    plant("same seed on all ranks", "worker.checkpoint.state:seed_for_rank", replace("dist.get_rank", "lambda: 0"), rows="F096"),
+    plant(
+        "same seed on all ranks",
+        "worker.checkpoint.state:seed_for_rank",
+        replace("dist.get_rank", "lambda: 0"),
+        rows="F096",
+    ),
     plant(
         "metrics truncated one step late",
         "run.metrics_file:MetricsFile._truncate",
@@ -100,7 +149,9 @@ PLANTS: tuple[Plant, ...] = (
     plant(
         "evaluation advances the training generator",
         "model.shard.gathered:outside_step",
-        replace("torch.random.fork_rng", "lambda *_, **__: (torch.rand(1), torch.no_grad())[1]"),  # one draw, not restored
+        replace(
+            "torch.random.fork_rng", "lambda *_, **__: (torch.rand(1), torch.no_grad())[1]"
+        ),  # one draw, not restored
         rows="F091 F064",
         by=(
             "faults/test_train.py::stop_and_resume_at_any_step_continues_losses[3-cpu]",
@@ -108,9 +159,17 @@ PLANTS: tuple[Plant, ...] = (
         ),
     ),
     plant(
-        "newest checkpoint chosen by mtime", "run.directory:complete_checkpoints", replace("c.step", "c.path.stat().st_mtime"), rows="F057"
+        "newest checkpoint chosen by mtime",
+        "run.directory:complete_checkpoints",
+        replace("c.step", "c.path.stat().st_mtime"),
+        rows="F057",
     ),
-    plant("checkpoint of another model accepted", "worker.checkpoint.state:_check_names", drop("raise"), rows="F084"),
+    plant(
+        "checkpoint of another model accepted",
+        "worker.checkpoint.state:_check_names",
+        drop("raise"),
+        rows="F084",
+    ),
     # signals and supervision
     plant(
         "ranks stop without agreement",
@@ -122,11 +181,28 @@ PLANTS: tuple[Plant, ...] = (
             "faults/test_train.py::signal_in_last_steps_keeps_final_checkpoint[10]",
         ),
     ),
-    plant("children survive their parent", "core.parent_death:die_with_parent", never("libc.prctl"), rows="F066"),
-    plant("duplicate signal treated as a second one", "worker.stop_request", value("ECHO_SECONDS", "0.0"), rows="F063"),
-    plant("tracker error ends the run", "worker.observe.trackers:Guarded._serve", catch("ZeroDivisionError"), rows="F069"),
+    plant(
+        "children survive their parent", "core.parent_death:die_with_parent", never("libc.prctl"), rows="F066"
+    ),
+    plant(
+        "duplicate signal treated as a second one",
+        "worker.stop_request",
+        value("ECHO_SECONDS", "0.0"),
+        rows="F063",
+    ),
+    plant(
+        "tracker error ends the run",
+        "worker.observe.trackers:Guarded._serve",
+        catch("ZeroDivisionError"),
+        rows="F069",
+    ),
     # numbers
-    plant("nonfinite gradients applied", "worker.step_checks:GradientGate.check_pending", never("math.isfinite"), rows="F049 F050"),
+    plant(
+        "nonfinite gradients applied",
+        "worker.step_checks:GradientGate.check_pending",
+        never("math.isfinite"),
+        rows="F049 F050",
+    ),
     plant(
         "step without targets has loss 0",
         "worker.trainer:FsdpTrainer.get_batch_samples",
@@ -149,20 +225,42 @@ PLANTS: tuple[Plant, ...] = (
     plant(
         "deleted run directory recreated",
         "run.metrics_file:MetricsFile.write",
-        statement("self._append", "self._path.parent.mkdir(exist_ok=True); (self._path.parent / 'x').touch(); _"),
+        statement(
+            "self._append", "self._path.parent.mkdir(exist_ok=True); (self._path.parent / 'x').touch(); _"
+        ),
         rows="F055",
     ),
     # recipe
-    plant("second YAML document ignored", "recipe.read.yaml_source:_Composer.document", drop("two-documents"), rows="F001"),
-    plant("duplicate key: last one used", "recipe.read.yaml_source:_Composer._insert", always("first"), rows="F002 F003"),
-    plant("infinity accepted as a number", "core.units:_float", condition("math.isfinite", "math.isnan(value)"), rows="F004"),
+    plant(
+        "second YAML document ignored",
+        "recipe.read.yaml_source:_Composer.document",
+        drop("two-documents"),
+        rows="F001",
+    ),
+    plant(
+        "duplicate key: last one used",
+        "recipe.read.yaml_source:_Composer._insert",
+        always("first"),
+        rows="F002 F003",
+    ),
+    plant(
+        "infinity accepted as a number",
+        "core.units:_float",
+        condition("math.isfinite", "math.isnan(value)"),
+        rows="F004",
+    ),
     plant(
         "node limit fifty times too high",
         "recipe.read.yaml_source:_Composer._count",
         condition("MAX_NODES", "self._nodes > 50 * MAX_NODES"),
         rows="F005",
     ),
-    plant("nesting depth not limited", "recipe.read.yaml_source:_Composer._descend", never("MAX_DEPTH"), rows="F006"),
+    plant(
+        "nesting depth not limited",
+        "recipe.read.yaml_source:_Composer._descend",
+        never("MAX_DEPTH"),
+        rows="F006",
+    ),
     plant("YAML tags accepted", "recipe.read.yaml_source:_Composer._node", drop("yaml-tag"), rows="F007"),
     plant(
         "FIFO opened as a recipe",
@@ -170,21 +268,53 @@ PLANTS: tuple[Plant, ...] = (
         condition("stat.S_ISREG", "stat.S_ISDIR(mode)"),
         rows="F008",
     ),
-    plant("key overridden twice", "recipe.read.overrides:_read_overrides", condition("_overlap", "_ and not path"), rows="F009"),
+    plant(
+        "key overridden twice",
+        "recipe.read.overrides:_read_overrides",
+        condition("_overlap", "_ and not path"),
+        rows="F009",
+    ),
     # data
     plant("lines counted from 0", "data.read.readers:_lines", value("number", "-1"), rows="F012"),
     plant("byte order mark kept as text", "data.read.readers:_open_text", drop("file.read"), rows="F013"),
     plant("unpaired surrogates accepted", "data.read.row_files:_checked", never("UNPAIRED"), rows="F014"),
     plant("duplicate keys in a row accepted", "data.read.row_files:_unique", never("pairs"), rows="F015"),
     plant("row size not limited", "data.read.readers:_lines", never("len MAX_ROW_BYTES"), rows="F017 F020"),
-    plant("CSV rows with a wrong field count accepted", "data.read.readers:_csv_row", never("fields header"), rows="F018"),
-    plant("directory written in place", "core.atomic:staging_path", result("_ if fills else final"), rows="F029 F102"),
-    plant("data changed during reading accepted", "data.build:build_store", drop("data-changing"), rows="F028"),
-    plant("too few rows accepted", "data.preparation:_refuse_few_rows", condition("rows wanted", "rows < 1"), rows="F019"),
+    plant(
+        "CSV rows with a wrong field count accepted",
+        "data.read.readers:_csv_row",
+        never("fields header"),
+        rows="F018",
+    ),
+    plant(
+        "directory written in place",
+        "core.atomic:staging_path",
+        result("_ if fills else final"),
+        rows="F029 F102",
+    ),
+    plant(
+        "data changed during reading accepted", "data.build:build_store", drop("data-changing"), rows="F028"
+    ),
+    plant(
+        "too few rows accepted",
+        "data.preparation:_refuse_few_rows",
+        condition("rows wanted", "rows < 1"),
+        rows="F019",
+    ),
     # launch
-    plant("variables of another job kept", "launch.command.accelerate:clean", result("dict(environment), removed"), rows="F034"),
+    plant(
+        "variables of another job kept",
+        "launch.command.accelerate:clean",
+        result("dict(environment), removed"),
+        rows="F034",
+    ),
     plant("symbolic link accepted as a lock", "core.ownership", replace("os.O_NOFOLLOW", "0"), rows="F123"),
-    plant("lock not exclusive", "core.ownership:_claim", replace("fcntl.LOCK_EX", "fcntl.LOCK_SH"), rows="F038 F079"),
+    plant(
+        "lock not exclusive",
+        "core.ownership:_claim",
+        replace("fcntl.LOCK_EX", "fcntl.LOCK_SH"),
+        rows="F038 F079",
+    ),
     plant("duplicate device accepted", "core.devices:select", never("chosen"), rows="F035"),
     # secrets and code
     plant(
@@ -200,9 +330,17 @@ PLANTS: tuple[Plant, ...] = (
         rows="F114",
         by=("faults/test_worlds.py::pickled_code_in_rank_state_is_not_run",),
     ),
-    plant("paths outside the checkpoint accepted", "core.files:is_inside", always("name.startswith"), always("name.split"), rows="F116"),
+    plant(
+        "paths outside the checkpoint accepted",
+        "core.files:is_inside",
+        always("name.startswith"),
+        always("name.split"),
+        rows="F116",
+    ),
     plant("secrets not masked", "core.secrets:masked", result("value"), rows="F120"),
-    plant("terminal escapes not escaped", "cli.terminal:printable", always("unicodedata.category"), rows="F124"),
+    plant(
+        "terminal escapes not escaped", "cli.terminal:printable", always("unicodedata.category"), rows="F124"
+    ),
     # merge
     plant(
         "merge checks only files next to the manifest",
@@ -210,8 +348,18 @@ PLANTS: tuple[Plant, ...] = (
         condition("path.is_relative_to", "path.parent == checkpoint"),
         rows="F104",
     ),
-    plant("holes in a safetensors file accepted", "core.tensors.file_formats:read_header", never("entry.first_byte"), rows="F117"),
-    plant("free space not checked before a merge", "merge.output_directory:check_space", never("free_bytes"), rows="F103"),
+    plant(
+        "holes in a safetensors file accepted",
+        "core.tensors.file_formats:read_header",
+        never("entry.first_byte"),
+        rows="F117",
+    ),
+    plant(
+        "free space not checked before a merge",
+        "merge.output_directory:check_space",
+        never("free_bytes"),
+        rows="F103",
+    ),
     plant(
         "NaN and infinity merged",
         "merge.copy.gather:all_finite",
@@ -224,10 +372,19 @@ PLANTS: tuple[Plant, ...] = (
         statement("values.dtype", "values = np.trunc(values * 64) / 64; _"),
         rows="F113",
     ),
-    plant("existing output replaced", "merge.output_directory:_check_existing", never("overwrite"), rows="F109"),
+    plant(
+        "existing output replaced", "merge.output_directory:_check_existing", never("overwrite"), rows="F109"
+    ),
     # what is supervised
-    plant("differing ranks accepted", "cluster.doctor_checks:differences_of_ranks", never("first"), rows="F032"),
-    plant("loader processes handle stop signals", "worker.rows.batches:loader", value("worker_init_fn", "None"), rows="F062"),
+    plant(
+        "differing ranks accepted", "cluster.doctor_checks:differences_of_ranks", never("first"), rows="F032"
+    ),
+    plant(
+        "loader processes handle stop signals",
+        "worker.rows.batches:loader",
+        value("worker_init_fn", "None"),
+        rows="F062",
+    ),
     plant(
         "failed launch not restarted",
         "launch.supervise.attempts:is_transient",
@@ -235,7 +392,12 @@ PLANTS: tuple[Plant, ...] = (
         rows="F041",
         by=("launch/test_attempts.py::killed_rank_restarts_the_run_with_a_message_and_a_metrics_event",),
     ),
-    plant("deterministic failure restarted", "launch.supervise.attempts:decide_restart", never("failure.step"), rows="F101"),
+    plant(
+        "deterministic failure restarted",
+        "launch.supervise.attempts:decide_restart",
+        never("failure.step"),
+        rows="F101",
+    ),
     plant(
         "stopped rank not reported as late",
         "launch.supervise.hang_diagnosis:late_ranks",
@@ -254,26 +416,58 @@ PLANTS: tuple[Plant, ...] = (
         condition("self._phase", "self._phase is None"),
         rows="F087",
     ),
-    plant("closed terminal ends the run", "cli.terminal:write_text", condition("GONE is_result", "True"), rows="F060"),
+    plant(
+        "closed terminal ends the run",
+        "cli.terminal:write_text",
+        condition("GONE is_result", "True"),
+        rows="F060",
+    ),
     plant(
         "deleted working directory reported as a bug",
         "cli.failures:_file_system_problem",
         never("FileNotFoundError error.filename"),
         rows="F039",
     ),
-    plant("recipe of another version reported as a bug", "launch.command.resume:parse_resolved", catch("OSError"), rows="F085"),
+    plant(
+        "recipe of another version reported as a bug",
+        "launch.command.resume:parse_resolved",
+        catch("OSError"),
+        rows="F085",
+    ),
     # more of recipe, data, merge, security
-    plant("indivisible global batch accepted", "recipe.world:batch_divides", drop("indivisible"), rows="F010"),
-    plant("unexpanded home directory accepted", "recipe.references:output_directory", result("resolved, _[1][1:]"), rows="F011"),
-    plant("missing column read as empty text", "data.format.formats:_text", statement("RowError", "return ''"), rows="F016"),
-    plant("empty completion accepted", "data.format.formats:FormatSettings._prompt_completion", never("completion.strip"), rows="F022"),
+    plant(
+        "indivisible global batch accepted", "recipe.world:batch_divides", drop("indivisible"), rows="F010"
+    ),
+    plant(
+        "unexpanded home directory accepted",
+        "recipe.references:output_directory",
+        result("resolved, _[1][1:]"),
+        rows="F011",
+    ),
+    plant(
+        "missing column read as empty text",
+        "data.format.formats:_text",
+        statement("RowError", "return ''"),
+        rows="F016",
+    ),
+    plant(
+        "empty completion accepted",
+        "data.format.formats:FormatSettings._prompt_completion",
+        never("completion.strip"),
+        rows="F022",
+    ),
     plant(
         "tokenizer larger than the embedding accepted",
         "model.model_files:check_vocabulary",
         never("has_grown grows_embedding"),
         rows="F024",
     ),
-    plant("nondeterministic template accepted", "data.tokenise.chat:render_chat", never("check_repeat"), rows="F025"),
+    plant(
+        "nondeterministic template accepted",
+        "data.tokenise.chat:render_chat",
+        never("check_repeat"),
+        rows="F025",
+    ),
     plant("used port not detected", "core.processes:port_refusal", drop("probe.bind"), rows="F030"),
     plant(
         "user's accelerate config used",
@@ -281,21 +475,36 @@ PLANTS: tuple[Plant, ...] = (
         statement("--config_file", "_; del options['--config_file']"),
         rows="F033",
     ),
-    plant("launcher runs with another Python", "launch.command.accelerate:_argv", replace("sys.executable", "'python3'"), rows="F040"),
+    plant(
+        "launcher runs with another Python",
+        "launch.command.accelerate:_argv",
+        replace("sys.executable", "'python3'"),
+        rows="F040",
+    ),
     plant(
         "files readable by their owner only",
         "core.atomic:Disk.open",
         statement("return", "file = open(path, mode); os.chmod(path, 0o600); return file"),
         rows="F111",
     ),
-    plant("remote code allowed by the recipe", "jobs.recipes:code_not_allowed", never("model.trust_remote_code"), rows="F118"),
+    plant(
+        "remote code allowed by the recipe",
+        "jobs.recipes:code_not_allowed",
+        never("model.trust_remote_code"),
+        rows="F118",
+    ),
     plant(
         "tied head written twice",
         "merge.copy.ties:find_ties",
         statement("return ties", "return Tied({}, {KEY: True} if ties else {})"),
         rows="F107",
     ),
-    plant("file size limit reported as a bug", "merge.output_directory", replace("errno.EFBIG", "errno.ENOSPC"), rows="F052 F103"),
+    plant(
+        "file size limit reported as a bug",
+        "merge.output_directory",
+        replace("errno.EFBIG", "errno.ENOSPC"),
+        rows="F052 F103",
+    ),
     # data that is padded, what strangers send
     plant(
         "tokens equal to the padding id not trained",
@@ -303,18 +512,34 @@ PLANTS: tuple[Plant, ...] = (
         statement("row.labels", "_; labels[input_ids == pad_token_id] = IGNORE_INDEX"),
         rows="F023",
     ),
-    plant("hub reachability not probed", "core.hub:hub_is_reachable", drop("socket.create_connection"), rows="F026"),
-    plant("busy hub reported as unreachable", "core.hub:HubResource.problem", never("BROKEN_OFF status"), rows="F027"),
+    plant(
+        "hub reachability not probed",
+        "core.hub:hub_is_reachable",
+        drop("socket.create_connection"),
+        rows="F026",
+    ),
+    plant(
+        "busy hub reported as unreachable",
+        "core.hub:HubResource.problem",
+        never("BROKEN_OFF status"),
+        rows="F027",
+    ),
     plant(
         "template rendered outside the sandbox",
         "data.tokenise.tokenizer:TokenizerEncoder.render",
         value(
             "rendered",
-            "__import__('jinja2').Template(template).render(messages=messages, tools=tools, add_generation_prompt=generation_prompt)",
+            "__import__('jinja2').Template(template).render(messages=messages, tools=tools, "
+            "add_generation_prompt=generation_prompt)",
         ),
         rows="F119",
     ),
-    plant("missing machines not named", "launch.machines.launches:Machines.gather", always("present others"), rows="F031"),
+    plant(
+        "missing machines not named",
+        "launch.machines.launches:Machines.gather",
+        always("present others"),
+        rows="F031",
+    ),
     plant(
         "launcher traceback shown instead of the rank's",
         "launch.supervise.end_of_launch:first_exception",
@@ -327,12 +552,30 @@ PLANTS: tuple[Plant, ...] = (
         value("rank", "min(range(len(ranks)), key=own.__getitem__)"),
         rows="F045",
     ),
-    plant("unreadable row not named", "worker.rows.batches:Rows.__getitem__", catch("ZeroDivisionError"), rows="F051"),
     plant(
-        "metrics write error reported only at the end", "worker.callbacks:RunCallback.on_step_end", always("metrics.failure"), rows="F054"
+        "unreadable row not named",
+        "worker.rows.batches:Rows.__getitem__",
+        catch("ZeroDivisionError"),
+        rows="F051",
     ),
-    plant("agent shutdown timeout of 30 s", "launch.command.accelerate", value("AGENT_SHUTDOWN_SECONDS", "30"), rows="F058"),
-    plant("SIGUSR1 not forwarded by the agent", "launch.command.accelerate", replace("signal.SIGUSR1", "signal.SIGQUIT"), rows="F059"),
+    plant(
+        "metrics write error reported only at the end",
+        "worker.callbacks:RunCallback.on_step_end",
+        always("metrics.failure"),
+        rows="F054",
+    ),
+    plant(
+        "agent shutdown timeout of 30 s",
+        "launch.command.accelerate",
+        value("AGENT_SHUTDOWN_SECONDS", "30"),
+        rows="F058",
+    ),
+    plant(
+        "SIGUSR1 not forwarded by the agent",
+        "launch.command.accelerate",
+        replace("signal.SIGUSR1", "signal.SIGQUIT"),
+        rows="F059",
+    ),
     plant(
         "lingering rank not ended",
         "launch.supervise.supervisor:Supervisor._end_if_needed",
@@ -351,22 +594,62 @@ PLANTS: tuple[Plant, ...] = (
         condition("shards.is_dir SHARD_FOLDER", "place.name == SHARD_FOLDER"),
         rows="F105",
     ),
-    plant("buffer as large as a full tensor", "merge.copy.gather", value("BUFFER_BYTES", "512 << 20"), rows="F108"),
-    plant("source files opened on demand", "merge.read.reader:SourceFiles.__init__", value("limit", "2"), rows="F110"),
-    plant("adapter added without scaling", "merge.lora.targets:_add", value("scaling", "1.0 + 0.0 * _"), rows="F112"),
+    plant(
+        "buffer as large as a full tensor",
+        "merge.copy.gather",
+        value("BUFFER_BYTES", "512 << 20"),
+        rows="F108",
+    ),
+    plant(
+        "source files opened on demand",
+        "merge.read.reader:SourceFiles.__init__",
+        value("limit", "2"),
+        rows="F110",
+    ),
+    plant(
+        "adapter added without scaling",
+        "merge.lora.targets:_add",
+        value("scaling", "1.0 + 0.0 * _"),
+        rows="F112",
+    ),
     plant(
         "digest of the manifest ignored",
         "run.manifest:Manifest.from_json",
         condition("digest_of_values", "not raw.pop('digest')"),
         rows="F077",
     ),
-    plant("hanging tracker blocks the run", "worker.observe.trackers:Guarded._pass_on", value("timeout", "None"), rows="F069"),
+    plant(
+        "hanging tracker blocks the run",
+        "worker.observe.trackers:Guarded._pass_on",
+        value("timeout", "None"),
+        rows="F069",
+    ),
     # adapters
-    plant("weights under a continued adapter not compared", "model.loading.adapter_files:check_base", never("differs_from"), rows="F127"),
-    plant("contents of the base not in its digest", "run.base_model:digest_of_samples", drop("file.read"), rows="F128"),
-    plant("method of an adapter not checked", "model.loading.adapter_files:_refuse_other_kinds", never("peft_type"), rows="F129"),
+    plant(
+        "weights under a continued adapter not compared",
+        "model.loading.adapter_files:check_base",
+        never("differs_from"),
+        rows="F127",
+    ),
+    plant(
+        "contents of the base not in its digest",
+        "run.base_model:digest_of_samples",
+        drop("file.read"),
+        rows="F128",
+    ),
+    plant(
+        "method of an adapter not checked",
+        "model.loading.adapter_files:_refuse_other_kinds",
+        never("peft_type"),
+        rows="F129",
+    ),
     plant("target that hits nothing ignored", "model.adapters.targets:_chosen", never("found"), rows="F130"),
-    plant("adapters without a gradient not noticed", "worker.readback.trained:adapters_without_gradient", never("_ABSENT"), rows="F131"),
+    plant(
+        "adapters without a gradient not noticed",
+        "worker.readback.trained:adapters_without_gradient",
+        never("_ABSENT"),
+        rows="F131",
+    ),
     plant(
         "scale of adapters not compared",
         "worker.readback.trained:_adapters",
@@ -388,17 +671,52 @@ PLANTS: tuple[Plant, ...] = (
         value("running", "[child for each in _POOLS for child in each.running]"),
         rows="F134",
     ),
-    plant("closed streams stay closed", "core.processes:open_standard_streams", drop("os.set_inheritable"), rows="F135"),
-    plant("temporary directories of killed commands stay", "core.ownership:_remove_abandoned", never("is_ours read_owner"), rows="F136"),
+    plant(
+        "closed streams stay closed",
+        "core.processes:open_standard_streams",
+        drop("os.set_inheritable"),
+        rows="F135",
+    ),
+    plant(
+        "temporary directories of killed commands stay",
+        "core.ownership:_remove_abandoned",
+        never("is_ours read_owner"),
+        rows="F136",
+    ),
     plant("unusable cache not refused", "jobs.recipes:_reason_unusable", catch("KeyError"), rows="F137"),
     plant("CPU time of containers ignored", "core.cgroups:_cores", never("quota period"), rows="F138"),
-    plant("full temporary directory ends the command", "launch.supervise.early_launch:start_early", catch("KeyError"), rows="F139"),
-    plant("signals stay handled after a job", "core.processes:stop_signals_raise", statement("handler", "pass"), rows="F142"),
+    plant(
+        "full temporary directory ends the command",
+        "launch.supervise.early_launch:start_early",
+        catch("KeyError"),
+        rows="F139",
+    ),
+    plant(
+        "signals stay handled after a job",
+        "core.processes:stop_signals_raise",
+        statement("handler", "pass"),
+        rows="F142",
+    ),
     plant("used port not noticed", "core.processes:port_refusal", drop("probe.bind"), rows="F140"),
     # devices
-    plant("words of a job not quoted", "cluster.submit.slurm:_body_values", value("words", "list(job.arguments)"), rows="F121"),
-    plant("names in lines of sbatch not checked", "cluster.submit.slurm:_unwritable", always("_QUOTABLE"), rows="F121"),
-    plant("text of a report not escaped", "pages.report_page:_template", value("autoescape", "False"), rows="F122"),
+    plant(
+        "words of a job not quoted",
+        "cluster.submit.slurm:_body_values",
+        value("words", "list(job.arguments)"),
+        rows="F121",
+    ),
+    plant(
+        "names in lines of sbatch not checked",
+        "cluster.submit.slurm:_unwritable",
+        always("_QUOTABLE"),
+        rows="F121",
+    ),
+    plant(
+        "text of a report not escaped",
+        "pages.report_page:_template",
+        value("autoescape", "False"),
+        rows="F122",
+    ),
     plant("fault of a GPU not recognised", "worker.main:_outcome_of", never("device_fault"), rows="F143"),
     plant(
         "message of the watchdog ignored",
@@ -421,5 +739,10 @@ PLANTS: tuple[Plant, ...] = (
         rows="F146",
         by=("recipe/test_resolve.py::fp8_on_an_old_gpu_is_refused_before_ranks_start",),
     ),
-    plant("rank does not wait for late files", "worker.checkpoint.restore:_wait_until_visible", never("deadline"), rows="F081"),
+    plant(
+        "rank does not wait for late files",
+        "worker.checkpoint.restore:_wait_until_visible",
+        never("deadline"),
+        rows="F081",
+    ),
 )

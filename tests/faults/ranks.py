@@ -1,4 +1,5 @@
-"""Rank functions: a tiny sharded model whose tensors encode the step at which they were saved, and real checkpoints."""
+"""Rank functions: a tiny sharded model whose tensors encode the step at which they were saved, and real
+checkpoints."""
 
 from __future__ import annotations
 
@@ -71,9 +72,13 @@ def set_step(live: Live, step: int) -> None:
     """Makes every number a function of the step, of its tensor and of its place in the whole tensor."""
     with torch.no_grad():
         for index, value in enumerate(_values(live).values()):
-            whole = (torch.arange(value.numel(), dtype=torch.float32, device=value.device) / 7 + index + step).view(value.shape)
+            whole = (
+                torch.arange(value.numel(), dtype=torch.float32, device=value.device) / 7 + index + step
+            ).view(value.shape)
             if isinstance(value, DTensor):
-                whole = distribute_tensor(whole, value.device_mesh, value.placements, src_data_rank=None).to_local()
+                whole = distribute_tensor(
+                    whole, value.device_mesh, value.placements, src_data_rank=None
+                ).to_local()
             _local(value).copy_(whole)
 
 
@@ -84,9 +89,20 @@ def is_at(live: Live, step: int) -> bool:
     return all(torch.equal(_local(one), _local(other)) for one, other in pairs)
 
 
-def _checkpointer(path: Path, live: Live, *, keep: int | None, asynchronous: bool, saved: list[Saved]) -> Checkpointer:
+def _checkpointer(
+    path: Path, live: Live, *, keep: int | None, asynchronous: bool, saved: list[Saved]
+) -> Checkpointer:
     facts = trainer_state_facts(dist.get_world_size(), [dist.get_world_size()], "0" * 64)
-    return Checkpointer(RunDir(path), live, rank_device(), asynchronous, keep, facts, saved.append, HeartbeatWriter(RunDir(path), 0))
+    return Checkpointer(
+        RunDir(path),
+        live,
+        rank_device(),
+        asynchronous,
+        keep,
+        facts,
+        saved.append,
+        HeartbeatWriter(RunDir(path), 0),
+    )
 
 
 def _save(
@@ -105,7 +121,12 @@ def _save(
     checkpointer = _checkpointer(path, live, keep=keep, asynchronous=asynchronous, saved=saved)
     torch.manual_seed(step)
     with around or contextlib.nullcontext():
-        checkpointer.save(step, json.dumps({"global_step": step}), {"sums": [float(step), 1.0, 2.0], "loss_scale": None}, best_step=None)
+        checkpointer.save(
+            step,
+            json.dumps({"global_step": step}),
+            {"sums": [float(step), 1.0, 2.0], "loss_scale": None},
+            best_step=None,
+        )
         checkpointer.wait()
     return saved[-1]
 
@@ -116,7 +137,9 @@ def save(path: Path, step: int, full: bool = False, keep: int | None = 1) -> Non
         raise error
 
 
-def save_counting(path: Path, step: int, asynchronous: bool = False, full: bool = False) -> list[tuple[str, str]]:
+def save_counting(
+    path: Path, step: int, asynchronous: bool = False, full: bool = False
+) -> list[tuple[str, str]]:
     """One good save; this rank's operations in order, as (operation, file)."""
     with injected(None) as log:
         error = _save(path, step, asynchronous=asynchronous, full=full).error
@@ -131,7 +154,9 @@ def save_logged(path: Path, step: int) -> list[Any]:
     return log
 
 
-def save_killed(path: Path, step: int, rank: int, fault: Fault, asynchronous: bool = False, full: bool = False) -> None:
+def save_killed(
+    path: Path, step: int, rank: int, fault: Fault, asynchronous: bool = False, full: bool = False
+) -> None:
     """A save in which one rank dies at one operation."""
     with injected(fault) if dist.get_rank() == rank else contextlib.nullcontext():
         error = _save(path, step, asynchronous=asynchronous, full=full).error
@@ -140,7 +165,8 @@ def save_killed(path: Path, step: int, rank: int, fault: Fault, asynchronous: bo
 
 
 def save_on_broken_disks(cases: list[tuple[Path, int, Fault]], step: int) -> list[str | None]:
-    """A save for each (run, rank, fault): the message of its failure, None where it was saved; then a good one of the next step."""
+    """A save for each (run, rank, fault): the message of its failure, None where it was saved; then a good
+    one of the next step."""
     live, told = make_live(), []
     for path, rank, fault in cases:
         with injected(fault) if dist.get_rank() == rank else contextlib.nullcontext():
@@ -162,7 +188,8 @@ def save_with_short_writes(path: Path, step: int) -> None:
 
 
 def save_limited(cases: list[tuple[Path, int]], step: int, rank: int) -> list[str | None]:
-    """A save for each (run, limit), where `rank` may write no larger file: a limit that no Python hook can pass by."""
+    """A save for each (run, limit), where `rank` may write no larger file: a limit that no Python hook can
+    pass by."""
     live, told = make_live(), list[str | None]()
     for path, limit_bytes in cases:
         around = _file_size_limit(limit_bytes) if dist.get_rank() == rank else None
@@ -184,8 +211,8 @@ def _file_size_limit(limit_bytes: int) -> Iterator[None]:
 
 
 def come_back(paths: list[Path]) -> list[tuple[int | None, bool]]:
-    """As a restarted run does, for each directory: step of the checkpoint that all ranks loaded, and whether every tensor and
-    generator is that of the step; then the leftovers go and a further save must be good."""
+    """As a restarted run does, for each directory: step of the checkpoint that all ranks loaded, and whether
+    every tensor and generator is that of the step; then the leftovers go and a further save must be good."""
     found: list[tuple[int | None, bool]] = []
     for path in paths:
         run = RunDir(path)
@@ -217,7 +244,11 @@ def come_back_late(checkpoint: Path, late: int, seconds: float, by_name: bool, w
 
     live = make_live()
     set_step(live, 99)
-    hiding = shown_late(checkpoint, seconds, by_name=by_name) if dist.get_rank() == late else contextlib.nullcontext()
+    hiding = (
+        shown_late(checkpoint, seconds, by_name=by_name)
+        if dist.get_rank() == late
+        else contextlib.nullcontext()
+    )
     with hiding:
         try:
             chosen = restore.agreed_checkpoint(str(checkpoint), digests=True, wait_seconds=wait_seconds)
@@ -229,7 +260,11 @@ def come_back_late(checkpoint: Path, late: int, seconds: float, by_name: bool, w
         restore.restore_rng(str(chosen.path), 0, chosen.step, rank_device())
         drawn, own = torch.rand(1, device=rank_device()), restore.restore_own(str(chosen.path))
     torch.manual_seed(chosen.step)
-    same = torch.equal(drawn, torch.rand(1, device=rank_device())) and is_at(live, chosen.step) and own["sums"][0] == float(chosen.step)
+    same = (
+        torch.equal(drawn, torch.rand(1, device=rank_device()))
+        and is_at(live, chosen.step)
+        and own["sums"][0] == float(chosen.step)
+    )
     return "the same" if same else "something else"
 
 
@@ -238,7 +273,10 @@ def come_back_half_blind(checkpoint: Path, blind: int) -> str:
     from fsdp_tune.core.errors import FsdpTuneError
     from fsdp_tune.run.manifest import Damage
 
-    unreadable = patch("fsdp_tune.worker.checkpoint.restore.damage", lambda *arguments, **options: [Damage("weights", "cannot be read")])
+    unreadable = patch(
+        "fsdp_tune.worker.checkpoint.restore.damage",
+        lambda *arguments, **options: [Damage("weights", "cannot be read")],
+    )
     try:
         with unreadable if dist.get_rank() == blind else contextlib.nullcontext():
             restore.agreed_checkpoint(str(checkpoint), digests=True)
@@ -258,7 +296,8 @@ def loads(path: Path, step: int) -> bool:
 
 
 def many_saves(path: Path, saves: int) -> list[tuple[int, int, int]]:
-    """(open files, threads, resident KiB) of this rank after the first tenth of many saves, and after the last."""
+    """(open files, threads, resident KiB) of this rank after the first tenth of many saves, and after the
+    last."""
     live, seen = make_live(), []
     saved: list[Saved] = []
     checkpointer = _checkpointer(path, live, keep=2, asynchronous=True, saved=saved)
@@ -283,7 +322,8 @@ def ranks_step(path: Path) -> int:
     return int(path.name.rsplit("-", 1)[1])
 
 
-# --------------------------------------------------------------------------------------------------- the whole worker
+# --------------------------------------------------------------------------------------------------- the
+# whole worker
 
 PHASES = {
     "fetch": "get_batch_samples",
@@ -299,7 +339,8 @@ SAMPLE = "sample"
 
 @dataclass(frozen=True)
 class Happening:
-    """A signal that a rank sends to itself: in a phase, when so many steps have been taken, `times` times, `apart` seconds apart."""
+    """A signal that a rank sends to itself: in a phase, when so many steps have been taken, `times` times,
+    `apart` seconds apart."""
 
     rank: int
     phase: str
@@ -309,7 +350,9 @@ class Happening:
     apart: float = 0.005
 
     def __str__(self) -> str:
-        return f"{signal.Signals(self.number).name} of rank {self.rank} in {self.phase} after step {self.step}"
+        return (
+            f"{signal.Signals(self.number).name} of rank {self.rank} in {self.phase} after step {self.step}"
+        )
 
 
 def train(
@@ -318,7 +361,8 @@ def train(
     faults: Sequence[tuple[int, Fault]] = (),
     sabotage: Sequence[tuple[str, int, int]] = (),
 ) -> dict[str, Any]:
-    """The real worker on this rank, with what is to happen to it: signals, faults of the disk by rank, (sabotage, rank, step)."""
+    """The real worker on this rank, with what is to happen to it: signals, faults of the disk by rank,
+    (sabotage, rank, step)."""
     me = dist.get_rank()
     fault = next((fault for rank, fault in faults if rank == me), None)
     with contextlib.ExitStack() as stack:
@@ -339,7 +383,9 @@ def _happening(happening: Happening) -> Iterator[None]:
     from fsdp_tune.worker.samples import Samples
     from fsdp_tune.worker.trainer import FsdpTrainer
 
-    owner, name = (Samples, "_generate") if happening.phase == SAMPLE else (FsdpTrainer, PHASES[happening.phase])
+    owner, name = (
+        (Samples, "_generate") if happening.phase == SAMPLE else (FsdpTrainer, PHASES[happening.phase])
+    )
     original, armed = getattr(owner, name), [True]
 
     def method(self: Any, *arguments: Any, **options: Any) -> Any:

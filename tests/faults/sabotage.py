@@ -130,9 +130,15 @@ SABOTAGE: dict[str, Callable[[int], contextlib.AbstractContextManager[None]]] = 
     "NaN in a gradient": lambda step: before("_clip_grad_norm", step, _spoil(float("nan"), "gradient")),
     "infinite gradient": lambda step: before("_clip_grad_norm", step, _spoil(float("inf"), "gradient")),
     "infinite weight": lambda step: before("training_step", step, _spoil(float("inf"), "weight")),
-    "device out of memory": lambda step: before("training_step", step, _raise(torch.OutOfMemoryError(OUT_OF_MEMORY))),
-    "device out of memory in evaluation": lambda step: before("evaluate", step, _raise(torch.OutOfMemoryError(OUT_OF_MEMORY))),
-    "device out of memory in a save": lambda step: before("_save_checkpoint", step, _raise(torch.OutOfMemoryError(OUT_OF_MEMORY))),
+    "device out of memory": lambda step: before(
+        "training_step", step, _raise(torch.OutOfMemoryError(OUT_OF_MEMORY))
+    ),
+    "device out of memory in evaluation": lambda step: before(
+        "evaluate", step, _raise(torch.OutOfMemoryError(OUT_OF_MEMORY))
+    ),
+    "device out of memory in a save": lambda step: before(
+        "_save_checkpoint", step, _raise(torch.OutOfMemoryError(OUT_OF_MEMORY))
+    ),
     "host out of memory": lambda step: before("training_step", step, _raise(MemoryError())),
     "a day back": lambda step: clock(-86_400.0),
     "ten years on": lambda step: clock(86_400.0 * 3650),

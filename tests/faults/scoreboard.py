@@ -1,4 +1,5 @@
-"""Results of the fault catalogue: docs/evidence/data/faults.json, in which rows that run again replace theirs, and the page made of it."""
+"""Results of the fault catalogue: docs/evidence/data/faults.json, in which rows that run again replace
+theirs, and the page made of it."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ reason and exit code, and nothing changed. *Wrong*: a test failed. *Stuck*: a te
 [planted bug](../development/testing.md#planted-bugs) must fail the tests of its rows.
 [faults.json](data/faults.json) has each row; `scripts/test --suite faults --write` and `scripts/test --suite chaos --write`
 write it, and this page.
-"""
+"""  # noqa: E501
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,9 @@ class Board:
 
     @classmethod
     def of(cls, results: Results) -> Board:
-        standings = {row["id"]: Standing(row["state"], row["cases"], tuple(row["planted"])) for row in results.rows}
+        standings = {
+            row["id"]: Standing(row["state"], row["cases"], tuple(row["planted"])) for row in results.rows
+        }
         return cls(list(results.about["runs"]), standings, Counter(results.about["counts"]))
 
     def results(self, chaos_parts: Sequence[Mapping[str, Any]]) -> Results:
@@ -68,32 +71,58 @@ class Board:
         return Results({"runs": self.what, "counts": dict(self.counts), "chaos": list(chaos_parts)}, rows)
 
     def run_again(self, later: Board) -> None:
-        """Takes over the rows of `later`. Counts are of tests, not of rows: those that grew or are new are taken."""
+        """Takes over the rows of `later`. Counts are of tests, not of rows: those that grew or are new are
+        taken."""
         self.standings |= later.standings
         self.counts |= later.counts
         self.what += later.what
 
     def page(self) -> str:
         promises = [
-            f"{number}. {promise}: {sum(row.promise == number and bool(row.tests) for row in ROWS)}" for number, promise in PROMISES.items()
+            f"{number}. {promise}: {sum(row.promise == number and bool(row.tests) for row in ROWS)}"
+            for number, promise in PROMISES.items()
         ]
-        return "\n".join([HEAD, *self.summary(), "", "## Promises", "", "With the number of faults that test each:", "", *promises]) + "\n"
+        return (
+            "\n".join(
+                [
+                    HEAD,
+                    *self.summary(),
+                    "",
+                    "## Promises",
+                    "",
+                    "With the number of faults that test each:",
+                    "",
+                    *promises,
+                ]
+            )
+            + "\n"
+        )
 
     def summary(self) -> list[str]:
         """As Markdown that reads well in a terminal too."""
         names = ["", "rows", "cases", "survived", "refused clearly", "wrong", "stuck", "with a planted bug"]
         lines = [*(f"- {each}" for each in self.what), ""]
-        lines += [table(names, [self._line(name, rows) for name, rows in {**GROUPS, "**all**": ROWS}.items()])]
-        counted = ", ".join(f"{number:,} {kind.replace('_', ' ')}" for kind, number in sorted(self.counts.items()))
+        lines += [
+            table(names, [self._line(name, rows) for name, rows in {**GROUPS, "**all**": ROWS}.items()])
+        ]
+        counted = ", ".join(
+            f"{number:,} {kind.replace('_', ' ')}" for kind, number in sorted(self.counts.items())
+        )
         red = {row: one.planted for row, one in self.standings.items() if one.planted}
         seen = len({name for names in red.values() for name in names})
-        lines += [f"Among the cases: {counted}. {seen} of {len(PLANTS)} planted bugs seen, by {len(red)} rows.", ""]
+        lines += [
+            f"Among the cases: {counted}. {seen} of {len(PLANTS)} planted bugs seen, by {len(red)} rows.",
+            "",
+        ]
         missing = [row for row in ROWS if self.standings[row.id].state == MISSING]
         lines += [f"Not implemented: {row.id} ({row.injection}): {row.absent}." for row in missing]
         if idle := [row for row, one in self.standings.items() if one.state == NOT_RUN]:
             lines += [f"Not run, since all their tests are slow: {', '.join(idle)}.", ""]
         unplanted = [row for row, one in self.standings.items() if one.state != MISSING and not one.planted]
-        return [*lines, *([f"Held by tests, without a planted bug: {', '.join(unplanted)}."] if unplanted else [])]
+        return [
+            *lines,
+            *([f"Held by tests, without a planted bug: {', '.join(unplanted)}."] if unplanted else []),
+        ]
 
     def _line(self, name: str, rows: Sequence[Row]) -> list[str]:
         mine = [self.standings[row.id] for row in rows]

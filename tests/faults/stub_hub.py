@@ -1,4 +1,5 @@
-"""A hub whose answer depends on the repository name, and the result of each way that the package queries it. Run as a
+"""A hub whose answer depends on the repository name, and the result of each way that the package queries it.
+Run as a
 program: the libraries read the hub's address when they are imported."""
 
 from __future__ import annotations
@@ -12,7 +13,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from unittest.mock import patch
 
-STATUS = {"missing": 404, "unversioned": 404, "gated": 403, "unauthorised": 401, "forbidden": 403, "busy": 429, "down": 503}
+STATUS = {
+    "missing": 404,
+    "unversioned": 404,
+    "gated": 403,
+    "unauthorised": 401,
+    "forbidden": 403,
+    "busy": 429,
+    "down": 503,
+}
 WORD = {"missing": "RepoNotFound", "unversioned": "RevisionNotFound", "gated": "GatedRepo"}
 
 

@@ -1,4 +1,5 @@
-"""Kills and full disks at the save of an adapter: the previous checkpoint is kept, and the run continues bit for bit."""
+"""Kills and full disks at the save of an adapter: the previous checkpoint is kept, and the run continues bit
+for bit."""
 
 from __future__ import annotations
 
@@ -60,10 +61,14 @@ def test_rank_killed_while_it_saves_an_adapter_leaves_the_previous_checkpoint_an
 @pytest.mark.ranks
 @on_devices
 @pytest.mark.parametrize("rank", [0, 1])
-def test_full_disk_at_the_save_of_an_adapter_leaves_the_previous_checkpoint_and_the_next_save_succeeds(rank: int, device: str) -> None:
+def test_full_disk_at_the_save_of_an_adapter_leaves_the_previous_checkpoint_and_the_next_save_succeeds(
+    rank: int, device: str
+) -> None:
     training = adapted(device)
     run = training.new()
-    ends = training.attempt(run, faults=[(rank, Fault(5, "error", errno.ENOSPC, sticky=True, inside=SECOND_SAVE))])
+    ends = training.attempt(
+        run, faults=[(rank, Fault(5, "error", errno.ENOSPC, sticky=True, inside=SECOND_SAVE))]
+    )
     assert outcomes(ends) == [(0, "finished")] * 2
     assert verified_steps(run) == [2, 6]
     assert stages(run.path) == []
@@ -80,8 +85,14 @@ def export_on_full_disk(run: RunDir, operation: int) -> FsdpTuneError | None:
     return None
 
 
-def test_full_disk_at_any_operation_of_an_export_leaves_no_adapter_or_a_complete_one(tmp_path: Path, count: Count) -> None:
-    layers = {f"layer.{index}.lora_{part}": shape for index in range(2) for part, shape in (("A", (4, 20)), ("B", (30, 4)))}
+def test_full_disk_at_any_operation_of_an_export_leaves_no_adapter_or_a_complete_one(
+    tmp_path: Path, count: Count
+) -> None:
+    layers = {
+        f"layer.{index}.lora_{part}": shape
+        for index in range(2)
+        for part, shape in (("A", (4, 20)), ("B", (30, 4)))
+    }
     state = {f"{name}.default.weight": torch.randn(shape) for name, shape in layers.items()}
     source = make_run(tmp_path / "source", {1: state})
     write_config(source / "model")
@@ -91,7 +102,10 @@ def test_full_disk_at_any_operation_of_an_export_leaves_no_adapter_or_a_complete
         assert error is None or "No space left" in str(error)
         if error is None or run.adapter.exists():
             exported = merged_tensors(run.adapter)
-            assert all(same_bits(exported[f"base_model.model.{name}.weight"], state[f"{name}.default.weight"]) for name in layers)
+            assert all(
+                same_bits(exported[f"base_model.model.{name}.weight"], state[f"{name}.default.weight"])
+                for name in layers
+            )
         if error is None:
             break
     assert number > 20

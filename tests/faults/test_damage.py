@@ -1,4 +1,5 @@
-"""Damage every file of a real checkpoint in every way: the damage is named, and the older checkpoint is used."""
+"""Damage every file of a real checkpoint in every way: the damage is named, and the older checkpoint is
+used."""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from fsdp_tune.run.directory import Checkpoint, RunDir, checkpoint_to_start_from, inspect_checkpoint, latest_checkpoint
+from fsdp_tune.run.directory import (
+    Checkpoint,
+    RunDir,
+    checkpoint_to_start_from,
+    inspect_checkpoint,
+    latest_checkpoint,
+)
 from fsdp_tune.run.manifest import FORMAT_VERSION, MANIFEST_NAME
 from tests.faults import ranks
 from tests.faults.conftest import Count
@@ -31,12 +38,16 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
         for step in (ranks.FIRST, ranks.SECOND):
             shared_ranks().run(2, ranks.save, folder, step, False, None)
 
-    return RunDir(shutil.copytree(made_once("two-checkpoints", make), tmp_path_factory.mktemp("damage") / "run"))
+    return RunDir(
+        shutil.copytree(made_once("two-checkpoints", make), tmp_path_factory.mktemp("damage") / "run")
+    )
 
 
 def files_of(checkpoint: Path) -> list[str]:
     return sorted(
-        path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file() and path.name != "damage.json"
+        path.relative_to(checkpoint).as_posix()
+        for path in checkpoint.rglob("*")
+        if path.is_file() and path.name != "damage.json"
     )
 
 
@@ -44,7 +55,10 @@ def expect_older(run: RunDir, name: str, what: str) -> None:
     checkpoint, rejected = latest_checkpoint(run, digests=True)
     assert checkpoint is not None, what
     assert checkpoint.step == ranks.FIRST, what
-    assert any(bad.path == run.checkpoint(ranks.SECOND) and (name in bad.reason or name == MANIFEST_NAME) for bad in rejected), what
+    assert any(
+        bad.path == run.checkpoint(ranks.SECOND) and (name in bad.reason or name == MANIFEST_NAME)
+        for bad in rejected
+    ), what
 
 
 def flipped(raw: bytes, offset: int, bit: int) -> bytes:
@@ -92,7 +106,9 @@ DAMAGE: dict[str, Callable[[bytes], bytes | None]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_every_truncated_emptied_or_removed_file_is_detected(kind: str, pristine: RunDir, count: Count) -> None:
+def test_every_truncated_emptied_or_removed_file_is_detected(
+    kind: str, pristine: RunDir, count: Count
+) -> None:
     checkpoint = pristine.checkpoint(ranks.SECOND)
     names = files_of(checkpoint)
     for name in names:
@@ -112,7 +128,10 @@ def test_every_truncated_emptied_or_removed_file_is_detected(kind: str, pristine
     count(corruptions=len(names))
 
 
-@pytest.mark.parametrize("part", ["pytorch_model_fsdp_0", "optimizer_0", "rng_state_0.pth", "rng_state_1.pth", "trainer_state.json"])
+@pytest.mark.parametrize(
+    "part",
+    ["pytorch_model_fsdp_0", "optimizer_0", "rng_state_0.pth", "rng_state_1.pth", "trainer_state.json"],
+)
 def test_file_of_another_step_is_detected(part: str, pristine: RunDir, tmp_path: Path) -> None:
     """Two halves that are whole by themselves, with all the right names and sizes."""
     run = RunDir(shutil.copytree(pristine.path, tmp_path / "run"))
@@ -122,7 +141,9 @@ def test_file_of_another_step_is_detected(part: str, pristine: RunDir, tmp_path:
     expect_older(run, part, part)
 
 
-@pytest.mark.parametrize("part", ["pytorch_model_fsdp_0/__0_0.distcp", "pytorch_model_fsdp_0", "rng_state_1.pth"])
+@pytest.mark.parametrize(
+    "part", ["pytorch_model_fsdp_0/__0_0.distcp", "pytorch_model_fsdp_0", "rng_state_1.pth"]
+)
 def test_file_replaced_by_link_is_detected(part: str, pristine: RunDir, tmp_path: Path) -> None:
     run = RunDir(shutil.copytree(pristine.path, tmp_path / "run"))
     target = run.checkpoint(ranks.SECOND) / part
@@ -152,11 +173,15 @@ MANIFESTS: dict[str, Callable[[dict], object]] = {
     "a size edited": lambda m: m["files"]["trainer_state.json"].update(size_bytes=1),
     "no files": lambda m: m.pop("files"),
     "a list of files": lambda m: m.update(files=[]),
-    "a file outside": lambda m: m["files"].update({"../checkpoint-10/trainer_state.json": m["files"]["trainer_state.json"]}),
+    "a file outside": lambda m: m["files"].update(
+        {"../checkpoint-10/trainer_state.json": m["files"]["trainer_state.json"]}
+    ),
     "an absolute file": lambda m: m["files"].update({"/etc/hostname": {"size_bytes": 1, "digest": "0"}}),
     "a name with NUL": lambda m: m["files"].update({"a\0b": {"size_bytes": 1, "digest": "0"}}),
     "a name of 5,000 letters": lambda m: m["files"].update({"a" * 5000: {"size_bytes": 1, "digest": "0"}}),
-    "a file by its case twin": lambda m: m["files"].update({"TRAINER_STATE.JSON": m["files"].pop("trainer_state.json")}),
+    "a file by its case twin": lambda m: m["files"].update(
+        {"TRAINER_STATE.JSON": m["files"].pop("trainer_state.json")}
+    ),
     "no name": lambda m: m["files"].update({"": {"size_bytes": 0, "digest": "0"}}),
     "the directory itself": lambda m: m["files"].update({".": {"size_bytes": 0, "digest": "0"}}),
     "a size that is no number": lambda m: m["files"]["trainer_state.json"].update(size_bytes="many"),
@@ -189,7 +214,11 @@ def test_changed_manifest_field_is_detected(fact: str, pristine: RunDir, tmp_pat
     assert "digest" in rejected[0].reason
 
 
-@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"null", b"1", b"\xff\xfe", b"[" * 100_000, b'{"a":1}'], ids=lambda raw: repr(raw[:9]))
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"{", b"[]", b"null", b"1", b"\xff\xfe", b"[" * 100_000, b'{"a":1}'],
+    ids=lambda raw: repr(raw[:9]),
+)
 def test_invalid_manifest_is_not_a_checkpoint(raw: bytes, pristine: RunDir, tmp_path: Path) -> None:
     run = RunDir(shutil.copytree(pristine.path, tmp_path / "run"))
     (run.checkpoint(ranks.SECOND) / MANIFEST_NAME).write_bytes(raw)
@@ -221,7 +250,9 @@ def test_read_only_copy_without_mtimes_resumes(pristine: RunDir, tmp_path: Path,
     assert on_ranks.run(2, ranks.come_back, [run.path]) == [[(ranks.SECOND, True)]] * 2
 
 
-@pytest.mark.parametrize("name", ["checkpoint-x", "checkpoint-", "checkpoint-07x", "Checkpoint-30", "checkpoint-30.old"])
+@pytest.mark.parametrize(
+    "name", ["checkpoint-x", "checkpoint-", "checkpoint-07x", "Checkpoint-30", "checkpoint-30.old"]
+)
 def test_lookalike_directory_is_not_a_checkpoint(name: str, pristine: RunDir, tmp_path: Path) -> None:
     run = RunDir(shutil.copytree(pristine.path, tmp_path / "run"))
     shutil.copytree(run.checkpoint(ranks.SECOND), run.path / name)

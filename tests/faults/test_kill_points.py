@@ -1,4 +1,5 @@
-"""Kill commands at any file operation (rotation, new run, resumed run, merge): the result is old or new, and the next command continues."""
+"""Kill commands at any file operation (rotation, new run, resumed run, merge): the result is old or new, and
+the next command continues."""
 
 from __future__ import annotations
 
@@ -38,9 +39,15 @@ def make_checkpoint(run: RunDir, step: int, *, kind: str = CHECKPOINT_KIND) -> P
 
 
 def every_kill(
-    make: Callable[[Path], Path], act: Callable[[Path], object], check: Callable[[Path, bool], None], folder: Path, *, every: int = 1
+    make: Callable[[Path], Path],
+    act: Callable[[Path], object],
+    check: Callable[[Path, bool], None],
+    folder: Path,
+    *,
+    every: int = 1,
 ) -> int:
-    """Runs `act` on a fresh `make(…)` once for each kill point, in a process that dies there; `check(place, done)` after each."""
+    """Runs `act` on a fresh `make(…)` once for each kill point, in a process that dies there;
+    `check(place, done)` after each."""
     place = make(folder / "counted")
     with injected(None) as log:
         act(place)
@@ -65,11 +72,14 @@ def every_kill(
     return len(points)
 
 
-# ------------------------------------------------------------------------------------------------------------- rotation
+# -------------------------------------------------------------------------------------------------------------  # noqa: E501
+# rotation
 
 
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
-def test_rotation_killed_anywhere_shows_no_half_deleted_checkpoint(every: int, tmp_path: Path, count: Count) -> None:
+def test_rotation_killed_anywhere_shows_no_half_deleted_checkpoint(
+    every: int, tmp_path: Path, count: Count
+) -> None:
     def make(place: Path) -> Path:
         for step in STEPS:
             make_checkpoint(RunDir(place), step)
@@ -85,7 +95,9 @@ def test_rotation_killed_anywhere_shows_no_half_deleted_checkpoint(every: int, t
         assert verified_steps(run) == [40, 50]
         assert stages(place) == []
 
-    points = every_kill(make, lambda place: rotate(RunDir(place), 2, protected=set()), check, tmp_path, every=every)
+    points = every_kill(
+        make, lambda place: rotate(RunDir(place), 2, protected=set()), check, tmp_path, every=every
+    )
     count(kill_points_in_a_rotation=points)
 
 
@@ -102,7 +114,9 @@ def test_rotation_with_a_stale_listing_deletes_too_few_and_never_the_newest(tmp_
 
 
 @pytest.mark.parametrize("protected", [set(), {20}])
-def test_rotation_deletes_only_own_checkpoints_and_never_the_newest(protected: set[int], tmp_path: Path) -> None:
+def test_rotation_deletes_only_own_checkpoints_and_never_the_newest(
+    protected: set[int], tmp_path: Path
+) -> None:
     run = RunDir(tmp_path / "run")
     for step in STEPS:
         make_checkpoint(run, step)
@@ -120,7 +134,15 @@ def test_rotation_deletes_only_own_checkpoints_and_never_the_newest(protected: s
     (run.path / ".mine").symlink_to(outside)
     rotate(run, 0, protected=protected)
     assert verified_steps(run) == sorted({50, *protected})
-    kept = {"checkpoint-1", "checkpoint-best", "checkpoint-7", "checkpoint-8", "checkpoint-9", "checkpoint-60", "checkpoint-70"}
+    kept = {
+        "checkpoint-1",
+        "checkpoint-best",
+        "checkpoint-7",
+        "checkpoint-8",
+        "checkpoint-9",
+        "checkpoint-60",
+        "checkpoint-70",
+    }
     assert kept <= {path.name for path in run.path.iterdir()}
     assert (outside / "thesis").read_text() == "x"
 
@@ -141,7 +163,8 @@ def test_leftovers_are_removed_and_links_not_followed(tmp_path: Path) -> None:
     assert verified_steps(run) == [10]
 
 
-# ------------------------------------------------------------------------------------------------- a new run, and a resumed one
+# ------------------------------------------------------------------------------------------------- a new run,
+# and a resumed one
 
 
 @pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)])
@@ -200,14 +223,19 @@ def test_run_killed_while_updating_its_files_resumes(every: int, tmp_path: Path,
         if not done:
             act(place)
             assert Recipe.model_validate_json(run.recipe_json.read_bytes()) == new
-            earlier = [json.loads((folder / "recipe.json").read_text()) for folder in run.history.iterdir() if folder.name.isdigit()]
+            earlier = [
+                json.loads((folder / "recipe.json").read_text())
+                for folder in run.history.iterdir()
+                if folder.name.isdigit()
+            ]
             assert earlier, "the recipe that the run began with is kept"
 
     count(kill_points_in_a_resume=every_kill(make, act, check, tmp_path / "cases", every=every))
 
 
 def test_resume_of_a_directory_whose_files_were_damaged_is_one_error(tmp_path: Path, count: Count) -> None:
-    """Every file that `train --resume auto` reads, cut, emptied or filled with noise: a decision or an error, never a traceback."""
+    """Every file that `train --resume auto` reads, cut, emptied or filled with noise: a decision or an error,
+    never a traceback."""
     recipe = resolved(tmp_path)
     run = RunDir(tmp_path / "run")
     write_run(run, files_of(run, recipe))
@@ -224,11 +252,14 @@ def test_resume_of_a_directory_whose_files_were_damaged_is_one_error(tmp_path: P
     count(corruptions=done)
 
 
-# ---------------------------------------------------------------------------------------------------------------- a merge
+# ----------------------------------------------------------------------------------------------------------------  # noqa: E501
+# a merge
 
 
 @pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)])
-def test_merge_killed_anywhere_leaves_no_model_or_a_complete_one(every: int, tmp_path: Path, count: Count) -> None:
+def test_merge_killed_anywhere_leaves_no_model_or_a_complete_one(
+    every: int, tmp_path: Path, count: Count
+) -> None:
     import torch
 
     from fsdp_tune.merge.merge_options import MergeOptions

@@ -1,4 +1,5 @@
-"""`fsdp-tune train` killed outright in the middle of training: five seconds later no process of the run is left."""
+"""`fsdp-tune train` killed outright in the middle of training: five seconds later no process of the run is
+left."""
 
 from __future__ import annotations
 
@@ -23,13 +24,26 @@ START_SECONDS = 240.0
 
 
 def start(folder: Path, device: str) -> subprocess.Popen[bytes]:
-    keys = ("training.max_steps=5000", "training.logging_steps=1", "training.save_steps=5", "checkpoint.probe=false", "output_dir=run")
+    keys = (
+        "training.max_steps=5000",
+        "training.logging_steps=1",
+        "training.save_steps=5",
+        "checkpoint.probe=false",
+        "output_dir=run",
+    )
     keys += (f"launch.device={device}",)
     words = [word for key in keys for word in ("--set", key)]
     command = [sys.executable, "-m", "fsdp_tune", "train", "--config", "gpt2_smoke", *words]
-    environment = environment_on(device, {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"})
+    environment = environment_on(
+        device, {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    )
     return subprocess.Popen(
-        command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command,
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
 
 
@@ -37,7 +51,11 @@ def wait_until_it_trains(run: RunDir, command: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         assert command.poll() is None, "the command ended by itself"
-        if run.metrics_jsonl.exists() and '"loss"' in run.metrics_jsonl.read_text() and list(run.path.glob("checkpoint-*")):
+        if (
+            run.metrics_jsonl.exists()
+            and '"loss"' in run.metrics_jsonl.read_text()
+            and list(run.path.glob("checkpoint-*"))
+        ):
             return
         time.sleep(0.1)
     raise AssertionError("training did not begin")
@@ -77,13 +95,23 @@ def test_no_process_survives_killed_launcher_for_five_seconds(who: str, tmp_path
         victim.kill()
         if victim.pid == command.pid:
             command.wait()
-        below = [process for process in whole if process.pid not in (command.pid, victim.pid)] if who != "command" else whole[1:]
+        below = (
+            [process for process in whole if process.pid not in (command.pid, victim.pid)]
+            if who != "command"
+            else whole[1:]
+        )
         _, alive = psutil.wait_procs(below, timeout=PROMISED_SECONDS)
-        left = [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+        left = [
+            process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        ]
         assert left == []
         if who == "accelerate":
             assert command.wait(timeout=60) == 5, "the command says that the launcher is lost"
-        assert not [path for path in set(Path("/dev/shm").iterdir()) - shared_memory if path.name.startswith(("torch_", "psm_"))]
+        assert not [
+            path
+            for path in set(Path("/dev/shm").iterdir()) - shared_memory
+            if path.name.startswith(("torch_", "psm_"))
+        ]
     finally:
         for process in whole:
             if process.is_running():

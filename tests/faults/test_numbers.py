@@ -1,4 +1,5 @@
-"""Faults inside a step end the run with their own reason and exit code, or give a warning; never a wrong number or a hang."""
+"""Faults inside a step end the run with their own reason and exit code, or give a warning; never a wrong
+number or a hang."""
 
 from __future__ import annotations
 
@@ -32,10 +33,17 @@ def outcome(run: RunDir, rank: int) -> dict[str, Any]:
 
 @on_devices
 @pytest.mark.parametrize(
-    "what", ["NaN in a gradient", pytest.param("infinite gradient", marks=slow), pytest.param("infinite weight", marks=slow)]
+    "what",
+    [
+        "NaN in a gradient",
+        pytest.param("infinite gradient", marks=slow),
+        pytest.param("infinite weight", marks=slow),
+    ],
 )
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=slow)])
-def test_nonfinite_gradient_on_one_rank_stops_all_before_the_update(rank: int, what: str, training: Training) -> None:
+def test_nonfinite_gradient_on_one_rank_stops_all_before_the_update(
+    rank: int, what: str, training: Training
+) -> None:
     run = training.new()
     training.attempt(run, sabotage=[(what, rank, 4)])
     for each in range(2):
@@ -59,7 +67,9 @@ def test_nonfinite_gradient_on_one_rank_stops_all_before_the_update(rank: int, w
     ],
 )
 @pytest.mark.parametrize("rank", [0, 1])
-def test_out_of_memory_error_names_rank_and_memory(rank: int, what: str, code: int, reason: str, training: Training) -> None:
+def test_out_of_memory_error_names_rank_and_memory(
+    rank: int, what: str, code: int, reason: str, training: Training
+) -> None:
     run = training.new()
     training.attempt(run, sabotage=[(what, rank, 4)])
     mine, other = outcome(run, rank), outcome(run, 1 - rank)
@@ -82,10 +92,14 @@ def test_failing_loader_worker_ends_the_run(what: str, on_ranks: Ranks) -> None:
     assert outcome(run, 1)["exit_code"] == 1
     if what == "loader raises":
         assert problem["code"] == "row-unreadable"
-        assert re.fullmatch(r"row \d+ cannot be read: OSError: \[Errno 5\] Input/output error", problem["message"])
+        assert re.fullmatch(
+            r"row \d+ cannot be read: OSError: \[Errno 5\] Input/output error", problem["message"]
+        )
     else:
         assert problem["code"] == "loader-died"
-        assert re.search(r"for step \d+ and later, from \d+ \(hand-made:\d+\)", problem["message"]), problem["message"]
+        assert re.search(r"for step \d+ and later, from \d+ \(hand-made:\d+\)", problem["message"]), problem[
+            "message"
+        ]
     training.finish(run)
     training.is_whole(run)
 
@@ -102,17 +116,22 @@ def test_resume_between_epochs_with_loader_workers_loses_no_rows(on_ranks: Ranks
 
 @pytest.mark.parametrize("step", [5, pytest.param(11, marks=slow), pytest.param(12, marks=slow)])
 def test_unwritable_metrics_end_the_run_after_saving(step: int, training: Training) -> None:
-    """The lines that are missing are in the checkpoint: the resumed run writes them. The first line of a step is that of the witness,
-    before the ranks vote."""
+    """The lines that are missing are in the checkpoint: the resumed run writes them. The first line of a step
+    is that of the witness, before the ranks vote."""
     run = training.new()
     training.attempt(run, sabotage=[("metrics full", 0, step)])
     saved = min(step + 1, 12)
     assert (outcome(run, 0)["exit_code"], outcome(run, 0)["problem"]["code"]) == (1, "metrics-unwritable")
-    assert f"No space left on device; stopped after step {saved}, which is saved" in outcome(run, 0)["problem"]["message"]
+    assert (
+        f"No space left on device; stopped after step {saved}, which is saved"
+        in outcome(run, 0)["problem"]["message"]
+    )
     assert outcome(run, 1)["exit_code"] == 1
     assert verified_steps(run)[-1] == saved
     if step == 5:
-        training.attempt(run, [Happening(1, "forward", 8)])  # the same checkpoint twice: each line comes back once
+        training.attempt(
+            run, [Happening(1, "forward", 8)]
+        )  # the same checkpoint twice: each line comes back once
     training.finish(run)
     training.is_whole(run)
 
@@ -124,7 +143,9 @@ def test_deleted_run_directory_ends_the_run_and_is_not_recreated(rank: int, trai
     moved = RunDir(run.path.with_name(f"{run.path.name}-moved"))
     newest = {"resume_from": None}
     (run.path / "resume.json").write_text(json.dumps(newest))
-    ends: list[End] = training.on_ranks.ends(2, ranks.train, str(run.path), (), (), (("run directory moved", rank, 4),))
+    ends: list[End] = training.on_ranks.ends(
+        2, ranks.train, str(run.path), (), (), (("run directory moved", rank, 4),)
+    )
     assert not any(end.stuck for end in ends)
     assert all(end.code != 0 or end.value["exit_code"] != 0 for end in ends)
     assert not run.path.exists() or not any(run.path.iterdir()), "nothing is made at the old place"
@@ -152,7 +173,8 @@ def test_tracker_that_fails_or_hangs_is_a_warning(what: str, told: str, training
     training.is_whole(run)
 
 
-# --------------------------------------------------------------------------------------------------------------- no targets
+# ---------------------------------------------------------------------------------------------------------------  # noqa: E501
+# no targets
 
 
 def untrained_store(folder: Path, rows: set[int]) -> Path:
@@ -167,9 +189,14 @@ def untrained_store(folder: Path, rows: set[int]) -> Path:
     return made
 
 
-def train_on(folder: Path, rows: set[int], world: int, on_ranks: Ranks, shuffle: bool) -> tuple[RunDir, list[End]]:
+def train_on(
+    folder: Path, rows: set[int], world: int, on_ranks: Ranks, shuffle: bool
+) -> tuple[RunDir, list[End]]:
     case = Case("llama", ranks=world, accumulation=2)
-    changes = {"data": {"shuffle": shuffle}, "training": {"max_steps": 4, "save_steps": 4, "eval_strategy": "no"}}
+    changes = {
+        "data": {"shuffle": shuffle},
+        "training": {"max_steps": 4, "save_steps": 4, "eval_strategy": "no"},
+    }
     recipe = runs.merged(case.recipe(str(shared_bench().model("llama"))), changes)
     run = runs.write_run(folder / f"run-{world}", recipe, untrained_store(folder / f"store-{world}", rows))
     return run, on_ranks.ends(world, ranks.train, str(run.path))

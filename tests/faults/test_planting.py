@@ -6,7 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.planting import DoesNotApply, Edit, always, catch, condition, drop, never, plant, replace, result, statement, value
+from tests.faults.planting import (
+    DoesNotApply,
+    Edit,
+    always,
+    catch,
+    condition,
+    drop,
+    never,
+    plant,
+    replace,
+    result,
+    statement,
+    value,
+)
 
 SOURCE = '''
 LIMIT = 2

@@ -1,4 +1,5 @@
-"""Power cuts at any operation: unsynced writes are dropped or torn, unsynced renames lost; the old or the new state remains."""
+"""Power cuts at any operation: unsynced writes are dropped or torn, unsynced renames lost; the old or the new
+state remains."""
 
 from __future__ import annotations
 
@@ -37,13 +38,15 @@ class Folder:
 def read_tree(path: Path) -> Folder:
     folder = Folder()
     for child in path.iterdir():
-        folder.entries[child.name] = read_tree(child) if child.is_dir() else File(child.read_bytes(), child.read_bytes())
+        folder.entries[child.name] = (
+            read_tree(child) if child.is_dir() else File(child.read_bytes(), child.read_bytes())
+        )
     return folder
 
 
 class CrashedDisk:
-    """What a disk holds when the power goes after `done` operations. `names` synced: an entry made, renamed or removed
-    since the last fsync of its directory is as it was before; all: it got there by itself."""
+    """What a disk holds when the power goes after `done` operations. `names` synced: an entry made, renamed
+    or removed since the last fsync of its directory is as it was before; all: it got there by itself."""
 
     def __init__(self, root: Path, before: Folder, done: list[Operation], *, names: str, data: str) -> None:
         self.root, self.tree, self.data = root, before, data
@@ -81,7 +84,9 @@ class CrashedDisk:
                 self.files[operation.target / known.relative_to(path)] = self.files[known]
             source = self.folder(path.parent)
             if durable and path.name in source.entries:
-                self.folder(operation.target.parent).entries[operation.target.name] = source.entries.pop(path.name)
+                self.folder(operation.target.parent).entries[operation.target.name] = source.entries.pop(
+                    path.name
+                )
         elif name in ("rmtree", "unlink"):
             self.remove(path, durable)
 
@@ -112,8 +117,15 @@ class CrashedDisk:
         return file.content[: max(len(file.synced), reached - reached % SECTOR_BYTES)]
 
 
-def every_crash(root: Path, read: Callable[[], Folder], log: list[Operation], place: Path, check: Callable[[Path, bool], None]) -> int:
-    """`check(directory, finished)` for each moment and each thing that a disk may have left; gives their number."""
+def every_crash(
+    root: Path,
+    read: Callable[[], Folder],
+    log: list[Operation],
+    place: Path,
+    check: Callable[[Path, bool], None],
+) -> int:
+    """`check(directory, finished)` for each moment and each thing that a disk may have left; gives their
+    number."""
     cases = 0
     for count, names, data in itertools.product(range(len(log) + 1), NAMES, DATA):
         CrashedDisk(root, read(), log[:count], names=names, data=data).write(place)
@@ -121,7 +133,10 @@ def every_crash(root: Path, read: Callable[[], Folder], log: list[Operation], pl
             check(place, count == len(log))
         except AssertionError as error:
             last = log[count - 1] if count else None
-            raise AssertionError(f"after {count} operations ({last and (last.name, last.path.name)}), {names=} {data=}: {error}") from error
+            raise AssertionError(
+                f"after {count} operations ({last and (last.name, last.path.name)}), {names=} "
+                f"{data=}: {error}"
+            ) from error
         shutil.rmtree(place)
         cases += 1
     return cases
@@ -132,7 +147,12 @@ def thinned(log: list[Operation]) -> list[Operation]:
     short: list[Operation] = []
     for operation in log:
         last = short[-1] if short else None
-        if last is not None and operation.name == last.name == "write" and operation.path == last.path and len(last.data) < 8192:
+        if (
+            last is not None
+            and operation.name == last.name == "write"
+            and operation.path == last.path
+            and len(last.data) < 8192
+        ):
             short[-1] = Operation("write", last.path, None, last.data + operation.data)
         else:
             short.append(operation)
@@ -140,7 +160,9 @@ def thinned(log: list[Operation]) -> list[Operation]:
 
 
 @pytest.mark.ranks
-def test_power_cut_during_a_save_and_its_rotation_leaves_old_or_new(tmp_path: Path, on_ranks: Ranks, count: Count) -> None:
+def test_power_cut_during_a_save_and_its_rotation_leaves_old_or_new(
+    tmp_path: Path, on_ranks: Ranks, count: Count
+) -> None:
     root = tmp_path / "run"
     root.mkdir()
     on_ranks.run(2, ranks.save, root, ranks.FIRST)
@@ -186,7 +208,10 @@ def test_power_cut_while_publishing_a_directory_is_atomic(tmp_path: Path, count:
     def check(path: Path, finished: bool) -> None:
         assert (path / "made").exists() or not finished
         if (path / "made").exists():
-            assert {name: (path / "made" / name).read_bytes() for name in ("a", "inner/b")} == {"a": b"x" * 2000, "inner/b": b"x" * 2000}
+            assert {name: (path / "made" / name).read_bytes() for name in ("a", "inner/b")} == {
+                "a": b"x" * 2000,
+                "inner/b": b"x" * 2000,
+            }
 
     count(power_cuts=every_crash(root, Folder, log, tmp_path / "crashed", check))
 

@@ -1,4 +1,5 @@
-"""Kill, refuse or cut any file operation of a save on any rank: the checkpoint is old or new, and the run continues."""
+"""Kill, refuse or cut any file operation of a save on any rank: the checkpoint is old or new, and the run
+continues."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ class Cases:
     def operations(self, *, asynchronous: bool = False) -> list[list[tuple[str, str]]]:
         """Return the disk operations of a successful save, by rank."""
         path = self.new("counted")
-        counted: list[list[tuple[str, str]]] = self.on_ranks.run(RANKS, ranks.save_counting, path, ranks.SECOND, asynchronous, self.full)
+        counted: list[list[tuple[str, str]]] = self.on_ranks.run(
+            RANKS, ranks.save_counting, path, ranks.SECOND, asynchronous, self.full
+        )
         shutil.rmtree(path)
         return counted
 
@@ -51,12 +54,18 @@ def kill_each(cases: Cases, points: Sequence[tuple[int, Fault]], *, asynchronous
         paths: list[Path] = []
         for number, (rank, fault) in enumerate(batch):
             path = cases.new(number)
-            ends = cases.on_ranks.ends(RANKS, ranks.save_killed, path, ranks.SECOND, rank, fault, asynchronous, cases.full)
+            ends = cases.on_ranks.ends(
+                RANKS, ranks.save_killed, path, ranks.SECOND, rank, fault, asynchronous, cases.full
+            )
             what = f"rank {rank}, {fault}"
             assert ends[rank].code == KILLED, f"{what}: {ends[rank].text}"
             assert not any(end.stuck for end in ends), what
             assert half_files(path) == [], what
-            assert verified_steps(RunDir(path)) in ([ranks.FIRST], [ranks.FIRST, ranks.SECOND], [ranks.SECOND]), what
+            assert verified_steps(RunDir(path)) in (
+                [ranks.FIRST],
+                [ranks.FIRST, ranks.SECOND],
+                [ranks.SECOND],
+            ), what
             paths.append(path)
         newest = [verified_steps(RunDir(path))[-1] for path in paths]
         back = cases.on_ranks.run(RANKS, ranks.come_back, paths)
@@ -72,8 +81,12 @@ def _batches(points: Sequence[tuple[int, Fault]], size: int) -> list[Sequence[tu
     return [points[start : start + size] for start in range(0, len(points), size)]
 
 
-def points_of(operations: list[list[tuple[str, str]]], *, every_write: int, every: int = 1) -> list[tuple[int, Fault]]:
-    return [(rank, fault) for rank, log in enumerate(operations) for fault in kill_points(log, every_write, every)]
+def points_of(
+    operations: list[list[tuple[str, str]]], *, every_write: int, every: int = 1
+) -> list[tuple[int, Fault]]:
+    return [
+        (rank, fault) for rank, log in enumerate(operations) for fault in kill_points(log, every_write, every)
+    ]
 
 
 @pytest.mark.slow
@@ -91,7 +104,9 @@ def test_save_operations_are_deterministic(tmp_path: Path, on_ranks: Ranks) -> N
 
 
 @on_devices
-def test_rank_killed_at_any_of_a_few_operations_leaves_old_or_new(tmp_path: Path, on_ranks: Ranks, count: Count) -> None:
+def test_rank_killed_at_any_of_a_few_operations_leaves_old_or_new(
+    tmp_path: Path, on_ranks: Ranks, count: Count
+) -> None:
     cases = Cases(tmp_path, on_ranks)
     points = points_of(cases.operations(), every_write=60, every=29)
     kill_each(cases, points[::2])
@@ -102,10 +117,14 @@ def test_rank_killed_at_any_of_a_few_operations_leaves_old_or_new(tmp_path: Path
 @on_devices
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["sharded", "background", "full"])
-def test_rank_killed_at_any_operation_leaves_old_or_new(variant: str, tmp_path: Path, on_ranks: Ranks, count: Count) -> None:
+def test_rank_killed_at_any_operation_leaves_old_or_new(
+    variant: str, tmp_path: Path, on_ranks: Ranks, count: Count
+) -> None:
     cases = Cases(tmp_path, on_ranks, full=variant == "full")
     background = variant == "background"  # the same operations, in a thread: every other one
-    points = points_of(cases.operations(asynchronous=background), every_write=12, every=2 if background else 1)
+    points = points_of(
+        cases.operations(asynchronous=background), every_write=12, every=2 if background else 1
+    )
     assert len(points) >= 90
     kill_each(cases, points, asynchronous=background)
     count(kill_points_in_a_save=len(points))
@@ -115,10 +134,14 @@ ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS, errno.ESTALE, errn
 
 
 def refuse_each(cases: Cases, faults: Sequence[tuple[int, Fault]]) -> None:
-    """Save once for each (rank, fault). It fails with a reason or is complete; the older one is kept; the next save succeeds."""
+    """Save once for each (rank, fault). It fails with a reason or is complete; the older one is kept; the
+    next save succeeds."""
     paths = [cases.new(number) for number in range(len(faults))]
     told = cases.on_ranks.run(
-        RANKS, ranks.save_on_broken_disks, [(path, *fault) for path, fault in zip(paths, faults, strict=True)], ranks.SECOND
+        RANKS,
+        ranks.save_on_broken_disks,
+        [(path, *fault) for path, fault in zip(paths, faults, strict=True)],
+        ranks.SECOND,
     )
     for path, (rank, fault), messages in zip(paths, faults, zip(*told, strict=True), strict=True):
         what = f"rank {rank}, {fault}: {messages}"
@@ -131,7 +154,9 @@ def refuse_each(cases: Cases, faults: Sequence[tuple[int, Fault]]) -> None:
         if all(messages):
             assert any(_reason(fault.error) in str(message) for message in messages), what
             if fault.error in (errno.ENOSPC, errno.EDQUOT):
-                assert all(re.search(r"; [\d.]+ [KMGT]?i?B are free$", str(message)) for message in messages), what
+                assert all(
+                    re.search(r"; [\d.]+ [KMGT]?i?B are free$", str(message)) for message in messages
+                ), what
         else:
             assert ranks.SECOND in steps or ranks.THIRD in steps, what
         shutil.rmtree(path)
@@ -141,11 +166,18 @@ def _reason(number: int) -> str:
     return os.strerror(number)
 
 
-def broken(cases: Cases, errors: Sequence[int], *, every_write: int, every: int = 1) -> list[tuple[int, Fault]]:
+def broken(
+    cases: Cases, errors: Sequence[int], *, every_write: int, every: int = 1
+) -> list[tuple[int, Fault]]:
     faults: list[tuple[int, Fault]] = []
     for rank, log in enumerate(cases.operations()):
         numbers = sorted({point.number for point in kill_points(log, every_write)})[::every]
-        faults += [(rank, Fault(number, "error", error, sticky)) for number in numbers for error in errors for sticky in (False, True)]
+        faults += [
+            (rank, Fault(number, "error", error, sticky))
+            for number in numbers
+            for error in errors
+            for sticky in (False, True)
+        ]
     return faults
 
 
@@ -154,7 +186,9 @@ def test_disk_refusing_any_of_a_few_operations_is_reported_and_the_next_save_suc
     tmp_path: Path, on_ranks: Ranks, count: Count
 ) -> None:
     cases = Cases(tmp_path, on_ranks)
-    faults = broken(cases, (errno.ENOSPC, errno.EIO), every_write=60, every=10)[::3]  # each error, for once and for ever
+    faults = broken(cases, (errno.ENOSPC, errno.EIO), every_write=60, every=10)[
+        ::3
+    ]  # each error, for once and for ever
     refuse_each(cases, faults)
     count(refused_operations=len(faults))
 
@@ -190,7 +224,9 @@ def test_limit_on_file_sizes_fails_the_save_and_keeps_the_older_checkpoint(
     # Each kind of file is once the first that is cut.
     limits = sorted({1, max(sizes.values()) // 2, *(size - 1 for size in sizes.values())})
     paths = [cases.new(limit) for limit in limits]
-    told = on_ranks.run(RANKS, ranks.save_limited, list(zip(paths, limits, strict=True)), ranks.SECOND, rank)[rank]
+    told = on_ranks.run(RANKS, ranks.save_limited, list(zip(paths, limits, strict=True)), ranks.SECOND, rank)[
+        rank
+    ]
     for path, limit, message in zip(paths, limits, told, strict=True):
         assert half_files(path) == [], limit
         if message is None:

@@ -32,13 +32,28 @@ def draw(seed: int) -> list[Accident]:
             happenings.append(Happening(rank, dice.choice(list(PHASES)), step))
         if kind == "signal":
             number = dice.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
-            happenings.append(Happening(rank, dice.choice(["fetch", "forward", "log"]), step, number, times=dice.randint(1, 3)))
+            happenings.append(
+                Happening(
+                    rank, dice.choice(["fetch", "forward", "log"]), step, number, times=dice.randint(1, 3)
+                )
+            )
         if kind in ("disk kill", "both"):
-            faults.append((1 - rank, Fault(dice.randrange(1, 1500), dice.choice(["before", "torn", "after"]), inside=".checkpoint-")))
+            faults.append(
+                (
+                    1 - rank,
+                    Fault(
+                        dice.randrange(1, 1500),
+                        dice.choice(["before", "torn", "after"]),
+                        inside=".checkpoint-",
+                    ),
+                )
+            )
         if kind == "disk error":
             error = dice.choice([errno.ENOSPC, errno.EIO, errno.EROFS])
             faults.append((rank, Fault(dice.randrange(1, 1500), "error", error, inside=".checkpoint-")))
-        accidents.append((tuple(happenings), tuple(faults), dice.choice(["", "", "newest checkpoint", "metrics"])))
+        accidents.append(
+            (tuple(happenings), tuple(faults), dice.choice(["", "", "newest checkpoint", "metrics"]))
+        )
     return accidents
 
 

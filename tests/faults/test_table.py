@@ -72,7 +72,12 @@ def test_selected_tests_have_parameters_that_exist(tmp_path: Path) -> None:
 
     def collect() -> None:
         with open(tmp_path / "listed", "w", encoding="utf-8") as listed, contextlib.redirect_stdout(listed):
-            assert pytest.main(["-q", "--collect-only", "-n0", "-p", "no:cacheprovider", "--rootdir", str(ROOT), *files]) == 0
+            assert (
+                pytest.main(
+                    ["-q", "--collect-only", "-n0", "-p", "no:cacheprovider", "--rootdir", str(ROOT), *files]
+                )
+                == 0
+            )
 
     # A fork of this process, in which most of the files are imported.
     with contextlib.chdir(ROOT):
@@ -89,10 +94,19 @@ def test_every_promise_has_a_plant_and_every_plant_names_rows_with_tests() -> No
 
 
 def test_results_round_trip_and_rows_that_run_again_replace_theirs() -> None:
-    standings = {row.id: Standing(row.ends, 3, (f"a bug of {row.id}", "another")) if row.tests else Standing(MISSING) for row in ROWS}
-    board = Board(["The whole catalogue: 60 minutes."], standings, Counter(kill_points_of_a_save=240, corruptions=1_100))
+    standings = {
+        row.id: Standing(row.ends, 3, (f"a bug of {row.id}", "another")) if row.tests else Standing(MISSING)
+        for row in ROWS
+    }
+    board = Board(
+        ["The whole catalogue: 60 minutes."], standings, Counter(kill_points_of_a_save=240, corruptions=1_100)
+    )
     assert Board.of(board.results([])) == board
-    board.run_again(Board(["F041: 2 minutes."], {"F041": Standing(WRONG, 1)}, Counter(rank_kills_in_a_row=20, corruptions=7)))
+    board.run_again(
+        Board(
+            ["F041: 2 minutes."], {"F041": Standing(WRONG, 1)}, Counter(rank_kills_in_a_row=20, corruptions=7)
+        )
+    )
     again = Board.of(board.results([]))
     assert again.standings["F041"] == Standing(WRONG, 1)
     assert {id for id, one in again.standings.items() if one != standings[id]} <= {"F041"}
@@ -104,7 +118,9 @@ def test_page_counts_the_rows_and_has_the_chaos_tests() -> None:
     standings = {row.id: Standing(row.ends, 2) if row.tests else Standing(MISSING) for row in ROWS}
     standings["F041"] = Standing(WRONG, 1)
     text = page(
-        Board(["All."], standings, Counter(saves=400)).results([{"machines": 1, "summary": "Seed 1.", "hits": {}, "processes": {}}])
+        Board(["All."], standings, Counter(saves=400)).results(
+            [{"machines": 1, "summary": "Seed 1.", "hits": {}, "processes": {}}]
+        )
     )
     assert f"| **all** | {sum(bool(row.tests) for row in ROWS)} of {len(ROWS)} |" in text
     assert "Among the cases: 400 saves." in text

@@ -1,4 +1,5 @@
-"""Kill, stop and fail the real worker in the middle of a run: it resumes, and ends like an undisturbed run."""
+"""Kill, stop and fail the real worker in the middle of a run: it resumes, and ends like an undisturbed
+run."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def each(rest: Sequence[Any]) -> list[Any]:
     return [pytest.param(one, marks=slow, id=str(one)) for one in rest]
 
 
-# ------------------------------------------------------------------------------------------------------------------ kills
+# ------------------------------------------------------------------------------------------------------------------  # noqa: E501
+# kills
 
 
 def death(training: Training, *happenings: Happening) -> RunDir:
@@ -55,10 +57,15 @@ def death(training: Training, *happenings: Happening) -> RunDir:
 @on_devices
 @pytest.mark.parametrize(
     ("phase", "step"),
-    cases([("forward", 8)], [("fetch", 4), ("reduce", 7), ("log", 6), ("evaluate", 5), ("save", 3), ("save", 12), ("forward", 0)]),
+    cases(
+        [("forward", 8)],
+        [("fetch", 4), ("reduce", 7), ("log", 6), ("evaluate", 5), ("save", 3), ("save", 12), ("forward", 0)],
+    ),
 )
 @pytest.mark.parametrize("rank", cases([1], [0]))
-def test_rank_killed_in_any_phase_ends_the_others_and_the_run_resumes(rank: int, phase: str, step: int, training: Training) -> None:
+def test_rank_killed_in_any_phase_ends_the_others_and_the_run_resumes(
+    rank: int, phase: str, step: int, training: Training
+) -> None:
     run = death(training, Happening(rank, phase, step))
     training.finish(run)
     training.is_whole(run)
@@ -78,7 +85,11 @@ def test_rank_killed_while_ranks_generate_ends_the_others_and_the_run_resumes(on
 
 
 def samples(run: RunDir) -> list[tuple[int, list[str]]]:
-    return [(line["step"], [each["text"] for each in line["samples"]]) for line in runs.lines(run) if line.get("event") == "samples"]
+    return [
+        (line["step"], [each["text"] for each in line["samples"]])
+        for line in runs.lines(run)
+        if line.get("event") == "samples"
+    ]
 
 
 @on_devices
@@ -87,7 +98,9 @@ def test_run_with_all_ranks_killed_resumes(training: Training) -> None:
     run = training.new()
     ends = training.attempt(run, [Happening(0, "forward", 8), Happening(1, "forward", 8)])
     assert -signal.SIGKILL in {end.code for end in ends}
-    assert verified_steps(run) in ([3, 6], [3]), "the save of step 6 is in the background, and a busy machine may not have written it"
+    assert verified_steps(run) in ([3, 6], [3]), (
+        "the save of step 6 is in the background, and a busy machine may not have written it"
+    )
     training.finish(run)
     training.is_whole(run)
 
@@ -109,7 +122,9 @@ def test_five_crashes_in_a_row_lose_nothing(training: Training) -> None:
 @slow
 @pytest.mark.parametrize("number", [1, 37, 90, 300, 500, 700, 1200])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_rank_killed_at_a_file_operation_of_a_save_resumes(number: int, rank: int, training: Training) -> None:
+def test_rank_killed_at_a_file_operation_of_a_save_resumes(
+    number: int, rank: int, training: Training
+) -> None:
     """Saves run in the background while the next steps are taken."""
     run = training.new()
     ends = training.attempt(run, faults=[(rank, Fault(number, "torn", inside=".checkpoint-"))])
@@ -118,7 +133,8 @@ def test_rank_killed_at_a_file_operation_of_a_save_resumes(number: int, rank: in
     training.is_whole(run)
 
 
-# ---------------------------------------------------------------------------------------------------------------- signals
+# ----------------------------------------------------------------------------------------------------------------  # noqa: E501
+# signals
 
 
 @on_devices
@@ -136,13 +152,19 @@ def test_stop_and_resume_at_any_step_continues_losses(step: int, training: Train
 
 
 @on_devices
-@pytest.mark.parametrize(("number", "code"), cases([], [(signal.SIGTERM, 143), (signal.SIGHUP, 143), (signal.SIGINT, 130)]))
-@pytest.mark.parametrize("phases", each([("fetch", "forward"), ("forward", "log"), ("log", "fetch"), ("reduce", "save")]))
+@pytest.mark.parametrize(
+    ("number", "code"), cases([], [(signal.SIGTERM, 143), (signal.SIGHUP, 143), (signal.SIGINT, 130)])
+)
+@pytest.mark.parametrize(
+    "phases", each([("fetch", "forward"), ("forward", "log"), ("log", "fetch"), ("reduce", "save")])
+)
 def test_signals_at_different_times_stop_both_ranks_at_one_step(
     number: int, code: int, phases: tuple[str, str], training: Training
 ) -> None:
     run = training.new()
-    ends = training.attempt(run, [Happening(rank, phase, 5, number, times=3) for rank, phase in enumerate(phases)])
+    ends = training.attempt(
+        run, [Happening(rank, phase, 5, number, times=3) for rank, phase in enumerate(phases)]
+    )
     assert {outcome[0] for outcome in outcomes(ends)} == {code}
     assert len({end.value["step"] for end in ends}) == 1
     assert verified_steps(run)[-1] == ends[0].value["step"]
@@ -189,7 +211,8 @@ def test_failed_save_on_stop_exits_1_and_keeps_older_checkpoint(rank: int, train
     training.is_whole(run)
 
 
-# --------------------------------------------------------------------------------------------------- disks, and what is left
+# --------------------------------------------------------------------------------------------------- disks,
+# and what is left
 
 
 @on_devices
@@ -197,16 +220,29 @@ def test_failed_save_on_stop_exits_1_and_keeps_older_checkpoint(rank: int, train
 @pytest.mark.parametrize("rank", [0, 1])
 def test_save_succeeds_after_disk_space_is_freed(rank: int, training: Training) -> None:
     run = training.new()
-    ends = training.attempt(run, faults=[(rank, Fault(1, "error", errno.ENOSPC, sticky=True, inside=".checkpoint-6."))])
+    ends = training.attempt(
+        run, faults=[(rank, Fault(1, "error", errno.ENOSPC, sticky=True, inside=".checkpoint-6."))]
+    )
     assert outcomes(ends) == [(0, "finished")] * 2
-    events = {line["step"]: line["event"] for line in runs.lines(run) if str(line.get("event")).startswith("checkpoint_")}
-    assert events == {3: "checkpoint_saved", 6: "checkpoint_failed", 9: "checkpoint_saved", 12: "checkpoint_saved"}
+    events = {
+        line["step"]: line["event"]
+        for line in runs.lines(run)
+        if str(line.get("event")).startswith("checkpoint_")
+    }
+    assert events == {
+        3: "checkpoint_saved",
+        6: "checkpoint_failed",
+        9: "checkpoint_saved",
+        12: "checkpoint_saved",
+    }
     training.is_whole(run)
 
 
 @slow
 @pytest.mark.parametrize("kind", ["torn", "beyond", "gone", "garbage"])
-def test_metrics_are_truncated_to_the_checkpoint_and_hold_each_step_once(kind: str, training: Training) -> None:
+def test_metrics_are_truncated_to_the_checkpoint_and_hold_each_step_once(
+    kind: str, training: Training
+) -> None:
     run = training.new()
     training.attempt(run, [Happening(1, "forward", 8)])
     text = run.metrics_jsonl.read_text()
@@ -218,19 +254,24 @@ def test_metrics_are_truncated_to_the_checkpoint_and_hold_each_step_once(kind: s
         run.metrics_jsonl.write_text("\x00\x00[]\nnull\n" + text + '\n{"step": "x", "loss": 3}\n')
     else:
         run.metrics_jsonl.unlink()
-    newest, _ = latest_checkpoint(run)  # of step 6, or of 3 where the save in the background was slower than the kill
+    newest, _ = latest_checkpoint(
+        run
+    )  # of step 6, or of 3 where the save in the background was slower than the kill
     assert newest is not None
     training.finish(run)
     found, wanted = numbers(run), numbers(training.whole)
     assert found == (wanted[newest.step :] if kind == "gone" else wanted)
 
 
-# ------------------------------------------------------------------------------------------------------------ other worlds
+# ------------------------------------------------------------------------------------------------------------
+# other worlds
 
 
 @on_devices
 @pytest.mark.parametrize("worlds", each([(2, 4, 1), (1, 2, 4), (4, 2, 1)]))
-def test_two_resumes_on_other_numbers_of_ranks_follow_the_reference(worlds: tuple[int, ...], on_ranks: Ranks, count: Count) -> None:
+def test_two_resumes_on_other_numbers_of_ranks_follow_the_reference(
+    worlds: tuple[int, ...], on_ranks: Ranks, count: Count
+) -> None:
     """Llama without dropout, whose curve does not depend on the number of ranks."""
     training = Training(on_ranks, Case("llama", ranks=2))
     run: RunDir | None = None
@@ -253,7 +294,9 @@ def test_two_resumes_on_other_numbers_of_ranks_follow_the_reference(worlds: tupl
     found, wanted = runs.loss_lines(run), runs.loss_lines(training.whole)
     assert [line["step"] for line in found] == list(range(1, STEPS + 1))
     for one, other in zip(found, wanted, strict=True):
-        assert (one["supervised_tokens"], one["tokens"]) == (other["supervised_tokens"], other["tokens"]), "the same rows"
+        assert (one["supervised_tokens"], one["tokens"]) == (other["supervised_tokens"], other["tokens"]), (
+            "the same rows"
+        )
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
     reference = shared_bench().reference("llama")
@@ -293,11 +336,15 @@ def test_recomputation_draws_same_dropout_masks_after_resume(training: Training,
 
 @on_devices
 @pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 4])
-def test_ranks_of_another_world_size_have_own_random_streams(world: int, tmp_path: Path, on_ranks: Ranks) -> None:
+def test_ranks_of_another_world_size_have_own_random_streams(
+    world: int, tmp_path: Path, on_ranks: Ranks
+) -> None:
     on_ranks.run(2, ranks.save, tmp_path, ranks.FIRST)
     drawn = on_ranks.run(world, ranks.drawn_after_coming_back, tmp_path / f"checkpoint-{ranks.FIRST}")
     assert len(set(drawn)) == world
-    assert drawn == on_ranks.run(world, ranks.drawn_after_coming_back, tmp_path / f"checkpoint-{ranks.FIRST}"), "repeatable"
+    assert drawn == on_ranks.run(
+        world, ranks.drawn_after_coming_back, tmp_path / f"checkpoint-{ranks.FIRST}"
+    ), "repeatable"
 
 
 @on_devices

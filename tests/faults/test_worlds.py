@@ -1,4 +1,5 @@
-"""Ranks with different views of the disk decide together; states of another world size, clock or tool load correctly or are refused."""
+"""Ranks with different views of the disk decide together; states of another world size, clock or tool load
+correctly or are refused."""
 
 from __future__ import annotations
 
@@ -30,7 +31,11 @@ def test_damage_found_by_one_rank_is_agreed_by_all(blind: int, tmp_path: Path, o
 
 @pytest.mark.parametrize(
     ("seconds", "by_name", "wait_seconds", "ends"),
-    [(1e9, False, 0.0, "the same"), (1.0, True, 60.0, "the same"), pytest.param(1e9, True, 1.0, "refused", marks=pytest.mark.slow)],
+    [
+        (1e9, False, 0.0, "the same"),
+        (1.0, True, 60.0, "the same"),
+        pytest.param(1e9, True, 1.0, "refused", marks=pytest.mark.slow),
+    ],
     ids=["in listings, for ever", "by name, a second late", "by name, for ever"],
 )
 @pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.slow), 1])
@@ -47,7 +52,9 @@ def test_machine_waits_until_checkpoint_files_are_visible(
 
 @on_devices
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
-def test_full_and_sharded_checkpoints_load_into_each_other(world: int, tmp_path: Path, on_ranks: Ranks) -> None:
+def test_full_and_sharded_checkpoints_load_into_each_other(
+    world: int, tmp_path: Path, on_ranks: Ranks
+) -> None:
     """Moments included, on the same and on another number of ranks."""
     on_ranks.run(2, ranks.save, tmp_path, ranks.FIRST, True)
     assert (tmp_path / f"checkpoint-{ranks.FIRST}" / "model.safetensors").exists()
@@ -93,7 +100,9 @@ def test_pickled_code_in_rank_state_is_not_run(tmp_path: Path, on_ranks: Ranks) 
     (checkpoint / MANIFEST_NAME).write_text(Manifest(manifest.kind, files, manifest.facts).to_json())
     assert verified_steps(RunDir(run)) == [ranks.FIRST]
     nobody = 2
-    ends = on_ranks.ends(2, ranks.come_back_late, checkpoint, nobody, 0.0, False, 0.0)  # no save after it: the other rank would wait in it
+    ends = on_ranks.ends(
+        2, ranks.come_back_late, checkpoint, nobody, 0.0, False, 0.0
+    )  # no save after it: the other rank would wait in it
     assert ends[1].code == 1
     assert "weights_only" in ends[1].text.lower() or "unpickl" in ends[1].text.lower()
     assert not sentinel.exists()

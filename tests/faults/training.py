@@ -33,14 +33,27 @@ NOTHING_LOST = ("step", "epoch", "loss", "grad_norm", "learning_rate", "tokens",
 class Training:
     """One recipe, its uninterrupted run, and runs of it that are interrupted."""
 
-    def __init__(self, on_ranks: Ranks, case: Case = CASE, changes: dict[str, Any] | None = None, *, vocabulary: int = VOCABULARY) -> None:
+    def __init__(
+        self,
+        on_ranks: Ranks,
+        case: Case = CASE,
+        changes: dict[str, Any] | None = None,
+        *,
+        vocabulary: int = VOCABULARY,
+    ) -> None:
         self.on_ranks, self.case, self.vocabulary = on_ranks, case, vocabulary
         self.changes = runs.merged(CHANGES, changes or {})
         self.steps: int = self.changes["training"]["max_steps"]
         digest = hashlib.sha256(repr((case, self.changes, vocabulary)).encode()).hexdigest()[:16]
-        self.whole = RunDir(made_once(f"whole-{on_ranks.device}-{digest}", lambda folder: self.finish(self.new(folder=folder))))
+        self.whole = RunDir(
+            made_once(
+                f"whole-{on_ranks.device}-{digest}", lambda folder: self.finish(self.new(folder=folder))
+            )
+        )
 
-    def new(self, case: Case | None = None, changes: dict[str, Any] | None = None, folder: Path | None = None) -> RunDir:
+    def new(
+        self, case: Case | None = None, changes: dict[str, Any] | None = None, folder: Path | None = None
+    ) -> RunDir:
         """`changes`: of what changes no number."""
         case, bench = case or self.case, shared_bench(self.on_ranks.device)
         model = bench.model(case.architecture, None if self.vocabulary == VOCABULARY else self.vocabulary)
@@ -56,8 +69,12 @@ class Training:
     ) -> list[End]:
         """One launch, from the newest checkpoint that verifies."""
         newest, _ = latest_checkpoint(run, digests=True)
-        (run.path / "resume.json").write_text(json.dumps({"resume_from": str(newest.path) if newest else None}))
-        ends = self.on_ranks.ends(self.case.ranks, ranks.train, str(run.path), tuple(happenings), tuple(faults), tuple(sabotage))
+        (run.path / "resume.json").write_text(
+            json.dumps({"resume_from": str(newest.path) if newest else None})
+        )
+        ends = self.on_ranks.ends(
+            self.case.ranks, ranks.train, str(run.path), tuple(happenings), tuple(faults), tuple(sabotage)
+        )
         assert not any(end.stuck for end in ends), "nothing hangs"
         assert half_files(run.path) == []
         return ends
@@ -69,7 +86,8 @@ class Training:
         assert stages(run.path) == []
 
     def is_whole(self, run: RunDir) -> None:
-        """Loss, norm, rate and counts of every step once, and every weight, bit for bit those of the uninterrupted run."""
+        """Loss, norm, rate and counts of every step once, and every weight, bit for bit those of the
+        uninterrupted run."""
         assert numbers(run) == numbers(self.whole)
         one, other = (runs.saved_parameters(each, self.steps) for each in (run, self.whole))
         assert one.keys() == other.keys()

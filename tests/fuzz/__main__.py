@@ -1,4 +1,5 @@
-"""`python -m tests.fuzz --runs N --seed S`: trials one after another; a failing one is made as small as it still fails."""
+"""`python -m tests.fuzz --runs N --seed S`: trials one after another; a failing one is made as small as it
+still fails."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def main() -> int:
     transformers.logging.disable_progress_bar()
     folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
     try:
-        return fuzz(range(arguments.seed, arguments.seed + arguments.runs), folder, shared_ranks(), arguments.plant)
+        return fuzz(
+            range(arguments.seed, arguments.seed + arguments.runs), folder, shared_ranks(), arguments.plant
+        )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -38,7 +41,11 @@ def fuzz(seeds: range, folder: Path, on_ranks: Ranks, plant: str | None = None) 
     for number, seed in enumerate(seeds, start=1):
         verdict = trial(draw(seed), folder / str(seed), on_ranks, plant)
         refusals.update(refusal.partition(":")[0] for refusal in verdict.refusals)
-        if verdict.failures and plant and not trial(verdict.draw, folder / f"{seed}-without", on_ranks).failures:
+        if (
+            verdict.failures
+            and plant
+            and not trial(verdict.draw, folder / f"{seed}-without", on_ranks).failures
+        ):
             print(f"found `{plant}` by trial {number} (seed {seed}): {verdict.failures[0]}")
             return 0
         if verdict.failures:
@@ -46,8 +53,15 @@ def fuzz(seeds: range, folder: Path, on_ranks: Ranks, plant: str | None = None) 
             smallest = shrink(verdict, folder / f"{seed}-smaller", on_ranks)
             print(f"\nseed {seed} FAILED\n  {smallest.draw}", *smallest.failures, sep="\n  ", flush=True)
         elif sys.stdout.isatty() or number % 10 == 0:
-            print(f"{number} of {len(seeds)} trials, {failed} failed, {time.monotonic() - started:.0f} s", dict(refusals), flush=True)
-    print(f"{len(seeds) - failed} passed, {failed} failed in {time.monotonic() - started:.0f} s; refusals, each right: {dict(refusals)}")
+            print(
+                f"{number} of {len(seeds)} trials, {failed} failed, {time.monotonic() - started:.0f} s",
+                dict(refusals),
+                flush=True,
+            )
+    print(
+        f"{len(seeds) - failed} passed, {failed} failed in {time.monotonic() - started:.0f} s; "
+        f"refusals, each right: {dict(refusals)}"
+    )
     return 1 if failed or plant else 0
 
 
@@ -59,7 +73,8 @@ def trial(drawn: Draw, folder: Path, on_ranks: Ranks, plant: str | None = None) 
 
 
 def shrink(verdict: Verdict, folder: Path, on_ranks: Ranks) -> Verdict:
-    """Takes out the resume, the bad step and switches, as many at once as it can, as long as the trial still fails."""
+    """Takes out the resume, the bad step and switches, as many at once as it can, as long as the trial still
+    fails."""
     smallest = verdict
 
     def fails(smaller: Draw) -> bool:
@@ -72,7 +87,9 @@ def shrink(verdict: Verdict, folder: Path, on_ranks: Ranks) -> Verdict:
         fails(replace(smallest.draw, resumed=None))
     if verdict.draw.bad_step is not None:
         fails(replace(smallest.draw, bad_step=None))
-    names = sorted({*smallest.draw.switches, *(smallest.draw.resumed.switches if smallest.draw.resumed else ())})
+    names = sorted(
+        {*smallest.draw.switches, *(smallest.draw.resumed.switches if smallest.draw.resumed else ())}
+    )
     size = len(names)
     while size:
         size = -(-size // 2) if size > 1 else 0

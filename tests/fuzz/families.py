@@ -1,4 +1,5 @@
-"""The smallest models of the architectures that are drawn: no dropout, so that one device computes the same."""
+"""The smallest models of the architectures that are drawn: no dropout, so that one device computes the
+same."""
 
 from __future__ import annotations
 
@@ -20,10 +21,13 @@ _MORE: dict[str, dict[str, Any]] = {
     "granite": DECODERS["llama"] | {"model_type": "granite"},
     "olmo2": DECODERS["llama"] | {"model_type": "olmo2"},
     "stablelm": DECODERS["llama"] | {"model_type": "stablelm"},
-    "starcoder2": DECODERS["llama"] | {"model_type": "starcoder2", "embedding_dropout": 0.0, "residual_dropout": 0.0},
+    "starcoder2": DECODERS["llama"]
+    | {"model_type": "starcoder2", "embedding_dropout": 0.0, "residual_dropout": 0.0},
     "cohere": DECODERS["llama"] | {"model_type": "cohere"},
 }
-FAMILIES: dict[str, dict[str, Any]] = {name: fields | _NO_DROPOUT.get(name, {}) for name, fields in (DECODERS | _MORE).items()}
+FAMILIES: dict[str, dict[str, Any]] = {
+    name: fields | _NO_DROPOUT.get(name, {}) for name, fields in (DECODERS | _MORE).items()
+}
 LAYERS = {
     **dict.fromkeys(("gpt2", "falcon", "bloom"), "transformer.h.*"),
     "gpt_neox": "gpt_neox.layers.*",
@@ -31,17 +35,19 @@ LAYERS = {
 }
 """Pattern of the decoder layers' names where it is not `model.layers.*`."""
 TAKES_FLASH = FAMILIES.keys() - {"mistral", "gemma3_text", "gpt_oss", "bloom", "falcon", "stablelm"}
-"""Models that `tests.model.flash` computes as their own attention does: no window, no sinks, no ALiBi, no attention class per kernel, and
-lengths of examples that reach the kernel (StableLM's layers drop them)."""
+"""Models that `tests.model.flash` computes as their own attention does: no window, no sinks, no ALiBi, no
+attention class per kernel, and lengths of examples that reach the kernel (StableLM's layers drop them)."""
 HAS_EAGER_ALONE = frozenset({"bloom", "gpt_oss"})
 """Models whose ALiBi or sinks have no other kernel in transformers."""
 PACKED_EXAMPLES_MEET = frozenset({"bloom", "opt", "falcon", "lfm2", "gpt_oss"})
-"""Models that cannot separate packed examples in transformers (tests/model/test_step_packed.py): runs of the others must not be refused."""
+"""Models that cannot separate packed examples in transformers (tests/model/test_step_packed.py): runs of the
+others must not be refused."""
 EXPERTS = frozenset({"mixtral", "qwen2_moe", "gpt_oss"})
 
 
 def make_model(family: str, overrides: dict[str, Any], kind: str = "models") -> Path:
-    """Random weights as an ordinary model directory of the session, by transformers alone; made once for each `kind`."""
+    """Random weights as an ordinary model directory of the session, by transformers alone; made once for each
+    `kind`."""
 
     def make(folder: Path) -> None:
         import torch
@@ -49,6 +55,8 @@ def make_model(family: str, overrides: dict[str, Any], kind: str = "models") -> 
 
         fields = FAMILIES[family] | overrides
         torch.manual_seed(7)
-        AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields)).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(fields.pop("model_type"), **fields)
+        ).save_pretrained(folder)
 
     return made_once(f"{kind}/{'-'.join([family, *map(str, overrides)])}", make)

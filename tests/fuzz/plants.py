@@ -18,7 +18,8 @@ class Plant:
 
 @contextlib.contextmanager
 def _leave_units_gathered() -> Iterator[None]:
-    """The forward that looks for a NaN leaves units gathered: the next step computes with the weights before the update."""
+    """The forward that looks for a NaN leaves units gathered: the next step computes with the weights before
+    the update."""
     import torch
 
     from fsdp_tune.worker.observe import metrics
@@ -38,8 +39,12 @@ def _count_padding_in_balance() -> AbstractContextManager[Any]:
 
     original = trainer.forward_backward
 
-    def without_examples(recipe: Any, model: Any, tensors: dict[str, Any], *arguments: Any, **options: Any) -> Any:
-        kept = {name: tensor for name, tensor in tensors.items() if name not in ("example_ids", "example_lengths")}
+    def without_examples(
+        recipe: Any, model: Any, tensors: dict[str, Any], *arguments: Any, **options: Any
+    ) -> Any:
+        kept = {
+            name: tensor for name, tensor in tensors.items() if name not in ("example_ids", "example_lengths")
+        }
         options["auxiliary"] *= tensors["input_ids"].numel()
         return original(recipe, model, kept, *arguments, **options)
 
@@ -53,11 +58,14 @@ def _accumulate_in_bf16() -> AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def _ignore_hub_kernel() -> Iterator[None]:
-    """Only kernels named `flash_attention…` get the lengths of packed examples; the check before the first step passes, as with one row."""
+    """Only kernels named `flash_attention…` get the lengths of packed examples; the check before the first
+    step passes, as with one row."""
     from fsdp_tune.worker import callbacks, setup
     from fsdp_tune.worker.readback.isolation import Deviations
 
-    by_prefix = patch.object(setup, "has_variable_lengths", lambda kernel: str(kernel).startswith("flash_attention"))
+    by_prefix = patch.object(
+        setup, "has_variable_lengths", lambda kernel: str(kernel).startswith("flash_attention")
+    )
     with by_prefix, patch.object(callbacks, "deviations", lambda *_: Deviations(0.0, 0.0)):
         yield
 

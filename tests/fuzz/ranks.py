@@ -1,4 +1,5 @@
-"""What runs on the ranks of a trial: the real worker, with the first gradient recorded, a NaN planted, or killed after a step."""
+"""What runs on the ranks of a trial: the real worker, with the first gradient recorded, a NaN planted, or
+killed after a step."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ GRADIENTS = "first-gradients.pt"
 
 @dataclass(frozen=True)
 class Orders:
-    """`bad_step`: a value of its gradient becomes NaN. `killed_after`: the worker ends there without saving."""
+    """`bad_step`: a value of its gradient becomes NaN. `killed_after`: the worker ends there without
+    saving."""
 
     bad_step: int | None = None
     killed_after: int | None = None
@@ -39,7 +41,9 @@ def run(path: str, orders: dict[str, Any]) -> dict[str, Any]:
     from tests.fuzz.plants import PLANTS
 
     asked = Orders(**orders)
-    planted: AbstractContextManager[Any] = PLANTS[asked.plant].install() if asked.plant else contextlib.nullcontext()
+    planted: AbstractContextManager[Any] = (
+        PLANTS[asked.plant].install() if asked.plant else contextlib.nullcontext()
+    )
     flash = flash_stand_in() if asked.uses_flash else contextlib.nullcontext()
     with planted, flash, _changed_trainer(asked):
         return (run_with_kernels if asked.uses_kernels else run_worker)(path)
@@ -84,7 +88,12 @@ def _record_first_gradient(trainer: Any) -> None:
         for name, parameter in trainer.wrapped.named_parameters():
             if parameter.grad is not None:
                 gradient = parameter.grad
-                found[plain_name(name)] = (gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient).float().cpu().clone()
+                found[plain_name(name)] = (
+                    (gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient)
+                    .float()
+                    .cpu()
+                    .clone()
+                )
         if dist.get_rank() == 0:
             torch.save(found, trainer.parts.run.path / GRADIENTS)
 
@@ -99,7 +108,9 @@ def _plant_nan(trainer: Any, bad_step: int) -> None:
 
     def poisoned(step: int, *arguments: Any) -> Any:
         if step == bad_step and holds_first_shard:
-            parameter = next(p for p in trainer.wrapped.parameters() if p.grad is not None and _local(p.grad).numel())
+            parameter = next(
+                p for p in trainer.wrapped.parameters() if p.grad is not None and _local(p.grad).numel()
+            )
             _local(parameter.grad).view(-1)[0] = torch.nan
         return original(step, *arguments)
 
@@ -116,7 +127,8 @@ class _Killer(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self._step:
-            self._trainer.checkpointer.wait()  # the save that is resumed from is there; what came after it is lost
+            # the save that is resumed from is there; what came after it is lost
+            self._trainer.checkpointer.wait()
             raise Killed
 
 

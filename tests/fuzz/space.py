@@ -1,7 +1,7 @@
 """The space of drawn recipes: every key that can change a run's numbers, or the reason why it is excluded.
 
-The keys, what each affects and whether a resumed run may change it come from the schema; the values of switches come from its types.
-Only numbers need a domain of their own here.
+The keys, what each affects and whether a resumed run may change it come from the schema; the values of
+switches come from its types. Only numbers need a domain of their own here.
 """
 
 from __future__ import annotations
@@ -20,15 +20,35 @@ from tests.model.flash import FLASH_STAND_IN
 STEPS, SAVED_STEP = 6, 3
 
 _BATCH = "the batch of a step is drawn as a whole: rows, ranks, micro-batches (`Draw.batch`)"
-_DATA = "rows are drawn as prepared data (`tests.fuzz.trial.make_rows`); what prepares them has tests of its own"
+_DATA = (
+    "rows are drawn as prepared data (`tests.fuzz.trial.make_rows`); what prepares them has tests of its own"
+)
 _ELSEWHERE = "no run of CPU ranks has it; the rules and `tests/gpu` hold it"
 _EMPTY = "a mapping or a section; its keys are drawn"
 NOT_DRAWN: dict[str, str] = {
-    **dict.fromkeys(("model", "model.tokens", "data", "data.mixture", "fsdp", "precision", "parallelism", "training", "kernels"), _EMPTY),
+    **dict.fromkeys(
+        (
+            "model",
+            "model.tokens",
+            "data",
+            "data.mixture",
+            "fsdp",
+            "precision",
+            "parallelism",
+            "training",
+            "kernels",
+        ),
+        _EMPTY,
+    ),
     **dict.fromkeys(("checkpoint", "launch", "merge", "training.early_stopping"), _EMPTY),
-    **dict.fromkeys(("model.name_or_path", "model.from_config", "model.revision"), "the family is drawn (`Draw.family`)"),
-    **dict.fromkeys(("model.tokenizer", "model.tokenizer_revision", "model.trust_remote_code"), "rows are drawn as ids"),
-    "model.resize_embeddings": "rows are drawn as ids within the vocabulary; tests/parity has rows of grown embeddings",
+    **dict.fromkeys(
+        ("model.name_or_path", "model.from_config", "model.revision"), "the family is drawn (`Draw.family`)"
+    ),
+    **dict.fromkeys(
+        ("model.tokenizer", "model.tokenizer_revision", "model.trust_remote_code"), "rows are drawn as ids"
+    ),
+    "model.resize_embeddings": "rows are drawn as ids within the vocabulary; tests/parity has rows of "
+    "grown embeddings",
     "model.config_overrides": "drawn as fields of the config that both load (`Draw.overrides`)",
     "model.rope_scaling": "changes frequencies before ranks matter; tests/parity has a row",
     "model.frozen_dtype": "follows from the compute dtype, which is drawn",
@@ -43,40 +63,71 @@ NOT_DRAWN: dict[str, str] = {
         ),
         _BATCH,
     ),
-    **dict.fromkeys(("parallelism.dp_replicate_size", "parallelism.dp_shard_size"), "follow from the strategy and the ranks"),
+    **dict.fromkeys(
+        ("parallelism.dp_replicate_size", "parallelism.dp_shard_size"),
+        "follow from the strategy and the ranks",
+    ),
     **dict.fromkeys(("parallelism.tp_size", "parallelism.cp_size"), "refused above 1"),
     "parallelism.sp_size": "it has parity rows of its own (test_shared_rows)",
-    **dict.fromkeys(("fsdp.transformer_layer_cls_to_wrap", "fsdp.min_num_params", "fsdp.modules_to_wrap"), "follow from the wrap policy"),
+    **dict.fromkeys(
+        ("fsdp.transformer_layer_cls_to_wrap", "fsdp.min_num_params", "fsdp.modules_to_wrap"),
+        "follow from the wrap policy",
+    ),
     "fsdp.ignored_modules": "refused for trained modules; tests/parity has a row",
     "fsdp.reshard_after_forward": "agrees with the strategy, which is drawn",
     "precision.fp8_recipe": "fp8 has parity rows of its own, against its emulation",
-    "evaluation": "scores saved checkpoints in a process of its own; tests/cli/test_train_evaluation.py has it",
-    "kernels.experts": "kernels of one function, which round differently; tests/model/test_expert_kernels.py compares them",
-    **dict.fromkeys(("lora", "quantization"), "need files of a base; tests/parity/test_adapters.py has rows of them"),
+    "evaluation": "scores saved checkpoints in a process of its own; "
+    "tests/cli/test_train_evaluation.py has it",
+    "kernels.experts": "kernels of one function, which round differently; tests/model/test_expert_kernels.py "
+    "compares them",
+    **dict.fromkeys(
+        ("lora", "quantization"), "need files of a base; tests/parity/test_adapters.py has rows of them"
+    ),
     **dict.fromkeys(
         ("extensions", "extensions.callbacks", "extensions.metrics"),
         "run code of other packages; tests/recipe/test_references_extensions.py has them",
     ),
-    **dict.fromkeys(("training.max_steps", "training.num_train_epochs"), "every run has `STEPS` steps over more than one epoch"),
-    **dict.fromkeys(("training.early_stopping.patience", "training.early_stopping.threshold"), "ends a run; tests/worker has it"),
-    "training.neftune_noise_alpha": "random noise, which one device draws otherwise; tests/cli/test_train_lora.py trains with it",
-    **dict.fromkeys(("training.optim_args", "training.optim_target_modules"), "lean state has parity rows of its own (test_lean_state)"),
+    **dict.fromkeys(
+        ("training.max_steps", "training.num_train_epochs"),
+        "every run has `STEPS` steps over more than one epoch",
+    ),
+    **dict.fromkeys(
+        ("training.early_stopping.patience", "training.early_stopping.threshold"),
+        "ends a run; tests/worker has it",
+    ),
+    "training.neftune_noise_alpha": "random noise, which one device draws otherwise; "
+    "tests/cli/test_train_lora.py trains with it",
+    **dict.fromkeys(
+        ("training.optim_args", "training.optim_target_modules"),
+        "lean state has parity rows of its own (test_lean_state)",
+    ),
     "fsdp.ep_size": "experts that ranks divide; tests/parity/test_expert_parallel.py has rows",
     "kernels.mlp_slice_tokens": "dense MLPs alone; tests/parity has rows",
     "training.parameter_groups": "it has parity rows of its own (test_optimizers)",
     "training.lr_scheduler_kwargs": "of schedules that are not drawn",
     **dict.fromkeys(("training.debug", "training.full_determinism", "training.tf32"), _ELSEWHERE),
-    **dict.fromkeys(("launch.num_machines", "launch.device", "launch.num_cpu_threads_per_process"), _ELSEWHERE),
+    **dict.fromkeys(
+        ("launch.num_machines", "launch.device", "launch.num_cpu_threads_per_process"), _ELSEWHERE
+    ),
     **dict.fromkeys(("launch.enable_cpu_affinity", "launch.env"), _ELSEWHERE),
 }
-"""Keys that affect data, memory, time or numbers and are not drawn by themselves, each with the reason. `data.train.*` and the like: see
-`reason_not_drawn`."""
+"""Keys that affect data, memory, time or numbers and are not drawn by themselves, each with the reason.
+`data.train.*` and the like: see `reason_not_drawn`."""
 _VALUES_NOT_DRAWN: dict[str, dict[Any, str]] = {
-    "precision.mixed_precision": {"fp16": "its first steps are skipped until the scale fits; parity has rows", "fp8": "parity has rows"},
-    "precision.reduce_dtype": dict.fromkeys(("bf16", "fp16"), "sums over ranks are rounded, which one device does not have"),
+    "precision.mixed_precision": {
+        "fp16": "its first steps are skipped until the scale fits; parity has rows",
+        "fp8": "parity has rows",
+    },
+    "precision.reduce_dtype": dict.fromkeys(
+        ("bf16", "fp16"), "sums over ranks are rounded, which one device does not have"
+    ),
     "fsdp.activation_checkpointing": {"auto": "decided from the plan before a run"},
     "kernels.loss": {"liger": _ELSEWHERE},
-    "training.eval_strategy": {"auto": "the reference evaluates at the last step", "no": "as auto", "epoch": "as auto"},
+    "training.eval_strategy": {
+        "auto": "the reference evaluates at the last step",
+        "no": "as auto",
+        "epoch": "as auto",
+    },
 }
 _DOMAINS: dict[str, tuple[Any, ...]] = {
     "model.attn_implementation": ("auto", "sdpa", "eager", FLASH_STAND_IN, FLASH_STAND_IN),
@@ -118,7 +169,8 @@ def reason_not_drawn(name: str) -> str | None:
 
 
 def keys() -> Iterator[str]:
-    """Every key that affects data, memory, time or numbers: of the schema, and those that `training:` passes on."""
+    """Every key that affects data, memory, time or numbers: of the schema, and those that `training:` passes
+    on."""
     names = [key.name for key in all_keys()] + [f"training.{name}" for name in PASSED_EFFECTS]
     return (name for name in dict.fromkeys(names) if effect_of(name).affects & ~RESULT)
 
@@ -159,7 +211,8 @@ class Draw:
     bad_step: int | None = None
     """A step whose gradient is made NaN, under `on_nonfinite: skip`."""
     resumed: Draw | None = None
-    """How the run continues after it was killed: other ranks, and other values of every key that may change freely."""
+    """How the run continues after it was killed: other ranks, and other values of every key that may change
+    freely."""
     killed_after: int = STEPS
 
     def without(self, name: str) -> Draw:
@@ -175,7 +228,12 @@ class Draw:
         """The keys that are set, nested as in YAML."""
         tree: dict[str, Any] = {}
         skipping = {"training.on_nonfinite": "skip"} if self.bad_step is not None else {}
-        for name, value in {**self.switches, **skipping, **self.batch, "launch.num_processes": self.ranks}.items():
+        for name, value in {
+            **self.switches,
+            **skipping,
+            **self.batch,
+            "launch.num_processes": self.ranks,
+        }.items():
             *sections, last = name.split(".")
             inner = tree
             for section in sections:
@@ -184,15 +242,23 @@ class Draw:
         return tree
 
     def __str__(self) -> str:
-        parts = [f"{self.family}, {self.ranks} ranks", *(f"{key}={value}" for key, value in {**self.batch, **self.switches}.items())]
+        parts = [
+            f"{self.family}, {self.ranks} ranks",
+            *(f"{key}={value}" for key, value in {**self.batch, **self.switches}.items()),
+        ]
         parts += [f"config {self.overrides}"] if self.overrides else []
         parts += [f"NaN at step {self.bad_step}"] if self.bad_step else []
-        parts += [f"killed after step {self.killed_after}, resumed from step {SAVED_STEP} as ({self.resumed})"] if self.resumed else []
+        parts += (
+            [f"killed after step {self.killed_after}, resumed from step {SAVED_STEP} as ({self.resumed})"]
+            if self.resumed
+            else []
+        )
         return ", ".join(parts)
 
 
 def draw(seed: int) -> Draw:
-    """A trial from a seed. About half of the switches stay at their defaults, so that pairs of the others show."""
+    """A trial from a seed. About half of the switches stay at their defaults, so that pairs of the others
+    show."""
     dice = random.Random(seed)
     family = dice.choice(sorted(FAMILIES))
     micro_batches_many = dice.random() < 0.15
@@ -209,10 +275,15 @@ def draw(seed: int) -> Draw:
         switches = {name: value for name, value in switches.items() if not name.startswith("training.adam_")}
     if switches.get("training.lr_scheduler_type") == "constant":
         switches.pop("training.warmup_steps", None)
-    if switches.get("training.optim") in ("adagrad", "rmsprop"):  # their first steps are signs, which amplify rounding
+    if switches.get("training.optim") in (
+        "adagrad",
+        "rmsprop",
+    ):  # their first steps are signs, which amplify rounding
         switches["training.learning_rate"] = 1e-3
     bad_step = dice.randint(2, SAVED_STEP) if dice.random() < 0.25 else None
-    first = Draw(seed, family, *_layout(dice, packed=packed, many=micro_batches_many), switches, overrides, bad_step)
+    first = Draw(
+        seed, family, *_layout(dice, packed=packed, many=micro_batches_many), switches, overrides, bad_step
+    )
     first.batch["training.seed"] = dice.randrange(1000)
     if dice.random() < 0.5:
         return first

@@ -46,7 +46,10 @@ def test_resumed_trial_changes_only_free_keys() -> None:
             for name in first.switches.keys() | first.resumed.switches.keys()
             if first.switches.get(name) != first.resumed.switches.get(name)
         }
-        assert all(effect_of(name).on_resume == "free" for name in changed - {"fsdp.modules_to_wrap"}), (seed, changed)
+        assert all(effect_of(name).on_resume == "free" for name in changed - {"fsdp.modules_to_wrap"}), (
+            seed,
+            changed,
+        )
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""One trial: the recipe is judged by the rules, run by the real worker, perhaps killed and resumed, and held against the plain loop."""
+"""One trial: the recipe is judged by the rules, run by the real worker, perhaps killed and resumed, and held
+against the plain loop."""
 
 from __future__ import annotations
 
@@ -33,12 +34,15 @@ from tests.ranks import Ranks, RanksFailed
 
 MAX_LENGTH = 48
 EVAL_ROWS = 5
-# fp32: what docs/evidence/numerics.md promises. The first gradient is held by tensor, before an optimizer can turn rounding into a sign.
+# fp32: what docs/evidence/numerics.md promises. The first gradient is held by tensor, before an optimizer can
+# turn rounding into a sign.
 LOSS_TOLERANCE, NORM_TOLERANCE, GRADIENT_TOLERANCE, PARAMETER_TOLERANCE = 1e-5, 1e-5, 1e-4, 1e-3
 AMPLIFYING_OPTIMIZERS, AMPLIFIED_TOLERANCE = frozenset({"adagrad", "rmsprop"}), 1e-2
-"""Their first update is close to the sign of the gradient, so rounding of a tiny gradient moves a parameter by a full step."""
+"""Their first update is close to the sign of the gradient, so rounding of a tiny gradient moves a parameter
+by a full step."""
 ROUNDING_RATIO = 10.0
-"""A run may be farther off where rounding alone carries the plain loop away: so many times its own distance from float64."""
+"""A run may be farther off where rounding alone carries the plain loop away: so many times its own distance
+from float64."""
 HALF_RATIO = 3.0
 """A run in bf16 scatters around fp32 at most so many times as far as one device in bf16."""
 HALF_FLOOR = 2e-3
@@ -46,7 +50,8 @@ HALF_FLOOR = 2e-3
 
 @dataclass
 class Verdict:
-    """`failures`: what is wrong, in sentences. `refusals`: codes of the rules that refused, each with the switch that was taken out."""
+    """`failures`: what is wrong, in sentences. `refusals`: codes of the rules that refused, each with the
+    switch that was taken out."""
 
     draw: Draw
     """As it was run in the end: without refused switches."""
@@ -73,7 +78,9 @@ def judge(draw: Draw, folder: Path, on_ranks: Ranks, plant: str | None = None) -
     else:  # the ranks inspect the live model; without the switch it must train
         rest = verdict.draw.unpacked() if switch == PACKING else verdict.draw.without(switch)
         smaller = judge(rest, folder / "without", on_ranks, plant)
-        return Verdict(smaller.draw, smaller.failures, [*verdict.refusals, f"{run.code}: {switch}", *smaller.refusals])
+        return Verdict(
+            smaller.draw, smaller.failures, [*verdict.refusals, f"{run.code}: {switch}", *smaller.refusals]
+        )
     return verdict
 
 
@@ -82,18 +89,22 @@ def judge(draw: Draw, folder: Path, on_ranks: Ranks, plant: str | None = None) -
 
 PACKING = "data.packing"
 SEEN_IN_THE_MODEL = frozenset({"contradiction"})
-"""Refusals whose rule reads the model's modules: `validate` shows them, but the rules on the recipe alone do not."""
+"""Refusals whose rule reads the model's modules: `validate` shows them, but the rules on the recipe alone do
+not."""
 
 
 def _accepted(verdict: Verdict, folder: Path, model: Path) -> bool:
-    """Takes out what the rules refuse, switch by switch; a refusal that no switch of the draw explains is a failure."""
+    """Takes out what the rules refuse, switch by switch; a refusal that no switch of the draw explains is a
+    failure."""
     for _ in range(20):
         problem = _refused(verdict.draw, folder, model)
         if problem is None:
             return True
         switch = blamed(problem, verdict.draw)
         if switch is None:
-            verdict.failures.append(f"refused, and no drawn switch explains it: [{problem.code}] {problem.message}")
+            verdict.failures.append(
+                f"refused, and no drawn switch explains it: [{problem.code}] {problem.message}"
+            )
             return False
         verdict.refusals.append(f"{problem.code}: {switch}")
         verdict.draw = verdict.draw.without(switch)
@@ -107,10 +118,16 @@ def _refused(draw: Draw, folder: Path, model: Path) -> Problem | None:
             continue
         tree = runs.merged(BASE, each.recipe() | {"output_dir": str(folder / "run")})
         tree["model"]["name_or_path"] = str(model)
-        if tree["model"].get("attn_implementation") == FLASH_STAND_IN:  # no flash kernel of the hub runs on the CPU, but this one does
+        if (
+            tree["model"].get("attn_implementation") == FLASH_STAND_IN
+        ):  # no flash kernel of the hub runs on the CPU, but this one does
             tree["model"]["attn_implementation"] = "sdpa"
         try:
-            resolve(parse_recipe(yaml.safe_dump(tree), folder / "drawn.yaml").recipe, Machine(None, 0, 2, None), cwd=folder)
+            resolve(
+                parse_recipe(yaml.safe_dump(tree), folder / "drawn.yaml").recipe,
+                Machine(None, 0, 2, None),
+                cwd=folder,
+            )
         except FsdpTuneError as error:
             return error.problems[0]
     return None
@@ -156,7 +173,8 @@ BASE: dict[str, Any] = {
 
 
 def make_rows(folder: Path, draw: Draw) -> Path:
-    """Sets `train` and `eval` of unequal examples, one a row or packed; more than an epoch and less than two of them are trained."""
+    """Sets `train` and `eval` of unequal examples, one a row or packed; more than an epoch and less than two
+    of them are trained."""
     dice = np.random.default_rng(draw.seed)
     size = _batch_size(draw)
     count = size * (STEPS - 2) + int(dice.integers(1, size))
@@ -167,7 +185,11 @@ def make_rows(folder: Path, draw: Draw) -> Path:
 
 
 def _batch_size(draw: Draw) -> int:
-    return draw.ranks * draw.batch["training.per_device_train_batch_size"] * draw.batch["training.gradient_accumulation_steps"]
+    return (
+        draw.ranks
+        * draw.batch["training.per_device_train_batch_size"]
+        * draw.batch["training.gradient_accumulation_steps"]
+    )
 
 
 def _write(folder: Path, draw: Draw, store: Path, model: Path) -> RunDir:
@@ -175,17 +197,28 @@ def _write(folder: Path, draw: Draw, store: Path, model: Path) -> RunDir:
     changes["model"]["name_or_path"] = str(model)
     run = runs.write_run(folder, changes, store, vocabulary=VOCABULARY)
     document = read_object(run.data_json)
-    document |= {"train": str(store / "train"), "evals": {"eval": str(store / "eval")}, "train_rows": len(RowStore(store / "train"))}
+    document |= {
+        "train": str(store / "train"),
+        "evals": {"eval": str(store / "eval")},
+        "train_rows": len(RowStore(store / "train")),
+    }
     run.data_json.write_text(json.dumps(document))
     return run
 
 
-def _run(verdict: Verdict, folder: Path, store: Path, model: Path, on_ranks: Ranks, plant: str | None) -> RunDir | Problem:
+def _run(
+    verdict: Verdict, folder: Path, store: Path, model: Path, on_ranks: Ranks, plant: str | None
+) -> RunDir | Problem:
     """The finished run, or what a rank failed with."""
     draw = verdict.draw
     killed = draw.killed_after if draw.resumed else None
     run = _write(folder / "run", draw, store, model)
-    outcomes = on_ranks.run(draw.ranks, ranks.run, str(run.path), _orders(draw, plant, bad_step=draw.bad_step, killed_after=killed))
+    outcomes = on_ranks.run(
+        draw.ranks,
+        ranks.run,
+        str(run.path),
+        _orders(draw, plant, bad_step=draw.bad_step, killed_after=killed),
+    )
     if draw.resumed is None or any("Killed" not in str(outcome["traceback"]) for outcome in outcomes):
         return _failure(outcomes) or run
     resumed = _write(folder / "resumed", draw.resumed, store, model)
@@ -197,7 +230,9 @@ def _run(verdict: Verdict, folder: Path, store: Path, model: Path, on_ranks: Ran
 
 
 def _orders(draw: Draw, plant: str | None, **fields: Any) -> dict[str, Any]:
-    uses_kernels = bool(draw.switches.get("kernels.compile")) or draw.switches.get("kernels.loss") == "chunked"
+    uses_kernels = (
+        bool(draw.switches.get("kernels.compile")) or draw.switches.get("kernels.loss") == "chunked"
+    )
     uses_flash = draw.switches.get("model.attn_implementation") == FLASH_STAND_IN
     return ranks.orders_of(uses_kernels=uses_kernels, uses_flash=uses_flash, plant=plant, **fields)
 
@@ -240,7 +275,9 @@ def settings_of(draw: Draw, *, compute: torch.dtype) -> reference.LoopSettings:
 def _compare(verdict: Verdict, run: RunDir, store: Path, model: Path) -> None:
     draw = verdict.draw
     rows = (RowStore(store / "train"), RowStore(store / "eval"))
-    half = draw.switches.get("precision.mixed_precision") == "bf16" or draw.switches.get("model.dtype") == "bf16"
+    half = (
+        draw.switches.get("precision.mixed_precision") == "bf16" or draw.switches.get("model.dtype") == "bf16"
+    )
     settings = dataclasses.replace(settings_of(draw, compute=torch.float32), stored_dtype=torch.float32)
     true = reference.train(settings, model, *rows)
     lines = runs.loss_lines(run)
@@ -248,10 +285,16 @@ def _compare(verdict: Verdict, run: RunDir, store: Path, model: Path) -> None:
         verdict.failures.append(f"steps in metrics.jsonl: {[line['step'] for line in lines]}")
         return
     if [line["supervised_tokens"] for line in lines] != true.supervised_tokens:
-        verdict.failures.append(f"supervised tokens {[line['supervised_tokens'] for line in lines]} instead of {true.supervised_tokens}")
+        verdict.failures.append(
+            f"supervised tokens {[line['supervised_tokens'] for line in lines]} instead of "
+            f"{true.supervised_tokens}"
+        )
         return
     rates = [line["learning_rate"] for line in lines]
-    if any(not math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-15) for one, other in zip(rates, true.learning_rates, strict=True)):
+    if any(
+        not math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-15)
+        for one, other in zip(rates, true.learning_rates, strict=True)
+    ):
         verdict.failures.append(f"learning rates {rates} instead of {true.learning_rates}")
     found = _trajectory(run, draw)
     if half:
@@ -261,7 +304,11 @@ def _compare(verdict: Verdict, run: RunDir, store: Path, model: Path) -> None:
         least = AMPLIFIED_TOLERANCE if draw.switches.get("training.optim") in AMPLIFYING_OPTIMIZERS else 0.0
         failures = _fp32_failures(found, true, least)
         if failures:
-            exact = reference.train(dataclasses.replace(settings, compute_dtype=torch.float64, stored_dtype=torch.float64), model, *rows)
+            exact = reference.train(
+                dataclasses.replace(settings, compute_dtype=torch.float64, stored_dtype=torch.float64),
+                model,
+                *rows,
+            )
             failures = _fp32_failures(found, true, least, exact)
         verdict.failures += failures
 
@@ -271,7 +318,9 @@ def _trajectory(run: RunDir, draw: Draw) -> reference.Trajectory:
     gradients = run.path / ranks.GRADIENTS
     return reference.Trajectory(
         losses=[float(line["loss"]) for line in lines],
-        grad_norms=[math.nan if line["step"] == draw.bad_step else float(line["grad_norm"]) for line in lines],
+        grad_norms=[
+            math.nan if line["step"] == draw.bad_step else float(line["grad_norm"]) for line in lines
+        ],
         eval_loss=[line["eval_loss"] for line in runs.lines(run) if "eval_loss" in line][-1],
         first_gradients=torch.load(gradients) if gradients.exists() else {},
         final=runs.saved_parameters(run, STEPS),
@@ -279,9 +328,13 @@ def _trajectory(run: RunDir, draw: Draw) -> reference.Trajectory:
 
 
 def _fp32_failures(
-    found: reference.Trajectory, true: reference.Trajectory, least: float, exact: reference.Trajectory | None = None
+    found: reference.Trajectory,
+    true: reference.Trajectory,
+    least: float,
+    exact: reference.Trajectory | None = None,
 ) -> list[str]:
-    """`least` is the smallest tolerance for what follows the first update; `exact` is the plain loop in float64."""
+    """`least` is the smallest tolerance for what follows the first update; `exact` is the plain loop in
+    float64."""
     failures = []
     for name, ours, theirs, in_float64, tolerance in (
         ("loss", found.losses, true.losses, exact and exact.losses, LOSS_TOLERANCE),
@@ -293,19 +346,25 @@ def _fp32_failures(
         if max(off) > max(tolerance, least, ROUNDING_RATIO * max(rounding)):
             step = off.index(max(off)) + 1
             failures.append(
-                f"{name} is off by {max(off):.1e} at step {step} ({ours[step - 1]:.8g} instead of {theirs[step - 1]:.8g}); "
+                f"{name} is off by {max(off):.1e} at step {step} ({ours[step - 1]:.8g} instead of "
+                f"{theirs[step - 1]:.8g}); "
                 f"rounding carries the plain loop by {max(rounding):.1e}"
             )
     if found.first_gradients:
         failures += _gradient_failures(found.first_gradients, true.first_gradients)
     moved_off = _update_deviation(found, true)
-    if moved_off > max(PARAMETER_TOLERANCE, least, ROUNDING_RATIO * (_update_deviation(true, exact) if exact else 0.0)):
+    if moved_off > max(
+        PARAMETER_TOLERANCE, least, ROUNDING_RATIO * (_update_deviation(true, exact) if exact else 0.0)
+    ):
         failures.append(f"the parameters are off by {moved_off:.1e} of their update")
     return failures
 
 
 def _relative_all(ours: list[float], theirs: list[float]) -> list[float]:
-    return [abs(relative(one, other)) if not math.isnan(one) else 0.0 for one, other in zip(ours, theirs, strict=True)]
+    return [
+        abs(relative(one, other)) if not math.isnan(one) else 0.0
+        for one, other in zip(ours, theirs, strict=True)
+    ]
 
 
 def _gradient_failures(found: dict[str, torch.Tensor], true: dict[str, torch.Tensor]) -> list[str]:
@@ -313,41 +372,65 @@ def _gradient_failures(found: dict[str, torch.Tensor], true: dict[str, torch.Ten
         return [f"other parameters have gradients: {sorted(found.keys() ^ true.keys())[:3]}"]
     total = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in true.values()))
     off = {
-        name: float((found[name].double() - one.double()).norm()) / (float(one.double().norm()) + 1e-3 * total)
+        name: float((found[name].double() - one.double()).norm())
+        / (float(one.double().norm()) + 1e-3 * total)
         for name, one in true.items()
     }
     worst = max(off, key=lambda name: off[name])
-    return [f"the first gradient of {worst} is off by {off[worst]:.1e}"] if off[worst] > GRADIENT_TOLERANCE else []
+    return (
+        [f"the first gradient of {worst} is off by {off[worst]:.1e}"]
+        if off[worst] > GRADIENT_TOLERANCE
+        else []
+    )
 
 
 def _update_deviation(found: reference.Trajectory, true: reference.Trajectory) -> float:
-    names = [name for name in true.final if not torch.equal(true.final[name], true.initial[name]) or name not in found.final]
+    names = [
+        name
+        for name in true.final
+        if not torch.equal(true.final[name], true.initial[name]) or name not in found.final
+    ]
     missing = [name for name in names if name not in found.final]
     if missing:
         return math.inf
-    off = sum(float((found.final[name].double() - true.final[name].double()).square().sum()) for name in true.final if name in found.final)
-    moved = sum(float((true.final[name].double() - true.initial[name].double()).square().sum()) for name in true.final)
+    off = sum(
+        float((found.final[name].double() - true.final[name].double()).square().sum())
+        for name in true.final
+        if name in found.final
+    )
+    moved = sum(
+        float((true.final[name].double() - true.initial[name].double()).square().sum()) for name in true.final
+    )
     return math.sqrt(off / moved) if moved else 0.0
 
 
-def _half_failures(found: reference.Trajectory, alone: reference.Trajectory, true: reference.Trajectory) -> list[str]:
+def _half_failures(
+    found: reference.Trajectory, alone: reference.Trajectory, true: reference.Trajectory
+) -> list[str]:
     """A run in half precision is held to how far one device in the same precision is from fp32."""
     failures = []
     # Of the larger scatter: one evaluation of one device may be near fp32 by chance.
     scatter = max(_rms(alone.losses, true.losses), _rms([alone.eval_loss], [true.eval_loss]))
-    for name, ours, exact in (("loss", found.losses, true.losses), ("eval loss", [found.eval_loss], [true.eval_loss])):
+    for name, ours, exact in (
+        ("loss", found.losses, true.losses),
+        ("eval loss", [found.eval_loss], [true.eval_loss]),
+    ):
         off = _rms(ours, exact)
         if not off <= HALF_RATIO * scatter + HALF_FLOOR:
             failures.append(f"{name} scatters by {off:.1e} around fp32, and one device by {scatter:.1e}")
     if found.first_gradients:
-        off, device_off = (_gradient_distance(each.first_gradients, true.first_gradients) for each in (found, alone))
+        off, device_off = (
+            _gradient_distance(each.first_gradients, true.first_gradients) for each in (found, alone)
+        )
         if not off <= HALF_RATIO * device_off:
             failures.append(f"the first gradient is {off:.1e} from fp32, and one device's {device_off:.1e}")
     return failures
 
 
 def _rms(values: list[float], exact: list[float]) -> float:
-    return math.sqrt(sum(relative(one, other) ** 2 for one, other in zip(values, exact, strict=True)) / len(values))
+    return math.sqrt(
+        sum(relative(one, other) ** 2 for one, other in zip(values, exact, strict=True)) / len(values)
+    )
 
 
 def _gradient_distance(found: dict[str, torch.Tensor], true: dict[str, torch.Tensor]) -> float:

@@ -1,6 +1,7 @@
 """Runs of the real command on one accelerator.
 
-`GPU_TEST_DEVICE=cpu` and an emulated GPU (`python -m tests.cuda`) run small versions, to check that the tests work.
+`GPU_TEST_DEVICE=cpu` and an emulated GPU (`python -m tests.cuda`) run small versions, to check that the tests
+work.
 """
 
 from __future__ import annotations
@@ -39,7 +40,13 @@ def train(tmp_path: Path) -> Train:
             "model": {"tokenizer": "builtin:arithmetic"},
             "data": {"train": [{"path": "builtin:arithmetic"}], "max_length": 64, "loss_on": "all"},
             "precision": {"mixed_precision": "no"},
-            "training": {"max_steps": 4, "learning_rate": 1e-3, "logging_steps": 1, "report_to": [], "save_steps": 1000},
+            "training": {
+                "max_steps": 4,
+                "learning_rate": 1e-3,
+                "logging_steps": 1,
+                "report_to": [],
+                "save_steps": 1000,
+            },
             "checkpoint": {"probe": False},
             "merge": {"at_end": False},
             "launch": {"device": DEVICE, "num_processes": 1},

@@ -1,7 +1,8 @@
-"""A plugin of pytest that writes each test as it ends: a GPU may be gone before the summary (`pytest -p tests.gpu.failures`).
+"""A plugin of pytest that writes each test as it ends: a GPU may be gone before the summary
+(`pytest -p tests.gpu.failures`).
 
-Failures are printed. If GPU_TEST_RESULTS names a file, it gets a line of JSON for each test: name, outcome, seconds, what the test measured
-(`record_property`), and reason and message if it did not pass.
+Failures are printed. If GPU_TEST_RESULTS names a file, it gets a line of JSON for each test: name, outcome,
+seconds, what the test measured (`record_property`), and reason and message if it did not pass.
 """
 
 from __future__ import annotations

@@ -21,5 +21,7 @@ IN_HALF_PRECISION = ("flash_attention_2", "torch_varlen")
 
 def gpt2(*, small: bool) -> dict[str, Any]:
     """More than 100M parameters, or a toy."""
-    width = {"n_embd": 32, "n_layer": 2, "n_head": 2} if small else {"n_embd": 768, "n_layer": 16, "n_head": 12}
+    width = (
+        {"n_embd": 32, "n_layer": 2, "n_head": 2} if small else {"n_embd": 768, "n_layer": 16, "n_head": 12}
+    )
     return {"model_type": "gpt2", "vocab_size": 384, "n_positions": 64, **width}

@@ -18,7 +18,8 @@ STEPS, LAYERS = 3, 6
 
 
 def replay(entries: Iterable[Mapping[str, Any]], *, expandable: bool) -> CachingAllocator:
-    """`device_traces` of `torch.cuda.memory._snapshot`: allocations and completed frees, in order, on their streams."""
+    """`device_traces` of `torch.cuda.memory._snapshot`: allocations and completed frees, in order, on their
+    streams."""
     allocator = CachingAllocator(expandable=expandable)
     streams: dict[int, int] = {}
     blocks: dict[int, Block] = {}
@@ -37,7 +38,9 @@ def recorded_run() -> dict[str, Any]:
 
     torch.cuda.memory._record_memory_history(max_entries=1_000_000)
     widths = [700 + 97 * index for index in range(LAYERS)]
-    layers = torch.nn.Sequential(*(torch.nn.Linear(a, b) for a, b in zip([512, *widths], [*widths, 512], strict=True))).cuda()
+    layers = torch.nn.Sequential(
+        *(torch.nn.Linear(a, b) for a, b in zip([512, *widths], [*widths, 512], strict=True))
+    ).cuda()
     optimizer = torch.optim.AdamW(layers.parameters(), fused=True)
     other = torch.cuda.Stream()
     for step in range(STEPS):
@@ -51,7 +54,9 @@ def recorded_run() -> dict[str, Any]:
         del copies
     torch.cuda.synchronize()
     entries = torch.cuda.memory._snapshot()["device_traces"][0]
-    replayed = replay(entries, expandable="expandable_segments:True" in os.environ.get("PYTORCH_ALLOC_CONF", ""))
+    replayed = replay(
+        entries, expandable="expandable_segments:True" in os.environ.get("PYTORCH_ALLOC_CONF", "")
+    )
     return {
         "allocations": sum(entry["action"] == "alloc" for entry in entries),
         "replayed_allocated": replayed.peak_allocated_bytes,

@@ -1,4 +1,5 @@
-"""The replay of a real run's allocations reserves as much as CUDA's allocator; on the CPU, a hand-written record is replayed."""
+"""The replay of a real run's allocations reserves as much as CUDA's allocator; on the CPU, a hand-written
+record is replayed."""
 
 from __future__ import annotations
 

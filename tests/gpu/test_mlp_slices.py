@@ -1,4 +1,5 @@
-"""The MLP in slices on a GPU: dropout masks of the device are drawn again in the backward, and a step needs less memory."""
+"""The MLP in slices on a GPU: dropout masks of the device are drawn again in the backward, and a step needs
+less memory."""
 
 from __future__ import annotations
 
@@ -15,10 +16,16 @@ from tests.model.dropout_slices import check_masks
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="no GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="no GPU"),
+]
 TOKENS = 512 if IS_SMALL else 16384
 RECIPE = recipe_of(
-    {"from_config": FAMILIES["llama"] | {"hidden_size": 64, "intermediate_size": 8192, "max_position_embeddings": TOKENS}},
+    {
+        "from_config": FAMILIES["llama"]
+        | {"hidden_size": 64, "intermediate_size": 8192, "max_position_embeddings": TOKENS}
+    },
     kernels={"mlp_slice_tokens": TOKENS // 16},
 )
 

@@ -12,7 +12,10 @@ import torch
 from tests.gpu.conftest import DEVICE, IS_SMALL, ON_CPU, Train, loss_lines, readback
 from tests.gpu.models import DRY, IN_HALF_PRECISION, KERNELS, LLAMA, gpt2
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="no GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="no GPU"),
+]
 
 STEPS = 20 if IS_SMALL else 200
 GPT2 = gpt2(small=IS_SMALL)
@@ -22,20 +25,29 @@ def curve(train: Train, precision: str, record_property) -> list[float]:
     run = train(
         model={"from_config": GPT2 | DRY},
         precision={"mixed_precision": precision},
-        training={"max_steps": STEPS, "per_device_train_batch_size": 16, "warmup_steps": 10, "learning_rate": 3e-4},
+        training={
+            "max_steps": STEPS,
+            "per_device_train_batch_size": 16,
+            "warmup_steps": 10,
+            "learning_rate": 3e-4,
+        },
     )
     record_property("parameters", readback(run)["parameters"])
     return [line["loss"] for line in loss_lines(run)]
 
 
 def test_loss_curve_in_bf16_stays_close_to_fp32(train: Train, record_property) -> None:
-    """A model of more than 100M parameters (small on the CPU): bf16 scatters around fp32 and does not drift away."""
+    """A model of more than 100M parameters (small on the CPU): bf16 scatters around fp32 and does not drift
+    away."""
     full, half = curve(train, "no", record_property), curve(train, "bf16", record_property)
     off = [b / a - 1.0 for a, b in zip(full, half, strict=True)]
     scatter, drift = math.sqrt(sum(x * x for x in off) / len(off)), sum(off) / len(off)
     record_property("scatter", scatter)
     record_property("drift", drift)
-    print(f"{STEPS} steps: bf16 around fp32: root mean square {scatter:.1e}, mean {drift:+.1e}; last losses {full[-1]:.4f}, {half[-1]:.4f}")
+    print(
+        f"{STEPS} steps: bf16 around fp32: root mean square {scatter:.1e}, mean {drift:+.1e}; last "
+        f"losses {full[-1]:.4f}, {half[-1]:.4f}"
+    )
     assert scatter < 2e-2
     assert abs(drift) < 5e-3
 
@@ -50,9 +62,20 @@ def test_loss_curve_in_bf16_stays_close_to_fp32(train: Train, record_property) -
     ids=["full", "selective", "inputs on the host"],
 )
 def test_recomputation_with_dropout_has_the_same_gradients(recomputed: dict[str, Any], train: Train) -> None:
-    """Four layers and two micro-batches: an input that is overwritten while it is copied, or used before it is back, shows."""
-    settings = {"training": {"max_steps": 4, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "full_determinism": True}}
-    plain, found = (train(model={"from_config": GPT2 | {"n_layer": 4}}, fsdp=fsdp, **settings) for fsdp in ({}, recomputed))
+    """Four layers and two micro-batches: an input that is overwritten while it is copied, or used before it
+    is back, shows."""
+    settings = {
+        "training": {
+            "max_steps": 4,
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "full_determinism": True,
+        }
+    }
+    plain, found = (
+        train(model={"from_config": GPT2 | {"n_layer": 4}}, fsdp=fsdp, **settings)
+        for fsdp in ({}, recomputed)
+    )
     numbers = [[(line["loss"], line["grad_norm"]) for line in loss_lines(run)] for run in (plain, found)]
     for one, other in zip(*numbers, strict=True):
         assert one == pytest.approx(other, rel=1e-5)
@@ -69,7 +92,9 @@ def test_packed_examples_are_isolated(kernel: str, train: Train) -> None:
         pytest.skip("flash-attn is not installed")
     precision = "bf16" if kernel in IN_HALF_PRECISION else "no"
     run = train(
-        model={"from_config": LLAMA, "attn_implementation": kernel}, data={"packing": True}, precision={"mixed_precision": precision}
+        model={"from_config": LLAMA, "attn_implementation": kernel},
+        data={"packing": True},
+        precision={"mixed_precision": precision},
     )
     found = readback(run)
     assert found["attention"] == kernel

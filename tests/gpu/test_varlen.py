@@ -1,4 +1,5 @@
-"""torch's own variable-length attention on a GPU: numbers, memory, recomputation and compilation of packed rows without a mask.
+"""torch's own variable-length attention on a GPU: numbers, memory, recomputation and compilation of packed
+rows without a mask.
 
 With `GPU_TEST_DEVICE=cpu` the numbers are those of the kernels of `tests/model/varlen.py`.
 """
@@ -23,12 +24,17 @@ from tests.gpu.models import LLAMA
 from tests.model.test_attention_varlen import TESTED, model_of
 from tests.parity.store import make_store
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="no GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="no GPU"),
+]
 
 
 def packed_batch(folder: Path) -> dict[str, torch.Tensor]:
     rows = RowStore(make_store(folder / "store") / "train-packed")
-    tensors = Collator(pad_token_id=0, multiple_of=8, variable_lengths=True)([rows[0], rows[5], rows[9]]).tensors
+    tensors = Collator(pad_token_id=0, multiple_of=8, variable_lengths=True)(
+        [rows[0], rows[5], rows[9]]
+    ).tensors
     return {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
 
 
@@ -42,21 +48,26 @@ def gradients(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", TESTED)
 def test_gradients_in_bf16_are_as_close_to_fp32_as_with_the_mask(family: str, tmp_path: Path) -> None:
-    """Grouped queries, windows, heads of 8 and 12: what differs from fp32 is rounding, and masked attention rounds as much."""
+    """Grouped queries, windows, heads of 8 and 12: what differs from fp32 is rounding, and masked attention
+    rounds as much."""
     batch = packed_batch(tmp_path)
     exact = model_of(TESTED[family], "sdpa").to(DEVICE)
     expected = gradients(exact, batch)
     masked = copy.deepcopy(exact).to(torch.bfloat16)
     found = model_of(TESTED[family]).to(DEVICE)
     found.load_state_dict(exact.state_dict())
-    errors = [float((gradients(model, batch) - expected).norm() / expected.norm()) for model in (masked, found.to(torch.bfloat16))]
+    errors = [
+        float((gradients(model, batch) - expected).norm() / expected.norm())
+        for model in (masked, found.to(torch.bfloat16))
+    ]
     assert errors[1] <= 1.5 * errors[0]
     assert errors[0] <= 0.1
 
 
 @pytest.mark.skipif(ON_CPU, reason="it needs CUDA")
 def test_packed_rows_without_a_mask_take_less_memory(train: Train) -> None:
-    """The data are one row of 6,686 tokens: the bool mask is 43 MiB, and each of four layers saves a copy of 85 MiB in bf16."""
+    """The data are one row of 6,686 tokens: the bool mask is 43 MiB, and each of four layers saves a copy of
+    85 MiB in bf16."""
     peaks = []
     for kernel in ("sdpa", TORCH_VARLEN):
         run = train(

@@ -1,4 +1,5 @@
-"""The witness on a device: checksums, samples and generators are computed there, and a run with bf16 weights passes every step."""
+"""The witness on a device: checksums, samples and generators are computed there, and a run with bf16 weights
+passes every step."""
 
 from __future__ import annotations
 
@@ -10,7 +11,10 @@ import torch
 from tests.gpu.conftest import DEVICE, IS_SMALL, Train, readback
 from tests.gpu.models import DRY, gpt2
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="no GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="no GPU"),
+]
 
 STEPS = 4
 
@@ -22,5 +26,7 @@ def test_witness_compares_every_step(train: Train, dtype: str) -> None:
         training={"max_steps": STEPS, "witness": 1, "gradient_accumulation_steps": 2},
     )
     events = [json.loads(line) for line in run.metrics_jsonl.read_text().splitlines()]
-    assert [event["step"] for event in events if event.get("event") == "witnessed"] == list(range(1, STEPS + 1))
+    assert [event["step"] for event in events if event.get("event") == "witnessed"] == list(
+        range(1, STEPS + 1)
+    )
     assert set(readback(run)["witness"]["generators"][0]) == ({"CPU"} if DEVICE == "cpu" else {"CPU", DEVICE})

@@ -1,4 +1,5 @@
-"""Write docs/evidence/comparison.md: what `compare` says of each pair of `tests/jobs/pairs.py` and of each server of `test_served.py`.
+"""Write docs/evidence/comparison.md: what `compare` says of each pair of `tests/jobs/pairs.py` and of each
+server of `test_served.py`.
 
 python -m tests.jobs.confusion
 """
@@ -46,7 +47,7 @@ What `fsdp-tune compare` says of pairs with one planted cause, of pairs that are
 Before 2026-11-28 `compare` was right about 44 of the pairs with a planted cause, called 12 of them equal, and 11 of the equal ones
 different; runs without a common step were equal too. On 2026-11-29 84 further pairs (62 of recipes,
 22 of runs) found no false equal and five false alarms, of keys that were written in another way; what they add is below.
-"""
+"""  # noqa: E501
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,19 @@ def planted_name(planted: Planted) -> str:
     """Return the kind of a server and what it does otherwise."""
     plain = Planted(planted.kind)
     template = {"template": "another template"} if planted.template is not None else {}
-    fields = ("adds_bos", "scale", "dtype", "penalty", "top_k", "is_processed", "shift", "rolled", "ends", "takes_ids", "returns_logprobs")
+    fields = (
+        "adds_bos",
+        "scale",
+        "dtype",
+        "penalty",
+        "top_k",
+        "is_processed",
+        "shift",
+        "rolled",
+        "ends",
+        "takes_ids",
+        "returns_logprobs",
+    )
     own = {name: getattr(planted, name) for name in fields if getattr(planted, name) != getattr(plain, name)}
     return ", ".join([planted.kind, *(f"{name}: {value}" for name, value in (template | own).items())])
 
@@ -107,7 +120,9 @@ def answers() -> Iterator[tuple[str, str, str, CompareAnswer]]:
 
 def _served(planted: Planted) -> CompareAnswer:
     with serving(Path("model"), planted) as (url, _):
-        return fsdp_tune.compare("model", url, CompareOptions(prompts=Path("prompts.txt"), max_new_tokens=test_served.TOKENS))
+        return fsdp_tune.compare(
+            "model", url, CompareOptions(prompts=Path("prompts.txt"), max_new_tokens=test_served.TOKENS)
+        )
 
 
 def rows() -> list[Row]:
@@ -136,8 +151,12 @@ def _row(group: str, planted: str, verdict: str, stage: str, cause: str, found: 
     own_stage = found.first.stage if found.first is not None else ""
     named = [*found.unsettled, *([key.key for key in found.cause.keys] if found.cause is not None else [])]
     text = found.cause.text if found.cause is not None else ", ".join(found.unsettled)
-    is_right = (verdict, stage) == (found.verdict, own_stage) and (cause in text or any(key.startswith(cause) for key in named))
-    shown = "; ".join(part for part in (found.verdict.replace("_", " "), own_stage, _without_values(text)) if part)
+    is_right = (verdict, stage) == (found.verdict, own_stage) and (
+        cause in text or any(key.startswith(cause) for key in named)
+    )
+    shown = "; ".join(
+        part for part in (found.verdict.replace("_", " "), own_stage, _without_values(text)) if part
+    )
     wanted = "; ".join(part for part in (verdict.replace("_", " "), stage, cause) if part)
     return Row(group, planted, wanted, shown, is_right, found.verdict, verdict)
 
@@ -162,7 +181,8 @@ def page(found: list[Row]) -> str:
         parts += ["", f"## {group.capitalize()}", "", "| planted | expected | found | |", "|---|---|---|---|"]
         sign = {True: "right", False: "WRONG"}
         parts += [
-            f"| {_without_values(row.planted)} | {_without_values(row.expected)} | {row.found} | {sign[row.is_right]} |"
+            f"| {_without_values(row.planted)} | {_without_values(row.expected)} | {row.found} | "
+            f"{sign[row.is_right]} |"
             for row in found
             if row.group == group
         ]

@@ -1,4 +1,5 @@
-"""Pairs of sides for `compare`, with one planted cause or spelled otherwise: the table of docs/evidence/comparison.md."""
+"""Pairs of sides for `compare`, with one planted cause or spelled otherwise: the table of
+docs/evidence/comparison.md."""
 
 from __future__ import annotations
 
@@ -21,10 +22,20 @@ from tests.jobs.sides import LLAMA
 from tests.pages.written import training_line, written
 
 RECIPE: dict[str, Any] = {
-    "model": {"name_or_path": "base", "tokenizer": "builtin:arithmetic", "tokens": {"add": ["<|im_start|>", "<|im_end|>"]}},
+    "model": {
+        "name_or_path": "base",
+        "tokenizer": "builtin:arithmetic",
+        "tokens": {"add": ["<|im_start|>", "<|im_end|>"]},
+    },
     "data": {"train": [{"path": "chat.jsonl"}], "max_length": 128, "chat_template": "chatml"},
     "precision": {"mixed_precision": "no"},
-    "training": {"global_batch_size": 4, "per_device_train_batch_size": 2, "max_steps": 30, "learning_rate": 1e-3, "report_to": []},
+    "training": {
+        "global_batch_size": 4,
+        "per_device_train_batch_size": 2,
+        "max_steps": 30,
+        "learning_rate": 1e-3,
+        "report_to": [],
+    },
     "launch": {"device": "cpu", "num_processes": 2},
 }
 
@@ -34,32 +45,51 @@ def write_sides(folder: Path) -> None:
     (folder / "base").mkdir()
     (folder / "base" / "config.json").write_text(json.dumps(LLAMA))
     turns = [
-        [{"role": "user", "content": f"what is {n}?"}, {"role": "assistant", "content": "it is " + "very " * (n % 7) + f"{n}"}]
+        [
+            {"role": "user", "content": f"what is {n}?"},
+            {"role": "assistant", "content": "it is " + "very " * (n % 7) + f"{n}"},
+        ]
         for n in range(24)
     ]
     rows = [{"messages": turn + turns[(at + 1) % len(turns)]} for at, turn in enumerate(turns)]
     (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "spaced.jsonl").write_text("".join(json.dumps(row, separators=(" , ", " : ")) + "\n" for row in rows))
+    (folder / "spaced.jsonl").write_text(
+        "".join(json.dumps(row, separators=(" , ", " : ")) + "\n" for row in rows)
+    )
     shutil.copy(folder / "chat.jsonl", folder / "copy.jsonl")
     (folder / "a.yaml").write_text(yaml.safe_dump(RECIPE))
     training = RECIPE["training"] | {"data_seed": 1}
     (folder / "lora.yaml").write_text(yaml.safe_dump(RECIPE | {"lora": {"r": 8}, "training": training}))
     evaluated = RECIPE["training"] | {"eval_strategy": "steps", "eval_steps": 10, "save_steps": 10}
-    (folder / "eval.yaml").write_text(yaml.safe_dump(RECIPE | {"data": RECIPE["data"] | {"eval": {"rows": 4}}, "training": evaluated}))
-    (folder / "best.yaml").write_text(
-        yaml.safe_dump(RECIPE | {"data": RECIPE["data"] | {"eval": {"rows": 4}}, "training": evaluated | {"load_best_model_at_end": True}})
+    (folder / "eval.yaml").write_text(
+        yaml.safe_dump(RECIPE | {"data": RECIPE["data"] | {"eval": {"rows": 4}}, "training": evaluated})
     )
-    (folder / "warm.yaml").write_text(yaml.safe_dump(RECIPE | {"training": RECIPE["training"] | {"warmup_steps": 2}}))
+    (folder / "best.yaml").write_text(
+        yaml.safe_dump(
+            RECIPE
+            | {
+                "data": RECIPE["data"] | {"eval": {"rows": 4}},
+                "training": evaluated | {"load_best_model_at_end": True},
+            }
+        )
+    )
+    (folder / "warm.yaml").write_text(
+        yaml.safe_dump(RECIPE | {"training": RECIPE["training"] | {"warmup_steps": 2}})
+    )
     (folder / "kept.yaml").write_text(yaml.safe_dump(RECIPE | {"data": RECIPE["data"] | {"shuffle": False}}))
     freeze = {"freeze": ["model.embed_tokens.*"]}
     (folder / "frozen.yaml").write_text(yaml.safe_dump(RECIPE | {"model": RECIPE["model"] | freeze}))
     tokens = RECIPE["model"]["tokens"] | {"eos": "<|im_end|>"}
-    (folder / "turns.yaml").write_text(yaml.safe_dump(RECIPE | {"model": RECIPE["model"] | {"tokens": tokens}}))
+    (folder / "turns.yaml").write_text(
+        yaml.safe_dump(RECIPE | {"model": RECIPE["model"] | {"tokens": tokens}})
+    )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA), dtype=torch.float32)
     for name in ("weighted", "copied"):
         model.save_pretrained(folder / name)
-    (folder / "weighted.yaml").write_text(yaml.safe_dump(RECIPE | {"model": RECIPE["model"] | {"name_or_path": "weighted"}}))
+    (folder / "weighted.yaml").write_text(
+        yaml.safe_dump(RECIPE | {"model": RECIPE["model"] | {"name_or_path": "weighted"}})
+    )
 
 
 RECIPES = [
@@ -85,7 +115,11 @@ RECIPES = [
     ("training.weight_decay=0.1", "update", "training.weight_decay"),
     ("training.adam_beta2=0.95", "update", "training.adam_beta2"),
     ("training.optim=sgd", "update", "training.optim"),
-    ("training.parameter_groups=[{match: ['*norm*'], weight_decay: 0.1}]", "update", "training.parameter_groups"),
+    (
+        "training.parameter_groups=[{match: ['*norm*'], weight_decay: 0.1}]",
+        "update",
+        "training.parameter_groups",
+    ),
 ]
 """(`--set` of B, first stage, its cause)."""
 ADAPTERS = [
@@ -102,9 +136,17 @@ MORE = [
     ("training.adam_epsilon=1e-4", "update", "training.adam_epsilon"),
     ("training.optim=muon", "update", "training.optim"),
     ("training.optim_args=state_dtype=bf16", "update", "training.optim_args"),
-    ("training.parameter_groups=[{match: ['*q_proj*'], learning_rate: 1e-5}]", "update", "training.parameter_groups"),
+    (
+        "training.parameter_groups=[{match: ['*q_proj*'], learning_rate: 1e-5}]",
+        "update",
+        "training.parameter_groups",
+    ),
     ("model.rope_scaling={rope_type: linear, factor: 2.0}", "logits", "model.rope_scaling"),
-    ("model.config_overrides={tie_word_embeddings: true}", "model", "model.config_overrides.tie_word_embeddings"),
+    (
+        "model.config_overrides={tie_word_embeddings: true}",
+        "model",
+        "model.config_overrides.tie_word_embeddings",
+    ),
     ("model.freeze=['model.layers.3.*']", "dtypes", "model.freeze"),
     ("data.train=[{path: chat.jsonl, max_rows: 23}]", "tokens", "data.train[0].max_rows"),
 ]
@@ -125,7 +167,11 @@ UNSEEN: list[tuple[str, tuple[str, ...]]] = [
 """(Recipe, `--set` of B): keys that change the result, which no stage shows."""
 SPELLINGS: list[tuple[str, str, tuple[str, ...]]] = [
     ("ranks, with the same global batch", "a.yaml", ("launch.num_processes=1",)),
-    ("four ranks with half the micro-batch", "a.yaml", ("launch.num_processes=4", "training.per_device_train_batch_size=1")),
+    (
+        "four ranks with half the micro-batch",
+        "a.yaml",
+        ("launch.num_processes=4", "training.per_device_train_batch_size=1"),
+    ),
     ("micro-batches of one row", "a.yaml", ("training.per_device_train_batch_size=1",)),
     ("padding to another multiple", "a.yaml", ("data.pad_to_multiple_of=16",)),
     ("the same bytes at another path", "a.yaml", ("data.train=[{path: copy.jsonl}]",)),
@@ -145,10 +191,19 @@ SPELLINGS: list[tuple[str, str, tuple[str, ...]]] = [
     (
         "defaults of TrainingArguments written out",
         "a.yaml",
-        ("training.weight_decay=0.0", "training.adam_beta1=0.9", "training.max_grad_norm=1.0", "training.lr_scheduler_type=linear"),
+        (
+            "training.weight_decay=0.0",
+            "training.adam_beta1=0.9",
+            "training.max_grad_norm=1.0",
+            "training.lr_scheduler_type=linear",
+        ),
     ),
     ("Adam's update without the fused kernel", "a.yaml", ("training.optim=adamw_torch",)),
-    ("the same parameters frozen by another pattern", "frozen.yaml", ("model.freeze=['model.embed_tokens.weight']",)),
+    (
+        "the same parameters frozen by another pattern",
+        "frozen.yaml",
+        ("model.freeze=['model.embed_tokens.weight']",),
+    ),
     (
         "a group of parameters with the values of the others",
         "a.yaml",
@@ -199,13 +254,24 @@ def lines_of_run() -> Lines:
     for step in range(1, 21):
         found.append(training_line(step))
         if step % 10 == 0:
-            found.append({"step": step, "time": 0.0, "eval_loss": 4.0 / step, "eval_code_loss": 3.0 / step, "eval_seconds": 1.0})
+            found.append(
+                {
+                    "step": step,
+                    "time": 0.0,
+                    "eval_loss": 4.0 / step,
+                    "eval_code_loss": 3.0 / step,
+                    "eval_seconds": 1.0,
+                }
+            )
     return found
 
 
 def _changed(kind: str, field: str, change: Callable[[Any], Any], first: int = 1) -> Callable[[Lines], Lines]:
     return lambda lines: [
-        line | {field: change(line[field])} if kind in line and field in line and line["step"] >= first else line for line in lines
+        line | {field: change(line[field])}
+        if kind in line and field in line and line["step"] >= first
+        else line
+        for line in lines
     ]
 
 
@@ -233,26 +299,71 @@ def _worlds(which: int) -> dict[str, Any]:
 
 HUB = {"name_or_path": "org/model", "tokenizer": "builtin:arithmetic"}
 RUNS = (
-    RunPair("other bytes of the data", "data", "the files of the data", run=lambda which: {"data_key": f"k{which}"}),
+    RunPair(
+        "other bytes of the data",
+        "data",
+        "the files of the data",
+        run=lambda which: {"data_key": f"k{which}"},
+    ),
     RunPair("another order of the rows", "data_order", "", order=("o1", "o2")),
     RunPair(
-        "other weights of the base at one path", "base", "its weight files", run=lambda which: {"model": HUB, "base": f"blake2b:{which}"}
+        "other weights of the base at one path",
+        "base",
+        "its weight files",
+        run=lambda which: {"model": HUB, "base": f"blake2b:{which}"},
     ),
-    RunPair("300 more trained tokens on each line", "steps", "", _changed("loss", "supervised_tokens", lambda count: count + 300)),
-    RunPair("one token more from step 7 on", "steps", "", _changed("loss", "tokens", lambda count: count + 1, 7)),
-    RunPair("a rate that is 0.05 % off", "steps", "schedule", _changed("loss", "learning_rate", lambda rate: rate * 1.0005)),
-    RunPair("a loss from step 12 on", "steps", "environments are equal", _changed("loss", "loss", lambda loss: loss + 0.01, 12)),
+    RunPair(
+        "300 more trained tokens on each line",
+        "steps",
+        "",
+        _changed("loss", "supervised_tokens", lambda count: count + 300),
+    ),
+    RunPair(
+        "one token more from step 7 on", "steps", "", _changed("loss", "tokens", lambda count: count + 1, 7)
+    ),
+    RunPair(
+        "a rate that is 0.05 % off",
+        "steps",
+        "schedule",
+        _changed("loss", "learning_rate", lambda rate: rate * 1.0005),
+    ),
+    RunPair(
+        "a loss from step 12 on",
+        "steps",
+        "environments are equal",
+        _changed("loss", "loss", lambda loss: loss + 0.01, 12),
+    ),
     RunPair("a loss that is 0.3 % off", "steps", "", _changed("loss", "loss", lambda loss: loss * 1.003, 3)),
-    RunPair("a gradient norm at step 5", "steps", "", _changed("loss", "grad_norm", lambda norm: norm * 1.01, 5)),
+    RunPair(
+        "a gradient norm at step 5", "steps", "", _changed("loss", "grad_norm", lambda norm: norm * 1.01, 5)
+    ),
     RunPair("an infinite gradient norm", "steps", "", _changed("loss", "grad_norm", lambda _: "inf", 9)),
     RunPair(
-        "steps without an update", "steps", "", lambda lines: [line | {"skipped_steps": 2} if line["step"] > 5 else line for line in lines]
+        "steps without an update",
+        "steps",
+        "",
+        lambda lines: [line | {"skipped_steps": 2} if line["step"] > 5 else line for line in lines],
     ),
     RunPair("a loss that drifts", "steps", "", lambda lines: [_drifted(line) for line in lines]),
-    RunPair("lines after a resume that differ", "steps", "", lambda lines: [*lines[:12], *map(_drifted, lines[8:])]),
+    RunPair(
+        "lines after a resume that differ",
+        "steps",
+        "",
+        lambda lines: [*lines[:12], *map(_drifted, lines[8:])],
+    ),
     RunPair("a loss that is NaN", "steps", "", _changed("loss", "loss", lambda _: "nan", 9)),
-    RunPair("an evaluation at one step", "evaluations", "", _changed("eval_loss", "eval_loss", lambda loss: loss + 0.5, 20)),
-    RunPair("an evaluation of one set", "evaluations", "", _changed("eval_loss", "eval_code_loss", lambda loss: loss + 0.1, 10)),
+    RunPair(
+        "an evaluation at one step",
+        "evaluations",
+        "",
+        _changed("eval_loss", "eval_loss", lambda loss: loss + 0.5, 20),
+    ),
+    RunPair(
+        "an evaluation of one set",
+        "evaluations",
+        "",
+        _changed("eval_loss", "eval_code_loss", lambda loss: loss + 0.1, 10),
+    ),
     RunPair(
         "another torch and another loss",
         "steps",
@@ -264,17 +375,33 @@ RUNS = (
 EQUAL_RUNS = (
     RunPair("the same run", None),
     RunPair("logging every two steps", None, change=_joined, run=lambda which: {"logging_steps": 1 + which}),
-    RunPair("other ranks, whose sums round otherwise", None, change=_changed("loss", "loss", lambda loss: loss * (1 + 2e-6)), run=_worlds),
+    RunPair(
+        "other ranks, whose sums round otherwise",
+        None,
+        change=_changed("loss", "loss", lambda loss: loss * (1 + 2e-6)),
+        run=_worlds,
+    ),
     RunPair("a run that ended half-way", None, change=lambda lines: lines[:11]),
     RunPair("lines of a resume that repeat others", None, change=lambda lines: [*lines[:12], *lines[8:]]),
-    RunPair("other throughput and time", None, change=_changed("loss", "tokens_per_second_per_device", lambda rate: rate * 3)),
-    RunPair("evaluations in one run alone", None, change=lambda lines: [line for line in lines if "loss" in line]),
-    RunPair("a line of the file lost", None, change=lambda lines: [line for line in lines if line["step"] != 6]),
+    RunPair(
+        "other throughput and time",
+        None,
+        change=_changed("loss", "tokens_per_second_per_device", lambda rate: rate * 3),
+    ),
+    RunPair(
+        "evaluations in one run alone", None, change=lambda lines: [line for line in lines if "loss" in line]
+    ),
+    RunPair(
+        "a line of the file lost", None, change=lambda lines: [line for line in lines if line["step"] != 6]
+    ),
 )
 NOT_COMPARABLE = (
     RunPair("no lines", None, change=lambda _: [], verdict="not_comparable"),
     RunPair(
-        "lines at other steps", None, change=lambda lines: [line | {"step": line["step"] + 100} for line in lines], verdict="not_comparable"
+        "lines at other steps",
+        None,
+        change=lambda lines: [line | {"step": line["step"] + 100} for line in lines],
+        verdict="not_comparable",
     ),
 )
 
@@ -285,7 +412,7 @@ def compare_run_pair(pair: RunPair, folder: Path) -> CompareAnswer:
     for which, name in enumerate(("one", "two")):
         own = pair.change(lines) if which and pair.change is not None else lines
         run = written(folder / name, own, **{"logging_steps": 1} | pair.run(which))
-        ReadBack.from_dict({"ranks": [], "differences": [], "warnings": [], "data_order_digest": pair.order[which]}).write(
-            run.readback_json
-        )
+        ReadBack.from_dict(
+            {"ranks": [], "differences": [], "warnings": [], "data_order_digest": pair.order[which]}
+        ).write(run.readback_json)
     return fsdp_tune.compare(folder / "one", folder / "two")

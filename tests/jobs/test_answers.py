@@ -17,20 +17,27 @@ NO_ANSWER = {"recipes schema": "the JSON Schema of a recipe", "migrate": "anothe
 
 
 def test_every_command_has_declared_answers() -> None:
-    verbs = {" ".join(path) for path, command in commands() if path and not getattr(command, "commands", None)}
+    verbs = {
+        " ".join(path) for path, command in commands() if path and not getattr(command, "commands", None)
+    }
     assert verbs - answers().keys() == NO_ANSWER.keys()
     assert answers().keys() < verbs
 
 
 def test_every_command_has_a_schema_whose_references_resolve(repository: Path) -> None:
     folder = repository / "docs" / "reference" / "schemas"
-    assert {path.stem for path in folder.iterdir()} == {"metrics-events", *(name.replace(" ", "-") for name in answers())}
+    assert {path.stem for path in folder.iterdir()} == {
+        "metrics-events",
+        *(name.replace(" ", "-") for name in answers()),
+    }
     for path in folder.iterdir():
         text = path.read_text(encoding="utf-8")
         schema = json.loads(text)
         named = {part.split('"')[0] for part in text.split("#/$defs/")[1:]}
         assert named <= schema["$defs"].keys(), path.name
-        assert "_" not in {name[-1] for each in schema["$defs"].values() for name in each.get("properties", {})}, "words of Python"
+        assert "_" not in {
+            name[-1] for each in schema["$defs"].values() for name in each.get("properties", {})
+        }, "words of Python"
 
 
 def test_answer_of_plan_has_the_fields_of_a_plan() -> None:
@@ -38,7 +45,9 @@ def test_answer_of_plan_has_the_fields_of_a_plan() -> None:
     assert {each.name for each in fields(kind)} == {each.name for each in fields(Plan)} - {"memory"}
 
 
-@pytest.mark.parametrize("text", ['{"pushed": "address", "more": 1}', '{"pushed": 1}', "{}", '{"errors": [{"code": "bug"}]}'])
+@pytest.mark.parametrize(
+    "text", ['{"pushed": "address", "more": 1}', '{"pushed": 1}', "{}", '{"errors": [{"code": "bug"}]}']
+)
 def test_check_of_the_tests_refuses_another_answer(text: str) -> None:
     refuse_undeclared(["push"], '{"pushed": "address"}')
     with pytest.raises((AssertionError, ValueError)):

@@ -18,7 +18,13 @@ from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.evaluation_record import EvaluationRecord
 from fsdp_tune.run.event_parts import CheckpointScore
 
-SOURCE = {"path": "a.jsonl", "format": "alpaca", "loss_on": "all", "rename_columns": {"a": "b"}, "chat_template": "chatml"}
+SOURCE = {
+    "path": "a.jsonl",
+    "format": "alpaca",
+    "loss_on": "all",
+    "rename_columns": {"a": "b"},
+    "chat_template": "chatml",
+}
 
 
 def recipe(**evaluation: Any) -> Recipe:
@@ -48,7 +54,10 @@ def test_evaluation_of_the_command_is_scored_without_the_quantised_model(
 
     def score_tasks(_: Path, own: Recipe, __: str) -> dict[str, CheckpointScore]:
         values = {"acc": (0.5, 0.25), "perplexity": (infinite, 1.0), "word_perplexity": (3.0, infinite)}
-        return {f"{own.evaluation.tasks[0]}/{name}": CheckpointScore(value, None, high, 8) for name, (value, high) in values.items()}
+        return {
+            f"{own.evaluation.tasks[0]}/{name}": CheckpointScore(value, None, high, 8)
+            for name, (value, high) in values.items()
+        }
 
     monkeypatch.setattr(jobs, "_score_tasks", score_tasks)
     run = RunDir(tmp_path)
@@ -62,12 +71,15 @@ def test_evaluation_of_the_command_is_scored_without_the_quantised_model(
     assert [options.quantise for options in merges] == [False]
 
 
-def test_quantised_model_is_scored_if_the_run_ships_it(tmp_path: Path, merges: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantised_model_is_scored_if_the_run_ships_it(
+    tmp_path: Path, merges: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its scores are those of rounded weights, and cannot be compared with those of others."""
     scored: list[Path] = []
     monkeypatch.setattr(jobs, "_score_tasks", lambda model, *_: scored.append(model) or {})
     own = Recipe.model_validate(
-        recipe(tasks=["arc_easy"]).model_dump(by_alias=True) | {"quantization": {"train": "int4"}, "merge": {"quantise": True}}
+        recipe(tasks=["arc_easy"]).model_dump(by_alias=True)
+        | {"quantization": {"train": "int4"}, "merge": {"quantise": True}}
     )
     monkeypatch.setattr(jobs, "read_resolved", lambda _: own)
     score_checkpoint(RunDir(tmp_path), 10, "cpu")
@@ -77,10 +89,16 @@ def test_quantised_model_is_scored_if_the_run_ships_it(tmp_path: Path, merges: l
     assert records[0].definition != records[1].definition
 
 
-def test_rows_that_changed_after_the_start_are_not_scored(tmp_path: Path, merges: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "evaluate_checkpoint", lambda *_: CheckpointResults({}, {"test": "other rows"}, []))
+def test_rows_that_changed_after_the_start_are_not_scored(
+    tmp_path: Path, merges: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        jobs, "evaluate_checkpoint", lambda *_: CheckpointResults({}, {"test": "other rows"}, [])
+    )
     run = RunDir(tmp_path)
-    EvaluationRecord.of(recipe(sets=[{"path": "test.jsonl"}]).evaluation, {"test": "rows"}).write(run.evaluation_json)
+    EvaluationRecord.of(recipe(sets=[{"path": "test.jsonl"}]).evaluation, {"test": "rows"}).write(
+        run.evaluation_json
+    )
     with pytest.raises(FailedError, match="rows of `test` are not those that the start of the run read"):
         score_checkpoint(run, 10, "cpu")
     assert len(merges) == 1
@@ -92,5 +110,10 @@ def test_set_has_nothing_of_the_training_rows() -> None:
     data = recipe_of_set(own, options_of_set(entry, own)).data
     (source,) = data.train
     assert (source.path, source.max_rows) == ("test.jsonl", 8)
-    assert (source.format, source.loss_on, source.rename_columns, source.chat_template) == (None, None, {}, None)
+    assert (source.format, source.loss_on, source.rename_columns, source.chat_template) == (
+        None,
+        None,
+        {},
+        None,
+    )
     assert (data.drop_duplicates, data.loss_on) == (False, "assistant")

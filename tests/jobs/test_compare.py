@@ -61,7 +61,11 @@ def one_thread(files: Path, known: dict[Any, Observation], monkeypatch: pytest.M
     def computed(child: ObservingChild, recipe: Recipe, until: str) -> Observation:
         if Path.cwd() != files:
             return in_process(child, recipe, until)
-        key = (recipe.model_dump_json(), until, *(value for name, value in child.settings.items() if name != "folder"))
+        key = (
+            recipe.model_dump_json(),
+            until,
+            *(value for name, value in child.settings.items() if name != "folder"),
+        )
         if key not in known:
             known[key] = in_process(child, recipe, until)
         return known[key]
@@ -97,7 +101,10 @@ FIRST_OF_STAGE = {stage: (override, stage, key) for override, stage, key in reve
 
 @pytest.mark.parametrize(
     ("override", "stage", "key"),
-    [each if each in FIRST_OF_STAGE else pytest.param(*each, marks=pytest.mark.slow) for each in (*RECIPES, *MORE)],
+    [
+        each if each in FIRST_OF_STAGE else pytest.param(*each, marks=pytest.mark.slow)
+        for each in (*RECIPES, *MORE)
+    ],
 )
 def test_planted_key_is_found_at_the_first_stage_that_shows_it(override: str, stage: str, key: str) -> None:
     found = compared(override)
@@ -107,14 +114,19 @@ def test_planted_key_is_found_at_the_first_stage_that_shows_it(override: str, st
     assert found.later == []
 
 
-@pytest.mark.parametrize(("override", "stage"), [*ADAPTERS[:3], *(pytest.param(*each, marks=pytest.mark.slow) for each in ADAPTERS[3:])])
+@pytest.mark.parametrize(
+    ("override", "stage"),
+    [*ADAPTERS[:3], *(pytest.param(*each, marks=pytest.mark.slow) for each in ADAPTERS[3:])],
+)
 def test_planted_key_of_an_adapter_is_found(override: str, stage: str) -> None:
     assert first(compared(override, a="lora.yaml")) == (stage, [override.partition("=")[0]])
 
 
 @pytest.mark.slow  # tests/comparison/test_verdicts.py holds the law of each key
 @pytest.mark.parametrize(("recipe", "overrides"), UNSEEN, ids=[overrides[0] for _, overrides in UNSEEN])
-def test_key_that_changes_the_result_and_that_no_stage_shows_forbids_equal(recipe: str, overrides: tuple[str, ...]) -> None:
+def test_key_that_changes_the_result_and_that_no_stage_shows_forbids_equal(
+    recipe: str, overrides: tuple[str, ...]
+) -> None:
     found = compare_recipes(recipe, *overrides)
     key = overrides[0].partition("=")[0]
     assert (found.verdict, found.first) == ("different", None)
@@ -130,7 +142,11 @@ FAST = {
 
 
 @pytest.mark.parametrize(
-    ("recipe", "overrides"), [pytest.param(*each[1:], id=each[0], marks=[] if each[0] in FAST else pytest.mark.slow) for each in SPELLINGS]
+    ("recipe", "overrides"),
+    [
+        pytest.param(*each[1:], id=each[0], marks=[] if each[0] in FAST else pytest.mark.slow)
+        for each in SPELLINGS
+    ],
 )
 def test_other_spelling_of_the_same_training_is_equal(recipe: str, overrides: tuple[str, ...]) -> None:
     found = compare_recipes(recipe, *overrides)
@@ -167,7 +183,9 @@ def test_pair_of_runs_gets_its_verdict_with_evidence(pair: RunPair, tmp_path: Pa
 def test_page_lists_every_pair_and_no_wrong_answer() -> None:
     text = PAGE.read_text()
     rows = [
-        line.split(" | ")[0].removeprefix("| ").replace("\\|", "|") for line in text.splitlines() if line.endswith((" right |", " WRONG |"))
+        line.split(" | ")[0].removeprefix("| ").replace("\\|", "|")
+        for line in text.splitlines()
+        if line.endswith((" right |", " WRONG |"))
     ]
     assert rows == [name for _, name in names()], "python -m tests.jobs.confusion"
     assert "WRONG" not in text
@@ -201,9 +219,14 @@ def test_equal_recipes_are_equal_and_what_was_not_compared_is_listed() -> None:
 
 
 def test_every_cause_is_found_one_after_another() -> None:
-    found = compared("training.weight_decay=0.1", "data.loss_on=last_assistant", "training.learning_rate=2e-3")
+    found = compared(
+        "training.weight_decay=0.1", "data.loss_on=last_assistant", "training.learning_rate=2e-3"
+    )
     assert first(found) == ("labels", ["data.loss_on"])
-    later = [(each.difference.stage, [key.key for key in each.cause.keys] if each.cause else None) for each in found.later]
+    later = [
+        (each.difference.stage, [key.key for key in each.cause.keys] if each.cause else None)
+        for each in found.later
+    ]
     assert later == [("rate", ["training.learning_rate"]), ("update", ["training.weight_decay"])]
     assert found.cause is not None
     assert found.cause.hint is not None
@@ -211,8 +234,14 @@ def test_every_cause_is_found_one_after_another() -> None:
 
 
 def test_keys_that_only_together_make_the_difference_vanish_are_both_named(here: Path) -> None:
-    two = {"learning_rate": 2e-3, "parameter_groups": [{"match": ["*norm*"], "learning_rate": 1e-3}], "optim": "sgd"}
-    (here / "a.yaml").write_text(yaml.safe_dump(RECIPE | {"data": RECIPE["data"] | {"packing": True, "max_length": 128}}))
+    two = {
+        "learning_rate": 2e-3,
+        "parameter_groups": [{"match": ["*norm*"], "learning_rate": 1e-3}],
+        "optim": "sgd",
+    }
+    (here / "a.yaml").write_text(
+        yaml.safe_dump(RECIPE | {"data": RECIPE["data"] | {"packing": True, "max_length": 128}})
+    )
     changed = {"data": RECIPE["data"] | {"max_length": 32}, "training": RECIPE["training"] | two}
     (here / "b.yaml").write_text(yaml.safe_dump(RECIPE | changed))
     found = compared(b="b.yaml")
@@ -239,7 +268,9 @@ def test_order_of_a_stream_is_not_called_equal() -> None:
 def test_hint_sets_a_default_or_leaves_an_unset_key_out() -> None:
     found = compared("data.train=[{path: chat.jsonl, max_rows: 20}]")
     assert found.cause is not None
-    assert found.cause.hint == "a recipe without `data.train[0].max_rows` gives B the numbers of A at this stage"
+    assert (
+        found.cause.hint == "a recipe without `data.train[0].max_rows` gives B the numbers of A at this stage"
+    )
     found = compared("training.weight_decay=0.1")
     assert found.cause is not None
     assert (found.cause.keys[0].a, found.cause.keys[0].b) == (0.0, 0.1)
@@ -267,7 +298,9 @@ def test_tolerance_is_a_number(tolerance: float) -> None:
 def test_rows_of_one_side_are_not_compared_with_drawn_ones(here: Path) -> None:
     found = compared("data.train=[{path: missing.jsonl}]")
     status = {stage.name: stage.status for stage in found.stages}
-    assert {status[name] for name in ("tokens", "logits", "row_losses", "loss", "gradients", "update")} == {"not_compared"}
+    assert {status[name] for name in ("tokens", "logits", "row_losses", "loss", "gradients", "update")} == {
+        "not_compared"
+    }
     assert not found.equal
     assert found.first is None
 
@@ -308,7 +341,9 @@ def test_model_that_cannot_be_built_is_not_compared_and_the_data_still_are(here:
 def test_rows_beyond_the_first_are_compared_with_more_rows(here: Path) -> None:
     rows = (here / "chat.jsonl").read_text().splitlines(keepends=True)
     (here / "other.jsonl").write_text("".join([*rows[:20], rows[20].replace("what", "which"), *rows[21:]]))
-    (here / "b.yaml").write_text(yaml.safe_dump(RECIPE | {"data": RECIPE["data"] | {"train": [{"path": "other.jsonl"}]}}))
+    (here / "b.yaml").write_text(
+        yaml.safe_dump(RECIPE | {"data": RECIPE["data"] | {"train": [{"path": "other.jsonl"}]}})
+    )
     few = compared(b="b.yaml", rows=10)
     assert (few.equal, few.first) == (False, None)  # the path of the data is a key
     assert any("rows after the first 10" in line for line in few.not_compared)
@@ -345,7 +380,10 @@ def test_foreign_file_and_its_imported_recipe_are_equal_but_for_what_was_not_car
     assert any("some_new_option" in line for line in found.not_compared)
     changed = (here / "imported.yaml").read_text().replace("learning_rate: 0.001", "learning_rate: 0.01")
     (here / "imported.yaml").write_text(changed)
-    assert first(compared(a="axolotl.yaml", b="imported.yaml", num_gpus=2, tools="import")) == ("rate", ["training.learning_rate"])
+    assert first(compared(a="axolotl.yaml", b="imported.yaml", num_gpus=2, tools="import")) == (
+        "rate",
+        ["training.learning_rate"],
+    )
 
 
 def runs(here: Path, losses: Sequence[float], other: Sequence[float], **training: Any) -> CompareAnswer:
@@ -423,7 +461,9 @@ def test_full_model_has_its_own_weights(here: Path) -> None:
         torch.manual_seed(seed)
         config = AutoConfig.for_model(**LLAMA)
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(here / name)
-    (here / "b.yaml").write_text(yaml.safe_dump(RECIPE | {"model": RECIPE["model"] | {"name_or_path": "other"}}))
+    (here / "b.yaml").write_text(
+        yaml.safe_dump(RECIPE | {"model": RECIPE["model"] | {"name_or_path": "other"}})
+    )
     small, full = compared(b="b.yaml"), compared(b="b.yaml", model="full")
     assert (small.equal, small.first) == (False, None)
     assert first(full) == ("weights", ["model.name_or_path"])
@@ -433,8 +473,18 @@ def test_full_model_has_its_own_weights(here: Path) -> None:
 def test_run_and_a_recipe_are_compared_by_their_recipes(here: Path) -> None:
     run = written(here / "one")
     recipe = json.loads(run.recipe_json.read_text())
-    same = {"model": recipe["model"], "data": recipe["data"], "output_dir": "x", "launch": {"num_processes": 2, "device": "cpu"}}
-    training = {"global_batch_size": 8, "per_device_train_batch_size": 4, "max_steps": 100, "label_smoothing_factor": 0.1}
+    same = {
+        "model": recipe["model"],
+        "data": recipe["data"],
+        "output_dir": "x",
+        "launch": {"num_processes": 2, "device": "cpu"},
+    }
+    training = {
+        "global_batch_size": 8,
+        "per_device_train_batch_size": 4,
+        "max_steps": 100,
+        "label_smoothing_factor": 0.1,
+    }
     same["model"] = {"from_config": {"model_type": "gpt2"}, "tokenizer": "builtin:arithmetic"}
     same["data"] = {"train": [{"path": "builtin:arithmetic"}], "max_length": 32}
     (here / "b.yaml").write_text(yaml.safe_dump(same | {"training": training}))
@@ -444,7 +494,9 @@ def test_run_and_a_recipe_are_compared_by_their_recipes(here: Path) -> None:
     assert refused.value.problems[0].code == "compare-override"
 
 
-def test_arithmetic_of_another_interpreter_is_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arithmetic_of_another_interpreter_is_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The other interpreter, played by this process, has a cross-entropy that is a thousandth larger."""
     python = tmp_path / "python"
     python.symlink_to(sys.executable)
@@ -452,7 +504,9 @@ def test_arithmetic_of_another_interpreter_is_the_cause(tmp_path: Path, monkeypa
 
     def computed(child: Any, *request: Any) -> Any:
         scale = 1.0 if child._python == sys.executable else 1.001
-        monkeypatch.setattr("torch.nn.functional.cross_entropy", lambda *given, **named: own(*given, **named) * scale)
+        monkeypatch.setattr(
+            "torch.nn.functional.cross_entropy", lambda *given, **named: own(*given, **named) * scale
+        )
         return in_process(child, *request)
 
     monkeypatch.setattr(ObservingChild, "computed", computed)

@@ -1,4 +1,5 @@
-"""Each key that is declared without effect on rows and numbers is changed, and no stage of a comparison differs."""
+"""Each key that is declared without effect on rows and numbers is changed, and no stage of a comparison
+differs."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def values_of(name: str) -> list[str]:
     ]
 
 
-def test_key_without_effect_on_numbers_changes_no_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_without_effect_on_numbers_changes_no_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = [key.name for key in all_keys()] + [f"training.{name}" for name in PASSED_EFFECTS]
     free = [name for name in dict.fromkeys(names) if not effect_of(name).affects & (DATA | NUMBERS | RESULT)]
     monkeypatch.setattr(ObservingChild, "computed", in_process)
@@ -66,6 +69,10 @@ def test_key_without_effect_on_numbers_changes_no_stage(tmp_path: Path, monkeypa
                 continue
             if answer.keys:
                 found[f"{name}={value}"] = answer
-    different = {name: (answer.verdict, answer.first, answer.unsettled) for name, answer in found.items() if answer.verdict != "equal"}
+    different = {
+        name: (answer.verdict, answer.first, answer.unsettled)
+        for name, answer in found.items()
+        if answer.verdict != "equal"
+    }
     assert different == {}
     assert len(found) >= LEAST_TRIED

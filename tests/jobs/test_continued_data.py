@@ -47,7 +47,9 @@ class Case:
         """Return the recipe of a stream of the same rows, whose data the case then has."""
         settings = {"streaming": True, "stream_lanes": 2, "curriculum": source.pop("curriculum", [])}
         self.data = prepared(self.folder, {"path": str(self.file), **source}, **settings)
-        return with_batch(recipe_for(self.folder, {"path": str(self.file), **source}, **settings), recipe.global_batch_size)
+        return with_batch(
+            recipe_for(self.folder, {"path": str(self.file), **source}, **settings), recipe.global_batch_size
+        )
 
     def resume(self, recipe: Recipe, **facts: Any) -> Prepared:
         start = Start(checkpoint(self.run, 2, **facts), is_new=False)
@@ -57,7 +59,9 @@ class Case:
 def test_another_global_batch_is_an_attempt_and_changes_the_number_of_steps(tmp_path: Path) -> None:
     case = Case(tmp_path)
     recipe = with_batch(case.recipe, 6)
-    recipe = recipe.model_copy(update={"training": recipe.training.model_copy(update={"num_train_epochs": 1.0})})
+    recipe = recipe.model_copy(
+        update={"training": recipe.training.model_copy(update={"num_train_epochs": 1.0})}
+    )
     found = case.resume(recipe, **{ROWS_FACT: case.record().as_dict()})
     assert found.attempts == (Attempt(0, 4), Attempt(2, 6))
     assert (steps_of_run(recipe, found), case.noted.codes) == (2 + 2, [])
@@ -66,14 +70,22 @@ def test_another_global_batch_is_an_attempt_and_changes_the_number_of_steps(tmp_
 def test_batch_of_a_checkpoint_without_record_is_that_of_its_recipe_or_reported(tmp_path: Path) -> None:
     case = Case(tmp_path)
     saved = start_with(case.run.path, case.recipe)
-    assert case.resume(with_batch(case.recipe, 6), recipe_digest=saved).attempts == (Attempt(0, 4), Attempt(2, 6))
+    assert case.resume(with_batch(case.recipe, 6), recipe_digest=saved).attempts == (
+        Attempt(0, 4),
+        Attempt(2, 6),
+    )
     assert case.noted.codes == []
     assert case.resume(with_batch(case.recipe, 6)).attempts == (Attempt(0, 6),)
     assert case.noted.codes == ["batch-not-recorded"]
 
 
-@pytest.mark.parametrize(("changes", "message"), [({"data_seed": 7}, "data_seed`: 7 → 42"), ({"shuffle": False}, "shuffle`: false → true")])
-def test_checkpoint_without_its_run_is_refused_for_another_order_of_rows(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"data_seed": 7}, "data_seed`: 7 → 42"), ({"shuffle": False}, "shuffle`: false → true")],
+)
+def test_checkpoint_without_its_run_is_refused_for_another_order_of_rows(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     case = Case(tmp_path)
     with pytest.raises(FsdpTuneError, match=message):
         case.resume(case.recipe, **{ROWS_FACT: case.record(**changes).as_dict()})
@@ -86,10 +98,14 @@ def test_checkpoint_without_its_run_is_refused_for_other_repeats_of_a_stream(tmp
     assert RowRecord.from_dict(recorded.as_dict()) == recorded
     with pytest.raises(FsdpTuneError, match=r"`data.train\[0\].repeats`: 1 → 2 cannot change on resume"):
         case.resume(recipe, **{ROWS_FACT: recorded.as_dict()})
-    case.resume(recipe, **{ROWS_FACT: replace(recorded, repeats=None).as_dict()})  # an earlier version did not record them
+    case.resume(
+        recipe, **{ROWS_FACT: replace(recorded, repeats=None).as_dict()}
+    )  # an earlier version did not record them
 
 
-def test_checkpoint_without_its_run_is_refused_for_another_global_batch_of_a_curriculum(tmp_path: Path) -> None:
+def test_checkpoint_without_its_run_is_refused_for_another_global_batch_of_a_curriculum(
+    tmp_path: Path,
+) -> None:
     case = Case(tmp_path)
     for stages in ([], [{"until_step": 5, "weights": [1.0]}]):
         recipe = case.stream(case.recipe, curriculum=stages)
@@ -99,7 +115,9 @@ def test_checkpoint_without_its_run_is_refused_for_another_global_batch_of_a_cur
         if not stages:
             assert case.resume(larger, **{ROWS_FACT: recorded}).attempts[-1] == Attempt(2, 6)
             continue
-        with pytest.raises(FsdpTuneError, match=r"`training.global_batch_size`: 4 → 6 cannot change on resume"):
+        with pytest.raises(
+            FsdpTuneError, match=r"`training.global_batch_size`: 4 → 6 cannot change on resume"
+        ):
             case.resume(larger, **{ROWS_FACT: recorded})
 
 
@@ -112,7 +130,8 @@ def test_checkpoint_without_its_run_is_refused_for_other_data(tmp_path: Path) ->
 
 
 def test_rows_left_out_are_those_of_the_checkpoint_and_of_the_run(tmp_path: Path) -> None:
-    """A start that left out row 4 saved nothing: it is left out from the checkpoint on, whatever step the run's data have."""
+    """A start that left out row 4 saved nothing: it is left out from the checkpoint on, whatever step the
+    run's data have."""
     case = Case(tmp_path)
     start_with(case.run.path, case.recipe)
     rows = [SkippedRow(str(case.file), 3, 0), SkippedRow(str(case.file), 4, 0)]
@@ -121,4 +140,6 @@ def test_rows_left_out_are_those_of_the_checkpoint_and_of_the_run(tmp_path: Path
     found = case.resume(case.recipe, **{ROWS_FACT: recorded.as_dict()})
     assert {each.row: each.step for each in found.skipped} == {3: 1, 4: 2}
     old = case.resume(case.recipe)
-    assert {each.row: each.step for each in old.skipped} == {3: 0, 4: 0}, "an earlier version recorded the run's data only"
+    assert {each.row: each.step for each in old.skipped} == {3: 0, 4: 0}, (
+        "an earlier version recorded the run's data only"
+    )

@@ -45,10 +45,14 @@ def test_name_that_resolves_to_loopback_is_a_finding_unless_the_launch_chose_an_
     assert "resolves to 127.0.1.1" in notice.message
     assert notice.hint is not None
     assert "GLOO_SOCKET_IFNAME" in notice.hint
-    assert doctor.notices_of_machine(recipe, replace(launched, env=unset | {"GLOO_SOCKET_IFNAME": "eth0"})) == []
+    assert (
+        doctor.notices_of_machine(recipe, replace(launched, env=unset | {"GLOO_SOCKET_IFNAME": "eth0"})) == []
+    )
 
 
-def test_gpu_in_use_is_named_with_the_rank_that_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_in_use_is_named_with_the_rank_that_gets_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(doctor, "gpu_states", lambda _: [IDLE, replace(IDLE, used_bytes=20 * GIB)])
     monkeypatch.setattr(doctor, "shared_memory", lambda *_: 0)
     recipe, launched = machine(tmp_path)
@@ -70,28 +74,46 @@ def test_gpu_in_use_is_named_with_the_rank_that_gets_it(tmp_path: Path, monkeypa
     ],
 )
 def test_space_is_compared_with_all_checkpoints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str], free_checkpoints: float, words: str | None
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: list[str],
+    free_checkpoints: float,
+    words: str | None,
 ) -> None:
     assert [
-        each.message.partition("; ")[2].startswith(words or "") for each in space(tmp_path, monkeypatch, changes, free_checkpoints)
+        each.message.partition("; ")[2].startswith(words or "")
+        for each in space(tmp_path, monkeypatch, changes, free_checkpoints)
     ] == ([True] if words else [])
 
 
 def space(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str], free_checkpoints: float, *, is_new: bool = True
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: list[str],
+    free_checkpoints: float,
+    *,
+    is_new: bool = True,
 ) -> list[Notice]:
-    recipe = resolved(folder, *changes, *([] if any("save_steps" in each for each in changes) else ["training.save_steps=10"]))
+    recipe = resolved(
+        folder,
+        *changes,
+        *([] if any("save_steps" in each for each in changes) else ["training.save_steps=10"]),
+    )
     one_bytes = 1000 * (4 + 8)  # fp32 and the two moments of AdamW
     usage = doctor.shutil.disk_usage(folder)._replace(free=int(free_checkpoints * one_bytes))
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage)
     return doctor.check_space(recipe, parameters=1000, trained_parameters=1000, is_new=is_new, steps=100)
 
 
-def test_checkpoints_of_a_resumed_run_have_their_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_of_a_resumed_run_have_their_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(doctor, "complete_checkpoints", lambda _: ([1, 2], []))
     keeps_two = ["training.save_total_limit=2"]
     assert space(tmp_path, monkeypatch, keeps_two, 1.5, is_new=False) == []
-    assert len(space(tmp_path, monkeypatch, keeps_two, 1.5, is_new=True)) == 1, "the run that --overwrite moves aside keeps its checkpoints"
+    assert len(space(tmp_path, monkeypatch, keeps_two, 1.5, is_new=True)) == 1, (
+        "the run that --overwrite moves aside keeps its checkpoints"
+    )
 
 
 def test_failure_of_a_rank_with_another_number_is_reported_before_lost_peers(tmp_path: Path) -> None:
@@ -103,17 +125,33 @@ def test_failure_of_a_rank_with_another_number_is_reported_before_lost_peers(tmp
     ):
         files.problem(rank).write_text(json.dumps(problem.as_dict()))
     check = doctor._failed(range(3, 5), files, 1, log)
-    assert (check.name, check.state, check.finding, check.fix) == ("ranks", "fail", "rank 2: 3 ranks", "do this")
+    assert (check.name, check.state, check.finding, check.fix) == (
+        "ranks",
+        "fail",
+        "rank 2: 3 ranks",
+        "do this",
+    )
 
 
-def test_packages_that_a_model_lacks_on_gpus_are_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_that_a_model_lacks_on_gpus_are_a_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = resolved(tmp_path)
     assert doctor._packages(recipe) == [], "they are for GPUs"
     on_gpus = recipe.model_copy(update={"launch": recipe.launch.model_copy(update={"device": "cuda"})})
-    found = Inspection(notices=[Notice("positions-never-trained", ""), Notice("slow-kernels", "fla is not installed here", hint="pip")])
+    found = Inspection(
+        notices=[
+            Notice("positions-never-trained", ""),
+            Notice("slow-kernels", "fla is not installed here", hint="pip"),
+        ]
+    )
     monkeypatch.setattr(doctor, "inspect_model", lambda _: found)
     assert doctor._packages(on_gpus) == [HealthCheck("packages", "warn", "fla is not installed here", "pip")]
-    kernels = {"kernels.loss": KernelChoice("full", ""), "fla": KernelChoice("installed", ""), "conv": KernelChoice("installed", "")}
+    kernels = {
+        "kernels.loss": KernelChoice("full", ""),
+        "fla": KernelChoice("installed", ""),
+        "conv": KernelChoice("installed", ""),
+    }
     found.notices, found.model = [], ModelFacts.model_construct(kernels=kernels)
     assert doctor._packages(on_gpus) == [HealthCheck("packages", "ok", "conv and fla installed")]
     found.model = ModelFacts.model_construct(kernels={"kernels.loss": KernelChoice("full", "")})
@@ -121,5 +159,7 @@ def test_packages_that_a_model_lacks_on_gpus_are_a_finding(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize(("inputs", "shown"), [("ok", ["sizes"]), ("fail", [])])
-def test_step_that_cannot_be_traced_is_reported_unless_the_model_is_missing(inputs: State, shown: list[str]) -> None:
+def test_step_that_cannot_be_traced_is_reported_unless_the_model_is_missing(
+    inputs: State, shown: list[str]
+) -> None:
     assert [each.name for each in doctor._traced(None, [HealthCheck("inputs", inputs, "")])] == shown

@@ -57,7 +57,10 @@ def recipe(run: RunDir, timeout: str = "1h", **training: Any) -> Recipe:
     document = {
         "model": {"name_or_path": "gpt2"},
         "data": {"train": [{"path": "rows.jsonl"}]},
-        "evaluation": {"sets": [{"path": "rows.jsonl", "label": "sums", "metric": "exact_match"}], "timeout": timeout},
+        "evaluation": {
+            "sets": [{"path": "rows.jsonl", "label": "sums", "metric": "exact_match"}],
+            "timeout": timeout,
+        },
         "training": training,
         "launch": {"device": "cpu"},
         "output_dir": str(run.path),
@@ -66,7 +69,11 @@ def recipe(run: RunDir, timeout: str = "1h", **training: Any) -> Recipe:
 
 
 def events(run: RunDir) -> list[tuple[str, int]]:
-    return [(str(line["event"]), int(line["step"])) for line in read_metrics(run) if "evaluat" in str(line.get("event"))]
+    return [
+        (str(line["event"]), int(line["step"]))
+        for line in read_metrics(run)
+        if "evaluat" in str(line.get("event"))
+    ]
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -76,7 +83,9 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_each_checkpoint_is_scored_once_and_old_ones_are_removed_at_the_end(run: RunDir, scored_by: Callable[[str], None]) -> None:
+def test_each_checkpoint_is_scored_once_and_old_ones_are_removed_at_the_end(
+    run: RunDir, scored_by: Callable[[str], None]
+) -> None:
     scored_by(PRINTS.format(line=SCORES))
     save(run, 10)
     evaluations = Evaluating(run, recipe(run, save_total_limit=1), Observer())
@@ -126,7 +135,10 @@ def test_line_that_rank_0_cut_off_is_written_again(run: RunDir, scored_by: Calla
 @pytest.mark.parametrize(
     ("program", "code"),
     [
-        (PRINTS.format(line={"problem": {"code": "merge-disk-full", "message": "no room"}}), "merge-disk-full"),
+        (
+            PRINTS.format(line={"problem": {"code": "merge-disk-full", "message": "no room"}}),
+            "merge-disk-full",
+        ),
         ("raise SystemExit(3)", "evaluation-failed"),
         ("import os; os.kill(os.getpid(), 9)", "evaluation-failed"),
         (WAITS, "evaluation-timeout"),
@@ -148,7 +160,9 @@ def test_failed_evaluation_is_an_event_and_is_tried_again_by_the_next_command(
     assert events(run)[1:] == [("checkpoint_evaluated", 10)]
 
 
-def test_stop_ends_the_process_and_the_next_command_evaluates(run: RunDir, scored_by: Callable[[str], None]) -> None:
+def test_stop_ends_the_process_and_the_next_command_evaluates(
+    run: RunDir, scored_by: Callable[[str], None]
+) -> None:
     scored_by(WAITS)
     save(run, 10)
     with Evaluating(run, recipe(run), Observer()).following():
@@ -194,21 +208,33 @@ def test_mistake_in_a_set_is_found_before_training(tmp_path: Path, monkeypatch: 
     ],
 )
 def test_evaluation_uses_gpus_of_the_ranks_or_those_that_no_rank_uses(
-    monkeypatch: pytest.MonkeyPatch, when: str, visible: int, ranks: int, variable: str | None, expected: EvaluationDevice
+    monkeypatch: pytest.MonkeyPatch,
+    when: str,
+    visible: int,
+    ranks: int,
+    variable: str | None,
+    expected: EvaluationDevice,
 ) -> None:
     there = 7 if variable is not None else visible
-    monkeypatch.setattr(devices, "nvidia_devices", lambda: [Device("cuda", "A GPU", f"GPU-{index}") for index in range(there)])
+    monkeypatch.setattr(
+        devices, "nvidia_devices", lambda: [Device("cuda", "A GPU", f"GPU-{index}") for index in range(there)]
+    )
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if variable is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
-    document = {"evaluation": {"sets": [{"path": "a"}], "when": when}, "launch": {"device": "cuda", "num_processes": ranks}}
+    document = {
+        "evaluation": {"sets": [{"path": "a"}], "when": when},
+        "launch": {"device": "cuda", "num_processes": ranks},
+    }
     resolved = Recipe.model_validate(document)
     assert evaluation_device(resolved) == expected
     variables = evaluation_device(resolved, after_ranks=True).variables
     assert variables["CUDA_VISIBLE_DEVICES"] == ",".join((variable or "0,1,2,3,4,5,6,7").split(",")[:ranks])
 
 
-@pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, StoppedBySignal), (signal.SIGINT, KeyboardInterrupt)])
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGTERM, StoppedBySignal), (signal.SIGINT, KeyboardInterrupt)]
+)
 def test_signal_at_the_last_step_is_not_followed_by_evaluations(
     run: RunDir, scored_by: Callable[[str], None], number: int, error: type[BaseException]
 ) -> None:
@@ -237,9 +263,23 @@ def evaluated(run: RunDir) -> list[dict[str, Any]]:
     return [line for line in read_metrics(run) if line.get("event") == "checkpoint_evaluated"]
 
 
-def test_score_that_no_task_has_is_a_warning_and_nothing_is_deleted(run: RunDir, scored_by: Callable[[str], None]) -> None:
-    scored_by(PRINTS.format(line={"scores": {"gsm8k/exact_match.strict-match": {"value": 0.5, "low": None, "high": None, "rows": 8}}}))
-    best = {"metric_for_best_model": "gsm8k/exact_match", "greater_is_better": True, "load_best_model_at_end": True}
+def test_score_that_no_task_has_is_a_warning_and_nothing_is_deleted(
+    run: RunDir, scored_by: Callable[[str], None]
+) -> None:
+    scored_by(
+        PRINTS.format(
+            line={
+                "scores": {
+                    "gsm8k/exact_match.strict-match": {"value": 0.5, "low": None, "high": None, "rows": 8}
+                }
+            }
+        )
+    )
+    best = {
+        "metric_for_best_model": "gsm8k/exact_match",
+        "greater_is_better": True,
+        "load_best_model_at_end": True,
+    }
     document = recipe(run, save_total_limit=1, **best).model_dump(by_alias=True)
     document["evaluation"] |= {"sets": [], "tasks": ["gsm8k"]}
     for step in (10, 20, 30):
@@ -252,7 +292,10 @@ def test_score_that_no_task_has_is_a_warning_and_nothing_is_deleted(run: RunDir,
     assert others == [[], []]
 
 
-@pytest.mark.parametrize(("program", "event"), [("raise SystemExit(3)", "_evaluation_failed"), (PRINTS.format(line=SCORES), "_evaluated")])
+@pytest.mark.parametrize(
+    ("program", "event"),
+    [("raise SystemExit(3)", "_evaluation_failed"), (PRINTS.format(line=SCORES), "_evaluated")],
+)
 def test_line_that_a_full_disk_refused_is_written_later(
     run: RunDir, scored_by: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, program: str, event: str
 ) -> None:
@@ -272,9 +315,13 @@ def test_line_that_a_full_disk_refused_is_written_later(
 
 
 def test_scores_of_any_length_are_read(run: RunDir, scored_by: Callable[[str], None]) -> None:
-    """A pipe that is read at the end takes 64 KiB, and the process would wait for its reader until `evaluation.timeout`."""
+    """A pipe that is read at the end takes 64 KiB, and the process would wait for its reader until
+    `evaluation.timeout`."""
     score = {"value": 0.5, "low": None, "high": None, "rows": 8}
-    scored_by(f"import json; print(json.dumps({{'scores': {{f'mmlu_{{i:060}}/acc': {score} for i in range(1000)}}}}))")
+    scored_by(
+        f"import json; print(json.dumps({{'scores': {{f'mmlu_{{i:060}}/acc': {score} for i in "
+        f"range(1000)}}}}))"
+    )
     save(run, 10)
     Evaluating(run, recipe(run, "5s"), Observer()).finish()
     [line] = evaluated(run)
@@ -282,7 +329,9 @@ def test_scores_of_any_length_are_read(run: RunDir, scored_by: Callable[[str], N
 
 
 def test_scores_that_are_empty_are_a_failure(run: RunDir, scored_by: Callable[[str], None]) -> None:
-    scored_by(PRINTS.format(line={"scores": {}, "warnings": ["`wikitext/bits_per_byte` is nan, so it is left out"]}))
+    scored_by(
+        PRINTS.format(line={"scores": {}, "warnings": ["`wikitext/bits_per_byte` is nan, so it is left out"]})
+    )
     save(run, 10)
     Evaluating(run, recipe(run), Observer()).finish()
     (line,) = read_metrics(run)
@@ -343,7 +392,9 @@ def test_process_that_a_rank_starts_has_nothing_of_the_rank(
     os.sched_setaffinity(0, {min(cores)})
     try:
         checkpoint = complete_checkpoints(run)[0][0]
-        process = ScoringProcess(run, Recipe.model_validate(document), checkpoint, EvaluationDevice("cpu"), from_rank=True)
+        process = ScoringProcess(
+            run, Recipe.model_validate(document), checkpoint, EvaluationDevice("cpu"), from_rank=True
+        )
         until(process.has_ended)
         outcome = process.outcome()
         process.end()
@@ -353,7 +404,9 @@ def test_process_that_a_rank_starts_has_nothing_of_the_rank(
     assert list(outcome.scores) == [f"KEPT {len(os.sched_getaffinity(os.getppid())) > 1}"]
 
 
-def test_what_failed_between_steps_of_this_start_is_not_evaluated_again(run: RunDir, scored_by: Callable[[str], None]) -> None:
+def test_what_failed_between_steps_of_this_start_is_not_evaluated_again(
+    run: RunDir, scored_by: Callable[[str], None]
+) -> None:
     scored_by(PRINTS.format(line=SCORES))
     save(run, 10)
     identity = complete_checkpoints(run)[0][0].manifest.identity
@@ -361,9 +414,13 @@ def test_what_failed_between_steps_of_this_start_is_not_evaluated_again(run: Run
         record = EvaluationRecord.of(recipe(run).evaluation, {"sums": "digest"})
         record.write(run.evaluation_json)
         if not again:
-            append_event(run, CheckpointEvaluationFailed(10, identity, "evaluation-failed", "killed", record.command))
+            append_event(
+                run, CheckpointEvaluationFailed(10, identity, "evaluation-failed", "killed", record.command)
+            )
         Evaluating(run, recipe(run), Observer()).finish()
-        assert [step for name, step in events(run) if name == "checkpoint_evaluated"] == [10] * again, "the next start tries it"
+        assert [step for name, step in events(run) if name == "checkpoint_evaluated"] == [10] * again, (
+            "the next start tries it"
+        )
 
 
 def test_model_that_killed_ranks_have_left_is_removed(run: RunDir) -> None:
@@ -372,9 +429,14 @@ def test_model_that_killed_ranks_have_left_is_removed(run: RunDir) -> None:
     assert not (run.path / ".evaluation").exists()
 
 
-def test_worker_that_a_killed_process_has_left_is_ended(run: RunDir, scored_by: Callable[[str], None]) -> None:
+def test_worker_that_a_killed_process_has_left_is_ended(
+    run: RunDir, scored_by: Callable[[str], None]
+) -> None:
     """It holds the standard output open, which is read to its end."""
-    worker = "open(sys.argv[1] + '/worker', 'w').write(str(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(40)']).pid))"
+    worker = (
+        "open(sys.argv[1] + '/worker', 'w').write(str(subprocess.Popen([sys.executable, '-c', 'import "
+        "time; time.sleep(40)']).pid))"
+    )
     scored_by(f"import os, sys, subprocess; {worker}; os.kill(os.getpid(), 9)")
     save(run, 10)
     started = time.monotonic()
@@ -385,7 +447,9 @@ def test_worker_that_a_killed_process_has_left_is_ended(run: RunDir, scored_by: 
     until(lambda: not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE)
 
 
-def test_finished_run_is_scored_by_the_evaluation_of_the_new_command(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_run_is_scored_by_the_evaluation_of_the_new_command(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checked: list[Recipe] = []
 
     def check(own: Recipe, *_: object) -> EvaluationRecord:
@@ -394,7 +458,9 @@ def test_finished_run_is_scored_by_the_evaluation_of_the_new_command(run: RunDir
 
     monkeypatch.setattr(jobs, "check_evaluation", check)
     monkeypatch.setattr(jobs, "load_encoder", lambda _: None)
-    monkeypatch.setattr(jobs, "recipe_of_run", lambda _: recipe(run).model_copy(update={"evaluation": CheckpointEvaluation()}))
+    monkeypatch.setattr(
+        jobs, "recipe_of_run", lambda _: recipe(run).model_copy(update={"evaluation": CheckpointEvaluation()})
+    )
     for _ in range(2):
         with evaluating(run, recipe(run), Observer(), had_finished=True):
             pass
@@ -405,9 +471,12 @@ def test_finished_run_is_scored_by_the_evaluation_of_the_new_command(run: RunDir
 
 
 @pytest.mark.parametrize(
-    ("when", "billions", "is_refused"), [("between_steps", 4.2, True), ("between_steps", 3.8, False), ("at_end", 8, False)]
+    ("when", "billions", "is_refused"),
+    [("between_steps", 4.2, True), ("between_steps", 3.8, False), ("at_end", 8, False)],
 )
-def test_model_that_has_no_room_between_steps_is_refused_with_what_it_needs(when: str, billions: float, is_refused: bool) -> None:
+def test_model_that_has_no_room_between_steps_is_refused_with_what_it_needs(
+    when: str, billions: float, is_refused: bool
+) -> None:
     document = {
         "evaluation": {"sets": [{"path": "a"}], "when": when},
         "launch": {"device": "cuda", "num_processes": 1},
@@ -415,10 +484,14 @@ def test_model_that_has_no_room_between_steps_is_refused_with_what_it_needs(when
     }
     model: Any = SimpleNamespace(parameters=billions * 10**9)
     components = {"parameters": 30.0, "optimizer state": 40.0, "activations": 9.0}
-    plan: Any = SimpleNamespace(components=components, usable_gib=79.0, device_gib=80.9, peak_reserved_gib=80.0)
+    plan: Any = SimpleNamespace(
+        components=components, usable_gib=79.0, device_gib=80.9, peak_reserved_gib=80.0
+    )
     assert set(jobs.KEPT_BETWEEN_STEPS) < set(KINDS), "names of the plan"
     with (
-        pytest.raises(FsdpTuneError, match=r"needs 7\.8 GiB and activations on each GPU, and 7\.6 of 79\.0 GiB are free")
+        pytest.raises(
+            FsdpTuneError, match=r"needs 7\.8 GiB and activations on each GPU, and 7\.6 of 79\.0 GiB are free"
+        )
         if is_refused
         else nullcontext()
     ):

@@ -30,7 +30,10 @@ def test_code_has_the_messages_and_hints_of_the_source(capsys: pytest.CaptureFix
     expected = CodeMessage("`lora:` needs PEFT, which is not installed", "pip install peft")
     assert explain("lora-needs-peft") == CodeExplanation("lora-needs-peft", "", [expected])
     command(word="lora-needs-peft", json_output=False)
-    assert capsys.readouterr().out == f"lora-needs-peft\n\nmessage: {expected.message}\nhint:    {expected.hint}\n"
+    assert (
+        capsys.readouterr().out
+        == f"lora-needs-peft\n\nmessage: {expected.message}\nhint:    {expected.hint}\n"
+    )
     command(word="contradiction", json_output=False)
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("message: ") for line in lines) == 10

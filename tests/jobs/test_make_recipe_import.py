@@ -25,13 +25,19 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write `a.sh`, a command of transformers' example, with a tiny model and rows, into the working directory. Compare in this process."""
+    """Write `a.sh`, a command of transformers' example, with a tiny model and rows, into the working
+    directory. Compare in this process."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ObservingChild, "computed", in_process)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA))
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": f"{n}+{n}={2 * n}"}) + "\n" for n in range(40)))
-    options = "--model_name_or_path model --tokenizer_name builtin:arithmetic --block_size 64 --per_device_train_batch_size 2"
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"text": f"{n}+{n}={2 * n}"}) + "\n" for n in range(40))
+    )
+    options = (
+        "--model_name_or_path model --tokenizer_name builtin:arithmetic --block_size 64 "
+        "--per_device_train_batch_size 2"
+    )
     (tmp_path / "a.sh").write_text(f"python run_clm.py {options} --train_file rows.jsonl\n")
 
 
@@ -77,11 +83,22 @@ def test_check_finds_what_the_written_recipe_has_changed(tmp_path: Path) -> None
     found = fsdp_tune.import_recipe("a.sh", output="r.yaml", num_gpus=1)
     check = check_import(found)
     assert check.equal
-    assert "what transformers examples computes: a.sh is the recipe that `import` makes of it" in check.not_compared
-    assert {stage.name for stage in check.stages if stage.status == "equal"} >= {"tokens", "labels", "logits", "update"}
+    assert (
+        "what transformers examples computes: a.sh is the recipe that `import` makes of it"
+        in check.not_compared
+    )
+    assert {stage.name for stage in check.stages if stage.status == "equal"} >= {
+        "tokens",
+        "labels",
+        "logits",
+        "update",
+    }
     (tmp_path / "r.yaml").write_text(found.imported.text.replace("max_length: 64", "max_length: 3"))
     changed = check_import(found)
-    assert (changed.equal, changed.cause and [key.key for key in changed.cause.keys]) == (False, ["data.max_length"])
+    assert (changed.equal, changed.cause and [key.key for key in changed.cause.keys]) == (
+        False,
+        ["data.max_length"],
+    )
 
 
 def test_check_needs_a_written_recipe(source: Path) -> None:
@@ -91,27 +108,41 @@ def test_check_needs_a_written_recipe(source: Path) -> None:
 
 @pytest.mark.usefixtures("script")
 def test_check_shows_what_an_override_has_changed() -> None:
-    check = fsdp_tune.import_recipe("a.sh", output="r.yaml", num_gpus=1, overrides=["data.max_length=4"], check=True).check
+    check = fsdp_tune.import_recipe(
+        "a.sh", output="r.yaml", num_gpus=1, overrides=["data.max_length=4"], check=True
+    ).check
     assert check is not None
-    assert (check.equal, check.cause and [key.key for key in check.cause.keys]) == (False, ["data.max_length"])
+    assert (check.equal, check.cause and [key.key for key in check.cause.keys]) == (
+        False,
+        ["data.max_length"],
+    )
 
 
-def test_side_of_axolotl_and_trl_is_what_they_compute_themselves(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_side_of_axolotl_and_trl_is_what_they_compute_themselves(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[tuple[Any, ...]] = []
-    monkeypatch.setattr("fsdp_tune.jobs.import_recipe.compare", lambda a, b, options, **_: seen.append((a, b, options.tools)))
-    fsdp_tune.import_recipe(source, output=tmp_path / "r.yaml", overrides=["training.learning_rate=1e-3"], check=True)
+    monkeypatch.setattr(
+        "fsdp_tune.jobs.import_recipe.compare", lambda a, b, options, **_: seen.append((a, b, options.tools))
+    )
+    fsdp_tune.import_recipe(
+        source, output=tmp_path / "r.yaml", overrides=["training.learning_rate=1e-3"], check=True
+    )
     ((a, b, tools),) = seen
     assert (a.recipe.training.learning_rate, b, tools) == (2e-4, tmp_path / "r.yaml", "run")
 
 
-def test_what_the_file_leaves_open_is_answered_on_both_sides_of_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_file_leaves_open_is_answered_on_both_sides_of_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[Any] = []
     monkeypatch.setattr("fsdp_tune.jobs.import_recipe.compare", lambda a, *_, **__: seen.append(a.recipe))
     (tmp_path / "fsdp.yaml").write_text(ACCELERATE, encoding="utf-8")
     answers = ["model.name_or_path=gpt2", "data.train=[{path: rows.jsonl}]", "training.seed=7"]
     fsdp_tune.import_recipe(tmp_path / "fsdp.yaml", output=tmp_path / "r.yaml", overrides=answers, check=True)
     ((name, paths, seed),) = [
-        (recipe.model.name_or_path, [each.path for each in recipe.data.train], recipe.training.seed) for recipe in seen
+        (recipe.model.name_or_path, [each.path for each in recipe.data.train], recipe.training.seed)
+        for recipe in seen
     ]
     assert (name, paths, seed) == ("gpt2", ["rows.jsonl"], 42)
 
@@ -124,13 +155,22 @@ def test_recipe_without_model_and_rows_cannot_be_checked(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("files", "missing"),
-    [("rows.jsonl", []), ("[rows.jsonl, more.jsonl]", ["more.jsonl"]), ("'*.jsonl'", []), ("'*.csv'", ["*.csv"])],
+    [
+        ("rows.jsonl", []),
+        ("[rows.jsonl, more.jsonl]", ["more.jsonl"]),
+        ("'*.jsonl'", []),
+        ("'*.csv'", ["*.csv"]),
+    ],
 )
-def test_files_of_a_builder_are_what_is_looked_for(files: str, missing: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_a_builder_are_what_is_looked_for(
+    files: str, missing: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
     text = TORCHTUNE_STEP.format("torch.optim.AdamW", "")
-    text = text.replace("alpaca_dataset}", f"text_completion_dataset, source: json, data_files: {files}}}").replace("dir: m}", "dir: .}")
+    text = text.replace(
+        "alpaca_dataset}", f"text_completion_dataset, source: json, data_files: {files}}}"
+    ).replace("dir: m}", "dir: .}")
     (tmp_path / "tune.yaml").write_text(text)
     expected = [f"the rows of `{name}` are not on this machine: their columns and format" for name in missing]
     assert list(fsdp_tune.import_recipe("tune.yaml").unchecked) == expected

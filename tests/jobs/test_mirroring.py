@@ -1,4 +1,5 @@
-"""What a command does with a mirror before it trains: nothing in it is lost by a start that did not see it."""
+"""What a command does with a mirror before it trains: nothing in it is lost by a start that did not see
+it."""
 
 from __future__ import annotations
 
@@ -31,11 +32,15 @@ from tests.launch.test_accelerate import resolved
 
 
 def mirroring(run: RunDir, remote: RemoteRun, *overrides: str) -> Mirroring:
-    return Mirroring(run, resolved(run.path.parent, *overrides), RemoteRun(*remote.url.rsplit("/", 1)), Observer())
+    return Mirroring(
+        run, resolved(run.path.parent, *overrides), RemoteRun(*remote.url.rsplit("/", 1)), Observer()
+    )
 
 
 def start(step: int, *, is_new: bool = False) -> Any:
-    return SimpleNamespace(step=step, checkpoint=None if is_new else SimpleNamespace(step=step), is_new=is_new, is_finished=False)
+    return SimpleNamespace(
+        step=step, checkpoint=None if is_new else SimpleNamespace(step=step), is_new=is_new, is_finished=False
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +71,9 @@ def mirrored(tmp_path: Path) -> tuple[RunDir, RemoteRun]:
     return run, remote
 
 
-def test_start_that_did_not_see_the_mirror_takes_nothing_back(mirrored: tuple[RunDir, RemoteRun], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_that_did_not_see_the_mirror_takes_nothing_back(
+    mirrored: tuple[RunDir, RemoteRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, remote = mirrored
     found, started_at = mirroring(run, remote), list[Any]()
 
@@ -83,13 +90,17 @@ def test_start_that_did_not_see_the_mirror_takes_nothing_back(mirrored: tuple[Ru
     assert remote.complete_steps(remote.directory.list()) == [500, 100]
 
 
-def test_resume_of_an_older_checkpoint_is_refused_while_the_mirror_has_later_ones(mirrored: tuple[RunDir, RemoteRun]) -> None:
+def test_resume_of_an_older_checkpoint_is_refused_while_the_mirror_has_later_ones(
+    mirrored: tuple[RunDir, RemoteRun],
+) -> None:
     run, remote = mirrored
     with pytest.raises(FsdpTuneError, match=r"after step 100 \(checkpoint-500\)"):
         mirroring(run, remote).prepare(start(100), str(run.checkpoint(100)))
 
 
-def test_mirror_without_a_usable_checkpoint_does_not_start_over(mirrored: tuple[RunDir, RemoteRun], tmp_path: Path) -> None:
+def test_mirror_without_a_usable_checkpoint_does_not_start_over(
+    mirrored: tuple[RunDir, RemoteRun], tmp_path: Path
+) -> None:
     _, remote = mirrored
     for manifest in (tmp_path / "mirror" / "run").glob("checkpoint-*/manifest.json"):
         manifest.write_text("{}")
@@ -104,7 +115,9 @@ def test_mirror_on_a_disk_that_is_not_mounted_is_not_created(tmp_path: Path) -> 
     assert not (tmp_path / "mnt").exists()
 
 
-def test_downloaded_run_has_its_identity(mirrored: tuple[RunDir, RemoteRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_downloaded_run_has_its_identity(
+    mirrored: tuple[RunDir, RemoteRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A stop between the newest checkpoint and the best one leaves a run that continues."""
     _, remote = mirrored
     run = RunDir(tmp_path / "fresh" / "run")
@@ -183,7 +196,9 @@ def test_run_that_another_command_sent_while_the_claim_was_waited_for_is_not_mix
     assert Elsewhere(remote.directory).claim() is None, "it was given back"
 
 
-def test_mirror_is_free_again_when_a_command_has_ended(mirrored: tuple[RunDir, RemoteRun], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mirror_is_free_again_when_a_command_has_ended(
+    mirrored: tuple[RunDir, RemoteRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, remote = mirrored
     first = mirroring(run, remote)
     with given_back(first):
@@ -194,7 +209,9 @@ def test_mirror_is_free_again_when_a_command_has_ended(mirrored: tuple[RunDir, R
     Elsewhere(remote.directory).claim()
 
 
-def test_start_lists_the_mirror_once(mirrored: tuple[RunDir, RemoteRun], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_lists_the_mirror_once(
+    mirrored: tuple[RunDir, RemoteRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, remote = mirrored
     listed, list_ = list[str](), RemoteDirectory.list
 
@@ -231,7 +248,9 @@ def damage(run: RunDir, step: int) -> None:
     shard.write_bytes(bytes(shard.stat().st_size))
 
 
-def test_restart_replaces_a_damaged_checkpoint_by_the_copy(mirrored: tuple[RunDir, RemoteRun], tmp_path: Path) -> None:
+def test_restart_replaces_a_damaged_checkpoint_by_the_copy(
+    mirrored: tuple[RunDir, RemoteRun], tmp_path: Path
+) -> None:
     run, remote = mirrored
     (tmp_path / "gone").rename(run.checkpoint(500))
     damage(run, 500)
@@ -277,7 +296,9 @@ def test_start_uses_an_older_checkpoint_if_a_file_of_the_newest_is_missing_or_sh
     assert f"{remote.url}/{name} is " in notice.message
 
 
-def test_restart_uses_the_newest_copy_whose_files_are_there(mirrored: tuple[RunDir, RemoteRun], tmp_path: Path) -> None:
+def test_restart_uses_the_newest_copy_whose_files_are_there(
+    mirrored: tuple[RunDir, RemoteRun], tmp_path: Path
+) -> None:
     run, remote = mirrored
     (tmp_path / "mirror" / "run" / "checkpoint-500" / "shards" / "__0_0.distcp").unlink()
     assert mirroring(run, remote).newer_copy(50, lambda _: None) == run.checkpoint(100)
@@ -311,7 +332,9 @@ def test_sender_that_is_refused_is_reported_once_and_at_once(mirrored: tuple[Run
     follow(sender, lambda: True, 0, lambda _: None)
     found.tend()
     found.tend()
-    assert [(notice.code, "has the checkpoints of another run" in notice.message) for notice in notices] == [("mirror-stopped", True)]
+    assert [(notice.code, "has the checkpoints of another run" in notice.message) for notice in notices] == [
+        ("mirror-stopped", True)
+    ]
     sender.close()
 
 
@@ -322,7 +345,11 @@ def test_end_waits_while_a_model_is_hashed(
     monkeypatch.setattr(jobs, "STALL_SECONDS", 0.1)
     monkeypatch.setattr(jobs, "POLL_SECONDS", 0.02)
     found, count = mirroring(*mirrored), itertools.count()
-    monkeypatch.setattr(Mirroring, "_state", lambda _: MirrorState("-", waiting=["merged"], hashed_bytes=next(count) if is_hashing else 0))
+    monkeypatch.setattr(
+        Mirroring,
+        "_state",
+        lambda _: MirrorState("-", waiting=["merged"], hashed_bytes=next(count) if is_hashing else 0),
+    )
     child = subprocess.Popen(["sleep", "0.5"], text=True)
     found._wait(child)
     assert (child.poll() is not None) == is_hashing

@@ -39,7 +39,11 @@ GROUPS = [
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
 def test_job_takes_the_options_of_its_command_as_keywords(job: Callable[..., Any]) -> None:
-    parameters = [each for each in inspect.signature(job).parameters.values() if each.kind is inspect.Parameter.KEYWORD_ONLY]
+    parameters = [
+        each
+        for each in inspect.signature(job).parameters.values()
+        if each.kind is inspect.Parameter.KEYWORD_ONLY
+    ]
     taken = {each.name: each.default for each in parameters if each.name not in NO_OPTIONS}
     assert taken == {each.name: each.default for each in fields(JOBS[job])}
     hints, declared_hints = get_type_hints(job), get_type_hints(JOBS[job])
@@ -64,8 +68,14 @@ def test_allowed_names_the_options_that_allow_the_same() -> None:
 
 
 def test_size_and_profile_that_are_not_understood_are_usage_errors() -> None:
-    readers = {name: option.read for group in GROUPS for name, option in declared(group) if option.read is not None}
-    codes = {"max_shard_bytes": "merge-shard-size", "profile": "profile-not-understood", "rename_columns": "usage"}
+    readers = {
+        name: option.read for group in GROUPS for name, option in declared(group) if option.read is not None
+    }
+    codes = {
+        "max_shard_bytes": "merge-shard-size",
+        "profile": "profile-not-understood",
+        "rename_columns": "usage",
+    }
     for name, code in codes.items():
         read = readers[name]
         assert read is not None

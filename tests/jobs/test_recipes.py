@@ -37,12 +37,16 @@ def smoke(tmp_path: Path, *overrides: str) -> LoadedRecipe:
 
 @pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
 @pytest.mark.parametrize("place", ["file", "below a file", "/proc/x", "dangling link"])
-def test_unusable_cache_directory_is_reported_first(tmp_path: Path, job: Callable[[LoadedRecipe], object], place: str) -> None:
+def test_unusable_cache_directory_is_reported_first(
+    tmp_path: Path, job: Callable[[LoadedRecipe], object], place: str
+) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "dangling link").symlink_to("/proc/x/y")
-    folder = {"file": tmp_path / "file", "below a file": tmp_path / "file" / "x" / "y", "/proc/x": Path("/proc/x")}.get(
-        place, tmp_path / place
-    )
+    folder = {
+        "file": tmp_path / "file",
+        "below a file": tmp_path / "file" / "x" / "y",
+        "/proc/x": Path("/proc/x"),
+    }.get(place, tmp_path / place)
     before = sorted(tmp_path.iterdir())
     began = time.monotonic()
     problem = problem_of(job, smoke(tmp_path, f"data.cache_dir={folder}"))
@@ -70,22 +74,31 @@ def test_user_without_home_directory_is_told_to_name_a_cache(
 @pytest.mark.usefixtures("fake_model")
 def test_validate_finds_a_file_in_the_place_of_the_cache_and_creates_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert problem_of(fsdp_tune.validate, smoke(tmp_path, f"data.cache_dir={tmp_path / 'file' / 'x'}")).code == "cache-unusable"
+    assert (
+        problem_of(fsdp_tune.validate, smoke(tmp_path, f"data.cache_dir={tmp_path / 'file' / 'x'}")).code
+        == "cache-unusable"
+    )
     fsdp_tune.validate(smoke(tmp_path, f"data.cache_dir={tmp_path / 'new' / 'x'}"))
     assert not (tmp_path / "new").exists()
 
 
-def test_directory_of_compiled_kernels_is_checked_where_ranks_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_of_compiled_kernels_is_checked_where_ranks_compile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     cache = f"data.cache_dir={tmp_path / 'cache'}"
     check_cache(smoke(tmp_path, cache).recipe)
-    problem = problem_of(lambda loaded: check_cache(loaded.recipe), smoke(tmp_path, cache, "kernels.compile=true"))
+    problem = problem_of(
+        lambda loaded: check_cache(loaded.recipe), smoke(tmp_path, cache, "kernels.compile=true")
+    )
     assert "of compiled kernels" in problem.message
     assert "export XDG_CACHE_HOME=DIR" in str(problem.hint)
 
 
-@pytest.mark.parametrize(("number", "is_accepted"), [(errno.EROFS, True), (errno.EACCES, True), (errno.EIO, False)])
+@pytest.mark.parametrize(
+    ("number", "is_accepted"), [(errno.EROFS, True), (errno.EACCES, True), (errno.EIO, False)]
+)
 def test_prepared_data_on_a_read_only_disk_are_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_accepted: bool
 ) -> None:

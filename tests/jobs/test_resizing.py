@@ -1,4 +1,5 @@
-"""The recipe of a run that continues on fewer machines is written as the plan for these machines allows it."""
+"""The recipe of a run that continues on fewer machines is written as the plan for these machines allows
+it."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ evaluation: {sets: [{path: rows.jsonl}], when: between_steps}
 training: {global_batch_size: 16, per_device_train_batch_size: 1, max_steps: 4}
 precision: {mixed_precision: bf16}
 launch: {device: cuda, num_machines: 2, num_processes: 8, min_machines: 1, max_restarts: 1, main_process_ip: 127.0.0.1}
-"""
+"""  # noqa: E501
 SHARDS = {"parameters": 15.0, "optimizer state": 30.0}
 """GiB of a rank when two machines share a copy."""
 
@@ -35,7 +36,8 @@ SHARDS = {"parameters": 15.0, "optimizer state": 30.0}
 def test_run_on_fewer_machines_without_room_between_steps_scores_after_the_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ignore_plan: bool, when: str
 ) -> None:
-    """Shards of twice the size take the memory in which two machines scored. A larger number of machines scores between steps again."""
+    """Shards of twice the size take the memory in which two machines scored. A larger number of machines
+    scores between steps again."""
     (tmp_path / "recipe.yaml").write_text(TWO_MACHINES)
     loaded = load_recipe(tmp_path / "recipe.yaml")
     written: list[Recipe] = []
@@ -46,7 +48,9 @@ def test_run_on_fewer_machines_without_room_between_steps_scores_after_the_ranks
 
     def planned(recipe: Recipe) -> Any:
         components = {name: gib * 2 / recipe.launch.num_machines for name, gib in SHARDS.items()}
-        plan = SimpleNamespace(components=components, usable_gib=79.0, device_gib=80.9, peak_reserved_gib=80.0, fits="tight")
+        plan = SimpleNamespace(
+            components=components, usable_gib=79.0, device_gib=80.9, peak_reserved_gib=80.0, fits="tight"
+        )
         return SimpleNamespace(recipe=recipe, reasons={}), plan, []
 
     monkeypatch.setattr(jobs, "resolve_recipe", resolved)
@@ -61,7 +65,9 @@ def test_run_on_fewer_machines_without_room_between_steps_scores_after_the_ranks
     monkeypatch.setattr(observer, "notices", said.extend)
     model: Any = SimpleNamespace(parameters=10 * 10**9)
     options = TrainOptions(ignore_plan=ignore_plan)
-    sizes = Resizing.of(loaded, resolved(loaded).recipe, RunDir(tmp_path / "run"), 0, options, observer, model)
+    sizes = Resizing.of(
+        loaded, resolved(loaded).recipe, RunDir(tmp_path / "run"), 0, options, observer, model
+    )
     assert sizes is not None
     sizes.resize([0])
     sizes.resize([0, 1])

@@ -18,12 +18,15 @@ import fsdp_tune
 
 
 def signature(function: Callable[..., Any]) -> str:
-    """Defaults that are objects are written as their type, and types without their options of the command line."""
+    """Defaults that are objects are written as their type, and types without their options of the command
+    line."""
     plain = inspect.signature(function)
     short = [
         each.replace(
             annotation=bare(each.annotation),
-            default=type(each.default) if type(each.default).__module__.startswith("fsdp_tune.") else each.default,
+            default=type(each.default)
+            if type(each.default).__module__.startswith("fsdp_tune.")
+            else each.default,
         )
         for each in plain.parameters.values()
     ]
@@ -45,7 +48,9 @@ def signatures() -> str:
         assert value.__doc__, name
         lines.append(f"{name}{signature(value)}")
         if inspect.isclass(value):
-            methods = [each for each in vars(value) if not each.startswith("_") and callable(getattr(value, each))]
+            methods = [
+                each for each in vars(value) if not each.startswith("_") and callable(getattr(value, each))
+            ]
             lines += [f"    {each}{signature(getattr(value, each))}" for each in sorted(methods)]
     return "\n".join(lines) + "\n"
 
@@ -86,11 +91,18 @@ def test_train_outside_the_main_thread_is_refused() -> None:
 
 def test_job_errors_have_line_of_their_key(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
-    path.write_text("model:\n  name_or_path: gpt2\n  trust_remote_code: true\ndata: {train: [{path: builtin:arithmetic}]}\n")
+    path.write_text(
+        "model:\n  name_or_path: gpt2\n  trust_remote_code: true\ndata: {train: [{path: "
+        "builtin:arithmetic}]}\n"
+    )
     with pytest.raises(fsdp_tune.FsdpTuneError) as caught:
         fsdp_tune.validate(fsdp_tune.load_recipe(path))
     (problem,) = caught.value.problems
-    assert (problem.code, problem.where.source, problem.where.line) == ("remote-code-not-trusted", str(path), 3)
+    assert (problem.code, problem.where.source, problem.where.line) == (
+        "remote-code-not-trusted",
+        str(path),
+        3,
+    )
 
 
 SCRIPT = """
@@ -127,7 +139,7 @@ if __name__ == "__main__":
         "second": other.losses, "default": signal.getsignal(signal.SIGTERM) is signal.SIG_DFL,
         "lines": len(result.metrics.read_text().splitlines()), "had_finished": again.had_finished, "refused": refused,
     }))
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow
@@ -135,7 +147,9 @@ if __name__ == "__main__":
 def test_script_trains_twice_merges_and_resumes_through_the_api(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)  # the job itself prints nothing
     assert (found["result"]["exit_reason"], found["result"]["steps"]) == ("finished", 2)

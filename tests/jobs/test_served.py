@@ -1,4 +1,5 @@
-"""A server's planted differences from the model are found, with their cause; what it does not return is never equal."""
+"""A server's planted differences from the model are found, with their cause; what it does not return is never
+equal."""
 
 from __future__ import annotations
 
@@ -70,9 +71,13 @@ def in_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "open_model", open_model)
 
 
-def compared(planted: Planted, *, weights: str = "model", model: str = "model", **options: Any) -> tuple[CompareAnswer, SmallServer]:
+def compared(
+    planted: Planted, *, weights: str = "model", model: str = "model", **options: Any
+) -> tuple[CompareAnswer, SmallServer]:
     with serving(Path(weights), planted) as (url, server):
-        return fsdp_tune.compare(model, url, CompareOptions(**{"prompts": Path("prompts.txt"), "max_new_tokens": TOKENS} | options)), server
+        return fsdp_tune.compare(
+            model, url, CompareOptions(**{"prompts": Path("prompts.txt"), "max_new_tokens": TOKENS} | options)
+        ), server
 
 
 def status(found: CompareAnswer) -> dict[str, str]:
@@ -80,8 +85,16 @@ def status(found: CompareAnswer) -> dict[str, str]:
 
 
 EQUAL = [
-    (Planted("llama.cpp"), ["special_tokens", "template", "prompt_tokens", "logprobs", "same_tokens", "answers"], []),
-    (Planted("vLLM", echoes=True), ["prompt_tokens", "logprobs", "same_tokens", "answers"], ["special_tokens"]),
+    (
+        Planted("llama.cpp"),
+        ["special_tokens", "template", "prompt_tokens", "logprobs", "same_tokens", "answers"],
+        [],
+    ),
+    (
+        Planted("vLLM", echoes=True),
+        ["prompt_tokens", "logprobs", "same_tokens", "answers"],
+        ["special_tokens"],
+    ),
     (
         Planted("plain", returns_logprobs=False, takes_ids=False),
         ["prompt_counts", "answers"],
@@ -91,7 +104,9 @@ EQUAL = [
 
 
 @pytest.mark.parametrize(("planted", "equal", "without"), EQUAL, ids=lambda each: getattr(each, "kind", ""))
-def test_server_of_the_model_is_equal_in_what_it_returns(planted: Planted, equal: list[str], without: list[str]) -> None:
+def test_server_of_the_model_is_equal_in_what_it_returns(
+    planted: Planted, equal: list[str], without: list[str]
+) -> None:
     found, _ = compared(planted)
     assert status(found) == dict.fromkeys(equal, "equal") | dict.fromkeys(without, "not_compared")
     assert (found.equal, found.first, found.cause) == (True, None, None)
@@ -107,12 +122,37 @@ def test_server_of_the_model_is_equal_in_what_it_returns(planted: Planted, equal
 
 
 PLANTED = [
-    (Planted("llama.cpp", template=WITH_SYSTEM), "template", "the server adds '<|system|>add numbers<|end|>'", True),
-    (Planted("vLLM", template=WITH_SYSTEM), "prompt_tokens", "the server adds '<|system|>add numbers<|end|>'", True),
-    (Planted("plain", template=WITH_SYSTEM, takes_ids=False), "prompt_counts", "such as a system prompt", False),
+    (
+        Planted("llama.cpp", template=WITH_SYSTEM),
+        "template",
+        "the server adds '<|system|>add numbers<|end|>'",
+        True,
+    ),
+    (
+        Planted("vLLM", template=WITH_SYSTEM),
+        "prompt_tokens",
+        "the server adds '<|system|>add numbers<|end|>'",
+        True,
+    ),
+    (
+        Planted("plain", template=WITH_SYSTEM, takes_ids=False),
+        "prompt_counts",
+        "such as a system prompt",
+        False,
+    ),
     (Planted("vLLM", adds_bos=True), "prompt_tokens", f"begin with {BOS!r} twice", True),
-    (Planted("plain", adds_bos=True, returns_logprobs=False), "prompt_counts", "the beginning of text, twice or not at all", False),
-    (Planted("plain", adds_bos=True, takes_ids=False), "prompt_counts", f"begin with {BOS!r} twice; with such prompts", True),
+    (
+        Planted("plain", adds_bos=True, returns_logprobs=False),
+        "prompt_counts",
+        "the beginning of text, twice or not at all",
+        False,
+    ),
+    (
+        Planted("plain", adds_bos=True, takes_ids=False),
+        "prompt_counts",
+        f"begin with {BOS!r} twice; with such prompts",
+        True,
+    ),
     (Planted("vLLM", shift=1), "logprobs", "shifted by one position", True),
     (Planted("llama.cpp", penalty=40.0), "answers", "a penalty on repeated tokens", True),
     (Planted("vLLM", echoes=True, rolled=1), "same_tokens", "shifted by one position", True),
@@ -125,16 +165,25 @@ PLANTED = [
         f"lack {BOS!r}",
         True,
     ),
-    (Planted("vLLM", template=WITH_SYSTEM.replace("<|assistant|>", "<|user|>")), "prompt_tokens", "in the place of", True),
+    (
+        Planted("vLLM", template=WITH_SYSTEM.replace("<|assistant|>", "<|user|>")),
+        "prompt_tokens",
+        "in the place of",
+        True,
+    ),
     (Planted("llama.cpp", scale=1.2), "logprobs", "the server's logits are 1.2 times A's", False),
     (Planted("vLLM", scale=0.9), "logprobs", "the server's logits are 0.9 times A's", False),
 ]
 
 
 @pytest.mark.parametrize(
-    ("planted", "stage", "cause", "is_shown"), PLANTED, ids=[f"{each[0].kind}-{each[1]}-{each[2][:20]}" for each in PLANTED]
+    ("planted", "stage", "cause", "is_shown"),
+    PLANTED,
+    ids=[f"{each[0].kind}-{each[1]}-{each[2][:20]}" for each in PLANTED],
 )
-def test_planted_difference_is_found_with_its_cause(planted: Planted, stage: str, cause: str, is_shown: bool) -> None:
+def test_planted_difference_is_found_with_its_cause(
+    planted: Planted, stage: str, cause: str, is_shown: bool
+) -> None:
     found, _ = compared(planted)
     assert not found.equal
     assert found.first is not None
@@ -209,7 +258,8 @@ def test_texts_are_compared_without_a_template() -> None:
 
 
 def test_tokens_given_as_text_are_identified_or_listed() -> None:
-    """Tokens that are parts of a character have the same text, so that answers with them are scored up to the first of them."""
+    """Tokens that are parts of a character have the same text, so that answers with them are scored up to the
+    first of them."""
     found, _ = compared(Planted("llama.cpp", gives_ids=False), weights="bytes", model="bytes")
     assert found.equal
     assert found.served is not None
@@ -220,7 +270,9 @@ def test_tokens_given_as_text_are_identified_or_listed() -> None:
 
 def test_nothing_returned_is_not_equal() -> None:
     taken_apart = {"message": {"content": "", "reasoning_content": "hm"}, "finish_reason": "stop"}
-    planted = Planted("plain", answers={"/v1/chat/completions": (200, {"choices": [taken_apart]})}, takes_ids=False)
+    planted = Planted(
+        "plain", answers={"/v1/chat/completions": (200, {"choices": [taken_apart]})}, takes_ids=False
+    )
     found, _ = compared(planted)
     assert set(status(found).values()) == {"not_compared"}
     assert (found.equal, found.first) == (False, None)
@@ -228,7 +280,9 @@ def test_nothing_returned_is_not_equal() -> None:
 
 
 def test_logprobs_that_the_server_refuses_are_not_compared() -> None:
-    planted = Planted("plain", answers={"/v1/completions": (422, {"detail": "Unexpected fields"})}, returns_logprobs=False)
+    planted = Planted(
+        "plain", answers={"/v1/completions": (422, {"detail": "Unexpected fields"})}, returns_logprobs=False
+    )
     found, _ = compared(planted)
     assert status(found)["same_tokens"] == "not_compared"
     assert any("Unexpected fields" in line for line in found.not_compared)
@@ -237,13 +291,28 @@ def test_logprobs_that_the_server_refuses_are_not_compared() -> None:
 
 MISTAKES: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ({"key": "secret-7"}, {}, "server-key", "needs a key"),
-    ({"key": "secret-7"}, {"api_key_env": "WRONG_KEY"}, "server-key", "refuses the key: wrong key: Bearer ***"),
+    (
+        {"key": "secret-7"},
+        {"api_key_env": "WRONG_KEY"},
+        "server-key",
+        "refuses the key: wrong key: Bearer ***",
+    ),
     ({}, {"api_key_env": "NO_SUCH_VARIABLE"}, "server-key", "the variable is not set"),
-    ({"location": "http://127.0.0.2:1/v1/x?token=abc"}, {}, "server-redirect", "redirects to http://127.0.0.2:1/v1/x"),
+    (
+        {"location": "http://127.0.0.2:1/v1/x?token=abc"},
+        {},
+        "server-redirect",
+        "redirects to http://127.0.0.2:1/v1/x",
+    ),
     ({"answers": {"/v1/models": (200, b"<html>")}}, {}, "server-response", "not a JSON object"),
     ({"answers": {"/v1/models": (500, b"<html>")}}, {}, "server-response", "(500)"),
     ({"answers": {"/v1/chat/completions": (200, {"choices": []})}}, {}, "server-response", "no `choices`"),
-    ({"answers": {"/v1/chat/completions": (503, {"error": {"message": "Loading model"}})}}, {}, "server-response", "Loading model"),
+    (
+        {"answers": {"/v1/chat/completions": (503, {"error": {"message": "Loading model"}})}},
+        {},
+        "server-response",
+        "Loading model",
+    ),
     ({"models": ("one", "two")}, {}, "server-models", "serves 2 models: one, two"),
     ({"models": ()}, {}, "server-models", "serves 0 models"),
     ({}, {"prompts": None}, "compare-prompts", "`model` is not a run"),
@@ -252,7 +321,9 @@ MISTAKES: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("planted", "options", "code", "words"), MISTAKES, ids=[f"{each[2]}-{number}" for number, each in enumerate(MISTAKES)]
+    ("planted", "options", "code", "words"),
+    MISTAKES,
+    ids=[f"{each[2]}-{number}" for number, each in enumerate(MISTAKES)],
 )
 def test_server_that_answers_otherwise_is_an_error_with_a_hint(
     planted: dict[str, Any], options: dict[str, Any], code: str, words: str, monkeypatch: pytest.MonkeyPatch
@@ -269,7 +340,9 @@ def test_server_that_answers_otherwise_is_an_error_with_a_hint(
 
 def test_key_is_sent_to_the_server_and_named_model_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERVER_KEY", "secret-7")
-    found, server = compared(Planted(key="secret-7", models=("one", "two")), api_key_env="SERVER_KEY", served_model="two")
+    found, server = compared(
+        Planted(key="secret-7", models=("one", "two")), api_key_env="SERVER_KEY", served_model="two"
+    )
     assert found.equal
     assert {headers.get("Authorization") for _, headers, _ in server.seen} == {"Bearer secret-7"}
     assert {body["model"] for path, _, body in server.seen if path.endswith("completions")} == {"two"}

@@ -1,4 +1,5 @@
-"""The runs of a sweep: their values, names, commands and order; which one is best, and what ends the sweep."""
+"""The runs of a sweep: their values, names, commands and order; which one is best, and what ends the
+sweep."""
 
 from __future__ import annotations
 
@@ -14,7 +15,15 @@ from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, failed_er
 from fsdp_tune.jobs import sweep
 from fsdp_tune.jobs.observer import TrainResult
 from fsdp_tune.jobs.options import TrainOptions
-from fsdp_tune.jobs.sweep import PlannedRun, SweepPoint, answer_of, parse_sweep, plan_sweep, run_sweep, sweep_points
+from fsdp_tune.jobs.sweep import (
+    PlannedRun,
+    SweepPoint,
+    answer_of,
+    parse_sweep,
+    plan_sweep,
+    run_sweep,
+    sweep_points,
+)
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from tests.model.recipes import recipe_of
 
@@ -46,7 +55,9 @@ def test_every_wrong_option_is_reported() -> None:
     wrong = ["training.seed", "a.b=1,,2", "output_dir=a,b", "a.c=1", "a.c=2", "a.d=1,1", "=1"]
     with pytest.raises(FsdpTuneError) as raised:
         parse_sweep(wrong)
-    assert [problem.message.split("`")[1] for problem in raised.value.problems] == [f"--sweep {text}" for text in wrong if text != "a.c=1"]
+    assert [problem.message.split("`")[1] for problem in raised.value.problems] == [
+        f"--sweep {text}" for text in wrong if text != "a.c=1"
+    ]
 
 
 RECIPE: dict[str, Any] = {
@@ -71,14 +82,30 @@ def planned(recipe: str, *texts: str, **options: Any) -> list[PlannedRun]:
 
 
 def test_each_run_has_its_recipe_directory_and_command(recipe: str, tmp_path: Path) -> None:
-    command = ("train", "--config", recipe, "--sweep", "training.seed=1,2", "--sweep=training.max_steps=4", "--", "--debug")
+    command = (
+        "train",
+        "--config",
+        recipe,
+        "--sweep",
+        "training.seed=1,2",
+        "--sweep=training.max_steps=4",
+        "--",
+        "--debug",
+    )
     first, second = planned(recipe, "training.seed=1,2", "training.max_steps=4", command=command)
     assert [each.loaded.recipe.training.seed for each in (first, second)] == [1, 2]
     assert first.run.path == tmp_path / "runs" / "small" / "seed=1,max_steps=4"
     assert (first.loaded.recipe.name, first.options.resume) == ("small-seed-1-max_steps-4", "auto")
     settings = ["training.seed=1", "training.max_steps=4", f"output_dir={first.run.path}"]
     assert first.loaded.overrides == ("training.weight_decay=0.5", *settings)
-    assert first.options.command == ("train", "--config", recipe, *(part for each in settings for part in ("--set", each)), "--", "--debug")
+    assert first.options.command == (
+        "train",
+        "--config",
+        recipe,
+        *(part for each in settings for part in ("--set", each)),
+        "--",
+        "--debug",
+    )
     assert planned(recipe, "training.seed=1", overwrite=True)[0].options.resume is None
 
 
@@ -107,7 +134,9 @@ def test_all_points_are_checked_before_the_first(recipe: str) -> None:
         assert raised.value.problems[0].code == "bad-sweep"
 
 
-def test_failed_run_does_not_end_the_sweep_and_a_stopped_one_does(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_run_does_not_end_the_sweep_and_a_stopped_one_does(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = planned(recipe, "training.seed=1,2,3,4,5")
     trained: list[int] = []
     ends = [ExitReason.FINISHED, failed_error("x", "it broke"), ExitReason.FINISHED, ExitReason.INTERRUPTED]
@@ -119,7 +148,10 @@ def test_failed_run_does_not_end_the_sweep_and_a_stopped_one_does(recipe: str, m
         run = plan[at].run
         run.path.mkdir(parents=True)
         run.recipe_json.write_text("{}")
-        lines = [{"step": 1, "loss": 9.0, "step_seconds": 0.5}, {"step": 2, "loss": losses[at], "step_seconds": 1.5}]
+        lines = [
+            {"step": 1, "loss": 9.0, "step_seconds": 0.5},
+            {"step": 2, "loss": losses[at], "step_seconds": 1.5},
+        ]
         run.metrics_jsonl.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
         end = ends[at]
         if isinstance(end, FsdpTuneError):
@@ -145,9 +177,15 @@ def test_failed_run_does_not_end_the_sweep_and_a_stopped_one_does(recipe: str, m
 def test_evaluations_decide_if_all_finished_runs_have_them(recipe: str) -> None:
     (plan,) = planned(recipe, "training.seed=1")
     run = replace(sweep.waiting(plan), state="finished")
-    runs = [replace(run, run_dir="a", loss=1.0, eval_loss=3.0), replace(run, run_dir="b", loss=2.0, eval_loss=2.0)]
+    runs = [
+        replace(run, run_dir="a", loss=1.0, eval_loss=3.0),
+        replace(run, run_dir="b", loss=2.0, eval_loss=2.0),
+    ]
     assert (answer_of(runs).best, answer_of(runs).metric) == ("b", "eval_loss")
-    assert (answer_of([*runs, replace(run, run_dir="c", loss=1.5)]).best, answer_of([run]).best) == ("a", None)
+    assert (answer_of([*runs, replace(run, run_dir="c", loss=1.5)]).best, answer_of([run]).best) == (
+        "a",
+        None,
+    )
     assert SweepPoint("seed=1", {"training.seed": "1"}) == plan.point
 
 
@@ -160,7 +198,16 @@ def test_evaluations_decide_if_all_finished_runs_have_them(recipe: str) -> None:
         (False, [2.0, float("nan")], None),
     ],
 )
-def test_evaluation_loss_of_a_run_is_that_of_the_model_it_keeps(takes_best: bool, values: list[Any], expected: float | None) -> None:
-    recipe = recipe_of(training={"load_best_model_at_end": takes_best, "eval_strategy": "steps", "eval_steps": 10, "save_steps": 10})
+def test_evaluation_loss_of_a_run_is_that_of_the_model_it_keeps(
+    takes_best: bool, values: list[Any], expected: float | None
+) -> None:
+    recipe = recipe_of(
+        training={
+            "load_best_model_at_end": takes_best,
+            "eval_strategy": "steps",
+            "eval_steps": 10,
+            "save_steps": 10,
+        }
+    )
     planned = SimpleNamespace(loaded=SimpleNamespace(recipe=recipe))
     assert sweep._eval_loss(planned, values) == expected  # type: ignore[arg-type]

@@ -1,7 +1,9 @@
-"""A stand-in for torchrun's agent, without importing torch: `fake_agent.py WORLD_SIZE [--early DIRECTORY] RUN_DIR`.
+"""A stand-in for torchrun's agent, without importing torch:
+`fake_agent.py WORLD_SIZE [--early DIRECTORY] RUN_DIR`.
 
-Starts ranks in sessions of their own, ends the others with SIGTERM when one fails and waits for them, passes signals on and
-then waits, reports the first failure in torch's words. tests/launch/test_accelerate_real.py runs the same through the real one.
+Starts ranks in sessions of their own, ends the others with SIGTERM when one fails and waits for them, passes
+signals on and then waits, reports the first failure in torch's words. tests/launch/test_accelerate_real.py
+runs the same through the real one.
 """
 
 from __future__ import annotations
@@ -36,7 +38,10 @@ def main() -> int:
     for name in SIGNALS:
         signal.signal(getattr(signal, name), on_signal)
     command = [sys.executable, "-m", "tests.launch.fake_worker", *words]
-    ranks = [subprocess.Popen(command, env={**os.environ, "RANK": str(rank)}, start_new_session=True) for rank in range(world_size)]
+    ranks = [
+        subprocess.Popen(command, env={**os.environ, "RANK": str(rank)}, start_new_session=True)
+        for rank in range(world_size)
+    ]
     try:
         while True:
             time.sleep(0.02)
@@ -48,7 +53,8 @@ def main() -> int:
                 stop(ranks, signal.SIGTERM)
                 first = failed[0]
                 print(
-                    f"failed (exitcode: {ranks[first].returncode}) local_rank: {first} (pid: {ranks[first].pid}) of binary: python",
+                    f"failed (exitcode: {ranks[first].returncode}) local_rank: {first} (pid: "
+                    f"{ranks[first].pid}) of binary: python",
                     file=sys.stderr,
                 )
                 return 1

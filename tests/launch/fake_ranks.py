@@ -1,4 +1,5 @@
-"""Launches of fake ranks under a fake agent (`fake_agent.py`, `fake_worker.py`), from the part of each rank."""
+"""Launches of fake ranks under a fake agent (`fake_agent.py`, `fake_worker.py`), from the part of each
+rank."""
 
 from __future__ import annotations
 
@@ -21,12 +22,22 @@ PlanOf = Callable[[Parts], LaunchPlan]
 
 FINISHED = {"exit_code": 0, "exit_reason": "finished", "loss": 1.5}
 ENDS_WELL: list[list[object]] = [["outcome", FINISHED]]
-SAVES_ON_SIGNAL: list[list[object]] = [["beat", "training", 7], ["listen"], ["log", {"step": 7}], ["wait-for-signal"]]
+SAVES_ON_SIGNAL: list[list[object]] = [
+    ["beat", "training", 7],
+    ["listen"],
+    ["log", {"step": 7}],
+    ["wait-for-signal"],
+]
 
 
 def fake_plan(run: RunDir, world_size: int) -> LaunchPlan:
     return LaunchPlan(
-        argv=(sys.executable, str(REPOSITORY / "tests" / "launch" / "fake_agent.py"), str(world_size), str(run.path)),
+        argv=(
+            sys.executable,
+            str(REPOSITORY / "tests" / "launch" / "fake_agent.py"),
+            str(world_size),
+            str(run.path),
+        ),
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         settings={},
         removed=(),
@@ -43,11 +54,16 @@ def write_parts_of_ranks(run: RunDir, parts: Parts) -> None:
 
 def ended(reason: ExitReason, code: str | None = None, step: int = 3) -> Verdict:
     """A verdict with the problem `code`, or with none."""
-    return Verdict(EXIT_CODE_OF_REASON[reason], reason, step, Problem(code, f"{code} happened") if code else None)
+    return Verdict(
+        EXIT_CODE_OF_REASON[reason], reason, step, Problem(code, f"{code} happened") if code else None
+    )
 
 
-def end_of(events: Iterable[Event], act: Callable[[Event], object] = lambda _: None) -> tuple[Verdict, list[Event]]:
-    """Pass on events to `act` until the end, when no process may be left. Returns the verdict and all events."""
+def end_of(
+    events: Iterable[Event], act: Callable[[Event], object] = lambda _: None
+) -> tuple[Verdict, list[Event]]:
+    """Pass on events to `act` until the end, when no process may be left. Returns the verdict and all
+    events."""
     before = children()
     seen: list[Event] = []
     for event in events:

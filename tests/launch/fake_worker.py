@@ -1,10 +1,12 @@
-"""A rank without torch that follows the script in RUN/fake.json. Started as `python -m tests.launch.fake_worker RUN_DIR`.
+"""A rank without torch that follows the script in RUN/fake.json. Started as
+`python -m tests.launch.fake_worker RUN_DIR`.
 
-After `--early DIRECTORY` it first waits for the run directory. It knows the file names of `RunDir`, whose import is slow.
+After `--early DIRECTORY` it first waits for the run directory. It knows the file names of `RunDir`, whose
+import is slow.
 A part is a list of acts: ["beat", phase, step], ["stacks"], ["wait"], ["log", {...}], ["sleep", seconds],
 ["ignore-signals"], ["wait-for-signal"], ["die", signal], ["once", mark, *act] (not in a later launch),
-["raise", text], ["exit", code], ["spawn"], ["rename-run", path], ["outcome", {...}]. A signal, once waited for, ends with a save
-(0.2 s) and the outcome "preempted" or "interrupted", as a real rank does.
+["raise", text], ["exit", code], ["spawn"], ["rename-run", path], ["outcome", {...}]. A signal, once waited
+for, ends with a save (0.2 s) and the outcome "preempted" or "interrupted", as a real rank does.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ class Rank:
         source = "import time\ndef all_reduce():\n    time.sleep(60)\nall_reduce()\n"
         exec(compile(source, "/site-packages/torch/distributed/distributed_c10d.py", "exec"), {})
 
-    def outcome(self, exit_code: int, exit_reason: str, problem: dict[str, Any] | None = None, **facts: Any) -> None:
+    def outcome(
+        self, exit_code: int, exit_reason: str, problem: dict[str, Any] | None = None, **facts: Any
+    ) -> None:
         content = {
             "rank": self.rank,
             "exit_code": exit_code,

@@ -1,4 +1,5 @@
-"""Machines of a run in one process: each exchanges its documents in a thread, through a real store of torch on loopback."""
+"""Machines of a run in one process: each exchanges its documents in a thread, through a real store of torch
+on loopback."""
 
 from __future__ import annotations
 
@@ -24,7 +25,13 @@ END = None
 class ThreadLink:
     """An exchange in a thread, instead of in a child process."""
 
-    def __init__(self, machine: int, machines: int, connect: Callable[[], store.KeyValueStore], folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        machine: int,
+        machines: int,
+        connect: Callable[[], store.KeyValueStore],
+        folder: Path | None = None,
+    ) -> None:
         self._to: queue.Queue[str | None] = queue.Queue()
         self._from: queue.Queue[str | None] = queue.Queue()
         self.is_cut = threading.Event()
@@ -152,7 +159,13 @@ class Play:
         self.run, self.count, self.network = run, count, Network(count)
 
     def machine(
-        self, number: int, *, hang_seconds: float = 20.0, replacement_seconds: float = 0.0, run: RunDir | None = None, **changes: object
+        self,
+        number: int,
+        *,
+        hang_seconds: float = 20.0,
+        replacement_seconds: float = 0.0,
+        run: RunDir | None = None,
+        **changes: object,
     ) -> Machines:
         channel = self.network.channel(number)
         there = identity(f"host-{number}", **changes)
@@ -173,7 +186,9 @@ class Answers:
 
     def __init__(self, *calls: Callable[[], object]) -> None:
         self.found: list[object] = []
-        self.thread = threading.Thread(target=lambda: [self.found.append(call()) for call in calls], daemon=True)
+        self.thread = threading.Thread(
+            target=lambda: [self.found.append(call()) for call in calls], daemon=True
+        )
         self.thread.start()
 
     def all(self) -> list[object]:

@@ -1,8 +1,9 @@
 """The real worker with injected faults. Started as `python -m tests.launch.mortal RUN_DIR`.
 
-RUN/accidents.json is a list of {"rank", "step", "how", "phase"}; each happens once, in order for its rank, at the first heartbeat
-in that phase ("training" unless given) at that step or later. `how`: a signal's number, "raise", "oom", "memory", "sleep" (for ever),
-"hold" (Python's lock, for ever), "slow disk" (1 MiB takes 30 seconds from then on), "dead disk" (a write never returns from then on).
+RUN/accidents.json is a list of {"rank", "step", "how", "phase"}; each happens once, in order for its rank, at
+the first heartbeat in that phase ("training" unless given) at that step or later. `how`: a signal's number,
+"raise", "oom", "memory", "sleep" (for ever), "hold" (Python's lock, for ever), "slow disk" (1 MiB takes 30
+seconds from then on), "dead disk" (a write never returns from then on).
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from fsdp_tune.core import atomic
 from fsdp_tune.worker.observe import heartbeat
 
 CUDA_MESSAGE = (
-    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.05 GiB is free. "
-    "Including non-PyTorch memory, this process has 78.04 GiB memory in use. Of the allocated memory 74.02 GiB is allocated by PyTorch, "
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of "
+    "which 1.05 GiB is free. "
+    "Including non-PyTorch memory, this process has 78.04 GiB memory in use. Of the allocated memory "
+    "74.02 GiB is allocated by PyTorch, "
     "and 1.01 GiB is reserved by PyTorch but unallocated."
 )
 

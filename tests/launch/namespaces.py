@@ -1,4 +1,5 @@
-"""Two network namespaces as two machines: each with a host name that resolves to loopback, and a router between them that can drop packets.
+"""Two network namespaces as two machines: each with a host name that resolves to loopback, and a router
+between them that can drop packets.
 
 Needs root and `ip`. The machines share the file system.
 """
@@ -67,12 +68,18 @@ class Wire:
 def marks_of_machines() -> list[pytest.MarkDecorator]:
     """Return the marks of a file whose tests run commands on machines that are namespaces."""
     reason = reason_without()
-    return [pytest.mark.e2e, pytest.mark.ranks, pytest.mark.slow, pytest.mark.skipif(reason is not None, reason=str(reason))]
+    return [
+        pytest.mark.e2e,
+        pytest.mark.ranks,
+        pytest.mark.slow,
+        pytest.mark.skipif(reason is not None, reason=str(reason)),
+    ]
 
 
 @contextmanager
 def two_namespaces(addresses: tuple[str, str] = ADDRESSES) -> Iterator[Wire]:
-    """Within the context, the two machines and their router exist. `addresses`: of one family, IPv4 or IPv6."""
+    """Within the context, the two machines and their router exist. `addresses`: of one family, IPv4 or
+    IPv6."""
     _remove()
     is_ipv6 = ":" in addresses[0]
     width, separator, options = ("64", ":", ["nodad"]) if is_ipv6 else ("24", ".", [])
@@ -86,7 +93,20 @@ def two_namespaces(addresses: tuple[str, str] = ADDRESSES) -> Iterator[Wire]:
             hosts.parent.mkdir(parents=True, exist_ok=True)
             hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {host}\n")
             gateway = f"{address.rpartition(separator)[0]}{separator}254"
-            ip("-n", name, "link", "add", INTERFACE, "type", "veth", "peer", "name", f"to-{host}", "netns", ROUTER)
+            ip(
+                "-n",
+                name,
+                "link",
+                "add",
+                INTERFACE,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                f"to-{host}",
+                "netns",
+                ROUTER,
+            )
             for end, interface, own in ((name, INTERFACE, address), (ROUTER, f"to-{host}", gateway)):
                 ip("-n", end, "link", "set", "lo", "up")
                 ip("-n", end, "addr", "add", f"{own}/{width}", "dev", interface, *options)
@@ -104,7 +124,8 @@ def _remove() -> None:
 
 
 def on_machine(machine: int, command: Sequence[str]) -> list[str]:
-    """Return the command for one of the machines. Each program on the way replaces itself, so that the pid is the command's own."""
+    """Return the command for one of the machines. Each program on the way replaces itself, so that the pid is
+    the command's own."""
     shell = f'hostname {HOSTS[machine]}; exec "$@"'
     return ["ip", "netns", "exec", NAMES[machine], "unshare", "--uts", "sh", "-c", shell, "sh", *command]
 

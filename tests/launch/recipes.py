@@ -25,7 +25,13 @@ def resolved(tmp_path: Path, *overrides: str, assume: str | None = "cuda", text:
 
 
 def plan(
-    tmp_path: Path, *overrides: str, inherited: dict[str, str] | None = None, machine_rank: int = 0, extra: tuple[str, ...] = ()
+    tmp_path: Path,
+    *overrides: str,
+    inherited: dict[str, str] | None = None,
+    machine_rank: int = 0,
+    extra: tuple[str, ...] = (),
 ) -> LaunchPlan:
     run = RunDir(tmp_path / "run")
-    return launch_plan(resolved(tmp_path, *overrides), run, inherited=inherited or {}, machine_rank=machine_rank, extra=extra)
+    return launch_plan(
+        resolved(tmp_path, *overrides), run, inherited=inherited or {}, machine_rank=machine_rank, extra=extra
+    )

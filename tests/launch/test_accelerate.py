@@ -92,8 +92,15 @@ def test_machine_ranks_keep_their_order(tmp_path: Path) -> None:
 
 def test_first_machine_is_found_in_the_scheduler_variables(tmp_path: Path) -> None:
     without = MACHINES[:2]
-    assert option(plan(tmp_path, *without, inherited={"MASTER_ADDR": "pod-0"}), "--main_process_ip") == "pod-0"
-    assert option(plan(tmp_path, *without, inherited={"SLURM_LAUNCH_NODE_IPADDR": "10.1.1.1"}), "--main_process_ip") == "10.1.1.1"
+    assert (
+        option(plan(tmp_path, *without, inherited={"MASTER_ADDR": "pod-0"}), "--main_process_ip") == "pod-0"
+    )
+    assert (
+        option(
+            plan(tmp_path, *without, inherited={"SLURM_LAUNCH_NODE_IPADDR": "10.1.1.1"}), "--main_process_ip"
+        )
+        == "10.1.1.1"
+    )
     with pytest.raises(FsdpTuneError, match="address of the first one"):
         plan(tmp_path, *without)
 
@@ -156,7 +163,9 @@ def test_recipe_variables_are_set_on_ranks(tmp_path: Path) -> None:
     assert made.to_json()["environment"]["NCCL_SOCKET_IFNAME"] == "ib0"
 
 
-def test_variable_that_the_launch_or_a_rank_sets_is_refused_in_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variable_that_the_launch_or_a_rank_sets_is_refused_in_a_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The launch's value would win, and the recipe's would be ignored."""
     of_rank: dict[str, str] = {}
     settings = plan(tmp_path, "kernels.compile=true").settings
@@ -169,29 +178,50 @@ def test_variable_that_the_launch_or_a_rank_sets_is_refused_in_a_recipe(tmp_path
         assert [problem.code for problem in caught.value.problems] == ["bad-variable"], name
 
 
-def test_compiled_kernel_cache_is_outside_recipe_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_kernel_cache_is_outside_recipe_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """inductor unpickles what it finds there."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
-    assert plan(tmp_path).settings["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "user" / "fsdp-tune" / "compiled")
+    assert plan(tmp_path).settings["TORCHINDUCTOR_CACHE_DIR"] == str(
+        tmp_path / "user" / "fsdp-tune" / "compiled"
+    )
     inherited = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    settings = plan(tmp_path, "kernels.compile=true", f"data.cache_dir={tmp_path / 'of the recipe'}", inherited=inherited).env
+    settings = plan(
+        tmp_path, "kernels.compile=true", f"data.cache_dir={tmp_path / 'of the recipe'}", inherited=inherited
+    ).env
     assert settings["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "user" / "fsdp-tune" / "compiled")
 
 
 @pytest.mark.parametrize(("asked", "set_to"), [("true", "true"), ("false", "false")])
 def test_cpu_affinity_follows_the_recipe_not_the_shell(tmp_path: Path, asked: str, set_to: str) -> None:
-    """Accelerate's PartialState reads the variable; `accelerate launch` sets it by the option in its config file."""
+    """Accelerate's PartialState reads the variable; `accelerate launch` sets it by the option in its config
+    file."""
     made = plan(tmp_path, f"launch.enable_cpu_affinity={asked}", inherited={"ACCELERATE_CPU_AFFINITY": "1"})
     assert made.env["ACCELERATE_CPU_AFFINITY"] == set_to
-    assert accelerate_config(resolved(tmp_path, f"launch.enable_cpu_affinity={asked}"))["enable_cpu_affinity"] is (asked == "true")
+    assert accelerate_config(resolved(tmp_path, f"launch.enable_cpu_affinity={asked}"))[
+        "enable_cpu_affinity"
+    ] is (asked == "true")
 
 
 @pytest.mark.parametrize(
     "name",
-    ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD", "HF_AUTH", "GITHUB_TOKEN", "KEY", "SLURM_JWT", "HF_CREDS"],
+    [
+        "HF_TOKEN",
+        "WANDB_API_KEY",
+        "AWS_SECRET_ACCESS_KEY",
+        "MY_PASSWORD",
+        "HF_AUTH",
+        "GITHUB_TOKEN",
+        "KEY",
+        "SLURM_JWT",
+        "HF_CREDS",
+    ],
 )
 def test_secrets_are_not_written(tmp_path: Path, name: str) -> None:
-    made = plan(tmp_path, inherited={name: "s3cret", "SLURM_STEP_ID": "0", "HF_ENDPOINT": "https://user:s3cret@hub"})
+    made = plan(
+        tmp_path, inherited={name: "s3cret", "SLURM_STEP_ID": "0", "HF_ENDPOINT": "https://user:s3cret@hub"}
+    )
     assert made.env[name] == "s3cret"
     text = json.dumps(made.to_json()) + " ".join(made.quoted_argv())
     assert "s3cret" not in text
@@ -199,15 +229,25 @@ def test_secrets_are_not_written(tmp_path: Path, name: str) -> None:
 
 def test_inherited_variable_with_token_is_listed_without_value(tmp_path: Path) -> None:
     token = "hf_" + "a" * 30
-    made = plan(tmp_path, inherited={"HF_HUB_USER_AGENT_ORIGIN": token, "HF_HOME": f"/{token}", "NCCL_DEBUG": "INFO"})
-    assert made.to_json()["inherited"] == {"HF_HUB_USER_AGENT_ORIGIN": None, "HF_HOME": f"/{MASK}", "NCCL_DEBUG": "INFO"}
+    made = plan(
+        tmp_path, inherited={"HF_HUB_USER_AGENT_ORIGIN": token, "HF_HOME": f"/{token}", "NCCL_DEBUG": "INFO"}
+    )
+    assert made.to_json()["inherited"] == {
+        "HF_HUB_USER_AGENT_ORIGIN": None,
+        "HF_HOME": f"/{MASK}",
+        "NCCL_DEBUG": "INFO",
+    }
     assert made.masked_variables() == ["HF_HOME"]
 
 
-@pytest.mark.parametrize("name", ["HF_X", "SLURM_SPANK_X", "TORCH_X", "PYTHON_X", "XDG_X", "NVIDIA_X", "CUDA_X", "DATASETS_X"])
+@pytest.mark.parametrize(
+    "name", ["HF_X", "SLURM_SPANK_X", "TORCH_X", "PYTHON_X", "XDG_X", "NVIDIA_X", "CUDA_X", "DATASETS_X"]
+)
 def test_value_of_an_unknown_variable_is_not_listed(tmp_path: Path, name: str) -> None:
     """No list of names and shapes recognises every secret."""
-    written = plan(tmp_path, inherited={name: "correct horse", "SLURM_STEP_ID": "0", "HF_HOME": "/data/hf"}).to_json()
+    written = plan(
+        tmp_path, inherited={name: "correct horse", "SLURM_STEP_ID": "0", "HF_HOME": "/data/hf"}
+    ).to_json()
     assert written["inherited"] == {name: None, "SLURM_STEP_ID": "0", "HF_HOME": "/data/hf"}
     assert "horse" not in json.dumps(relevant_variables({name: "correct horse"}))
 
@@ -263,7 +303,11 @@ def test_accelerate_arguments_are_owned_or_passed() -> None:
 
     undecided: list[str] = []
     for action in launch_command_parser()._actions:
-        name = action.dest if action.dest not in ("tpu_use_cluster", "training_script", "training_script_args", "help") else None
+        name = (
+            action.dest
+            if action.dest not in ("tpu_use_cluster", "training_script", "training_script_args", "help")
+            else None
+        )
         if name is None or name in FREE:
             continue
         with pytest.raises(FsdpTuneError) as caught:
@@ -298,7 +342,9 @@ def test_port_that_is_used_in_ipv6_alone_is_refused_too(tmp_path: Path) -> None:
             check_port(resolved(tmp_path, f"launch.main_process_port={port}"))
 
 
-def test_machine_without_ipv6_needs_a_free_port_in_ipv4_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_without_ipv6_needs_a_free_port_in_ipv4_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = socket.socket
 
     def without_ipv6(family: int, kind: int) -> socket.socket:
@@ -327,12 +373,22 @@ def test_manual_commands_have_ranks_and_directory(tmp_path: Path) -> None:
     ],
 )
 def test_manual_commands_have_address_of_first_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: tuple[str, ...], variables: dict[str, str], ip: str, port: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    keys: tuple[str, ...],
+    variables: dict[str, str],
+    ip: str,
+    port: int,
 ) -> None:
     for name in ("MASTER_ADDR", "SLURM_LAUNCH_NODE_IPADDR"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    accelerate, torchrun = manual_commands(resolved(tmp_path, "launch.num_machines=2", *keys), RunDir(tmp_path / "run"))
-    assert f"--num_machines 2 --machine_rank N --main_process_ip {ip} --main_process_port {port} -m" in accelerate
+    accelerate, torchrun = manual_commands(
+        resolved(tmp_path, "launch.num_machines=2", *keys), RunDir(tmp_path / "run")
+    )
+    assert (
+        f"--num_machines 2 --machine_rank N --main_process_ip {ip} --main_process_port {port} -m"
+        in accelerate
+    )
     assert f"--nnodes 2 --node-rank N --master-addr {ip} --master-port {port} --nproc-per-node" in torchrun

@@ -1,7 +1,9 @@
-"""The supervisor with the real `accelerate launch` and torchrun agent: the behaviour that the launch relies on.
+"""The supervisor with the real `accelerate launch` and torchrun agent: the behaviour that the launch relies
+on.
 
-The ranks are fakes without torch, so that a launch costs the launcher's own import, some two seconds. One launch shows most of it: among
-variables, files and a configuration that are not for it, with a signal in the end.
+The ranks are fakes without torch, so that a launch costs the launcher's own import, some two seconds. One
+launch shows most of it: among variables, files and a configuration that are not for it, with a signal in the
+end.
 """
 
 from __future__ import annotations
@@ -53,7 +55,12 @@ def launch(folder: Path, repository: Path, parts: Parts, send: int | None = None
     run.path.mkdir()
     write_parts_of_ranks(run, parts)
     run.accelerate_yaml.write_text(yaml.safe_dump(accelerate_config(recipe)))
-    plan = launch_plan(recipe, run, worker_module="tests.launch.fake_worker", inherited={**os.environ, "PYTHONPATH": str(repository)})
+    plan = launch_plan(
+        recipe,
+        run,
+        worker_module="tests.launch.fake_worker",
+        inherited={**os.environ, "PYTHONPATH": str(repository)},
+    )
     logged = 0
 
     def on_event(event: Event) -> None:
@@ -106,7 +113,9 @@ def test_ranks_are_spawned_on_the_cpu_with_their_environment(launched: Launched)
 def test_conflicting_default_config_is_ignored(launched: Launched) -> None:
     assert {environment["WORLD_SIZE"] for environment in launched.environments} == {"2"}
     assert {environment["ACCELERATE_MIXED_PRECISION"] for environment in launched.environments} == {"no"}
-    assert {environment.get("FSDP_OFFLOAD_PARAMS", "false") for environment in launched.environments} == {"false"}
+    assert {environment.get("FSDP_OFFLOAD_PARAMS", "false") for environment in launched.environments} == {
+        "false"
+    }
 
 
 def test_agent_passes_signals_on_and_waits_for_the_save(launched: Launched) -> None:
@@ -119,7 +128,10 @@ def test_module_in_the_working_directory_does_not_shadow_a_library(launched: Lau
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [pytest.param(signal.SIGTERM, 143, id="TERM"), pytest.param(signal.SIGINT, 130, id="INT")])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [pytest.param(signal.SIGTERM, 143, id="TERM"), pytest.param(signal.SIGINT, 130, id="INT")],
+)
 def test_agent_passes_other_signals_on(tmp_path: Path, repository: Path, number: int, code: int) -> None:
     ended = launch(tmp_path, repository, {"0": SAVES_ON_SIGNAL, "1": SAVES_ON_SIGNAL}, number)
     assert (ended.exit_code, ended.problem, ended.step) == (code, None, 7)

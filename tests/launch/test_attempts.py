@@ -16,7 +16,14 @@ import pytest
 
 from fsdp_tune.core.errors import ExitReason, Problem
 from fsdp_tune.launch.supervise import attempts
-from fsdp_tune.launch.supervise.attempts import Attempts, Failure, NewerCopy, Restart, decide_restart, is_transient
+from fsdp_tune.launch.supervise.attempts import (
+    Attempts,
+    Failure,
+    NewerCopy,
+    Restart,
+    decide_restart,
+    is_transient,
+)
 from fsdp_tune.launch.supervise.supervisor import Event
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import ResumeRequest
@@ -45,12 +52,18 @@ def test_failure_keeps_its_reason_when_the_files_for_a_restart_cannot_be_read(
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/run")
 
     monkeypatch.setattr(attempts, "latest_checkpoint", refuse)
-    monkeypatch.setattr(attempts.Attempts, "_launch", lambda _: once(ended(ExitReason.LOST_RANK, "rank-killed")))
-    last, _ = end_of(Attempts(plan_of({"0": []}), resolved(tmp_path, "launch.max_restarts=2"), no_rows).events())
+    monkeypatch.setattr(
+        attempts.Attempts, "_launch", lambda _: once(ended(ExitReason.LOST_RANK, "rank-killed"))
+    )
+    last, _ = end_of(
+        Attempts(plan_of({"0": []}), resolved(tmp_path, "launch.max_restarts=2"), no_rows).events()
+    )
     assert (last.exit_code, last.reason) == (5, ExitReason.LOST_RANK)
     assert last.problem is not None
     assert last.problem.code == "rank-killed"
-    assert last.problem.message.endswith("; it is not restarted, since files of the run cannot be used: /run: Permission denied")
+    assert last.problem.message.endswith(
+        "; it is not restarted, since files of the run cannot be used: /run: Permission denied"
+    )
 
 
 def once(judged: Verdict) -> Generator[Event, None, tuple[Any, Verdict]]:
@@ -131,7 +144,9 @@ def test_two_startup_failures_end_the_run() -> None:
 
 
 @pytest.fixture
-def attempt(tmp_path: Path, plan_of: PlanOf, quick_supervisor: None) -> Callable[..., tuple[Verdict, list[Event]]]:
+def attempt(
+    tmp_path: Path, plan_of: PlanOf, quick_supervisor: None
+) -> Callable[..., tuple[Verdict, list[Event]]]:
     """Runs fake ranks to their end, restarts included."""
 
     def go(parts: Parts, *overrides: str, newer_copy: NewerCopy | None = None) -> tuple[Verdict, list[Event]]:
@@ -153,14 +168,21 @@ def started(step: int) -> list[Any]:
 
 def dies_once_at(step: int, first_step: int = 0) -> list[list[object]]:
     """A rank that is killed in its first launch and finishes in its second."""
-    return [["beat", "training", step], started(first_step), ["once", "died", "die", int(signal.SIGKILL)], *ENDS_WELL]
+    return [
+        ["beat", "training", step],
+        started(first_step),
+        ["once", "died", "die", int(signal.SIGKILL)],
+        *ENDS_WELL,
+    ]
 
 
 def test_killed_rank_restarts_the_run_with_a_message_and_a_metrics_event(attempt: Any, run: RunDir) -> None:
     end, events = attempt({"0": dies_once_at(2), "1": ENDS_WELL})
     assert (end.exit_code, end.problem) == (0, None)
     (said,) = [text for text in messages(events) if "restarting" in text]
-    assert said.startswith("rank 0 was killed by SIGKILL at step 2: restarting from step 0 (there is no complete checkpoint yet)")
+    assert said.startswith(
+        "rank 0 was killed by SIGKILL at step 2: restarting from step 0 (there is no complete checkpoint yet)"
+    )
     assert said.endswith("(restart 1 of 5); 2 steps will be repeated")
     event = event_of(run, "restarted")
     assert (event["step"], event["restart"], event["max_restarts"]) == (0, 1, 5)
@@ -199,7 +221,9 @@ def continued(run: RunDir, folder: Path) -> Path:
     return start
 
 
-def test_run_without_a_checkpoint_is_restarted_from_that_of_the_directory_it_continues(attempt: Any, run: RunDir, tmp_path: Path) -> None:
+def test_run_without_a_checkpoint_is_restarted_from_that_of_the_directory_it_continues(
+    attempt: Any, run: RunDir, tmp_path: Path
+) -> None:
     start = continued(run, tmp_path / "earlier")
     end, events = attempt({"0": dies_once_at(42, first_step=40)})
     assert end.exit_code == 0
@@ -209,12 +233,16 @@ def test_run_without_a_checkpoint_is_restarted_from_that_of_the_directory_it_con
     assert event_of(run, "restarted")["step"] == 40
 
 
-def test_run_whose_start_is_gone_is_not_restarted_at_step_0(attempt: Any, run: RunDir, tmp_path: Path) -> None:
+def test_run_whose_start_is_gone_is_not_restarted_at_step_0(
+    attempt: Any, run: RunDir, tmp_path: Path
+) -> None:
     start = continued(run, tmp_path / "earlier")
     shutil.rmtree(start)
     end, events = attempt({"0": dies_once_at(2)})
     assert end.exit_code != 0
-    assert f"it is not restarted, since `{start}`, which it continues, cannot be read" in str(end.problem and end.problem.message)
+    assert f"it is not restarted, since `{start}`, which it continues, cannot be read" in str(
+        end.problem and end.problem.message
+    )
     assert not any("restarting from" in text for text in messages(events))
 
 
@@ -248,7 +276,9 @@ def test_restart_takes_a_newer_copy_from_elsewhere(attempt: Any, run: RunDir) ->
 
 
 @pytest.mark.parametrize("restarts", [0, 5])
-def test_failure_is_named_before_the_files_that_a_restart_would_lack(attempt: Any, run: RunDir, tmp_path: Path, restarts: int) -> None:
+def test_failure_is_named_before_the_files_that_a_restart_would_lack(
+    attempt: Any, run: RunDir, tmp_path: Path, restarts: int
+) -> None:
     write_parts([run, RunDir(tmp_path / "other")], 10)
 
     def newer_copy(*_: object) -> None:
@@ -258,4 +288,8 @@ def test_failure_is_named_before_the_files_that_a_restart_would_lack(attempt: An
     assert (end.exit_code, end.problem.code) == (5, "rank-killed")
     cause, _, why = end.problem.message.partition("; it is not restarted, since ")
     assert cause == "rank 0 was killed by SIGKILL at step 12"
-    assert why.startswith("checkpoint-10 cannot be used: 1 of its 3 files is not here") if restarts else why == ""
+    assert (
+        why.startswith("checkpoint-10 cannot be used: 1 of its 3 files is not here")
+        if restarts
+        else why == ""
+    )

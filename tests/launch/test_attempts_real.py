@@ -1,4 +1,5 @@
-"""Restarts with real `accelerate launch`, gloo ranks and sharded checkpoints; the result equals the uninterrupted run."""
+"""Restarts with real `accelerate launch`, gloo ranks and sharded checkpoints; the result equals the
+uninterrupted run."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def environment(device: str = "cpu") -> dict[str, str]:
 
 
 def written(folder: Path, name: str, *, steps: int, device: str = "cpu", **keys: Any) -> RunDir:
-    """A run directory as `train --no-start` leaves it, of the embedded recipe with a line and a save after each step."""
+    """A run directory as `train --no-start` leaves it, of the embedded recipe with a line and a save after
+    each step."""
     settings = {
         "output_dir": str(folder / name),
         "training.max_steps": steps,
@@ -60,9 +62,13 @@ def written(folder: Path, name: str, *, steps: int, device: str = "cpu", **keys:
         "launch.max_restarts": 100,
         "launch.num_cpu_threads_per_process": 1,
     }
-    words = [word for key, value in (settings | keys).items() for word in ("--set", f"{key}={json.dumps(value)}")]
+    words = [
+        word for key, value in (settings | keys).items() for word in ("--set", f"{key}={json.dumps(value)}")
+    ]
     command = [sys.executable, "-m", "fsdp_tune", "train", "--config", "gpt2_smoke", *words, "--no-start"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=environment(device))
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False, env=environment(device)
+    )
     assert done.returncode == 0, done.stderr
     return RunDir(folder / name)
 
@@ -70,7 +76,9 @@ def written(folder: Path, name: str, *, steps: int, device: str = "cpu", **keys:
 def launch(run: RunDir, *accidents: dict[str, Any]) -> tuple[Verdict, list[Event]]:
     (run.path / "accidents.json").write_text(json.dumps(accidents))
     recipe = read_resolved(run)
-    plan = launch_plan(recipe, run, worker_module="tests.launch.mortal", inherited=environment(str(recipe.launch.device)))
+    plan = launch_plan(
+        recipe, run, worker_module="tests.launch.mortal", inherited=environment(str(recipe.launch.device))
+    )
     before = children()
     events = list(Attempts(plan, recipe, partial(rows_of_step, run.data_json, recipe)).events())
     assert isinstance(events[-1], Verdict)
@@ -79,7 +87,10 @@ def launch(run: RunDir, *accidents: dict[str, Any]) -> tuple[Verdict, list[Event
 
 
 def numbers(run: RunDir) -> list[tuple[Any, ...]]:
-    return [(line["step"], line["loss"], line["grad_norm"], line["learning_rate"], line["tokens"]) for line in loss_lines(run)]
+    return [
+        (line["step"], line["loss"], line["grad_norm"], line["learning_rate"], line["tokens"])
+        for line in loss_lines(run)
+    ]
 
 
 def assert_same_end(run: RunDir, whole: RunDir, steps: int) -> None:
@@ -102,13 +113,24 @@ def test_restarts_after_kill_and_failure_equal_uninterrupted_run(tmp_path: Path,
     shutil.copytree(run.path, tmp_path / "whole")
     whole = RunDir(tmp_path / "whole")
     assert launch(whole)[0].exit_code == 0
-    ended, events = launch(run, {"rank": 1, "step": 2, "how": int(signal.SIGKILL)}, {"rank": 0, "step": 4, "how": "raise"})
+    ended, events = launch(
+        run, {"rank": 1, "step": 2, "how": int(signal.SIGKILL)}, {"rank": 0, "step": 4, "how": "raise"}
+    )
     assert (ended.exit_code, ended.problem, ended.step) == (0, None, 5)
     assert_same_end(run, whole, 5)
-    assert [(event["restart"], event["code"]) for event in restarted(run)] == [(1, "rank-killed"), (2, "worker-failed")]
+    assert [(event["restart"], event["code"]) for event in restarted(run)] == [
+        (1, "rank-killed"),
+        (2, "worker-failed"),
+    ]
     said = [event.text for event in events if isinstance(event, Message) and "restarting" in event.text]
-    assert said[0] == "rank 1 was killed by SIGKILL at step 2: restarting from checkpoint-1 (restart 1 of 100); 1 step will be repeated"
-    assert [path for path in run.path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()] == []
+    assert (
+        said[0]
+        == "rank 1 was killed by SIGKILL at step 2: restarting from checkpoint-1 (restart 1 of 100); 1 "
+        "step will be repeated"
+    )
+    assert [
+        path for path in run.path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()
+    ] == []
     assert said[1].startswith("RuntimeError: a library failed (rank 0, step 4): restarting from checkpoint-3")
 
 
@@ -130,7 +152,9 @@ def test_twenty_kills_equal_uninterrupted_run(tmp_path: Path, request: pytest.Fi
 
 @pytest.mark.slow
 @on_devices
-@pytest.mark.parametrize("how", [int(signal.SIGSTOP), "sleep", "hold"], ids=["stopped", "sleeps", "holds Python's lock"])
+@pytest.mark.parametrize(
+    "how", [int(signal.SIGSTOP), "sleep", "hold"], ids=["stopped", "sleeps", "holds Python's lock"]
+)
 def test_hanging_rank_is_named_and_the_run_restarts(tmp_path: Path, how: int | str, device: str) -> None:
     run = written(tmp_path, "run", steps=4, device=device, **{"launch.hang_timeout": "20s"})
     ended, events = launch(run, {"rank": 1, "step": 2, "how": how})
@@ -172,7 +196,10 @@ def test_run_out_of_host_memory_restarts_and_out_of_device_memory_does_not(
     assert ended.exit_code == code
     assert len(restarted(run)) == restarts
     if ended.problem is not None:
-        assert "live: activations, gathered parameters and workspace 74.02 GiB, optimizer state" in ended.problem.message
+        assert (
+            "live: activations, gathered parameters and workspace 74.02 GiB, optimizer state"
+            in ended.problem.message
+        )
         assert ended.problem.message.endswith("(rank 1, step 2)")
         assert len(ended.problem.ways_out) == 3
 
@@ -186,9 +213,19 @@ def test_run_under_nohup_survives_a_hangup(tmp_path: Path) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     run = RunDir(tmp_path / "run")
-    words = ["--set", f"output_dir={run.path}", "--set", "training.max_steps=30", "--set", "merge.at_end=false", "--json"]
+    words = [
+        "--set",
+        f"output_dir={run.path}",
+        "--set",
+        "training.max_steps=30",
+        "--set",
+        "merge.at_end=false",
+        "--json",
+    ]
     command = [sys.executable, "-m", "fsdp_tune", "train", "--config", "gpt2_smoke", *words]
-    with subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True, preexec_fn=ignore) as process:
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True, preexec_fn=ignore
+    ) as process:
         deadline = time.monotonic() + 200
         while (beat := read_heartbeat(run, 1)) is None or beat.step < 3:
             assert time.monotonic() < deadline

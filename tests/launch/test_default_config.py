@@ -12,13 +12,19 @@ def test_default_accelerate_config_is_found_in_its_directory(tmp_path: Path) -> 
     (tmp_path / "accelerate").mkdir()
     (tmp_path / "accelerate" / "default_config.yaml").write_text("distributed_type: DEEPSPEED\n")
     found = accelerate_default_config({"HF_HOME": str(tmp_path)})
-    assert found == {"path": str(tmp_path / "accelerate" / "default_config.yaml"), "content": {"distributed_type": "DEEPSPEED"}}
+    assert found == {
+        "path": str(tmp_path / "accelerate" / "default_config.yaml"),
+        "content": {"distributed_type": "DEEPSPEED"},
+    }
 
 
 def test_damaged_accelerate_config_is_reported_instead_of_its_content(tmp_path: Path) -> None:
     path = tmp_path / "accelerate" / "default_config.yaml"
     path.parent.mkdir()
-    aliases = ["a0: &a0 [x, x, x, x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))]
+    aliases = [
+        "a0: &a0 [x, x, x, x]",
+        *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)),
+    ]
     for text in ("use_cpu: true\nuse_cpu: false", "\n".join(aliases), "[" * 500):
         path.write_text(text)
         found = accelerate_default_config({"HF_HOME": str(tmp_path)})

@@ -30,7 +30,9 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 """
 
 
-def end(rank: int, reason: ExitReason, code: int, *, step: int = 9, at: float = 1.0, code_name: str | None = None) -> Outcome:
+def end(
+    rank: int, reason: ExitReason, code: int, *, step: int = 9, at: float = 1.0, code_name: str | None = None
+) -> Outcome:
     problem = None if code_name is None else Problem(code_name, f"{code_name} happened")
     return Outcome(code, reason, problem, rank=rank, step=step, time=at)
 
@@ -70,8 +72,18 @@ BOTH_SAVED = end(0, ExitReason.PREEMPTED, 143), end(1, ExitReason.PREEMPTED, 143
         (seen(good(0), good(1)), 0, "finished", None),
         (seen(good(0), good(1), launcher_code=1), 0, "finished", None),
         (seen(*BOTH_SAVED, signals=TERM, launcher_code=1), 143, "preempted", None),
-        (seen(end(0, ExitReason.INTERRUPTED, 130), end(1, ExitReason.PREEMPTED, 143), launcher_code=1), 130, "interrupted", None),
-        (seen(end(0, ExitReason.MAX_RUNTIME, 143), end(1, ExitReason.MAX_RUNTIME, 143), launcher_code=1), 143, "max_runtime", None),
+        (
+            seen(end(0, ExitReason.INTERRUPTED, 130), end(1, ExitReason.PREEMPTED, 143), launcher_code=1),
+            130,
+            "interrupted",
+            None,
+        ),
+        (
+            seen(end(0, ExitReason.MAX_RUNTIME, 143), end(1, ExitReason.MAX_RUNTIME, 143), launcher_code=1),
+            143,
+            "max_runtime",
+            None,
+        ),
         (seen(good(0), good(1), signals=TERM), 0, "finished", None),
         (seen(LEFT, deaths=[Death(0, 31.0)], launcher_code=1), 143, "preempted", None),
         (seen(LEFT, deaths=[Death(0, 31.0)], signals=TERM, launcher_code=1), 143, "preempted", None),
@@ -85,7 +97,12 @@ BOTH_SAVED = end(0, ExitReason.PREEMPTED, 143), end(1, ExitReason.PREEMPTED, 143
         (seen(OOM, deaths=[Death(0, 9.0)]), 3, "out_of_memory", "oom"),
         (seen(good(0), launcher_text=KILLED_BY_9, launcher_code=1), 5, "lost_rank", "rank-killed"),
         (seen(deaths=[Death(1, 1.0)], launcher_text=BOX, launcher_code=1), 1, "failed", "rank-died"),
-        (seen(deaths=[Death(0, 1.0), Death(1, 1.0)], launcher_text=BOX, launcher_code=1), 1, "failed", "rank-died"),
+        (
+            seen(deaths=[Death(0, 1.0), Death(1, 1.0)], launcher_text=BOX, launcher_code=1),
+            1,
+            "failed",
+            "rank-died",
+        ),
         (seen(launcher_text=BOX, launcher_code=1), 1, "failed", "rank-died"),
         (seen(signals=TERM, launcher_code=1), 143, "preempted", None),
         (seen(signals=[signal.SIGINT], launcher_code=1), 130, "interrupted", None),
@@ -93,32 +110,55 @@ BOTH_SAVED = end(0, ExitReason.PREEMPTED, 143), end(1, ExitReason.PREEMPTED, 143
         (seen(signals=TERM, last_step=7, launcher_code=1), 1, "failed", "stopped-unsaved"),
         (seen(end(0, ExitReason.FAILED, 1, code_name="disk-full"), signals=TERM), 1, "failed", "disk-full"),
         (seen(good(0), gave_up_saving=True, signals=[*TERM, *TERM]), 1, "failed", "stopped-unsaved"),
-        (seen(*BOTH_SAVED, gave_up_saving=True, signals=[*TERM, *TERM], launcher_code=-9), 143, "preempted", None),
+        (
+            seen(*BOTH_SAVED, gave_up_saving=True, signals=[*TERM, *TERM], launcher_code=-9),
+            143,
+            "preempted",
+            None,
+        ),
         (seen(stuck=Problem("hang", "rank 1 is silent")), 5, "lost_rank", "hang"),
         (seen(launcher_code=2, launcher_text="launch.py: error: bad"), 1, "failed", "launcher-failed"),
-        (seen(launcher_code=-9, deaths=[Death(0, 1.0), Death(1, 1.0)], last_step=3), 5, "lost_rank", "launcher-failed"),
+        (
+            seen(launcher_code=-9, deaths=[Death(0, 1.0), Death(1, 1.0)], last_step=3),
+            5,
+            "lost_rank",
+            "launcher-failed",
+        ),
         (seen(launcher_code=-9), 5, "lost_rank", "launcher-failed"),
         (seen(signals=TERM, launcher_code=-15), 143, "preempted", None),
         (seen(good(0)), 1, "failed", "launcher-failed"),
     ],
 )
-def test_verdict_follows_from_rank_outcomes(what: LaunchObservation, code: int, reason: str, problem: str | None) -> None:
+def test_verdict_follows_from_rank_outcomes(
+    what: LaunchObservation, code: int, reason: str, problem: str | None
+) -> None:
     ended = judge(what)
-    assert (ended.exit_code, ended.reason.value, ended.problem.code if ended.problem else None) == (code, reason, problem)
+    assert (ended.exit_code, ended.reason.value, ended.problem.code if ended.problem else None) == (
+        code,
+        reason,
+        problem,
+    )
 
 
 def test_rank_that_the_supervisor_killed_does_not_hide_the_failure() -> None:
-    """The failed rank had reported and was still ending when the time for it was over: the agent sees two ranks killed by SIGKILL."""
+    """The failed rank had reported and was still ending when the time for it was over: the agent sees two
+    ranks killed by SIGKILL."""
     both = KILLED_BY_9 + "\n" + KILLED_BY_9.replace("local_rank: 1", "local_rank: 0")
-    assert judge(seen(OOM, launcher_text=both, launcher_code=1, killed_ranks=True)).problem == judge(seen(OOM)).problem
+    assert (
+        judge(seen(OOM, launcher_text=both, launcher_code=1, killed_ranks=True)).problem
+        == judge(seen(OOM)).problem
+    )
 
 
 WATCHDOG = (
-    "[rank1]:[E ProcessGroupNCCL.cpp:690] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, "
-    "NumelIn=4, NumelOut=4, Timeout(ms)=5000) ran for 5001 milliseconds before timing out.\nFatal Python error: Aborted\n"
+    "[rank1]:[E ProcessGroupNCCL.cpp:690] [Rank 1] Watchdog caught collective operation timeout: "
+    "WorkNCCL(SeqNum=7, OpType=ALLREDUCE, "
+    "NumelIn=4, NumelOut=4, Timeout(ms)=5000) ran for 5001 milliseconds before timing out.\nFatal "
+    "Python error: Aborted\n"
 )
 UNCAUGHT = (
-    "terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  [PG ID 0 PG GUID 0(default_pg) Rank 1] "
+    "terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  [PG ID 0 PG "
+    "GUID 0(default_pg) Rank 1] "
     "Process group watchdog thread terminated with exception: CUDA error: "
 )
 ABORTED = "E0101 api.py:1002] failed (exitcode: -6) local_rank: 1 (pid: 7) of binary: /usr/bin/python"
@@ -132,12 +172,16 @@ def test_rank_that_the_watchdog_ended_has_its_message() -> None:
     ended = killed(f"what():  an earlier one\n{WATCHDOG}")
     assert (ended.exit_code, problem_of(ended).code) == (5, "rank-killed")
     assert problem_of(ended).message == (
-        "rank 1 was killed by SIGABRT at step 4: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, "
+        "rank 1 was killed by SIGABRT at step 4: Watchdog caught collective operation timeout: "
+        "WorkNCCL(SeqNum=7, OpType=ALLREDUCE, "
         "NumelIn=4, NumelOut=4, Timeout(ms)=5000) ran for 5001 milliseconds before timing out."
     )
 
 
-AMD_FAULT = "Memory access fault by GPU node-2 (Agent handle: 0x56468ab3bb50) on address 0x7fe55fb03000. Reason: Unknown."
+AMD_FAULT = (
+    "Memory access fault by GPU node-2 (Agent handle: 0x56468ab3bb50) on address 0x7fe55fb03000. Reason: "
+    "Unknown."
+)
 
 
 @pytest.mark.parametrize(
@@ -149,11 +193,15 @@ def test_rank_that_was_ended_by_an_error_of_its_device_is_a_failed_device(text: 
     """The watchdog, or AMD's runtime, may see the error before the thread that trains does."""
     ended = killed(f"{text}\nFatal Python error: Aborted\n")
     assert (ended.exit_code, ended.reason.value) == (1, "failed")
-    assert (problem_of(ended).code, problem_of(ended).message) == ("device-failed", f"the GPU of rank 1 failed: {fault}")
+    assert (problem_of(ended).code, problem_of(ended).message) == (
+        "device-failed",
+        f"the GPU of rank 1 failed: {fault}",
+    )
 
 
 HSA = (
-    ":0:rocdevice.cpp:2984: 4812 us: [pid:7 tid:0x7f] Callback: Queue 0x7f aborting with error : HSA_STATUS_ERROR_EXCEPTION: An HSAIL "
+    ":0:rocdevice.cpp:2984: 4812 us: [pid:7 tid:0x7f] Callback: Queue 0x7f aborting with error : "
+    "HSA_STATUS_ERROR_EXCEPTION: An HSAIL "
     "operation resulted in a hardware exception. code: 0x1016\n"
 )
 
@@ -164,7 +212,10 @@ HSA = (
         ("", ""),
         ("Fatal Python error: Aborted\n", ""),
         ("  what():  std::bad_alloc\n", ": std::bad_alloc"),
-        (HSA, ": HSA_STATUS_ERROR_EXCEPTION: An HSAIL operation resulted in a hardware exception. code: 0x1016"),
+        (
+            HSA,
+            ": HSA_STATUS_ERROR_EXCEPTION: An HSAIL operation resulted in a hardware exception. code: 0x1016",
+        ),
     ],
 )
 def test_other_aborts_have_the_uncaught_exception(text: str, reason: str) -> None:
@@ -189,12 +240,20 @@ def test_kill_is_named_and_memory_suggested() -> None:
 
 
 def test_limit_of_cpu_time_that_ends_a_rank_is_named() -> None:
-    problem = problem_of(judge(seen(deaths=[Death(1, 3.0)], launcher_text=KILLED_BY_9.replace("-9", f"-{int(signal.SIGXCPU)}"))))
+    problem = problem_of(
+        judge(
+            seen(deaths=[Death(1, 3.0)], launcher_text=KILLED_BY_9.replace("-9", f"-{int(signal.SIGXCPU)}"))
+        )
+    )
     assert problem.message == "rank 1 was killed by SIGXCPU at step 0"
-    assert (problem.hint or "").startswith("it has used the CPU time of its limit: raise `ulimit -t`; the log is ")
+    assert (problem.hint or "").startswith(
+        "it has used the CPU time of its limit: raise `ulimit -t`; the log is "
+    )
 
 
-@pytest.mark.parametrize("deaths", [[Death(0, 1.0), Death(1, 1.0)], [Death(0, 1.0)]], ids=["both seen", "only the other seen"])
+@pytest.mark.parametrize(
+    "deaths", [[Death(0, 1.0), Death(1, 1.0)], [Death(0, 1.0)]], ids=["both seen", "only the other seen"]
+)
 def test_rank_ended_by_the_agent_is_not_blamed(deaths: list[Death]) -> None:
     problem = problem_of(judge(seen(deaths=deaths, launcher_text=BOX, launcher_code=1)))
     assert problem.message.startswith("rank 1 ended with exit code 1")
@@ -203,7 +262,10 @@ def test_rank_ended_by_the_agent_is_not_blamed(deaths: list[Death]) -> None:
 def test_rank_without_outcome_is_reported_from_launcher_log() -> None:
     text = f"error: rank 1: metrics.jsonl: Read-only file system\n{BOX}"
     problem = problem_of(judge(seen(launcher_text=text, launcher_code=1)))
-    assert problem.message == "rank 1 ended with exit code 1 before it could report: metrics.jsonl: Read-only file system"
+    assert (
+        problem.message
+        == "rank 1 ended with exit code 1 before it could report: metrics.jsonl: Read-only file system"
+    )
 
 
 def test_first_exception_is_of_the_rank_not_torchrun() -> None:

@@ -19,7 +19,12 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 LIMIT_SECONDS = 15.0
 PROMISED_SECONDS = LIMIT_SECONDS + 10.0
 STEPS = 3
-KEYS = {"launch.max_restarts": 0, "launch.hang_timeout": f"{LIMIT_SECONDS:.0f}s", "checkpoint.probe": True, "training.save_steps": STEPS}
+KEYS = {
+    "launch.max_restarts": 0,
+    "launch.hang_timeout": f"{LIMIT_SECONDS:.0f}s",
+    "checkpoint.probe": True,
+    "training.save_steps": STEPS,
+}
 
 
 def hang_of(run: RunDir, accident: dict[str, Any]) -> tuple[Verdict, list[Event], float]:

@@ -1,4 +1,5 @@
-"""Machines of a run agree on a launch and on its end: in one process, each with a channel of its own to a real store of torch."""
+"""Machines of a run agree on a launch and on its end: in one process, each with a channel of its own to a
+real store of torch."""
 
 from __future__ import annotations
 
@@ -54,7 +55,11 @@ def test_single_machine_neither_announces_nor_waits(run: RunDir) -> None:
         assert alone.gather(0) is None
         alone.advance(5)
         alone.end(KILLED)
-        assert (alone.verdict(KILLED), alone.failure_elsewhere(), alone.share([RankState(0)], 1.0)) == (KILLED, None, [RankState(0)])
+        assert (alone.verdict(KILLED), alone.failure_elsewhere(), alone.share([RankState(0)], 1.0)) == (
+            KILLED,
+            None,
+            [RankState(0)],
+        )
         assert alone.environment() == {}
         assert not alone.is_poll_due()
     assert list(run.logs.iterdir()) == []
@@ -68,7 +73,9 @@ class Listening(Observer):
         self.heard.append((time.monotonic(), text))
 
 
-def test_error_is_shown_before_the_others_are_told(play: Play, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_is_shown_before_the_others_are_told(
+    play: Play, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A mistake of the first machine, started alone, was shown only when the others had been waited for."""
     monkeypatch.setattr(store, "SERVED_SECONDS", 2 * LIMIT_SECONDS)
     seen = Listening()
@@ -118,7 +125,10 @@ def test_machine_that_differs_is_named_on_both(play: Play) -> None:
     verdict = first.gather(0)
     there = problem_of(*joining.all())
     assert there.code == "machines-differ"
-    assert there.message == "machine 1 (host-1) differs from machine 0 (host-0): fsdp-tune's source other instead of c0de"
+    assert (
+        there.message
+        == "machine 1 (host-1) differs from machine 0 (host-0): fsdp-tune's source other instead of c0de"
+    )
     assert there.hint
     assert problem_of(verdict).message == f"machine 1: {there.message}"
 
@@ -130,7 +140,12 @@ def test_two_commands_with_one_number_are_refused(play: Play) -> None:
     until(lambda: any(each._channel.last.twin for each in both))
     first.advance(1)
     first.gather(0)
-    codes = [found.problem.code for each in joining for found in each.found if isinstance(found, Verdict) and found.problem]
+    codes = [
+        found.problem.code
+        for each in joining
+        for found in each.found
+        if isinstance(found, Verdict) and found.problem
+    ]
     assert "machine-twice" in codes
 
 
@@ -144,7 +159,9 @@ def test_machine_that_does_not_see_the_run_directory_is_named(play: Play, tmp_pa
     assert problem.message.endswith(f"{elsewhere.recipe_json} is not there")
 
 
-def test_machine_waits_for_files_that_appear_late(play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_waits_for_files_that_appear_late(
+    play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(directories, "VISIBLE_SECONDS", 20.0)
     late = RunDir(tmp_path / "late")
     late.path.mkdir()
@@ -259,11 +276,15 @@ def test_verdict_is_the_original_failure(two: tuple[Machines, Machines]) -> None
     assert judged.step == max(ECHO.step, KILLED.step)
 
 
-def test_ranks_that_wait_for_those_of_a_stopped_machine_are_stopped_too(two: tuple[Machines, Machines], plan_of: PlanOf) -> None:
+def test_ranks_that_wait_for_those_of_a_stopped_machine_are_stopped_too(
+    two: tuple[Machines, Machines], plan_of: PlanOf
+) -> None:
     first, second = two
     start(first, second)
     second.end(ended(ExitReason.INTERRUPTED, step=0))
-    supervisor = Supervisor(plan_of({"0": [["beat", "importing", 0], ["sleep", 60]]}), hang_timeout_seconds=60.0, machines=first)
+    supervisor = Supervisor(
+        plan_of({"0": [["beat", "importing", 0], ["sleep", 60]]}), hang_timeout_seconds=60.0, machines=first
+    )
     *_, last = supervisor.events()
     assert isinstance(last, Verdict)
     assert (last.reason, last.problem) == (ExitReason.INTERRUPTED, None)
@@ -273,7 +294,7 @@ AGENT_AT_BARRIER = """
 import os, subprocess, sys, time
 subprocess.run([sys.executable, "-m", "tests.launch.fake_worker", sys.argv[1]], env={**os.environ, "RANK": sys.argv[2]})
 time.sleep(600)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.usefixtures("quick_supervisor")
@@ -296,7 +317,9 @@ def test_agent_does_not_wait_at_its_barrier_for_a_machine_that_has_left(
 
 @pytest.mark.parametrize("machine", [0, 1])
 @pytest.mark.parametrize("is_told", [True, False], ids=["stopped", "killed"])
-def test_machine_that_has_left_a_launch_is_noticed(machine: int, is_told: bool, play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_that_has_left_a_launch_is_noticed(
+    machine: int, is_told: bool, play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
     both = play.machine(0, replacement_seconds=60.0), play.machine(1, replacement_seconds=60.0)
     start(*both)
     here, there = both[machine], both[1 - machine]
@@ -354,7 +377,8 @@ def test_hang_report_covers_all_machines(play_of: Callable[[int], Play]) -> None
 
 
 def test_machine_that_is_unheard_of_does_not_hide_a_hang(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the link is cut, neither learns whether the ranks of the other make progress, and both wait for them."""
+    """Where the link is cut, neither learns whether the ranks of the other make progress, and both wait for
+    them."""
     monkeypatch.setattr(machines, "UNHEARD_SECONDS", 3 * LIMIT_SECONDS)
     first, second = play.machine(0), play.machine(1)
     start(first, second)
@@ -386,7 +410,12 @@ def test_next_launch_starts_without_silence(play: Play) -> None:
     start(first, second)
     for machine in (first, second):
         machine.share_quiet(is_quiet=True)
-    until(lambda: [machine.failure_elsewhere() or machine.share_quiet(is_quiet=True) for machine in (first, second)] == [True, True])
+    until(
+        lambda: (
+            [machine.failure_elsewhere() or machine.share_quiet(is_quiet=True) for machine in (first, second)]
+            == [True, True]
+        )
+    )
     for machine in (first, second):
         machine.end(KILLED)
     start(first, second, launch=1)
@@ -406,12 +435,18 @@ def test_machines_are_quiet_only_together(play_of: Callable[[int], Play]) -> Non
         """What each machine learns of the others."""
         for machine in every:
             machine.failure_elsewhere()  # reads them
-        return [machine.share_quiet(is_quiet=is_quiet) for machine, is_quiet in zip(every, quiet, strict=True)]
+        return [
+            machine.share_quiet(is_quiet=is_quiet) for machine, is_quiet in zip(every, quiet, strict=True)
+        ]
 
     until(lambda: shared([True, True, True]) == [True, True, True])
     for working in range(3):
         quiet = [number != working for number in range(3)]
-        until(lambda quiet=quiet: not any(seen for seen, is_quiet in zip(shared(quiet), quiet, strict=True) if is_quiet))  # type: ignore[misc]
+        until(
+            lambda quiet=quiet: (
+                not any(seen for seen, is_quiet in zip(shared(quiet), quiet, strict=True) if is_quiet)
+            )
+        )  # type: ignore[misc]
     until(lambda: shared([True, True, True]) == [True, True, True])
     until(lambda: not any(shared([True, True, False])[:2]))
     every[2].end(ENDED_WELL)

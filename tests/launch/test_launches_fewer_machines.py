@@ -63,7 +63,9 @@ def test_launch_without_a_lost_machine_numbers_the_others_anew(three: tuple[Play
     assert '"1": "host-2"' in played.run.machines_json.read_text()
 
 
-def test_too_few_machines_end_the_run(three: tuple[Play, list[Machines]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_machines_end_the_run(
+    three: tuple[Play, list[Machines]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, (first, second, third) = three
     second.close()
     third.close()
@@ -89,7 +91,9 @@ def test_machine_that_comes_back_waits_and_joins_the_next_launch(three: tuple[Pl
     assert again.members == (0, 1, 2)
 
 
-def test_machine_that_waits_outside_a_launch_neither_ends_nor_stops_it(three: tuple[Play, list[Machines]]) -> None:
+def test_machine_that_waits_outside_a_launch_neither_ends_nor_stops_it(
+    three: tuple[Play, list[Machines]],
+) -> None:
     played, (first, second, third) = three
     second.close()
     continue_without_second(first, third)
@@ -121,7 +125,9 @@ def test_patience_for_a_replacement_may_be_longer_than_for_a_hang(three: tuple[P
     following.all()
 
 
-def test_machine_that_was_cut_off_ends_its_ranks_when_the_others_have_gone_on(three: tuple[Play, list[Machines]]) -> None:
+def test_machine_that_was_cut_off_ends_its_ranks_when_the_others_have_gone_on(
+    three: tuple[Play, list[Machines]],
+) -> None:
     played, (first, second, third) = three
     second._replacement_seconds = 3600.0  # it does not give up by itself
     played.network.link(1).is_cut.set()
@@ -140,7 +146,10 @@ def test_machine_that_is_cut_off_gives_up_before_the_first_continues_without_it(
     play_of: Callable[[int], Play], replacement_seconds: float
 ) -> None:
     played = play_of(2)
-    first, second = (played.machine(number, replacement_seconds=replacement_seconds, hang_seconds=1800.0) for number in range(2))
+    first, second = (
+        played.machine(number, replacement_seconds=replacement_seconds, hang_seconds=1800.0)
+        for number in range(2)
+    )
     start(first, second)
     earliest_seconds = machines.UNHEARD_SECONDS + replacement_seconds
     for silent_seconds in (earliest_seconds - 5.0, machines.LOST_SECONDS + 1.0):
@@ -180,7 +189,12 @@ class Scripted(Attempts):
     def _launch(self) -> Generator[Event, None, Any]:
         first, others = self._machines, self._machines.others
         if first._machine == 0:  # a launch takes time, in which the others see that it has started
-            until(lambda: all((report := first._read(each)) is not None and report.state in ("running", "ended") for each in others))
+            until(
+                lambda: all(
+                    (report := first._read(each)) is not None and report.state in ("running", "ended")
+                    for each in others
+                )
+            )
         verdict = self.script.pop(0)(self._machines)
         yield Message(f"ran on {len(self._machines.members)}")
 
@@ -202,7 +216,16 @@ def finishes(machine: Machines) -> Verdict:
 class Command:
     """The command of one machine, in a thread."""
 
-    def __init__(self, machine: Machines, plan: LaunchPlan, recipe: Any, script: list[Any], *, signal: bool = False, **sizes: Any) -> None:
+    def __init__(
+        self,
+        machine: Machines,
+        plan: LaunchPlan,
+        recipe: Any,
+        script: list[Any],
+        *,
+        signal: bool = False,
+        **sizes: Any,
+    ) -> None:
         self.sizes = Sizes(plan, **sizes)
         self.attempts = Scripted(plan, recipe, lambda step: None, None, machine, sizes=self.sizes)
         self.attempts.script, self.attempts.has_signal = script, signal
@@ -260,17 +283,26 @@ def test_run_continues_on_two_of_three_machines(commands: Callable[..., list[Com
     first, _, third = commands([loses_a_peer, finishes], [dies], [loses_a_peer, finishes])
     assert (first.end().exit_code, third.end().exit_code) == (0, 0)
     assert first.sizes.written == [(0, 2)]
-    said = "continuing on machines 0, 2, without machine 1: 2 ranks × 3 micro-batches a step; the global batch is the same"
+    said = (
+        "continuing on machines 0, 2, without machine 1: 2 ranks × 3 micro-batches a step; the global "
+        "batch is the same"
+    )
     assert said in messages(first.events)
     assert "this machine runs rank 0 of 2" in messages(third.events)
-    restarted, changed = [line for line in read_metrics(run) if line["event"] in ("restarted", "machines_changed")]
+    restarted, changed = [
+        line for line in read_metrics(run) if line["event"] in ("restarted", "machines_changed")
+    ]
     assert restarted["code"] == "machine-lost"
     assert (changed["step"], changed["machines"], changed["ranks"]) == (4, [0, 2], 2)
     assert (changed["gradient_accumulation_steps"], changed["message"]) == (3, said)
 
 
-def test_run_continues_on_the_next_smaller_number_that_is_possible(commands: Callable[..., list[Command]]) -> None:
-    first, _, third = commands([loses_a_peer, finishes], [dies], [loses_a_peer], allowed=dict.fromkeys(range(3), (1, 3)))
+def test_run_continues_on_the_next_smaller_number_that_is_possible(
+    commands: Callable[..., list[Command]],
+) -> None:
+    first, _, third = commands(
+        [loses_a_peer, finishes], [dies], [loses_a_peer], allowed=dict.fromkeys(range(3), (1, 3))
+    )
     assert first.end().exit_code == 0
     assert first.sizes.written == [(0,)]
     assert third.end().exit_code == 0
@@ -299,7 +331,9 @@ def is_stopped(machine: Machines) -> Verdict:
 
 
 def test_machine_that_a_scheduler_stops_is_left_out(commands: Callable[..., list[Command]]) -> None:
-    first, second, third = commands([is_stopped, finishes], [is_stopped], [is_stopped, finishes], signal={1: True})
+    first, second, third = commands(
+        [is_stopped, finishes], [is_stopped], [is_stopped, finishes], signal={1: True}
+    )
     assert [each.end().exit_code for each in (first, second, third)] == [0, 143, 0]
     assert first.sizes.written == [(0, 2)]
 

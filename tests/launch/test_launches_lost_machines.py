@@ -49,7 +49,9 @@ def test_long_cut_of_the_link_is_a_lost_machine_on_both(play: Play, monkeypatch:
     assert lost[0].message.startswith("machine 1 (host-1) is lost: nothing has come from it for ")
 
 
-def test_machine_that_died_with_its_ranks_is_named_instead_of_a_lost_connection(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_that_died_with_its_ranks_is_named_instead_of_a_lost_connection(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = play.machine(0), play.machine(1)
     start(first, second)
     monkeypatch.setattr(machines, "UNHEARD_SECONDS", 0.2)
@@ -167,7 +169,10 @@ def test_document_of_another_shape_is_ignored(play: Play) -> None:
     first = play.machine(0)
     stranger = play.network.channel(1)
     for number, document in enumerate(
-        ({"token": "x", "launch": "many"}, {"token": "x", "ended": {"exit_code": 99}, "life": first._report.life})
+        (
+            {"token": "x", "launch": "many"},
+            {"token": "x", "ended": {"exit_code": 99}, "life": first._report.life},
+        )
     ):
         stranger.publish(document)
         until(lambda: first._channel.document(1) == document)  # noqa: B023

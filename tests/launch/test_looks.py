@@ -1,4 +1,5 @@
-"""A supervisor whose looks at files and processes are refused: no healthy rank ends by that, and the exit code is the true one."""
+"""A supervisor whose looks at files and processes are refused: no healthy rank ends by that, and the exit
+code is the true one."""
 
 from __future__ import annotations
 
@@ -30,9 +31,22 @@ from tests.launch.fake_ranks import end_of, fake_plan, messages
 pytestmark = pytest.mark.usefixtures("quick_supervisor")
 
 RANKS = range(2)
-NUMBERS = ["EACCES", "EPERM", "EIO", "ESTALE", "ELOOP", "EMFILE", "ENFILE", "ENOMEM", "EROFS", "ETIMEDOUT", "EKEYEXPIRED"]
+NUMBERS = [
+    "EACCES",
+    "EPERM",
+    "EIO",
+    "ESTALE",
+    "ELOOP",
+    "EMFILE",
+    "ENFILE",
+    "ENOMEM",
+    "EROFS",
+    "ETIMEDOUT",
+    "EKEYEXPIRED",
+]
 PERMISSIONS = ("EACCES", "EPERM")
-"""Everybody may read what psutil reads in /proc, and it counts a process as another one if that is refused."""
+"""Everybody may read what psutil reads in /proc, and it counts a process as another one if that is
+refused."""
 LAUNCHER = "trap ': > passed' TERM; RANK=0 sleep 60 & RANK=1 sleep 60 & wait; wait; wait; wait"
 BEGINS, ENDS, SAVED = 4, 12, 14
 """Polls at which the refusals begin and end, and at which the ranks have saved and end."""
@@ -45,11 +59,21 @@ class Refusing:
         self._folder, self._writes_alone = str(folder), writes_alone
         self.error: Callable[[str], BaseException] | None = None
         self.count = 0
-        calls = [(os, "open"), (os, "stat"), (os, "listdir"), (os, "scandir"), (os, "replace"), (builtins, "open"), (io, "open")]
+        calls = [
+            (os, "open"),
+            (os, "stat"),
+            (os, "listdir"),
+            (os, "scandir"),
+            (os, "replace"),
+            (builtins, "open"),
+            (io, "open"),
+        ]
         for owner, name in calls:
             monkeypatch.setattr(owner, name, partial(self._call, getattr(owner, name), name == "replace"))
 
-    def _call(self, real: Callable[..., Any], is_write: bool, path: Any, *arguments: Any, **options: Any) -> Any:
+    def _call(
+        self, real: Callable[..., Any], is_write: bool, path: Any, *arguments: Any, **options: Any
+    ) -> Any:
         named = "" if isinstance(path, int) else os.fsdecode(path)
         if self.error is not None and named.startswith(self._folder) and (is_write or not self._writes_alone):
             self.count += 1
@@ -65,7 +89,8 @@ def error_of(name: str) -> Callable[[str], BaseException]:
 
 
 class Launch:
-    """A launch of two processes that sleep. Acts of a test happen at the polls of the supervisor, at the number of each."""
+    """A launch of two processes that sleep. Acts of a test happen at the polls of the supervisor, at the
+    number of each."""
 
     def __init__(self, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
         self.run, self.polls = run, 0
@@ -96,7 +121,9 @@ class Launch:
     def save(self) -> None:
         assert len(self.ranks) == len(RANKS), "no rank was ended"
         for rank in RANKS:
-            Outcome(ExitCode.PREEMPTED, ExitReason.PREEMPTED, rank=rank, step=7).write(self.run.rank_outcome(rank))
+            Outcome(ExitCode.PREEMPTED, ExitReason.PREEMPTED, rank=rank, step=7).write(
+                self.run.rank_outcome(rank)
+            )
         for process in self.ranks:
             process.kill()
 
@@ -115,7 +142,12 @@ def launch(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Launch:
 
 @pytest.mark.parametrize(
     ("where", "name"),
-    [(where, name) for where in ("run", "proc") for name in (*NUMBERS, "MemoryError") if where == "run" or name not in PERMISSIONS],
+    [
+        (where, name)
+        for where in ("run", "proc")
+        for name in (*NUMBERS, "MemoryError")
+        if where == "run" or name not in PERMISSIONS
+    ],
 )
 def test_refused_look_ends_no_rank_and_hinders_no_signal(
     where: str, name: str, launch: Launch, run: RunDir, monkeypatch: pytest.MonkeyPatch
@@ -132,23 +164,32 @@ def test_refused_look_ends_no_rank_and_hinders_no_signal(
     assert (ended.exit_code, ended.problem, ended.step) == (ExitCode.PREEMPTED, None, 7)
     assert (run.path / "passed").exists(), "the launcher has the signal"
     assert sum(text.startswith("SIGTERM: ") for text in texts) == 1
-    failing, working = ([text.partition(word)[0] for text in texts if word in text] for word in (" fails: ", " works again"))
+    failing, working = (
+        [text.partition(word)[0] for text in texts if word in text] for word in (" fails: ", " works again")
+    )
     assert len(set(failing)) == len(failing), "each is said once"
     assert set(working) <= set(failing)
     assert where == "proc" or "reading metrics.jsonl" in working
 
 
 @pytest.mark.parametrize("name", ["ENOSPC", "EDQUOT", *NUMBERS])
-def test_verdict_that_cannot_be_written_is_said(name: str, launch: Launch, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verdict_that_cannot_be_written_is_said(
+    name: str, launch: Launch, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     refusing = Refusing(run.path, monkeypatch, writes_alone=True)
     launch.acts[SAVED] = lambda: (launch.save(), setattr(refusing, "error", error_of(name)))
     ended, texts = launch.end()
     assert (ended.exit_code, ended.reason, ended.problem) == (ExitCode.PREEMPTED, ExitReason.PREEMPTED, None)
     why = os.strerror(getattr(errno, name))
-    assert texts[-1] == f"{run.outcome_json} cannot be written ({why}): the run ended with exit code 143, preempted, step 7"
+    assert (
+        texts[-1] == f"{run.outcome_json} cannot be written ({why}): the run ended with exit code 143, "
+        "preempted, step 7"
+    )
 
 
-def test_hang_report_that_cannot_be_written_is_said(launch: Launch, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hang_report_that_cannot_be_written_is_said(
+    launch: Launch, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hang_diagnosis, "ANSWER_SECONDS", 0.0)
     launch.acts = {2: run.hang_report.mkdir, BEGINS: launch.hang}
     ended, texts = launch.end()
@@ -157,11 +198,15 @@ def test_hang_report_that_cannot_be_written_is_said(launch: Launch, run: RunDir,
     assert ended.problem.code == "hang"
     assert ended.problem.hint is not None
     assert "above" in ended.problem.hint
-    [text] = [text for text in texts if text.startswith(f"{run.hang_report} cannot be written (Is a directory)")]
+    [text] = [
+        text for text in texts if text.startswith(f"{run.hang_report} cannot be written (Is a directory)")
+    ]
     assert "── stacks of rank 1" in text
 
 
-def test_launch_is_where_its_directory_was_when_a_link_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_is_where_its_directory_was_when_a_link_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     link = tmp_path / "link"
@@ -213,7 +258,10 @@ def test_run_directory_that_is_no_longer_at_its_path_ends_the_run_within_seconds
 
 def test_run_directory_that_is_soon_back_was_not_gone(launch: Launch, run: RunDir) -> None:
     elsewhere = run.path.with_name("elsewhere")
-    launch.acts |= {BEGINS: lambda: run.path.rename(elsewhere), BEGINS + 4: lambda: elsewhere.rename(run.path)}
+    launch.acts |= {
+        BEGINS: lambda: run.path.rename(elsewhere),
+        BEGINS + 4: lambda: elsewhere.rename(run.path),
+    }
     ended, _ = launch.end()
     assert (ended.exit_code, ended.problem) == (ExitCode.PREEMPTED, None)
 
@@ -245,6 +293,9 @@ def test_look_that_fails_now_and_then_is_said_once(monkeypatch: pytest.MonkeyPat
             if second % 3 == 0 and second < 30:
                 raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), "/run/file")
         texts += found.news()
-    assert texts == ["reading fails: /run/file: Stale file handle; it is tried again, and the ranks continue", "reading works again"]
+    assert texts == [
+        "reading fails: /run/file: Stale file handle; it is tried again, and the ranks continue",
+        "reading works again",
+    ]
     with pytest.raises(ValueError, match="a mistake"), found.at("reading"):
         raise ValueError("a mistake of the program is none of them")

@@ -31,7 +31,10 @@ STOPPED = ended(ExitReason.PREEMPTED, step=0)
         ({"recipe": {"data.max_length": "b"}}, "another value of `data.max_length`"),
         ({"devices": ["H100"]}, "visible devices: 1 instead of 0"),
         ({"variables": {"NCCL_P2P_DISABLE": "1"}}, "NCCL_P2P_DISABLE 1 instead of (unset)"),
-        ({"ports": ["InfiniBand 400 Gb/sec"]}, "active InfiniBand ports: 1 × InfiniBand 400 Gb/sec instead of none"),
+        (
+            {"ports": ["InfiniBand 400 Gb/sec"]},
+            "active InfiniBand ports: 1 × InfiniBand 400 Gb/sec instead of none",
+        ),
     ],
 )
 def test_difference_between_machines_is_described(changes: dict[str, object], said: str) -> None:
@@ -50,7 +53,10 @@ def test_clocks_that_differ_by_more_than_a_minute_are_refused() -> None:
     assert difference(1, identity("b"), identity("a"), -59.0) is None
     differs = difference(1, identity("b"), identity("a"), 3600.0)
     assert differs is not None
-    assert differs.message == "machine 1 (b) differs from machine 0 (a): a clock that is 1h00m00s behind the other"
+    assert (
+        differs.message
+        == "machine 1 (b) differs from machine 0 (a): a clock that is 1h00m00s behind the other"
+    )
 
 
 def test_every_difference_is_counted() -> None:
@@ -62,7 +68,12 @@ def test_every_difference_is_counted() -> None:
 
 def test_identity_has_no_value_of_the_recipe_and_no_secret(tmp_path: Path) -> None:
     recipe = resolved(tmp_path, "data.max_length=77")
-    environment = {"NCCL_SECRET_THING": "value-of-it", "NCCL_NET_PLUGIN": "/my/plugin.so", "NCCL_IB_TIMEOUT": "22", "HF_TOKEN": "hf_x"}
+    environment = {
+        "NCCL_SECRET_THING": "value-of-it",
+        "NCCL_NET_PLUGIN": "/my/plugin.so",
+        "NCCL_IB_TIMEOUT": "22",
+        "HF_TOKEN": "hf_x",
+    }
     found = identity_of(recipe, environment)
     text = json.dumps(found.as_dict())
     assert "77" not in found.recipe.values()
@@ -83,7 +94,9 @@ def test_identity_has_no_value_of_the_recipe_and_no_secret(tmp_path: Path) -> No
         (ECHO, STOPPED, None, 143),
     ],
 )
-def test_verdict_of_all_machines_is_the_original_failure(here: Verdict, there: Verdict, problem: str | None, exit_code: int) -> None:
+def test_verdict_of_all_machines_is_the_original_failure(
+    here: Verdict, there: Verdict, problem: str | None, exit_code: int
+) -> None:
     judged = combined(here, [there])
     assert (judged.problem and judged.problem.code, judged.exit_code) == (problem, exit_code)
     assert judged.step == max(here.step, there.step)

@@ -1,4 +1,5 @@
-"""Machines with a run directory each: the files of the first reach the others, and one checkpoint is chosen of all parts."""
+"""Machines with a run directory each: the files of the first reach the others, and one checkpoint is chosen
+of all parts."""
 
 from __future__ import annotations
 
@@ -47,14 +48,24 @@ class OwnPlay:
 
     def _install(self, received: RunDir) -> Problem | None:
         files = (path for path in received.path.rglob("*") if path.is_file())
-        self.installed.append({path.relative_to(received.path).as_posix(): path.read_bytes() for path in files})
+        self.installed.append(
+            {path.relative_to(received.path).as_posix(): path.read_bytes() for path in files}
+        )
         return self.refusal
 
     def machine(self, number: int) -> Machines:
         directory = OwnDirectory(self.runs[number], self.folders[number], digests=True, install=self._install)
         channel = self.network.channel(number, self.folders[number])
         there = identity(f"host-{number}")
-        return Machines(self.runs[number], number, 2, hang_seconds=20.0, channel=channel, identity=there, directory=directory).__enter__()
+        return Machines(
+            self.runs[number],
+            number,
+            2,
+            hang_seconds=20.0,
+            channel=channel,
+            identity=there,
+            directory=directory,
+        ).__enter__()
 
 
 @pytest.fixture
@@ -64,7 +75,9 @@ def play(tmp_path: Path) -> Iterator[OwnPlay]:
     made.network.close()
 
 
-def test_files_of_the_first_machine_reach_the_other_for_each_launch(play: OwnPlay, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_the_first_machine_reach_the_other_for_each_launch(
+    play: OwnPlay, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(store, "CHUNK_BYTES", 1000)
     first = play.runs[0]
     first.recipe_json.write_text("{}")
@@ -132,7 +145,9 @@ def test_end_of_the_first_machine_reaches_one_that_comes_soon_after(play: OwnPla
     closing.all()
 
 
-def test_stop_is_not_delayed_by_a_machine_that_never_came(play: OwnPlay, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_is_not_delayed_by_a_machine_that_never_came(
+    play: OwnPlay, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(store, "SERVED_SECONDS", 20.0)
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt), play.machine(0):
@@ -147,7 +162,9 @@ def test_checkpoints_are_hashed_only_after_a_launch(play: OwnPlay, monkeypatch: 
 
 
 @pytest.mark.parametrize("decides", [True, False])
-def test_machine_that_counts_work_is_waited_for(play: OwnPlay, monkeypatch: pytest.MonkeyPatch, *, decides: bool) -> None:
+def test_machine_that_counts_work_is_waited_for(
+    play: OwnPlay, monkeypatch: pytest.MonkeyPatch, *, decides: bool
+) -> None:
     first, second = play.machine(0), play.machine(1)
     monkeypatch.setattr(first, "_hang_seconds", 0.3)
 
@@ -185,18 +202,24 @@ def taken(play: OwnPlay, damage: Callable[[bytes], bytes] = lambda raw: raw) -> 
     offered = OwnDirectory(play.runs[0], play.folders[0], digests=False).offer()
     raw = (play.folders[0] / offered["archive"]).read_bytes()
     (play.folders[1] / offered["archive"]).write_bytes(damage(raw))
-    problem = OwnDirectory(play.runs[1], play.folders[1], digests=False, install=lambda _: None).take(1, lambda: offered)
+    problem = OwnDirectory(play.runs[1], play.folders[1], digests=False, install=lambda _: None).take(
+        1, lambda: offered
+    )
     assert problem is not None
     return problem
 
 
-def test_archive_of_more_bytes_than_announced_is_refused(play: OwnPlay, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_archive_of_more_bytes_than_announced_is_refused(
+    play: OwnPlay, monkeypatch: pytest.MonkeyPatch
+) -> None:
     play.runs[0].recipe_json.write_text("x" * 5000)
     monkeypatch.setattr(directories, "LARGEST_ARCHIVE_BYTES", 4999)
     assert "its 1 files have 5,000 bytes" in taken(play).message
 
 
-@pytest.mark.parametrize("damage", [lambda raw: raw[:-1] + b"x", lambda raw: raw[:-1]], ids=["changed", "cut"])
+@pytest.mark.parametrize(
+    "damage", [lambda raw: raw[:-1] + b"x", lambda raw: raw[:-1]], ids=["changed", "cut"]
+)
 def test_damaged_archive_is_refused(play: OwnPlay, damage: Callable[[bytes], bytes]) -> None:
     play.runs[0].recipe_json.write_text("{}")
     assert taken(play, damage).code == "run-files-missing"
@@ -243,7 +266,9 @@ def test_parts_alone_are_no_complete_checkpoint(play: OwnPlay) -> None:
     assert "2 of its 3 files are not here" in str(found)
 
 
-def test_missing_machine_is_named_before_the_start_is_decided(play: OwnPlay, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_machine_is_named_before_the_start_is_decided(
+    play: OwnPlay, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = play.machine(0)
     monkeypatch.setattr(first, "_hang_seconds", 0.2)
     with pytest.raises(FsdpTuneError) as caught:
@@ -263,14 +288,29 @@ BASE = "600:1700000000000000000"
             "rows.jsonl has another modification time on here",
             "`touch -d @1700000000.000000000 rows.jsonl`",
         ),
-        ({"rows.jsonl": "601:1700000000000000000"}, "rows.jsonl has 601 bytes on here and 600 on machine 0", "must be the same"),
-        ({"rows.jsonl": BASE, "sales (mine)": "rows:b"}, "sales (mine) has other rows on here than on machine 0", "must be the same"),
+        (
+            {"rows.jsonl": "601:1700000000000000000"},
+            "rows.jsonl has 601 bytes on here and 600 on machine 0",
+            "must be the same",
+        ),
+        (
+            {"rows.jsonl": BASE, "sales (mine)": "rows:b"},
+            "sales (mine) has other rows on here than on machine 0",
+            "must be the same",
+        ),
         ({}, "rows.jsonl is only on machine 0", "must be the same"),
-        ({"rows.jsonl": BASE, "sales (mine)": "rows:a"}, "here prepares other data than machine 0", "must be the same"),
+        (
+            {"rows.jsonl": BASE, "sales (mine)": "rows:a"},
+            "here prepares other data than machine 0",
+            "must be the same",
+        ),
     ],
 )
 def test_file_that_differs_between_machines_is_named(mine: dict[str, str], said: str, hint: str) -> None:
-    data, first = SimpleNamespace(stamps=mine, key="a"), SimpleNamespace(stamps={"rows.jsonl": BASE, "sales (mine)": "rows:a"}, key="b")
+    data, first = (
+        SimpleNamespace(stamps=mine, key="a"),
+        SimpleNamespace(stamps={"rows.jsonl": BASE, "sales (mine)": "rows:a"}, key="b"),
+    )
     problem = other_data("here", cast(Prepared, data), cast(Prepared, first))
     assert problem is not None
     assert said in problem.message

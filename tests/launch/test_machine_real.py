@@ -1,4 +1,5 @@
-"""Two commands in two network namespaces, as two machines: real ranks over gloo, loopback host names, a link that is cut."""
+"""Two commands in two network namespaces, as two machines: real ranks over gloo, loopback host names, a link
+that is cut."""
 
 from __future__ import annotations
 
@@ -18,7 +19,15 @@ import pytest
 
 from fsdp_tune.run.directory import RunDir, latest_checkpoint
 from tests.conftest import REPOSITORY
-from tests.launch.namespaces import ADDRESSES, INTERFACE, IPV6_ADDRESSES, Wire, marks_of_machines, on_machine, two_namespaces
+from tests.launch.namespaces import (
+    ADDRESSES,
+    INTERFACE,
+    IPV6_ADDRESSES,
+    Wire,
+    marks_of_machines,
+    on_machine,
+    two_namespaces,
+)
 from tests.parity.runs import lines, loss_lines
 
 pytestmark = marks_of_machines()
@@ -28,7 +37,9 @@ LIMIT_SECONDS = 400.0
 class Machine:
     """The command of one machine."""
 
-    def __init__(self, folder: Path, number: int, run: RunDir, keys: dict[str, Any], words: tuple[str, ...]) -> None:
+    def __init__(
+        self, folder: Path, number: int, run: RunDir, keys: dict[str, Any], words: tuple[str, ...]
+    ) -> None:
         settings = {
             "launch.num_machines": 2,
             "launch.num_processes": 2,
@@ -40,12 +51,29 @@ class Machine:
             "merge.at_end": False,
             "output_dir": str(run.path),
         }
-        arguments = [word for key, value in (settings | keys).items() for word in ("--set", f"{key}={json.dumps(value)}")]
-        command = [sys.executable, "-m", "fsdp_tune", "train", "--config", "gpt2_smoke", *arguments, "--machine-rank", str(number), *words]
+        arguments = [
+            word
+            for key, value in (settings | keys).items()
+            for word in ("--set", f"{key}={json.dumps(value)}")
+        ]
+        command = [
+            sys.executable,
+            "-m",
+            "fsdp_tune",
+            "train",
+            "--config",
+            "gpt2_smoke",
+            *arguments,
+            "--machine-rank",
+            str(number),
+            *words,
+        ]
         self.log = folder / f"machine-{number}.log"
         env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(on_machine(number, command), cwd=folder, stdout=log, stderr=log, env=env)
+            self.process = subprocess.Popen(
+                on_machine(number, command), cwd=folder, stdout=log, stderr=log, env=env
+            )
 
     @property
     def said(self) -> str:
@@ -55,7 +83,11 @@ class Machine:
         return self.process.wait(timeout=LIMIT_SECONDS)
 
     def children_with(self, word: str) -> list[psutil.Process]:
-        return [each for each in psutil.Process(self.process.pid).children(recursive=True) if word in each.cmdline()]
+        return [
+            each
+            for each in psutil.Process(self.process.pid).children(recursive=True)
+            if word in each.cmdline()
+        ]
 
 
 class TwoMachines:
@@ -86,7 +118,9 @@ class TwoMachines:
         while not self.run.metrics_jsonl.exists() or not holds():
             assert time.monotonic() < deadline, [each.said for each in self.started]
             alive_ones = self.started[-2:] if alive is None else alive
-            assert all(each.process.poll() is None for each in alive_ones), [each.said for each in self.started]
+            assert all(each.process.poll() is None for each in alive_ones), [
+                each.said for each in self.started
+            ]
             time.sleep(0.1)
 
 
@@ -129,7 +163,10 @@ def test_machines_whose_names_are_loopback_train_and_survive_a_cut_and_a_dead_st
     assert (first.code(), second.code()) == (0, 0), first.said + second.said
     assert [line["step"] for line in loss_lines(two.run)] == list(range(1, 61))
     assert f"the network is `{INTERFACE}`, which has the address {ADDRESSES[0]}" in first.said
-    assert f"the network is `{INTERFACE}`, which is on the route to the first machine, {ADDRESSES[0]}" in second.said
+    assert (
+        f"the network is `{INTERFACE}`, which is on the route to the first machine, {ADDRESSES[0]}"
+        in second.said
+    )
     environment = json.loads(two.run.launch_json.read_bytes())["environment"]
     assert environment["GLOO_SOCKET_IFNAME"] == INTERFACE
     assert environment["NCCL_SOCKET_IFNAME"] == f"={INTERFACE}"
@@ -193,7 +230,9 @@ def test_machines_that_differ_end_before_a_rank_starts(two: TwoMachines) -> None
     second = two.start(1, **{"training.max_steps": 60, "training.learning_rate": 1e-5})
     first = two.start(0, **{"training.max_steps": 60})
     assert (first.code(), second.code()) == (1, 1), first.said + second.said
-    differs = "machine 1 (machine-b) differs from machine 0 (machine-a): another value of `training.learning_rate`"
+    differs = (
+        "machine 1 (machine-b) differs from machine 0 (machine-a): another value of `training.learning_rate`"
+    )
     assert f"error: {differs}" in second.said
     assert f"error: machine 1: {differs}" in first.said
     assert list(two.run.logs.glob("rank-*")) == []
@@ -228,8 +267,17 @@ def test_run_continues_without_a_lost_machine(two: TwoMachines, returns: bool) -
         ([0], 1, 4),
         *([([0, 1], 2, 2)] if returns else []),
     ]
-    assert "continuing on machine 0, without machine 1: 1 rank × 4 micro-batches a step; the global batch is the same" in first.said
+    assert (
+        "continuing on machine 0, without machine 1: 1 rank × 4 micro-batches a step; the global "
+        "batch is the same" in first.said
+    )
     assert [line["step"] for line in loss_lines(two.run)] == list(range(1, steps + 1))
-    undisturbed = plain_run(two.folder / "plain", {**keys, "launch.num_machines": 1, "launch.min_machines": None})
-    assert [line["tokens"] for line in loss_lines(two.run)] == [line["tokens"] for line in loss_lines(undisturbed)]
-    assert [line["loss"] for line in loss_lines(two.run)] == pytest.approx([line["loss"] for line in loss_lines(undisturbed)], rel=1e-4)
+    undisturbed = plain_run(
+        two.folder / "plain", {**keys, "launch.num_machines": 1, "launch.min_machines": None}
+    )
+    assert [line["tokens"] for line in loss_lines(two.run)] == [
+        line["tokens"] for line in loss_lines(undisturbed)
+    ]
+    assert [line["loss"] for line in loss_lines(two.run)] == pytest.approx(
+        [line["loss"] for line in loss_lines(undisturbed)], rel=1e-4
+    )

@@ -1,4 +1,5 @@
-"""Two commands as two machines, each of which sees another host name: train, stop, lose a machine or its disk, continue, merge.
+"""Two commands as two machines, each of which sees another host name: train, stop, lose a machine or its
+disk, continue, merge.
 
 They see no directory in common, but in one test.
 """
@@ -53,11 +54,21 @@ class OwnMachines:
         } | keys
 
     def start(self, number: int, *words: str, **keys: Any) -> subprocess.Popen[str]:
-        own = {"output_dir": str(self.runs[number].path), "data.cache_dir": str(self.folder / f"machine-{number}" / "cache")}
-        settings = [word for key, value in (self.keys | own | keys).items() for word in ("--set", f"{key}={json.dumps(value)}")]
+        own = {
+            "output_dir": str(self.runs[number].path),
+            "data.cache_dir": str(self.folder / f"machine-{number}" / "cache"),
+        }
+        settings = [
+            word
+            for key, value in (self.keys | own | keys).items()
+            for word in ("--set", f"{key}={json.dumps(value)}")
+        ]
         command = [sys.executable, "-m", "fsdp_tune", "train", "--config", "gpt2_smoke", *settings]
         command += ["--machine-rank", str(number), *words]
-        env = environment() | {"PLAYED_HOST": f"host-{number}", "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{self.folder}"}
+        env = environment() | {
+            "PLAYED_HOST": f"host-{number}",
+            "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{self.folder}",
+        }
         with (self.folder / f"machine-{number}.log").open("ab") as log:
             return subprocess.Popen(command, cwd=self.folder, env=env, stdout=log, stderr=log)
 
@@ -84,7 +95,12 @@ class OwnMachines:
 
     def command(self, *words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "fsdp_tune", *words], cwd=self.folder, env=environment(), capture_output=True, text=True, check=False
+            [sys.executable, "-m", "fsdp_tune", *words],
+            cwd=self.folder,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            check=False,
         )
 
 
@@ -100,7 +116,9 @@ def test_run_is_the_one_of_a_shared_directory_and_continues_after_a_stop(tmp_pat
     assert parts[1] - parts[0]
     refused = machines.command("merge-checkpoint", str(machines.runs[0].path))
     assert refused.returncode == 1
-    assert f"1 of its 9 files is not here; host-1:{machines.runs[1].path} had it" in " ".join(refused.stderr.split())
+    assert f"1 of its 9 files is not here; host-1:{machines.runs[1].path} had it" in " ".join(
+        refused.stderr.split()
+    )
     shown = machines.command("status", str(machines.runs[1].path)).stdout
     assert f"the end of the run are in {platform.node()}:{machines.runs[0].path}" in " ".join(shown.split())
     # Without the other machine's part nothing is trained again from step 0.
@@ -127,7 +145,9 @@ def sharing(folder: Path, keys: dict[str, Any]) -> OwnMachines:
 
 
 def test_killed_rank_restarts_both_from_their_parts(tmp_path: Path) -> None:
-    machines = OwnMachines(tmp_path, **{"training.max_steps": 40, "launch.max_restarts": 2, "training.save_steps": 2})
+    machines = OwnMachines(
+        tmp_path, **{"training.max_steps": 40, "launch.max_restarts": 2, "training.save_steps": 2}
+    )
     both = machines.both()
     os.kill(machines.wait_for_step(8).pid, signal.SIGKILL)
     assert machines.ends(*both) == [0, 0], machines.said
@@ -161,12 +181,21 @@ def test_mirror_has_all_parts_and_one_machine_continues(tmp_path: Path) -> None:
     assert (change["machines"], change["ranks"]) == ([0], 1)
     assert change["step"] > 0
     assert [line["step"] for line in loss_lines(machines.runs[0])] == list(range(1, 41))
-    assert max(checkpoint_step(path.parent) or 0 for path in (mirror / "run").glob("checkpoint-*[0-9]/manifest.json")) == 40
+    assert (
+        max(
+            checkpoint_step(path.parent) or 0
+            for path in (mirror / "run").glob("checkpoint-*[0-9]/manifest.json")
+        )
+        == 40
+    )
 
 
 def test_two_machines_resume_after_both_commands_were_killed(tmp_path: Path) -> None:
-    """The second machine's command is the quicker one: it meets the files of the killed commands before the first machine's is there."""
-    machines = sharing(tmp_path, {"launch.hang_timeout": "60s", "training.save_steps": 2, "training.max_steps": 40})
+    """The second machine's command is the quicker one: it meets the files of the killed commands before the
+    first machine's is there."""
+    machines = sharing(
+        tmp_path, {"launch.hang_timeout": "60s", "training.save_steps": 2, "training.max_steps": 40}
+    )
     both = machines.both()
     machines.wait_for_step(8)
     for each in both:

@@ -1,4 +1,5 @@
-"""Two commands in two network namespaces, each with its own run directory: a long cut, and a run that only its mirror has any more."""
+"""Two commands in two network namespaces, each with its own run directory: a long cut, and a run that only
+its mirror has any more."""
 
 from __future__ import annotations
 
@@ -48,7 +49,12 @@ def two(tmp_path: Path) -> Iterator[TwoMachines]:
 def bucket(two: TwoMachines, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A bucket of an S3 server on the router."""
     url = f"http://{ROUTER_ADDRESS}:{S3_PORT}"
-    variables = {"AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1"}
+    variables = {
+        "AWS_ENDPOINT_URL": url,
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "b",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
     for name, value in (variables | {"NO_PROXY": ROUTER_ADDRESS}).items():
         monkeypatch.setenv(name, value)
     with (two.folder / "s3.log").open("wb") as log:
@@ -57,7 +63,12 @@ def bucket(two: TwoMachines, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     try:
         make = f"import urllib.request as u; u.urlopen(u.Request({url + '/backup'!r}, method='PUT'))"
         deadline = time.monotonic() + LIMIT_SECONDS
-        while subprocess.run(on_router([sys.executable, "-c", make]), check=False, capture_output=True).returncode != 0:
+        while (
+            subprocess.run(
+                on_router([sys.executable, "-c", make]), check=False, capture_output=True
+            ).returncode
+            != 0
+        ):
             assert server.poll() is None, (two.folder / "s3.log").read_text()
             assert time.monotonic() < deadline, (two.folder / "s3.log").read_text()
             time.sleep(0.5)
@@ -68,7 +79,9 @@ def bucket(two: TwoMachines, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def processes_of(*machines: Machine) -> list[psutil.Process]:
-    return [each for machine in machines for each in psutil.Process(machine.process.pid).children(recursive=True)]
+    return [
+        each for machine in machines for each in psutil.Process(machine.process.pid).children(recursive=True)
+    ]
 
 
 def left_of(processes: list[psutil.Process]) -> list[psutil.Process]:
@@ -76,7 +89,8 @@ def left_of(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def complete_steps(two: TwoMachines) -> list[int]:
-    """The steps of the checkpoints that each machine has, all of them complete: what it lacks, the other has."""
+    """The steps of the checkpoints that each machine has, all of them complete: what it lacks, the other
+    has."""
     runs = [two.own_run(0), two.own_run(1)]
     for run, other in (runs, runs[::-1]):
         _, rejected = latest_checkpoint(run, digests=True, elsewhere=held_checkpoints(other, digests=True))
@@ -87,7 +101,9 @@ def complete_steps(two: TwoMachines) -> list[int]:
 
 
 def weights(run: RunDir) -> dict[str, str]:
-    found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in run.merged.glob("*.safetensors")}
+    found = {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in run.merged.glob("*.safetensors")
+    }
     assert found, list(run.path.iterdir())
     return found
 
@@ -111,7 +127,9 @@ def start_steps(run: RunDir) -> list[int]:
 
 
 @pytest.mark.parametrize("source", ["disks", "mirror"])
-def test_long_cut_ends_both_machines_and_they_continue(two: TwoMachines, undisturbed: RunDir, source: str) -> None:
+def test_long_cut_ends_both_machines_and_they_continue(
+    two: TwoMachines, undisturbed: RunDir, source: str
+) -> None:
     keys = {**KEYS, "launch.hang_timeout": "45s"}
     if source == "mirror":
         (two.folder / "mirror").mkdir()
@@ -144,13 +162,24 @@ def test_long_cut_ends_both_machines_and_they_continue(two: TwoMachines, undistu
 def adapter_keys(folder: Path) -> dict[str, Any]:
     """An adapter on a saved model: nothing keeps random weights of a recipe, which an adapter would need."""
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=384, n_positions=64, n_embd=64, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    config = GPT2Config(
+        vocab_size=384,
+        n_positions=64,
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
     GPT2LMHeadModel(config).save_pretrained(folder / "model")
     return {"model.from_config": None, "model.name_or_path": str(folder / "model"), "lora": {"r": 4}}
 
 
 @pytest.mark.parametrize("is_adapter", [False, True], ids=["full", "lora"])
-def test_run_that_only_the_mirror_has_continues(two: TwoMachines, undisturbed: RunDir, bucket: str, is_adapter: bool) -> None:
+def test_run_that_only_the_mirror_has_continues(
+    two: TwoMachines, undisturbed: RunDir, bucket: str, is_adapter: bool
+) -> None:
     changes = adapter_keys(two.folder) if is_adapter else {}
     keys = {**KEYS, **changes, "checkpoint.mirror": bucket}
     both = two.both(**keys)
@@ -171,7 +200,8 @@ def test_run_that_only_the_mirror_has_continues(two: TwoMachines, undisturbed: R
 
 
 def test_command_stopped_in_the_last_save_is_not_waited_for(two: TwoMachines, undisturbed: RunDir) -> None:
-    """The launcher of a command that gets a signal is at no barrier in the end, and the other one waited five minutes for it."""
+    """The launcher of a command that gets a signal is at no barrier in the end, and the other one waited five
+    minutes for it."""
     first, second = two.both(**KEYS)
     two.wait_for_step(STEPS - 2)
     second.process.send_signal(signal.SIGHUP)

@@ -19,7 +19,17 @@ from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.rank_files import Heartbeat, Outcome, clear
 
 LIMIT_SECONDS = 30.0
-PHASES = ["starting", "importing", "loading the model", "reading back", "training", "forward", "evaluating", "probing a save", "saving"]
+PHASES = [
+    "starting",
+    "importing",
+    "loading the model",
+    "reading back",
+    "training",
+    "forward",
+    "evaluating",
+    "probing a save",
+    "saving",
+]
 
 
 class Clock:
@@ -36,18 +46,25 @@ class Clock:
 
 
 class Ranks:
-    """Ranks that write heartbeats once a second of the clock's time. A stopped one writes none; a silent one makes no progress."""
+    """Ranks that write heartbeats once a second of the clock's time. A stopped one writes none; a silent one
+    makes no progress."""
 
     def __init__(self, run: RunDir, clock: Clock, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.run, self.clock, self.count = run, clock, count
         self.phase = "training"
         self.stopped: set[int] = set()
         self.progressed = dict.fromkeys(range(count), clock.now)
-        self.processes: dict[int, Any] = {rank: SimpleNamespace(pid=rank, status=self._status(rank)) for rank in range(count)}
+        self.processes: dict[int, Any] = {
+            rank: SimpleNamespace(pid=rank, status=self._status(rank)) for rank in range(count)
+        }
         self.reads = 0
         monkeypatch.setattr(watches, "time", clock)
-        monkeypatch.setattr(watches, "LIVED", SimpleNamespace(now=clock.monotonic, at=lambda monotonic: monotonic))
-        monkeypatch.setattr(watches, "find_ranks", lambda pid, wanted: {rank: self.processes[rank] for rank in wanted})
+        monkeypatch.setattr(
+            watches, "LIVED", SimpleNamespace(now=clock.monotonic, at=lambda monotonic: monotonic)
+        )
+        monkeypatch.setattr(
+            watches, "find_ranks", lambda pid, wanted: {rank: self.processes[rank] for rank in wanted}
+        )
         monkeypatch.setattr(watches, "is_alive", lambda process: True)
         monkeypatch.setattr(watches, "read_heartbeat", lambda _, rank, launch: self._read(rank))
         monkeypatch.setattr(watches, "read_outcome", lambda *_: self._read(-1))
@@ -63,13 +80,20 @@ class Ranks:
     def beat(self) -> None:
         for rank in set(range(self.count)) - self.stopped:
             silent_seconds = self.clock.now - self.progressed[rank]
-            self.beats[rank] = Heartbeat(rank, rank, 5, self.phase, self.clock.now, self.progressed[rank], silent_seconds)
+            self.beats[rank] = Heartbeat(
+                rank, rank, 5, self.phase, self.clock.now, self.progressed[rank], silent_seconds
+            )
 
     def progress(self, *but: int) -> None:
         self.progressed |= dict.fromkeys(set(range(self.count)) - {*but}, self.clock.now)
 
     def hang_found_after(
-        self, watch: RankWatch, seconds: float, moves: Callable[[], None] = lambda: None, *, others_are_quiet: bool = True
+        self,
+        watch: RankWatch,
+        seconds: float,
+        moves: Callable[[], None] = lambda: None,
+        *,
+        others_are_quiet: bool = True,
     ) -> float | None:
         """Look five times a second. Returns after how many seconds a hang was found, or None."""
         began = self.clock.now
@@ -95,7 +119,9 @@ def ranks_of(run: RunDir, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Call
 
 
 @pytest.mark.parametrize(("phase", "count"), [*((phase, 2) for phase in PHASES), ("training", 64)])
-def test_stopped_rank_is_a_hang_in_any_phase(phase: str, count: int, ranks_of: Callable[[int], Ranks]) -> None:
+def test_stopped_rank_is_a_hang_in_any_phase(
+    phase: str, count: int, ranks_of: Callable[[int], Ranks]
+) -> None:
     ranks = ranks_of(count)
     watch = RankWatch(ranks.run, range(count))
     ranks.phase = phase
@@ -106,7 +132,9 @@ def test_stopped_rank_is_a_hang_in_any_phase(phase: str, count: int, ranks_of: C
     assert LIMIT_SECONDS <= found + 1 <= LIMIT_SECONDS + 3
 
 
-def test_stopped_rank_is_a_hang_while_the_others_still_make_progress(ranks_of: Callable[[int], Ranks]) -> None:
+def test_stopped_rank_is_a_hang_while_the_others_still_make_progress(
+    ranks_of: Callable[[int], Ranks],
+) -> None:
     ranks = ranks_of(8)
     watch = RankWatch(ranks.run, range(8))
     ranks.hang_found_after(watch, 10, moves=ranks.progress)
@@ -124,13 +152,17 @@ def starting(ranks: Ranks, status: str) -> RankWatch:
 
 
 @pytest.mark.parametrize("status", [psutil.STATUS_RUNNING, psutil.STATUS_SLEEPING, psutil.STATUS_DISK_SLEEP])
-def test_start_that_is_slow_is_no_hang_however_short_the_timeout(status: str, ranks_of: Callable[[int], Ranks]) -> None:
+def test_start_that_is_slow_is_no_hang_however_short_the_timeout(
+    status: str, ranks_of: Callable[[int], Ranks]
+) -> None:
     ranks = ranks_of(2)
     watch = starting(ranks, status)
     assert ranks.hang_found_after(watch, 10 * LIMIT_SECONDS) is None
     assert not watch.is_quiet(LIMIT_SECONDS), "other machines do not take this one for silent either"
     ranks.phase, ranks.stopped = "importing", {1}
-    assert ranks.hang_found_after(watch, 5 * LIMIT_SECONDS) is None, "one imports, without reading anything; the other has not begun"
+    assert ranks.hang_found_after(watch, 5 * LIMIT_SECONDS) is None, (
+        "one imports, without reading anything; the other has not begun"
+    )
     ranks.phase, ranks.stopped = "training", set()
     ranks.progress()
     found = ranks.hang_found_after(watch, 60)
@@ -138,7 +170,9 @@ def test_start_that_is_slow_is_no_hang_however_short_the_timeout(status: str, ra
     assert LIMIT_SECONDS - 1 <= found <= LIMIT_SECONDS + 3
 
 
-def test_start_that_never_ends_is_a_hang(ranks_of: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_that_never_ends_is_a_hang(
+    ranks_of: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(watches, "STARTUP_SECONDS", 5 * LIMIT_SECONDS)
     ranks = ranks_of(2)
     found = ranks.hang_found_after(starting(ranks, psutil.STATUS_SLEEPING), 10 * LIMIT_SECONDS)
@@ -159,7 +193,9 @@ def test_process_that_is_stopped_before_its_first_heartbeat_is_a_hang(
     assert 0 <= found - LIMIT_SECONDS <= 3
 
 
-def test_job_that_was_suspended_as_a_whole_does_not_hang(ranks_of: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_that_was_suspended_as_a_whole_does_not_hang(
+    ranks_of: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
     ranks, lived = ranks_of(2), LivedClock()
     monkeypatch.setattr(watches, "LIVED", SimpleNamespace(now=lambda: lived.at(ranks.clock.now), at=lived.at))
     watch = RankWatch(ranks.run, range(2))
@@ -186,7 +222,9 @@ def test_disk_that_refuses_heartbeats_is_no_hang_until_it_takes_them(
     watch.processes.update(ranks.processes)
     assert ranks.hang_found_after(watch, 10 * LIMIT_SECONDS) is None
     assert watch.disk_refusal == refusal[0]
-    assert not watch.is_quiet(LIMIT_SECONDS), "machines that wait for this one do not take it for silent either"
+    assert not watch.is_quiet(LIMIT_SECONDS), (
+        "machines that wait for this one do not take it for silent either"
+    )
     refusal.clear()
     found = ranks.hang_found_after(watch, 60)
     assert found is not None
@@ -207,7 +245,9 @@ def test_heartbeats_that_cannot_be_looked_at_are_no_hang_until_they_can(
         patched.setattr(watches, "read_heartbeat", refused)
         assert ranks.hang_found_after(watch, 10 * LIMIT_SECONDS) is None
         assert watch.refusal == "/run/logs: Permission denied"
-        assert not watch.is_quiet(LIMIT_SECONDS), "machines that wait for this one do not take it for silent either"
+        assert not watch.is_quiet(LIMIT_SECONDS), (
+            "machines that wait for this one do not take it for silent either"
+        )
     found = ranks.hang_found_after(watch, 60)
     assert found is not None
     assert watch.refusal is None
@@ -307,7 +347,9 @@ def test_machine_is_quiet_after_half_of_the_limit_or_a_minute(ranks_of: Callable
 
 
 @pytest.mark.parametrize(("count", "most_a_second"), [(2, 4), (8, 4), (64, 7)])
-def test_file_reads_per_second_do_not_grow_with_ranks(count: int, most_a_second: float, ranks_of: Callable[[int], Ranks]) -> None:
+def test_file_reads_per_second_do_not_grow_with_ranks(
+    count: int, most_a_second: float, ranks_of: Callable[[int], Ranks]
+) -> None:
     ranks = ranks_of(count)
     watch = RankWatch(ranks.run, range(count))
     ranks.hang_found_after(watch, 2, moves=ranks.progress)

@@ -54,7 +54,9 @@ OF_COMPLETED_STEPS = (
     "data.shuffle=false",
     "data.eval={rows: 5}",
 )
-TEXT = recipes.BASE.replace("{max_steps: 100}", "{per_device_train_batch_size: 2, global_batch_size: 8, max_steps: 100}")
+TEXT = recipes.BASE.replace(
+    "{max_steps: 100}", "{per_device_train_batch_size: 2, global_batch_size: 8, max_steps: 100}"
+)
 EVAL_SETS = 'data.eval=[{path: "builtin:arithmetic", split: test}]'
 
 
@@ -95,7 +97,9 @@ def test_global_batch_cannot_change_under_a_curriculum(tmp_path: Path) -> None:
 
 
 def test_all_refused_keys_are_reported_at_once(tmp_path: Path) -> None:
-    changed = resolved(tmp_path, "training.seed=1", "training.data_seed=42", "data.packing=true", "data.eval_packing=false")
+    changed = resolved(
+        tmp_path, "training.seed=1", "training.data_seed=42", "data.packing=true", "data.eval_packing=false"
+    )
     with pytest.raises(FsdpTuneError) as caught:
         check(compare(resolved(tmp_path), changed))
     assert len(caught.value.problems) == 2
@@ -115,7 +119,16 @@ def test_token_budget_may_change_on_resume(tmp_path: Path) -> None:
 def test_optimizer_and_seeds_are_the_training_fields_that_cannot_change() -> None:
     passed = set(TRAINING_FIELDS.fields) - owned_names()
     refused = {name for name in passed if effect_of(f"training.{name}").on_resume is OnResume.REFUSED}
-    assert refused == {"seed", "data_seed", "optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon"}
+    assert refused == {
+        "seed",
+        "data_seed",
+        "optim",
+        "optim_args",
+        "optim_target_modules",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+    }
 
 
 def test_separate_eval_sets_may_change_on_resume(tmp_path: Path) -> None:

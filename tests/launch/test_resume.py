@@ -31,7 +31,15 @@ from fsdp_tune.launch.command.resume import (
 from fsdp_tune.launch.command.run_files import RunFiles, write_run
 from fsdp_tune.launch.run_status import run_status
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.directory import CHECKPOINT_KIND, Checkpoint, Held, Rejected, RunDir, latest_checkpoint, locked
+from fsdp_tune.run.directory import (
+    CHECKPOINT_KIND,
+    Checkpoint,
+    Held,
+    Rejected,
+    RunDir,
+    latest_checkpoint,
+    locked,
+)
 from fsdp_tune.run.launch_files import LaunchRecord
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file
 from fsdp_tune.run.rank_files import Verdict
@@ -41,7 +49,9 @@ from tests.launch.written_runs import checkpoint, files_of, finish, used, write_
 
 
 @pytest.mark.parametrize("resume", ["auto", None])
-def test_run_that_has_lost_its_recipe_is_told_from_a_directory_of_others(fresh: RunDir, resume: str | None) -> None:
+def test_run_that_has_lost_its_recipe_is_told_from_a_directory_of_others(
+    fresh: RunDir, resume: str | None
+) -> None:
     fresh.path.mkdir(parents=True)
     for step in (3, 6):
         checkpoint(fresh, step)
@@ -52,7 +62,9 @@ def test_run_that_has_lost_its_recipe_is_told_from_a_directory_of_others(fresh: 
     assert problem.ways_out[1].startswith(f"--resume {fresh.checkpoint(6)} --set output_dir=… ")
 
 
-def test_next_commands_are_known_where_the_working_directory_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_commands_are_known_where_the_working_directory_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     run = RunDir(tmp_path / "run")
     assert "`fsdp-tune report run` draws its curves" in commands_of_finished(run, resolved(tmp_path))
@@ -73,7 +85,9 @@ def recipe(fresh: RunDir, tmp_path: Path) -> Recipe:
     return used(fresh, tmp_path)
 
 
-def refused(run: RunDir, recipe: Recipe, resume: str | None = None, *, overwrite: bool = False) -> FsdpTuneError:
+def refused(
+    run: RunDir, recipe: Recipe, resume: str | None = None, *, overwrite: bool = False
+) -> FsdpTuneError:
     """The error of a start."""
     with pytest.raises(FsdpTuneError) as caught:
         decide_start(run, recipe, resume, overwrite=overwrite)
@@ -88,11 +102,15 @@ def test_new_run_has_all_files_for_ranks(fresh: RunDir, recipe: Recipe) -> None:
     assert launch["started_at"] > 0
     assert json.loads((fresh.path / "resume.json").read_text())["resume_from"] is None
     assert (fresh.model / "config.json").exists()
-    assert {"accelerate.yaml", "environment.json", "data.json", "logs"} <= {path.name for path in fresh.path.iterdir()}
+    assert {"accelerate.yaml", "environment.json", "data.json", "logs"} <= {
+        path.name for path in fresh.path.iterdir()
+    }
 
 
 def test_overrides_are_kept_with_the_recipe(fresh: RunDir, tmp_path: Path) -> None:
-    write_run(fresh, files_of(fresh, resolved(tmp_path), overrides=("training.max_steps=7", "name=a\nevil: true")))
+    write_run(
+        fresh, files_of(fresh, resolved(tmp_path), overrides=("training.max_steps=7", "name=a\nevil: true"))
+    )
     text = fresh.recipe_yaml.read_text()
     assert "#   --set training.max_steps=7\n" in text
     assert "\nevil" not in text
@@ -104,7 +122,12 @@ def test_run_whose_model_cannot_be_saved_leaves_nothing(fresh: RunDir, tmp_path:
 
     files = files_of(fresh, resolved(tmp_path))
     with pytest.raises(OSError, match="No space"):
-        write_run(fresh, RunFiles(**{name: getattr(files, name) for name in files.__dataclass_fields__} | {"save_model": fail}))
+        write_run(
+            fresh,
+            RunFiles(
+                **{name: getattr(files, name) for name in files.__dataclass_fields__} | {"save_model": fail}
+            ),
+        )
     assert list(fresh.path.parent.iterdir()) == []
 
 
@@ -132,10 +155,14 @@ def test_foreign_directory_is_neither_filled_nor_moved(fresh: RunDir, tmp_path: 
     fresh.path.mkdir(parents=True)
     (fresh.path / "thesis.tex").write_text("x")
     for resume, overwrite in ((None, False), (None, True), ("auto", False)):
-        assert "not empty (thesis.tex)" in str(refused(fresh, resolved(tmp_path), resume, overwrite=overwrite))
+        assert "not empty (thesis.tex)" in str(
+            refused(fresh, resolved(tmp_path), resume, overwrite=overwrite)
+        )
 
 
-def test_checkpoint_beyond_the_end_of_the_recipe_is_refused_with_alternatives(fresh: RunDir, tmp_path: Path) -> None:
+def test_checkpoint_beyond_the_end_of_the_recipe_is_refused_with_alternatives(
+    fresh: RunDir, tmp_path: Path
+) -> None:
     used(fresh, tmp_path, "training.max_steps=36")
     for step in (18, 36):
         checkpoint(fresh, step)
@@ -145,13 +172,17 @@ def test_checkpoint_beyond_the_end_of_the_recipe_is_refused_with_alternatives(fr
     assert error.exit_code == 2
     assert "training.max_steps=36" in error.problems[0].ways_out[0]
     assert f"--resume {fresh.checkpoint(18)}" in error.problems[0].ways_out[1]
-    assert decide_start(fresh, resolved(tmp_path, "training.max_steps=37"), "auto", overwrite=False).step == 36
+    assert (
+        decide_start(fresh, resolved(tmp_path, "training.max_steps=37"), "auto", overwrite=False).step == 36
+    )
 
 
 def test_checkpoint_at_the_end_of_the_recipe_is_resumed(fresh: RunDir, tmp_path: Path) -> None:
     used(fresh, tmp_path, "training.max_steps=40")
     checkpoint(fresh, 36)
-    assert decide_start(fresh, resolved(tmp_path, "training.max_steps=36"), "auto", overwrite=False).step == 36
+    assert (
+        decide_start(fresh, resolved(tmp_path, "training.max_steps=36"), "auto", overwrite=False).step == 36
+    )
 
 
 def test_epochs_that_end_before_the_checkpoint_are_refused(fresh: RunDir, tmp_path: Path) -> None:
@@ -195,7 +226,9 @@ def test_recipe_and_environment_are_readable_by_their_owner_alone(fresh: RunDir,
         os.umask(before)
     private = [fresh.recipe_yaml, fresh.recipe_json, fresh.launch_json, fresh.environment_json]
     private += [fresh.history / "001" / path.name for path in private]
-    assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in private} == {path.name: 0o600 for path in private}
+    assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in private} == {
+        path.name: 0o600 for path in private
+    }
     assert {stat.S_IMODE(path.stat().st_mode) for path in (fresh.path, fresh.logs, fresh.model)} == {0o755}
     assert stat.S_IMODE(fresh.data_json.stat().st_mode) == 0o644
 
@@ -203,7 +236,15 @@ def test_recipe_and_environment_are_readable_by_their_owner_alone(fresh: RunDir,
 def test_token_in_a_comment_or_an_override_is_not_copied_into_the_run(fresh: RunDir, tmp_path: Path) -> None:
     token = "hf_" + "a" * 30
     recipe = resolved(tmp_path)
-    write_run(fresh, files_of(fresh, recipe, text=f"{BASE}# log in with {token}\n", overrides=(f"training.hub_model_id={token}",)))
+    write_run(
+        fresh,
+        files_of(
+            fresh,
+            recipe,
+            text=f"{BASE}# log in with {token}\n",
+            overrides=(f"training.hub_model_id={token}",),
+        ),
+    )
     text = fresh.recipe_yaml.read_text()
     assert token not in text
     assert "# log in with ***" in text
@@ -277,7 +318,9 @@ def manual_commands(fresh: RunDir, recipe: Recipe) -> Iterator[subprocess.Popen[
     rank.wait()
 
 
-def test_manually_started_ranks_lock_their_run(fresh: RunDir, tmp_path: Path, manual_commands: subprocess.Popen[bytes]) -> None:
+def test_manually_started_ranks_lock_their_run(
+    fresh: RunDir, tmp_path: Path, manual_commands: subprocess.Popen[bytes]
+) -> None:
     for resume, overwrite in (("auto", False), (None, True)):
         with pytest.raises(FsdpTuneError, match=rf"ranks that still run \(pid {manual_commands.pid}\)"):
             decide_start(fresh, resolved(tmp_path), resume, overwrite=overwrite)
@@ -303,7 +346,9 @@ def test_status_trusts_heartbeats_of_other_machines(fresh: RunDir, tmp_path: Pat
         assert [rank.state for rank in run_status(fresh).ranks] == ["gone", "live elsewhere"]
 
 
-def test_resume_auto_uses_newest_complete_checkpoint_and_names_damaged_ones(fresh: RunDir, recipe: Recipe) -> None:
+def test_resume_auto_uses_newest_complete_checkpoint_and_names_damaged_ones(
+    fresh: RunDir, recipe: Recipe
+) -> None:
     checkpoint(fresh, 9)
     good = checkpoint(fresh, 10)
     checkpoint(fresh, 20, damaged=True)
@@ -333,17 +378,23 @@ def test_resume_auto_without_checkpoint_starts_at_step_0(fresh: RunDir, recipe: 
     assert (start.checkpoint, start.is_new, start.is_finished) == (None, False, False)
 
 
-def test_finished_run_has_nothing_to_do_unless_more_steps_are_requested(fresh: RunDir, recipe: Recipe, tmp_path: Path) -> None:
+def test_finished_run_has_nothing_to_do_unless_more_steps_are_requested(
+    fresh: RunDir, recipe: Recipe, tmp_path: Path
+) -> None:
     checkpoint(fresh, 100)
     finish(fresh, 100)
     assert decide_start(fresh, recipe, "auto", overwrite=False).is_finished
-    assert decide_start(fresh, resolved(tmp_path, "training.logging_steps=3"), "auto", overwrite=False).is_finished
+    assert decide_start(
+        fresh, resolved(tmp_path, "training.logging_steps=3"), "auto", overwrite=False
+    ).is_finished
     longer = decide_start(fresh, resolved(tmp_path, "training.max_steps=200"), "auto", overwrite=False)
     assert not longer.is_finished
     assert [change.key for change in longer.trajectory_changes] == ["training.max_steps"]
 
 
-def test_finished_run_is_launched_to_bring_weights_of_another_machine(fresh: RunDir, recipe: Recipe, tmp_path: Path) -> None:
+def test_finished_run_is_launched_to_bring_weights_of_another_machine(
+    fresh: RunDir, recipe: Recipe, tmp_path: Path
+) -> None:
     path, shard = checkpoint(fresh, 100), "pytorch_model_fsdp_0/__1_0.distcp"
     entry = digest_file(path / "weights")
     facts = {"step": 100, "machines": [{"host": "host-1", "directory": "/runs/one", "files": [shard]}]}
@@ -354,8 +405,12 @@ def test_finished_run_is_launched_to_bring_weights_of_another_machine(fresh: Run
     starts = [decide_start(fresh, recipe, "auto", overwrite=False, elsewhere=each) for each in (None, held)]
     assert [(each.step, each.is_finished, each.ends_here) for each in starts] == [(100, False, True)] * 2
     write_run(fresh, files_of(fresh, recipe, starts[1]))
-    assert decide_start(fresh, recipe, "auto", overwrite=False, elsewhere=held).ends_here  # that launch was killed
-    longer = decide_start(fresh, resolved(tmp_path, "training.max_steps=200"), "auto", overwrite=False, elsewhere=held)
+    assert decide_start(
+        fresh, recipe, "auto", overwrite=False, elsewhere=held
+    ).ends_here  # that launch was killed
+    longer = decide_start(
+        fresh, resolved(tmp_path, "training.max_steps=200"), "auto", overwrite=False, elsewhere=held
+    )
     assert (longer.is_finished, longer.ends_here) == (False, False)
     (path / shard).parent.mkdir()
     (path / shard).write_bytes((path / "weights").read_bytes())
@@ -364,7 +419,9 @@ def test_finished_run_is_launched_to_bring_weights_of_another_machine(fresh: Run
     assert (start.is_finished, start.ends_here) == (True, False)
 
 
-def test_continued_run_killed_before_start_is_not_finished(fresh: RunDir, recipe: Recipe, tmp_path: Path) -> None:
+def test_continued_run_killed_before_start_is_not_finished(
+    fresh: RunDir, recipe: Recipe, tmp_path: Path
+) -> None:
     checkpoint(fresh, 100)
     finish(fresh, 100)
     longer = resolved(tmp_path, "training.max_steps=200")
@@ -373,7 +430,9 @@ def test_continued_run_killed_before_start_is_not_finished(fresh: RunDir, recipe
     assert recipe.training != longer.training
 
 
-def test_finished_run_with_damaged_last_checkpoint_resumes_from_previous(fresh: RunDir, recipe: Recipe) -> None:
+def test_finished_run_with_damaged_last_checkpoint_resumes_from_previous(
+    fresh: RunDir, recipe: Recipe
+) -> None:
     checkpoint(fresh, 90)
     checkpoint(fresh, 100, damaged=True)
     finish(fresh, 100)
@@ -381,7 +440,9 @@ def test_finished_run_with_damaged_last_checkpoint_resumes_from_previous(fresh: 
     assert (start.step, start.is_finished) == (90, False)
 
 
-def test_read_only_run_is_refused_unless_finished(fresh: RunDir, recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_only_run_is_refused_unless_finished(
+    fresh: RunDir, recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[Path] = []
     monkeypatch.setattr(os, "access", lambda path, mode: asked.append(path))  # root may write everywhere
     for run, resume in ((fresh, "auto"), (RunDir(tmp_path / "new" / "one"), None)):
@@ -396,11 +457,15 @@ def test_read_only_run_is_refused_unless_finished(fresh: RunDir, recipe: Recipe,
 @pytest.mark.usefixtures("recipe")
 def test_refused_change_writes_nothing(fresh: RunDir, tmp_path: Path) -> None:
     before = sorted((path.name, path.stat().st_mtime_ns) for path in fresh.path.iterdir())
-    assert "training.seed" in str(refused(fresh, resolved(tmp_path, "training.seed=1", "training.data_seed=42"), "auto"))
+    assert "training.seed" in str(
+        refused(fresh, resolved(tmp_path, "training.seed=1", "training.data_seed=42"), "auto")
+    )
     assert sorted((path.name, path.stat().st_mtime_ns) for path in fresh.path.iterdir()) == before
 
 
-def test_explicit_checkpoint_resumes_its_run_or_starts_a_new_one(fresh: RunDir, recipe: Recipe, tmp_path: Path) -> None:
+def test_explicit_checkpoint_resumes_its_run_or_starts_a_new_one(
+    fresh: RunDir, recipe: Recipe, tmp_path: Path
+) -> None:
     path = checkpoint(fresh, 10)
     assert not decide_start(fresh, recipe, str(path), overwrite=False).is_new
     elsewhere = decide_start(RunDir(tmp_path / "runs" / "two"), recipe, str(path), overwrite=False)
@@ -412,7 +477,9 @@ def test_explicit_checkpoint_resumes_its_run_or_starts_a_new_one(fresh: RunDir, 
         decide_start(other, recipe, str(path), overwrite=False)
 
 
-def test_explicit_checkpoint_before_later_ones_is_refused_with_alternatives(fresh: RunDir, recipe: Recipe) -> None:
+def test_explicit_checkpoint_before_later_ones_is_refused_with_alternatives(
+    fresh: RunDir, recipe: Recipe
+) -> None:
     path = checkpoint(fresh, 10)
     checkpoint(fresh, 20)
     with pytest.raises(FsdpTuneError, match="checkpoint-20"):
@@ -420,7 +487,9 @@ def test_explicit_checkpoint_before_later_ones_is_refused_with_alternatives(fres
 
 
 @pytest.mark.parametrize("what", ["missing", "run"])
-def test_path_that_is_not_a_checkpoint_is_refused_naming_the_newest(fresh: RunDir, recipe: Recipe, what: str) -> None:
+def test_path_that_is_not_a_checkpoint_is_refused_naming_the_newest(
+    fresh: RunDir, recipe: Recipe, what: str
+) -> None:
     checkpoint(fresh, 10)
     problem = refused(fresh, recipe, str(fresh.path if what == "run" else fresh.checkpoint(11))).problems[0]
     assert str(fresh.checkpoint(10)) in (problem.hint or "")
@@ -431,7 +500,9 @@ def test_overwrite_and_resume_are_exclusive(fresh: RunDir, tmp_path: Path) -> No
     assert "pass only one" in str(refused(fresh, resolved(tmp_path), "auto", overwrite=True))
 
 
-def test_on_resume_the_earlier_files_go_into_history_and_the_changes_into_the_metrics(fresh: RunDir, tmp_path: Path) -> None:
+def test_on_resume_the_earlier_files_go_into_history_and_the_changes_into_the_metrics(
+    fresh: RunDir, tmp_path: Path
+) -> None:
     used(fresh, tmp_path)
     path = checkpoint(fresh, 10)
     torn = '{"step": 11, "lo'  # by a rank that was killed
@@ -441,12 +512,23 @@ def test_on_resume_the_earlier_files_go_into_history_and_the_changes_into_the_me
     write_run(fresh, files_of(fresh, recipe, start, text="# second\n" + BASE))
     assert (fresh.history / "001" / "recipe.yaml").read_text() == BASE
     assert fresh.recipe_yaml.read_text().startswith("# second")
-    request = {"version": 1, "resume_from": str(path), "digests_checked": True, "from_run": [], "ends_at": None, "saves": True}
+    request = {
+        "version": 1,
+        "resume_from": str(path),
+        "digests_checked": True,
+        "from_run": [],
+        "ends_at": None,
+        "saves": True,
+    }
     assert read_object(fresh.path / "resume.json") == request
     *_, last, line = fresh.metrics_jsonl.read_text().splitlines()
     event = json.loads(line)
     assert last == torn
-    assert (event["event"], event["step"], event["changes"][0]["key"]) == ("recipe_changed", 10, "training.learning_rate")
+    assert (event["event"], event["step"], event["changes"][0]["key"]) == (
+        "recipe_changed",
+        10,
+        "training.learning_rate",
+    )
     write_run(fresh, files_of(fresh, recipe, decide_start(fresh, recipe, "auto", overwrite=False)))
     assert (fresh.history / "002" / "recipe.yaml").read_text().startswith("# second")
 
@@ -467,7 +549,9 @@ def test_run_directory_of_another_version_is_named(fresh: RunDir, recipe: Recipe
 def test_status_of_a_finished_run(fresh: RunDir) -> None:
     path = checkpoint(fresh, 100)
     finish(fresh, 100)
-    fresh.metrics_jsonl.write_text('{"event": "train_started", "step": 0, "total_steps": 100}\n{"step": 100, "loss": 1.25}\n{"torn')
+    fresh.metrics_jsonl.write_text(
+        '{"event": "train_started", "step": 0, "total_steps": 100}\n{"step": 100, "loss": 1.25}\n{"torn'
+    )
     facts = run_status(fresh)
     assert (facts.state, facts.step, facts.total_steps, facts.loss) == ("finished", 100, 100, 1.25)
     assert facts.checkpoint == str(path)
@@ -478,12 +562,28 @@ def test_status_of_a_finished_run(fresh: RunDir) -> None:
 
 
 def test_typed_arguments_are_kept_without_secrets(fresh: RunDir, tmp_path: Path) -> None:
-    command = ("train", "my.yaml", "--", "--log_dir", "s3://me:password@bucket/logs", "--token", "hf_" + "a" * 30)
+    command = (
+        "train",
+        "my.yaml",
+        "--",
+        "--log_dir",
+        "s3://me:password@bucket/logs",
+        "--token",
+        "hf_" + "a" * 30,
+    )
     recipe = resolved(tmp_path)
     write_run(fresh, replace(files_of(fresh, recipe), command=command))
     recorded = LaunchRecord.read(fresh.launch_json)
     assert recorded is not None
-    assert recorded.command == ["train", "my.yaml", "--", "--log_dir", "s3://***@bucket/logs", "--token", "***"]
+    assert recorded.command == [
+        "train",
+        "my.yaml",
+        "--",
+        "--log_dir",
+        "s3://***@bucket/logs",
+        "--token",
+        "***",
+    ]
     assert recorded.cwd == str(Path.cwd())
     assert "password" not in fresh.launch_json.read_text()
 
@@ -497,7 +597,8 @@ def test_status_of_a_run_that_was_never_started(fresh: RunDir) -> None:
 @pytest.mark.usefixtures("recipe")
 @pytest.mark.parametrize("trace", ["metrics", "checkpoint", "incomplete checkpoint"])
 def test_run_with_traces_of_training_is_not_reported_as_never_started(fresh: RunDir, trace: str) -> None:
-    """A copy, or a mirror, may lack the heartbeats and outcomes of the ranks. With logs/, the run was prepared to be continued."""
+    """A copy, or a mirror, may lack the heartbeats and outcomes of the ranks. With logs/, the run was
+    prepared to be continued."""
     if trace == "metrics":
         fresh.metrics_jsonl.write_text('{"step": 3, "loss": 2.0, "time": 1.0}\n')
     else:
@@ -538,13 +639,34 @@ def test_status_estimates_time_left_and_compares_memory_with_the_plan(fresh: Run
     lines: list[dict[str, object]] = [
         {"step": 5, "loss": 9.0, "time": 0.0},
         {"event": "train_started", "step": 10, "total_steps": 100, "time": 1000.0},
-        {"step": 20, "loss": 2.0, "time": 1020.0, "step_seconds": 1.0, "tokens_per_second_per_device": 50.0, "peak_reserved_gib": 8.0},
+        {
+            "step": 20,
+            "loss": 2.0,
+            "time": 1020.0,
+            "step_seconds": 1.0,
+            "tokens_per_second_per_device": 50.0,
+            "peak_reserved_gib": 8.0,
+        },
         {"step": 25, "eval_loss": 1.0, "time": 1025.0},
-        {"step": 40, "loss": "nan", "time": 1060.0, "step_seconds": 1.0, "tokens_per_second_per_device": 40.0, "peak_reserved_gib": 9.0},
+        {
+            "step": 40,
+            "loss": "nan",
+            "time": 1060.0,
+            "step_seconds": 1.0,
+            "tokens_per_second_per_device": 40.0,
+            "peak_reserved_gib": 9.0,
+        },
     ]
     fresh.metrics_jsonl.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     fresh.plan_json.write_text(json.dumps({"peak_reserved_gib": 10.0}))
     facts = run_status(fresh)
-    assert (facts.state, facts.seconds_left) == ("running", 59.0)  # of 60 steps of a second, the last line is old
+    assert (facts.state, facts.seconds_left) == (
+        "running",
+        59.0,
+    )  # of 60 steps of a second, the last line is old
     assert (facts.loss, facts.recent_losses) == (None, [9.0, 2.0, None])
-    assert (facts.tokens_per_second_per_device, facts.peak_reserved_gib, facts.planned_reserved_gib) == (40.0, 9.0, 10.0)
+    assert (facts.tokens_per_second_per_device, facts.peak_reserved_gib, facts.planned_reserved_gib) == (
+        40.0,
+        9.0,
+        10.0,
+    )

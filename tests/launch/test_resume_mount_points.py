@@ -1,4 +1,5 @@
-"""Runs and merged models in directories that no rename can replace: mount points, links, parents that cannot be written."""
+"""Runs and merged models in directories that no rename can replace: mount points, links, parents that cannot
+be written."""
 
 from __future__ import annotations
 
@@ -12,7 +13,15 @@ from unittest.mock import patch
 import pytest
 
 from fsdp_tune.core import atomic
-from fsdp_tune.core.atomic import Disk, is_mount_point, needs_filling, occupants, staged_directory, stages_inside, undo_fill
+from fsdp_tune.core.atomic import (
+    Disk,
+    is_mount_point,
+    needs_filling,
+    occupants,
+    staged_directory,
+    stages_inside,
+    undo_fill,
+)
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.launch.command.resume import decide_start
 from fsdp_tune.launch.command.run_files import write_run
@@ -37,7 +46,10 @@ def volume(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     source = tmp_path / "source"
     source.mkdir()
     path.mkdir()
-    mount(*(("-t", "tmpfs", "-o", "mode=755", "none") if request.param == "tmpfs" else ("--bind", str(source))), str(path))
+    mount(
+        *(("-t", "tmpfs", "-o", "mode=755", "none") if request.param == "tmpfs" else ("--bind", str(source))),
+        str(path),
+    )
     yield path
     subprocess.run(["umount", "--lazy", str(path)], check=True)
 
@@ -63,7 +75,11 @@ def fill(final: Path, *, replace: bool = False, content: str = "new") -> None:
 
 
 def tree(path: Path) -> dict[str, str]:
-    return {file.relative_to(path).as_posix(): file.read_text() for file in sorted(path.rglob("*")) if file.is_file()}
+    return {
+        file.relative_to(path).as_posix(): file.read_text()
+        for file in sorted(path.rglob("*"))
+        if file.is_file()
+    }
 
 
 WHOLE = {"first": "new", "last": "new", "sub/second": "new"}
@@ -95,7 +111,8 @@ def test_bind_mount_is_recognised_by_its_name_with_a_space(tmp_path: Path) -> No
 
 
 def killed_at(number: int, action: Callable[[], None]) -> int:
-    """Exit code of a child that runs `action` and is killed at its `number`-th operation of the disk; 0: it had fewer."""
+    """Exit code of a child that runs `action` and is killed at its `number`-th operation of the disk; 0: it
+    had fewer."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -103,7 +120,9 @@ def killed_at(number: int, action: Callable[[], None]) -> int:
     for name in ("open", "write", "fsync", "mkdir", "rename", "unlink", "rmtree", "fsync_dir"):
         original = getattr(Disk, name)
 
-        def counted(self: Disk, *arguments: object, _original: Callable[..., object] = original, **options: object) -> object:
+        def counted(
+            self: Disk, *arguments: object, _original: Callable[..., object] = original, **options: object
+        ) -> object:
             if next(countdown, None) is None:
                 os._exit(77)
             return _original(self, *arguments, **options)
@@ -125,7 +144,9 @@ def test_killed_fill_is_complete_or_marked_unfinished(tmp_path: Path, *, replace
         for stage in stages_inside(volume):
             undo_fill(volume, stage)
         allowed = [WHOLE, dict.fromkeys(WHOLE, "old")] if replace else [WHOLE]
-        assert tree(volume) in allowed if (volume / "last").exists() else occupants(volume) == [], f"killed at {number}"
+        assert tree(volume) in allowed if (volume / "last").exists() else occupants(volume) == [], (
+            f"killed at {number}"
+        )
         if code == 0:
             break
     assert code == 0, "more operations than were tried"

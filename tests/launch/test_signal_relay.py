@@ -14,7 +14,9 @@ from fsdp_tune.launch.supervise import signal_relay
 from fsdp_tune.launch.supervise.signal_relay import SignalRelay, is_pending
 from tests.launch.links import until
 
-BLOCKS_SIGTERM = "import signal, sys, time; signal.pthread_sigmask(0, [15]); print(flush=True); time.sleep(60)"
+BLOCKS_SIGTERM = (
+    "import signal, sys, time; signal.pthread_sigmask(0, [15]); print(flush=True); time.sleep(60)"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +27,9 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def launcher() -> Iterator[subprocess.Popen[str]]:
     """Keeps SIGTERM pending, as a launcher in the kernel does."""
-    with subprocess.Popen([sys.executable, "-ISc", BLOCKS_SIGTERM], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-ISc", BLOCKS_SIGTERM], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         process.stdout.readline()
         yield process
@@ -39,15 +43,22 @@ def rank() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def test_launcher_that_does_not_take_the_signal_is_passed_over_once(launcher: subprocess.Popen[str], rank: subprocess.Popen[bytes]) -> None:
+def test_launcher_that_does_not_take_the_signal_is_passed_over_once(
+    launcher: subprocess.Popen[str], rank: subprocess.Popen[bytes]
+) -> None:
     relay, ranks = SignalRelay(launcher), [psutil.Process(rank.pid)]
     assert relay.help(ranks) is None, "no signal was sent"
     relay.send(signal.SIGTERM)
     relay.send(signal.SIGINT)
-    assert relay.help(ranks) == f"the launcher (pid {launcher.pid}) does not take SIGTERM, which is sent to the ranks instead"
+    assert (
+        relay.help(ranks)
+        == f"the launcher (pid {launcher.pid}) does not take SIGTERM, which is sent to the ranks instead"
+    )
     assert rank.wait(10) == -signal.SIGTERM
     assert relay.help(ranks) is None
-    until(lambda: psutil.Process(launcher.pid).status() == psutil.STATUS_STOPPED)  # it must not pass the signal on later
+    until(
+        lambda: psutil.Process(launcher.pid).status() == psutil.STATUS_STOPPED
+    )  # it must not pass the signal on later
 
 
 def test_stopped_launcher_is_continued(launcher: subprocess.Popen[str]) -> None:
@@ -56,7 +67,10 @@ def test_stopped_launcher_is_continued(launcher: subprocess.Popen[str]) -> None:
     until(lambda: psutil.Process(launcher.pid).status() == psutil.STATUS_STOPPED)
     relay.send(signal.SIGUSR1)
     assert is_pending(launcher.pid, signal.SIGUSR1)
-    assert relay.help([]) == f"the launcher (pid {launcher.pid}) was stopped; it is continued, to pass SIGUSR1 on to the ranks"
+    assert (
+        relay.help([])
+        == f"the launcher (pid {launcher.pid}) was stopped; it is continued, to pass SIGUSR1 on to the ranks"
+    )
     assert launcher.wait(10) == -signal.SIGUSR1
     assert relay.help([]) is None
 

@@ -77,7 +77,8 @@ def signal_listeners(number: int) -> Callable[[Supervisor], None]:
 
 
 def limit_hangs(supervisor: Supervisor) -> None:
-    """Report a hang after `HANG_SECONDS` from now on: at the start, a busy machine may need longer to start the ranks."""
+    """Report a hang after `HANG_SECONDS` from now on: at the start, a busy machine may need longer to start
+    the ranks."""
     run, ranks = supervisor._run, supervisor._plan.ranks
     until(lambda: all(run.rank_heartbeat(rank).exists() for rank in ranks))
     supervisor._hang_seconds = HANG_SECONDS
@@ -106,7 +107,16 @@ def test_lines_are_passed_on_and_a_finished_run_is_exit_0(plan_of: PlanOf, run: 
 
 
 def test_every_stop_signal_is_recorded(plan_of: PlanOf) -> None:
-    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT, signal.SIGPWR, signal.SIGIO]
+    numbers = [
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+        signal.SIGQUIT,
+        signal.SIGPWR,
+        signal.SIGIO,
+    ]
     supervisor = Supervisor(plan_of({"0": []}), hang_timeout_seconds=60.0)
     with supervisor._listening():
         for number in numbers:
@@ -139,9 +149,12 @@ def test_alarm_that_nobody_handles_is_a_stop_signal(plan_of: PlanOf) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "name"), [(signal.SIGUSR2, "SIGUSR2"), (signal.SIGXCPU, "SIGXCPU (the limit of CPU time, `ulimit -t`)")]
+    ("number", "name"),
+    [(signal.SIGUSR2, "SIGUSR2"), (signal.SIGXCPU, "SIGXCPU (the limit of CPU time, `ulimit -t`)")],
 )
-def test_signal_that_means_another_thing_to_a_rank_reaches_it_as_sigterm(plan_of: PlanOf, number: int, name: str) -> None:
+def test_signal_that_means_another_thing_to_a_rank_reaches_it_as_sigterm(
+    plan_of: PlanOf, number: int, name: str
+) -> None:
     ended, events = drive(plan_of({"0": SAVES_ON_SIGNAL}), signal_listeners(number))
     assert (ended.exit_code, ended.problem, ended.step, ended.signal) == (143, None, 7, number)
     assert any(text.startswith(f"{name}: ") and "saving a checkpoint" in text for text in messages(events))
@@ -157,7 +170,9 @@ def test_handler_does_not_wait_for_the_clock(plan_of: PlanOf, monkeypatch: pytes
 
 
 def test_signal_is_passed_on_and_the_ranks_save(plan_of: PlanOf) -> None:
-    ended, events = drive(plan_of({"0": SAVES_ON_SIGNAL, "1": SAVES_ON_SIGNAL}), signal_listeners(signal.SIGINT))
+    ended, events = drive(
+        plan_of({"0": SAVES_ON_SIGNAL, "1": SAVES_ON_SIGNAL}), signal_listeners(signal.SIGINT)
+    )
     assert (ended.exit_code, ended.problem, ended.step) == (130, None, 7)
     assert any("saving a checkpoint within 2 more steps" in text for text in messages(events))
 
@@ -185,11 +200,15 @@ def test_signal_reaches_the_ranks_while_the_reader_of_the_events_waits(plan_of: 
     assert sum(text.startswith("SIGTERM: ") for text in messages(events)) == 1
 
 
-def test_signal_reaches_the_ranks_of_a_stopped_launcher(plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signal_reaches_the_ranks_of_a_stopped_launcher(
+    plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(signal_relay, "PENDING_SECONDS", 0.1)
 
     def stop_launcher(supervisor: Supervisor) -> None:
-        [launcher] = [child for child in psutil.Process().children() if "fake_agent.py" in " ".join(child.cmdline())]
+        [launcher] = [
+            child for child in psutil.Process().children() if "fake_agent.py" in " ".join(child.cmdline())
+        ]
         launcher.suspend()
         signal_listeners(signal.SIGTERM)(supervisor)
 
@@ -199,12 +218,19 @@ def test_signal_reaches_the_ranks_of_a_stopped_launcher(plan_of: PlanOf, monkeyp
 
 
 def test_line_of_metrics_that_someone_changed_does_not_end_the_command(plan_of: PlanOf) -> None:
-    saves: list[list[object]] = [["beat", "training", 7], ["listen"], ["log", {"step": 7, "step_seconds": "slow"}], ["wait-for-signal"]]
+    saves: list[list[object]] = [
+        ["beat", "training", 7],
+        ["listen"],
+        ["log", {"step": 7, "step_seconds": "slow"}],
+        ["wait-for-signal"],
+    ]
     ended, _ = drive(plan_of({"0": saves}), signal_listeners(signal.SIGTERM))
     assert (ended.exit_code, ended.problem) == (143, None)
 
 
-def test_suspension_of_the_command_is_a_message_and_an_event(plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suspension_of_the_command_is_a_message_and_an_event(
+    plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(supervise.LIVED, "gaps", [*supervise.LIVED.gaps])
 
     def suspend(_supervisor: Supervisor) -> None:
@@ -222,7 +248,9 @@ def test_suspension_of_the_command_is_a_message_and_an_event(plan_of: PlanOf, mo
 @pytest.mark.usefixtures("ignoring")
 def test_signal_that_was_ignored_at_the_start_stays_ignored(plan_of: PlanOf) -> None:
     with stop_signals_raise():
-        ended, events = drive(plan_of({"0": SAVES_ON_SIGNAL}), signals(signal.SIGHUP, signal.SIGINT, signal.SIGTERM, apart=0.1))
+        ended, events = drive(
+            plan_of({"0": SAVES_ON_SIGNAL}), signals(signal.SIGHUP, signal.SIGINT, signal.SIGTERM, apart=0.1)
+        )
     assert ended.exit_code == 143
     assert [text.partition(":")[0] for text in messages(events)] == ["SIGTERM"]
 
@@ -241,13 +269,27 @@ def test_second_signal_stops_immediately_and_fails(plan_of: PlanOf) -> None:
 
 
 def test_signal_before_handlers_exits_with_its_code(plan_of: PlanOf) -> None:
-    ended, _ = drive(plan_of({"0": [["log", {"event": "x"}], ["sleep", 60]], "1": [["sleep", 60]]}), signals(signal.SIGTERM))
+    ended, _ = drive(
+        plan_of({"0": [["log", {"event": "x"}], ["sleep", 60]], "1": [["sleep", 60]]}),
+        signals(signal.SIGTERM),
+    )
     assert (ended.exit_code, ended.problem) == (143, None)
 
 
 def test_save_that_fails_after_a_signal_is_exit_1(plan_of: PlanOf) -> None:
-    outcome = {"exit_code": 1, "exit_reason": "failed", "problem": {"code": "disk-full", "message": "disk full"}}
-    failing = [["ignore-signals"], ["beat", "saving", 9], ["log", {"step": 9}], ["sleep", 0.3], ["outcome", outcome], ["exit", 1]]
+    outcome = {
+        "exit_code": 1,
+        "exit_reason": "failed",
+        "problem": {"code": "disk-full", "message": "disk full"},
+    }
+    failing = [
+        ["ignore-signals"],
+        ["beat", "saving", 9],
+        ["log", {"step": 9}],
+        ["sleep", 0.3],
+        ["outcome", outcome],
+        ["exit", 1],
+    ]
     ended, problem = failure(plan_of({"0": failing}), signals(signal.SIGTERM))
     assert (ended.exit_code, problem.code, problem.message) == (1, "disk-full", "disk full (rank 0, step 9)")
     assert "rank-0000.log" in (problem.hint or "")
@@ -259,13 +301,17 @@ def test_save_that_fails_after_a_signal_is_exit_1(plan_of: PlanOf) -> None:
 def test_killed_rank_ends_the_others_and_is_named(plan_of: PlanOf) -> None:
     start = time.monotonic()
     stuck = [["ignore-signals"], ["beat", "training", 3], ["spawn"], ["sleep", 60]]
-    ended, problem = failure(plan_of({"0": stuck, "1": [["beat", "training", 3], ["sleep", 0.3], ["die", int(signal.SIGKILL)]]}))
+    ended, problem = failure(
+        plan_of({"0": stuck, "1": [["beat", "training", 3], ["sleep", 0.3], ["die", int(signal.SIGKILL)]]})
+    )
     assert time.monotonic() - start < 5
     assert ended.exit_code == ExitCode.LOST_RANK
     assert "rank 1 was killed by SIGKILL at step 3" in problem.message
 
 
-def test_disk_that_refuses_the_outcome_of_a_rank_is_named(plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_that_refuses_the_outcome_of_a_rank_is_named(
+    plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -278,17 +324,25 @@ def test_disk_that_refuses_the_outcome_of_a_rank_is_named(plan_of: PlanOf, monke
 def test_rank_that_dies_early_shows_its_exception(plan_of: PlanOf, run: RunDir) -> None:
     """Also if an earlier launch left an outcome of that rank."""
     run.logs.mkdir()
-    run.rank_outcome(1).write_text('{"rank": 1, "exit_code": 0, "exit_reason": "finished", "step": 3, "time": 1.0, "problem": null}')
+    run.rank_outcome(1).write_text(
+        '{"rank": 1, "exit_code": 0, "exit_reason": "finished", "step": 3, "time": 1.0, "problem": null}'
+    )
     plan = plan_of({"0": [["ignore-signals"], ["sleep", 60]], "1": [["raise", "no such library"]]})
     ended, problem = failure(plan)
     assert ended.exit_code == ExitCode.FAILED
-    assert "rank 1 ended with exit code 1 before it could report: RuntimeError: no such library" in problem.message
+    assert (
+        "rank 1 ended with exit code 1 before it could report: RuntimeError: no such library"
+        in problem.message
+    )
     assert "launcher.log" in (problem.hint or "")
     assert plan.launcher_log.stat().st_mode & 0o777 == 0o600
 
 
-def test_rank_that_starts_and_ends_between_two_polls_is_missed(plan_of: PlanOf, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine so busy that the rank is gone before it is seen: without it the other one, deaf to signals, would be waited for."""
+def test_rank_that_starts_and_ends_between_two_polls_is_missed(
+    plan_of: PlanOf, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine so busy that the rank is gone before it is seen: without it the other one, deaf to
+    signals, would be waited for."""
     see = watch.find_ranks
 
     def see_late(pid: int, wanted: range) -> dict[int, psutil.Process]:
@@ -297,22 +351,33 @@ def test_rank_that_starts_and_ends_between_two_polls_is_missed(plan_of: PlanOf, 
 
     monkeypatch.setattr(watch, "find_ranks", see_late)
     monkeypatch.setattr(watch, "UNSEEN_SECONDS", 0.2)
-    ended, problem = failure(plan_of({"0": [["ignore-signals"], ["sleep", 300]], "1": [["raise", "no such library"]]}))
+    ended, problem = failure(
+        plan_of({"0": [["ignore-signals"], ["sleep", 300]], "1": [["raise", "no such library"]]})
+    )
     assert ended.exit_code == ExitCode.FAILED
-    assert "rank 1 ended with exit code 1 before it could report: RuntimeError: no such library" in problem.message
+    assert (
+        "rank 1 ended with exit code 1 before it could report: RuntimeError: no such library"
+        in problem.message
+    )
 
 
-def test_rank_hanging_in_cleanup_does_not_block_the_run(plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_hanging_in_cleanup_does_not_block_the_run(
+    plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(supervise, "LINGER_SECONDS", 0.3)
     start = time.monotonic()
-    ended, _ = drive(plan_of({"0": [["outcome", FINISHED], ["beat", "finished", 1], ["ignore-signals"], ["sleep", 20]]}))
+    ended, _ = drive(
+        plan_of({"0": [["outcome", FINISHED], ["beat", "finished", 1], ["ignore-signals"], ["sleep", 20]]})
+    )
     assert (ended.exit_code, ended.problem) == (0, None)
     assert time.monotonic() - start < 6
 
 
 def test_vanished_run_directory_is_reported_and_not_recreated(plan_of: PlanOf, run: RunDir) -> None:
     elsewhere = run.path.with_name("elsewhere")
-    ended, problem = failure(plan_of({"0": [["beat", "training", 1], ["rename-run", str(elsewhere)], ["exit", 1]]}))
+    ended, problem = failure(
+        plan_of({"0": [["beat", "training", 1], ["rename-run", str(elsewhere)], ["exit", 1]]})
+    )
     assert (ended.exit_code, problem.code) == (1, "run-directory-gone")
     assert not run.path.exists()
     assert elsewhere.exists()
@@ -350,7 +415,9 @@ from fsdp_tune.run.directory import RunDir
 from tests.launch.fake_ranks import fake_plan
 for _ in Supervisor(fake_plan(RunDir(Path({str(run.path)!r})), 1), hang_timeout_seconds=60).events(): pass
 """
-    supervisor = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(repository)})
+    supervisor = subprocess.Popen(
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(repository)}
+    )
     until(run.rank_heartbeat(0).exists)
     family = psutil.Process(supervisor.pid).children(recursive=True)
     assert len(family) == 2
@@ -373,7 +440,9 @@ def test_closing_the_events_ends_the_ranks(plan_of: PlanOf) -> None:
 
 def test_hanging_rank_is_named_with_its_location(plan_of: PlanOf, run: RunDir) -> None:
     beats = [["stacks"], ["beat", "backward", 5]]
-    ended, events = drive(plan_of({"0": [*beats, ["log", {"step": 5}], ["wait"]], "1": [*beats, ["sleep", 60]]}), limit_hangs)
+    ended, events = drive(
+        plan_of({"0": [*beats, ["log", {"step": 5}], ["wait"]], "1": [*beats, ["sleep", 60]]}), limit_hangs
+    )
     assert ended.exit_code == ExitCode.LOST_RANK
     assert ended.problem is not None
     assert ended.problem.code == "hang"
@@ -389,7 +458,9 @@ def test_hanging_rank_is_named_with_its_location(plan_of: PlanOf, run: RunDir) -
 
 def test_stopped_rank_is_late_and_its_location_is_reported(plan_of: PlanOf, run: RunDir) -> None:
     beats = [["stacks"], ["beat", "training", 2]]
-    plan = plan_of({"0": [*beats, ["log", {"step": 2}], ["sleep", 60]], "1": [*beats, ["die", int(signal.SIGSTOP)]]})
+    plan = plan_of(
+        {"0": [*beats, ["log", {"step": 2}], ["sleep", 60]], "1": [*beats, ["die", int(signal.SIGSTOP)]]}
+    )
     _, problem = failure(plan, limit_hangs)
     assert "rank 1 (step 2, `training`, stopped (SIGSTOP), at " in problem.message
     assert "rank 0" not in problem.message
@@ -404,13 +475,18 @@ def test_stopped_launcher_is_named_as_cause(plan_of: PlanOf) -> None:
         launcher_of(supervisor).suspend()
         limit_hangs(supervisor)
 
-    ended, problem = failure(plan_of({"0": [["stacks"], ["beat", "importing", 0], ["log", {"step": 0}], ["wait"]]}), stop_launcher)
+    ended, problem = failure(
+        plan_of({"0": [["stacks"], ["beat", "importing", 0], ["log", {"step": 0}], ["wait"]]}), stop_launcher
+    )
     assert ended.exit_code == ExitCode.LOST_RANK
     assert "rank 0 (step 0, `importing`, its launcher is stopped (SIGSTOP)" in problem.message
 
 
-def test_stack_request_does_not_kill_rank_without_handler(plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGUSR2 ends a process without a handler; a rank that is stuck before it has one is named all the same."""
+def test_stack_request_does_not_kill_rank_without_handler(
+    plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGUSR2 ends a process without a handler; a rank that is stuck before it has one is named all the
+    same."""
     monkeypatch.setattr(hang_diagnosis, "ANSWER_SECONDS", 0.5)
     plan = plan_of({"0": [["log", {"event": "x"}], ["sleep", 60]]})
     _, problem = failure(plan, lambda supervisor: setattr(supervisor, "_hang_seconds", HANG_SECONDS))

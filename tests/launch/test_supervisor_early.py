@@ -1,4 +1,5 @@
-"""A launcher that is started while the inputs are checked: fake ranks, and in one test the real `accelerate launch`."""
+"""A launcher that is started while the inputs are checked: fake ranks, and in one test the real
+`accelerate launch`."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def wait_for_ranks(early: EarlyLaunch) -> list[psutil.Process]:
 
 @pytest.mark.e2e
 @pytest.mark.ranks
-def test_ranks_wait_for_the_run_directory_and_are_watched_like_others(tmp_path: Path, absent: RunDir, repository: Path) -> None:
+def test_ranks_wait_for_the_run_directory_and_are_watched_like_others(
+    tmp_path: Path, absent: RunDir, repository: Path
+) -> None:
     """With accelerate and torchrun. Once the ranks have started, nothing needs the temporary directory."""
     recipe = resolved(tmp_path, "launch.num_processes=2")
     inherited = {**os.environ, "PYTHONPATH": str(repository)}
@@ -51,9 +54,13 @@ def test_ranks_wait_for_the_run_directory_and_are_watched_like_others(tmp_path: 
         ranks = wait_for_ranks(early)
         assert not absent.path.exists()
         absent.logs.mkdir(parents=True)
-        absent.launcher_log.write_text("of an earlier launch: Traceback (most recent call last)\nValueError: old\n")
+        absent.launcher_log.write_text(
+            "of an earlier launch: Traceback (most recent call last)\nValueError: old\n"
+        )
         parts = [["beat", "training", 1], ["log", {"step": 1}], ["sleep", 0.5], ["log", {"step": 2}]]
-        write_parts_of_ranks(absent, {"0": [*parts, *ENDS_WELL], "1": [*parts, ["sleep", 0.2], ["raise", "told by a rank"]]})
+        write_parts_of_ranks(
+            absent, {"0": [*parts, *ENDS_WELL], "1": [*parts, ["sleep", 0.2], ["raise", "told by a rank"]]}
+        )
         assert all(map(is_alive, ranks))
 
         def on_event(event: Event) -> None:
@@ -64,13 +71,18 @@ def test_ranks_wait_for_the_run_directory_and_are_watched_like_others(tmp_path: 
     assert sum(isinstance(event, Logged) for event in events) == 4
     assert ended.exit_code == 1
     assert ended.problem is not None
-    assert ended.problem.message == "rank 1 ended with exit code 1 before it could report: RuntimeError: told by a rank"
+    assert (
+        ended.problem.message
+        == "rank 1 ended with exit code 1 before it could report: RuntimeError: told by a rank"
+    )
     assert "ValueError: old" in absent.launcher_log.read_text()
     assert absent.launcher_log.read_text().count("RuntimeError: told by a rank") == 1
     assert left_over(before) == []
 
 
-def test_leaving_before_the_start_kills_ranks_and_writes_no_run_directory(tmp_path: Path, absent: RunDir) -> None:
+def test_leaving_before_the_start_kills_ranks_and_writes_no_run_directory(
+    tmp_path: Path, absent: RunDir
+) -> None:
     before = children()
     with start_early(fake_plan(absent, 2), resolved(tmp_path)) as early:
         assert early is not None
@@ -82,7 +94,9 @@ def test_leaving_before_the_start_kills_ranks_and_writes_no_run_directory(tmp_pa
     assert not absent.path.exists()
 
 
-def test_launcher_that_dies_early_answers_no_inspection_and_is_replaced(tmp_path: Path, absent: RunDir) -> None:
+def test_launcher_that_dies_early_answers_no_inspection_and_is_replaced(
+    tmp_path: Path, absent: RunDir
+) -> None:
     plan = fake_plan(absent, 2)
     with start_early(plan, resolved(tmp_path)) as early:
         assert early is not None
@@ -113,7 +127,9 @@ def test_log_that_cannot_be_copied_is_copied_later_and_its_end_is_known(tmp_path
     assert log.read_text() == "first\nsecond\n"
 
 
-def test_full_temporary_directory_means_no_early_start(tmp_path: Path, absent: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_temporary_directory_means_no_early_start(
+    tmp_path: Path, absent: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(path: Path, *_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 

@@ -22,7 +22,13 @@ class Data(Document):
 
 
 def files_of(
-    run: RunDir, recipe: Recipe, start: Start | None = None, *, text: str = BASE, overrides: tuple[str, ...] = (), key: str = "k1"
+    run: RunDir,
+    recipe: Recipe,
+    start: Start | None = None,
+    *,
+    text: str = BASE,
+    overrides: tuple[str, ...] = (),
+    key: str = "k1",
 ) -> RunFiles:
     return RunFiles(
         recipe_text=text,
@@ -62,12 +68,19 @@ def write_parts(runs: list[RunDir], step: int, *, on: tuple[int, ...] = (0, 1)) 
     """Write a checkpoint of which each machine has its part, on some of the machines."""
     files = {name: f"{name} of {step}".encode() for name in NAMES}
     parts = [("weights-0", "state.json"), ("weights-1", "state.json")]
-    facts = [{"host": f"host-{at}", "directory": str(run.path), "files": list(parts[at])} for at, run in enumerate(runs)]
+    facts = [
+        {"host": f"host-{at}", "directory": str(run.path), "files": list(parts[at])}
+        for at, run in enumerate(runs)
+    ]
     scratch = runs[0].path.with_name("scratch")
     scratch.mkdir(exist_ok=True)
     for name, raw in files.items():
         (scratch / name).write_bytes(raw)
-    manifest = Manifest(CHECKPOINT_KIND, {name: digest_file(scratch / name) for name in files}, {"step": step, "machines": facts})
+    manifest = Manifest(
+        CHECKPOINT_KIND,
+        {name: digest_file(scratch / name) for name in files},
+        {"step": step, "machines": facts},
+    )
     for at in on:
         folder = runs[at].checkpoint(step)
         folder.mkdir(parents=True)
@@ -80,10 +93,26 @@ def finish(run: RunDir, step: int) -> None:
     """Write the outcomes of ranks that have finished."""
     run.logs.mkdir(exist_ok=True)
     for rank in range(2):
-        outcome = {"rank": rank, "exit_code": 0, "exit_reason": "finished", "step": step, "time": 1.0, "problem": None, "loss": 1.5}
+        outcome = {
+            "rank": rank,
+            "exit_code": 0,
+            "exit_reason": "finished",
+            "step": step,
+            "time": 1.0,
+            "problem": None,
+            "loss": 1.5,
+        }
         run.rank_outcome(rank).write_text(json.dumps(outcome))
 
 
 def write_heartbeat(run: RunDir, rank: int, pid: int) -> None:
-    beat = {"rank": rank, "pid": pid, "step": 3, "phase": "training", "time": 0.0, "progressed_at": 0.0, "silent_seconds": 0.0}
+    beat = {
+        "rank": rank,
+        "pid": pid,
+        "step": 3,
+        "phase": "training",
+        "time": 0.0,
+        "progressed_at": 0.0,
+        "silent_seconds": 0.0,
+    }
     run.rank_heartbeat(rank).write_text(json.dumps(beat))

@@ -43,11 +43,17 @@ def save_on_ranks(world_size: int, folder: Path, state_of: Callable[[int], Mappi
 def finish_checkpoint(folder: Path, step: int) -> None:
     """Writes the manifest that makes a checkpoint of ours complete."""
     files = {name: digest_file(folder / name) for name in list_files(folder)}
-    (folder / MANIFEST_NAME).write_text(Manifest(CHECKPOINT_KIND, files, {"step": step, "world_size": 1}).to_json())
+    (folder / MANIFEST_NAME).write_text(
+        Manifest(CHECKPOINT_KIND, files, {"step": step, "world_size": 1}).to_json()
+    )
 
 
 def make_run(
-    path: Path, states: Mapping[int, Mapping[str, torch.Tensor]], *, model: Path | None = None, recipe: Recipe | None = None
+    path: Path,
+    states: Mapping[int, Mapping[str, torch.Tensor]],
+    *,
+    model: Path | None = None,
+    recipe: Recipe | None = None,
 ) -> Path:
     """A run directory with one complete checkpoint per step."""
     path.mkdir(parents=True)
@@ -74,10 +80,17 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Same dtype, shape and bytes; NaNs included."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    left, right = (tensor.contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0) for tensor in (one, other))
+    left, right = (
+        tensor.contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0)
+        for tensor in (one, other)
+    )
     return torch.equal(left, right)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file under `folder` with its bytes."""
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }

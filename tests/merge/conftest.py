@@ -26,7 +26,8 @@ def _one_thread() -> Iterator[None]:
 
 
 class ChildInProcess:
-    """Stands for `load_check.Child`: the answers without a process that imports torch and transformers, which takes 7 s."""
+    """Stands for `load_check.Child`: the answers without a process that imports torch and transformers, which
+    takes 7 s."""
 
     def __init__(self, mode: str, folder: Path) -> None:
         self._mode, self._folder = mode, folder

@@ -1,4 +1,5 @@
-"""LoRA adapters as PEFT writes them, and their expected merge in torch; names and scaling are hand-written from PEFT."""
+"""LoRA adapters as PEFT writes them, and their expected merge in torch; names and scaling are hand-written
+from PEFT."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ State = dict[str, torch.Tensor]
 
 
 def values(*shape: int, seed: int) -> torch.Tensor:
-    """Small multiples of 1/16: sums of products of these are exact in fp32, so results are compared bit for bit."""
+    """Small multiples of 1/16: sums of products of these are exact in fp32, so results are compared bit for
+    bit."""
     return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).float() / 16
 
 
@@ -60,7 +62,10 @@ def factors(model: nn.Module, *ends: str, rank: int = RANK) -> dict[str, State]:
             }
         else:
             rows, columns = module.weight.T.shape if isinstance(module, Conv1D) else module.weight.shape
-            found[name] = {"lora_A": values(rank, columns, seed=number), "lora_B": values(rows, rank, seed=number + 500)}
+            found[name] = {
+                "lora_A": values(rank, columns, seed=number),
+                "lora_B": values(rows, rank, seed=number + 500),
+            }
     assert found
     return found
 
@@ -72,7 +77,9 @@ def key(module: str, part: str, adapter: str | None = None) -> str:
 
 def adapter_state(adapter: Mapping[str, State], name: str | None = None) -> State:
     """The factors alone, with the adapter's name as inside a model, or without it as in an adapter's file."""
-    return {key(module, part, name): tensor for module, parts in adapter.items() for part, tensor in parts.items()}
+    return {
+        key(module, part, name): tensor for module, parts in adapter.items() for part, tensor in parts.items()
+    }
 
 
 def whole_state(model: nn.Module, adapter: Mapping[str, State], *, saved: Mapping[str, State] = {}) -> State:
@@ -88,8 +95,11 @@ def whole_state(model: nn.Module, adapter: Mapping[str, State], *, saved: Mappin
     return state | adapter_state(adapter, "default")
 
 
-def added(model: nn.Module, adapter: Mapping[str, State], *, rslora: bool = False, alpha: float = ALPHA) -> State:
-    """The state dict of the base with every layer's scaling · B·A added, in float64, rounded to the base's type once."""
+def added(
+    model: nn.Module, adapter: Mapping[str, State], *, rslora: bool = False, alpha: float = ALPHA
+) -> State:
+    """The state dict of the base with every layer's scaling · B·A added, in float64, rounded to the base's
+    type once."""
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for module, parts in adapter.items():
         is_embedding = "lora_embedding_A" in parts
@@ -110,5 +120,8 @@ def write_config(folder: Path, **changes: Any) -> Path:
 
 def adapter_directory(folder: Path, state: State, **changes: Any) -> Path:
     write_config(folder, **changes)
-    save_file({name: tensor.clone().contiguous() for name, tensor in state.items()}, folder / "adapter_model.safetensors")
+    save_file(
+        {name: tensor.clone().contiguous() for name, tensor in state.items()},
+        folder / "adapter_model.safetensors",
+    )
     return folder

@@ -1,4 +1,5 @@
-"""Worlds of several ranks as threads of this process, with torch's own threaded process group: a save of 8 ranks takes 50 ms."""
+"""Worlds of several ranks as threads of this process, with torch's own threaded process group: a save of 8
+ranks takes 50 ms."""
 
 from __future__ import annotations
 
@@ -9,7 +10,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup, _install_threaded_pg, _uninstall_threaded_pg
+from torch.testing._internal.distributed.multi_threaded_pg import (
+    ProcessLocalGroup,
+    _install_threaded_pg,
+    _uninstall_threaded_pg,
+)
 
 
 def run_ranks(world_size: int, function: Callable[[int], None]) -> None:

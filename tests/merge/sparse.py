@@ -10,7 +10,13 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 
 def _archive_around(rows: int, columns: int) -> tuple[bytes, bytes]:
@@ -32,7 +38,9 @@ def _archive_around(rows: int, columns: int) -> tuple[bytes, bytes]:
     return raw[:at], raw[at + size_bytes :]
 
 
-def write_sparse_checkpoint(folder: Path, *, tensors: int, chunks: int, size_bytes: int, columns: int = 4096) -> None:
+def write_sparse_checkpoint(
+    folder: Path, *, tensors: int, chunks: int, size_bytes: int, columns: int = 4096
+) -> None:
     """`tensors` fp32 matrices, each in `chunks` row slices over as many rank files, `size_bytes` in all."""
     folder.mkdir(parents=True)
     rows = size_bytes // tensors // chunks // columns // 4
@@ -41,10 +49,17 @@ def write_sparse_checkpoint(folder: Path, *, tensors: int, chunks: int, size_byt
     entries, storage = {}, {}
     for number in range(tensors):
         name = f"model.layers.{number}.weight"
-        pieces = [ChunkStorageMetadata(torch.Size([rank * rows, 0]), torch.Size([rows, columns])) for rank in range(chunks)]
-        entries[name] = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size([rows * chunks, columns]), pieces)
+        pieces = [
+            ChunkStorageMetadata(torch.Size([rank * rows, 0]), torch.Size([rows, columns]))
+            for rank in range(chunks)
+        ]
+        entries[name] = TensorStorageMetadata(
+            TensorProperties(dtype=torch.float32), torch.Size([rows * chunks, columns]), pieces
+        )
         for rank in range(chunks):
-            storage[MetadataIndex(name, [rank * rows, 0])] = _StorageInfo(f"__{rank}_0.distcp", number * length, length)
+            storage[MetadataIndex(name, [rank * rows, 0])] = _StorageInfo(
+                f"__{rank}_0.distcp", number * length, length
+            )
     for rank in range(chunks):
         with open(folder / f"__{rank}_0.distcp", "wb") as file:
             for number in range(tensors):

@@ -1,4 +1,5 @@
-"""LoRA adapters are merged into their base as by torch, or exported under PEFT's names; anything but plain LoRA is refused."""
+"""LoRA adapters are merged into their base as by torch, or exported under PEFT's names; anything but plain
+LoRA is refused."""
 
 from __future__ import annotations
 
@@ -21,7 +22,17 @@ from fsdp_tune.merge.lora import adapt
 from fsdp_tune.run.base_model import BASE_FILE, BaseModel
 from tests.merge import peft
 from tests.merge.checkpoints import SHARDS, make_run, merged_tensors, same_bits, save_dcp, save_on_ranks
-from tests.merge.peft import PREFIX, adapter_directory, adapter_state, added, exact, factors, values, whole_state, write_config
+from tests.merge.peft import (
+    PREFIX,
+    adapter_directory,
+    adapter_state,
+    added,
+    exact,
+    factors,
+    values,
+    whole_state,
+    write_config,
+)
 from tests.merge.test_merging_values import model_directory, small_gpt2, small_llama
 from tests.parity.architectures import make_model
 from tests.parity.peft_adapters import make_adapter
@@ -52,7 +63,8 @@ def base(llama, tmp_path) -> Path:
     return base_directory(llama, tmp_path / "base")
 
 
-# --------------------------------------------------------------------------------------------- where an adapter comes from
+# --------------------------------------------------------------------------------------------- where an
+# adapter comes from
 
 
 def sharded_peft_model(folder: Path, state: dict[str, torch.Tensor]) -> Path:
@@ -60,12 +72,20 @@ def sharded_peft_model(folder: Path, state: dict[str, torch.Tensor]) -> Path:
 
     def state_of(rank: int):
         mesh = init_device_mesh("cpu", (3,))
-        return {"model": {name: distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None) for name, value in state.items()}}
+        return {
+            "model": {
+                name: distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None)
+                for name, value in state.items()
+            }
+        }
 
     return save_on_ranks(3, folder, state_of)
 
 
-@pytest.mark.parametrize("source", ["whole model", "whole model, base beside", "adapter shards", "adapter pickle", "adapter directory"])
+@pytest.mark.parametrize(
+    "source",
+    ["whole model", "whole model, base beside", "adapter shards", "adapter pickle", "adapter directory"],
+)
 def test_adapter_is_added_to_base_weights(source, llama, base, tmp_path, merge):
     adapter = factors(llama, *LINEAR)
     folder = write_config(tmp_path / "c", base_model_name_or_path=str(base))
@@ -73,7 +93,9 @@ def test_adapter_is_added_to_base_weights(source, llama, base, tmp_path, merge):
         sharded_peft_model(folder / SHARDS, whole_state(llama, adapter))
     elif source == "adapter shards":  # as Accelerate saves them: without the adapter's name
         sharded_peft_model(folder / SHARDS, adapter_state(adapter))
-    elif source == "adapter pickle":  # Accelerate's FULL_STATE_DICT: what is not frozen, with the adapter's name
+    elif (
+        source == "adapter pickle"
+    ):  # Accelerate's FULL_STATE_DICT: what is not frozen, with the adapter's name
         torch.save(adapter_state(adapter, "default"), folder / "pytorch_model_fsdp.bin")
     else:
         adapter_directory(folder, adapter_state(adapter), base_model_name_or_path=str(base))
@@ -93,7 +115,9 @@ def test_adapter_is_added_to_base_weights(source, llama, base, tmp_path, merge):
 
 def test_run_of_a_peft_model_is_merged_and_exported(llama, tmp_path, merge):
     adapter = factors(llama, *LINEAR)
-    run = make_run(tmp_path / "run", {5: whole_state(llama, adapter)}, model=model_directory(llama, tmp_path / "m"))
+    run = make_run(
+        tmp_path / "run", {5: whole_state(llama, adapter)}, model=model_directory(llama, tmp_path / "m")
+    )
     write_config(run / "model", base_model_name_or_path="org/base")
     assert_tensors(merge(run, output=None, dtype="keep").output, added(llama, adapter))
     exported = merge(run, output=None, dtype="keep", adapter=True)
@@ -107,7 +131,9 @@ def test_merged_model_computes_like_the_adapted_one(llama, base, tmp_path, merge
     loaded = AutoModelForCausalLM.from_pretrained(merge(folder, verify="full").output).eval()
 
     def beside(layer, parts):
-        layer.register_forward_hook(lambda _, inputs, out: out + 2 * (inputs[0] @ parts["lora_A"].T) @ parts["lora_B"].T)
+        layer.register_forward_hook(
+            lambda _, inputs, out: out + 2 * (inputs[0] @ parts["lora_A"].T) @ parts["lora_B"].T
+        )
 
     for module, parts in adapter.items():
         beside(llama.get_submodule(module), parts)
@@ -143,9 +169,13 @@ def test_base_in_the_cache_of_the_hub_is_read_through_its_links(llama, tmp_path,
 
 
 @pytest.mark.parametrize(("trained_on", "read"), [("org/base", "abc"), ("org/other", "main"), (None, "main")])
-def test_base_of_the_hub_is_read_at_the_commit_of_training(trained_on, read, llama, tmp_path, merge, monkeypatch):
+def test_base_of_the_hub_is_read_at_the_commit_of_training(
+    trained_on, read, llama, tmp_path, merge, monkeypatch
+):
     base, adapter = base_directory(llama, tmp_path / "base"), factors(llama, "q_proj")
-    folder = adapter_directory(tmp_path / "a", adapter_state(adapter), base_model_name_or_path="org/base", revision="main")
+    folder = adapter_directory(
+        tmp_path / "a", adapter_state(adapter), base_model_name_or_path="org/base", revision="main"
+    )
     if trained_on is not None:
         BaseModel(trained_on, "abc").write(folder / BASE_FILE)
     revisions = []
@@ -159,7 +189,8 @@ def test_base_of_the_hub_is_read_at_the_commit_of_training(trained_on, read, lla
     assert revisions == [read]
 
 
-# ------------------------------------------------------------------------------------------------------------- arithmetic
+# -------------------------------------------------------------------------------------------------------------  # noqa: E501
+# arithmetic
 
 
 @pytest.mark.parametrize(
@@ -181,10 +212,12 @@ def test_scaling_equals_peft(config, scaling, llama, base, tmp_path, merge):
 
 
 @pytest.mark.parametrize(
-    ("saved_flag", "targets"), [(True, ("c_attn", "c_proj", "c_fc")), (False, ("c_attn", "c_proj", "c_fc", "lm_head"))]
+    ("saved_flag", "targets"),
+    [(True, ("c_attn", "c_proj", "c_fc")), (False, ("c_attn", "c_proj", "c_fc", "lm_head"))],
 )
 def test_conv1d_weights_are_transposed_also_where_they_are_square(saved_flag, targets, tmp_path, merge):
-    """PEFT's flag tells the kind of the last layer that it wrapped; with a head among them it is wrong for all others."""
+    """PEFT's flag tells the kind of the last layer that it wrapped; with a head among them it is wrong for
+    all others."""
     model = exact(small_gpt2())
     adapter = factors(model, *targets)
     base = base_directory(model, tmp_path / "base")
@@ -214,7 +247,10 @@ def test_adapter_sum_is_rounded_once(kind, option, tmp_path, merge):
     base = {"w.weight": torch.randn(70, 50).to(kind), "other.weight": torch.randn(3).to(kind)}
     a, b = torch.randn(4, 50).to(kind), torch.randn(70, 4).to(kind)
     state = {f"{PREFIX}w.base_layer.weight": base["w.weight"], f"{PREFIX}other.weight": base["other.weight"]}
-    save_dcp({"model": state | {key(side): value for side, value in (("A", a), ("B", b))}}, write_config(tmp_path / "c") / SHARDS)
+    save_dcp(
+        {"model": state | {key(side): value for side, value in (("A", a), ("B", b))}},
+        write_config(tmp_path / "c") / SHARDS,
+    )
     merged = merged_tensors(merge(tmp_path / "c", dtype=option).output)["w.weight"]
     wide = base["w.weight"].double() + 2 * b.double() @ a.double()
     assert merged.dtype == {"keep": kind, "bf16": torch.bfloat16, "fp32": torch.float32}[option]
@@ -229,7 +265,8 @@ def key(side: str) -> str:
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("shape", [(1, 700), (700, 1), (97, 31), (5, 3000), (256, 64)])
 def test_delta_slabs_match_boxes_of_any_size(shape, transposed, tmp_path, merge, monkeypatch):
-    """Buffers of 1 KiB and slabs of 4 KiB: rows longer than a buffer, slabs of many boxes, a last one that is cut short."""
+    """Buffers of 1 KiB and slabs of 4 KiB: rows longer than a buffer, slabs of many boxes, a last one that is
+    cut short."""
     for module in (gather, write):
         monkeypatch.setattr(module, "BUFFER_BYTES", 1024)
     monkeypatch.setattr(write, "_SUM_BYTES", 4096)
@@ -243,7 +280,8 @@ def test_delta_slabs_match_boxes_of_any_size(shape, transposed, tmp_path, merge,
         names = ("lora_A.default.weight", "lora_B.default.weight")
     state = {f"{PREFIX}w.base_layer.weight": weight, f"{PREFIX}n.weight": values(3, seed=4)}
     sharded_peft_model(
-        write_config(tmp_path / "c") / SHARDS, state | {f"{PREFIX}w.{name}": part for name, part in zip(names, (a, b), strict=True)}
+        write_config(tmp_path / "c") / SHARDS,
+        state | {f"{PREFIX}w.{name}": part for name, part in zip(names, (a, b), strict=True)},
     )
     assert same_bits(merged_tensors(merge(tmp_path / "c").output)["w.weight"], weight + delta)
 
@@ -254,9 +292,15 @@ def test_large_factors_respect_memory_budget(tmp_path, merge, monkeypatch):
     monkeypatch.setattr(write, "HELD_BYTES", 16)
     state, expected = {f"{PREFIX}n.weight": values(3, seed=0)}, {}
     for number in range(12):
-        weight, a, b = values(20, 30, seed=number), values(4, 30, seed=50 + number), values(20, 4, seed=99 + number)
+        weight, a, b = (
+            values(20, 30, seed=number),
+            values(4, 30, seed=50 + number),
+            values(20, 4, seed=99 + number),
+        )
         state |= {f"{PREFIX}w{number}.base_layer.weight": weight}
-        state |= {f"{PREFIX}w{number}.lora_{side}.default.weight": value for side, value in (("A", a), ("B", b))}
+        state |= {
+            f"{PREFIX}w{number}.lora_{side}.default.weight": value for side, value in (("A", a), ("B", b))
+        }
         expected[f"w{number}.weight"] = weight + 2 * (b @ a)
     save_dcp({"model": state}, write_config(tmp_path / "c") / SHARDS)
     assert_tensors(merge(tmp_path / "c").output, expected | {"n.weight": values(3, seed=0)})
@@ -265,17 +309,25 @@ def test_large_factors_respect_memory_budget(tmp_path, merge, monkeypatch):
 def test_average_of_merged_checkpoints_is_the_mean_of_their_sums(llama, tmp_path, merge):
     first, second = (
         factors(llama, "q_proj"),
-        {name: {part: -3 * value for part, value in parts.items()} for name, parts in factors(llama, "q_proj").items()},
+        {
+            name: {part: -3 * value for part, value in parts.items()}
+            for name, parts in factors(llama, "q_proj").items()
+        },
     )
     run = make_run(
-        tmp_path / "run", {1: whole_state(llama, first), 2: whole_state(llama, second)}, model=model_directory(llama, tmp_path / "m")
+        tmp_path / "run",
+        {1: whole_state(llama, first), 2: whole_state(llama, second)},
+        model=model_directory(llama, tmp_path / "m"),
     )
     write_config(run / "model")
     one, two = added(llama, first), added(llama, second)
-    assert_tensors(merge(run, dtype="keep", average="last:2").output, {name: (one[name] + two[name]) / 2 for name in one})
+    assert_tensors(
+        merge(run, dtype="keep", average="last:2").output, {name: (one[name] + two[name]) / 2 for name in one}
+    )
 
 
-# --------------------------------------------------------------------- what stands beside the factors: embeddings, heads, biases
+# --------------------------------------------------------------------- what stands beside the factors:
+# embeddings, heads, biases
 
 
 def test_adapted_embedding_leaves_tied_head_unchanged(tmp_path, merge):
@@ -309,7 +361,9 @@ def test_embeddings_that_were_tied_in_training_stay_tied(tmp_path, merge):
     model = exact(small_gpt2())
     adapter = factors(model, "wte")
     base = base_directory(model, tmp_path / "base")
-    result = merge(adapter_directory(tmp_path / "a", adapter_state(adapter), ensure_weight_tying=True), base=str(base))
+    result = merge(
+        adapter_directory(tmp_path / "a", adapter_state(adapter), ensure_weight_tying=True), base=str(base)
+    )
     expected = added(model, adapter)
     del expected["lm_head.weight"]
     assert_tensors(result.output, expected)
@@ -330,13 +384,17 @@ def test_modules_to_save_replace_base_weights(source, llama, base, tmp_path, mer
 def test_grown_vocabulary_is_in_config(llama, base, tmp_path, merge):
     adapter, embedding, head = factors(llama, "q_proj"), values(65, 32, seed=7), values(65, 32, seed=8)
     grown = {"model.embed_tokens.weight": embedding, "lm_head.weight": head}
-    folder = adapter_directory(tmp_path / "a", adapter_state(adapter) | {PREFIX + name: value for name, value in grown.items()})
+    folder = adapter_directory(
+        tmp_path / "a", adapter_state(adapter) | {PREFIX + name: value for name, value in grown.items()}
+    )
     (folder / "tokenizer.json").write_text('{"version": "grown"}')
     result = merge(folder, base=str(base), verify="full")
     assert_tensors(result.output, added(llama, adapter) | grown)
     assert json.loads((result.output / "config.json").read_text())["vocab_size"] == 65
     assert "grown" in (result.output / "tokenizer.json").read_text()
-    assert not (result.output / "chat_template.jinja").exists()  # the base's, which knows nothing of the new tokens
+    assert not (
+        result.output / "chat_template.jinja"
+    ).exists()  # the base's, which knows nothing of the new tokens
 
 
 def test_trained_biases_replace_and_biases_of_factors_are_added(tmp_path, merge):
@@ -358,25 +416,38 @@ def test_base_without_model_prefix_keeps_its_names(tmp_path, merge):
     model = exact(small_gpt2())
     adapter = factors(model, "c_attn")
     base = model_directory(model, tmp_path / "base")
-    short = {name.removeprefix("transformer."): value for name, value in model.state_dict().items() if name != "lm_head.weight"}
+    short = {
+        name.removeprefix("transformer."): value
+        for name, value in model.state_dict().items()
+        if name != "lm_head.weight"
+    }
     peft.save_file(short, base / "model.safetensors", metadata={"format": "pt"})
     folder = adapter_directory(tmp_path / "a", adapter_state(adapter), fan_in_fan_out=True)
-    expected = {name.removeprefix("transformer."): value for name, value in added(model, adapter).items() if name != "lm_head.weight"}
+    expected = {
+        name.removeprefix("transformer."): value
+        for name, value in added(model, adapter).items()
+        if name != "lm_head.weight"
+    }
     result = merge(folder, base=str(base))
     assert_tensors(result.output, expected)
     assert same_bits(
-        AutoModelForCausalLM.from_pretrained(result.output).state_dict()["transformer.h.1.attn.c_attn.weight"],
+        AutoModelForCausalLM.from_pretrained(result.output).state_dict()[
+            "transformer.h.1.attn.c_attn.weight"
+        ],
         expected["h.1.attn.c_attn.weight"],
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------- export
+# -----------------------------------------------------------------------------------------------------------------  # noqa: E501
+# export
 
 
 @pytest.mark.parametrize("source", ["whole model", "adapter shards"])
 def test_export_loads_with_peft(source, llama, tmp_path, merge):
     adapter, head = factors(llama, *LINEAR, "embed_tokens"), values(61, 32, seed=7)
-    folder = write_config(tmp_path / "c", modules_to_save=["lm_head"], inference_mode=False, auto_mapping={"kept": 1})
+    folder = write_config(
+        tmp_path / "c", modules_to_save=["lm_head"], inference_mode=False, auto_mapping={"kept": 1}
+    )
     state = whole_state(llama, adapter, saved={"lm_head": {"weight": head}})
     if source == "adapter shards":
         state = {name: value for name, value in state.items() if "lora_" in name or "modules_to_save" in name}
@@ -384,9 +455,19 @@ def test_export_loads_with_peft(source, llama, tmp_path, merge):
     (folder / "tokenizer.json").write_text("{}")
     result = merge(folder, adapter=True, base="org/base", dtype="keep")
     assert_tensors(result.output, adapter_state(adapter) | {f"{PREFIX}lm_head.weight": head})
-    assert set(result.files) == {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "merge.json", "README.md"}
+    assert set(result.files) == {
+        "adapter_model.safetensors",
+        "adapter_config.json",
+        "tokenizer.json",
+        "merge.json",
+        "README.md",
+    }
     config = json.loads((result.output / "adapter_config.json").read_text())
-    assert (config["base_model_name_or_path"], config["inference_mode"], config["auto_mapping"]) == ("org/base", True, {"kept": 1})
+    assert (config["base_model_name_or_path"], config["inference_mode"], config["auto_mapping"]) == (
+        "org/base",
+        True,
+        {"kept": 1},
+    )
     card = (result.output / "README.md").read_text()
     assert 'base_model: "org/base"' in card
     assert 'library_name: "peft"' in card
@@ -398,14 +479,18 @@ def test_biases_are_exported_as_they_were_trained(bias, expected, tmp_path, merg
     folder = write_config(tmp_path / "c", bias=bias)
     save_dcp({"model": whole_state(model, factors(model, "attn.c_attn"))}, folder / SHARDS)
     names = [name for name in merged_tensors(merge(folder, adapter=True).output) if name.endswith(".bias")]
-    assert len(names) == (expected if bias != "all" else sum(name.endswith(".bias") for name, _ in model.named_parameters()))
+    assert len(names) == (
+        expected if bias != "all" else sum(name.endswith(".bias") for name, _ in model.named_parameters())
+    )
     assert all(name.startswith(PREFIX) for name in names)
     assert all(".base_layer." in name for name in names if "c_attn" in name)
 
 
 def test_adapters_beyond_plain_lora_can_be_exported(llama, tmp_path, merge):
     state = adapter_state(factors(llama, "q_proj"), "default")
-    state[f"{PREFIX}model.layers.0.self_attn.q_proj.lora_magnitude_vector.default.weight"] = values(32, seed=1)
+    state[f"{PREFIX}model.layers.0.self_attn.q_proj.lora_magnitude_vector.default.weight"] = values(
+        32, seed=1
+    )
     state[f"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta.default"] = values(2, 32, seed=1)
     folder = write_config(tmp_path / "c", use_dora=True)
     save_dcp({"model": state}, folder / SHARDS)
@@ -420,7 +505,9 @@ def test_dora_is_merged_as_peft_merges_it(dtype, tmp_path, merge):
     folder = make_adapter(base, {"r": 4, "use_dora": True}, tmp_path / "adapter")
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     expected = PeftModel.from_pretrained(model, folder).merge_and_unload().state_dict()
-    found = merged_tensors(merge(folder, base=str(base), dtype="fp32" if dtype == torch.float32 else "bf16").output)
+    found = merged_tensors(
+        merge(folder, base=str(base), dtype="fp32" if dtype == torch.float32 else "bf16").output
+    )
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         exact = expected[name].to(dtype)
@@ -433,7 +520,8 @@ def test_dora_without_magnitudes_is_refused(llama, base, tmp_path, merge):
         merge(folder, base=str(base))
 
 
-# ---------------------------------------------------------------------------------------------------------------- refusals
+# ----------------------------------------------------------------------------------------------------------------  # noqa: E501
+# refusals
 
 
 def refused(tmp_path: Path) -> list[str]:
@@ -479,14 +567,16 @@ def broken(kind: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
         "rank of the factors": state | {b: torch.ones(32, 5)},
         "rank of the config": state | {a: torch.ones(5, 32), b: torch.ones(32, 5)},
         "other base": state | {a: torch.ones(4, 31)},
-        "layer of another model": state | {name.replace("layers.0", "layers.7"): state[name] for name in (a, b)},
+        "layer of another model": state
+        | {name.replace("layers.0", "layers.7"): state[name] for name in (a, b)},
         "integers": state | {a: torch.ones(4, 32, dtype=torch.int8)},
         "empty": {name: torch.zeros(0) for name in state},
         "empty factor": state | {b: torch.ones(0, 4)},
         "convolution": state | {a: torch.ones(4, 32, 1, 1), b: torch.ones(32, 4, 1, 1)},
         "magnitudes": state | magnitudes,
         "unknown part": state | unknown,
-        "one over the other": state | {name.replace("q_proj.", "q_proj.base_layer."): state[name] for name in (a, b)},
+        "one over the other": state
+        | {name.replace("q_proj.", "q_proj.base_layer."): state[name] for name in (a, b)},
         "replaces what is not there": state | {f"{PREFIX}score.weight": torch.ones(2, 32)},
         "replaces by another shape": state | {f"{PREFIX}model.norm.weight": torch.ones(33)},
         "bias without a bias": state | {b.replace("weight", "bias"): torch.ones(32)},
@@ -517,7 +607,9 @@ BROKEN = {
 
 @pytest.mark.parametrize("kind", BROKEN)
 def test_mismatched_adapter_is_one_error_and_writes_nothing(kind, llama, base, tmp_path, merge):
-    folder = adapter_directory(tmp_path / "a", broken(kind, adapter_state(factors(llama, "q_proj", "k_proj"))))
+    folder = adapter_directory(
+        tmp_path / "a", broken(kind, adapter_state(factors(llama, "q_proj", "k_proj")))
+    )
     with pytest.raises(FailedError) as caught:
         merge(folder, base=str(base))
     assert [problem.code for problem in caught.value.problems] == [BROKEN[kind]]
@@ -536,8 +628,15 @@ def test_two_named_adapters_are_reported_by_name(llama, tmp_path, merge):
 
 @pytest.mark.parametrize(
     ("text", "code"),
-    [("{", "merge-adapter-config"), ("[]", "merge-adapter-config"), ('{"peft_type": "LORA", "rank_pattern": 3}', "merge-adapter-config")]
-    + [(f'{{"peft_type": "LORA", "r": 4, "lora_alpha": {alpha}}}', "merge-adapter-config") for alpha in ("null", '"8"', "NaN", "true")]
+    [
+        ("{", "merge-adapter-config"),
+        ("[]", "merge-adapter-config"),
+        ('{"peft_type": "LORA", "rank_pattern": 3}', "merge-adapter-config"),
+    ]
+    + [
+        (f'{{"peft_type": "LORA", "r": 4, "lora_alpha": {alpha}}}', "merge-adapter-config")
+        for alpha in ("null", '"8"', "NaN", "true")
+    ]
     + [('{"peft_type": "LORA", "r": 4, "alpha_pattern": {"(": 1}}', "merge-adapter-config")],
 )
 def test_invalid_adapter_config_is_named(text, code, llama, base, tmp_path, merge):
@@ -545,7 +644,10 @@ def test_invalid_adapter_config_is_named(text, code, llama, base, tmp_path, merg
     (folder / "adapter_config.json").write_text(text)
     with pytest.raises(FailedError) as caught:
         merge(folder, base=str(base))
-    assert (caught.value.problems[0].code, caught.value.problems[0].where.source) == (code, str(folder / "adapter_config.json"))
+    assert (caught.value.problems[0].code, caught.value.problems[0].where.source) == (
+        code,
+        str(folder / "adapter_config.json"),
+    )
 
 
 def test_without_a_config_the_error_names_the_option_that_provides_one(llama, tmp_path, merge):
@@ -557,7 +659,10 @@ def test_without_a_config_the_error_names_the_option_that_provides_one(llama, tm
         assert caught.value.exit_code == 2
     given = write_config(tmp_path / "elsewhere")
     for number, path in enumerate((given, given / "adapter_config.json")):
-        assert_tensors(merge(tmp_path / "c", adapter_config=path, output=tmp_path / f"out{number}").output, added(llama, adapter))
+        assert_tensors(
+            merge(tmp_path / "c", adapter_config=path, output=tmp_path / f"out{number}").output,
+            added(llama, adapter),
+        )
     with pytest.raises(FsdpTuneError, match=r"no adapter_config\.json here"):
         merge(tmp_path / "c", adapter_config=tmp_path)
 
@@ -566,9 +671,14 @@ def test_without_a_config_the_error_names_the_option_that_provides_one(llama, tm
 def test_without_a_config_the_error_has_the_file_to_write(ranks, llama, tmp_path, merge):
     adapter = factors(llama, "q_proj", "k_proj")
     for module, rank in ranks.items():
-        adapter[module] = {"lora_A": adapter[module]["lora_A"][:rank], "lora_B": adapter[module]["lora_B"][:, :rank]}
+        adapter[module] = {
+            "lora_A": adapter[module]["lora_A"][:rank],
+            "lora_B": adapter[module]["lora_B"][:, :rank],
+        }
     head = values(*llama.lm_head.weight.shape, seed=3)
-    save_dcp({"model": whole_state(llama, adapter, saved={"lm_head": {"weight": head}})}, tmp_path / "c" / SHARDS)
+    save_dcp(
+        {"model": whole_state(llama, adapter, saved={"lm_head": {"weight": head}})}, tmp_path / "c" / SHARDS
+    )
     with pytest.raises(FsdpTuneError, match=r"no adapter_config\.json") as caught:
         merge(tmp_path / "c")
     given, written = caught.value.problems[0].ways_out
@@ -651,7 +761,8 @@ def test_names_of_every_part_are_sorted():
         "m.e.lora_embedding_B": "m.e",
     }
     found = sort_names(
-        [PREFIX + name for name in names] + ["m.q.base_layer.weight", "h.modules_to_save.default.weight", "h.original_module.weight"],
+        [PREFIX + name for name in names]
+        + ["m.q.base_layer.weight", "h.modules_to_save.default.weight", "h.original_module.weight"],
         None,
     )
     assert found.factors.keys() == {"m.q", "m.e"}

@@ -1,4 +1,5 @@
-"""Adapters of stacked experts (`target_parameters`) are merged as PEFT merges them, into files with or without stacks."""
+"""Adapters of stacked experts (`target_parameters`) are merged as PEFT merges them, into files with or
+without stacks."""
 
 from __future__ import annotations
 
@@ -18,12 +19,19 @@ from fsdp_tune.merge.copy import gather, write
 from tests.model.families import FAMILIES
 from tests.parity.peft_adapters import make_adapter
 
-LORA = {"r": 3, "target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+LORA = {
+    "r": 3,
+    "target_modules": ["q_proj"],
+    "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "a tensor for each expert": ("qwen2_moe", {}),
     "Mixtral's names": ("mixtral", {}),
     "one parameter": ("mixtral", {"target_parameters": ["mlp.experts.down_proj"], "target_modules": []}),
-    "ranks of their own": ("qwen2_moe", {"rank_pattern": {"gate_up_proj": 2}, "alpha_pattern": {"down_proj": 5}, "use_rslora": True}),
+    "ranks of their own": (
+        "qwen2_moe",
+        {"rank_pattern": {"gate_up_proj": 2}, "alpha_pattern": {"down_proj": 5}, "use_rslora": True},
+    ),
     "one transposed stack": ("gpt_oss", {}),
 }
 
@@ -58,7 +66,9 @@ def test_experts_are_merged_as_peft_merges_them(case: str, merge: Any, tmp_path:
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
-def test_matrices_larger_than_a_buffer_are_merged_in_parts(family: str, merge: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_matrices_larger_than_a_buffer_are_merged_in_parts(
+    family: str, merge: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
     for module in (gather, write):
         monkeypatch.setattr(module, "BUFFER_BYTES", 640)
     base = make_base(family, tmp_path / "base")
@@ -73,17 +83,25 @@ def test_square_stacks_are_merged_by_the_sides_of_their_neighbour(merge: Any, tm
 def test_adapter_of_experts_is_exported_as_it_is(merge: Any, tmp_path: Path) -> None:
     base = make_base("mixtral", tmp_path / "base")
     adapter = make_adapter(base, LORA, tmp_path / "adapter")
-    exported, stored = (load_file(folder / WEIGHTS_FILE) for folder in (merge(adapter, adapter=True, dtype="keep").output, adapter))
+    exported, stored = (
+        load_file(folder / WEIGHTS_FILE)
+        for folder in (merge(adapter, adapter=True, dtype="keep").output, adapter)
+    )
     assert exported.keys() == stored.keys()
     assert all(torch.equal(exported[name], stored[name]) for name in stored)
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [({"r": 2}, "the rank of `model.layers.0.mlp.experts"), ({"target_parameters": ["experts.gate_proj"]}, "has no experts that fit")],
+    [
+        ({"r": 2}, "the rank of `model.layers.0.mlp.experts"),
+        ({"target_parameters": ["experts.gate_proj"]}, "has no experts that fit"),
+    ],
     ids=["another rank", "another parameter"],
 )
-def test_adapter_that_does_not_fit_the_experts_is_refused(change: dict[str, Any], words: str, merge: Any, tmp_path: Path) -> None:
+def test_adapter_that_does_not_fit_the_experts_is_refused(
+    change: dict[str, Any], words: str, merge: Any, tmp_path: Path
+) -> None:
     base = make_base("mixtral", tmp_path / "base")
     adapter = make_adapter(base, LORA | {"target_modules": []}, tmp_path / "adapter")
     path = adapter / CONFIG_FILE
@@ -100,25 +118,41 @@ def refusal(merge: Any, adapter: Path, base: Path) -> Problem:
 
 
 @pytest.mark.parametrize("parameter", ["self_attn.q_proj.weight", "mlp.down_proj.weight"])
-def test_adapter_of_a_single_matrix_by_its_parameter_is_not_supported(parameter: str, merge: Any, tmp_path: Path) -> None:
+def test_adapter_of_a_single_matrix_by_its_parameter_is_not_supported(
+    parameter: str, merge: Any, tmp_path: Path
+) -> None:
     base = make_base("llama", tmp_path / "base")
-    adapter = make_adapter(base, {"r": 3, "target_modules": [], "target_parameters": [parameter]}, tmp_path / "adapter")
+    adapter = make_adapter(
+        base, {"r": 3, "target_modules": [], "target_parameters": [parameter]}, tmp_path / "adapter"
+    )
     problem = refusal(merge, adapter, base)
     assert problem.code == "merge-adapter-unsupported"
     assert f"{parameter}`, which `target_parameters` names, is [" in problem.message
 
 
 @pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
-@pytest.mark.filterwarnings("ignore:Adapter 'default'")  # PEFT takes `lora_B.bias` for a part of a sharded tensor
+@pytest.mark.filterwarnings(
+    "ignore:Adapter 'default'"
+)  # PEFT takes `lora_B.bias` for a part of a sharded tensor
 def test_bias_of_an_adapter_without_one_in_the_base_is_not_supported(merge: Any, tmp_path: Path) -> None:
     base = make_base("llama", tmp_path / "base")
-    adapter = make_adapter(base, {"r": 3, "target_modules": ["q_proj"], "lora_bias": True}, tmp_path / "adapter")
+    adapter = make_adapter(
+        base, {"r": 3, "target_modules": ["q_proj"], "lora_bias": True}, tmp_path / "adapter"
+    )
     problem = refusal(merge, adapter, base)
     assert problem.code == "merge-adapter-unsupported"
-    assert "a bias (`lora_bias`) for `model.layers.0.self_attn.q_proj`, which has none in the base" in problem.message
+    assert (
+        "a bias (`lora_bias`) for `model.layers.0.self_attn.q_proj`, which has none in the base"
+        in problem.message
+    )
 
 
-def test_square_experts_without_a_neighbour_that_tells_their_axes_are_not_supported(merge: Any, tmp_path: Path) -> None:
+def test_square_experts_without_a_neighbour_that_tells_their_axes_are_not_supported(
+    merge: Any, tmp_path: Path
+) -> None:
     base = make_base("gpt_oss", tmp_path / "base", intermediate_size=16)  # gate_up_proj is square
     only = LORA | {"target_modules": [], "target_parameters": ["experts.gate_up_proj"]}
-    assert refusal(merge, make_adapter(base, only, tmp_path / "adapter"), base).code == "merge-adapter-unsupported"
+    assert (
+        refusal(merge, make_adapter(base, only, tmp_path / "adapter"), base).code
+        == "merge-adapter-unsupported"
+    )

@@ -1,4 +1,5 @@
-"""`--best` chooses by a score of `evaluation:` if the recipe's metric is one, and never falls back to another checkpoint."""
+"""`--best` chooses by a score of `evaluation:` if the recipe's metric is one, and never falls back to another
+checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the hub reads of a model card: base, relation, data sets and languages, from the recipe and the local cache."""
+"""What the hub reads of a model card: base, relation, data sets and languages, from the recipe and the local
+cache."""
 
 from __future__ import annotations
 
@@ -14,7 +15,10 @@ from fsdp_tune.recipe.schema.recipe import Recipe
 
 def card_of(base: str | None, *paths: str, is_adapter: bool = False, **source: str) -> ModelCard:
     recipe = Recipe.model_validate(
-        {"model": {"name_or_path": base}, "data": {"train": [{"path": path, **source} for path in paths], "max_length": 8}}
+        {
+            "model": {"name_or_path": base},
+            "data": {"train": [{"path": path, **source} for path in paths], "max_length": 8},
+        }
     )
     return ModelCard(model_card("mine", recipe, None, [], [("Step", "3")], is_adapter=is_adapter))
 
@@ -40,7 +44,9 @@ def test_hub_id_is_that_of_a_repository_or_none(name: str, expected: str | None)
     assert hub_id(name) == expected
 
 
-def test_directory_of_this_machine_is_not_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_of_this_machine_is_not_a_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "org" / "base").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert hub_id("org/base") is None
@@ -53,7 +59,8 @@ def test_card_has_the_relation_to_its_base(is_adapter: bool, relation: str) -> N
 
 
 def test_names_that_are_of_no_repository_are_not_in_the_card() -> None:
-    """`json` builds a data set from files, and what another tool wrote as a base may be a directory of its machine."""
+    """`json` builds a data set from files, and what another tool wrote as a base may be a directory of its
+    machine."""
     assert "datasets" not in card_of("org/base", "json", data_files="x.jsonl").data.to_dict()
     adapter = ModelCard(model_card("mine", None, None, [], [("Step", "3")], base="llama-7b", is_adapter=True))
     assert "base_model" not in adapter.data.to_dict()

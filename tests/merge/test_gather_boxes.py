@@ -1,4 +1,5 @@
-"""Boxes tile a tensor in output order, intersections with chunks are exact, and complete covers are recognised."""
+"""Boxes tile a tensor in output order, intersections with chunks are exact, and complete covers are
+recognised."""
 
 from __future__ import annotations
 
@@ -39,10 +40,14 @@ def test_empty_tensor_has_no_boxes_and_scalar_has_one():
 
 def grid(shape, cuts):
     """Chunks of the product of cuts along each dimension, as a mesh leaves them."""
-    edges = [sorted({0, size, *(cut % (size + 1) for cut in along)}) for size, along in zip(shape, cuts, strict=True)]
+    edges = [
+        sorted({0, size, *(cut % (size + 1) for cut in along)})
+        for size, along in zip(shape, cuts, strict=True)
+    ]
     pairs = [list(itertools.pairwise(edge)) for edge in edges]
     return [
-        Chunk(tuple(low for low, _ in bounds), tuple(high - low for low, high in bounds), NOWHERE) for bounds in itertools.product(*pairs)
+        Chunk(tuple(low for low, _ in bounds), tuple(high - low for low, high in bounds), NOWHERE)
+        for bounds in itertools.product(*pairs)
     ]
 
 

@@ -13,7 +13,8 @@ FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 def every_pattern(name: str) -> np.ndarray:
-    """All values of a 16-bit type; of the wider ones all exponents, both signs, and mantissas around every tie of bf16 and fp16."""
+    """All values of a 16-bit type; of the wider ones all exponents, both signs, and mantissas around every
+    tie of bf16 and fp16."""
     if name in ("float16", "bfloat16"):
         return np.arange(1 << 16, dtype=np.uint16).view(DTYPES[name].numpy)
     tops = np.arange(1 << 16, dtype=np.uint32) << 16
@@ -41,7 +42,9 @@ def test_conversion_rounds_as_torch_does(source, target):
     assert torch.equal(torch.signbit(ours[~nan]), torch.signbit(theirs[~nan]))
 
 
-@pytest.mark.parametrize("name", [name for name, dtype in DTYPES.items() if is_checked(dtype) and name != "complex64"])
+@pytest.mark.parametrize(
+    "name", [name for name, dtype in DTYPES.items() if is_checked(dtype) and name != "complex64"]
+)
 def test_non_finite_values_are_found_anywhere(name):
     dtype = DTYPES[name]
     tensor = torch.ones(4099).to(getattr(torch, name))
@@ -55,14 +58,20 @@ def test_non_finite_values_are_found_anywhere(name):
             assert all_finite(values, scratch) is expected
             counts = NonFinite()
             count_non_finite(values, counts)
-            assert (counts.nan, counts.inf) == (int(torch.isnan(spoiled.float()).sum()), int(torch.isinf(spoiled.float()).sum()))
+            assert (counts.nan, counts.inf) == (
+                int(torch.isnan(spoiled.float()).sum()),
+                int(torch.isinf(spoiled.float()).sum()),
+            )
 
 
 @pytest.mark.parametrize("name", FLOATS)
 def test_largest_finite_value_is_finite(name):
     info = torch.finfo(getattr(torch, name))
     values = (
-        torch.tensor([info.max, info.min, info.tiny, 0.0], dtype=getattr(torch, name)).view(torch.uint8).numpy().view(DTYPES[name].numpy)
+        torch.tensor([info.max, info.min, info.tiny, 0.0], dtype=getattr(torch, name))
+        .view(torch.uint8)
+        .numpy()
+        .view(DTYPES[name].numpy)
     )
     assert all_finite(values, np.empty(values.nbytes, np.uint8))
 
@@ -72,6 +81,8 @@ def test_element_types_have_the_names_and_sizes_of_torch_and_safetensors():
 
     for dtype in DTYPES.values():
         assert getattr(torch, dtype.name).itemsize == dtype.item_bytes
-        if dtype.name != "float8_e8m0fnu":  # in the format, and not in the table of safetensors' Python package
+        if (
+            dtype.name != "float8_e8m0fnu"
+        ):  # in the format, and not in the table of safetensors' Python package
             assert _TYPES[dtype.safetensors] == getattr(torch, dtype.name)
     assert len(OF_SAFETENSORS) == len(DTYPES)

@@ -33,16 +33,29 @@ def test_dtype_option_converts_floats_only(option, tmp_path, merge):
     merged = merged_tensors(merge(tmp_path / SHARDS, dtype=option).output)
     for name, value in STATE.items():
         floats = name not in ("integer", "byte", "bool", "fp8")
-        assert same_bits(merged[name], value.to(KINDS[option]) if floats and option != "keep" else value), name
+        assert same_bits(merged[name], value.to(KINDS[option]) if floats and option != "keep" else value), (
+            name
+        )
 
 
 def test_config_agrees_with_the_weights(tmp_path, merge):
     (tmp_path / "base").mkdir()
-    config = {"model_type": "x", "torch_dtype": "float64", "dtype": "float64", "text_config": {"torch_dtype": "float64", "a": 1}}
+    config = {
+        "model_type": "x",
+        "torch_dtype": "float64",
+        "dtype": "float64",
+        "text_config": {"torch_dtype": "float64", "a": 1},
+    }
     (tmp_path / "base" / "config.json").write_text(json.dumps(config))
     save_dcp({"model": STATE}, tmp_path / SHARDS)
     for option, name in (("keep", "float64"), ("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")):
-        output = merge(tmp_path / SHARDS, dtype=option, base=str(tmp_path / "base"), verify="none", output=tmp_path / option).output
+        output = merge(
+            tmp_path / SHARDS,
+            dtype=option,
+            base=str(tmp_path / "base"),
+            verify="none",
+            output=tmp_path / option,
+        ).output
         assert json.loads((output / "config.json").read_text()) == {
             "model_type": "x",
             "text_config": {"a": 1, "dtype": name, "torch_dtype": name},
@@ -52,11 +65,17 @@ def test_config_agrees_with_the_weights(tmp_path, merge):
 
 
 @pytest.mark.parametrize("option", ["keep", "bf16", "fp16"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e5m2])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e5m2]
+)
 def test_weights_that_are_not_finite_are_counted_by_tensor(option, dtype, tmp_path, merge):
     bad = torch.ones(5000)
     bad[7], bad[4000], bad[4999] = float("nan"), float("inf"), float("-inf")
-    state = {"good": torch.ones(10, dtype=torch.float32), "bad": bad.to(dtype), "worse": torch.full((3, 3), float("nan")).to(dtype)}
+    state = {
+        "good": torch.ones(10, dtype=torch.float32),
+        "bad": bad.to(dtype),
+        "worse": torch.full((3, 3), float("nan")).to(dtype),
+    }
     save_dcp({"model": state}, tmp_path / "c" / SHARDS)
     with pytest.raises(FsdpTuneError) as caught:
         merge(tmp_path / "c", dtype=option)
@@ -68,7 +87,10 @@ def test_weights_that_are_not_finite_are_counted_by_tensor(option, dtype, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
     result = merge(tmp_path / "c", dtype=option, allow_nonfinite=True)
     assert sum("not finite" in notice.message for notice in result.notices) == 2
-    assert json.loads((result.output / "merge.json").read_text())["non_finite"] == {"bad": "1 NaN, 2 infinite", "worse": "9 NaN"}
+    assert json.loads((result.output / "merge.json").read_text())["non_finite"] == {
+        "bad": "1 NaN, 2 infinite",
+        "worse": "9 NaN",
+    }
     kept = merged_tensors(result.output)["bad"].float()
     assert torch.equal(torch.isnan(kept), torch.isnan(bad))
     assert torch.equal(torch.isinf(kept), torch.isinf(bad))
@@ -91,14 +113,18 @@ def test_values_that_bf16_rounds_to_infinity_are_refused(tmp_path, merge):
 
 
 def test_model_that_diverged_everywhere_is_reported_briefly(tmp_path, merge):
-    save_dcp({"model": {f"layer.{index:03d}": torch.tensor([float("nan")]) for index in range(100)}}, tmp_path / "c" / SHARDS)
+    save_dcp(
+        {"model": {f"layer.{index:03d}": torch.tensor([float("nan")]) for index in range(100)}},
+        tmp_path / "c" / SHARDS,
+    )
     with pytest.raises(FsdpTuneError) as caught:
         merge(tmp_path / "c")
     assert len(caught.value.problems) == 21
     assert "80 more tensors" in caught.value.problems[-1].message
 
 
-# ----------------------------------------------------------------------------------------------------------- averages
+# -----------------------------------------------------------------------------------------------------------
+# averages
 
 
 def states(count: int) -> list[dict[str, torch.Tensor]]:
@@ -137,7 +163,10 @@ def test_average_is_computed_in_float64(option, tmp_path, merge):
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_tensors_larger_than_a_buffer_are_averaged(kind, tmp_path, merge):
     """The sum is in float64: four times the bytes of the 16-bit types."""
-    saved = [{"w": torch.randn(700, 500, generator=torch.Generator().manual_seed(seed)).to(kind)} for seed in (1, 2)]
+    saved = [
+        {"w": torch.randn(700, 500, generator=torch.Generator().manual_seed(seed)).to(kind)}
+        for seed in (1, 2)
+    ]
     run = make_run(tmp_path / "run", {1: saved[0], 2: saved[1]})
     merged = merged_tensors(merge(run, average="1,2", dtype="keep").output)["w"]
     assert same_bits(merged, ((saved[0]["w"].double() + saved[1]["w"].double()) / 2).to(kind))

@@ -66,7 +66,9 @@ def test_any_mesh_merges_to_the_full_tensors(model, max_shard_bytes, seed):
     def state_of(rank: int):
         mesh = init_device_mesh("cpu", mesh_shape)
         sharded = {
-            name: value if tensors[name][2] is None else distribute_tensor(value, mesh, tensors[name][2], src_data_rank=None)
+            name: value
+            if tensors[name][2] is None
+            else distribute_tensor(value, mesh, tensors[name][2], src_data_rank=None)
             for name, value in whole.items()
         }
         return {"model": sharded}
@@ -75,7 +77,9 @@ def test_any_mesh_merges_to_the_full_tensors(model, max_shard_bytes, seed):
     try:
         world_size = torch.Size(mesh_shape).numel()
         save_on_ranks(world_size, folder / "source", state_of)
-        merge_checkpoint(folder / "source", MergeOptions(output=folder / "out", max_shard_bytes=max_shard_bytes))
+        merge_checkpoint(
+            folder / "source", MergeOptions(output=folder / "out", max_shard_bytes=max_shard_bytes)
+        )
         merged = merged_tensors(folder / "out")
         assert merged.keys() == whole.keys()
         for name, value in whole.items():
@@ -87,7 +91,9 @@ def test_any_mesh_merges_to_the_full_tensors(model, max_shard_bytes, seed):
         shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize(("make", "mesh_shape"), [(small_gpt2, (1,)), (small_gpt2, (2, 2)), (small_llama, (3,))])
+@pytest.mark.parametrize(
+    ("make", "mesh_shape"), [(small_gpt2, (1,)), (small_gpt2, (2, 2)), (small_llama, (3,))]
+)
 def test_fsdp2_models_merge_to_their_full_state_dict(make, mesh_shape, tmp_path):
     """FSDP2 on one mesh, HSDP on a mesh of two: compared with what torch gathers."""
     gathered: dict[str, torch.Tensor] = {}
@@ -105,7 +111,10 @@ def test_fsdp2_models_merge_to_their_full_state_dict(make, mesh_shape, tmp_path)
         return {"model": get_model_state_dict(model)}
 
     save_on_ranks(torch.Size(mesh_shape).numel(), tmp_path / "pytorch_model_fsdp_0", state_of)
-    merge_checkpoint(tmp_path / "pytorch_model_fsdp_0", MergeOptions(output=tmp_path / "out", dtype="keep", max_shard_bytes=9000))
+    merge_checkpoint(
+        tmp_path / "pytorch_model_fsdp_0",
+        MergeOptions(output=tmp_path / "out", dtype="keep", max_shard_bytes=9000),
+    )
     merged = merged_tensors(tmp_path / "out")
     assert merged.keys() == gathered.keys()
     assert all(same_bits(merged[name], gathered[name]) for name in gathered)

@@ -121,10 +121,18 @@ def test_model_card_names_data_recipe_and_last_values(tmp_path):
 
 def test_value_of_a_step_before_the_merged_one_says_which_in_the_card(tmp_path):
     run = make_run(tmp_path / "run", {7: STATE})
-    lines = [{"step": 2, "eval_loss": 2.1}, {"step": 5, "loss": 3.0, "tokens": 100}, {"step": 7, "loss": None, "tokens": 140}]
+    lines = [
+        {"step": 2, "eval_loss": 2.1},
+        {"step": 5, "loss": 3.0, "tokens": 100},
+        {"step": 7, "loss": None, "tokens": 140},
+    ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     card = (merge_checkpoint(run, MergeOptions()).output / "README.md").read_text()
-    for text in ("| Training loss (step 5) | 3.0000 |", "| Evaluation loss (step 2) | 2.1000 |", "| Tokens trained on | 140 |"):
+    for text in (
+        "| Training loss (step 5) | 3.0000 |",
+        "| Evaluation loss (step 2) | 2.1000 |",
+        "| Tokens trained on | 140 |",
+    ):
         assert text in card, card
 
 
@@ -136,33 +144,52 @@ def test_names_in_the_card_are_neither_html_nor_links(tmp_path):
     run = make_run(tmp_path / "run", {7: STATE}, recipe=recipe)
     card = (merge_checkpoint(run, MergeOptions()).output / "README.md").read_text()
     (row,) = [line for line in card.splitlines() if line.startswith("| Data |")]
-    assert row == r"| Data | &lt;img src=x onerror=alert(1)&gt;.jsonl, \[free\](https://example.org/a\|b).jsonl |"
+    assert (
+        row
+        == r"| Data | &lt;img src=x onerror=alert(1)&gt;.jsonl, \[free\](https://example.org/a\|b).jsonl |"
+    )
 
 
 def test_card_names_files_without_their_folders(tmp_path):
     from fsdp_tune.recipe.schema.recipe import Data, DataSource, Model, Recipe
 
     data = Data(
-        train=[DataSource(path="/home/alice/secret project/rows.jsonl"), DataSource(path="/home/alice", data_files=["/home/alice/b"])]
+        train=[
+            DataSource(path="/home/alice/secret project/rows.jsonl"),
+            DataSource(path="/home/alice", data_files=["/home/alice/b"]),
+        ]
     )
     recipe = Recipe(model=Model(name_or_path="/home/alice/models/llama"), data=data)
     run = make_run(tmp_path / "run", {7: STATE}, recipe=recipe)
     card = (merge_checkpoint(run, MergeOptions()).output / "README.md").read_text()
     assert "home" not in card
-    for text in ("| Base model | llama |", "| Data | rows.jsonl, alice |", "name_or_path: llama", "path: rows.jsonl"):
+    for text in (
+        "| Base model | llama |",
+        "| Data | rows.jsonl, alice |",
+        "name_or_path: llama",
+        "path: rows.jsonl",
+    ):
         assert text in card, text
 
 
 def test_card_of_streamed_run_does_not_give_the_size_of_its_sample(tmp_path):
     run = make_run(tmp_path / "run", {7: STATE})
     train = {"rows": 991, "examples": 1000, "tokens": 4321}
-    for sample, expected in (({}, "991 rows of 1,000 examples, 4,321 tokens an epoch"), ({"stream_sample_rows": 1000}, "a stream")):
-        (run / "data.json").write_text(json.dumps({"key": "k", "report": {"sets": {"train": train}, **sample}}))
-        card = (merge_checkpoint(run, MergeOptions(output=tmp_path / expected[:5])).output / "README.md").read_text()
+    for sample, expected in (
+        ({}, "991 rows of 1,000 examples, 4,321 tokens an epoch"),
+        ({"stream_sample_rows": 1000}, "a stream"),
+    ):
+        (run / "data.json").write_text(
+            json.dumps({"key": "k", "report": {"sets": {"train": train}, **sample}})
+        )
+        card = (
+            merge_checkpoint(run, MergeOptions(output=tmp_path / expected[:5])).output / "README.md"
+        ).read_text()
         assert f"| Size of the data | {expected} |" in card
 
 
-# ------------------------------------------------------------------------------------------------------- transformers
+# -------------------------------------------------------------------------------------------------------
+# transformers
 
 
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
@@ -197,7 +224,12 @@ def test_valid_output_loads_without_warning(merged_gpt2):
 
 def test_model_too_large_for_the_memory_is_checked_by_shapes(merged_gpt2, monkeypatch):
     monkeypatch.setattr(loaded, "available_bytes", lambda: 1000)
-    assert loaded.main("forward", merged_gpt2) == {"where": "shapes", "report": {}, "finite": None, "shape": [1, 8, 61]}
+    assert loaded.main("forward", merged_gpt2) == {
+        "where": "shapes",
+        "report": {},
+        "finite": None,
+        "shape": [1, 8, 61],
+    }
 
 
 def test_parameter_list_comes_from_the_model(merged_gpt2):
@@ -236,7 +268,8 @@ def test_child_process_answers_what_its_module_computes(real_child, merged_gpt2)
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_verify_full_runs_in_child_processes(real_child, tmp_path, monkeypatch):
-    """A checkpoint of another tool with a base: the parameter list is compared during the copy, and the output loaded after it."""
+    """A checkpoint of another tool with a base: the parameter list is compared during the copy, and the
+    output loaded after it."""
     model = small_llama()
     save_dcp({"model": model.state_dict()}, tmp_path / "c" / SHARDS)
     base = model_directory(model, tmp_path / "base")
@@ -245,7 +278,9 @@ def test_verify_full_runs_in_child_processes(real_child, tmp_path, monkeypatch):
     for name in ("torch.py", "transformers.py", "numpy.py"):
         (tmp_path / "c" / name).write_text("open('sentinel', 'w')")
     monkeypatch.chdir(tmp_path / "c")
-    result = merge_checkpoint(tmp_path / "c", MergeOptions(output=tmp_path / "out", base=str(base), verify="full"))
+    result = merge_checkpoint(
+        tmp_path / "c", MergeOptions(output=tmp_path / "out", base=str(base), verify="full")
+    )
     assert result.verified == "full"
     assert [notice.code for notice in result.notices] == ["merge-bare"]
     assert not (tmp_path / "c" / "sentinel").exists()
@@ -256,7 +291,9 @@ def test_custom_code_is_never_run(merged_gpt2, tmp_path):
     folder = tmp_path / "custom"
     folder.mkdir()
     (folder / "config.json").write_text(
-        json.dumps({"model_type": "mine", "auto_map": {"AutoConfig": "mine.C", "AutoModelForCausalLM": "mine.M"}})
+        json.dumps(
+            {"model_type": "mine", "auto_map": {"AutoConfig": "mine.C", "AutoModelForCausalLM": "mine.M"}}
+        )
     )
     (folder / "mine.py").write_text("open('sentinel', 'w')")
     with pytest.raises(ValueError, match="trust_remote_code"):

@@ -39,7 +39,12 @@ def test_json_is_one_document_and_messages_go_to_stderr(run):
     result = invoke(run, "--json", "--step", 5, "--dtype", "bf16")
     document = json.loads(result.stdout)
     assert document["merged"] == str(run / "merged")
-    assert (document["step"], document["dtype"], document["tensors"], document["verified"]) == (5, "bfloat16", 1, "quick")
+    assert (document["step"], document["dtype"], document["tensors"], document["verified"]) == (
+        5,
+        "bfloat16",
+        1,
+        "quick",
+    )
     assert document["dtypes"] == {"bfloat16": 1}
     assert set(document["files"]) == {"README.md", "merge.json", "model.safetensors"}
     assert document["notices"][0]["code"] == "merge-bare"
@@ -67,12 +72,25 @@ def test_errors_are_in_the_document_with_their_exit_code(run, tmp_path):
         assert [error["code"] for error in json.loads(result.stdout)["errors"]] == [code]
     (run / "checkpoint-10" / SHARDS / "__0_0.distcp").write_bytes(b"")
     result = invoke(run / "checkpoint-10", "--json")
-    assert (result.exit_code, json.loads(result.stdout)["errors"][0]["code"]) == (1, "merge-incomplete-checkpoint")
+    assert (result.exit_code, json.loads(result.stdout)["errors"][0]["code"]) == (
+        1,
+        "merge-incomplete-checkpoint",
+    )
 
 
 def test_command_options_are_passed_to_merge(run, tmp_path):
     result = invoke(
-        run, "--output", tmp_path / "out", "--dtype", "fp16", "--max-shard-size", "1KB", "--verify", "none", "--average", "last:2"
+        run,
+        "--output",
+        tmp_path / "out",
+        "--dtype",
+        "fp16",
+        "--max-shard-size",
+        "1KB",
+        "--verify",
+        "none",
+        "--average",
+        "last:2",
     )
     assert result.exit_code == 0, result.output
     assert merged_tensors(tmp_path / "out")["w"].dtype == torch.float16
@@ -83,13 +101,18 @@ def test_command_options_are_passed_to_merge(run, tmp_path):
 def test_command_itself_never_imports_torch(run):
     show = "print(sorted({'torch', 'transformers'} & set(sys.modules)), file=sys.stderr)"
     code = f"import sys; from fsdp_tune.cli.app import app\ntry: app()\nfinally: {show}"
-    done = subprocess.run([sys.executable, "-c", code, "merge-checkpoint", str(run)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "merge-checkpoint", str(run)], capture_output=True, text=True, check=True
+    )
     assert done.stderr.splitlines()[-1] == "[]"
 
 
 def test_adapter_option_selects_merge_or_export(tmp_path):
     state = {f"base_model.model.w.lora_{side}.default.weight": torch.ones(4, 4) for side in "AB"}
-    state |= {"base_model.model.w.base_layer.weight": torch.ones(4, 4), "base_model.model.n.weight": torch.ones(2)}
+    state |= {
+        "base_model.model.w.base_layer.weight": torch.ones(4, 4),
+        "base_model.model.n.weight": torch.ones(2),
+    }
     save_dcp({"model": state}, write_config(tmp_path / "c") / SHARDS)
     merged = invoke(tmp_path / "c", "-o", tmp_path / "merged", "--merged", "--json")
     assert json.loads(merged.stdout)["adapter"]["is_exported"] is False
@@ -104,7 +127,13 @@ def test_adapter_option_selects_merge_or_export(tmp_path):
     assert invoke(tmp_path / "c", "-o", tmp_path / "again", "--adapter-config", elsewhere).exit_code == 0
 
 
-LINKS = ("tokenizer.model", "tokenizer_config.json", "config.json", "additional_chat_templates/tool.jinja", "modeling_x.py")
+LINKS = (
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "config.json",
+    "additional_chat_templates/tool.jinja",
+    "modeling_x.py",
+)
 
 
 @pytest.mark.parametrize("name", LINKS)

@@ -14,7 +14,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.merge.checkpoints import SHARDS, merged_tensors, same_bits
 
-DEMO = ("--set", "training.max_steps=4", "--set", "training.save_steps=2", "--set", "training.logging_steps=2")
+DEMO = (
+    "--set",
+    "training.max_steps=4",
+    "--set",
+    "training.save_steps=2",
+    "--set",
+    "training.logging_steps=2",
+)
 
 
 @pytest.mark.slow
@@ -24,9 +31,14 @@ def test_demo_merge_equals_save_pretrained_of_gathered_model(state_dict_type, tm
     command += ["--set", f"output_dir={tmp_path}/run", "--set", f"fsdp.state_dict_type={state_dict_type}"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    run, model = Path(tmp_path, "run"), AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "run" / "model"))
+    run, model = (
+        Path(tmp_path, "run"),
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "run" / "model")),
+    )
     if state_dict_type == "SHARDED_STATE_DICT":  # gathered by torch's own reader, in one process
-        state = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}  # tied: the embedding
+        state = {
+            name: value for name, value in model.state_dict().items() if name != "lm_head.weight"
+        }  # tied: the embedding
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             dcp.load({"model": state}, checkpoint_id=run / "checkpoint-4" / SHARDS, no_dist=True)

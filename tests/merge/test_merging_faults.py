@@ -37,7 +37,18 @@ STATE = {f"layer.{index}.weight": torch.randn(50, 40) for index in range(3)}
 MANY = {f"layer.{index}.weight": torch.randn(50, 40) for index in range(30)}
 OPTIONS = MergeOptions(dtype="keep", max_shard_bytes=17_000)
 LARGEST_FILE_BYTES = 4_096 + 2 * 8_000  # a page of header, two tensors
-OPERATIONS = ("open", "open_direct", "write", "fsync", "mkdir", "rename", "replace", "unlink", "rmtree", "fsync_dir")
+OPERATIONS = (
+    "open",
+    "open_direct",
+    "write",
+    "fsync",
+    "mkdir",
+    "rename",
+    "replace",
+    "unlink",
+    "rmtree",
+    "fsync_dir",
+)
 KILLED = 77
 
 
@@ -134,7 +145,9 @@ def test_killed_replacement_keeps_the_old_or_has_the_new(run, tmp_path, every):
         if not killed_at_operation(number, run, MergeOptions(dtype="bf16", overwrite=True)):
             break
         if output.exists():
-            assert contents(output) == old or {value.dtype for value in merged_tensors(output).values()} == {torch.bfloat16}, number
+            assert contents(output) == old or {value.dtype for value in merged_tensors(output).values()} == {
+                torch.bfloat16
+            }, number
         else:  # between the two renames: the old one is beside it, complete, and the next merge restores it
             (aside,) = run.glob(".merged.old.stage-*")
             assert contents(aside) == old
@@ -154,7 +167,8 @@ def test_output_interrupted_between_renames_is_restored(run):
 
 
 def leave_stage(run: Path, number: int, *, age_seconds: float = 0.0, **owner: object) -> Path:
-    """Leave the stage of a merge of this process, except for what `owner` changes; its last sign of life is so long ago."""
+    """Leave the stage of a merge of this process, except for what `owner` changes; its last sign of life is
+    so long ago."""
     stage = run / f".merged.stage-{number}"
     stage.mkdir()
     (stage / "model.safetensors").write_bytes(b"half")
@@ -173,7 +187,11 @@ ELSEWHERE = {"host": "elsewhere", "kernel": "another"}
 def test_stage_of_live_merge_is_kept(run):
     """On this machine by its process, on another one until 300 s after its last sign of life."""
     live = [leave_stage(run, 1), leave_stage(run, 2, age_seconds=200, **ELSEWHERE)]
-    dead = [leave_stage(run, 3, started="1"), leave_stage(run, 4, age_seconds=400, **ELSEWHERE), run / ".merged.stage-5"]
+    dead = [
+        leave_stage(run, 3, started="1"),
+        leave_stage(run, 4, age_seconds=400, **ELSEWHERE),
+        run / ".merged.stage-5",
+    ]
     dead[-1].mkdir()
     with stage_lock(live[0]).open():  # as a merge holds it
         result = merge_checkpoint(run, OPTIONS)
@@ -221,9 +239,14 @@ def test_file_size_limit_ends_in_one_error_and_nothing_left(run):
 
 @pytest.mark.parametrize(
     ("free_bytes", "free_files", "message"),
-    [(10_000, 10**6, r"needs .*; 9\.77 KiB are free"), (10**12, 2, r"has \d+ files, and the disk has room for 2 more files")],
+    [
+        (10_000, 10**6, r"needs .*; 9\.77 KiB are free"),
+        (10**12, 2, r"has \d+ files, and the disk has room for 2 more files"),
+    ],
 )
-def test_too_little_space_is_refused_before_a_byte_is_written(run, monkeypatch, free_bytes, free_files, message):
+def test_too_little_space_is_refused_before_a_byte_is_written(
+    run, monkeypatch, free_bytes, free_files, message
+):
     disk = SimpleNamespace(f_bavail=free_bytes, f_frsize=1, f_favail=free_files, f_files=10**6)
     monkeypatch.setattr(os, "statvfs", lambda _: disk)
     monkeypatch.setattr(Disk, "mkdir", lambda *_: pytest.fail("something was written"))
@@ -234,7 +257,9 @@ def test_too_little_space_is_refused_before_a_byte_is_written(run, monkeypatch, 
 
 def test_a_small_model_needs_little_space(run, monkeypatch):
     """What is needed is computed from the sizes of the files, for an output of some hundred kilobytes too."""
-    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=4 << 20, f_frsize=1, f_favail=50, f_files=10**6))
+    monkeypatch.setattr(
+        os, "statvfs", lambda _: SimpleNamespace(f_bavail=4 << 20, f_frsize=1, f_favail=50, f_files=10**6)
+    )
     assert merge_checkpoint(run, OPTIONS).files
 
 
@@ -254,7 +279,11 @@ def volume(tmp_path: Path) -> Iterator[Path]:
     """A small file system of its own, as a container's volume."""
     path = tmp_path / "volume"
     path.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100m,mode=755", "none", str(path)], capture_output=True, check=False)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=100m,mode=755", "none", str(path)],
+        capture_output=True,
+        check=False,
+    )
     if done.returncode != 0:
         pytest.skip(f"no file system may be mounted here: {done.stderr.decode().strip()}")
     yield path
@@ -282,7 +311,9 @@ def test_free_space_is_measured_at_the_destination(run, volume):
 
 def test_output_that_cannot_be_written_is_refused_before_anything_is_read(run, volume, monkeypatch):
     subprocess.run(["mount", "-o", "remount,ro", str(volume)], check=True)
-    monkeypatch.setattr("fsdp_tune.merge.merging.read_contents", lambda *_, **__: pytest.fail("the source was read"))
+    monkeypatch.setattr(
+        "fsdp_tune.merge.merging.read_contents", lambda *_, **__: pytest.fail("the source was read")
+    )
     for output in (volume, volume / "out"):
         with pytest.raises(FsdpTuneError, match="read-only") as caught:
             merge_checkpoint(run, MergeOptions(output=output, dtype="keep"))
@@ -324,7 +355,8 @@ def test_thread_error_ends_merge_cleanly(run):
 
 
 def test_source_rotated_during_merge_is_merged_completely(tmp_path):
-    """Every file is opened before the first byte is written, and what is open stays readable; most is read after that byte."""
+    """Every file is opened before the first byte is written, and what is open stays readable; most is read
+    after that byte."""
     save_dcp({"model": MANY}, tmp_path / "source" / SHARDS, single_file_per_rank=False)
     options = MergeOptions(output=tmp_path / "out", max_shard_bytes=OPTIONS.max_shard_bytes)
     merge_checkpoint(tmp_path / "source", options, Interrupting(lambda: shutil.rmtree(tmp_path / "source")))
@@ -333,13 +365,16 @@ def test_source_rotated_during_merge_is_merged_completely(tmp_path):
 
 
 def test_checkpoint_that_its_run_deletes_during_the_merge_is_reported_as_rotated(run, monkeypatch):
-    """The digests read a few bytes at a time and open the file by its name again, so that no file of a thousand stays open."""
+    """The digests read a few bytes at a time and open the file by its name again, so that no file of a
+    thousand stays open."""
     monkeypatch.setattr(manifest_check, "_TURN_BYTES", 64)
     monkeypatch.setattr(manifest_check, "_READ_BYTES", 64)
     rotated = threading.Event()
     turn = manifest_check.ManifestCheck._turn
 
-    def after_rotation(self: manifest_check.ManifestCheck, one: manifest_check._Running, buffer: memoryview) -> bool:
+    def after_rotation(
+        self: manifest_check.ManifestCheck, one: manifest_check._Running, buffer: memoryview
+    ) -> bool:
         if one.position:
             rotated.wait(30)
         return turn(self, one, buffer)
@@ -361,7 +396,9 @@ def test_source_of_too_many_files_that_is_rotated_away_is_one_error(tmp_path, mo
     save_dcp({"model": MANY}, tmp_path / "source" / SHARDS, single_file_per_rank=False)
     with pytest.raises(FsdpTuneError) as caught:
         merge_checkpoint(
-            tmp_path / "source", MergeOptions(output=tmp_path / "out"), Interrupting(lambda: shutil.rmtree(tmp_path / "source"))
+            tmp_path / "source",
+            MergeOptions(output=tmp_path / "out"),
+            Interrupting(lambda: shutil.rmtree(tmp_path / "source")),
         )
     assert caught.value.exit_code == 1
     assert list(tmp_path.iterdir()) == []
@@ -422,7 +459,9 @@ if "fsdp_tune.merge.loaded" in sys.orig_argv:
 def test_process_that_loads_the_output_ends_with_a_killed_merge(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(SLOW_CHILD)
     env = {**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{tmp_path}"}
-    with subprocess.Popen([sys.executable, "-c", CHECKING, str(tmp_path)], env=env, stdout=subprocess.PIPE, text=True) as merge:
+    with subprocess.Popen(
+        [sys.executable, "-c", CHECKING, str(tmp_path)], env=env, stdout=subprocess.PIPE, text=True
+    ) as merge:
         assert merge.stdout.readline() == "started\n"
         (child,) = psutil.Process(merge.pid).children()
         while "-m" not in child.cmdline():

@@ -20,14 +20,30 @@ transformers.utils.logging.disable_progress_bar()
 def small_gpt2(*, tied: bool = True) -> GPT2LMHeadModel:
     torch.manual_seed(0)
     return GPT2LMHeadModel(
-        GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=61, n_positions=16, bos_token_id=1, eos_token_id=2, tie_word_embeddings=tied)
+        GPT2Config(
+            n_layer=2,
+            n_embd=32,
+            n_head=2,
+            vocab_size=61,
+            n_positions=16,
+            bos_token_id=1,
+            eos_token_id=2,
+            tie_word_embeddings=tied,
+        )
     )
 
 
 def small_llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
     return LlamaForCausalLM(
-        LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=61)
+        LlamaConfig(
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=61,
+        )
     )
 
 
@@ -54,8 +70,14 @@ def test_merged_run_equals_save_pretrained(make, tmp_path, merge):
     assert all(same_bits(ours[name], theirs[name]) for name in theirs)
     for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (run / "merged" / name).read_bytes() == (run / "model" / name).read_bytes()
-    config, reference = (json.loads((folder / "config.json").read_text()) for folder in (run / "merged", tmp_path / "reference"))
-    assert config | {"architectures": None} == reference | {"architectures": None, "torch_dtype": reference["dtype"]}
+    config, reference = (
+        json.loads((folder / "config.json").read_text())
+        for folder in (run / "merged", tmp_path / "reference")
+    )
+    assert config | {"architectures": None} == reference | {
+        "architectures": None,
+        "torch_dtype": reference["dtype"],
+    }
 
     loaded, report = AutoModelForCausalLM.from_pretrained(run / "merged", output_loading_info=True)
     assert not any(report.values())
@@ -95,21 +117,37 @@ def test_step_option_selects_checkpoint(tmp_path, merge):
 
 def test_best_selects_lowest_eval_loss_of_saved_steps(tmp_path, merge):
     run = make_run(tmp_path / "run", {step: {"w": torch.full((4,), float(step))} for step in (1, 2, 3)})
-    lines = [{"step": 1, "eval_loss": 2.0}, {"step": 2, "eval_loss": 1.5}, {"step": 3, "eval_loss": 1.75}, {"step": 4, "eval_loss": 0.1}]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 5, "eval_')
+    lines = [
+        {"step": 1, "eval_loss": 2.0},
+        {"step": 2, "eval_loss": 1.5},
+        {"step": 3, "eval_loss": 1.75},
+        {"step": 4, "eval_loss": 0.1},
+    ]
+    (run / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 5, "eval_'
+    )
     result = merge(run, best=True)
     assert result.step == 2
     assert "1.5" in result.reason
 
 
 def test_best_of_saved_steps_is_by_the_recipe_metric_if_the_best_step_has_no_checkpoint(tmp_path, merge):
-    recipe = Recipe.model_validate({"training": {"metric_for_best_model": "accuracy", "greater_is_better": True}})
-    run = make_run(tmp_path / "run", {step: {"w": torch.full((4,), float(step))} for step in (2, 4)}, recipe=recipe)
+    recipe = Recipe.model_validate(
+        {"training": {"metric_for_best_model": "accuracy", "greater_is_better": True}}
+    )
+    run = make_run(
+        tmp_path / "run", {step: {"w": torch.full((4,), float(step))} for step in (2, 4)}, recipe=recipe
+    )
     (run / "checkpoint-4" / "manifest.json").unlink()
-    (run / "checkpoint-4" / "trainer_state.json").write_text(json.dumps({"best_global_step": 3, "best_metric": 0.9}))
+    (run / "checkpoint-4" / "trainer_state.json").write_text(
+        json.dumps({"best_global_step": 3, "best_metric": 0.9})
+    )
     finish_checkpoint(run / "checkpoint-4", 4)
     values = {2: (1.5, 0.4), 3: (1.4, 0.9), 4: (1.75, 0.8)}
-    lines = [{"step": step, "eval_loss": loss, "eval_accuracy": accuracy} for step, (loss, accuracy) in values.items()]
+    lines = [
+        {"step": step, "eval_loss": loss, "eval_accuracy": accuracy}
+        for step, (loss, accuracy) in values.items()
+    ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     result = merge(run, best=True)
     assert result.step == 4
@@ -119,7 +157,9 @@ def test_best_of_saved_steps_is_by_the_recipe_metric_if_the_best_step_has_no_che
 def test_best_follows_metric_for_best_model(tmp_path, merge):
     run = make_run(tmp_path / "run", {step: {"w": torch.full((4,), float(step))} for step in (1, 2)})
     (run / "checkpoint-2" / "manifest.json").unlink()
-    (run / "checkpoint-2" / "trainer_state.json").write_text(json.dumps({"best_global_step": 1, "best_metric": 0.9}))
+    (run / "checkpoint-2" / "trainer_state.json").write_text(
+        json.dumps({"best_global_step": 1, "best_metric": 0.9})
+    )
     finish_checkpoint(run / "checkpoint-2", 2)
     assert merge(run, best=True).step == 1
 
@@ -169,4 +209,6 @@ def test_foreign_directory_provides_config_and_tokenizer(tmp_path, merge):
     model = small_gpt2()
     save_dcp({"model": model.state_dict()}, model_directory(model, tmp_path / "checkpoint-7") / SHARDS)
     result = merge(tmp_path / "checkpoint-7", verify="none")
-    assert {"config.json", "tokenizer.json", "chat_template.jinja", "generation_config.json"} <= set(result.files)
+    assert {"config.json", "tokenizer.json", "chat_template.jinja", "generation_config.json"} <= set(
+        result.files
+    )

@@ -163,11 +163,14 @@ def test_output_inside_foreign_checkpoint_is_refused(tmp_path):
 
 
 def test_run_is_exported_alike_with_and_without_base(tmp_path: Path) -> None:
-    """RUN/model has what the run changed in the base's files; `--base` gives a run no other config, tokenizer or dtype."""
+    """RUN/model has what the run changed in the base's files; `--base` gives a run no other config, tokenizer
+    or dtype."""
     model, base = tmp_path / "model", tmp_path / "base"
     for folder, factor in ((model, 4.0), (base, 2.0)):
         folder.mkdir()
-        (folder / "config.json").write_text(f'{{"model_type": "llama", "rope_scaling": {{"rope_type": "linear", "factor": {factor}}}}}')
+        (folder / "config.json").write_text(
+            f'{{"model_type": "llama", "rope_scaling": {{"rope_type": "linear", "factor": {factor}}}}}'
+        )
         (folder / "tokenizer.json").write_text(f'{{"factor": {factor}}}')
     run = make_run(tmp_path / "run", {1: STATE}, model=model)
     merge_checkpoint(run, MergeOptions(verify="none"))
@@ -175,7 +178,11 @@ def test_run_is_exported_alike_with_and_without_base(tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json", "model.safetensors"):
         assert (run / "merged" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
     config = json.loads((run / "merged" / "config.json").read_text())
-    assert (config["rope_scaling"]["factor"], config["dtype"], config["torch_dtype"]) == (4.0, "bfloat16", "bfloat16")
+    assert (config["rope_scaling"]["factor"], config["dtype"], config["torch_dtype"]) == (
+        4.0,
+        "bfloat16",
+        "bfloat16",
+    )
 
 
 def test_base_of_a_run_that_does_not_exist_is_refused(run: Path, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Sharded safetensors of torch's HuggingFaceStorageWriter are merged by the offsets in their headers; files of verl are refused by name."""
+"""Sharded safetensors of torch's HuggingFaceStorageWriter are merged by the offsets in their headers; files
+of verl are refused by name."""
 
 from __future__ import annotations
 
@@ -23,7 +24,11 @@ STATE = {
 }
 GRIDS: dict[str, Any] = {
     "rows": lambda value: [(index, part) for index, part in enumerate(value.tensor_split(3))],
-    "columns": lambda value: [(index, part) for index, part in enumerate(value.tensor_split(2, dim=1))] if value.ndim > 1 else [(0, value)],
+    "columns": lambda value: (
+        [(index, part) for index, part in enumerate(value.tensor_split(2, dim=1))]
+        if value.ndim > 1
+        else [(0, value)]
+    ),
     "replicas": lambda value: [(0, value), (1, value)],
 }
 
@@ -46,7 +51,11 @@ def save_shards(folder: Path, kind: str, ranks: int = 3) -> Path:
     for rank in range(ranks):
         if tensors[rank]:
             metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets[rank])}
-            save_file(tensors[rank], folder / f"shard-{rank + 1:05}-model-00001-of-00001.safetensors", metadata=metadata)
+            save_file(
+                tensors[rank],
+                folder / f"shard-{rank + 1:05}-model-00001-of-00001.safetensors",
+                metadata=metadata,
+            )
     return folder
 
 
@@ -58,8 +67,14 @@ def test_slices_are_merged_by_their_offsets(kind, tmp_path, merge):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_files_of_torch_are_merged(tmp_path, merge):
     folder = tmp_path / "epoch_0_step_4" / "model"
-    dcp.save(dict(STATE), storage_writer=HuggingFaceStorageWriter(path=str(folder), save_distributed=True), no_dist=True)
-    assert [path.name for path in folder.iterdir() if path.suffix == ".safetensors"] == ["shard-00001-model-00001-of-00001.safetensors"]
+    dcp.save(
+        dict(STATE),
+        storage_writer=HuggingFaceStorageWriter(path=str(folder), save_distributed=True),
+        no_dist=True,
+    )
+    assert [path.name for path in folder.iterdir() if path.suffix == ".safetensors"] == [
+        "shard-00001-model-00001-of-00001.safetensors"
+    ]
     assert_weights(merge(folder.parent).output, STATE)
 
 
@@ -86,7 +101,11 @@ def test_missing_shard_is_reported(tmp_path, merge):
 def test_wrong_offsets_are_damage(info, reason, tmp_path, merge):
     (tmp_path / "c").mkdir()
     metadata = {"format": "pt"} | ({"DCP_SHARDING_INFO": info} if info is not None else {})
-    save_file({"w": torch.zeros(2, 2)}, tmp_path / "c" / "shard-00001-model-00001-of-00001.safetensors", metadata=metadata)
+    save_file(
+        {"w": torch.zeros(2, 2)},
+        tmp_path / "c" / "shard-00001-model-00001-of-00001.safetensors",
+        metadata=metadata,
+    )
     with pytest.raises(FsdpTuneError) as caught:
         merge(tmp_path / "c")
     assert caught.value.problems[0].code == "merge-damaged-safetensors"

@@ -20,7 +20,10 @@ RESULT = CardResult(FILE, FILE, "train", "perplexity", 2.3456789, (2.1, 2.6), 12
 def card(tmp_path: Path) -> Path:
     path = tmp_path / "README.md"
     recipe = Recipe.model_validate(
-        {"model": {"name_or_path": "org/base"}, "data": {"train": [{"path": "builtin:arithmetic"}], "max_length": 8}}
+        {
+            "model": {"name_or_path": "org/base"},
+            "data": {"train": [{"path": "builtin:arithmetic"}], "max_length": 8},
+        }
     )
     path.write_text(model_card("mine", recipe, None, [], [("Step", "3")]))
     return path
@@ -29,7 +32,19 @@ def card(tmp_path: Path) -> Path:
 def test_results_are_metadata_and_a_table(card: Path) -> None:
     before = card.read_text()
     add_results(
-        card, [RESULT, replace(RESULT, name="held_out", data="org/sums", config="en", split="test", revision="v2", base=("org/base", 3.5))]
+        card,
+        [
+            RESULT,
+            replace(
+                RESULT,
+                name="held_out",
+                data="org/sums",
+                config="en",
+                split="test",
+                revision="v2",
+                base=("org/base", 3.5),
+            ),
+        ],
     )
     text = card.read_text()
     data = ModelCard(text).data
@@ -44,7 +59,9 @@ def test_results_are_metadata_and_a_table(card: Path) -> None:
     assert (data.model_name, data.base_model, data.library_name) == ("mine", "org/base", "transformers")
     assert "| set | data | split | metric | value | 95 % interval | rows | base |" in text
     assert r"|  | secret\|rows.jsonl | train | perplexity | 2.34568 | 2.1 to 2.6 | 1234 |  |" in text
-    assert "| held_out | org/sums | test | perplexity | 2.34568 | 2.1 to 2.6 | 1234 | 3.5 (org/base) |" in text
+    assert (
+        "| held_out | org/sums | test | perplexity | 2.34568 | 2.1 to 2.6 | 1234 | 3.5 (org/base) |" in text
+    )
     assert text.index("## Evaluation") < text.index("## Recipe")
     assert text.endswith(before[before.index("## Recipe") :])
     assert "/home/ann" not in text
@@ -52,11 +69,16 @@ def test_results_are_metadata_and_a_table(card: Path) -> None:
 
 def test_columns_without_a_value_are_left_out(card: Path) -> None:
     add_results(card, [RESULT])
-    assert "\n| data | split | metric | value | 95 % interval | rows |\n|---|---|---|---|---|---|\n" in card.read_text()
+    assert (
+        "\n| data | split | metric | value | 95 % interval | rows |\n|---|---|---|---|---|---|\n"
+        in card.read_text()
+    )
 
 
 def test_sets_of_the_same_data_keep_their_names(card: Path) -> None:
-    add_results(card, [replace(RESULT, name=name, value=value) for name, value in (("short", 1.5), ("long", 2.5))])
+    add_results(
+        card, [replace(RESULT, name=name, value=value) for name, value in (("short", 1.5), ("long", 2.5))]
+    )
     found = ModelCard(card.read_text()).data.eval_results
     assert [(each.dataset_name, each.metric_value) for each in found] == [("short", 1.5), ("long", 2.5)]
 

@@ -46,7 +46,9 @@ def recipe(**sections: Any) -> Recipe:
         (recipe(), "fp16", "the run rounded weights of bf16 to int4, and merged weights would be in fp16"),
     ],
 )
-def test_option_without_emulated_quantisation_is_refused(trained: Recipe | None, dtype: str, words: str) -> None:
+def test_option_without_emulated_quantisation_is_refused(
+    trained: Recipe | None, dtype: str, words: str
+) -> None:
     with pytest.raises(FsdpTuneError, match=words) as caught:
         check_quantised(trained, dtype)
     assert caught.value.exit_code == 2
@@ -76,7 +78,13 @@ class Conversion:
         if self.fails:
             raise quantised._failed("no memory")
         (Path(request["output"]) / "model.safetensors").write_bytes(b"codes")
-        return {"layers": 2, "left": list(self.left), "difference": self.difference, "size_bytes": 5, "torchao": "0.18.0"}
+        return {
+            "layers": 2,
+            "left": list(self.left),
+            "difference": self.difference,
+            "size_bytes": 5,
+            "torchao": "0.18.0",
+        }
 
 
 @pytest.fixture
@@ -89,11 +97,16 @@ def conversion(monkeypatch: pytest.MonkeyPatch) -> Conversion:
 @pytest.fixture
 def run(tmp_path: Path, conversion: Conversion) -> RunDir:
     states = {step: {"w": torch.full((2, 3), float(step))} for step in (10, 20)}
-    return RunDir(make_run(tmp_path / "run", states, recipe=recipe(merge={"quantise": True, "dtype": "fp32"})))
+    return RunDir(
+        make_run(tmp_path / "run", states, recipe=recipe(merge={"quantise": True, "dtype": "fp32"}))
+    )
 
 
 def codes(run: RunDir, folder: Path) -> list[str]:
-    return [notice.code for notice in rounding_notices(Recipe.model_validate_json(run.recipe_json.read_bytes()), folder, run)]
+    return [
+        notice.code
+        for notice in rounding_notices(Recipe.model_validate_json(run.recipe_json.read_bytes()), folder, run)
+    ]
 
 
 def test_quantised_model_has_the_record_of_a_merge(run: RunDir) -> None:
@@ -116,9 +129,14 @@ def test_weights_that_are_not_rounded_and_outdated_models_are_reported(run: RunD
     assert (codes(run, run.merged), codes(run, run.merged_quantised)) == (["merge-not-rounded"], [])
     found = merge_checkpoint(run.path, MergeOptions(overwrite=True, quantise=False))
     expected = ["merge-not-rounded", "merge-quantised-outdated"]
-    assert [notice.code for notice in found.notices if "round" in notice.code or "quantised" in notice.code] == expected
+    assert [
+        notice.code for notice in found.notices if "round" in notice.code or "quantised" in notice.code
+    ] == expected
     assert codes(run, run.merged_quantised) == ["merge-quantised-outdated"]
-    for name, words in (("merged", "these are not rounded"), ("merged-quantised", "int4, and bf16 where it is not quantised")):
+    for name, words in (
+        ("merged", "these are not rounded"),
+        ("merged-quantised", "int4, and bf16 where it is not quantised"),
+    ):
         assert words in (run.path / name / "README.md").read_text(), name
     assert "not rounded" not in (run.merged_quantised / "README.md").read_text()
 
@@ -126,7 +144,9 @@ def test_weights_that_are_not_rounded_and_outdated_models_are_reported(run: RunD
 def test_card_has_no_results_of_other_weights(run: RunDir) -> None:
     merge_checkpoint(run.path, MergeOptions(quantise=False))
     card = run.merged / "README.md"
-    add_results(card, [CardResult("arithmetic", "builtin:arithmetic", "test", "accuracy", 0.987, (0.9, 1.0), 10)])
+    add_results(
+        card, [CardResult("arithmetic", "builtin:arithmetic", "test", "accuracy", 0.987, (0.9, 1.0), 10)]
+    )
     merge_checkpoint(run.path, MergeOptions(quantise=True))
     assert "0.987" in card.read_text()
     found = (run.merged_quantised / "README.md").read_text()
@@ -134,12 +154,20 @@ def test_card_has_no_results_of_other_weights(run: RunDir) -> None:
     assert "## Recipe" in found
 
 
-def test_card_says_what_was_quantised_and_names_nothing_where_nothing_was_left(run: RunDir, conversion: Conversion) -> None:
+def test_card_says_what_was_quantised_and_names_nothing_where_nothing_was_left(
+    run: RunDir, conversion: Conversion
+) -> None:
     conversion.left = ()
     merge_checkpoint(run.path, MergeOptions())
     lines = (run.merged_quantised / "README.md").read_text().splitlines()
-    sentence = f"Quantised by torchao 0.18.0 and fsdp-tune {__version__} to int4, in groups of 16: 2 linear layers."
-    assert [line for line in lines if "torchao" in line or line.startswith(("Merged", "| dtype", "| Quantisation"))] == [
+    sentence = (
+        f"Quantised by torchao 0.18.0 and fsdp-tune {__version__} to int4, in groups of 16: 2 linear layers."
+    )
+    assert [
+        line
+        for line in lines
+        if "torchao" in line or line.startswith(("Merged", "| dtype", "| Quantisation"))
+    ] == [
         "| dtype | int4, and bf16 where it is not quantised |",
         "| Quantisation emulated in training | int4 |",
         sentence,
@@ -165,7 +193,13 @@ def test_failed_conversion_is_repeated_without_a_new_merge(run: RunDir, conversi
     written = (run.merged / "model.safetensors").stat().st_mtime_ns
     conversion.fails = False
     found = merge_checkpoint(run.path, MergeOptions(quantise=True))
-    assert (found.quantised is not None, found.step, found.tensors, found.parameters, found.dtype) == (True, 20, 1, 6, "float32")
+    assert (found.quantised is not None, found.step, found.tensors, found.parameters, found.dtype) == (
+        True,
+        20,
+        1,
+        6,
+        "float32",
+    )
     assert (run.merged / "model.safetensors").stat().st_mtime_ns == written
     assert is_merged(run, saved)
     with pytest.raises(FsdpTuneError, match="the output exists"):
@@ -200,7 +234,8 @@ def test_other_logits_are_not_published(difference: float, run: RunDir, conversi
 
 
 def test_patterns_match_only_the_layers_that_are_left() -> None:
-    """transformers 5.17 matches a pattern from the start of a weight's name, without a boundary at its end."""
+    """transformers 5.17 matches a pattern from the start of a weight's name, without a boundary at its
+    end."""
     left, layers = ["mlp.gate", "lm_head"], ["mlp.gate_proj", "mlp.up_proj"]
     found = patterns_of(left, layers)
     assert found == ["mlp.gate.weight", "lm_head"]
@@ -214,7 +249,13 @@ def test_converted_model_has_the_logits_of_training(train: str, tied: bool, tmp_
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": 61, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+    }
     model: Any = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, tie_word_embeddings=tied))
     model.save_pretrained(tmp_path / "merged", max_shard_size="100KB")
     (tmp_path / "merged" / "chat_template.jinja").write_text("{{ messages }}")

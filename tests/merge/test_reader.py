@@ -21,12 +21,27 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.merge.read.reader import SourceFiles
 from fsdp_tune.run.manifest import MANIFEST_NAME
-from tests.merge.checkpoints import SHARDS, finish_checkpoint, make_run, merged_tensors, same_bits, save_dcp, save_on_ranks
+from tests.merge.checkpoints import (
+    SHARDS,
+    finish_checkpoint,
+    make_run,
+    merged_tensors,
+    same_bits,
+    save_dcp,
+    save_on_ranks,
+)
 from tests.ranks import shared_ranks
 from tests.time_limit import limited
 
-WEIGHTS = {"layers.0.weight": torch.randn(6, 4), "layers.0.bias": torch.randn(6), "norm.weight": torch.randn(4)}
-OPTIMIZER = {"state": {"layers.0.weight": {"exp_avg": torch.randn(6, 4), "step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1}]}
+WEIGHTS = {
+    "layers.0.weight": torch.randn(6, 4),
+    "layers.0.bias": torch.randn(6),
+    "norm.weight": torch.randn(4),
+}
+OPTIMIZER = {
+    "state": {"layers.0.weight": {"exp_avg": torch.randn(6, 4), "step": torch.tensor(3.0)}},
+    "param_groups": [{"lr": 0.1}],
+}
 
 
 def assert_weights(folder: Path, weights: dict[str, torch.Tensor] = WEIGHTS) -> None:
@@ -52,8 +67,12 @@ LAYOUTS = {
     "compiled": {"model": {f"_orig_mod.{name}": value for name, value in WEIGHTS.items()}},
     "fsdp1 and checkpointing wrappers": {
         "model": {
-            "_fsdp_wrapped_module.layers.0._fsdp_wrapped_module._checkpoint_wrapped_module.weight": WEIGHTS["layers.0.weight"],
-            "_fsdp_wrapped_module.layers.0._fsdp_wrapped_module._checkpoint_wrapped_module.bias": WEIGHTS["layers.0.bias"],
+            "_fsdp_wrapped_module.layers.0._fsdp_wrapped_module._checkpoint_wrapped_module.weight": WEIGHTS[
+                "layers.0.weight"
+            ],
+            "_fsdp_wrapped_module.layers.0._fsdp_wrapped_module._checkpoint_wrapped_module.bias": WEIGHTS[
+                "layers.0.bias"
+            ],
             "_fsdp_wrapped_module.norm.weight": WEIGHTS["norm.weight"],
         }
     },
@@ -114,7 +133,8 @@ def test_archives_without_checksums_are_merged(tmp_path, merge):
     assert_weights(merge(tmp_path / SHARDS).output)
 
 
-# ------------------------------------------------------------------------------------------------------------- FSDP1
+# -------------------------------------------------------------------------------------------------------------  # noqa: E501
+# FSDP1
 
 
 def fsdp1_weights() -> dict[str, torch.Tensor]:
@@ -128,7 +148,11 @@ def fsdp1_state(mesh: DeviceMesh | None) -> dict[str, Any]:
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 2))
     model.load_state_dict(fsdp1_weights())
     wrapped = FullyShardedDataParallel(
-        model, auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}), device_id=torch.device("cpu"), device_mesh=mesh, use_orig_params=True
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}),
+        device_id=torch.device("cpu"),
+        device_mesh=mesh,
+        use_orig_params=True,
     )
     config = ShardedStateDictConfig(offload_to_cpu=False)
     with FullyShardedDataParallel.state_dict_type(wrapped, StateDictType.SHARDED_STATE_DICT, config):
@@ -137,11 +161,14 @@ def fsdp1_state(mesh: DeviceMesh | None) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 def test_fsdp1_shards_on_a_mesh_merge_to_the_model(world_size, tmp_path, merge):
-    save_on_ranks(world_size, tmp_path / SHARDS, lambda _: fsdp1_state(init_device_mesh("cpu", (world_size,))))
+    save_on_ranks(
+        world_size, tmp_path / SHARDS, lambda _: fsdp1_state(init_device_mesh("cpu", (world_size,)))
+    )
     assert_weights(merge(tmp_path / SHARDS).output, fsdp1_weights())
 
 
-# -------------------------------------------------------------------------------------------------- FULL_STATE_DICT
+# --------------------------------------------------------------------------------------------------
+# FULL_STATE_DICT
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -151,10 +178,16 @@ def test_full_checkpoint_of_ours_is_merged(sharded, tmp_path, merge):
     checkpoint.mkdir()
     if sharded:
         names = sorted(WEIGHTS)
-        save_file({name: WEIGHTS[name] for name in names[:1]}, checkpoint / "model-00001-of-00002.safetensors")
-        save_file({name: WEIGHTS[name] for name in names[1:]}, checkpoint / "model-00002-of-00002.safetensors")
+        save_file(
+            {name: WEIGHTS[name] for name in names[:1]}, checkpoint / "model-00001-of-00002.safetensors"
+        )
+        save_file(
+            {name: WEIGHTS[name] for name in names[1:]}, checkpoint / "model-00002-of-00002.safetensors"
+        )
         index = {name: f"model-0000{1 if name == names[0] else 2}-of-00002.safetensors" for name in names}
-        (checkpoint / "model.safetensors.index.json").write_text(f'{{"weight_map": {index!s}}}'.replace("'", '"'))
+        (checkpoint / "model.safetensors.index.json").write_text(
+            f'{{"weight_map": {index!s}}}'.replace("'", '"')
+        )
     else:
         save_file(WEIGHTS, checkpoint / "model.safetensors")
     finish_checkpoint(checkpoint, 5)
@@ -170,7 +203,8 @@ def test_full_checkpoint_of_ours_is_merged(sharded, tmp_path, merge):
 
 
 def test_accelerates_pickle_of_the_full_model_is_merged(tmp_path, merge):
-    """As `accelerator.save_state` writes it: an OrderedDict with `_metadata`, tensors and parameters of every kind."""
+    """As `accelerator.save_state` writes it: an OrderedDict with `_metadata`, tensors and parameters of every
+    kind."""
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.LayerNorm(7))
     state = model.state_dict()
     assert isinstance(state, OrderedDict)
@@ -205,7 +239,9 @@ def test_files_of_torch_save_are_merged_by_any_name(name, wrapper, tmp_path, mer
     (tmp_path / "other").mkdir()
     path = tmp_path / "other" / name
     torch.save({wrapper: WEIGHTS, "epoch": 3, "optimizer": {"state": {}}} if wrapper else WEIGHTS, path)
-    torch.save({"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": []}, tmp_path / "other" / "optimizer.pt")
+    torch.save(
+        {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": []}, tmp_path / "other" / "optimizer.pt"
+    )
     assert_weights(merge(path).output, WEIGHTS)
     with pytest.raises(FsdpTuneError, match="holds no tensor"):
         merge(tmp_path / "other" / "optimizer.pt", output=tmp_path / "no")
@@ -262,7 +298,8 @@ def test_sharded_tensors_of_fsdp1_are_merged(tmp_path, merge):
 
 @pytest.mark.parametrize("is_run", [False, True])
 def test_no_fifo_in_a_source_delays_a_merge(is_run, tmp_path, merge):
-    """Each file in turn, also one that is replaced after the source was looked at: the merge fails with a name, or does without it."""
+    """Each file in turn, also one that is replaced after the source was looked at: the merge fails with a
+    name, or does without it."""
     source = tmp_path / "source"
     if is_run:
         make_run(source, {1: WEIGHTS})

@@ -1,4 +1,5 @@
-"""Weights are found in trees of folders by the names of what the folders hold; the state of an optimizer is never merged."""
+"""Weights are found in trees of folders by the names of what the folders hold; the state of an optimizer is
+never merged."""
 
 from __future__ import annotations
 
@@ -15,7 +16,10 @@ from tests.merge.test_reader import WEIGHTS, assert_weights
 
 def adam(state):
     """The state of an optimizer by the names of the model, as torch's `get_state_dict` returns it."""
-    values = {name: {"exp_avg": value * 0, "exp_avg_sq": value * 0, "step": torch.tensor(1.0)} for name, value in state.items()}
+    values = {
+        name: {"exp_avg": value * 0, "exp_avg_sq": value * 0, "step": torch.tensor(1.0)}
+        for name, value in state.items()
+    }
     return {"state": values, "param_groups": [{"lr": 1e-3, "params": list(WEIGHTS)}]}
 
 
@@ -25,7 +29,11 @@ OPTIMIZERS = {
     "in app": lambda state: {"app": {"optimizers": [adam(state)]}},
     "model in optimizer": lambda state: {"app": {"optimizer": {"model": adam(state)["state"]}}},
     "bare": lambda state: adam(state)["state"],
-    "flat": lambda state: {f"{name}.{key}": value for name, values in adam(state)["state"].items() for key, value in values.items()},
+    "flat": lambda state: {
+        f"{name}.{key}": value
+        for name, values in adam(state)["state"].items()
+        for key, value in values.items()
+    },
 }
 
 
@@ -56,7 +64,9 @@ def test_run_that_has_lost_its_recipe_is_refused_with_the_name_of_the_file(tmp_p
     run = RunDir(tmp_path)
     for step in (9, 10):
         save_dcp({"model": WEIGHTS}, run.checkpoint(step))
-        (run.checkpoint(step) / MANIFEST_NAME).write_text(Manifest(CHECKPOINT_KIND, {}, {"step": step}).to_json())
+        (run.checkpoint(step) / MANIFEST_NAME).write_text(
+            Manifest(CHECKPOINT_KIND, {}, {"step": step}).to_json()
+        )
     with pytest.raises(FsdpTuneError) as caught:
         weights_below(tmp_path)
     [problem] = caught.value.problems
@@ -70,4 +80,7 @@ def test_tree_with_several_models_is_refused_by_name(tmp_path, merge):
     with pytest.raises(FsdpTuneError) as caught:
         merge(tmp_path / "c")
     [problem] = caught.value.problems
-    assert (problem.code, problem.hint) == ("merge-several-weights", f"give one of them: `{tmp_path / 'c' / 'step_10' / 'trainer'}`")
+    assert (problem.code, problem.hint) == (
+        "merge-several-weights",
+        f"give one of them: `{tmp_path / 'c' / 'step_10' / 'trainer'}`",
+    )

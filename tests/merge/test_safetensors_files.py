@@ -15,7 +15,15 @@ from fsdp_tune.core.errors import FailedError
 from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import merge_checkpoint
 from fsdp_tune.merge.read.base import read_base
-from tests.model.shards import INDEX, SHARDS, SOUND, index_of, save_two_shards, shards_in_a_folder, write_index
+from tests.model.shards import (
+    INDEX,
+    SHARDS,
+    SOUND,
+    index_of,
+    save_two_shards,
+    shards_in_a_folder,
+    write_index,
+)
 
 NORM = "model.norm.weight"
 
@@ -29,16 +37,22 @@ def test_base_is_read_as_transformers_reads_it(change: Callable[[Path], None], t
         for name, value in theirs.items():
             (chunk,) = found[name].chunks
             raw = found[name].files.read(chunk.place.file, chunk.place.first_byte, value.nbytes)
-            assert torch.equal(torch.frombuffer(bytearray(raw), dtype=value.dtype).view(value.shape), value), name
+            assert torch.equal(
+                torch.frombuffer(bytearray(raw), dtype=value.dtype).view(value.shape), value
+            ), name
 
 
 @pytest.mark.parametrize("change", SOUND)
-def test_directory_of_another_tool_is_merged_as_transformers_reads_it(change: Callable[[Path], None], tmp_path: Path) -> None:
+def test_directory_of_another_tool_is_merged_as_transformers_reads_it(
+    change: Callable[[Path], None], tmp_path: Path
+) -> None:
     source = save_two_shards(tmp_path / "source")
     change(source)
     theirs = AutoModelForCausalLM.from_pretrained(source).state_dict()
     if "rotary_emb.inv_freq" in (source / INDEX).read_text():
-        with pytest.raises(FailedError, match="which no file holds"):  # of a checkpoint, it may be a part that was not copied
+        with pytest.raises(
+            FailedError, match="which no file holds"
+        ):  # of a checkpoint, it may be a part that was not copied
             merge_checkpoint(source, MergeOptions(output=tmp_path / "merged"))
         return
     merge_checkpoint(source, MergeOptions(output=tmp_path / "merged"))

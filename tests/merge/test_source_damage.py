@@ -22,12 +22,17 @@ from fsdp_tune.merge.read.reader import model_names
 from fsdp_tune.merge.source import MergeOptions
 from tests.merge.checkpoints import SHARDS, finish_checkpoint, make_run, merged_tensors, same_bits, save_dcp
 
-STATE = {"a.weight": torch.arange(600, dtype=torch.float32).reshape(20, 30), "b.weight": torch.randn(600), "c": torch.tensor(3.0)}
+STATE = {
+    "a.weight": torch.arange(600, dtype=torch.float32).reshape(20, 30),
+    "b.weight": torch.randn(600),
+    "c": torch.tensor(3.0),
+}
 
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """run: two checkpoints of ours; bare: the same weights by bare DCP; full: one safetensors file; bin: one pickle."""
+    """run: two checkpoints of ours; bare: the same weights by bare DCP; full: one safetensors file; bin: one
+    pickle."""
     root = tmp_path_factory.mktemp("pristine")
     make_run(root / "run", {1: {name: value + 1 for name, value in STATE.items()}, 2: STATE})
     save_dcp({"model": STATE}, root / "bare" / SHARDS, thread_count=2)
@@ -52,7 +57,8 @@ def fails(source: Path, tmp_path: Path, **options: object) -> FsdpTuneError:
     return caught.value
 
 
-# --------------------------------------------------------------------------------------------------- ways to break it
+# --------------------------------------------------------------------------------------------------- ways to
+# break it
 
 
 def change(path: Path, edit: Callable[[bytearray], object]) -> Path:
@@ -92,7 +98,9 @@ def resize(value) -> None:
 
 
 def overlap(value) -> None:
-    value.state_dict_metadata["model.a.weight"].chunks.append(type(chunk(value))(offsets=torch.Size([5, 0]), sizes=torch.Size([5, 30])))
+    value.state_dict_metadata["model.a.weight"].chunks.append(
+        type(chunk(value))(offsets=torch.Size([5, 0]), sizes=torch.Size([5, 30]))
+    )
 
 
 def replace_info(field: str, new: object) -> Callable[[object], None]:
@@ -108,7 +116,9 @@ def other_dtype(value) -> None:
 
 
 def forget_place(value) -> None:
-    value.storage_data = {index: info for index, info in value.storage_data.items() if index.fqn != "model.a.weight"}
+    value.storage_data = {
+        index: info for index, info in value.storage_data.items() if index.fqn != "model.a.weight"
+    }
 
 
 def share_bytes(value) -> None:
@@ -130,7 +140,9 @@ def same_name(value) -> None:
     value.planner_data["model._orig_mod.a.weight"] = ("model", "_orig_mod.a.weight")
     infos = {index.fqn: (index, info) for index, info in value.storage_data.items()}
     index, info = infos["model.a.weight"]
-    value.storage_data[type(index)("model._orig_mod.a.weight", index.offset)] = type(info)("__0_9.distcp", 0, info.length)
+    value.storage_data[type(index)("model._orig_mod.a.weight", index.offset)] = type(info)(
+        "__0_9.distcp", 0, info.length
+    )
 
 
 def two_models(value) -> None:
@@ -175,7 +187,9 @@ def test_damaged_table_of_contents_is_refused(kind, place, tmp_path):
     assert not Path("/xy").exists()
 
 
-def rewrite_member(name: str, new: bytes | None, compression: int = zipfile.ZIP_STORED) -> Callable[[bytearray], object]:
+def rewrite_member(
+    name: str, new: bytes | None, compression: int = zipfile.ZIP_STORED
+) -> Callable[[bytearray], object]:
     """The archive with one member replaced (or dropped), as a valid zip with valid checksums."""
 
     def edit(data: bytearray) -> bytes:
@@ -240,7 +254,9 @@ SAFETENSORS_DAMAGE = {
     "end beyond the file": header(set_offsets("b.weight", [2400, 2**62])),
     "negative offset": header(set_offsets("b.weight", [-2400, 0])),
     "hole": header(lambda value: value.pop("b.weight")),
-    "duplicate names": header(lambda value: json.dumps(value)[:-1].encode() + b', "c": ' + json.dumps(value["c"]).encode() + b"}"),
+    "duplicate names": header(
+        lambda value: json.dumps(value)[:-1].encode() + b', "c": ' + json.dumps(value["c"]).encode() + b"}"
+    ),
     "shape that does not fit": header(lambda value: value["a.weight"].__setitem__("shape", [20, 31])),
     "shape that overflows": header(lambda value: value["a.weight"].__setitem__("shape", [2**40, 2**40])),
     "unknown dtype": header(lambda value: value["a.weight"].__setitem__("dtype", "F3")),
@@ -280,7 +296,9 @@ INDEX_DAMAGE = {
 
 @pytest.mark.parametrize("kind", INDEX_DAMAGE)
 def test_damaged_index_is_refused(kind, place, tmp_path):
-    (place / "full" / "model.safetensors").rename(place / "full" / "all.safetensors")  # it would be read without the index
+    (place / "full" / "model.safetensors").rename(
+        place / "full" / "all.safetensors"
+    )  # it would be read without the index
     shutil.copy(place / "full" / "all.safetensors", place)
     (place / "full" / "outside").symlink_to(place)
     (place / "full" / "model.safetensors.index.json").write_text(json.dumps(INDEX_DAMAGE[kind]))
@@ -290,7 +308,8 @@ def test_damaged_index_is_refused(kind, place, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("keys", "planner_data"), [(["a.weight\nb"], None), (["a\x1b[2J"], None), ([""], None), (["a"], {"a": ("model", "a\r")})]
+    ("keys", "planner_data"),
+    [(["a.weight\nb"], None), (["a\x1b[2J"], None), ([""], None), (["a"], {"a": ("model", "a\r")})],
 )
 def test_names_that_cannot_be_printed_are_refused(keys, planner_data):
     with pytest.raises(Refused) as caught:
@@ -307,7 +326,10 @@ SHARD_DAMAGE = {
     "flipped value": lambda path: change(path, flip(0.5)),
     "noise": lambda path: path.write_bytes(random.Random(1).randbytes(path.stat().st_size)),
     "a directory": lambda path: (path.unlink(), path.mkdir()),
-    "a link that leads out": lambda path: (path.rename(path.parents[2] / "moved"), path.symlink_to(path.parents[2] / "moved")),
+    "a link that leads out": lambda path: (
+        path.rename(path.parents[2] / "moved"),
+        path.symlink_to(path.parents[2] / "moved"),
+    ),
 }
 
 
@@ -319,7 +341,10 @@ def test_damaged_shard_is_named(kind, owner, place, tmp_path):
     error = fails(place / owner, tmp_path)
     assert error.exit_code == 1
     assert any(shard.name in f"{problem.where} {problem.message}" for problem in error.problems)
-    assert any("--step" in f"{problem.hint}{problem.ways_out}" or "link" in problem.message for problem in error.problems)
+    assert any(
+        "--step" in f"{problem.hint}{problem.ways_out}" or "link" in problem.message
+        for problem in error.problems
+    )
 
 
 def swap(first: Path, second: Path) -> None:
@@ -350,7 +375,9 @@ def test_missing_rank_is_named_and_allow_incomplete_omits_its_tensors(place, tmp
     assert sorted(json.loads((tmp_path / "out" / "merge.json").read_text())["left_out"]) == gone
 
 
-@pytest.mark.parametrize("break_it", ["no manifest", "torn manifest", "manifest of another step", "file missing"])
+@pytest.mark.parametrize(
+    "break_it", ["no manifest", "torn manifest", "manifest of another step", "file missing"]
+)
 def test_checkpoint_that_is_not_complete_is_refused_and_can_be_forced(break_it, place, tmp_path):
     checkpoint = place / "run" / "checkpoint-2"
     manifest = checkpoint / "manifest.json"
@@ -366,7 +393,9 @@ def test_checkpoint_that_is_not_complete_is_refused_and_can_be_forced(break_it, 
         error = fails(source, tmp_path, **options)
         assert error.exit_code == 1
         assert "--allow-incomplete" in str(error.problems[0].ways_out)
-    result = merge_checkpoint(checkpoint, MergeOptions(output=tmp_path / "out", dtype="keep", allow_incomplete=True))
+    result = merge_checkpoint(
+        checkpoint, MergeOptions(output=tmp_path / "out", dtype="keep", allow_incomplete=True)
+    )
     assert any("not complete" in notice.message for notice in result.notices)
     assert all(same_bits(merged_tensors(tmp_path / "out")[name], STATE[name]) for name in STATE)
 
@@ -380,7 +409,16 @@ def test_run_without_a_complete_checkpoint_is_explained(place, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "make", ["absent", "empty directory", "text file", "rank files", "a rank's file", "an optimizer", "shards without metadata"]
+    "make",
+    [
+        "absent",
+        "empty directory",
+        "text file",
+        "rank files",
+        "a rank's file",
+        "an optimizer",
+        "shards without metadata",
+    ],
 )
 def test_directory_that_is_not_a_checkpoint_is_described(make, tmp_path):
     source = tmp_path / "thing"
@@ -408,18 +446,26 @@ def test_directory_that_is_not_a_checkpoint_is_described(make, tmp_path):
     }.get(make, error.problems[0].code)
 
 
-def weights(tensors: dict[str, torch.Tensor], *, names: bool) -> list[tuple[str, str, tuple[int, ...], bytes]]:
+def weights(
+    tensors: dict[str, torch.Tensor], *, names: bool
+) -> list[tuple[str, str, tuple[int, ...], bytes]]:
     """Everything that a model is; without the names where nothing vouches for them."""
-    return sorted((name if names else "", str(value.dtype), tuple(value.shape), value.numpy().tobytes()) for name, value in tensors.items())
+    return sorted(
+        (name if names else "", str(value.dtype), tuple(value.shape), value.numpy().tobytes())
+        for name, value in tensors.items()
+    )
 
 
 @pytest.mark.parametrize("owner", ["bare", "run/checkpoint-2", "bin", "full"])
 def test_any_flipped_byte_is_detected_or_harmless(owner, place, tmp_path):
-    """Bytes that no tensor depends on (padding, time stamps) may differ; a value that differs is never written unseen.
+    """Bytes that no tensor depends on (padding, time stamps) may differ; a value that differs is never
+    written unseen.
 
     safetensors files of another tool carry no checksum at all, so there only the header can be guarded.
     """
-    files = sorted(path for path in (place / owner).rglob("*") if path.suffix in (".distcp", ".bin", ".safetensors"))
+    files = sorted(
+        path for path in (place / owner).rglob("*") if path.suffix in (".distcp", ".bin", ".safetensors")
+    )
     chance = random.Random(0)
     found = 0
     for _ in range(60):
@@ -427,13 +473,17 @@ def test_any_flipped_byte_is_detected_or_harmless(owner, place, tmp_path):
         original = path.read_bytes()
         (length,) = struct.unpack_from("<Q", original)
         at = chance.randrange(8 + length if path.suffix == ".safetensors" else len(original))
-        path.write_bytes(original[:at] + bytes([original[at] ^ (1 << chance.randrange(8))]) + original[at + 1 :])
+        path.write_bytes(
+            original[:at] + bytes([original[at] ^ (1 << chance.randrange(8))]) + original[at + 1 :]
+        )
         try:
             merge_checkpoint(place / owner, MergeOptions(output=tmp_path / "out", dtype="keep"))
         except FsdpTuneError:
             found += 1
         else:
-            assert weights(merged_tensors(tmp_path / "out"), names=owner != "full") == weights(STATE, names=owner != "full"), (path, at)
+            assert weights(merged_tensors(tmp_path / "out"), names=owner != "full") == weights(
+                STATE, names=owner != "full"
+            ), (path, at)
             shutil.rmtree(tmp_path / "out")
         path.write_bytes(original)
     assert found > (50 if owner.startswith("run") else 10)

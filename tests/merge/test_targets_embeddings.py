@@ -1,7 +1,9 @@
-"""Adapters that PEFT writes of models whose embedding or head is adapted, trained in full, resized or tied. PEFT's logits are the truth.
+"""Adapters that PEFT writes of models whose embedding or head is adapted, trained in full, resized or tied.
+PEFT's logits are the truth.
 
-PEFT stores such a weight under up to three names, or not at all (`save_embedding_layers`). A merge, an export, an evaluation and a run that
-continues the adapter compute PEFT's logits, or refuse the adapter by name.
+PEFT stores such a weight under up to three names, or not at all (`save_embedding_layers`). A merge, an
+export, an evaluation and a run that continues the adapter compute PEFT's logits, or refuse the adapter by
+name.
 """
 
 from __future__ import annotations
@@ -30,7 +32,12 @@ from tests.model.recipes import recipe_of
 
 ROWS, GROWN = 60, 66
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
-CHOICES: dict[str, list[str]] = {"none": [], "embedding": ["embed_tokens"], "head": ["lm_head"], "both": ["embed_tokens", "lm_head"]}
+CHOICES: dict[str, list[str]] = {
+    "none": [],
+    "embedding": ["embed_tokens"],
+    "head": ["lm_head"],
+    "both": ["embed_tokens", "lm_head"],
+}
 
 
 @dataclass(frozen=True)
@@ -43,22 +50,41 @@ class Case:
     saves_embeddings: Any
 
     def __str__(self) -> str:
-        marks = ["tied" if self.is_tied else "untied", *["resized"] * self.is_resized, *["ensured"] * self.ensures_tie]
+        marks = [
+            "tied" if self.is_tied else "untied",
+            *["resized"] * self.is_resized,
+            *["ensured"] * self.ensures_tie,
+        ]
         return f"{'-'.join(marks)}-adapts {self.target}-trains {self.saved}-{self.saves_embeddings}"
 
 
-CASES = [Case(*each) for each in itertools.product(CHOICES, CHOICES, *[(False, True)] * 3, ("auto", True, False))]
+CASES = [
+    Case(*each) for each in itertools.product(CHOICES, CHOICES, *[(False, True)] * 3, ("auto", True, False))
+]
 
 
 def is_fast(case: Case) -> bool:
     """Select cases that together take every branch of the code and have every combination of outcomes."""
     if case.saves_embeddings is False:  # of a grown vocabulary, part is in no file
         is_ensured = case.is_tied and case.target == "none"
-        return case.saved == "embedding" and case.is_resized and case.target in ("none", "head") and case.ensures_tie is is_ensured
+        return (
+            case.saved == "embedding"
+            and case.is_resized
+            and case.target in ("none", "head")
+            and case.ensures_tie is is_ensured
+        )
     if case.ensures_tie:
-        return (case.target, case.saved, case.is_tied, case.is_resized, case.saves_embeddings) == ("none", "both", True, True, True)
+        return (case.target, case.saved, case.is_tied, case.is_resized, case.saves_embeddings) == (
+            "none",
+            "both",
+            True,
+            True,
+            True,
+        )
     if case.saves_embeddings == "auto":
-        return case.saved == "none" and (case.target == "none" or not case.is_resized or (case.is_tied and case.target == "embedding"))
+        return case.saved == "none" and (
+            case.target == "none" or not case.is_resized or (case.is_tied and case.target == "embedding")
+        )
     may_be_resized = case.saved == "none" or (case.saved == "both" and not case.is_tied)
     return case.target == "none" and (may_be_resized or not case.is_resized)
 
@@ -75,7 +101,13 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     found = {}
     for is_tied in (False, True):
         torch.manual_seed(1)
-        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+        sizes = {
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+        }
         config = LlamaConfig(vocab_size=ROWS, tie_word_embeddings=is_tied, initializer_range=0.3, **sizes)
         found[is_tied] = tmp_path_factory.mktemp("base")
         AutoModelForCausalLM.from_config(config).save_pretrained(found[is_tied])
@@ -129,15 +161,25 @@ def outcome(compute: Callable[[], torch.Tensor], wanted: torch.Tensor) -> str | 
 def is_complete(folder: Path) -> bool:
     """Return whether the adapter has both embedding and head."""
     names = load_file(folder / WEIGHTS_FILE)
-    return all(any(f"{PREFIX}{module}{end}" in names for end in (".weight", ".base_layer.weight")) for module in (EMBEDDING, HEAD))
+    return all(
+        any(f"{PREFIX}{module}{end}" in names for end in (".weight", ".base_layer.weight"))
+        for module in (EMBEDDING, HEAD)
+    )
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=() if is_fast(case) else pytest.mark.slow) for case in CASES])
-def test_logits_are_those_of_peft_or_the_adapter_is_refused(case: Case, bases: dict[bool, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=str(case), marks=() if is_fast(case) else pytest.mark.slow) for case in CASES],
+)
+def test_logits_are_those_of_peft_or_the_adapter_is_refused(
+    case: Case, bases: dict[bool, Path], tmp_path: Path
+) -> None:
     base, adapter = bases[case.is_tied], tmp_path / "adapter"
     try:
         wanted = write_adapter(base, case, adapter)
-    except TypeError:  # of tied modules, by the order of its targets: "modules_to_save cannot be applied to" adapted ones
+    except (
+        TypeError
+    ):  # of tied modules, by the order of its targets: "modules_to_save cannot be applied to" adapted ones
         pytest.skip("PEFT adapts no module that it trains in full")
     vocabulary = GROWN if case.is_resized else ROWS
 
@@ -150,12 +192,21 @@ def test_logits_are_those_of_peft_or_the_adapter_is_refused(case: Case, bases: d
         return logits(PeftModel.from_pretrained(open_base(base, case), tmp_path / "exported"))
 
     def evaluated() -> torch.Tensor:
-        return logits(load_model(model := find_model(str(adapter)), Request([model], {}, ROWS, 0, 1, "cpu", "fp32")))
+        return logits(
+            load_model(model := find_model(str(adapter)), Request([model], {}, ROWS, 0, 1, "cpu", "fp32"))
+        )
 
     def continued() -> torch.Tensor:
-        lora = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", *CHOICES[case.target]], "modules_to_save": [*CHOICES[case.saved]]}
+        lora = {
+            "r": 2,
+            "lora_alpha": 4,
+            "target_modules": ["q_proj", *CHOICES[case.target]],
+            "modules_to_save": [*CHOICES[case.saved]],
+        }
         model = {"name_or_path": str(base), "resize_embeddings": case.is_resized}
-        return logits(build_full(recipe_of(model, lora={**lora, "adapter": str(adapter)}), vocabulary=vocabulary))
+        return logits(
+            build_full(recipe_of(model, lora={**lora, "adapter": str(adapter)}), vocabulary=vocabulary)
+        )
 
     assert outcome(exported, wanted) is None
     found = outcome(merged, wanted), outcome(evaluated, wanted)
@@ -165,15 +216,25 @@ def test_logits_are_those_of_peft_or_the_adapter_is_refused(case: Case, bases: d
         assert found in ((None, None), ("merge-adapter-base", "adapter-does-not-fit"))
     by_name = "lora-tied" if case.is_tied and case.target + case.saved != "nonenone" else "lora-new-tokens"
     is_accepted = not case.is_tied and (not case.is_resized or case.saved == "both")
-    is_accepted = is_accepted or (case.is_tied and case.target + case.saved == "nonenone" and not case.is_resized)
+    is_accepted = is_accepted or (
+        case.is_tied and case.target + case.saved == "nonenone" and not case.is_resized
+    )
     assert outcome(continued, wanted) == (None if is_accepted else by_name)
 
 
-def test_frozen_embedding_that_differs_from_the_base_is_refused(bases: dict[bool, Path], tmp_path: Path) -> None:
-    """TRL initialises the rows of reserved tokens before it adds the adapter: PEFT stores and loads such an embedding."""
+def test_frozen_embedding_that_differs_from_the_base_is_refused(
+    bases: dict[bool, Path], tmp_path: Path
+) -> None:
+    """TRL initialises the rows of reserved tokens before it adds the adapter: PEFT stores and loads such an
+    embedding."""
     case = Case("head", "none", is_tied=False, is_resized=False, ensures_tie=False, saves_embeddings=True)
     wanted = write_adapter(bases[False], case, tmp_path / "adapter")
-    lora = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "lm_head"], "adapter": str(tmp_path / "adapter")}
+    lora = {
+        "r": 2,
+        "lora_alpha": 4,
+        "target_modules": ["q_proj", "lm_head"],
+        "adapter": str(tmp_path / "adapter"),
+    }
     recipe = recipe_of({"name_or_path": str(bases[False])}, lora=lora)
     torch.testing.assert_close(logits(build_full(recipe)), wanted, atol=1e-4, rtol=1e-4)
     tensors = load_file(tmp_path / "adapter" / WEIGHTS_FILE)
@@ -184,14 +245,24 @@ def test_frozen_embedding_that_differs_from_the_base_is_refused(bases: dict[bool
     merge_checkpoint(tmp_path / "adapter", MergeOptions(output=tmp_path / "merged", dtype="fp32"))
     changed = logits(PeftModel.from_pretrained(open_base(bases[False], case), tmp_path / "adapter"))
     assert not torch.allclose(changed, wanted)
-    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), changed, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), changed, atol=1e-4, rtol=1e-4
+    )
 
 
-def test_frozen_embedding_is_compared_in_the_dtype_of_either_file(bases: dict[bool, Path], tmp_path: Path) -> None:
+def test_frozen_embedding_is_compared_in_the_dtype_of_either_file(
+    bases: dict[bool, Path], tmp_path: Path
+) -> None:
     case = Case("none", "none", is_tied=False, is_resized=False, ensures_tie=False, saves_embeddings=True)
     write_adapter(bases[False], case, tmp_path / "adapter")
     tensors = load_file(tmp_path / "adapter" / WEIGHTS_FILE)
-    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, tmp_path / "adapter" / WEIGHTS_FILE)
+    save_file(
+        {name: tensor.bfloat16() for name, tensor in tensors.items()}, tmp_path / "adapter" / WEIGHTS_FILE
+    )
     lora = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "adapter": str(tmp_path / "adapter")}
     for precision in ("no", "bf16"):
-        build_full(recipe_of({"name_or_path": str(bases[False])}, lora=lora, precision={"mixed_precision": precision}))
+        build_full(
+            recipe_of(
+                {"name_or_path": str(bases[False])}, lora=lora, precision={"mixed_precision": precision}
+            )
+        )

@@ -18,7 +18,9 @@ HEAD, EMBEDDING = "lm_head.weight", "transformer.wte.weight"
 
 def set_config(folder: Path, **fields: object) -> Path:
     path = folder / "config.json"
-    config = {key: value for key, value in (json.loads(path.read_text()) | fields).items() if value != "absent"}
+    config = {
+        key: value for key, value in (json.loads(path.read_text()) | fields).items() if value != "absent"
+    }
     path.write_text(json.dumps(config))
     return folder
 
@@ -49,7 +51,9 @@ def test_lost_tie_is_reported_and_both_tensors_are_kept(tmp_path, merge):
     model = small_gpt2()
     state = dict(model.state_dict())
     state[HEAD] = state[HEAD] + 1
-    result = merge(make_run(tmp_path / "run", {1: state}, model=model_directory(model, tmp_path / "m")), dtype="keep")
+    result = merge(
+        make_run(tmp_path / "run", {1: state}, model=model_directory(model, tmp_path / "m")), dtype="keep"
+    )
     assert any("differ" in notice.message for notice in result.notices)
     loaded, report = AutoModelForCausalLM.from_pretrained(result.output, output_loading_info=True)
     assert not any(report.values())
@@ -77,7 +81,9 @@ def test_tied_weights_of_a_pickle_share_their_storage_and_are_written_once(tmp_p
     model = small_gpt2()
     (tmp_path / "c").mkdir()
     torch.save(model.state_dict(), tmp_path / "c" / "pytorch_model_fsdp.bin")
-    merged = merged_tensors(merge(tmp_path / "c", base=str(model_directory(model, tmp_path / "base")), verify="none").output)
+    merged = merged_tensors(
+        merge(tmp_path / "c", base=str(model_directory(model, tmp_path / "base")), verify="none").output
+    )
     assert HEAD not in merged
     assert torch.equal(merged[EMBEDDING], model.transformer.wte.weight)
 

@@ -29,11 +29,16 @@ result = merge_checkpoint(Path(sys.argv[1]), MergeOptions(**{**options, "output"
 peak = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 heavy = sorted(set(sys.modules) & {"torch", "transformers", "accelerate", "safetensors", "datasets", "pandas"})
 print(json.dumps({"peak_mib": peak / 1024, "heavy": heavy, "bytes": result.size_bytes}))
-"""
+"""  # noqa: E501
 
 
 def merge_in_child(source: Path, **options: object) -> dict[str, object]:
-    done = subprocess.run([sys.executable, "-c", CODE, str(source), json.dumps(options)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, str(source), json.dumps(options)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return json.loads(done.stdout)
 
 
@@ -72,7 +77,9 @@ def test_adapter_is_added_within_the_bound(dtype, tmp_path):
 def test_sparse_checkpoint_of_twelve_gigabytes_is_merged_within_the_bound(tmp_path):
     """Every tensor larger than a shard, and the chunks of 64 ranks in the table of contents."""
     write_sparse_checkpoint(tmp_path / "c" / SHARDS, tensors=24, chunks=64, size_bytes=12 << 30)
-    report = merge_in_child(tmp_path / "c", output=str(tmp_path / "out"), dtype="bf16", verify="none", max_shard_bytes=10**8)
+    report = merge_in_child(
+        tmp_path / "c", output=str(tmp_path / "out"), dtype="bf16", verify="none", max_shard_bytes=10**8
+    )
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     shutil.rmtree(tmp_path / "out")
     assert files == [f"model-{number:05d}-of-00024.safetensors" for number in range(1, 25)]
@@ -81,7 +88,10 @@ def test_sparse_checkpoint_of_twelve_gigabytes_is_merged_within_the_bound(tmp_pa
 
 @pytest.mark.slow
 def test_metadata_of_many_ranks_stays_within_memory_bound(tmp_path):
-    """150 tensors × 256 ranks: what grows are the objects of the table, about 1.1 KiB a slice, not the buffers."""
-    write_sparse_checkpoint(tmp_path / "c" / SHARDS, tensors=150, chunks=256, size_bytes=150 * 256 * 16 * 4, columns=16)
+    """150 tensors × 256 ranks: what grows are the objects of the table, about 1.1 KiB a slice, not the
+    buffers."""
+    write_sparse_checkpoint(
+        tmp_path / "c" / SHARDS, tensors=150, chunks=256, size_bytes=150 * 256 * 16 * 4, columns=16
+    )
     report = merge_in_child(tmp_path / "c", output=str(tmp_path / "out"), dtype="keep")
     assert float(report["peak_mib"]) < MANY_RANKS_BOUND_MIB

@@ -1,4 +1,5 @@
-"""Tensors of full pages are written with direct I/O and others through the page cache; lost and misplaced blocks are detected."""
+"""Tensors of full pages are written with direct I/O and others through the page cache; lost and misplaced
+blocks are detected."""
 
 from __future__ import annotations
 
@@ -18,8 +19,17 @@ from fsdp_tune.merge.read.reader import is_cold
 from fsdp_tune.merge.source import MergeOptions
 from tests.merge.checkpoints import SHARDS, make_run, merged_tensors, same_bits, save_dcp
 
-PAGES = {"pages": torch.randn(64, 1024), "rows of 1.5 pages": torch.randn(9, 8, 1536), "wide": torch.randn(3, 65_536).to(torch.bfloat16)}
-ODD = {"odd": torch.randn(3000, 7), "small": torch.randn(11), "scalar": torch.tensor(1.5), "many odd rows": torch.randn(513, 1025)}
+PAGES = {
+    "pages": torch.randn(64, 1024),
+    "rows of 1.5 pages": torch.randn(9, 8, 1536),
+    "wide": torch.randn(3, 65_536).to(torch.bfloat16),
+}
+ODD = {
+    "odd": torch.randn(3000, 7),
+    "small": torch.randn(11),
+    "scalar": torch.tensor(1.5),
+    "many odd rows": torch.randn(513, 1025),
+}
 FIRST_TENSOR = 3  # writes before it: the test of direct writes, and the header
 
 
@@ -37,7 +47,9 @@ def is_direct(request, monkeypatch) -> bool:
 
 def opened_direct(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     original, opened = Disk.open_direct, []
-    monkeypatch.setattr(Disk, "open_direct", lambda self, path: (opened.append(path), original(self, path))[1])
+    monkeypatch.setattr(
+        Disk, "open_direct", lambda self, path: (opened.append(path), original(self, path))[1]
+    )
     return opened
 
 
@@ -68,7 +80,11 @@ def change_write(monkeypatch: pytest.MonkeyPatch, number: int, changed) -> None:
 @pytest.mark.parametrize("number", [0, 1, 3])
 def test_lost_block_is_detected(number, is_direct, tmp_path, monkeypatch):
     save_dcp({"model": {"a": torch.randn(64, 1024)}}, tmp_path / "c" / SHARDS)
-    change_write(monkeypatch, FIRST_TENSOR + number - (not is_direct), lambda original, disk, handle, data: handle.seek(len(data), 1))
+    change_write(
+        monkeypatch,
+        FIRST_TENSOR + number - (not is_direct),
+        lambda original, disk, handle, data: handle.seek(len(data), 1),
+    )
     with pytest.raises(FsdpTuneError, match="reads back otherwise"):
         merge_checkpoint(tmp_path / "c", MergeOptions(output=tmp_path / "out"))
     assert not (tmp_path / "out").exists()
@@ -93,7 +109,9 @@ def test_partial_writes_are_continued(is_direct, tmp_path, monkeypatch):
             self._handle = handle
 
         def write(self, data) -> int:
-            return self._handle.write(data[: max(1, len(data) // 2 // 512 * 512)] if len(data) > 512 else data)
+            return self._handle.write(
+                data[: max(1, len(data) // 2 // 512 * 512)] if len(data) > 512 else data
+            )
 
         def __getattr__(self, name: str):
             return getattr(self._handle, name)
@@ -160,7 +178,9 @@ def is_file_cold(folder: Path, pattern: str) -> bool:
 @pytest.mark.parametrize("vouched", [False, True], ids=["bare", "with a manifest"])
 def test_merge_leaves_the_page_cache_as_it_found_it(vouched, tmp_path):
     state = {f"w{index}": torch.randn(256, 4096) for index in range(12)}
-    source = make_run(tmp_path / "run", {1: state}) if vouched else save_dcp({"model": state}, tmp_path / SHARDS)
+    source = (
+        make_run(tmp_path / "run", {1: state}) if vouched else save_dcp({"model": state}, tmp_path / SHARDS)
+    )
     for path in source.rglob("*.distcp"):
         with open(path, "rb") as file:
             os.fsync(file.fileno())

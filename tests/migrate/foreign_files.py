@@ -1,4 +1,5 @@
-"""Configurations of other trainers, in the style of their public examples: (name of the file, its text) by tool."""
+"""Configurations of other trainers, in the style of their public examples: (name of the file, its text) by
+tool."""
 
 from __future__ import annotations
 
@@ -163,7 +164,8 @@ DATASET_INFO = """\
 }
 """
 LLAMA_FACTORY_JSON = (
-    '{"model_name_or_path": "gpt2", "stage": "pt", "finetuning_type": "full", "dataset": "wiki", "cutoff_len": 1024, "fp16": true}\n'
+    '{"model_name_or_path": "gpt2", "stage": "pt", "finetuning_type": "full", "dataset": "wiki", '
+    '"cutoff_len": 1024, "fp16": true}\n'
 )
 ACCELERATE = """\
 compute_environment: LOCAL_MACHINE
@@ -272,7 +274,8 @@ swift sft \\
     --load_from_cache_file true
 """
 SWIFT_YAML = (
-    "model: Qwen/Qwen2.5-7B\ntuner_type: full\ndataset: [a.jsonl, b.jsonl]\nloss_scale: last_round\nsplit_dataset_ratio: 0\nquant_bits: 4\n"
+    "model: Qwen/Qwen2.5-7B\ntuner_type: full\ndataset: [a.jsonl, b.jsonl]\nloss_scale: "
+    "last_round\nsplit_dataset_ratio: 0\nquant_bits: 4\n"
 )
 DEEPSPEED = """\
 {
@@ -293,7 +296,7 @@ DEEPSPEED = """\
   "steps_per_print": 10,
   "wall_clock_breakdown": false
 }
-"""
+"""  # noqa: E501
 EXAMPLE_COMMAND = """\
 torchrun --nproc_per_node 4 --nnodes 2 run_clm.py \\
     --model_name_or_path openai-community/gpt2 \\
@@ -489,10 +492,33 @@ datasets:
 
 ARGUMENTS_OF_UNSLOTH = [
     *(f"from_pretrained.{name}" for name in ("model_name", "max_seq_length", "dtype", "load_in_4bit")),
-    *(f"get_peft_model.{name}" for name in ("r", "target_modules", "lora_alpha", "lora_dropout", "bias", "use_gradient_checkpointing")),
-    *("get_peft_model.random_state", "get_peft_model.loftq_config", "load_dataset[0].path", "load_dataset[0].split"),
+    *(
+        f"get_peft_model.{name}"
+        for name in (
+            "r",
+            "target_modules",
+            "lora_alpha",
+            "lora_dropout",
+            "bias",
+            "use_gradient_checkpointing",
+        )
+    ),
+    *(
+        "get_peft_model.random_state",
+        "get_peft_model.loftq_config",
+        "load_dataset[0].path",
+        "load_dataset[0].split",
+    ),
     *(f"SFTTrainer.{name}" for name in ("model", "tokenizer", "train_dataset", "args")),
-    *(f"SFTConfig.{name}" for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "learning_rate")),
+    *(
+        f"SFTConfig.{name}"
+        for name in (
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "max_steps",
+            "learning_rate",
+        )
+    ),
     *(f"SFTConfig.{name}" for name in ("fp16", "bf16", "logging_steps", "output_dir", "report_to")),
 ]
 FILES: dict[str, tuple[str, str, str]] = {

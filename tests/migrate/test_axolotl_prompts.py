@@ -16,7 +16,11 @@ import yaml
 from fsdp_tune.migrate.tools.axolotl_prompts import prompt_program
 from tests.migrate.imports import from_text
 
-ROWS = [{"question": 'a "b"?', "ctx": "c", "answer": "d"}, {"question": "e", "ctx": "", "answer": "f"}, {"question": "g", "answer": "h"}]
+ROWS = [
+    {"question": 'a "b"?', "ctx": "c", "answer": "d"},
+    {"question": "e", "ctx": "", "answer": "f"},
+    {"question": "g", "answer": "h"},
+]
 FIELDS = {"field_instruction": "question", "field_input": "ctx", "field_output": "answer"}
 
 
@@ -34,17 +38,27 @@ def prompted(prompter: dict[str, Any], row: dict[str, Any]) -> str:
     [
         {"format": "[INST] {instruction} [/INST]"},
         {"format": "Q: {instruction}\n{input}\nA: ", "no_input_format": "Q: {instruction}\nA: "},
-        {"format": '<|user|> "{instruction}"\\', "system_prompt": "Be brief.", "system_format": "SYS {system}\n"},
+        {
+            "format": '<|user|> "{instruction}"\\',
+            "system_prompt": "Be brief.",
+            "system_format": "SYS {system}\n",
+        },
     ],
 )
-def test_program_of_the_question_writes_the_prompts_of_axolotl(tmp_path: Path, formats: dict[str, str]) -> None:
+def test_program_of_the_question_writes_the_prompts_of_axolotl(
+    tmp_path: Path, formats: dict[str, str]
+) -> None:
     prompter = FIELDS | formats
-    text = yaml.safe_dump({"base_model": "m", "sequence_len": 8, "datasets": [{"path": "a.jsonl", "type": prompter}]})
+    text = yaml.safe_dump(
+        {"base_model": "m", "sequence_len": 8, "datasets": [{"path": "a.jsonl", "type": prompter}]}
+    )
     (asked,) = [each for each in from_text(tmp_path, text).rows if each.key == "datasets[0].type"]
     match = re.search(r"`(jq .*?) ROWS.jsonl > NEW.jsonl`", asked.reason, re.DOTALL)
     assert match is not None, asked.reason
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    made = subprocess.run([*shlex.split(match[1]), "rows.jsonl"], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    made = subprocess.run(
+        [*shlex.split(match[1]), "rows.jsonl"], cwd=tmp_path, check=True, capture_output=True, text=True
+    ).stdout
     assert [json.loads(line) for line in made.splitlines()] == [
         {"prompt": prompted(prompter, row), "completion": row["answer"]} for row in ROWS
     ]
@@ -53,4 +67,6 @@ def test_program_of_the_question_writes_the_prompts_of_axolotl(tmp_path: Path, f
 def test_format_with_other_fields_has_no_program(tmp_path: Path) -> None:
     assert prompt_program({"format": "{instruction} {other}"}) is None
     text = "base_model: m\nsequence_len: 8\ndatasets: [{path: a, type: {format: '{x}'}}]\n"
-    assert [each.fate.value for each in from_text(tmp_path, text).rows if each.key == "datasets[0].type"] == ["question"]
+    assert [each.fate.value for each in from_text(tmp_path, text).rows if each.key == "datasets[0].type"] == [
+        "question"
+    ]

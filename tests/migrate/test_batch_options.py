@@ -1,4 +1,5 @@
-"""Every option of Slurm that a batch script asks for is in the account, and gives the values of Slurm's own variables."""
+"""Every option of Slurm that a batch script asks for is in the account, and gives the values of Slurm's own
+variables."""
 
 from __future__ import annotations
 
@@ -53,7 +54,10 @@ def test_options_are_settled_and_give_the_size_of_the_launch(tmp_path: Path) -> 
     assert (values(result)["launch.num_machines"], values(result)["launch.num_processes"]) == (2, 16)
     assert row(result, "sbatch.nodes")[0] == "converted"
     assert questions(result) == ["run_name"]
-    assert "derived from ranks and their loaders by `fsdp-tune submit slurm`" in row(result, "sbatch.cpus-per-task")[1]
+    assert (
+        "derived from ranks and their loaders by `fsdp-tune submit slurm`"
+        in row(result, "sbatch.cpus-per-task")[1]
+    )
     assert [row(result, f"sbatch.{name}")[1] for name in ("mem", "exclusive")] == [
         "a line for your block of the script that `fsdp-tune submit slurm` writes, which keeps it"
     ] * 2
@@ -61,14 +65,20 @@ def test_options_are_settled_and_give_the_size_of_the_launch(tmp_path: Path) -> 
 
 
 def test_machines_of_a_job_are_those_of_the_run_unless_the_launcher_says_otherwise(tmp_path: Path) -> None:
-    job = "#SBATCH --nodes=4\naccelerate launch {}--num_processes 8 sft.py --model_name_or_path m --dataset_name d\n"
+    job = (
+        "#SBATCH --nodes=4\naccelerate launch {}--num_processes 8 sft.py --model_name_or_path m "
+        "--dataset_name d\n"
+    )
     assert "sbatch.nodes" in questions(from_text(tmp_path, job.format(""), "job.sh"))
     assert values(from_text(tmp_path, job.format("--num_machines 1 "), "job.sh"))["launch.num_machines"] == 1
     assert "sbatch.nodes" in questions(from_text(tmp_path, job.replace("=4", "=2-4").format(""), "job.sh"))
 
 
 def test_launcher_without_a_number_of_machines_leaves_ranks_and_batch_open(tmp_path: Path) -> None:
-    job = "#SBATCH --nodes=2\n{} sft.py --model_name_or_path m --dataset_name d --per_device_train_batch_size 2\n"
+    job = (
+        "#SBATCH --nodes=2\n{} sft.py --model_name_or_path m --dataset_name d "
+        "--per_device_train_batch_size 2\n"
+    )
     result = from_text(tmp_path, job.format("srun torchrun --nproc_per_node 8"), "job.sh")
     assert questions(result) == ["launcher.nproc_per_node", "sbatch.nodes"]
     assert "global_batch_size:" not in result.text.replace("training.global_batch_size", "")
@@ -76,5 +86,12 @@ def test_launcher_without_a_number_of_machines_leaves_ranks_and_batch_open(tmp_p
 
 
 def test_components_of_a_heterogeneous_job_are_a_question(tmp_path: Path) -> None:
-    job = "#SBATCH -N 2\n#SBATCH hetjob\n#SBATCH -N 1\ntorchrun --nnodes $SLURM_NNODES sft.py --model_name_or_path m --dataset_name d\n"
-    assert questions(from_text(tmp_path, job, "job.sh")) == ["launcher.nnodes", "sbatch.nodes", "sbatch.hetjob"]
+    job = (
+        "#SBATCH -N 2\n#SBATCH hetjob\n#SBATCH -N 1\ntorchrun --nnodes $SLURM_NNODES sft.py "
+        "--model_name_or_path m --dataset_name d\n"
+    )
+    assert questions(from_text(tmp_path, job, "job.sh")) == [
+        "launcher.nnodes",
+        "sbatch.nodes",
+        "sbatch.hetjob",
+    ]

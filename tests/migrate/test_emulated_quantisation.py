@@ -21,16 +21,24 @@ QAT = "{_component_: torchtune.training.quantization.Int8DynActInt4WeightQATQuan
         ("{weight_dtype: nvfp4}", "question", None),
     ],
 )
-def test_qat_of_axolotl_is_converted_or_a_question(qat: str, fate: str, expected: tuple[str, int] | None, tmp_path: Path) -> None:
+def test_qat_of_axolotl_is_converted_or_a_question(
+    qat: str, fate: str, expected: tuple[str, int] | None, tmp_path: Path
+) -> None:
     path = write(tmp_path, "axolotl")
-    text = "\n".join(line for line in path.read_text().splitlines() if not line.startswith(("adapter", "lora_", "load_in_4bit")))
+    text = "\n".join(
+        line
+        for line in path.read_text().splitlines()
+        if not line.startswith(("adapter", "lora_", "load_in_4bit"))
+    )
     found = from_text(tmp_path, f"{text}\nqat: {qat}\nadapter: null\n")
     assert row(found, "qat.weight_dtype")[0] == fate
     section = found.recipe.quantised_training
     assert (None if section is None else (section.train, section.group_size)) == expected
 
 
-@pytest.mark.parametrize("qat", ["{}", "{activation_dtype: int8, group_size: 64}", "{quantize_embedding: false}"])
+@pytest.mark.parametrize(
+    "qat", ["{}", "{activation_dtype: int8, group_size: 64}", "{quantize_embedding: false}"]
+)
 def test_default_weight_dtype_of_axolotl_is_a_question(qat: str, tmp_path: Path) -> None:
     """It is int8, and without the question the recipe would train without emulation."""
     text = write(tmp_path, "axolotl").read_text()
@@ -41,7 +49,10 @@ def test_default_weight_dtype_of_axolotl_is_a_question(qat: str, tmp_path: Path)
 
 @pytest.mark.parametrize("later", [0, 1000])
 def test_quantizer_of_torchtune_is_converted(later: int, tmp_path: Path) -> None:
-    text = TORCHTUNE_STEP.format("torch.optim.AdamW", "") + f"quantizer: {QAT}\nfake_quant_after_n_steps: {later}\n"
+    text = (
+        TORCHTUNE_STEP.format("torch.optim.AdamW", "")
+        + f"quantizer: {QAT}\nfake_quant_after_n_steps: {later}\n"
+    )
     found = from_text(tmp_path, text)
     section = loaded(found).quantised_training
     assert section is not None

@@ -8,7 +8,10 @@ import pytest
 
 from tests.migrate.imports import from_text, row
 
-SWIFT = "swift sft --model acme/m --dataset rows.jsonl --tuner_type full --template llama3 --learning_rate 1e-4 {}\n"
+SWIFT = (
+    "swift sft --model acme/m --dataset rows.jsonl --tuner_type full --template llama3 --learning_rate "
+    "1e-4 {}\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -28,13 +31,23 @@ SWIFT = "swift sft --model acme/m --dataset rows.jsonl --tuner_type full --templ
         ("", "bf16"),
     ],
 )
-def test_ms_swift_computes_in_the_half_precision_of_the_weights_unless_it_is_off(options: str, computed: str, tmp_path: Path) -> None:
+def test_ms_swift_computes_in_the_half_precision_of_the_weights_unless_it_is_off(
+    options: str, computed: str, tmp_path: Path
+) -> None:
     found = from_text(tmp_path, SWIFT.format(options), "train.sh")
     assert found.recipe.precision.mixed_precision == computed
 
 
 @pytest.mark.parametrize(
-    ("model", "is_id"), [("acme/m", True), ("base", False), ("./base", False), ("/models/base", False), ("../a/b", False), ("a/b/c", False)]
+    ("model", "is_id"),
+    [
+        ("acme/m", True),
+        ("base", False),
+        ("./base", False),
+        ("/models/base", False),
+        ("../a/b", False),
+        ("a/b/c", False),
+    ],
 )
 def test_id_of_modelscope_has_an_owner_and_a_name(model: str, is_id: bool, tmp_path: Path) -> None:
     found = from_text(tmp_path, SWIFT.format("").replace("acme/m", model), "train.sh")
@@ -42,7 +55,9 @@ def test_id_of_modelscope_has_an_owner_and_a_name(model: str, is_id: bool, tmp_p
 
 
 @pytest.mark.parametrize(("command", "is_said"), [("sft", True), ("pt", False)])
-def test_account_says_how_instruction_and_input_are_joined(command: str, is_said: bool, tmp_path: Path) -> None:
+def test_account_says_how_instruction_and_input_are_joined(
+    command: str, is_said: bool, tmp_path: Path
+) -> None:
     text = SWIFT.format("--val_dataset eval.jsonl").replace("sft", command, 1)
     found = from_text(tmp_path, text, "train.sh")
     for key in ("dataset", "val_dataset"):

@@ -1,4 +1,5 @@
-"""Configurations of other trainers as recipes: every key has one row of the account, and the text loads with the values it should have."""
+"""Configurations of other trainers as recipes: every key has one row of the account, and the text loads with
+the values it should have."""
 
 from __future__ import annotations
 
@@ -15,7 +16,15 @@ from fsdp_tune.data.format.templates import resolve_template
 from fsdp_tune.migrate.ledger import Fate, leaves
 from fsdp_tune.recipe.key_paths import flattened
 from fsdp_tune.recipe.resolve import resolve
-from tests.migrate.foreign_files import ARGUMENTS_OF_UNSLOTH, AXOLOTL, DATASET_INFO, FILES, FMS_DATA, SOUP, TRL
+from tests.migrate.foreign_files import (
+    ARGUMENTS_OF_UNSLOTH,
+    AXOLOTL,
+    DATASET_INFO,
+    FILES,
+    FMS_DATA,
+    SOUP,
+    TRL,
+)
 from tests.migrate.imports import from_text, imported, loaded, questions, row, values
 
 
@@ -36,15 +45,25 @@ def test_every_key_has_one_row_and_every_value_its_origin(name: str, tmp_path: P
     elif file.endswith(".py"):
         assert [row.key for row in rows] == ARGUMENTS_OF_UNSLOTH
     else:
-        assert [leaf for leaf in leaves(yaml.safe_load(text)) if len([row for row in rows if leaf[: len(row.path)] == row.path]) != 1] == []
+        assert [
+            leaf
+            for leaf in leaves(yaml.safe_load(text))
+            if len([row for row in rows if leaf[: len(row.path)] == row.path]) != 1
+        ] == []
 
     assert [row.key for row in rows if row.fate in (Fate.DROPPED, Fate.QUESTION) and not row.reason] == []
-    assert [row.key for row in rows if row.fate in (Fate.KEPT, Fate.CONVERTED, Fate.COMPUTED) and not row.targets] == []
+    assert [
+        row.key for row in rows if row.fate in (Fate.KEPT, Fate.CONVERTED, Fate.COMPUTED) and not row.targets
+    ] == []
     assert sum(result.counts.values()) == len(rows)
 
     lines = result.text.splitlines()
     assert sum("# DECIDE: " in line for line in lines) == len(questions(result)) + len(result.decisions)
-    assert [line for line in lines if not line.lstrip().startswith("#") and not line.rstrip().endswith(":") and "  # " not in line] == []
+    assert [
+        line
+        for line in lines
+        if not line.lstrip().startswith("#") and not line.rstrip().endswith(":") and "  # " not in line
+    ] == []
 
 
 def test_rows_have_the_line_of_the_key(tmp_path: Path) -> None:
@@ -101,7 +120,11 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "lora.lora_alpha": 16.0,
     },
     "fms": {"data.max_length": 4096, "training.save_strategy": "epoch", "lora.r": 4, "lora.lora_alpha": 32.0},
-    "fms-command": {"model.name_or_path": "bigscience/bloom-560m", "model.dtype": "bf16", "launch.num_processes": 8},
+    "fms-command": {
+        "model.name_or_path": "bigscience/bloom-560m",
+        "model.dtype": "bf16",
+        "launch.num_processes": 8,
+    },
     "axolotl": {
         "model.name_or_path": "Qwen/Qwen2.5-1.5B",
         "data.chat_template": "qwen2.5",
@@ -137,7 +160,12 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "lora.target_modules": ["q_proj", "v_proj"],
         "training.report_to": [],
     },
-    "trl-command": {"data.max_length": 1024, "training.global_batch_size": 128, "launch.num_processes": 2, "data.packing": True},
+    "trl-command": {
+        "data.max_length": 1024,
+        "training.global_batch_size": 128,
+        "launch.num_processes": 2,
+        "data.packing": True,
+    },
     "llama-factory": {
         "fsdp.sharding_strategy": "FULL_SHARD",
         "fsdp.activation_checkpointing": "full",
@@ -183,7 +211,12 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "lora.lora_alpha": 32.0,
         "launch.num_processes": 2,
     },
-    "ms-swift-yaml": {"data.loss_on": "last_assistant", "lora": None, "quantization": None, "training.learning_rate": 1e-5},
+    "ms-swift-yaml": {
+        "data.loss_on": "last_assistant",
+        "lora": None,
+        "quantization": None,
+        "training.learning_rate": 1e-5,
+    },
     "deepspeed": {
         "fsdp.sharding_strategy": "SHARD_GRAD_OP",
         "fsdp.offload_params": True,
@@ -209,7 +242,10 @@ SOURCES: dict[str, list[dict[str, Any]]] = {
     ],
     "trl": [{"path": "trl-lib/Capybara"}],
     "torchtune": [{"path": "yahma/alpaca-cleaned", "split": "train[:95%]", "loss_on": "all"}],
-    "ms-swift": [{"path": "AI-ModelScope/alpaca-gpt4-data-en", "max_rows": 500}, {"path": "acme/chats", "name": "en"}],
+    "ms-swift": [
+        {"path": "AI-ModelScope/alpaca-gpt4-data-en", "max_rows": 500},
+        {"path": "acme/chats", "name": "en"},
+    ],
     "transformers": [{"path": "train.txt"}],
 }
 
@@ -223,14 +259,19 @@ def test_values_mean_the_same_here(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", SOURCES)
 def test_data_sets_are_sources(name: str, tmp_path: Path) -> None:
     sources = values(imported(tmp_path, name))["data.train"]
-    assert [{key: source[key] for key in wanted} for source, wanted in zip(sources, SOURCES[name], strict=True)] == SOURCES[name]
+    assert [
+        {key: source[key] for key in wanted} for source, wanted in zip(sources, SOURCES[name], strict=True)
+    ] == SOURCES[name]
 
 
 DFT_FILES = {
-    "LLaMA-Factory": "model_name_or_path: m\nstage: sft\nfinetuning_type: full\ndataset: d\ntemplate: llama3\nuse_dft_loss: true\n",
-    "ms-swift": "model: m\ntuner_type: full\ndataset: [a.jsonl]\nloss_scale: last_round\nenable_dft_loss: true\n",
+    "LLaMA-Factory": "model_name_or_path: m\nstage: sft\nfinetuning_type: full\ndataset: d\ntemplate: "
+    "llama3\nuse_dft_loss: true\n",
+    "ms-swift": "model: m\ntuner_type: full\ndataset: [a.jsonl]\nloss_scale: "
+    "last_round\nenable_dft_loss: true\n",
     "TRL": "model_name_or_path: m\ndataset_name: d\nassistant_only_loss: true\nloss_type: dft\n",
-    "axolotl": "base_model: m\ndatasets: [{path: a.jsonl, type: alpaca}]\nmicro_batch_size: 1\nuse_dft: true\n",
+    "axolotl": "base_model: m\ndatasets: [{path: a.jsonl, type: alpaca}]\nmicro_batch_size: "
+    "1\nuse_dft: true\n",
 }
 
 
@@ -240,13 +281,20 @@ def test_dynamic_fine_tuning_is_written(tool: str, tmp_path: Path) -> None:
     assert result.tool == tool
     assert values(result)["training.loss"] == "dft"
     off = from_text(
-        tmp_path, DFT_FILES[tool].replace("loss: true", "loss: false").replace("_dft: true", "_dft: false").replace(": dft", ": nll")
+        tmp_path,
+        DFT_FILES[tool]
+        .replace("loss: true", "loss: false")
+        .replace("_dft: true", "_dft: false")
+        .replace(": dft", ": nll"),
     )
     assert values(off)["training.loss"] == "cross_entropy"
 
 
 def test_keys_may_replace_those_of_a_merge_as_yaml_has_it(tmp_path: Path) -> None:
-    assert values(from_text(tmp_path, f"<<: {{learning_rate: 1.0e-3}}\n{AXOLOTL}"))["training.learning_rate"] == 2e-4
+    assert (
+        values(from_text(tmp_path, f"<<: {{learning_rate: 1.0e-3}}\n{AXOLOTL}"))["training.learning_rate"]
+        == 2e-4
+    )
 
 
 def test_exact_deduplication_of_axolotl_is_kept(tmp_path: Path) -> None:
@@ -272,16 +320,24 @@ def test_kernel_of_experts_is_kept_and_one_that_cannot_train_is_a_question(text:
 
 
 def test_weights_of_ligers_loss_become_the_chunked_loss(tmp_path: Path) -> None:
-    text = DFT_FILES["axolotl"].replace("use_dft", "liger_use_token_scaling") + "liger_fused_linear_cross_entropy: true\n"
+    text = (
+        DFT_FILES["axolotl"].replace("use_dft", "liger_use_token_scaling")
+        + "liger_fused_linear_cross_entropy: true\n"
+    )
     found = values(from_text(tmp_path, text))
     assert (found["training.loss"], found["kernels.loss"]) == ("dft", "chunked")
 
 
 def test_split_test_of_trl_is_read_only_where_it_is_evaluated(tmp_path: Path) -> None:
-    text = "model_name_or_path: m\ndataset_name: d\ndataset_config: en\nassistant_only_loss: true\neval_strategy: steps\neval_steps: 9\n"
+    text = (
+        "model_name_or_path: m\ndataset_name: d\ndataset_config: en\nassistant_only_loss: "
+        "true\neval_strategy: steps\neval_steps: 9\n"
+    )
     (source,) = values(from_text(tmp_path, text))["data.eval"]
     assert (source["path"], source["split"], source["name"]) == ("d", "test", "en")
-    result = from_text(tmp_path, text.replace("strategy: steps", 'strategy: "no"') + "dataset_test_split: dev\n")
+    result = from_text(
+        tmp_path, text.replace("strategy: steps", 'strategy: "no"') + "dataset_test_split: dev\n"
+    )
     assert values(result)["data.eval"] is None
     assert row(result, "dataset_test_split") == ("dropped", "`eval_strategy` evaluates nothing")
     assert row(result, "eval_steps") == ("dropped", "there are no rows to evaluate")
@@ -308,9 +364,15 @@ def test_entries_of_dataset_info_are_sources_and_have_rows_of_their_own(tmp_path
 
 @pytest.mark.parametrize(
     ("more", "shuffle", "fate"),
-    [("", False, "converted"), ("val_size: 0.1\n", True, "question"), ("streaming: true\nmax_steps: 9\n", True, "question")],
+    [
+        ("", False, "converted"),
+        ("val_size: 0.1\n", True, "question"),
+        ("streaming: true\nmax_steps: 9\n", True, "question"),
+    ],
 )
-def test_order_of_the_files_is_kept_where_llama_factory_keeps_it(more: str, shuffle: bool, fate: str, tmp_path: Path) -> None:
+def test_order_of_the_files_is_kept_where_llama_factory_keeps_it(
+    more: str, shuffle: bool, fate: str, tmp_path: Path
+) -> None:
     text = "model_name_or_path: m\nstage: sft\nfinetuning_type: full\ndataset: d\ntemplate: llama3\n"
     result = from_text(tmp_path, f"{text}disable_shuffling: true\n{more}")
     assert (values(result)["data.shuffle"], row(result, "disable_shuffling")[0]) == (shuffle, fate)
@@ -335,8 +397,13 @@ def test_number_of_gpus_gives_the_global_batch(tmp_path: Path) -> None:
     assert "num_processes: 4  # --num-gpus 4\n" in with_gpus.text
 
 
-@pytest.mark.parametrize(("num_gpus", "overrides", "asks"), [(8, [], False), (16, [], True), (16, ["launch.num_machines=2"], False)])
-def test_more_gpus_than_a_machine_has_ask_for_the_machines(num_gpus: int, overrides: list[str], asks: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("num_gpus", "overrides", "asks"),
+    [(8, [], False), (16, [], True), (16, ["launch.num_machines=2"], False)],
+)
+def test_more_gpus_than_a_machine_has_ask_for_the_machines(
+    num_gpus: int, overrides: list[str], asks: bool, tmp_path: Path
+) -> None:
     """Else the recipe starts 16 ranks on one machine of 8 GPUs."""
     found = imported(tmp_path, "axolotl", num_gpus=num_gpus, overrides=overrides)
     assert ("launch.num_machines" in dict(found.decisions)) == asks
@@ -348,22 +415,47 @@ def test_keys_of_adapters_have_no_effect_without_one(tmp_path: Path) -> None:
     found = values(result)
     assert (found["lora"], found["quantization"]) == (None, None)
     assert row(result, "lora_r") == ("dropped", "no effect: the file trains no adapter")
-    soup = values(from_text(tmp_path, SOUP.replace("r: 64", "r: 0").replace("quantization: 4bit", "quantization: none")))
+    soup = values(
+        from_text(tmp_path, SOUP.replace("r: 64", "r: 0").replace("quantization: 4bit", "quantization: none"))
+    )
     assert (soup["lora"], soup["quantization"]) == (None, None)
 
 
-TEMPLATE = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] }}</s>/{% endfor %}" + "{# long #}" * 500
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] }}</s>/{% endfor %}"
+    + "{# long #}" * 500
+)
 
 
 @pytest.mark.parametrize(
     ("text", "key"),
     [
         (
-            {"model_name_or_path": "gpt2", "dataset_name": "a/b", "max_length": 64, "assistant_only_loss": True, "chat_template": TEMPLATE},
+            {
+                "model_name_or_path": "gpt2",
+                "dataset_name": "a/b",
+                "max_length": 64,
+                "assistant_only_loss": True,
+                "chat_template": TEMPLATE,
+            },
             "data",
         ),
-        ({"base_model": "gpt2", "datasets": [{"path": "a/b"}], "chat_template": "jinja", "chat_template_jinja": TEMPLATE}, "data"),
-        ({"base_model": "gpt2", "datasets": [{"path": "a/b", "type": "chat_template", "chat_template_jinja": TEMPLATE}]}, "data.train[0]"),
+        (
+            {
+                "base_model": "gpt2",
+                "datasets": [{"path": "a/b"}],
+                "chat_template": "jinja",
+                "chat_template_jinja": TEMPLATE,
+            },
+            "data",
+        ),
+        (
+            {
+                "base_model": "gpt2",
+                "datasets": [{"path": "a/b", "type": "chat_template", "chat_template_jinja": TEMPLATE}],
+            },
+            "data.train[0]",
+        ),
     ],
 )
 def test_chat_template_as_text_is_kept_and_is_no_path(tmp_path: Path, text: dict[str, Any], key: str) -> None:
@@ -403,7 +495,11 @@ def test_mixture_of_the_alignment_handbook(tmp_path: Path) -> None:
     assert (values(result)["data.eval.rows"], values(result)["data.packing_strategy"]) == (1000, "bfd")
     assert questions(result) == ["dataset_mixture.datasets[1].weight"]
     assert values(from_text(tmp_path, HANDBOOK.replace("1000", "0.02")))["data.eval.fraction"] == 0.02
-    older = from_text(tmp_path, "model_name_or_path: g\ndataset_mixer: {org/a: 1.0, org/b: 0.5}\ndataset_splits: [train_sft, test_sft]\n")
+    older = from_text(
+        tmp_path,
+        "model_name_or_path: g\ndataset_mixer: {org/a: 1.0, org/b: 0.5}\ndataset_splits: [train_sft, "
+        "test_sft]\n",
+    )
     assert (older.tool, [each.path for each in loaded(older).data.train]) == ("TRL", ["org/a", "org/b"])
     assert questions(older) == ["dataset_mixer.org/b", "dataset_splits"]
 
@@ -411,14 +507,17 @@ def test_mixture_of_the_alignment_handbook(tmp_path: Path) -> None:
 def test_comments_of_the_file_are_kept(tmp_path: Path) -> None:
     text = imported(tmp_path, "axolotl").text
     assert (
-        "  # LoRA of a small model on two data sets\n  name_or_path: Qwen/Qwen2.5-1.5B  # from base_model; the base, not Instruct\n" in text
+        "  # LoRA of a small model on two data sets\n  name_or_path: Qwen/Qwen2.5-1.5B  # from "
+        "base_model; the base, not Instruct\n" in text
     )
     assert "learning_rate: 0.0002  # from learning_rate; higher than in the paper\n" in text
 
 
 def test_comment_without_a_value_here_names_its_place(tmp_path: Path) -> None:
     text = from_text(tmp_path, AXOLOTL + "# of the log\nwandb_log_model: checkpoint\n# the last words\n").text
-    assert text.endswith("# `wandb_log_model` of config.yaml: of the log\n# at the end of config.yaml: the last words\n")
+    assert text.endswith(
+        "# `wandb_log_model` of config.yaml: of the log\n# at the end of config.yaml: the last words\n"
+    )
 
 
 def test_value_that_a_recipe_refuses_is_a_question_with_the_reason(tmp_path: Path) -> None:
@@ -453,9 +552,17 @@ def test_file_of_data_sets_of_fms_is_included(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "row_key", "key"),
     [
-        ("model_name_or_path: a\ndataset_name: b\npacking: true\nmax_length: null\n", "max_length", "data.max_length"),
+        (
+            "model_name_or_path: a\ndataset_name: b\npacking: true\nmax_length: null\n",
+            "max_length",
+            "data.max_length",
+        ),
         ("base_model: gpt2\nmicro_batch_size: 1\nsequence_len:\n", "sequence_len", "data.max_length"),
-        ("model_name_or_path: a\ndataset_name: b\npacking: true\nuse_peft: true\nlora_r: null\n", "lora_r", "lora.r"),
+        (
+            "model_name_or_path: a\ndataset_name: b\npacking: true\nuse_peft: true\nlora_r: null\n",
+            "lora_r",
+            "lora.r",
+        ),
         (
             "model_name_or_path: a\nstage: sft\ntemplate: x\nper_device_train_batch_size: null\n",
             "per_device_train_batch_size",
@@ -463,7 +570,9 @@ def test_file_of_data_sets_of_fms_is_included(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_null_is_a_question_and_never_the_default_of_a_key_left_out(tmp_path: Path, text: str, row_key: str, key: str) -> None:
+def test_null_is_a_question_and_never_the_default_of_a_key_left_out(
+    tmp_path: Path, text: str, row_key: str, key: str
+) -> None:
     """TRL truncates nothing with `max_length: null`, and at 1,024 without the key."""
     result = from_text(tmp_path, text)
     (found,) = [each for each in result.rows if each.key == row_key]
@@ -475,11 +584,21 @@ def test_null_is_a_question_and_never_the_default_of_a_key_left_out(tmp_path: Pa
 @pytest.mark.parametrize(
     ("text", "asked", "path"),
     [
-        ("base_model: g\nsequence_len: 8\ntest_datasets: [{path: e}]\nval_set_size: 0.1\n", "val_set_size", "e"),
-        ("base_model: g\nsequence_len: 8\nval_set_size: 0.1\ntest_datasets: [{path: e}]\n", "test_datasets[0].path", None),
+        (
+            "base_model: g\nsequence_len: 8\ntest_datasets: [{path: e}]\nval_set_size: 0.1\n",
+            "val_set_size",
+            "e",
+        ),
+        (
+            "base_model: g\nsequence_len: 8\nval_set_size: 0.1\ntest_datasets: [{path: e}]\n",
+            "test_datasets[0].path",
+            None,
+        ),
     ],
 )
-def test_held_out_share_beside_rows_of_evaluation_is_a_question(tmp_path: Path, text: str, asked: str, path: str | None) -> None:
+def test_held_out_share_beside_rows_of_evaluation_is_a_question(
+    tmp_path: Path, text: str, asked: str, path: str | None
+) -> None:
     result = from_text(tmp_path, text)
     fate, words = row(result, asked)
     assert (fate, words.partition(" from ")[0]) == ("question", "`data.eval` has another value")
@@ -489,17 +608,29 @@ def test_held_out_share_beside_rows_of_evaluation_is_a_question(tmp_path: Path, 
 
 def test_trl_holds_out_rows_of_a_mixture_alone(tmp_path: Path) -> None:
     """`get_dataset` of TRL splits a mixture; the single data set has its own split."""
-    text = "model_name_or_path: g\ndataset_name: a\npacking: true\neval_strategy: steps\ndataset_test_split: test\ntest_split_size: 0.1\n"
-    single, mixed = from_text(tmp_path, text), from_text(tmp_path, text + "datasets: [{path: b}, {path: c}]\n", tool="TRL")
+    text = (
+        "model_name_or_path: g\ndataset_name: a\npacking: true\neval_strategy: "
+        "steps\ndataset_test_split: test\ntest_split_size: 0.1\n"
+    )
+    single, mixed = (
+        from_text(tmp_path, text),
+        from_text(tmp_path, text + "datasets: [{path: b}, {path: c}]\n", tool="TRL"),
+    )
     assert row(single, "test_split_size")[0] == row(mixed, "dataset_test_split")[0] == "dropped"
     recipe = loaded(single)
     assert [(each.path, each.split) for each in recipe.data.eval] == [("a", "test")]  # type: ignore[union-attr]
-    assert (values(mixed)["data.eval.fraction"], [each["path"] for each in values(mixed)["data.train"]]) == (0.1, ["b", "c"])
+    assert (values(mixed)["data.eval.fraction"], [each["path"] for each in values(mixed)["data.train"]]) == (
+        0.1,
+        ["b", "c"],
+    )
     assert row(mixed, "dataset_name") == ("dropped", "the mixture is read, and not the single data set")
 
 
 def test_alpaca_rows_of_axolotl_have_no_chat_template(tmp_path: Path) -> None:
-    rows = "base_model: g\nsequence_len: 8\nchat_template: chatml\ndatasets: [{path: a, type: chat_template}, {path: b, type: alpaca}]\n"
+    rows = (
+        "base_model: g\nsequence_len: 8\nchat_template: chatml\ndatasets: [{path: a, type: "
+        "chat_template}, {path: b, type: alpaca}]\n"
+    )
     result = from_text(tmp_path, rows)
     data = loaded(result).data
     assert (data.chat_template, [each.chat_template for each in data.train]) == ("chatml", [None, "none"])
@@ -508,7 +639,8 @@ def test_alpaca_rows_of_axolotl_have_no_chat_template(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("variant", ["alpaca:chat", "alpaca.load_no_prompt", "completion:text"])
 def test_variant_of_a_prompt_strategy_of_axolotl_is_a_question(tmp_path: Path, variant: str) -> None:
-    """axolotl/utils/data: a style after a colon and a function after a dot have other prompts than the plain name."""
+    """axolotl/utils/data: a style after a colon and a function after a dot have other prompts than the plain
+    name."""
     head = "base_model: g\nsequence_len: 8\nchat_template: chatml\n"
     result = from_text(tmp_path, f"{head}datasets: [{{path: a, type: '{variant}'}}]\n")
     assert row(result, "datasets[0].type")[0] == "question"
@@ -545,11 +677,19 @@ INFO_OF_TEXTS = {
 
 def test_pretraining_of_llama_factory_reads_texts(tmp_path: Path) -> None:
     (tmp_path / "dataset_info.json").write_text(json.dumps(INFO_OF_TEXTS))
-    text = "model_name_or_path: m\nstage: pt\ndataset: texts,plain,alpaca,chats\ntemplate: llama3\nneat_packing: false\n"
+    text = (
+        "model_name_or_path: m\nstage: pt\ndataset: texts,plain,alpaca,chats\ntemplate: "
+        "llama3\nneat_packing: false\n"
+    )
     found = from_text(tmp_path, text)
     sources = found.recipe.data.train
     assert [source.format for source in sources] == ["text"] * 4
-    assert [source.rename_columns for source in sources] == [{"content": "text"}, {}, {"instruction": "text"}, {}]
+    assert [source.rename_columns for source in sources] == [
+        {"content": "text"},
+        {},
+        {"instruction": "text"},
+        {},
+    ]
     assert [key for key, words in found.decisions if "the first message" in words] == ["data.train[3]"]
     assert found.recipe.data.packing
     assert row(found, "template")[0] == "dropped"
@@ -558,20 +698,37 @@ def test_pretraining_of_llama_factory_reads_texts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("own", "params", "is_asked"),
     [
-        ("warmup_steps: 100\nlr_scheduler_type: linear\n", {"type": "WarmupCosineLR", "params": {"warmup_type": "linear"}}, True),
+        (
+            "warmup_steps: 100\nlr_scheduler_type: linear\n",
+            {"type": "WarmupCosineLR", "params": {"warmup_type": "linear"}},
+            True,
+        ),
         ("warmup_steps: 100\n", {"type": "WarmupLR", "params": {"warmup_type": "linear"}}, True),
-        ("warmup_steps: 100\nlr_scheduler_type: cosine\n", {"type": "WarmupCosineLR", "params": {"warmup_num_steps": "auto"}}, False),
+        (
+            "warmup_steps: 100\nlr_scheduler_type: cosine\n",
+            {"type": "WarmupCosineLR", "params": {"warmup_num_steps": "auto"}},
+            False,
+        ),
         ("", {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 7, "warmup_type": "linear"}}, False),
     ],
 )
-def test_schedule_of_deepspeed_comes_before_that_of_the_trainer(tmp_path: Path, own: str, params: dict[str, Any], is_asked: bool) -> None:
+def test_schedule_of_deepspeed_comes_before_that_of_the_trainer(
+    tmp_path: Path, own: str, params: dict[str, Any], is_asked: bool
+) -> None:
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}, "scheduler": params}))
     text = "model_name_or_path: m\ndataset_name: d\nassistant_only_loss: true\ndeepspeed: ds.json\n"
     found = from_text(tmp_path, text + own)
-    asked = [each for each in found.rows if each.fate is Fate.QUESTION and "DeepSpeed's own schedule" in each.reason]
+    asked = [
+        each
+        for each in found.rows
+        if each.fate is Fate.QUESTION and "DeepSpeed's own schedule" in each.reason
+    ]
     assert bool(asked) is is_asked
     if not own:
-        assert (values(found)["training.lr_scheduler_type"], found.recipe.training.warmup_steps) == ("cosine", 7)
+        assert (values(found)["training.lr_scheduler_type"], found.recipe.training.warmup_steps) == (
+            "cosine",
+            7,
+        )
 
 
 def test_targets_of_a_dtype_beside_adapters_are_all_in_the_account(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""`import --set`: what a person says comes before what the file has or leaves open, also where a value is computed from it."""
+"""`import --set`: what a person says comes before what the file has or leaves open, also where a value is
+computed from it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,16 @@ from fsdp_tune.recipe.key_paths import dotted
 from fsdp_tune.recipe.read.loader import DECIDE, parse_recipe
 from fsdp_tune.recipe.schema.keys import all_keys, values_by_key
 from tests.migrate.foreign_files import FILES, TORCHTUNE, TRL
-from tests.migrate.imports import AUTOMODEL_STEP, TORCHTUNE_STEP, from_text, imported, questions, row, values, write
+from tests.migrate.imports import (
+    AUTOMODEL_STEP,
+    TORCHTUNE_STEP,
+    from_text,
+    imported,
+    questions,
+    row,
+    values,
+    write,
+)
 
 
 def test_override_answers_what_the_file_leaves_open(tmp_path: Path) -> None:
@@ -29,7 +39,9 @@ def test_override_answers_what_the_file_leaves_open(tmp_path: Path) -> None:
 
 
 def test_override_comes_before_the_file_and_is_in_the_account(tmp_path: Path) -> None:
-    found = imported(tmp_path, "axolotl", overrides=["training.learning_rate=3e-5", "data.packing=null", "training.seed=7"])
+    found = imported(
+        tmp_path, "axolotl", overrides=["training.learning_rate=3e-5", "data.packing=null", "training.seed=7"]
+    )
     assert (found.recipe.training.learning_rate, found.recipe.data.packing) == (3e-5, False)
     rows = {row.key: row for row in found.rows}
     for key, target in (("learning_rate", "training.learning_rate"), ("sample_packing", "data.packing")):
@@ -66,7 +78,10 @@ def test_wrong_override_is_an_error_at_its_place(tmp_path: Path, override: str, 
     assert str(problem.where.source).startswith("--set")
 
 
-@pytest.mark.parametrize("overrides", [["lora.r=4", "lora={r: 8}"], ["lora={r: 8}", "lora.r=4"], ["training.seed=1", "training.seed=2"]])
+@pytest.mark.parametrize(
+    "overrides",
+    [["lora.r=4", "lora={r: 8}"], ["lora={r: 8}", "lora.r=4"], ["training.seed=1", "training.seed=2"]],
+)
 def test_key_that_is_set_twice_is_an_error(tmp_path: Path, overrides: list[str]) -> None:
     with pytest.raises(FsdpTuneError, match="is set twice"):
         imported(tmp_path, "trl", overrides=overrides)
@@ -76,7 +91,12 @@ def test_answered_batch_leaves_the_number_of_ranks_open(tmp_path: Path) -> None:
     found = imported(tmp_path, "axolotl", overrides=["training.global_batch_size=64"])
     assert found.recipe.training.global_batch_size == 64
     assert "gradient_accumulation_steps:" not in found.text
-    assert imported(tmp_path, "axolotl", num_gpus=8, overrides=["training.global_batch_size=128"]).recipe.launch.num_processes == 8
+    assert (
+        imported(
+            tmp_path, "axolotl", num_gpus=8, overrides=["training.global_batch_size=128"]
+        ).recipe.launch.num_processes
+        == 8
+    )
 
 
 def test_text_of_a_variable_is_kept_and_null_removes_nothing_else(tmp_path: Path) -> None:
@@ -87,12 +107,28 @@ def test_text_of_a_variable_is_kept_and_null_removes_nothing_else(tmp_path: Path
 
 def test_override_of_any_key_and_kind_is_written_or_refused(tmp_path: Path) -> None:
     """A random sample; 4,700 were tried once. What is written loads as what was answered."""
-    values = ("null", "3", "x", "[1]", "[{a: 1}]", "{b: 2}", "true", "[{path: a.jsonl}]", "{path: a.jsonl}", "0.5")
-    cases = [(name, f"{dotted(key.path)}={value}") for name in FILES for key in all_keys() for value in values]
+    values = (
+        "null",
+        "3",
+        "x",
+        "[1]",
+        "[{a: 1}]",
+        "{b: 2}",
+        "true",
+        "[{path: a.jsonl}]",
+        "{path: a.jsonl}",
+        "0.5",
+    )
+    cases = [
+        (name, f"{dotted(key.path)}={value}") for name in FILES for key in all_keys() for value in values
+    ]
     for name, override in [*random.Random(0).sample(cases, 40), *OTHER_OVERRIDES]:
         with contextlib.suppress(FsdpTuneError):
             found = imported(tmp_path, name, overrides=[override])
-            assert parse_recipe(found.text, tmp_path / "again.yaml", name=found.recipe.name).recipe == found.recipe, override
+            assert (
+                parse_recipe(found.text, tmp_path / "again.yaml", name=found.recipe.name).recipe
+                == found.recipe
+            ), override
 
 
 OTHER_OVERRIDES = (
@@ -120,7 +156,10 @@ gradient_accumulation_steps: 4
 
 
 AXOLOTL_FULL = AXOLOTL_ADAPTER.replace("adapter: lora\nlora_r: 8\n", "")
-AXOLOTL_BOTH = "base_model: m\nmicro_batch_size: 1\ndatasets: [{path: a.jsonl, type: completion}, {path: b.jsonl, type: chat_template}]\n"
+AXOLOTL_BOTH = (
+    "base_model: m\nmicro_batch_size: 1\ndatasets: [{path: a.jsonl, type: completion}, {path: b.jsonl, "
+    "type: chat_template}]\n"
+)
 FACTORY = "model_name_or_path: m\nstage: sft\ndataset: a\ntemplate: default\nlora_rank: 8\n"
 OF_TRL = "model_name_or_path: m\ndataset_name: d\nassistant_only_loss: true\n"
 RUN_CLM = "torchrun --nproc_per_node 4 run_clm.py --model_name_or_path m --train_file a.txt\n"
@@ -152,8 +191,12 @@ def dtypes(trained: str, frozen: str) -> dict[str, Any]:
         (RUN_CLM, "launch.num_machines=2", {"launch.num_processes": 8}),
     ],
 )
-def test_values_are_computed_from_the_answer(tmp_path: Path, text: str, override: str, computed: dict[str, Any]) -> None:
-    found = values(from_text(tmp_path, text, "run.sh" if text == RUN_CLM else "config.yaml", overrides=[override]))
+def test_values_are_computed_from_the_answer(
+    tmp_path: Path, text: str, override: str, computed: dict[str, Any]
+) -> None:
+    found = values(
+        from_text(tmp_path, text, "run.sh" if text == RUN_CLM else "config.yaml", overrides=[override])
+    )
     assert {key: found.get(key) for key in computed} == computed
 
 
@@ -161,7 +204,11 @@ def test_values_are_computed_from_the_answer(tmp_path: Path, text: str, override
     ("key", "lines", "override"),
     [
         ("max_length", "max_length: null\n", "data.max_length=null"),
-        ("accelerator_config.split_batches", "accelerator_config: {split_batches: true}\n", "training.global_batch_size=8"),
+        (
+            "accelerator_config.split_batches",
+            "accelerator_config: {split_batches: true}\n",
+            "training.global_batch_size=8",
+        ),
     ],
 )
 def test_question_that_is_answered_is_gone(tmp_path: Path, key: str, lines: str, override: str) -> None:
@@ -182,9 +229,13 @@ def test_null_for_a_key_that_no_recipe_has_is_an_error(tmp_path: Path, override:
 
 
 def test_null_is_a_value_where_a_mapping_has_any(tmp_path: Path) -> None:
-    found = imported(tmp_path, "trl", overrides=["model.config_overrides.sliding_window=null", "launch.env.A=null"])
+    found = imported(
+        tmp_path, "trl", overrides=["model.config_overrides.sliding_window=null", "launch.env.A=null"]
+    )
     assert found.recipe.model.config_overrides == {"sliding_window": None}
-    loaded = parse_recipe(found.text, tmp_path / "r.yaml", ["model.config_overrides.rope_scaling=null"]).recipe
+    loaded = parse_recipe(
+        found.text, tmp_path / "r.yaml", ["model.config_overrides.rope_scaling=null"]
+    ).recipe
     assert loaded.model.config_overrides == {"sliding_window": None, "rope_scaling": None}
     assert "A" not in loaded.launch.env
 
@@ -219,7 +270,11 @@ def test_answer_of_rows_in_a_stream_settles_their_weights(tmp_path: Path) -> Non
 
 def test_answers_in_a_mapping_replace_a_scalar_of_the_file(tmp_path: Path) -> None:
     text = "model_name_or_path: m\ndataset_name: d\nassistant_only_loss: true\nlr_scheduler_kwargs: foo\n"
-    overrides = ["training.lr_scheduler_kwargs.a=null", "training.lr_scheduler_kwargs.num_cycles=1.5", "training.lr_scheduler_type=cosine"]
+    overrides = [
+        "training.lr_scheduler_kwargs.a=null",
+        "training.lr_scheduler_kwargs.num_cycles=1.5",
+        "training.lr_scheduler_type=cosine",
+    ]
     found = from_text(tmp_path, text, overrides=overrides)
     assert (found.recipe.training.model_extra or {})["lr_scheduler_kwargs"] == {"num_cycles": 1.5}
 
@@ -233,9 +288,13 @@ def test_answers_in_a_mapping_replace_a_scalar_of_the_file(tmp_path: Path) -> No
         ("torch.optim.SGD", "null", 0.01),
     ],
 )
-def test_decay_is_that_of_the_answered_optimizer(tmp_path: Path, component: str, optim: str, decay: float) -> None:
+def test_decay_is_that_of_the_answered_optimizer(
+    tmp_path: Path, component: str, optim: str, decay: float
+) -> None:
     for text in (TORCHTUNE_STEP, AUTOMODEL_STEP):
-        found = values_by_key(from_text(tmp_path, text.format(component, ""), overrides=[f"training.optim={optim}"]).recipe)
+        found = values_by_key(
+            from_text(tmp_path, text.format(component, ""), overrides=[f"training.optim={optim}"]).recipe
+        )
         assert (found.get("training.weight_decay") or 0.0) == decay
 
 
@@ -248,7 +307,9 @@ expert_parallel_backend: torch
 """
 
 
-@pytest.mark.parametrize("text", [AUTOMODEL_STEP.format("torch.optim.AdamW", "") + "distributed: {ep_size: 4}\n", _AXOLOTL_EXPERTS])
+@pytest.mark.parametrize(
+    "text", [AUTOMODEL_STEP.format("torch.optim.AdamW", "") + "distributed: {ep_size: 4}\n", _AXOLOTL_EXPERTS]
+)
 def test_ranks_that_divide_experts_are_imported(tmp_path: Path, text: str) -> None:
     result = from_text(tmp_path, text, overrides=["training.optim=adamw_torch_fused"])
     assert values_by_key(result.recipe)["fsdp.ep_size"] == 4
@@ -260,7 +321,9 @@ def test_capacity_of_experts_is_a_question(tmp_path: Path) -> None:
     assert "expert_parallel_token_capacity" in questions(result)
 
 
-@pytest.mark.parametrize("override", ["launch={num_processes: 8}", "launch=null", "launch.num_processes=null"])
+@pytest.mark.parametrize(
+    "override", ["launch={num_processes: 8}", "launch=null", "launch.num_processes=null"]
+)
 def test_ranks_are_never_given_twice(tmp_path: Path, override: str) -> None:
     with pytest.raises(FsdpTuneError, match="`--num-gpus 4` sets"):
         imported(tmp_path, "trl", num_gpus=4, overrides=[override])
@@ -268,12 +331,18 @@ def test_ranks_are_never_given_twice(tmp_path: Path, override: str) -> None:
 
 @pytest.mark.parametrize("override", ["data.packing=false", "data.packing=null"])
 def test_strategy_of_packing_goes_with_it(tmp_path: Path, override: str) -> None:
-    for text, file in (("model_name_or_path: m\nstage: pt\ndataset: a\n", "a.yaml"), ("python run_clm.py --train_file a.txt\n", "a.sh")):
+    for text, file in (
+        ("model_name_or_path: m\nstage: pt\ndataset: a\n", "a.yaml"),
+        ("python run_clm.py --train_file a.txt\n", "a.sh"),
+    ):
         assert "packing_strategy" not in from_text(tmp_path, text, file, overrides=[override]).text
 
 
 def test_lines_of_the_tried_text_are_in_no_error(tmp_path: Path) -> None:
-    text = "base_model: m\ndatasets: [{path: a, type: completion}]\nmicro_batch_size: 2\ngradient_accumulation_steps: 4\n"
+    text = (
+        "base_model: m\ndatasets: [{path: a, type: completion}]\nmicro_batch_size: "
+        "2\ngradient_accumulation_steps: 4\n"
+    )
     with pytest.raises(FsdpTuneError) as caught:
         from_text(tmp_path, text, overrides=["training.global_batch_size=12", "launch.num_processes=8"])
     assert [problem.message for problem in caught.value.problems] == [
@@ -283,7 +352,10 @@ def test_lines_of_the_tried_text_are_in_no_error(tmp_path: Path) -> None:
 
 def test_option_that_nothing_reads_is_dropped(tmp_path: Path) -> None:
     """`constant` has no warm-up there either, and SGD no second moment."""
-    text = "model_name_or_path: m\ndataset_name: d\nlr_scheduler_type: constant\nwarmup_ratio: 0.03\noptim: sgd\nadam_beta2: 0.95\n"
+    text = (
+        "model_name_or_path: m\ndataset_name: d\nlr_scheduler_type: constant\nwarmup_ratio: 0.03\noptim: "
+        "sgd\nadam_beta2: 0.95\n"
+    )
     found = from_text(tmp_path, text)
     rows = {row.key: row for row in found.rows}
     assert {name: rows[name].fate.value for name in ("warmup_ratio", "adam_beta2")} == dict.fromkeys(

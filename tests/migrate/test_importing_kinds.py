@@ -1,4 +1,5 @@
-"""Values of another kind than a tool has at a place: each is a question or refused, and none ends the import."""
+"""Values of another kind than a tool has at a place: each is a question or refused, and none ends the
+import."""
 
 from __future__ import annotations
 
@@ -26,12 +27,16 @@ KINDS: tuple[Any, ...] = (1, "x", None, [], {}, [1], {"a": 1}, [{"a": 1}], ["x",
 
 
 def places(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    for name, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+    for name, inner in (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    ):
         yield (*path, name)
         yield from places(inner, (*path, name))
 
 
-@pytest.mark.parametrize("name", [name for name, (_, file, _) in FILES.items() if file.endswith((".yaml", ".json"))])
+@pytest.mark.parametrize(
+    "name", [name for name, (_, file, _) in FILES.items() if file.endswith((".yaml", ".json"))]
+)
 def test_value_of_another_kind_is_a_question_or_refused(tmp_path: Path, name: str) -> None:
     """A few random places and kinds for each tool; 3,879 were tried once."""
     tool, file, text = FILES[name]
@@ -43,14 +48,21 @@ def test_value_of_another_kind_is_a_question_or_refused(tmp_path: Path, name: st
         for part in place[:-1]:
             holder = holder[part]
         holder[place[-1]] = kind
-        (tmp_path / file).write_text(json.dumps(changed) if file.endswith(".json") else yaml.safe_dump(changed))
+        (tmp_path / file).write_text(
+            json.dumps(changed) if file.endswith(".json") else yaml.safe_dump(changed)
+        )
         with contextlib.suppress(FsdpTuneError):
             import_file(tmp_path / file, tool=tool)
 
 
 OTHER_KINDS: dict[str, list[tuple[tuple[str | int, ...], Any]]] = {
     "axolotl": [
-        *((("base_model",), ["x", ["y"]]), (("datasets", 0), {}), (("datasets", 1, "type"), 1), (("gradient_checkpointing",), {})),
+        *(
+            (("base_model",), ["x", ["y"]]),
+            (("datasets", 0), {}),
+            (("datasets", 1, "type"), 1),
+            (("gradient_checkpointing",), {}),
+        ),
         *((("evals_per_epoch",), True), (("val_set_size",), [])),
     ],
     "trl": [(("lora_target_modules", 0), [{"a": 1}]), (("model_init_kwargs",), True)],
@@ -61,11 +73,19 @@ OTHER_KINDS: dict[str, list[tuple[tuple[str | int, ...], Any]]] = {
     ],
     "llama-factory": [(("lora_rank",), "x")],
     "automodel": [
-        *((("distributed", "strategy"), {}), (("lr_scheduler", "lr_decay_style"), []), (("validation_dataset",), "x")),
+        *(
+            (("distributed", "strategy"), {}),
+            (("lr_scheduler", "lr_decay_style"), []),
+            (("validation_dataset",), "x"),
+        ),
         (("optimizer", "betas"), [1]),
     ],
     "soup": [
-        *((("training",), "x"), (("training", "batch_size"), True), (("training", "lora", "target_modules"), {})),
+        *(
+            (("training",), "x"),
+            (("training", "batch_size"), True),
+            (("training", "lora", "target_modules"), {}),
+        ),
         *((("data", "format"), {}), (("data", "format"), None)),
     ],
     "ms-swift-yaml": [(("loss_scale",), []), (("interleave_prob",), "x")],
@@ -82,11 +102,31 @@ OTHER_KINDS: dict[str, list[tuple[tuple[str | int, ...], Any]]] = {
     ("text", "key", "expected"),
     [
         (TORCHTUNE_STEP.format("torch.optim.AdamW", ", betas: []"), "optimizer.betas", "question"),
-        (AUTOMODEL_STEP.format("torch.optim.AdamW", "") + "distributed: {tp_size: '2'}\n", "distributed.tp_size", "question"),
-        (AUTOMODEL_STEP.format("torch.optim.AdamW", "") + "distributed: {dp_size: '8'}\n", "distributed.dp_size", "question"),
-        (AUTOMODEL_STEP.format("torch.optim.AdamW", "") + "distributed: {cp_size: '1'}\n", "distributed.cp_size", "dropped"),
-        (AUTOMODEL_STEP.format("torch.optim.AdamW", "") + "distributed: {ep_size: '2'}\n", "distributed.ep_size", "question"),
-        (AUTOMODEL_STEP.format("torch.optim.AdamW", "") + "distributed: {ep_size: none}\n", "distributed.ep_size", "dropped"),
+        (
+            AUTOMODEL_STEP.format("torch.optim.AdamW", "") + "distributed: {tp_size: '2'}\n",
+            "distributed.tp_size",
+            "question",
+        ),
+        (
+            AUTOMODEL_STEP.format("torch.optim.AdamW", "") + "distributed: {dp_size: '8'}\n",
+            "distributed.dp_size",
+            "question",
+        ),
+        (
+            AUTOMODEL_STEP.format("torch.optim.AdamW", "") + "distributed: {cp_size: '1'}\n",
+            "distributed.cp_size",
+            "dropped",
+        ),
+        (
+            AUTOMODEL_STEP.format("torch.optim.AdamW", "") + "distributed: {ep_size: '2'}\n",
+            "distributed.ep_size",
+            "question",
+        ),
+        (
+            AUTOMODEL_STEP.format("torch.optim.AdamW", "") + "distributed: {ep_size: none}\n",
+            "distributed.ep_size",
+            "dropped",
+        ),
         ("model: m\ndataset: [a.jsonl]\ntuner_type: lora\nadapters: []\n", "adapters", "dropped"),
         ("model: m\ndataset: [a.jsonl]\ntuner_type: lora\nadapters: true\n", "adapters", "question"),
     ],
@@ -99,7 +139,9 @@ def test_value_that_a_rule_cannot_take_is_a_question_and_an_empty_list_of_adapte
     assert "lora.adapter" not in result.text
 
 
-@pytest.mark.parametrize("error", [IndexError, KeyError, OverflowError, ZeroDivisionError, TypeError, ValueError, AttributeError])
+@pytest.mark.parametrize(
+    "error", [IndexError, KeyError, OverflowError, ZeroDivisionError, TypeError, ValueError, AttributeError]
+)
 def test_error_of_a_rule_is_a_question(error: type[Exception]) -> None:
     def rule(key: FileKey) -> Outcome:
         raise error

@@ -14,7 +14,9 @@ from tests.migrate.imports import from_text, imported, row
 LONG = "word " * 60
 TEXT = {"text": LONG}
 CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": LONG}]}
-FACTORY = "model_name_or_path: m\nstage: {}\nfinetuning_type: full\ndataset: rows\ndataset_dir: .\ncutoff_len: 64\n"
+FACTORY = (
+    "model_name_or_path: m\nstage: {}\nfinetuning_type: full\ndataset: rows\ndataset_dir: .\ncutoff_len: 64\n"
+)
 TRL = "model_name_or_path: m\ndataset_name: {path}\nmax_length: 64\n"
 SWIFT = "model: m\ntuner_type: full\ndataset: [{path}]\nmax_length: 64\nsplit_dataset_ratio: 0\n"
 AXOLOTL = "base_model: m\nsequence_len: 64\n{}: [{{path: {{path}}, type: {}}}]\nmax_steps: 1\n"
@@ -33,18 +35,32 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "TRL, bfd_split without packing": (TRL + "packing_strategy: bfd_split\n", TEXT, "cut"),
     "TRL, text with wrapped": (TRL + "packing: true\npacking_strategy: wrapped\n", TEXT, "all"),
     "TRL, chat": (TRL, CHAT, "cut"),
-    "TRL, chat with wrapped": (TRL + "packing: true\npacking_strategy: wrapped\nassistant_only_loss: true\n", CHAT, "all"),
+    "TRL, chat with wrapped": (
+        TRL + "packing: true\npacking_strategy: wrapped\nassistant_only_loss: true\n",
+        CHAT,
+        "all",
+    ),
     "ms-swift, text": (SWIFT, TEXT, "none"),
     "ms-swift, chat": (SWIFT, CHAT, "none"),
     "ms-swift, chat cut": (SWIFT + "truncation_strategy: right\n", CHAT, "cut"),
     "axolotl, text": (AXOLOTL.format("datasets", "completion"), TEXT, "all"),
-    "axolotl, text packed": (AXOLOTL.format("datasets", "completion") + "sample_packing: true\n", TEXT, "all"),
+    "axolotl, text packed": (
+        AXOLOTL.format("datasets", "completion") + "sample_packing: true\n",
+        TEXT,
+        "all",
+    ),
     "axolotl, chat": (AXOLOTL.format("datasets", "chat_template"), CHAT, "none"),
-    "axolotl, chat packed": (AXOLOTL.format("datasets", "chat_template") + "sample_packing: true\n", CHAT, "none"),
+    "axolotl, chat packed": (
+        AXOLOTL.format("datasets", "chat_template") + "sample_packing: true\n",
+        CHAT,
+        "none",
+    ),
     "torchtune, text": (TUNE.format("text_completion_dataset", ""), TEXT, "cut"),
     "torchtune, text packed": (TUNE.format("text_completion_dataset", ", packed: true"), TEXT, "cut"),
     "torchtune, chat": (
-        TUNE.format("chat_dataset", ", conversation_column: messages, conversation_style: openai, packed: true"),
+        TUNE.format(
+            "chat_dataset", ", conversation_column: messages, conversation_style: openai, packed: true"
+        ),
         CHAT,
         "cut",
     ),
@@ -57,7 +73,9 @@ TOKENS = {"none": (0, 0), "cut": (1, 63), "all": (290, 400)}
 def test_long_row_keeps_as_many_tokens_as_in_the_tool(tmp_path: Path, name: str) -> None:
     text, rows, kept = CASES[name]
     short = (
-        {"text": "a short one"} if "text" in rows else CHAT | {"messages": [CHAT["messages"][0], {"role": "assistant", "content": "yo"}]}
+        {"text": "a short one"}
+        if "text" in rows
+        else CHAT | {"messages": [CHAT["messages"][0], {"role": "assistant", "content": "yo"}]}
     )
     path = write_jsonl(tmp_path / "rows.jsonl", [short, rows])
     columns = {"prompt": "text"} if "text" in rows else {"messages": "messages"}
@@ -68,22 +86,32 @@ def test_long_row_keeps_as_many_tokens_as_in_the_tool(tmp_path: Path, name: str)
     found = from_text(tmp_path, text.replace("{path}", str(path)), tool=name.partition(",")[0])
     data = found.recipe.data
     source = data.train[0].model_dump(exclude_unset=True)
-    options = {key: getattr(data, key) for key in ("max_length", "overlong", "packing", "packing_strategy", "loss_on")}
+    options = {
+        key: getattr(data, key)
+        for key in ("max_length", "overlong", "packing", "packing_strategy", "loss_on")
+    }
     encoder = ByteEncoder(template=CHATML)
 
-    trained = sum(int((each.labels != -100).sum()) for each in rows_of(prepared(tmp_path, source, encoder=encoder, **options)))
+    trained = sum(
+        int((each.labels != -100).sum())
+        for each in rows_of(prepared(tmp_path, source, encoder=encoder, **options))
+    )
 
     least, most = TOKENS[kept]
     assert least <= trained - 3 <= most + 12, (trained, data.overlong)
 
 
 def test_texts_of_a_pretraining_stream_of_axolotl_are_cut(tmp_path: Path) -> None:
-    found = from_text(tmp_path, AXOLOTL.format("pretraining_dataset", "pretrain").replace("{path}", "a"), tool="axolotl")
+    found = from_text(
+        tmp_path, AXOLOTL.format("pretraining_dataset", "pretrain").replace("{path}", "a"), tool="axolotl"
+    )
     assert found.recipe.data.overlong == "truncate"
 
 
 def test_run_clm_keeps_every_token(tmp_path: Path) -> None:
-    found = from_text(tmp_path, "python run_clm.py --model_name_or_path m --train_file a.txt --block_size 64\n", "run.sh")
+    found = from_text(
+        tmp_path, "python run_clm.py --model_name_or_path m --train_file a.txt --block_size 64\n", "run.sh"
+    )
     assert (found.recipe.data.overlong, found.recipe.data.packing_strategy) == ("split", "wrapped")
 
 

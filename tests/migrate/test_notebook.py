@@ -13,7 +13,12 @@ TRL = "trl sft --model_name_or_path m --dataset_name d"
 
 
 def notebook(*cells: str) -> str:
-    return json.dumps({"cells": [{"cell_type": "code", "source": cell.splitlines(keepends=True)} for cell in cells], "nbformat": 4})
+    return json.dumps(
+        {
+            "cells": [{"cell_type": "code", "source": cell.splitlines(keepends=True)} for cell in cells],
+            "nbformat": 4,
+        }
+    )
 
 
 @pytest.mark.parametrize(
@@ -44,6 +49,8 @@ def test_command_of_a_notebook_is_read(tmp_path: Path, cells: tuple[str, ...]) -
         ("%env LR=$RATE", f"!{TRL} --learning_rate $LR"),
     ],
 )
-def test_value_that_python_or_another_shell_binds_is_a_question(tmp_path: Path, cells: tuple[str, ...]) -> None:
+def test_value_that_python_or_another_shell_binds_is_a_question(
+    tmp_path: Path, cells: tuple[str, ...]
+) -> None:
     found = from_text(tmp_path, notebook(*cells), "train.ipynb")
     assert row(found, "learning_rate")[0] == "question"

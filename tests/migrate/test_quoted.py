@@ -75,13 +75,20 @@ def test_tool_that_converts_text_has_numbers(tool: str, tmp_path: Path) -> None:
 
 def test_tool_that_keeps_text_has_questions(tmp_path: Path) -> None:
     factory = (
-        "model_name_or_path: m\nstage: sft\nfinetuning_type: lora\nlearning_rate: {0}\npure_bf16: {1}\nuse_dft_loss: {1}\nlora_rank: {2}\n"
+        "model_name_or_path: m\nstage: sft\nfinetuning_type: lora\nlearning_rate: {0}\npure_bf16: "
+        "{1}\nuse_dft_loss: {1}\nlora_rank: {2}\n"
     )
     numbers = ["learning_rate", "pure_bf16", "use_dft_loss", "lora_rank"]
     assert questions(from_text(tmp_path, factory.format('"1e-4"', '"false"', '"8"'))) == numbers
     assert questions(from_text(tmp_path, factory.format("1e-4", "false", "8"))) == []
 
-    tune = "checkpointer: {{checkpoint_dir: m}}\nmodel: {{_component_: torchtune.models.llama3.lora_llama3_8b, apply_lora_to_mlp: {}}}\n"
+    tune = (
+        "checkpointer: {{checkpoint_dir: m}}\nmodel: {{_component_: "
+        "torchtune.models.llama3.lora_llama3_8b, apply_lora_to_mlp: {}}}\n"
+    )
     tune += "dataset: {{_component_: torchtune.datasets.alpaca_dataset, subset: '2024'}}\ncompile: {}\n"
-    assert questions(from_text(tmp_path, tune.format("'false'", "'false'"))) == ["model.apply_lora_to_mlp", "compile"]
+    assert questions(from_text(tmp_path, tune.format("'false'", "'false'"))) == [
+        "model.apply_lora_to_mlp",
+        "compile",
+    ]
     assert questions(from_text(tmp_path, tune.format("false", "false"))) == []

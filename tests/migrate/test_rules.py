@@ -23,12 +23,23 @@ def test_rule_returns_outcomes_and_writes_nothing(tool: str) -> None:
         for kind in KINDS:
             ledger = Ledger({name: copy.deepcopy(kind)}, {}, tool)
             try:
-                found = steps(outcome_of(rule, FileKey(ledger, (name,), ledger.value(name), ("data", "train", 0))))
-            except (TypeError, AttributeError, ValueError):  # a question: not the kind of value that the tool has there
+                found = steps(
+                    outcome_of(rule, FileKey(ledger, (name,), ledger.value(name), ("data", "train", 0)))
+                )
+            except (
+                TypeError,
+                AttributeError,
+                ValueError,
+            ):  # a question: not the kind of value that the tool has there
                 continue
             tried += 1
             assert all(isinstance(step, STEPS) for step in found), name
-            assert (ledger.rows, ledger.settings, ledger.decisions, ledger.values) == ([], {}, [], {name: kind}), name
+            assert (ledger.rows, ledger.settings, ledger.decisions, ledger.values) == (
+                [],
+                {},
+                [],
+                {name: kind},
+            ), name
     assert tried > 8 * len(TOOLS[tool].rules)
 
 
@@ -44,6 +55,13 @@ def test_rules_by_constants() -> None:
         Drop("off, as it is here"),
     ]
     only_1 = fine_or((1,), "fine", "decide", "training.optim")
-    assert [outcome_of(only_1, _key(value)) for value in (1, True, 2)] == [Drop("fine"), *[Ask("decide", "training.optim")] * 2]
+    assert [outcome_of(only_1, _key(value)) for value in (1, True, 2)] == [
+        Drop("fine"),
+        *[Ask("decide", "training.optim")] * 2,
+    ]
     named = cases("training.loss", {"a": "b", "c": Drop("no")}, Ask("which"))
-    assert [outcome_of(named, _key(value)) for value in "acd"] == [Write({"training.loss": "b"}), Drop("no"), Ask("which")]
+    assert [outcome_of(named, _key(value)) for value in "acd"] == [
+        Write({"training.loss": "b"}),
+        Drop("no"),
+        Ask("which"),
+    ]

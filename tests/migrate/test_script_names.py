@@ -18,7 +18,9 @@ QUESTION = object()
 def value_of_use(text: str) -> Any:
     """Return the value of the argument of the call `use(…)` in a script."""
     module = ast.parse(text)
-    (call,) = [node for node in ast.walk(module) if isinstance(node, ast.Call) and ast.unparse(node.func) == "use"]
+    (call,) = [
+        node for node in ast.walk(module) if isinstance(node, ast.Call) and ast.unparse(node.func) == "use"
+    ]
     return ScriptNames(module, frozenset({"use"}), has_lines=True).value(call.args[0])
 
 
@@ -89,10 +91,12 @@ model = FastLanguageModel.get_peft_model({adapter})
 args = SFTConfig({arguments}, max_steps=10)
 {after}
 trainer = SFTTrainer(model=model, train_dataset=load_dataset("json", data_files="x.jsonl", split="train"), args=args)
-"""
+"""  # noqa: E501
 
 
-def script(before: str = "", adapter: str = "model, r=16", arguments: str = "learning_rate=1e-4", after: str = "") -> str:
+def script(
+    before: str = "", adapter: str = "model, r=16", arguments: str = "learning_rate=1e-4", after: str = ""
+) -> str:
     return SCRIPT.format(before=before, adapter=adapter, arguments=arguments, after=after)
 
 
@@ -106,9 +110,24 @@ def script(before: str = "", adapter: str = "model, r=16", arguments: str = "lea
             "`lr` is bound more than once (lines 4 and 5)",
         ),
         (script("r = 8\nr = 64", "model, r"), "get_peft_model.r", "lora.r", "bound more than once"),
-        (script(arguments="**given"), "SFTConfig.**given", "training.learning_rate", "the script computes it"),
-        (script(after="args.learning_rate = 5e-5"), "SFTConfig.learning_rate", "training.learning_rate", "assigned after the call"),
-        (script(arguments="seed=1", after="args.learning_rate = 5e-5"), "SFTConfig.learning_rate", "training.learning_rate", "assigned"),
+        (
+            script(arguments="**given"),
+            "SFTConfig.**given",
+            "training.learning_rate",
+            "the script computes it",
+        ),
+        (
+            script(after="args.learning_rate = 5e-5"),
+            "SFTConfig.learning_rate",
+            "training.learning_rate",
+            "assigned after the call",
+        ),
+        (
+            script(arguments="seed=1", after="args.learning_rate = 5e-5"),
+            "SFTConfig.learning_rate",
+            "training.learning_rate",
+            "assigned",
+        ),
     ],
 )
 def test_computed_argument_is_a_question_that_names_its_key_and_no_default(
@@ -119,19 +138,30 @@ def test_computed_argument_is_a_question_that_names_its_key_and_no_default(
     assert (fate, words in reason) == ("question", True), reason
     (asked,) = [each for each in found.rows if each.key == key]
     assert target in [".".join(map(str, each)) for each in asked.targets]
-    assert f"{target.rpartition('.')[2]}: " not in [line.strip()[: len(target)] for line in found.text.splitlines()]
-    assert not any(line.strip().startswith(f"{target.rpartition('.')[2]}:") for line in found.text.splitlines()), found.text
+    assert f"{target.rpartition('.')[2]}: " not in [
+        line.strip()[: len(target)] for line in found.text.splitlines()
+    ]
+    assert not any(
+        line.strip().startswith(f"{target.rpartition('.')[2]}:") for line in found.text.splitlines()
+    ), found.text
 
 
 def test_parameter_hides_a_name_of_the_module(tmp_path: Path) -> None:
-    text = "rank = 8\ndef run(rank=64):\n" + "".join(f"    {line}\n" for line in script(adapter="model, r=rank").splitlines())
+    text = "rank = 8\ndef run(rank=64):\n" + "".join(
+        f"    {line}\n" for line in script(adapter="model, r=rank").splitlines()
+    )
     found = from_text(tmp_path, text, "train.py")
-    assert row(found, "get_peft_model.r") == ("question", "`rank` is a parameter of a function: write its value")
+    assert row(found, "get_peft_model.r") == (
+        "question",
+        "`rank` is a parameter of a function: write its value",
+    )
 
 
 def test_known_mapping_of_arguments_and_positional_ones_are_read(tmp_path: Path) -> None:
     given = "given = dict(a=1)\nmore = {'learning_rate': 3e-4, 'seed': 5}"
-    found = values(from_text(tmp_path, script(given, "model, 32, ['q_proj'], 64", "'out', **more"), "train.py"))
+    found = values(
+        from_text(tmp_path, script(given, "model, 32, ['q_proj'], 64", "'out', **more"), "train.py")
+    )
     assert (found["training.learning_rate"], found["training.seed"], found["output_dir"]) == (3e-4, 5, "out")
     assert (found["lora.r"], found["lora.lora_alpha"], found["lora.target_modules"]) == (32, 64.0, ["q_proj"])
 
@@ -140,7 +170,9 @@ def test_call_in_a_branch_and_second_trainer_are_decisions(tmp_path: Path) -> No
     lines = script().splitlines()
     at = next(number for number, line in enumerate(lines) if "get_peft_model" in line)
     lines[at] = f"if use_lora:\n    {lines[at]}"
-    found = dict.fromkeys(words for _, words in from_text(tmp_path, "\n".join([*lines, lines[-1]]), "train.py").decisions)
+    found = dict.fromkeys(
+        words for _, words in from_text(tmp_path, "\n".join([*lines, lines[-1]]), "train.py").decisions
+    )
     assert "`get_peft_model` is called only under `if use_lora`: written as if it always were" in found
     assert "`SFTTrainer` is called more than once: the first call is read" in found
 

@@ -1,4 +1,5 @@
-"""Commands in shell scripts: a variable has a value where one plain assignment is on every path to the command."""
+"""Commands in shell scripts: a variable has a value where one plain assignment is on every path to the
+command."""
 
 from __future__ import annotations
 
@@ -78,18 +79,30 @@ def test_words_that_are_not_known_stay_whole(text: str, why: str) -> None:
     assert why in found[0]
 
 
-SWIFT = "swift sft --model /m/q --train_type full --dataset a.jsonl --max_length 64 --learning_rate {} --gradient_accumulation_steps {}\n"
+SWIFT = (
+    "swift sft --model /m/q --train_type full --dataset a.jsonl --max_length 64 --learning_rate {} "
+    "--gradient_accumulation_steps {}\n"
+)
 
 
 @pytest.mark.parametrize(
     ("before", "rate", "after"),
-    [("LR=1e-5\n", "$LR", "LR=5e-3\nswift export --x $LR\n"), ("", "${LR:-2e-4}", ""), ("", '"$1"', ""), ("", "$(cat lr)", "")],
+    [
+        ("LR=1e-5\n", "$LR", "LR=5e-3\nswift export --x $LR\n"),
+        ("", "${LR:-2e-4}", ""),
+        ("", '"$1"', ""),
+        ("", "$(cat lr)", ""),
+    ],
 )
-def test_option_that_is_not_known_leaves_its_key_open(tmp_path: Path, before: str, rate: str, after: str) -> None:
+def test_option_that_is_not_known_leaves_its_key_open(
+    tmp_path: Path, before: str, rate: str, after: str
+) -> None:
     found = from_text(tmp_path, before + SWIFT.format(rate, 1) + after, "run.sh")
     (asked,) = [each for each in found.rows if each.key == "learning_rate"]
     assert (asked.fate.value, asked.targets) == ("question", (("training", "learning_rate"),))
-    assert "learning_rate:" not in [line.split()[0] for line in found.text.splitlines() if line.split() and "DECIDE" not in line]
+    assert "learning_rate:" not in [
+        line.split()[0] for line in found.text.splitlines() if line.split() and "DECIDE" not in line
+    ]
     assert "2e-4" in asked.reason or ":-" not in rate
 
 
@@ -100,25 +113,36 @@ def test_batch_of_an_unknown_accumulation_is_a_decision(tmp_path: Path) -> None:
 
 
 def test_exported_variables_are_kept_for_the_ranks(tmp_path: Path) -> None:
-    text = "export NCCL_DEBUG=INFO OMP_NUM_THREADS=8\nPLAIN=1\nexport MADE=${X:-1}\nP=01 TOKENIZERS_PARALLELISM=false " + SWIFT.format(
-        "1e-5", 1
+    text = (
+        "export NCCL_DEBUG=INFO OMP_NUM_THREADS=8\nPLAIN=1\nexport MADE=${X:-1}\nP=01 "
+        "TOKENIZERS_PARALLELISM=false " + SWIFT.format("1e-5", 1)
     )
     found = from_text(tmp_path, text, "run.sh")
     assert values(found)["launch.env.NCCL_DEBUG"] == "INFO"
-    assert (found.recipe.launch.env, found.recipe.launch.num_cpu_threads_per_process) == ({"NCCL_DEBUG": "INFO", "P": "01"}, 8)
+    assert (found.recipe.launch.env, found.recipe.launch.num_cpu_threads_per_process) == (
+        {"NCCL_DEBUG": "INFO", "P": "01"},
+        8,
+    )
     assert row(found, "environment.MADE")[0] == "question"
 
 
 def test_words_that_may_be_options_are_decisions(tmp_path: Path) -> None:
-    found = from_text(tmp_path, 'ARGS="--seed 7"\n' + SWIFT.format("1e-5", 1).replace("\n", ' $ARGS $MORE "$@"\n'), "run.sh")
+    found = from_text(
+        tmp_path, 'ARGS="--seed 7"\n' + SWIFT.format("1e-5", 1).replace("\n", ' $ARGS $MORE "$@"\n'), "run.sh"
+    )
     assert found.recipe.training.seed == 7
-    assert [words.partition(" of the command")[0] for key, words in found.decisions if not key] == ["`$MORE`", "`$@`"]
+    assert [words.partition(" of the command")[0] for key, words in found.decisions if not key] == [
+        "`$MORE`",
+        "`$@`",
+    ]
 
 
 def test_placeholder_of_a_configuration_is_a_question(tmp_path: Path) -> None:
     text = "model_name_or_path: ${MODEL:-gpt2}\ndataset_name: ${oc.env:ROWS}\nlearning_rate: ${LR}\n"
     found = from_text(tmp_path, text, tool="TRL")
-    assert {row(found, key)[0] for key in ("model_name_or_path", "dataset_name", "learning_rate")} == {"question"}
+    assert {row(found, key)[0] for key in ("model_name_or_path", "dataset_name", "learning_rate")} == {
+        "question"
+    }
     assert (found.recipe.model.name_or_path, found.recipe.data.train[0].path) == ("MODEL", "NAME")
 
 
@@ -141,14 +165,17 @@ def test_placeholder_of_a_configuration_is_a_question(tmp_path: Path) -> None:
         ("run f.yaml\ncat <<EOF > f.yaml\na: 1\nEOF\n", None),
     ],
 )
-def test_file_that_the_script_writes_has_a_text_if_one_document_on_every_path_is_all_of_it(text: str, written: str | None) -> None:
+def test_file_that_the_script_writes_has_a_text_if_one_document_on_every_path_is_all_of_it(
+    text: str, written: str | None
+) -> None:
     script = ShellScript(text)
     (statement,) = [each for each in script.statements if each.words[0].text == "run"]
     assert script.written_file("f.yaml", statement) == written
 
 
 def test_configuration_that_a_script_writes_is_read_from_the_script(tmp_path: Path) -> None:
-    """A value of the document that only running the script gives is a question, and the file of this name on the disk is another one."""
+    """A value of the document that only running the script gives is a question, and the file of this name on
+    the disk is another one."""
     (tmp_path / "c.yaml").write_text("base_model: other\nlearning_rate: 9e-9\n")
     text = """
 LR=2e-4

@@ -36,7 +36,9 @@ def reasons(directory: Path, options: str, command: str = "sft") -> tuple[tuple[
         ("kimi_k2", "question", False),
     ],
 )
-def test_line_end_that_a_template_trains_after_an_answer_is_reported(template: str, fate: str, is_said: bool, tmp_path: Path) -> None:
+def test_line_end_that_a_template_trains_after_an_answer_is_reported(
+    template: str, fate: str, is_said: bool, tmp_path: Path
+) -> None:
     (became, reason), of_model = reasons(tmp_path, f"--template {template}")
     assert (became, TRAINED_THERE in reason) == (fate, is_said)
     assert "Without `template`" not in of_model
@@ -47,9 +49,17 @@ def test_line_end_of_the_models_template_is_reported_if_none_is_named(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("options", "command"), [("--loss_scale all", "sft"), ("--use_chat_template false", "sft"), ("", "pt"), ("--loss_scale default", "pt")]
+    ("options", "command"),
+    [
+        ("--loss_scale all", "sft"),
+        ("--use_chat_template false", "sft"),
+        ("", "pt"),
+        ("--loss_scale default", "pt"),
+    ],
 )
-def test_line_end_is_no_difference_where_every_token_is_trained(options: str, command: str, tmp_path: Path) -> None:
+def test_line_end_is_no_difference_where_every_token_is_trained(
+    options: str, command: str, tmp_path: Path
+) -> None:
     assert TRAINED_THERE not in reasons(tmp_path, f"--template chatml {options}", command)[0][1]
     assert "Without `template`" not in reasons(tmp_path, options, command)[1]
 
@@ -69,9 +79,13 @@ register_template(TemplateMeta(LLMTemplateType.default))
 """
 
 
-def test_templates_with_a_line_end_are_read_from_the_source_of_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_templates_with_a_line_end_are_read_from_the_source_of_the_tool(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "template" / "templates").mkdir(parents=True)
-    names = "class LLMTemplateType:\n" + "".join(f"    {name} = '{name}'\n" for name in ("chatml", "qwen", "gme", "default"))
+    names = "class LLMTemplateType:\n" + "".join(
+        f"    {name} = '{name}'\n" for name in ("chatml", "qwen", "gme", "default")
+    )
     (tmp_path / "template" / "constant.py").write_text(names)
     source = tmp_path / "template" / "templates" / "qwen.py"
     source.write_text(SOURCE)

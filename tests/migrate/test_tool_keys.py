@@ -1,4 +1,5 @@
-"""Keys of other tools, from the tools' own schemas: a default that is written out means the same as one that is left out."""
+"""Keys of other tools, from the tools' own schemas: a default that is written out means the same as one that
+is left out."""
 
 from __future__ import annotations
 
@@ -24,20 +25,44 @@ FILES: dict[str, tuple[dict[str, Any], ...]] = {
     "LLaMA-Factory": (
         {"model_name_or_path": "m", "dataset": "a", "cutoff_len": 64},
         {"model_name_or_path": "m", "dataset": "a", "mask_history": True, "finetuning_type": "full"},
-        {"model_name_or_path": "m", "dataset": "a", "stage": "pt", "quantization_bit": 4, "streaming": True, "max_steps": 3},
+        {
+            "model_name_or_path": "m",
+            "dataset": "a",
+            "stage": "pt",
+            "quantization_bit": 4,
+            "streaming": True,
+            "max_steps": 3,
+        },
     ),
     "ms-swift": (
         {"model": "m", "dataset": ["a.jsonl"]},
-        {"model": "m", "dataset": ["a.jsonl", "b.jsonl"], "tuner_type": "full", "interleave_prob": [0.5, 0.5]},
+        {
+            "model": "m",
+            "dataset": ["a.jsonl", "b.jsonl"],
+            "tuner_type": "full",
+            "interleave_prob": [0.5, 0.5],
+        },
         {"model": "m", "dataset": ["a.jsonl"], "quant_bits": 4, "streaming": True, "max_steps": 3},
     ),
     "TRL": (
         {"model_name_or_path": "m", "dataset_name": "a"},
-        {"model_name_or_path": "m", "dataset_name": "a", "use_peft": True, "packing": True, "eval_strategy": "steps"},
+        {
+            "model_name_or_path": "m",
+            "dataset_name": "a",
+            "use_peft": True,
+            "packing": True,
+            "eval_strategy": "steps",
+        },
     ),
     "axolotl": (
         {"base_model": "m", "datasets": [CHATS]},
-        {"base_model": "m", "datasets": [CHATS], "adapter": "qlora", "cosine_min_lr_ratio": 0.1, "sample_packing": True},
+        {
+            "base_model": "m",
+            "datasets": [CHATS],
+            "adapter": "qlora",
+            "cosine_min_lr_ratio": 0.1,
+            "sample_packing": True,
+        },
     ),
     "transformers examples": ({"model_name_or_path": "m", "train_file": "a.txt"},),
 }
@@ -52,7 +77,9 @@ def imported(directory: Path, tool: str, values: dict[str, Any]) -> ImportedReci
 def defaults_of(tool: str, given: dict[str, Any]) -> dict[str, Any]:
     fields = {name: field.default for name, field in TRAINING_FIELDS.fields.items()}
     known = fields | tool_keys(tool)
-    return {key: value for key, value in known.items() if key not in given and is_default_of(tool, key, value)}
+    return {
+        key: value for key, value in known.items() if key not in given and is_default_of(tool, key, value)
+    }
 
 
 def meaning(found: ImportedRecipe) -> dict[str, Any]:
@@ -64,10 +91,16 @@ def meaning(found: ImportedRecipe) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("tool", "number"), CASES)
 @pytest.mark.parametrize("are_first", [True, False])
-def test_defaults_written_out_mean_the_same_as_left_out(tmp_path: Path, tool: str, number: int, are_first: bool) -> None:
+def test_defaults_written_out_mean_the_same_as_left_out(
+    tmp_path: Path, tool: str, number: int, are_first: bool
+) -> None:
     """All defaults of a tool in one file, before its other keys and after them."""
     given = FILES[tool][number]
-    defaults = {key: value for key, value in defaults_of(tool, given).items() if not key.startswith(("lora_", "use_do", "use_rs"))}
+    defaults = {
+        key: value
+        for key, value in defaults_of(tool, given).items()
+        if not key.startswith(("lora_", "use_do", "use_rs"))
+    }
     short = imported(tmp_path, tool, given)
     full = imported(tmp_path, tool, defaults | given if are_first else given | defaults)
 
@@ -104,15 +137,19 @@ def test_last_answer_is_trained_next_to_a_default_that_is_written_out(tmp_path: 
     ],
 )
 def test_key_that_a_tool_has_is_not_called_unknown(tmp_path: Path, key: str, words: str) -> None:
-    found = from_text(tmp_path, f"base_model: m\ndatasets: [{{path: a, type: completion}}]\n{key}\n", tool="axolotl")
+    found = from_text(
+        tmp_path, f"base_model: m\ndatasets: [{{path: a, type: completion}}]\n{key}\n", tool="axolotl"
+    )
     assert words in row(found, key.partition(":")[0])[1]
 
 
 @pytest.mark.parametrize(
-    ("tool", "package"), [("axolotl", "axolotl"), ("TRL", "trl"), ("LLaMA-Factory", "llamafactory"), ("ms-swift", "swift")]
+    ("tool", "package"),
+    [("axolotl", "axolotl"), ("TRL", "trl"), ("LLaMA-Factory", "llamafactory"), ("ms-swift", "swift")],
 )
 def test_table_has_the_keys_of_the_installed_tool(tool: str, package: str) -> None:
-    """The table is that of the newest release (`scripts/test-newest --tools`), and the installed one may be older."""
+    """The table is that of the newest release (`scripts/test-newest --tools`), and the installed one may be
+    older."""
     found = importlib.util.find_spec(package)
     if found is None or not found.submodule_search_locations:
         pytest.skip(f"{package} is not installed")
@@ -127,7 +164,10 @@ def test_key_or_default_that_the_table_lacks_fails_by_name(
     table, schema = tmp_path / "table.json", tmp_path / "trl" / "trainer" / "sft_config.py"
     monkeypatch.setattr(generator, "FILE", table)
     schema.parent.mkdir(parents=True)
-    schema.write_text("class SFTConfig:\n    LIMIT: int = 3\n    old: int = 1\n    packing: bool = False\n    rate: float = 2\n")
+    schema.write_text(
+        "class SFTConfig:\n    LIMIT: int = 3\n    old: int = 1\n    packing: bool = False\n    "
+        "rate: float = 2\n"
+    )
     source = f"TRL={tmp_path / 'trl'}"
     assert generator.main([source]) == 0
     assert generator.main(["--check", source]) == 0
@@ -142,7 +182,9 @@ def test_key_or_default_that_the_table_lacks_fails_by_name(
     assert table.read_bytes() == before
     assert generator.main([source]) == 0
     assert json.loads(table.read_text())["TRL"] == {"new": "x", "old": 1, "packing": 0, "rate": 2.0}
-    assert generator.main(["--check", f"TRL={tmp_path}"]) == 1, "a directory without the schema is not a tool without keys"
+    assert generator.main(["--check", f"TRL={tmp_path}"]) == 1, (
+        "a directory without the schema is not a tool without keys"
+    )
 
 
 def test_every_tool_with_a_source_has_a_table() -> None:

@@ -1,4 +1,5 @@
-"""Data sets of torchtune's configurations prepare the rows that torchtune trains, with the same tokens trained."""
+"""Data sets of torchtune's configurations prepare the rows that torchtune trains, with the same tokens
+trained."""
 
 from __future__ import annotations
 
@@ -24,19 +25,32 @@ def trained(directory: Path, keys: str, rows: dict[str, Any]) -> str:
     """Return the row that the imported recipe prepares, with what is trained in brackets."""
     path = write_jsonl(directory / "rows.jsonl", [rows])
     text = TORCHTUNE_STEP.format("torch.optim.AdamW", "")
-    text = text.replace("{_component_: torchtune.datasets.alpaca_dataset}", f"{{source: json, data_files: {path}, split: train, {keys}}}")
+    text = text.replace(
+        "{_component_: torchtune.datasets.alpaca_dataset}",
+        f"{{source: json, data_files: {path}, split: train, {keys}}}",
+    )
     found = from_text(directory, text)
     (source,) = found.recipe.data.train
     assert [each.key for each in found.rows if each.fate.value == "question"] == []
     encoder = ByteEncoder(template=CHATML, eos="<|im_end|>")
-    return marked(rows_of(prepared(directory, source.model_dump(exclude_unset=True), encoder=encoder, max_length=256))[0], encoder)
+    return marked(
+        rows_of(prepared(directory, source.model_dump(exclude_unset=True), encoder=encoder, max_length=256))[
+            0
+        ],
+        encoder,
+    )
 
 
 @pytest.mark.parametrize("on_input", [None, False, True])
 @pytest.mark.parametrize("column", ["conversations", "messages", "dialogue"])
 @pytest.mark.parametrize("style", ["openai", "sharegpt"])
-def test_chats_of_each_style_and_column_are_prepared(tmp_path: Path, style: str, column: str, on_input: bool | None) -> None:
-    keys = f"_component_: torchtune.datasets.chat_dataset, conversation_column: {column}, conversation_style: {style}"
+def test_chats_of_each_style_and_column_are_prepared(
+    tmp_path: Path, style: str, column: str, on_input: bool | None
+) -> None:
+    keys = (
+        f"_component_: torchtune.datasets.chat_dataset, conversation_column: {column}, "
+        f"conversation_style: {style}"
+    )
     keys += "" if on_input is None else f", train_on_input: {str(on_input).lower()}"
     assert trained(tmp_path, keys, {column: OPENAI if style == "openai" else SHAREGPT}) == TRAINED[on_input]
 
@@ -44,9 +58,19 @@ def test_chats_of_each_style_and_column_are_prepared(tmp_path: Path, style: str,
 @pytest.mark.parametrize(
     ("keys", "rows"),
     [
-        ("_component_: torchtune.datasets.instruct_dataset, train_on_input: false", {"input": "hi", "output": "yo"}),
-        ("_component_: torchtune.datasets.instruct_dataset, column_map: {input: q, output: a}", {"q": "hi", "a": "yo"}),
-        ("_component_: torchtune.datasets.chat_dataset, column_map: {conversations: c}, conversation_style: sharegpt", {"c": SHAREGPT}),
+        (
+            "_component_: torchtune.datasets.instruct_dataset, train_on_input: false",
+            {"input": "hi", "output": "yo"},
+        ),
+        (
+            "_component_: torchtune.datasets.instruct_dataset, column_map: {input: q, output: a}",
+            {"q": "hi", "a": "yo"},
+        ),
+        (
+            "_component_: torchtune.datasets.chat_dataset, column_map: {conversations: c}, "
+            "conversation_style: sharegpt",
+            {"c": SHAREGPT},
+        ),
         (  # torchtune reads two columns, whatever the others are
             "_component_: torchtune.datasets.instruct_dataset, column_map: {input: q, output: a}",
             {"q": "hi", "a": "yo", "input": "no", "system": "no", "instruction": "no"},
@@ -56,10 +80,14 @@ def test_chats_of_each_style_and_column_are_prepared(tmp_path: Path, style: str,
             {"input": "hi", "output": "yo", "instruction": "no", "history": [["no", "no"]]},
         ),
         (
-            "_component_: torchtune.datasets.chat_dataset, conversation_column: c, conversation_style: sharegpt",
+            "_component_: torchtune.datasets.chat_dataset, conversation_column: c, "
+            "conversation_style: sharegpt",
             {"c": SHAREGPT, "system": "no", "tools": "[]"},
         ),
-        ("_component_: torchtune.datasets.slimorca_dataset, train_on_input: false", {"conversations": SHAREGPT}),
+        (
+            "_component_: torchtune.datasets.slimorca_dataset, train_on_input: false",
+            {"conversations": SHAREGPT},
+        ),
     ],
 )
 def test_prompts_and_named_columns_are_prepared(tmp_path: Path, keys: str, rows: dict[str, Any]) -> None:
@@ -67,7 +95,9 @@ def test_prompts_and_named_columns_are_prepared(tmp_path: Path, keys: str, rows:
 
 
 def test_unknown_style_is_a_question(tmp_path: Path) -> None:
-    text = TORCHTUNE_STEP.format("torch.optim.AdamW", "").replace("alpaca_dataset}", "chat_dataset, source: a, conversation_style: chatml}")
+    text = TORCHTUNE_STEP.format("torch.optim.AdamW", "").replace(
+        "alpaca_dataset}", "chat_dataset, source: a, conversation_style: chatml}"
+    )
     assert row(from_text(tmp_path, text), "dataset.conversation_style")[0] == "question"
 
 
@@ -80,8 +110,12 @@ HEADER, UNTRAINED_STOP = "torchtune also trains the header of each answer", "tra
 
 
 def with_tokenizer(directory: Path, tokenizer: str, keys: str, more: str = "") -> ImportedRecipe:
-    text = TORCHTUNE_STEP.format("torch.optim.AdamW", "").replace("{_component_: torchtune.datasets.alpaca_dataset}", f"{{{keys}}}")
-    return from_text(directory, f"{text}tokenizer: {{_component_: torchtune.models.x.{tokenizer}, path: p{more}}}\n")
+    text = TORCHTUNE_STEP.format("torch.optim.AdamW", "").replace(
+        "{_component_: torchtune.datasets.alpaca_dataset}", f"{{{keys}}}"
+    )
+    return from_text(
+        directory, f"{text}tokenizer: {{_component_: torchtune.models.x.{tokenizer}, path: p{more}}}\n"
+    )
 
 
 CHAT_SET = "_component_: torchtune.datasets.chat_dataset, source: a, conversation_style: openai"
@@ -96,14 +130,22 @@ TEXT_SET = "_component_: torchtune.datasets.text_completion_dataset, source: a"
         ("llama3_tokenizer", CHAT_SET, "_component_"),
         ("phi4_tokenizer", "_component_: torchtune.datasets.samsum_dataset", "_component_"),
         ("qwen2_5_tokenizer", f"{CHAT_SET}, train_on_input: true", None),
-        ("qwen2_5_tokenizer", "_component_: torchtune.datasets.alpaca_dataset", None),  # trains the prompts too
+        (
+            "qwen2_5_tokenizer",
+            "_component_: torchtune.datasets.alpaca_dataset",
+            None,
+        ),  # trains the prompts too
         ("qwen2_5_tokenizer", TEXT_SET, None),
         ("mistral_tokenizer", CHAT_SET, None),  # writes no header
     ],
 )
-def test_header_of_an_answer_that_torchtune_trains_is_reported(tokenizer: str, keys: str, said_at: str | None, tmp_path: Path) -> None:
+def test_header_of_an_answer_that_torchtune_trains_is_reported(
+    tokenizer: str, keys: str, said_at: str | None, tmp_path: Path
+) -> None:
     found = with_tokenizer(tmp_path, tokenizer, keys)
-    assert [each.key for each in found.rows if HEADER in each.reason] == ([f"dataset.{said_at}"] if said_at else [])
+    assert [each.key for each in found.rows if HEADER in each.reason] == (
+        [f"dataset.{said_at}"] if said_at else []
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,10 +154,16 @@ def test_header_of_an_answer_that_torchtune_trains_is_reported(tokenizer: str, k
         ("qwen2_5_tokenizer", CHAT_SET, True),
         ("qwen2_tokenizer", f"{CHAT_SET}, train_on_input: true", True),
         ("qwen2_5_tokenizer", TEXT_SET, False),
-        ("llama3_tokenizer", CHAT_SET, False),  # the last token is another one than the one that ends the turn
+        (
+            "llama3_tokenizer",
+            CHAT_SET,
+            False,
+        ),  # the last token is another one than the one that ends the turn
     ],
 )
-def test_stop_token_that_torchtune_does_not_train_is_reported(tokenizer: str, keys: str, is_said: bool, tmp_path: Path) -> None:
+def test_stop_token_that_torchtune_does_not_train_is_reported(
+    tokenizer: str, keys: str, is_said: bool, tmp_path: Path
+) -> None:
     found = with_tokenizer(tmp_path, tokenizer, keys, ", max_seq_len: 64")
     assert (row(found, "tokenizer.max_seq_len")[0], found.recipe.data.max_length) == ("converted", 64)
     assert (UNTRAINED_STOP in row(found, "tokenizer.max_seq_len")[1]) == is_said
@@ -123,16 +171,29 @@ def test_stop_token_that_torchtune_does_not_train_is_reported(tokenizer: str, ke
 
 
 def test_length_of_rows_is_that_of_the_tokenizer(tmp_path: Path) -> None:
-    text = TORCHTUNE_STEP.format("torch.optim.AdamW", "").replace("llama3_2_1b}", "llama3_2_1b, max_seq_len: 512}")
+    text = TORCHTUNE_STEP.format("torch.optim.AdamW", "").replace(
+        "llama3_2_1b}", "llama3_2_1b, max_seq_len: 512}"
+    )
     found = from_text(tmp_path, f"{text}tokenizer: {{path: p, max_seq_len: 256}}\n")
     assert found.recipe.data.max_length == 256
-    assert [row(found, f"{name}.max_seq_len")[0] for name in ("model", "tokenizer")] == ["dropped", "converted"]
+    assert [row(found, f"{name}.max_seq_len")[0] for name in ("model", "tokenizer")] == [
+        "dropped",
+        "converted",
+    ]
 
 
 def test_sizes_of_a_generic_builder_are_those_of_the_models_files(tmp_path: Path) -> None:
-    sizes = "vocab_size: 429, num_layers: 2, num_heads: 4, num_kv_heads: 2, embed_dim: 64, intermediate_dim: 128, norm_eps: 1.0e-6"
+    sizes = (
+        "vocab_size: 429, num_layers: 2, num_heads: 4, num_kv_heads: 2, embed_dim: 64, intermediate_dim: "
+        "128, norm_eps: 1.0e-6"
+    )
     text = TORCHTUNE_STEP.format("torch.optim.AdamW", "")
-    found = from_text(tmp_path, text.replace("llama3_2.llama3_2_1b}", f"qwen2.qwen2, {sizes}, rope_base: 10000.0, attn_dropout: 0.1}}"))
+    found = from_text(
+        tmp_path,
+        text.replace(
+            "llama3_2.llama3_2_1b}", f"qwen2.qwen2, {sizes}, rope_base: 10000.0, attn_dropout: 0.1}}"
+        ),
+    )
     fates = {each.key: each.fate.value for each in found.rows if each.key.startswith("model.")}
     assert [key for key, fate in fates.items() if fate != "dropped"] == ["model.attn_dropout"]
     assert "config.json" in row(found, "model.vocab_size")[1]

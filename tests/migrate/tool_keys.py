@@ -1,7 +1,9 @@
-"""Generate the keys and defaults of other tools from their sources: `python -m tests.migrate.tool_keys [--check] TOOL=DIRECTORY …`.
+"""Generate the keys and defaults of other tools from their sources:
+`python -m tests.migrate.tool_keys [--check] TOOL=DIRECTORY …`.
 
-A directory is the package of the tool: `axolotl`, `trl`, `llamafactory`, `swift`. Nothing of it is run. A key that a tool no longer has
-stays in the table, for files of its older versions. With `--check` nothing is written, and a key that the table lacks is an error.
+A directory is the package of the tool: `axolotl`, `trl`, `llamafactory`, `swift`. Nothing of it is run. A key
+that a tool no longer has stays in the table, for files of its older versions. With `--check` nothing is
+written, and a key that the table lacks is an error.
 """
 
 from __future__ import annotations
@@ -21,8 +23,16 @@ SOURCES = {
     "TRL": ("trainer/sft_config.py", "trainer/base_config.py", "trainer/model_config.py", "scripts/utils.py"),
     "LLaMA-Factory": ("hparams/*_args.py",),
     "ms-swift": (
-        *("arguments/base_args/base_args.py", "arguments/base_args/data_args.py", "arguments/base_args/model_args.py"),
-        *("arguments/base_args/quant_args.py", "arguments/base_args/template_args.py", "arguments/sft_args.py"),
+        *(
+            "arguments/base_args/base_args.py",
+            "arguments/base_args/data_args.py",
+            "arguments/base_args/model_args.py",
+        ),
+        *(
+            "arguments/base_args/quant_args.py",
+            "arguments/base_args/template_args.py",
+            "arguments/sft_args.py",
+        ),
         *("arguments/tuner_args.py", "trainers/arguments.py"),
     ),
 }
@@ -41,7 +51,12 @@ LINE_ENDS = {"LLaMA-Factory": llama_factory.LINE_ENDS, "ms-swift": swift_templat
 def keys_of(tool: str, package: Path) -> dict[str, Any]:
     """Return the keys of a tool with their defaults; null if the default is null or is computed."""
     files = [file for pattern in SOURCES[tool] for file in sorted(package.glob(pattern))]
-    nodes = [node for file in files for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
+    nodes = [
+        node
+        for file in files
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef)
+    ]
     classes = {node.name: node for node in nodes}
 
     def fields(name: str) -> dict[str, Any]:
@@ -62,7 +77,9 @@ def _fields(node: ast.ClassDef) -> Iterator[tuple[str, Any]]:
     for statement in node.body:
         if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
             continue
-        is_constant = ast.unparse(statement.annotation).startswith("ClassVar") or statement.target.id.isupper()
+        is_constant = (
+            ast.unparse(statement.annotation).startswith("ClassVar") or statement.target.id.isupper()
+        )
         if not is_constant and not statement.target.id.startswith("_"):
             yield statement.target.id, _default(statement.value)
 
@@ -70,7 +87,9 @@ def _fields(node: ast.ClassDef) -> Iterator[tuple[str, Any]]:
 def _default(value: ast.expr | None) -> Any:
     if isinstance(value, ast.Call):
         named = {keyword.arg: keyword.value for keyword in value.keywords}
-        value = named.get("default", value.args[0] if value.args and ast.unparse(value.func) == "Field" else None)
+        value = named.get(
+            "default", value.args[0] if value.args and ast.unparse(value.func) == "Field" else None
+        )
     found: object = None
     try:
         found = None if value is None else ast.literal_eval(value)
@@ -85,23 +104,31 @@ def differences(tool: str, table: dict[str, Any], found: dict[str, Any]) -> list
     other = [
         key
         for key in found
-        if key in table and (found[key] != table[key] or isinstance(found[key], bool) is not isinstance(table[key], bool))
+        if key in table
+        and (found[key] != table[key] or isinstance(found[key], bool) is not isinstance(table[key], bool))
     ]
-    return new + [f"the default of {tool}'s `{key}` is {found[key]!r}, in the table {table[key]!r}" for key in other]
+    return new + [
+        f"the default of {tool}'s `{key}` is {found[key]!r}, in the table {table[key]!r}" for key in other
+    ]
 
 
 def line_ends(tool: str, package: Path) -> set[str]:
-    """Return the templates of a tool that end an answer with white space after the token that ends the turn."""
+    """Return the templates of a tool that end an answer with white space after the token that ends the
+    turn."""
     if tool == "ms-swift":
         return _line_ends_of_swift(package)
     tree = ast.parse((package / "data" / "template.py").read_text(encoding="utf-8"))
-    fields = [{str(each.arg): each.value for each in call.keywords} for call in _calls(tree, "register_template")]
+    fields = [
+        {str(each.arg): each.value for each in call.keywords} for call in _calls(tree, "register_template")
+    ]
     found = {each["name"]: each["format_assistant"] for each in fields if "format_assistant" in each}
     return {ast.literal_eval(name) for name, formatter in found.items() if _ends_line(_slots(formatter))}
 
 
 def _calls(tree: ast.AST, function: str) -> list[ast.Call]:
-    return [each for each in ast.walk(tree) if isinstance(each, ast.Call) and ast.unparse(each.func) == function]
+    return [
+        each for each in ast.walk(tree) if isinstance(each, ast.Call) and ast.unparse(each.func) == function
+    ]
 
 
 def _slots(formatter: ast.expr) -> list[Any]:
@@ -116,24 +143,43 @@ def _ends_line(slots: list[Any]) -> bool:
 
 def _parts(suffix: ast.expr) -> list[Any]:
     """Return the texts of a suffix; None for a part that is a token or a name."""
-    return [each.value if isinstance(each, ast.Constant) else None for each in suffix.elts] if isinstance(suffix, ast.List) else []
+    return (
+        [each.value if isinstance(each, ast.Constant) else None for each in suffix.elts]
+        if isinstance(suffix, ast.List)
+        else []
+    )
 
 
 def _line_ends_of_swift(package: Path) -> set[str]:
     """`suffix` of a template, or that of its class or of a base of it; names of templates are constants."""
-    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in sorted((package / "template").rglob("*.py"))]
+    trees = [
+        ast.parse(file.read_text(encoding="utf-8")) for file in sorted((package / "template").rglob("*.py"))
+    ]
     classes = {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
     constants = {
         f"{node.name}.{ast.unparse(statement.targets[0])}": ast.literal_eval(statement.value)
         for node in classes.values()
         for statement in node.body
-        if isinstance(statement, ast.Assign) and node.name.endswith("TemplateType") and isinstance(statement.value, ast.Constant)
+        if isinstance(statement, ast.Assign)
+        and node.name.endswith("TemplateType")
+        and isinstance(statement.value, ast.Constant)
     }
 
     def inherited(name: str) -> list[Any]:
         node = classes[name]
-        given = next((each.value for each in node.body if isinstance(each, ast.AnnAssign) and ast.unparse(each.target) == "suffix"), None)
-        found = next((each.body for each in ast.walk(given) if isinstance(each, ast.Lambda)), None) if given else None
+        given = next(
+            (
+                each.value
+                for each in node.body
+                if isinstance(each, ast.AnnAssign) and ast.unparse(each.target) == "suffix"
+            ),
+            None,
+        )
+        found = (
+            next((each.body for each in ast.walk(given) if isinstance(each, ast.Lambda)), None)
+            if given
+            else None
+        )
         return _parts(found) if found else inherited(ast.unparse(node.bases[0]))
 
     found: set[str] = set()
@@ -144,7 +190,9 @@ def _line_ends_of_swift(package: Path) -> set[str]:
         fields = {str(each.arg): each.value for each in meta.keywords}
         name = fields["template_type"] if "template_type" in fields else meta.args[0]
         if _ends_line(_parts(fields["suffix"]) if "suffix" in fields else inherited(ast.unparse(meta.func))):
-            found.add(constants[ast.unparse(name)] if isinstance(name, ast.Attribute) else ast.literal_eval(name))
+            found.add(
+                constants[ast.unparse(name)] if isinstance(name, ast.Attribute) else ast.literal_eval(name)
+            )
     return found
 
 

@@ -1,6 +1,8 @@
-"""Models of several modalities in tiny form: what a recipe trains of each, and whether its logits for text are those of the full model.
+"""Models of several modalities in tiny form: what a recipe trains of each, and whether its logits for text
+are those of the full model.
 
-`python -m tests.model.composites` writes docs/evidence/data/composites.tsv, a row for each architecture of transformers.
+`python -m tests.model.composites` writes docs/evidence/data/composites.tsv, a row for each architecture of
+transformers.
 """
 
 from __future__ import annotations
@@ -14,7 +16,13 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+)
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -30,10 +38,21 @@ from tests.model.recipes import recipe_of
 TABLE = Path(__file__).parents[2] / "docs" / "evidence" / "data" / "composites.tsv"
 MOST_PARAMETERS = 150_000_000
 _MAPPINGS = ("MULTIMODAL_LM", "IMAGE_TEXT_TO_TEXT", "SPEECH_SEQ_2_SEQ")
-_INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 4}
+_INDEXER = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+}
 _SMALLER: dict[str, dict[str, dict[str, Any]]] = {
     "dots3_note": {
-        "audio_config": {"num_attention_heads": 4, "adapter_input_size": 64, "adapter_out_dim": 64, "num_hidden_layers": 1},
+        "audio_config": {
+            "num_attention_heads": 4,
+            "adapter_input_size": 64,
+            "adapter_out_dim": 64,
+            "num_hidden_layers": 1,
+        },
         "vision_config": {"adapter_in_dim": 64, "hidden_size": 64, "embed_dim": 64, "adapter_out_dim": 64},
     },
     "emu3": {"text_config": {"pad_token_id": 0}, "vocabulary_map": {"<image>": 5, "<|extra_200|>": 6}},
@@ -55,7 +74,8 @@ class Composite:
 
 
 def class_of(name: str) -> type[Any] | None:
-    """Return the class that config.json of a model type names, None if transformers has none with a language model."""
+    """Return the class that config.json of a model type names, None if transformers has none with a language
+    model."""
     for mapping in _MAPPINGS:
         found = getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES", {}).get(name)
         if isinstance(found, str):
@@ -64,10 +84,15 @@ def class_of(name: str) -> type[Any] | None:
 
 
 def config_of(name: str) -> PreTrainedConfig | None:
-    """Return the small configuration of a model type, None if its text is not a model of its own with a causal LM."""
+    """Return the small configuration of a model type, None if its text is not a model of its own with a
+    causal LM."""
     full = CONFIG_MAPPING[name]()
     text = full.get_text_config()
-    if text is full or class_of(name) is None or not {type(full), type(text)} & set(MODEL_FOR_CAUSAL_LM_MAPPING.keys()):
+    if (
+        text is full
+        or class_of(name) is None
+        or not {type(full), type(text)} & set(MODEL_FOR_CAUSAL_LM_MAPPING.keys())
+    ):
         return None
     fields = scaled_down(full.to_dict())
     for key, value in _SMALLER.get(name, {}).items():
@@ -115,12 +140,17 @@ def make(name: str, folder: Path, **fields: Any) -> Composite:
 
 @torch.no_grad()
 def logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    inner = model.language_model if type(model).__name__ == "Llama4ForConditionalGeneration" else model  # 5.24: it takes no text alone
+    inner = (
+        model.language_model if type(model).__name__ == "Llama4ForConditionalGeneration" else model
+    )  # 5.24: it takes no text alone
     return inner(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
 
 
 def recipe_for(composite: Composite) -> Recipe:
-    return recipe_of({"name_or_path": str(composite.folder), "dtype": "fp32"}, data={"train": [{"path": "x"}], "max_length": 32})
+    return recipe_of(
+        {"name_or_path": str(composite.folder), "dtype": "fp32"},
+        data={"train": [{"path": "x"}], "max_length": 32},
+    )
 
 
 def difference(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -129,7 +159,8 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def merged_difference(composite: Composite, folder: Path) -> float:
-    """Return the difference of the logits of the live model, and of the merged one in the class of its config.json, from the base's."""
+    """Return the difference of the logits of the live model, and of the merged one in the class of its
+    config.json, from the base's."""
     live = build_full(recipe_for(composite)).eval()
     stored = load_file(composite.folder / "model.safetensors")
     merge_untrained(Base(composite.folder, stored), "full", folder)
@@ -138,7 +169,8 @@ def merged_difference(composite: Composite, folder: Path) -> float:
 
 
 def written_difference(composite: Composite, folder: Path) -> float:
-    """Return the difference of the logits of the language model that is written to a directory. Raises: usage error."""
+    """Return the difference of the logits of the language model that is written to a directory. Raises: usage
+    error."""
     write_language_model(str(composite.folder), folder)
     text = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     assert find_facts(recipe_of({"name_or_path": str(folder)})).problems == ()
@@ -159,7 +191,11 @@ def outcome(name: str, folder: Path) -> tuple[str, str, str]:
         try:
             return "language model", "", f"{written_difference(composite, folder / 'text'):.1e}"
         except FsdpTuneError as error:
-            return "refused", str(error).replace(str(composite.folder), name).partition("cannot be written: ")[2], ""
+            return (
+                "refused",
+                str(error).replace(str(composite.folder), name).partition("cannot be written: ")[2],
+                "",
+            )
     found = find_facts(recipe_for(composite))
     if found.problems:
         return "refused", found.problems[0].message, ""

@@ -9,7 +9,8 @@ from fsdp_tune.model.kernels.linear_layers import _in_slices
 
 
 def check_masks(device: str, *, tokens: int, slice_tokens: int) -> None:
-    """The gradient of a module that is dropout alone is zero exactly where its output is, and the backward advances no generator."""
+    """The gradient of a module that is dropout alone is zero exactly where its output is, and the backward
+    advances no generator."""
     hidden = torch.ones(1, tokens, 64, device=device, requires_grad=True)
     output = _in_slices(nn.Sequential(nn.Dropout(0.5)), slice_tokens)(hidden)
     torch.rand(3, device=device)

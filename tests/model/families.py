@@ -4,12 +4,31 @@ from __future__ import annotations
 
 from typing import Any
 
-COMMON: dict[str, Any] = {"vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-_DECODER = COMMON | {"num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
+COMMON: dict[str, Any] = {
+    "vocab_size": 257,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+}
+_DECODER = COMMON | {
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "gpt2": {"model_type": "gpt2", "vocab_size": 257, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
+    "gpt2": {
+        "model_type": "gpt2",
+        "vocab_size": 257,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 128,
+    },
     "llama": {"model_type": "llama", **_DECODER},
     "mistral": {"model_type": "mistral", **_DECODER, "sliding_window": 8},
     "qwen2": {"model_type": "qwen2", **_DECODER},
@@ -31,9 +50,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "ffn_dim": 48,
         "max_position_embeddings": 128,
     },
-    "falcon": {"model_type": "falcon", "vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "falcon": {
+        "model_type": "falcon",
+        "vocab_size": 257,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
     "lfm2": {"model_type": "lfm2", **_DECODER, "layer_types": ["conv", "full_attention"]},
-    "gpt_oss": {"model_type": "gpt_oss", **_DECODER, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        **_DECODER,
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+    },
 }
 
 BART: dict[str, Any] = {
@@ -44,6 +76,20 @@ BART: dict[str, Any] = {
     "decoder_attention_heads": 4,
     "decoder_ffn_dim": 48,
 }
-OPENAI_GPT: dict[str, Any] = {"model_type": "openai-gpt", "vocab_size": 257, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+OPENAI_GPT: dict[str, Any] = {
+    "model_type": "openai-gpt",
+    "vocab_size": 257,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+}
 BERT: dict[str, Any] = {"model_type": "bert", **COMMON}
-XLNET: dict[str, Any] = {"model_type": "xlnet", "vocab_size": 257, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48}
+XLNET: dict[str, Any] = {
+    "model_type": "xlnet",
+    "vocab_size": 257,
+    "d_model": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "d_inner": 48,
+}

@@ -27,7 +27,11 @@ def recipe_of(model: str | dict[str, Any] = "llama", ranks: int = 2, **sections:
 
 
 def lora_recipe(
-    folder: Path, lora: dict[str, Any], family: str | dict[str, Any] = "llama", ranks: int = 2, **sections: dict[str, Any]
+    folder: Path,
+    lora: dict[str, Any],
+    family: str | dict[str, Any] = "llama",
+    ranks: int = 2,
+    **sections: dict[str, Any],
 ) -> Recipe:
     """A resolved recipe with `lora:` for a model directory that holds a configuration alone."""
     folder.mkdir(exist_ok=True)

@@ -11,11 +11,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.model.families import FAMILIES
 
-SINGLE, INDEX, SHARDS = "model.safetensors", "model.safetensors.index.json", ("a.safetensors", "b.safetensors")
+SINGLE, INDEX, SHARDS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    ("a.safetensors", "b.safetensors"),
+)
 
 
 def save_two_shards(folder: Path) -> Path:
-    """Save a small model in two shards and an index, with the second half of the tensors in the second one."""
+    """Save a small model in two shards and an index, with the second half of the tensors in the second
+    one."""
     folder.mkdir(exist_ok=True)
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**FAMILIES["llama"])).save_pretrained(folder)
     tensors = load_file(folder / SINGLE)
@@ -38,7 +43,9 @@ def index_of(folder: Path) -> dict[str, str]:
 
 def newer_single_file(folder: Path) -> None:
     save_file(
-        {name: value + 1 for file in SHARDS for name, value in load_file(folder / file).items()}, folder / SINGLE, metadata={"format": "pt"}
+        {name: value + 1 for file in SHARDS for name, value in load_file(folder / file).items()},
+        folder / SINGLE,
+        metadata={"format": "pt"},
     )
 
 

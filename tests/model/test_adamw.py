@@ -1,4 +1,5 @@
-"""Low-precision state and weights: stochastic rounding is right on average, rounding to nearest loses small updates."""
+"""Low-precision state and weights: stochastic rounding is right on average, rounding to nearest loses small
+updates."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def nearest(values: torch.Tensor, _start: int, _key: tuple[int, int]) -> torch.T
 def test_stochastic_rounding_keeps_exact_and_nonfinite_values() -> None:
     exact = torch.randn(10_000).bfloat16().float()
     odd = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), 1e-40, float("nan")])
-    every_nan = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)  # CUDA's own NaN would carry into a zero
+    every_nan = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(
+        torch.float32
+    )  # CUDA's own NaN would carry into a zero
     for step in range(5):
         key = rounding_key(0, step)
         assert torch.equal(round_stochastically(exact, 0, key).float(), exact)
@@ -57,19 +60,31 @@ def test_rounding_noise_depends_on_index_and_key_not_on_the_shard() -> None:
     values = torch.rand(5_000)
     whole = round_stochastically(values, 1 << 33, rounding_key(1, 2))
     begin, end = values.split([1234, 3766])
-    parts = torch.cat([round_stochastically(part, (1 << 33) + at, rounding_key(1, 2)) for at, part in ((0, begin), (1234, end))])
+    parts = torch.cat(
+        [
+            round_stochastically(part, (1 << 33) + at, rounding_key(1, 2))
+            for at, part in ((0, begin), (1234, end))
+        ]
+    )
     assert torch.equal(whole, parts)
-    for other in (round_stochastically(values, 0, rounding_key(1, 2)), round_stochastically(values, 1 << 33, rounding_key(2, 1))):
+    for other in (
+        round_stochastically(values, 0, rounding_key(1, 2)),
+        round_stochastically(values, 1 << 33, rounding_key(2, 1)),
+    ):
         assert 0.2 < (other != whole).double().mean().item() < 0.45  # a third of uniform pairs differ
 
 
 def test_rounding_noise_differs_between_neighbours_and_steps() -> None:
     half = torch.full((1 << 14,), 1.0 + 2**-8)
-    draws = torch.stack([round_stochastically(half, 0, rounding_key(0, step)).float() > 1.0 for step in range(32)]).double()
+    draws = torch.stack(
+        [round_stochastically(half, 0, rounding_key(0, step)).float() > 1.0 for step in range(32)]
+    ).double()
     assert abs(draws.mean().item() - 0.5) < 0.005
     centred = draws - 0.5
     for first, second in ((centred[:, 1:], centred[:, :-1]), (centred[1:], centred[:-1])):
-        assert abs((first * second).mean().item()) < 0.0025  # four standard deviations of no correlation are 0.0014
+        assert (
+            abs((first * second).mean().item()) < 0.0025
+        )  # four standard deviations of no correlation are 0.0014
 
 
 # ---- The optimizer
@@ -93,10 +108,16 @@ OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weigh
 
 
 def lean(model: nn.Module, state_dtype: torch.dtype, **options: Any) -> LeanAdamW:
-    return LeanAdamW(model.parameters(), state_dtype=state_dtype, **{"rounds_parameters": False, "seed": 0} | OPTIONS | options)
+    return LeanAdamW(
+        model.parameters(),
+        state_dtype=state_dtype,
+        **{"rounds_parameters": False, "seed": 0} | OPTIONS | options,
+    )
 
 
-@pytest.mark.parametrize("piece", [1 << 24, 128])  # whole vectors: a tail is computed without fused multiply-add
+@pytest.mark.parametrize(
+    "piece", [1 << 24, 128]
+)  # whole vectors: a tail is computed without fused multiply-add
 def test_lean_adamw_in_fp32_equals_torch_bitwise(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lean_adamw, "PIECE", piece)
     ours, theirs = linear(), linear()
@@ -106,7 +127,9 @@ def test_lean_adamw_in_fp32_equals_torch_bitwise(piece: int, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("ranks", "dim"), [(2, 0), (4, 1), (2, 1)])
-def test_pieces_have_the_index_of_their_elements(ranks: int, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_have_the_index_of_their_elements(
+    ranks: int, dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Parts of rows, and of the rows of each expert: an element is rounded alike however it is sharded."""
     monkeypatch.setattr(lean_adamw, "PIECE", 7)
     whole = torch.arange(3 * 8 * 5).view(3, 8, 5)
@@ -114,7 +137,9 @@ def test_pieces_have_the_index_of_their_elements(ranks: int, dim: int, monkeypat
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
         try:
             part, mesh = whole.chunk(ranks, dim)[rank].contiguous(), init_device_mesh("cpu", (ranks,))
-            shared = DTensor.from_local(part, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride())
+            shared = DTensor.from_local(
+                part, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride()
+            )
             found = list(lean_adamw._pieces(shared))
         finally:
             dist.destroy_process_group()
@@ -124,18 +149,30 @@ def test_pieces_have_the_index_of_their_elements(ranks: int, dim: int, monkeypat
         assert torch.equal(torch.cat(positions), torch.arange(part.numel()))
 
 
-def test_small_updates_are_lost_by_rounding_to_nearest_and_kept_by_stochastic_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_updates_are_lost_by_rounding_to_nearest_and_kept_by_stochastic_rounding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Weights of 1 and a learning rate of 1e-4: half of bf16's last place there is 2e-3, twenty steps."""
 
     def after(steps: int, *, rounds: bool) -> torch.Tensor:
         weight = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
-        optimizer = LeanAdamW([weight], state_dtype=torch.float32, rounds_parameters=rounds, seed=0, lr=1e-4, weight_decay=0.0, fused=True)
+        optimizer = LeanAdamW(
+            [weight],
+            state_dtype=torch.float32,
+            rounds_parameters=rounds,
+            seed=0,
+            lr=1e-4,
+            weight_decay=0.0,
+            fused=True,
+        )
         for _ in range(steps):
             weight.grad = torch.ones_like(weight)
             optimizer.step()
         return weight.detach().float()
 
-    assert torch.equal(after(100, rounds=False), torch.ones(4096))  # AdamW on bf16 weights, as everybody has it
+    assert torch.equal(
+        after(100, rounds=False), torch.ones(4096)
+    )  # AdamW on bf16 weights, as everybody has it
     assert after(100, rounds=True).mean().item() == pytest.approx(1 - 100 * 1e-4, rel=2e-4)
     monkeypatch.setattr(lean_adamw, "round_stochastically", nearest)
     assert torch.equal(after(100, rounds=True), torch.ones(4096))
@@ -147,7 +184,9 @@ def test_bf16_second_moment_decays_only_with_stochastic_rounding(monkeypatch: py
     def ratio(state_dtype: torch.dtype) -> float:
         """Second moment after 500 steps without gradient, over that before them."""
         weight = nn.Parameter(torch.zeros(4096))
-        optimizer = LeanAdamW([weight], state_dtype=state_dtype, rounds_parameters=False, seed=0, lr=0.0, fused=True)
+        optimizer = LeanAdamW(
+            [weight], state_dtype=state_dtype, rounds_parameters=False, seed=0, lr=0.0, fused=True
+        )
         weight.grad = torch.ones_like(weight)
         optimizer.step()
         moment = optimizer.state[weight]["exp_avg_sq"]
@@ -174,7 +213,11 @@ def test_state_dict_keeps_dtype_and_bits(stored: torch.dtype) -> None:
     restored = lean(twin, kept_in, rounds_parameters=True)
     restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for parameter in twin.parameters():
-        assert restored.state[parameter]["exp_avg"].dtype == restored.state[parameter]["exp_avg_sq"].dtype == kept_in
+        assert (
+            restored.state[parameter]["exp_avg"].dtype
+            == restored.state[parameter]["exp_avg_sq"].dtype
+            == kept_in
+        )
     trained(model, optimizer, 3)
     trained(twin, restored, 3)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
@@ -183,20 +226,30 @@ def test_state_dict_keeps_dtype_and_bits(stored: torch.dtype) -> None:
 def test_recipe_selects_optimizer_and_state_dtype() -> None:
     def built(text: str | None, dtype: str = "fp32", **training: Any) -> Any:
         model = linear(torch.bfloat16 if dtype == "bf16" else torch.float32)
-        return build_optimizer(recipe_of(model={"dtype": dtype}, training={"optim_args": text, **training}), model, frozenset())
+        return build_optimizer(
+            recipe_of(model={"dtype": dtype}, training={"optim_args": text, **training}), model, frozenset()
+        )
 
     assert type(built(None)).__name__ == "AdamW"
     lean_state = built("state_dtype=bf16", seed=7)
-    assert (lean_state.state_dtype, lean_state.rounds_parameters, lean_state.seed) == (torch.bfloat16, False, 7)
+    assert (lean_state.state_dtype, lean_state.rounds_parameters, lean_state.seed) == (
+        torch.bfloat16,
+        False,
+        7,
+    )
     rounded = built("bf16_stochastic_round=true", "bf16")
-    assert (rounded.state_dtype, rounded.rounds_parameters) == (None, True), "moments have the dtype of their parameter"
+    assert (rounded.state_dtype, rounded.rounds_parameters) == (None, True), (
+        "moments have the dtype of their parameter"
+    )
     assert built("bf16_stochastic_round=true, state_dtype=fp32", "bf16").state_dtype == torch.float32
 
 
 def test_validate_without_torchao_has_an_install_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(training={"optim": "adamw_torch_8bit"})
     real = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == "torchao" else real(name, *rest))
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *rest: None if name == "torchao" else real(name, *rest)
+    )
     (problem,) = find_facts(recipe).problems
     assert problem.code == "torchao-not-installed"
     assert problem.hint == "`pip install torchao`"

@@ -42,7 +42,9 @@ def recipe_with(base: Path, adapter: Path, **lora: Any) -> Recipe:
 def refusals(recipe: Recipe) -> tuple[Problem, ...]:
     with pytest.raises(FsdpTuneError) as caught:
         build_empty(recipe)
-    assert {(problem.code, problem.where.key) for problem in caught.value.problems} == {("adapter-does-not-fit", "lora.adapter")}
+    assert {(problem.code, problem.where.key) for problem in caught.value.problems} == {
+        ("adapter-does-not-fit", "lora.adapter")
+    }
     return caught.value.problems
 
 
@@ -54,7 +56,9 @@ def refusal(recipe: Recipe) -> Problem:
 def assert_computes_what_peft_computes(recipe: Recipe, base: Path, adapter: Path) -> None:
     ids = torch.arange(20)[None]
     with torch.no_grad():
-        theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)(input_ids=ids).logits
+        theirs = PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter
+        )(input_ids=ids).logits
         ours = build_full(recipe)(input_ids=ids).logits
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
@@ -77,14 +81,22 @@ EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_
     ],
     ids=str,
 )
-def test_adapter_alone_tells_how_it_was_trained(family: str, lora: dict[str, Any], base: Path, tmp_path: Path) -> None:
+def test_adapter_alone_tells_how_it_was_trained(
+    family: str, lora: dict[str, Any], base: Path, tmp_path: Path
+) -> None:
     base = base if family == "llama" else make_model(family, tmp_path / "base")
     adapter = make_adapter(base, {"r": 4, **lora}, tmp_path / "adapter")
-    assert_computes_what_peft_computes(recipe_of({"name_or_path": str(base)}, lora={"adapter": str(adapter)}), base, adapter)
+    assert_computes_what_peft_computes(
+        recipe_of({"name_or_path": str(base)}, lora={"adapter": str(adapter)}), base, adapter
+    )
 
 
-@pytest.mark.parametrize("lora", [{"use_dora": True}, {"modules_to_save": ["lm_head"], "use_rslora": True}], ids=str)
-def test_recipe_may_repeat_how_the_adapter_was_trained(base: Path, lora: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "lora", [{"use_dora": True}, {"modules_to_save": ["lm_head"], "use_rslora": True}], ids=str
+)
+def test_recipe_may_repeat_how_the_adapter_was_trained(
+    base: Path, lora: dict[str, Any], tmp_path: Path
+) -> None:
     adapter = make_adapter(base, {"r": 4, **lora}, tmp_path / "adapter")
     assert_computes_what_peft_computes(recipe_with(base, adapter, **lora), base, adapter)
 
@@ -94,7 +106,11 @@ def test_frozen_embedding_and_head_in_the_file_are_ignored(base: Path, tmp_path:
     adapter = make_adapter(base, {"r": 4, **lora}, tmp_path / "adapter")
     stored = load_file(adapter / WEIGHTS_FILE)
     assert "base_model.model.lm_head.base_layer.weight" in stored
-    trained = {name_in_file(name): p for name, p in build_full(recipe_with(base, adapter, **lora)).named_parameters() if p.requires_grad}
+    trained = {
+        name_in_file(name): p
+        for name, p in build_full(recipe_with(base, adapter, **lora)).named_parameters()
+        if p.requires_grad
+    }
     assert len(trained) == 2 * (3 + 1 + 1)
     assert all(torch.equal(p, stored[name]) for name, p in trained.items())
 
@@ -102,11 +118,31 @@ def test_frozen_embedding_and_head_in_the_file_are_ignored(base: Path, tmp_path:
 CONFIGS: dict[str, tuple[dict[str, Any], str, str]] = {
     "IA3": ({"peft_type": "IA3"}, "it is of the type IA3", ""),
     "rank": ({"r": 8}, "its `r` is 8, and the recipe has 4", "--set lora.r=8"),
-    "scale": ({"lora_alpha": 16}, "its `lora_alpha` is 16, and the recipe has 32", "--set lora.lora_alpha=16"),
-    "rsLoRA": ({"use_rslora": True}, "its `use_rslora` is true, and the recipe has false", "--set lora.use_rslora=true"),
-    "another base": ({"base_model_name_or_path": "org/other"}, "it was trained on org/other", "--set model.name_or_path=org/other"),
-    "activated LoRA": ({"alora_invocation_tokens": [1, 2]}, "it was trained with `alora_invocation_tokens`", ""),
-    "PiSSA": ({"init_lora_weights": "pissa_niter_4"}, "changes the base under the adapter", "convert it with PEFT"),
+    "scale": (
+        {"lora_alpha": 16},
+        "its `lora_alpha` is 16, and the recipe has 32",
+        "--set lora.lora_alpha=16",
+    ),
+    "rsLoRA": (
+        {"use_rslora": True},
+        "its `use_rslora` is true, and the recipe has false",
+        "--set lora.use_rslora=true",
+    ),
+    "another base": (
+        {"base_model_name_or_path": "org/other"},
+        "it was trained on org/other",
+        "--set model.name_or_path=org/other",
+    ),
+    "activated LoRA": (
+        {"alora_invocation_tokens": [1, 2]},
+        "it was trained with `alora_invocation_tokens`",
+        "",
+    ),
+    "PiSSA": (
+        {"init_lora_weights": "pissa_niter_4"},
+        "changes the base under the adapter",
+        "convert it with PEFT",
+    ),
 }
 
 
@@ -129,7 +165,9 @@ def test_adapter_of_another_kind_is_refused(case: str, base: Path, adapter: Path
     ],
     ids=str,
 )
-def test_adapter_with_other_modules_is_refused(lora: dict[str, Any], words: str, base: Path, adapter: Path) -> None:
+def test_adapter_with_other_modules_is_refused(
+    lora: dict[str, Any], words: str, base: Path, adapter: Path
+) -> None:
     assert any(words in problem.message for problem in refusals(recipe_with(base, adapter, **lora)))
 
 
@@ -140,10 +178,24 @@ def test_trained_head_of_an_adapter_is_not_ignored(base: Path, tmp_path: Path) -
 
 
 def test_all_differences_are_reported_at_once(base: Path, tmp_path: Path) -> None:
-    adapter = make_adapter(base, {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}, tmp_path / "adapter")
-    settings = {"r": 8, "lora_alpha": 32, "use_rslora": True, "target_modules": ["q_proj", "up_proj"], "modules_to_save": ["lm_head"]}
+    adapter = make_adapter(
+        base, {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}, tmp_path / "adapter"
+    )
+    settings = {
+        "r": 8,
+        "lora_alpha": 32,
+        "use_rslora": True,
+        "target_modules": ["q_proj", "up_proj"],
+        "modules_to_save": ["lm_head"],
+    }
     messages = [problem.message for problem in refusals(recipe_with(base, adapter, **settings))]
-    differences = ["its `r` is 4", "its `lora_alpha` is 16", "its `use_rslora` is false", "it lacks `", "it has `"]
+    differences = [
+        "its `r` is 4",
+        "its `lora_alpha` is 16",
+        "its `use_rslora` is false",
+        "it lacks `",
+        "it has `",
+    ]
     for words in [*differences, "q_proj.lora_A.weight` is"]:
         assert any(words in message for message in messages), words
     assert len(messages) == 6
@@ -156,7 +208,10 @@ def test_adapter_of_other_weights_of_the_same_name_is_refused(base: Path, adapte
     assert check_base(recipe, {}) == []
     replace(describe_base(str(base), None), nf4_scales="fp32").write(adapter / BASE_FILE)
     [notice] = check_base(recipe, {})
-    assert "was trained on a base in 4 bits with scales in fp32, and the recipe holds it in 16 or 32 bits" in notice.message
+    assert (
+        "was trained on a base in 4 bits with scales in fp32, and the recipe holds it in 16 or 32 bits"
+        in notice.message
+    )
     replace(describe_base(str(base), None), digest="blake2b:of other weights").write(adapter / BASE_FILE)
     with pytest.raises(FsdpTuneError, match="trained on other weights than those of") as caught:
         check_base(recipe, {})

@@ -22,18 +22,28 @@ def test_offload_keeps_unsharded_tensors_on_device() -> None:
     recipe = recipe_of(frozen, fsdp={"offload_params": True, "ignored_modules": r"model\.norm"})
     model = build_full(recipe)
     load._place_what_fsdp_leaves(recipe, model, torch.device("meta"))
-    assert {name for name, parameter in model.named_parameters() if parameter.device.type != "cpu"} == {"model.norm.weight"}
+    assert {name for name, parameter in model.named_parameters() if parameter.device.type != "cpu"} == {
+        "model.norm.weight"
+    }
     buffers = dict(model.named_buffers())
     assert "model.rotary_emb.inv_freq" in buffers
     assert {buffer.device.type for buffer in buffers.values()} == {"meta"}
 
 
-@pytest.mark.parametrize(("ranks_with_files", "way"), [({0, 1}, "slices"), ({0}, "rank 0"), (set(), "rank 0")])
-def test_all_ranks_read_slices_or_none(ranks_with_files: set[int], way: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+@pytest.mark.parametrize(
+    ("ranks_with_files", "way"), [({0, 1}, "slices"), ({0}, "rank 0"), (set(), "rank 0")]
+)
+def test_all_ranks_read_slices_or_none(
+    ranks_with_files: set[int], way: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
     recipe = recipe_of({"name_or_path": str(tmp_path)})
     model = build_empty(recipe_of("llama"))
     stored = {name: Stored(tmp_path, p.dtype, tuple(p.shape), 0) for name, p in model.named_parameters()}
-    monkeypatch.setattr(load, "find_weight_files", lambda _: WeightFiles(stored) if dist.get_rank() in ranks_with_files else None)
+    monkeypatch.setattr(
+        load,
+        "find_weight_files",
+        lambda _: WeightFiles(stored) if dist.get_rank() in ranks_with_files else None,
+    )
     found: dict[int, str] = {}
 
     def rank_main(rank: int) -> None:

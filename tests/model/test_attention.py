@@ -1,4 +1,5 @@
-"""The attention kernel that `auto` selects, and the example lengths passed to kernels with variable lengths."""
+"""The attention kernel that `auto` selects, and the example lengths passed to kernels with variable
+lengths."""
 
 from __future__ import annotations
 
@@ -14,7 +15,12 @@ from transformers.masking_utils import flash_attention_mask
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.store import RowStore
-from fsdp_tune.model.kernels.attention import choose_attention, has_variable_lengths, large_mask_notices, stands_for
+from fsdp_tune.model.kernels.attention import (
+    choose_attention,
+    has_variable_lengths,
+    large_mask_notices,
+    stands_for,
+)
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.loading.inspect import find_facts
 from fsdp_tune.model.model_files import KernelChoice
@@ -51,9 +57,13 @@ def choice(
     **fields: Any,
 ) -> KernelChoice:
     """The choice on a machine with these versions of FlashAttention."""
-    base = recipe_of(family, data={"train": [{"path": "x"}], "packing": packing}, precision={"mixed_precision": precision})
+    base = recipe_of(
+        family, data={"train": [{"path": "x"}], "packing": packing}, precision={"mixed_precision": precision}
+    )
     model = base.model.model_copy(update={"attn_implementation": asked})
-    recipe = base.model_copy(update={"launch": base.launch.model_copy(update={"device": device}), "model": model})
+    recipe = base.model_copy(
+        update={"launch": base.launch.model_copy(update={"device": device}), "model": model}
+    )
     known = {key: value for key, value in {**FAMILIES[family], **fields}.items() if key != "model_type"}
     config = AutoConfig.for_model(FAMILIES[family]["model_type"], **known)
     with (
@@ -86,20 +96,60 @@ def choice(
         ({"installed": (2, 3)}, "flash_attention_3", "flash-attn-3 is installed"),
         ({"installed": (2, 3, 4)}, "flash_attention_3", "flash-attn-3 is installed"),
         ({"installed": (2, 4)}, "flash_attention_4", "flash-attn-4 is installed"),
-        ({"installed": (2, 4), "head_dim": 256}, "flash_attention_2", "takes heads of width 128 at most, and the model's have 256"),
+        (
+            {"installed": (2, 4), "head_dim": 256},
+            "flash_attention_2",
+            "takes heads of width 128 at most, and the model's have 256",
+        ),
         ({"installed": (2, 3), "packing": True}, "flash_attention_3", "flash-attn-3 is installed"),
-        ({"installed": (2, 3), "capability": (8, 0)}, "flash_attention_2", "FlashAttention 3 has kernels for Hopper"),
-        ({"installed": (3,), "capability": (8, 0)}, "torch_varlen", "FlashAttention 3 has kernels for Hopper"),
+        (
+            {"installed": (2, 3), "capability": (8, 0)},
+            "flash_attention_2",
+            "FlashAttention 3 has kernels for Hopper",
+        ),
+        (
+            {"installed": (3,), "capability": (8, 0)},
+            "torch_varlen",
+            "FlashAttention 3 has kernels for Hopper",
+        ),
         *(
-            ({"installed": (2, 3), "name": name, "capability": capability}, "flash_attention_2", f"and {name} has compute capability")
+            (
+                {"installed": (2, 3), "name": name, "capability": capability},
+                "flash_attention_2",
+                f"and {name} has compute capability",
+            )
             for name, capability in BLACKWELL.items()
         ),
-        ({"installed": (3,), "name": "NVIDIA B200", "capability": (10, 0)}, "torch_varlen", "FlashAttention 3 has kernels for Hopper"),
-        ({"installed": (2, 3, 4), "name": "NVIDIA B200", "capability": (10, 0)}, "flash_attention_4", "flash-attn-4 is installed"),
-        ({"installed": (2, 3, 4), "name": "NVIDIA B300", "capability": (10, 3)}, "flash_attention_4", "flash-attn-4 is installed"),
-        ({"installed": (4,), "name": "NVIDIA GeForce RTX 5090", "capability": (12, 0)}, "torch_varlen", "Hopper and Blackwell"),
-        ({"installed": (2,), "name": "a later GPU", "capability": (13, 0)}, "torch_varlen", "a later GPU has compute capability 13.0"),
-        ({"installed": (2, 3, 4), "is_amd": True, "capability": (9, 4)}, "flash_attention_2", "has no kernels for AMD"),
+        (
+            {"installed": (3,), "name": "NVIDIA B200", "capability": (10, 0)},
+            "torch_varlen",
+            "FlashAttention 3 has kernels for Hopper",
+        ),
+        (
+            {"installed": (2, 3, 4), "name": "NVIDIA B200", "capability": (10, 0)},
+            "flash_attention_4",
+            "flash-attn-4 is installed",
+        ),
+        (
+            {"installed": (2, 3, 4), "name": "NVIDIA B300", "capability": (10, 3)},
+            "flash_attention_4",
+            "flash-attn-4 is installed",
+        ),
+        (
+            {"installed": (4,), "name": "NVIDIA GeForce RTX 5090", "capability": (12, 0)},
+            "torch_varlen",
+            "Hopper and Blackwell",
+        ),
+        (
+            {"installed": (2,), "name": "a later GPU", "capability": (13, 0)},
+            "torch_varlen",
+            "a later GPU has compute capability 13.0",
+        ),
+        (
+            {"installed": (2, 3, 4), "is_amd": True, "capability": (9, 4)},
+            "flash_attention_2",
+            "has no kernels for AMD",
+        ),
         ({"installed": (3,), "is_amd": True, "capability": (9, 5)}, "torch_varlen", "has no kernels for AMD"),
         ({"installed": (2, 3), "attention_dropout": 0.1}, "flash_attention_2", "no dropout"),
         ({"installed": (2, 3), "device": "cpu"}, "sdpa", "the device is cpu"),
@@ -110,7 +160,11 @@ def choice(
         ({"installed": (2, 3), "asked": "torch_varlen"}, "torch_varlen", "set in the recipe"),
         ({"installed": (2, 3), "asked": "sdpa_or_eager"}, "sdpa", "excludes FlashAttention"),
         ({"asked": "sdpa_or_eager", "packing": True}, "sdpa", "packed rows get a block-diagonal mask"),
-        ({"installed": (2, 3), "asked": "sdpa_or_eager", "family": "gpt_oss"}, "eager", "GptOssForCausalLM has no other"),
+        (
+            {"installed": (2, 3), "asked": "sdpa_or_eager", "family": "gpt_oss"},
+            "eager",
+            "GptOssForCausalLM has no other",
+        ),
     ],
     ids=str,
 )
@@ -130,13 +184,21 @@ def test_auto_selects_the_fastest_correct_kernel(given: dict[str, Any], kernel: 
     ],
     ids=str,
 )
-def test_written_variable_length_attention_is_refused_with_the_reason(given: dict[str, Any], reason: str) -> None:
+def test_written_variable_length_attention_is_refused_with_the_reason(
+    given: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(FsdpTuneError, match=reason) as raised:
         choice(asked="torch_varlen", **given)
     assert raised.value.problems[0].code == "model-refused"
 
 
-GEMMA4 = {"model_type": "gemma4_text", "num_hidden_layers": 6, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+GEMMA4 = {
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 6,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 @pytest.mark.parametrize(
@@ -155,13 +217,19 @@ def test_model_whose_layers_differ_in_the_width_of_heads_gets_a_kernel_for_the_w
 
 def test_text_layers_of_a_composite_model_decide_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FAMILIES, "gemma3", {"model_type": "gemma3"})
-    monkeypatch.setattr(Gemma3ForConditionalGeneration, "_supports_flash_attn", True)  # transformers 5.24 has none, for images
+    monkeypatch.setattr(
+        Gemma3ForConditionalGeneration, "_supports_flash_attn", True
+    )  # transformers 5.24 has none, for images
     text = {"head_dim": 512, "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
     assert "the model's have 512" in choice("gemma3", text_config=text).reason
-    assert choice("gemma3", text_config=text | {"head_dim": 16, "attn_logit_softcapping": 30.0}).value == "sdpa"
+    assert (
+        choice("gemma3", text_config=text | {"head_dim": 16, "attn_logit_softcapping": 30.0}).value == "sdpa"
+    )
 
 
-def test_torch_without_windows_in_its_variable_length_attention_gets_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_without_windows_in_its_variable_length_attention_gets_sdpa(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("fsdp_tune.model.kernels.varlen._OPTIONS", frozenset({"scale", "is_causal"}))
     found = choice()
     assert found.value == "sdpa"
@@ -179,9 +247,14 @@ def test_torch_without_windows_in_its_variable_length_attention_gets_sdpa(monkey
     ],
     ids=str,
 )
-def test_large_masks_are_reported_with_the_longest_row(tokens: int, fsdp: dict[str, Any], size: str | None) -> None:
+def test_large_masks_are_reported_with_the_longest_row(
+    tokens: int, fsdp: dict[str, Any], size: str | None
+) -> None:
     base = recipe_of(
-        "llama", data={"train": [{"path": "x"}], "packing": True, "max_length": tokens}, fsdp=fsdp, precision={"mixed_precision": "bf16"}
+        "llama",
+        data={"train": [{"path": "x"}], "packing": True, "max_length": tokens},
+        fsdp=fsdp,
+        precision={"mixed_precision": "bf16"},
     )
     recipe = base.model_copy(update={"launch": base.launch.model_copy(update={"device": "cuda"})})
     found = large_mask_notices(recipe, AutoConfig.for_model("llama"), 32, KernelChoice("sdpa", "no dropout"))
@@ -191,13 +264,22 @@ def test_large_masks_are_reported_with_the_longest_row(tokens: int, fsdp: dict[s
         longest = int(str(found[0].hint).partition("max_length=")[2].partition("`")[0])
         assert 4000 < longest < tokens
         shorter = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": longest})})
-        assert large_mask_notices(shorter, AutoConfig.for_model("llama"), 32, KernelChoice("sdpa", "no dropout")) == []
-    assert large_mask_notices(recipe, AutoConfig.for_model("llama"), 32, KernelChoice("torch_varlen", "")) == []
+        assert (
+            large_mask_notices(shorter, AutoConfig.for_model("llama"), 32, KernelChoice("sdpa", "no dropout"))
+            == []
+        )
+    assert (
+        large_mask_notices(recipe, AutoConfig.for_model("llama"), 32, KernelChoice("torch_varlen", "")) == []
+    )
 
 
 def test_inspection_reports_large_masks() -> None:
     data = {"train": [{"path": "x"}], "packing": True, "max_length": 32768}
-    base = recipe_of({"from_config": FAMILIES["llama"], "attn_implementation": "sdpa"}, data=data, precision={"mixed_precision": "bf16"})
+    base = recipe_of(
+        {"from_config": FAMILIES["llama"], "attn_implementation": "sdpa"},
+        data=data,
+        precision={"mixed_precision": "bf16"},
+    )
     recipe = base.model_copy(update={"launch": base.launch.model_copy(update={"device": "cuda"})})
     [notice] = [notice for notice in find_facts(recipe).notices if notice.code == "attention-mask-large"]
     assert "5.00 GiB on each GPU, with a float copy in 2 of 2 layers" in notice.message
@@ -218,9 +300,17 @@ def test_examples_of_several_packed_rows_are_separated_by_lengths(family: str, t
     masked = build_full(recipe_of({"from_config": FAMILIES[family], "attn_implementation": "sdpa"}))
     with flash_stand_in(), torch.no_grad():
         told = build_full(recipe_of({"from_config": FAMILIES[family], "attn_implementation": FLASH_STAND_IN}))
-        one, other = masked(**model_inputs(without_lengths(batch.tensors))).logits, told(**model_inputs(batch.tensors)).logits
-        loss, found = micro_batch_loss(masked, without_lengths(batch.tensors))[0], micro_batch_loss(told, batch.tensors)[0]
-    seen = torch.tensor([[at < sum(packed[index].lengths) for at in range(one.shape[1])] for index in (0, 5, 9)])
+        one, other = (
+            masked(**model_inputs(without_lengths(batch.tensors))).logits,
+            told(**model_inputs(batch.tensors)).logits,
+        )
+        loss, found = (
+            micro_batch_loss(masked, without_lengths(batch.tensors))[0],
+            micro_batch_loss(told, batch.tensors)[0],
+        )
+    seen = torch.tensor(
+        [[at < sum(packed[index].lengths) for at in range(one.shape[1])] for index in (0, 5, 9)]
+    )
     assert float((one - other)[seen].abs().max()) <= 1e-5
     assert float(found) == pytest.approx(float(loss), rel=1e-5)
 
@@ -238,14 +328,25 @@ def test_every_batch_of_a_kernel_with_variable_lengths_has_lengths(tmp_path: Any
     for row in (alone, packed):
         batch = collator([row]).tensors
         assert batch["cu_seq_lens"].dtype == torch.int32
-        assert batch["cu_seq_lens"].tolist()[1 : len(row.lengths) + 1] == list(itertools.accumulate(row.lengths))
+        assert batch["cu_seq_lens"].tolist()[1 : len(row.lengths) + 1] == list(
+            itertools.accumulate(row.lengths)
+        )
         assert batch["cu_seq_lens"][-1] == batch["input_ids"].shape[1]
     assert "cu_seq_lens" not in Collator(pad_token_id=0, multiple_of=8)([packed]).tensors
 
 
-@pytest.mark.parametrize(("packing", "eval_packing"), [(True, None), (True, False), (False, True), (False, None)], ids=str)
-def test_batches_have_lengths_if_training_or_evaluation_is_packed(packing: bool, eval_packing: bool | None) -> None:
-    data = {"train": [{"path": "x"}], "eval": {"fraction": 0.1}, "packing": packing, "eval_packing": eval_packing}
+@pytest.mark.parametrize(
+    ("packing", "eval_packing"), [(True, None), (True, False), (False, True), (False, None)], ids=str
+)
+def test_batches_have_lengths_if_training_or_evaluation_is_packed(
+    packing: bool, eval_packing: bool | None
+) -> None:
+    data = {
+        "train": [{"path": "x"}],
+        "eval": {"fraction": 0.1},
+        "packing": packing,
+        "eval_packing": eval_packing,
+    }
     recipe = recipe_of("llama", data=data)
     loaded: Any = SimpleNamespace(model=build_empty(recipe))
     loaded.model.config._attn_implementation = "torch_varlen"
@@ -291,5 +392,7 @@ def test_kernel_with_the_mask_of_flash_separates_examples_by_lengths() -> None:
         ("sdpa", "flash_attention_2", False),
     ],
 )
-def test_equivalent_flash_kernel_is_not_reported_as_a_difference(live: str, requested: str, stands: bool) -> None:
+def test_equivalent_flash_kernel_is_not_reported_as_a_difference(
+    live: str, requested: str, stands: bool
+) -> None:
     assert stands_for(live, requested) is stands

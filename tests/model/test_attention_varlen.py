@@ -1,4 +1,5 @@
-"""torch's variable-length attention on the CPU, by kernels of the same contract: numbers, recomputation, compilation, generation."""
+"""torch's variable-length attention on the CPU, by kernels of the same contract: numbers, recomputation,
+compilation, generation."""
 
 from __future__ import annotations
 
@@ -45,13 +46,17 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def batch_of(store: Path, rows: tuple[int, ...], kind: str = "train-packed") -> dict[str, torch.Tensor]:
     stored = RowStore(store / kind)
-    return Collator(pad_token_id=0, multiple_of=8, variable_lengths=kind == "train-packed")([stored[row] for row in rows]).tensors
+    return Collator(pad_token_id=0, multiple_of=8, variable_lengths=kind == "train-packed")(
+        [stored[row] for row in rows]
+    ).tensors
 
 
 def model_of(config: dict[str, Any], kernel: str = TORCH_VARLEN, **sections: dict[str, Any]) -> Any:
     config = config | (NO_DROPOUT if config["model_type"] == "gpt2" else {})
     with varlen_allowed():
-        return build_full(recipe_of({"from_config": config, "attn_implementation": kernel}, **sections)).train()
+        return build_full(
+            recipe_of({"from_config": config, "attn_implementation": kernel}, **sections)
+        ).train()
 
 
 def loss_and_gradients(model: Any, batch: dict[str, torch.Tensor]) -> tuple[float, torch.Tensor]:
@@ -59,7 +64,9 @@ def loss_and_gradients(model: Any, batch: dict[str, torch.Tensor]) -> tuple[floa
     with rows_known(model, batch):
         loss, _ = micro_batch_loss(model, batch)
     loss.backward()
-    return float(loss.detach()), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return float(loss.detach()), torch.cat(
+        [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    )
 
 
 @pytest.mark.parametrize("kind", ["train-packed", "train"])
@@ -68,16 +75,24 @@ def test_logits_and_gradients_are_those_of_the_mask(family: str, kind: str, stor
     """Rows of several examples, and padded rows of one."""
     batch = batch_of(store, (0, 5, 9), kind)
     masked, found = model_of(TESTED[family], "sdpa"), model_of(TESTED[family])
-    expected = masked(**model_inputs({name: tensor for name, tensor in batch.items() if name != "cu_seq_lens"}), use_cache=False).logits
+    expected = masked(
+        **model_inputs({name: tensor for name, tensor in batch.items() if name != "cu_seq_lens"}),
+        use_cache=False,
+    ).logits
     logits = found(**model_inputs(batch), use_cache=False).logits
     read = batch["input_ids"] != 0
     assert float((logits - expected).detach()[read].abs().max()) <= 1e-5
-    (one, expected_gradient), (other, gradient) = loss_and_gradients(masked, batch), loss_and_gradients(found, batch)
+    (one, expected_gradient), (other, gradient) = (
+        loss_and_gradients(masked, batch),
+        loss_and_gradients(found, batch),
+    )
     assert other == pytest.approx(one, rel=1e-5)
     assert float((gradient - expected_gradient).norm() / expected_gradient.norm()) <= 1e-5
 
 
-def test_key_heads_are_repeated_for_a_torch_without_grouped_queries(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_heads_are_repeated_for_a_torch_without_grouped_queries(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batch = batch_of(store, (0, 5))
     model = model_of(FAMILIES["llama"])
     grouped = loss_and_gradients(model, batch)
@@ -131,11 +146,14 @@ def test_selective_recomputation_saves_variable_length_attention(way: str, runs:
 
 
 def sharded_gradients(kernel: str, store: Path) -> tuple[float, torch.Tensor, list[str]]:
-    """On each rank: loss and full gradients of a model under FSDP2 with selective recomputation, each rank with rows of its own."""
+    """On each rank: loss and full gradients of a model under FSDP2 with selective recomputation, each rank
+    with rows of its own."""
     import torch.distributed as dist
 
     section = {"from_config": FAMILIES["qwen3"], "attn_implementation": kernel}
-    recipe = recipe_of(section, fsdp={"activation_checkpointing": "selective", "sharding_strategy": "FULL_SHARD"})
+    recipe = recipe_of(
+        section, fsdp={"activation_checkpointing": "selective", "sharding_strategy": "FULL_SHARD"}
+    )
     with varlen_allowed():
         loaded = load(recipe, model_config(recipe), torch.device("cpu"), vocabulary=None)
     loaded.wrapped.train()
@@ -145,12 +163,19 @@ def sharded_gradients(kernel: str, store: Path) -> tuple[float, torch.Tensor, li
     with Operators() as operators:
         loss.backward()
     gradients = torch.cat([p.grad.full_tensor().flatten() for p in loaded.wrapped.parameters()])
-    return float(loss.detach()), gradients, sorted(name for name in operators.counts if name.startswith("_varlen_attn"))
+    return (
+        float(loss.detach()),
+        gradients,
+        sorted(name for name in operators.counts if name.startswith("_varlen_attn")),
+    )
 
 
 @pytest.mark.ranks
 def test_sharded_and_recomputed_gradients_are_those_of_the_mask(on_ranks: Ranks, store: Path) -> None:
-    masked, found = on_ranks.run(2, sharded_gradients, "sdpa", store), on_ranks.run(2, sharded_gradients, TORCH_VARLEN, store)
+    masked, found = (
+        on_ranks.run(2, sharded_gradients, "sdpa", store),
+        on_ranks.run(2, sharded_gradients, TORCH_VARLEN, store),
+    )
     for (expected_loss, expected, _), (loss, gradient, operators) in zip(masked, found, strict=True):
         assert loss == pytest.approx(expected_loss, rel=1e-5)
         assert float((gradient - expected).norm() / expected.norm()) <= 1e-5
@@ -158,7 +183,8 @@ def test_sharded_and_recomputed_gradients_are_those_of_the_mask(on_ranks: Ranks,
 
 
 def gradients_of_shared_rows(store: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """On each rank: summed gradients of rows that two ranks share (Ulysses), and those of the complete rows on one."""
+    """On each rank: summed gradients of rows that two ranks share (Ulysses), and those of the complete rows
+    on one."""
     import torch.distributed as dist
 
     batch, model = batch_of(store, (0, 5)), model_of(FAMILIES["qwen3"])
@@ -174,7 +200,9 @@ def gradients_of_shared_rows(store: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.ranks
-def test_rows_shared_by_a_sequence_group_have_the_gradients_of_complete_rows(on_ranks: Ranks, store: Path) -> None:
+def test_rows_shared_by_a_sequence_group_have_the_gradients_of_complete_rows(
+    on_ranks: Ranks, store: Path
+) -> None:
     for expected, found in on_ranks.run(2, gradients_of_shared_rows, store):
         assert float((found - expected).norm() / expected.norm()) <= 1e-5
 
@@ -193,7 +221,9 @@ def test_one_graph_serves_all_numbers_of_examples(store: Path) -> None:
     batches = [batch_of(store, each) for each in rows]
     width = max(batch["input_ids"].shape[1] for batch in batches)
     stored = RowStore(store / "train-packed")
-    batches = [Collator(0, width, variable_lengths=True)([stored[row] for row in each]).tensors for each in rows]
+    batches = [
+        Collator(0, width, variable_lengths=True)([stored[row] for row in each]).tensors for each in rows
+    ]
     assert len({len(batch["cu_seq_lens"]) for batch in batches}) > 1
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(compiled, "BACKEND", counter)
@@ -208,7 +238,10 @@ def test_one_graph_serves_all_numbers_of_examples(store: Path) -> None:
 
 
 def test_generation_uses_masks_and_restores_the_kernel(store: Path) -> None:
-    prompts, settings = [[5, 6, 7, 8], [9, 10]], {"max_new_tokens": 6, "end_ids": (), "pad_id": 0, "device": torch.device("cpu")}
+    prompts, settings = (
+        [[5, 6, 7, 8], [9, 10]],
+        {"max_new_tokens": 6, "end_ids": (), "pad_id": 0, "device": torch.device("cpu")},
+    )
     with torch.no_grad():
         expected = generate(model_of(FAMILIES["mistral"], "sdpa").eval(), prompts, **settings)
         model = model_of(FAMILIES["mistral"]).eval()

@@ -21,7 +21,9 @@ HYBRIDS = {
 
 def empty(model_type: str, **fields: Any) -> torch.nn.Module:
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{"num_hidden_layers": 2, **fields}))
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(model_type, **{"num_hidden_layers": 2, **fields})
+        )
 
 
 @pytest.mark.parametrize("model_type", HYBRIDS)
@@ -35,7 +37,9 @@ def test_packages_of_a_hybrid_are_named_with_what_runs_without_them(model_type: 
 
 
 def test_installed_package_is_recorded_and_not_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
-    present = use_kernel_func_from_hub_with_fallback("dumps", "json")(lambda value: value)  # a package that can be imported
+    present = use_kernel_func_from_hub_with_fallback("dumps", "json")(
+        lambda value: value
+    )  # a package that can be imported
     for name in ("causal_conv1d_fn", "torch_chunk_gated_delta_rule"):
         monkeypatch.setattr(modeling_qwen3_5, name, present)
     model = empty("qwen3_5_text")
@@ -45,6 +49,11 @@ def test_installed_package_is_recorded_and_not_a_notice(monkeypatch: pytest.Monk
 
 
 def test_models_of_attention_alone_and_runs_on_the_cpu_have_none() -> None:
-    assert class_kernels(empty("llama", **{key: value for key, value in FAMILIES["llama"].items() if key != "model_type"})) == ()
+    assert (
+        class_kernels(
+            empty("llama", **{key: value for key, value in FAMILIES["llama"].items() if key != "model_type"})
+        )
+        == ()
+    )
     hybrid = empty("lfm2")
     assert choose_class_kernels(hybrid, "cpu") == {}

@@ -1,4 +1,5 @@
-"""The kernel of stacked experts that `kernels.experts` chooses, its numbers, and what is refused before ranks start."""
+"""The kernel of stacked experts that `kernels.experts` chooses, its numbers, and what is refused before ranks
+start."""
 
 from __future__ import annotations
 
@@ -33,7 +34,11 @@ def refused(of: Recipe, device_type: str = "cuda") -> str:
     with pytest.raises(FsdpTuneError) as caught:
         choose_experts(of, build_empty(of), device_type)
     (problem,) = caught.value.problems
-    assert (problem.code, problem.where.key, caught.value.exit_code) == ("experts-kernel-refused", "kernels.experts", 2)
+    assert (problem.code, problem.where.key, caught.value.exit_code) == (
+        "experts-kernel-refused",
+        "kernels.experts",
+        2,
+    )
     return problem.message
 
 
@@ -59,7 +64,9 @@ def test_written_kernel_runs_and_has_the_numbers_of_the_others(family: str) -> N
         with patch.dict(ALL_EXPERTS_FUNCTIONS._global_mapping, {name: counted(name) for name in functions}):
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         assert set(called) == {kernel} - {"eager"}
-        found[kernel] = [p.grad for name, p in model.named_parameters() if ".experts." in name and p.grad is not None]
+        found[kernel] = [
+            p.grad for name, p in model.named_parameters() if ".experts." in name and p.grad is not None
+        ]
         assert len(found[kernel]) >= 4
     for kernel in PLAIN[1:]:
         for one, other in zip(found["grouped_mm"], found[kernel], strict=True):
@@ -69,7 +76,10 @@ def test_written_kernel_runs_and_has_the_numbers_of_the_others(family: str) -> N
 def test_auto_leaves_the_choice_of_transformers_and_a_dense_model_has_none() -> None:
     of = recipe("mixtral", "auto")
     chosen = choose_experts(of, build_empty(of), "cpu")["kernels.experts"]
-    assert (chosen.value, chosen.reason) == ("grouped_mm", "transformers' choice for MixtralExperts, whatever config.json names")
+    assert (chosen.value, chosen.reason) == (
+        "grouped_mm",
+        "transformers' choice for MixtralExperts, whatever config.json names",
+    )
     dense = recipe("llama", "auto")
     assert choose_experts(dense, build_empty(dense), "cpu") == {}
     for written in PLAIN:
@@ -78,9 +88,12 @@ def test_auto_leaves_the_choice_of_transformers_and_a_dense_model_has_none() -> 
 
 @pytest.mark.parametrize("key", ["experts_implementation", "_experts_implementation"])
 def test_auto_does_not_take_a_kernel_that_the_files_of_a_model_name(key: str, tmp_path: Path) -> None:
-    """SonicMoE is code of the hub, which only a recipe with `--trust-remote-code` may run; attention kernels are the same kind."""
+    """SonicMoE is code of the hub, which only a recipe with `--trust-remote-code` may run; attention kernels
+    are the same kind."""
     named = {key: "sonicmoe", key.replace("experts", "attn"): "kernels-community/flash-attn2"}
-    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["mixtral"] | named | {"transformers_version": "5.24.0"}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(FAMILIES["mixtral"] | named | {"transformers_version": "5.24.0"})
+    )
     of = recipe_of({"from_config": str(tmp_path)})
     config = model_config(of)
     assert (EXPERTS.of(config), attention_of(config)) == (None, "None")
@@ -97,16 +110,25 @@ def test_class_with_another_kernel_than_the_written_one_is_refused() -> None:
     of = recipe("mixtral", "grouped_mm")
     model = build_empty(of)
     EXPERTS.set(model.config, "eager")  # what transformers falls back to
-    with pytest.raises(FsdpTuneError, match="MixtralExperts has no such kernel, and would be computed by `eager`"):
+    with pytest.raises(
+        FsdpTuneError, match="MixtralExperts has no such kernel, and would be computed by `eager`"
+    ):
         choose_experts(of, model, "cpu")
 
 
-def test_kernels_that_cannot_train_the_model_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_cannot_train_the_model_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sonic = recipe("mixtral", "sonicmoe")
     assert "it has kernels for CUDA, and the device is cpu" in refused(sonic, "cpu")
     module = "fsdp_tune.model.kernels.expert_kernels"
-    needs = replace(EXPERTS_KERNELS["sonicmoe"], distributions=("kernels", "torch", "packaging", "absent-package"))
-    with patch(f"{module}.EXPERTS_KERNELS", {"sonicmoe": needs}), patch(f"{module}.SONICMOE_NEEDS") as versions:
+    needs = replace(
+        EXPERTS_KERNELS["sonicmoe"], distributions=("kernels", "torch", "packaging", "absent-package")
+    )
+    with (
+        patch(f"{module}.EXPERTS_KERNELS", {"sonicmoe": needs}),
+        patch(f"{module}.SONICMOE_NEEDS") as versions,
+    ):
         versions.get.return_value = {"torch": "99", "packaging": "1"}
         message = refused(sonic)
     assert "it needs transformers[kernels] and torch>=99 and absent-package" in message
@@ -118,7 +140,10 @@ def test_kernels_that_cannot_train_the_model_are_refused(tmp_path: Path, monkeyp
     monkeypatch.setattr(f"{module}._missing", lambda _: None)
     monkeypatch.setattr(f"{module}.hub_is_reachable", lambda: False)
     monkeypatch.setenv("KERNELS_CACHE", str(tmp_path))
-    assert "`kernels-community/sonic-moe`, is not in the cache of the hub, which cannot be reached" in refused(sonic)
+    assert (
+        "`kernels-community/sonic-moe`, is not in the cache of the hub, which cannot be reached"
+        in refused(sonic)
+    )
     (tmp_path / "models--kernels-community--sonic-moe" / "snapshots" / "revision").mkdir(parents=True)
     assert choose_experts(sonic, build_empty(sonic), "cuda")["kernels.experts"].value == "sonicmoe"
 

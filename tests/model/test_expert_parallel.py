@@ -1,4 +1,5 @@
-"""Divided experts compute what undivided ones do, for every kernel that is allowed, and other models are refused."""
+"""Divided experts compute what undivided ones do, for every kernel that is allowed, and other models are
+refused."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ NO_EXPERT = 4
 
 
 def compared(family: str, kernel: str, ranks: int) -> None:
-    """On a rank: compare output, gradients and exchanges of divided experts with those of the undivided ones on the tokens of all ranks."""
+    """On a rank: compare output, gradients and exchanges of divided experts with those of the undivided ones
+    on the tokens of all ranks."""
     from fsdp_tune.model.internals.transformers_internals import EXPERTS
     from fsdp_tune.model.loading.construct import build_full
 
@@ -40,7 +42,10 @@ def compared(family: str, kernel: str, ranks: int) -> None:
     whole: Any = copy.deepcopy(model.get_submodule(name))
     width = model.config.hidden_size
     generator = torch.Generator().manual_seed(1)
-    me, counts = dist.get_rank(), [TOKENS >> rank for rank in range(ranks)]  # micro-batches of different lengths
+    me, counts = (
+        dist.get_rank(),
+        [TOKENS >> rank for rank in range(ranks)],
+    )  # micro-batches of different lengths
     tokens, own = sum(counts), slice(sum(counts[:me]), sum(counts[: me + 1]))
     hidden = torch.randn(tokens, width, generator=generator)
     chosen = torch.rand(tokens, NO_EXPERT, generator=generator).argsort(-1)[..., :CHOSEN]
@@ -48,12 +53,17 @@ def compared(family: str, kernel: str, ranks: int) -> None:
         chosen[:] = 0
         if family == "mixtral":
             chosen[0] = NO_EXPERT
-    weights, target = torch.rand(tokens, CHOSEN, generator=generator), torch.randn(tokens, width, generator=generator)
+    weights, target = (
+        torch.rand(tokens, CHOSEN, generator=generator),
+        torch.randn(tokens, width, generator=generator),
+    )
     mesh = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("expert_shard", "ep"))
     divide_experts(model.get_submodule(name), mesh, torch.device("cpu"))
     exchange, calls = dist.all_to_all_single, []
     inputs = [hidden[own].clone().requires_grad_(), weights[own].clone().requires_grad_()]
-    with patch.object(dist, "all_to_all_single", lambda *given, **options: (calls.append(1), exchange(*given, **options))[1]):
+    with patch.object(
+        dist, "all_to_all_single", lambda *given, **options: (calls.append(1), exchange(*given, **options))[1]
+    ):
         found = model.get_submodule(name)(inputs[0], chosen[own], inputs[1])
         (found * target[own]).sum().backward()
     assert len(calls) == 5, "counts, rows and results; gradients of both"
@@ -76,17 +86,27 @@ def compare_all(ranks: int, cases: list[tuple[str, str]]) -> None:
 
 
 FEW = [("mixtral", "eager"), ("gpt_oss", "grouped_mm")]
-ALL = [(family, kernel) for family in ("mixtral", "gpt_oss") for kernel, each in EXPERTS_KERNELS.items() if each.divided_in]
+ALL = [
+    (family, kernel)
+    for family in ("mixtral", "gpt_oss")
+    for kernel, each in EXPERTS_KERNELS.items()
+    if each.divided_in
+]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("ranks", "cases"), [(2, FEW), pytest.param(4, ALL, marks=pytest.mark.slow)], ids=["2 ranks", "4 ranks"])
-def test_divided_experts_compute_what_undivided_ones_do(ranks: int, cases: list[tuple[str, str]], on_ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "cases"), [(2, FEW), pytest.param(4, ALL, marks=pytest.mark.slow)], ids=["2 ranks", "4 ranks"]
+)
+def test_divided_experts_compute_what_undivided_ones_do(
+    ranks: int, cases: list[tuple[str, str]], on_ranks: Ranks
+) -> None:
     on_ranks.run(ranks, compare_all, ranks, cases)
 
 
 def errors_of_bf16(kernels: list[str]) -> dict[str, float]:
-    """On a rank: the largest relative error of a stack's gradient in bf16, by kernel. Many tokens, so that adding them in bf16 shows."""
+    """On a rank: the largest relative error of a stack's gradient in bf16, by kernel. Many tokens, so that
+    adding them in bf16 shows."""
     from fsdp_tune.model.internals.transformers_internals import EXPERTS
     from fsdp_tune.model.loading.construct import build_full
 
@@ -103,8 +123,14 @@ def errors_of_bf16(kernels: list[str]) -> dict[str, float]:
         hidden = torch.randn(ranks, tokens, model.config.hidden_size, generator=generator).bfloat16()
         chosen = torch.rand(ranks, tokens, NO_EXPERT, generator=generator).argsort(-1)[..., :CHOSEN]
         weights = torch.rand(ranks, tokens, CHOSEN, generator=generator).bfloat16()
-        exact(hidden.flatten(0, 1).float(), chosen.flatten(0, 1), weights.flatten(0, 1).float()).sum().backward()
-        divide_experts(experts, init_device_mesh("cpu", (1, ranks), mesh_dim_names=("expert_shard", "ep")), torch.device("cpu"))
+        exact(
+            hidden.flatten(0, 1).float(), chosen.flatten(0, 1), weights.flatten(0, 1).float()
+        ).sum().backward()
+        divide_experts(
+            experts,
+            init_device_mesh("cpu", (1, ranks), mesh_dim_names=("expert_shard", "ep")),
+            torch.device("cpu"),
+        )
         me = dist.get_rank()
         experts(hidden[me], chosen[me], weights[me]).sum().backward()
         for key, parameter in experts.named_parameters():
@@ -117,7 +143,8 @@ def errors_of_bf16(kernels: list[str]) -> dict[str, float]:
 
 @pytest.mark.ranks
 def test_gradients_in_bf16_are_sums_in_fp32(on_ranks: Ranks) -> None:
-    """Of every kernel that may divide experts in bf16, for weights and biases; a sum in bf16 is 8 % off or more."""
+    """Of every kernel that may divide experts in bf16, for weights and biases; a sum in bf16 is 8 % off or
+    more."""
     kernels = [name for name, kernel in EXPERTS_KERNELS.items() if "bf16" in kernel.divided_in]
     assert "batched_mm" not in kernels
     for found in on_ranks.run(2, errors_of_bf16, kernels):
@@ -126,7 +153,8 @@ def test_gradients_in_bf16_are_sums_in_fp32(on_ranks: Ranks) -> None:
 
 
 def gathers_of_experts() -> tuple[int, list[str]]:
-    """On a rank: how often a step with recomputed layers gathers the experts of a layer, and the units that it leaves gathered."""
+    """On a rank: how often a step with recomputed layers gathers the experts of a layer, and the units that
+    it leaves gathered."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
     from fsdp_tune.model.internals.transformers_internals import has_experts_kernel
@@ -136,9 +164,15 @@ def gathers_of_experts() -> tuple[int, list[str]]:
     from fsdp_tune.model.shard.process_groups import make_mesh
     from fsdp_tune.model.step import forward_backward
 
-    recipe = recipe_of({"from_config": ARCHITECTURES["deepseek-divided"]}, 4, fsdp={"ep_size": 2, "activation_checkpointing": "full"})
+    recipe = recipe_of(
+        {"from_config": ARCHITECTURES["deepseek-divided"]},
+        4,
+        fsdp={"ep_size": 2, "activation_checkpointing": "full"},
+    )
     torch.manual_seed(1)
-    wrapped: Any = wrap_whole(recipe, build_full(recipe), make_mesh(recipe, "cpu"), torch.device("cpu")).wrapped.train()
+    wrapped: Any = wrap_whole(
+        recipe, build_full(recipe), make_mesh(recipe, "cpu"), torch.device("cpu")
+    ).wrapped.train()
     original, found = _fsdp_param_group.foreach_all_gather, []
 
     def count(parameters: Any, *arguments: Any, **options: Any) -> Any:
@@ -154,7 +188,8 @@ def gathers_of_experts() -> tuple[int, list[str]]:
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_recomputed_layer_gathers_its_experts_once_in_the_backward(on_ranks: Ranks) -> None:
-    """Experts are a unit inside the layer, whose recomputed forward ends, since a shared expert follows. Two layers have experts.
+    """Experts are a unit inside the layer, whose recomputed forward ends, since a shared expert follows. Two
+    layers have experts.
 
     FSDP2 must neither free them after that forward nor take it for one whose backward it prefetches.
     """
@@ -166,8 +201,16 @@ def test_recomputed_layer_gathers_its_experts_once_in_the_backward(on_ranks: Ran
     [
         ("llama", 2, "has no stacked experts"),
         ("mixtral", 3, "has 4 experts, which do not divide by 3"),
-        ({"from_config": FAMILIES["gpt_oss"], "dtype": "bf16"}, 2, "adds the gradients of all ranks' tokens in bf16"),
-        ({"from_config": FAMILIES["mixtral"] | {"hidden_size": 36, "intermediate_size": 50}}, 2, "cannot shard each expert evenly"),
+        (
+            {"from_config": FAMILIES["gpt_oss"], "dtype": "bf16"},
+            2,
+            "adds the gradients of all ranks' tokens in bf16",
+        ),
+        (
+            {"from_config": FAMILIES["mixtral"] | {"hidden_size": 36, "intermediate_size": 50}},
+            2,
+            "cannot shard each expert evenly",
+        ),
     ],
 )
 def test_model_whose_experts_cannot_be_divided_is_refused(model: Any, size: int, reason: str) -> None:
@@ -205,9 +248,15 @@ def _rename_argument(model: Any) -> None:
     ("change", "reason"),
     [
         (_share, "`model.layers.0.mlp.experts` (MixtralExperts) shares parameters with another module"),
-        (_add_to_layer, "`model.layers.1` has 2 modules of experts, and a rank may call one that others do not"),
+        (
+            _add_to_layer,
+            "`model.layers.1` has 2 modules of experts, and a rank may call one that others do not",
+        ),
         (_add_outside, "it has experts outside of its decoder layers"),
-        (_rename_argument, "takes other arguments than hidden states, and indices and weights of the chosen experts"),
+        (
+            _rename_argument,
+            "takes other arguments than hidden states, and indices and weights of the chosen experts",
+        ),
     ],
 )
 def test_experts_that_ranks_may_not_all_call_or_own_are_refused(change: Any, reason: str) -> None:
@@ -220,4 +269,6 @@ def test_experts_that_ranks_may_not_all_call_or_own_are_refused(change: Any, rea
     with collected(problems):
         plan_units(recipe, model)
         require_divisible_experts(recipe, model)
-    assert [(problem.code, reason in problem.message) for problem in problems] == [("experts-not-divisible", True)]
+    assert [(problem.code, reason in problem.message) for problem in problems] == [
+        ("experts-not-divisible", True)
+    ]

@@ -18,7 +18,9 @@ def counted(family: str, **changes: object) -> tuple[int | None, dict[str, int]]
     config = AutoConfig.for_model(str(fields.pop("model_type")), **fields)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    return active_parameters(config, model.named_parameters()), {name: p.numel() for name, p in model.named_parameters()}
+    return active_parameters(config, model.named_parameters()), {
+        name: p.numel() for name, p in model.named_parameters()
+    }
 
 
 def test_every_parameter_of_a_dense_model_is_active() -> None:
@@ -41,10 +43,17 @@ def test_shared_expert_counts_fully() -> None:
 
 
 def test_unknown_expert_count_returns_none() -> None:
-    assert active_parameters(PreTrainedConfig(num_local_experts=4), [("layers.0.experts.up", torch.empty(4, 2, 2))]) is None
+    assert (
+        active_parameters(
+            PreTrainedConfig(num_local_experts=4), [("layers.0.experts.up", torch.empty(4, 2, 2))]
+        )
+        is None
+    )
 
 
-def parameters_with_experts(small: PreTrainedConfig, large: PreTrainedConfig) -> tuple[int | None, int | None]:
+def parameters_with_experts(
+    small: PreTrainedConfig, large: PreTrainedConfig
+) -> tuple[int | None, int | None]:
     """Active parameters of two models."""
     found = []
     for config in (small, large):
@@ -54,9 +63,19 @@ def parameters_with_experts(small: PreTrainedConfig, large: PreTrainedConfig) ->
     return found[0], found[1]
 
 
-_SIZES = {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_key_value_heads": 2}
+_SIZES = {
+    "vocab_size": 257,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+}
 _NAMED = {
-    "ernie4_5_moe": ("moe_num_experts", "moe_k", {"num_attention_heads": 4, "moe_intermediate_size": 48, "moe_layer_start_index": 0}),
+    "ernie4_5_moe": (
+        "moe_num_experts",
+        "moe_k",
+        {"num_attention_heads": 4, "moe_intermediate_size": 48, "moe_layer_start_index": 0},
+    ),
     "jetmoe": ("num_local_experts", "num_experts_per_tok", {"kv_channels": 8}),
     "aria_text": ("moe_num_experts", "moe_topk", {"num_attention_heads": 4}),
     "granitemoe": ("num_local_experts", "num_experts_per_tok", {"num_attention_heads": 4}),
@@ -66,11 +85,16 @@ _NAMED = {
 @pytest.mark.parametrize("family", _NAMED)
 def test_more_experts_add_only_router_parameters(family: str) -> None:
     count, chosen, other = _NAMED[family]
-    sizes = {n: AutoConfig.for_model(family, **_SIZES, **other, **{count: n, chosen: 2}, pad_token_id=0) for n in (4, 8)}
+    sizes = {
+        n: AutoConfig.for_model(family, **_SIZES, **other, **{count: n, chosen: 2}, pad_token_id=0)
+        for n in (4, 8)
+    }
     few, many = parameters_with_experts(sizes[4], sizes[8])
     assert few is not None
     assert many is not None
-    assert 0 < many - few <= 4 * 2 * (2 * 32 + 1), "in each of 2 layers a row of each router, and its correction"
+    assert 0 < many - few <= 4 * 2 * (2 * 32 + 1), (
+        "in each of 2 layers a row of each router, and its correction"
+    )
 
 
 def test_experts_missing_from_config_return_none() -> None:
@@ -83,9 +107,14 @@ def test_experts_missing_from_config_return_none() -> None:
 
 @pytest.mark.parametrize(("dtype", "width"), [("bf16", 20), ("fp32", 18), ("fp32", 20)])
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-def test_experts_of_any_width_have_the_numbers_of_the_loop_over_experts(family: str, dtype: str, width: int) -> None:
-    """torch's grouped product refuses rows of 40 and of 72 bytes: "strides should be multiple of 16 bytes"."""
-    model = build_full(recipe_of({"from_config": FAMILIES[family] | {"intermediate_size": width}, "dtype": dtype}))
+def test_experts_of_any_width_have_the_numbers_of_the_loop_over_experts(
+    family: str, dtype: str, width: int
+) -> None:
+    """torch's grouped product refuses rows of 40 and of 72 bytes: "strides should be multiple of 16
+    bytes"."""
+    model = build_full(
+        recipe_of({"from_config": FAMILIES[family] | {"intermediate_size": width}, "dtype": dtype})
+    )
     ids = torch.arange(24).reshape(2, 12)
 
     def gradients() -> list[torch.Tensor]:
@@ -94,7 +123,11 @@ def test_experts_of_any_width_have_the_numbers_of_the_loop_over_experts(family: 
         loss.backward()
         return [
             loss.detach().float(),
-            *(p.grad.float() for name, p in model.named_parameters() if ".experts." in name and p.grad is not None),
+            *(
+                p.grad.float()
+                for name, p in model.named_parameters()
+                if ".experts." in name and p.grad is not None
+            ),
         ]
 
     assert model.config._experts_implementation == "grouped_mm"

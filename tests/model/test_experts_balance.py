@@ -31,12 +31,18 @@ def router_gradient(batches: list[list[Row | None]]) -> torch.Tensor:
     collator = Collator(pad_token_id=0, multiple_of=8, names_examples=True)
     for rows in batches:
         micro_batch_loss(model, collator(rows).tensors)[1].backward()
-    return torch.cat([p.grad.flatten() for name, p in model.named_parameters() if "gate." in name and p.grad is not None])
+    return torch.cat(
+        [p.grad.flatten() for name, p in model.named_parameters() if "gate." in name and p.grad is not None]
+    )
 
 
 @pytest.mark.parametrize(
     "batches",
-    [[[row(64, seed=1)], [row(8, seed=2)]], [[row(8, seed=2), row(64, seed=1)]], [[row(64, seed=1)], [row(8, seed=2)], [None]]],
+    [
+        [[row(64, seed=1)], [row(8, seed=2)]],
+        [[row(8, seed=2), row(64, seed=1)]],
+        [[row(64, seed=1)], [row(8, seed=2)], [None]],
+    ],
     ids=["alone", "other order", "with a batch of padding"],
 )
 def test_router_gradient_does_not_depend_on_batching(batches: list[list[Row | None]]) -> None:
@@ -48,9 +54,14 @@ def test_balance_equals_transformers_function_per_example() -> None:
     rows = [row(5, 9), row(3)]
     width = 16
     ids, lengths = (torch.from_numpy(array) for array in example_ids(rows, width))
-    logits = tuple(torch.randn(2 * width, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    logits = tuple(
+        torch.randn(2 * width, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3)
+    )
     spans = [slice(0, 5), slice(5, 14), slice(width, width + 3)]
-    wanted = sum(float(load_balancing_loss_func(tuple(each[span] for each in logits), 4, 2)) * (span.stop - span.start) for span in spans)
+    wanted = sum(
+        float(load_balancing_loss_func(tuple(each[span] for each in logits), 4, 2)) * (span.stop - span.start)
+        for span in spans
+    )
     assert float(summed_balance(logits, 4, 2, ids.reshape(-1), lengths)) == pytest.approx(wanted, rel=1e-6)
 
 
@@ -62,11 +73,17 @@ def test_padding_has_separate_example_id() -> None:
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss"])
 def test_known_balance_loss_is_replaced(family: str) -> None:
-    require_known_balance(build_empty(recipe_of({"from_config": {**FAMILIES[family], "output_router_logits": True}})))
+    require_known_balance(
+        build_empty(recipe_of({"from_config": {**FAMILIES[family], "output_router_logits": True}}))
+    )
 
 
 def test_unknown_balance_loss_is_refused() -> None:
-    doge = {**{key: value for key, value in FAMILIES["llama"].items() if key != "model_type"}, "model_type": "doge", "is_moe": True}
+    doge = {
+        **{key: value for key, value in FAMILIES["llama"].items() if key != "model_type"},
+        "model_type": "doge",
+        "is_moe": True,
+    }
     model = build_empty(recipe_of({"from_config": doge | {"output_router_logits": True}}))
     with pytest.raises(FsdpTuneError, match="DogeForCausalLM defines its load-balancing loss differently"):
         require_known_balance(model)

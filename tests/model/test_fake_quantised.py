@@ -1,4 +1,5 @@
-"""Which linear layers train with emulated quantisation, that their parameters stay, and that they compute as the converted model does."""
+"""Which linear layers train with emulated quantisation, that their parameters stay, and that they compute as
+the converted model does."""
 
 from __future__ import annotations
 
@@ -28,9 +29,18 @@ ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 
 def quantised(
-    model: str | dict[str, Any] = "llama", train: str = "int4", ranks: int = 2, *, left: list[str] | None = None, **sections: Any
+    model: str | dict[str, Any] = "llama",
+    train: str = "int4",
+    ranks: int = 2,
+    *,
+    left: list[str] | None = None,
+    **sections: Any,
 ) -> Recipe:
-    keys = {"train": train, "group_size": sections.pop("group_size", 16), "modules_to_not_convert": left or []}
+    keys = {
+        "train": train,
+        "group_size": sections.pop("group_size", 16),
+        "modules_to_not_convert": left or [],
+    }
     return recipe_of(model, ranks, quantization=keys, **sections)
 
 
@@ -38,17 +48,25 @@ def last_names(names: Any) -> set[str]:
     return {name.rsplit(".", 1)[-1] for name in names}
 
 
-@pytest.mark.parametrize("family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "phi"))])
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "phi"))]
+)
 def test_only_layer_linears_are_quantised_and_parameters_stay(family: str) -> None:
     recipe = quantised({"from_config": FAMILIES[family], "freeze": ["*.0.*"]})
     model = build_empty(recipe)
     plan = plan_quantised(recipe, model)
-    expected = {"llama": set(ALL), "mixtral": set(ALL[:4]), "phi": {"q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"}}
+    expected = {
+        "llama": set(ALL),
+        "mixtral": set(ALL[:4]),
+        "phi": {"q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"},
+    }
     assert last_names(plan.quantised) == expected[family]
     before = {name: (id(parameter), parameter.requires_grad) for name, parameter in model.named_parameters()}
     prepare_quantised(recipe, model)
     assert {name for name, module in model.named_modules() if is_quantised(module)} == set(plan.quantised)
-    assert {name: (id(parameter), parameter.requires_grad) for name, parameter in model.named_parameters()} == before
+    assert {
+        name: (id(parameter), parameter.requires_grad) for name, parameter in model.named_parameters()
+    } == before
     assert {requires for _, requires in before.values()} == {True, False}
     assert plan_quantised(recipe, model) == plan, "the planner's trace prepares a model before it is loaded"
 
@@ -57,11 +75,18 @@ def test_modules_left_out_are_counted() -> None:
     recipe = quantised(left=["down_proj", "model.layers.0.self_attn"])
     model = build_empty(recipe)
     prepare_quantised(recipe, model)
-    left = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and not is_quantised(module)}
+    left = {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not is_quantised(module)
+    }
     of_first = {f"model.layers.0.self_attn.{name}" for name in ALL[:4]}
     assert left == {"lm_head", *of_first, "model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"}
     reason = choose_quantised(recipe, model)["quantization.train"].reason
-    assert reason == "8 linear layers, a scale for 16 weights; 6 left, it is in `quantization.modules_to_not_convert`"
+    assert (
+        reason
+        == "8 linear layers, a scale for 16 weights; 6 left, it is in `quantization.modules_to_not_convert`"
+    )
 
 
 @pytest.mark.parametrize(
@@ -71,9 +96,14 @@ def test_modules_left_out_are_counted() -> None:
         (
             quantised(group_size=24),
             "qat-group-size",
-            "`quantization.group_size: 24` does not divide the 32 inputs of `model.layers.0.self_attn.q_proj`",
+            "`quantization.group_size: 24` does not divide the 32 inputs of "
+            "`model.layers.0.self_attn.q_proj`",
         ),
-        (quantised("gpt2", data={"train": [{"path": "hand-made"}], "max_length": 64}), "qat-nothing-to-quantise", "Conv1D"),
+        (
+            quantised("gpt2", data={"train": [{"path": "hand-made"}], "max_length": 64}),
+            "qat-nothing-to-quantise",
+            "Conv1D",
+        ),
     ],
 )
 def test_unusable_recipes_are_refused_before_a_rank_starts(recipe: Recipe, code: str, words: str) -> None:
@@ -91,7 +121,8 @@ def test_share_of_stacked_experts_is_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("recomputation", "strategy", "expected"), [("none", "FULL_SHARD", 1), ("full", "FULL_SHARD", 0), ("none", "NO_SHARD", 0)]
+    ("recomputation", "strategy", "expected"),
+    [("none", "FULL_SHARD", 1), ("full", "FULL_SHARD", 0), ("none", "NO_SHARD", 0)],
 )
 def test_memory_of_rounded_weights_is_reported(recomputation: str, strategy: str, expected: int) -> None:
     recipe = quantised(fsdp={"activation_checkpointing": recomputation, "sharding_strategy": strategy})
@@ -104,7 +135,9 @@ class Holder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.read, self.called, self.gate, self.one, self.other = (nn.Linear(32, rows) for rows in (32, 32, 1, 32, 32))
+        self.read, self.called, self.gate, self.one, self.other = (
+            nn.Linear(32, rows) for rows in (32, 32, 1, 32, 32)
+        )
         self.other.weight = self.one.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -139,7 +172,8 @@ def test_layers_that_mamba_reads_are_found() -> None:
 
 
 def test_rounding_under_cuda_autocast_computes_in_the_cast_dtype() -> None:
-    """On CUDA, autocast computes reciprocals in fp32: with them, 1 % of the weights would have another value than after conversion."""
+    """On CUDA, autocast computes reciprocals in fp32: with them, 1 % of the weights would have another value
+    than after conversion."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -175,7 +209,9 @@ def test_no_scales_stay_on_a_layer() -> None:
     prepare_quantised(recipe, model)
     layer = model.model.layers[0].mlp.up_proj
     layer(torch.randn(3, 32))
-    assert not [each for each in layer.modules() for value in vars(each).values() if isinstance(value, torch.Tensor)]
+    assert not [
+        each for each in layer.modules() for value in vars(each).values() if isinstance(value, torch.Tensor)
+    ]
 
 
 def test_older_torchao_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +225,9 @@ def test_compiled_layers_that_round_in_fp32_are_refused(dtype: str, count: int) 
     """A graph of inductor keeps scale and quotient in fp32, while the conversion rounds both to bf16."""
     from fsdp_tune.recipe.rules.limits import quantised_training_limits
 
-    found = [*quantised_training_limits(quantised(kernels={"compile": True}, precision={"mixed_precision": dtype}))]
+    found = [
+        *quantised_training_limits(quantised(kernels={"compile": True}, precision={"mixed_precision": dtype}))
+    ]
     assert ["`kernels.compile: true` in bf16" in each.message for each in found] == [True] * count
 
 
@@ -218,7 +256,8 @@ def test_weights_are_rounded_as_converted_ones(train: str) -> None:
 
 
 def test_weight_is_cast_before_it_is_rounded_under_autocast() -> None:
-    """As under FSDP2, which casts a weight when it gathers it, and as in the merged model, whose weights are in the compute dtype."""
+    """As under FSDP2, which casts a weight when it gathers it, and as in the merged model, whose weights are
+    in the compute dtype."""
     recipe = quantised(train="int8-int4", fsdp={"sharding_strategy": "NO_SHARD"})
     layer: Any = build_full(recipe).model.layers[0].mlp
     alone = copy.deepcopy(layer)
@@ -234,7 +273,8 @@ def test_weight_is_cast_before_it_is_rounded_under_autocast() -> None:
 
 
 def test_torchao_still_loses_gradients_of_emulated_fp8() -> None:
-    """Why `fp8-int4` is refused; when this fails, it can be supported (`_NOT_EMULATED` in recipe/schema/sections.py)."""
+    """Why `fp8-int4` is refused; when this fails, it can be supported (`_NOT_EMULATED` in
+    recipe/schema/sections.py)."""
     from torchao.quantization.granularity import PerRow
     from torchao.quantization.qat import Float8FakeQuantizeConfig
     from torchao.quantization.qat.fake_quantizer import Float8FakeQuantizer

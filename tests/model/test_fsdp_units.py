@@ -10,13 +10,19 @@ from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.loading.construct import build_empty
-from fsdp_tune.model.shard.fsdp_units import decoder_layer_classes, decoder_layers, minimum_unit_parameters, plan_units
+from fsdp_tune.model.shard.fsdp_units import (
+    decoder_layer_classes,
+    decoder_layers,
+    minimum_unit_parameters,
+    plan_units,
+)
 from tests.architectures.tiny import config_of
 from tests.model import families
 from tests.model.families import FAMILIES
 from tests.model.recipes import lora_recipe, recipe_of
 
-# By hand, from the module trees: class of the decoder layer, prefix of its name, the embedding's unit, the last unit.
+# By hand, from the module trees: class of the decoder layer, prefix of its name, the embedding's unit, the
+# last unit.
 BY_CLASS: dict[str, tuple[str, str, tuple[str, ...] | None, tuple[str, ...]]] = {
     "gpt2": ("GPT2Block", "transformer.h", None, ("transformer.ln_f", "transformer.wte", "lm_head")),
     "llama": ("LlamaDecoderLayer", "model.layers", ("model.embed_tokens",), ("model.norm", "lm_head")),
@@ -25,8 +31,18 @@ BY_CLASS: dict[str, tuple[str, str, tuple[str, ...] | None, tuple[str, ...]]] = 
     "qwen3": ("Qwen3DecoderLayer", "model.layers", None, ("model.norm", "model.embed_tokens", "lm_head")),
     "gemma": ("GemmaDecoderLayer", "model.layers", None, ("model.norm", "model.embed_tokens", "lm_head")),
     "phi": ("PhiDecoderLayer", "model.layers", ("model.embed_tokens",), ("model.final_layernorm", "lm_head")),
-    "gpt_neox": ("GPTNeoXLayer", "gpt_neox.layers", ("gpt_neox.embed_in",), ("gpt_neox.final_layer_norm", "lm_head")),
-    "bloom": ("BloomBlock", "transformer.h", None, ("transformer.ln_f", "transformer.word_embeddings", "lm_head")),
+    "gpt_neox": (
+        "GPTNeoXLayer",
+        "gpt_neox.layers",
+        ("gpt_neox.embed_in",),
+        ("gpt_neox.final_layer_norm", "lm_head"),
+    ),
+    "bloom": (
+        "BloomBlock",
+        "transformer.h",
+        None,
+        ("transformer.ln_f", "transformer.word_embeddings", "lm_head"),
+    ),
     "mixtral": ("MixtralDecoderLayer", "model.layers", ("model.embed_tokens",), ("model.norm", "lm_head")),
 }
 
@@ -83,15 +99,26 @@ def holds_tied(model: PreTrainedModel, module: nn.Module) -> bool:
 def test_size_wrap_defaults_to_half_a_layer() -> None:
     recipe = recipe_of("llama", fsdp={"auto_wrap_policy": "SIZE_BASED_WRAP"})
     model = build_empty(recipe)
-    assert minimum_unit_parameters(recipe, model) == sum(p.numel() for p in model.get_submodule("model.layers.0").parameters()) // 2
+    assert (
+        minimum_unit_parameters(recipe, model)
+        == sum(p.numel() for p in model.get_submodule("model.layers.0").parameters()) // 2
+    )
 
 
 def test_patterns_match_one_name_part_each() -> None:
     patterns = ["model.layers.*", "lm_head", "model.layers.*.mlp"]
     recipe = recipe_of("llama", fsdp={"auto_wrap_policy": "MODULE_NAMES_WRAP", "modules_to_wrap": patterns})
     groups = [name for (name,) in plan_units(recipe, build_empty(recipe)).groups]
-    assert sorted(groups) == ["lm_head", "model.layers.0", "model.layers.0.mlp", "model.layers.1", "model.layers.1.mlp"]
-    assert groups.index("model.layers.0.mlp") < groups.index("model.layers.0"), "a child must be wrapped before its parent"
+    assert sorted(groups) == [
+        "lm_head",
+        "model.layers.0",
+        "model.layers.0.mlp",
+        "model.layers.1",
+        "model.layers.1.mlp",
+    ]
+    assert groups.index("model.layers.0.mlp") < groups.index("model.layers.0"), (
+        "a child must be wrapped before its parent"
+    )
 
 
 def test_no_wrap_has_only_the_root_unit() -> None:
@@ -102,7 +129,9 @@ def test_no_wrap_has_only_the_root_unit() -> None:
 def test_layer_classes_can_be_named_as_in_accelerate() -> None:
     recipe = recipe_of("llama", fsdp={"transformer_layer_cls_to_wrap": "LlamaMLP,LlamaAttention"})
     names = [name for (name,) in plan_units(recipe, build_empty(recipe)).groups[:4]]
-    assert sorted(names) == [f"model.layers.{layer}.{part}" for layer in (0, 1) for part in ("mlp", "self_attn")]
+    assert sorted(names) == [
+        f"model.layers.{layer}.{part}" for layer in (0, 1) for part in ("mlp", "self_attn")
+    ]
 
 
 def test_ignored_modules_are_in_no_unit() -> None:
@@ -115,7 +144,9 @@ def test_ignored_modules_are_in_no_unit() -> None:
 def test_ignored_modules_that_train_are_refused_where_gradients_would_be_wrong() -> None:
     fsdp = {"ignored_modules": r"model\.layers\.\d+\.input_layernorm"}
     recipe = recipe_of("llama", fsdp=fsdp)
-    with pytest.raises(FsdpTuneError, match=r"`model\.layers\.0\.input_layernorm`.*ranks would differ") as caught:
+    with pytest.raises(
+        FsdpTuneError, match=r"`model\.layers\.0\.input_layernorm`.*ranks would differ"
+    ) as caught:
         plan_units(recipe, build_empty(recipe))
     assert [problem.code for problem in caught.value.problems] == ["ignored-modules-trained"]
     alone = recipe_of("llama", ranks=1, fsdp=fsdp)
@@ -129,8 +160,14 @@ def test_ignored_modules_that_train_are_refused_where_gradients_would_be_wrong()
     ("fsdp", "code"),
     [
         ({"transformer_layer_cls_to_wrap": "LlamaDecoderLayr"}, "layer-class-not-found"),
-        ({"auto_wrap_policy": "MODULE_NAMES_WRAP", "modules_to_wrap": ["model.layer.*"]}, "wrap-pattern-matches-nothing"),
-        ({"auto_wrap_policy": "MODULE_NAMES_WRAP", "modules_to_wrap": ["model.*.mlp"]}, "wrap-pattern-matches-nothing"),
+        (
+            {"auto_wrap_policy": "MODULE_NAMES_WRAP", "modules_to_wrap": ["model.layer.*"]},
+            "wrap-pattern-matches-nothing",
+        ),
+        (
+            {"auto_wrap_policy": "MODULE_NAMES_WRAP", "modules_to_wrap": ["model.*.mlp"]},
+            "wrap-pattern-matches-nothing",
+        ),
         ({"ignored_modules": "embed_tokens"}, "ignored-modules-match-nothing"),
     ],
 )
@@ -143,8 +180,13 @@ def test_pattern_without_a_match_is_an_error_with_alternatives(fsdp: dict, code:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_selective_recomputation_refuses_layers_with_units_inside(ranks: int) -> None:
-    """torch 2.13 raises in the first backward: a unit's hooks are counted among the operations of the layer."""
-    small = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 100, "activation_checkpointing": "selective"}
+    """torch 2.13 raises in the first backward: a unit's hooks are counted among the operations of the
+    layer."""
+    small = {
+        "auto_wrap_policy": "SIZE_BASED_WRAP",
+        "min_num_params": 100,
+        "activation_checkpointing": "selective",
+    }
     recipe = recipe_of("gpt2", ranks=ranks, fsdp=small)
     with pytest.raises(FsdpTuneError, match=r"makes one of `transformer\.h\.0\."):
         plan_units(recipe, build_empty(recipe))
@@ -193,7 +235,11 @@ def test_head_that_shares_a_bias_with_no_unit_goes_to_the_root() -> None:
 
 def test_parts_of_an_adapted_layer_are_no_units(tmp_path: Path) -> None:
     """PEFT's DoRA reads the weights of a layer outside of the forward of its parts."""
-    recipe = lora_recipe(tmp_path, {"r": 4, "use_dora": True}, fsdp={"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 100})
+    recipe = lora_recipe(
+        tmp_path,
+        {"r": 4, "use_dora": True},
+        fsdp={"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 100},
+    )
     names = [name for group in plan_units(recipe, build_empty(recipe)).groups for name in group]
     assert "model.layers.0.mlp.up_proj" in names
     assert not any(".base_layer" in name or ".lora_" in name for name in names)

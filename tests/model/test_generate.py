@@ -36,7 +36,11 @@ def test_padded_batch_equals_transformers_row_by_row(kind: str) -> None:
     for prompt in PROMPTS:
         options = GenerationConfig(do_sample=False, max_new_tokens=8, eos_token_id=2, pad_token_id=0)
         ids = torch.tensor([prompt])
-        expected.append(model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=options)[0, len(prompt) :].tolist())
+        expected.append(
+            model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=options)[
+                0, len(prompt) :
+            ].tolist()
+        )
     with torch.no_grad():
         found = generate(model, PROMPTS, max_new_tokens=8, end_ids={2}, pad_id=0, device=torch.device("cpu"))
     assert found == expected
@@ -46,7 +50,12 @@ def test_padded_batch_equals_transformers_row_by_row(kind: str) -> None:
 def test_text_ends_at_the_last_position_in_any_batch(kind: str) -> None:
     """The longest prompt leaves two positions; the others must not end after two tokens."""
     model = tiny(kind, max_position_embeddings=9)
-    options: dict[str, Any] = {"max_new_tokens": 20, "end_ids": (), "pad_id": 0, "device": torch.device("cpu")}
+    options: dict[str, Any] = {
+        "max_new_tokens": 20,
+        "end_ids": (),
+        "pad_id": 0,
+        "device": torch.device("cpu"),
+    }
     with torch.no_grad():
         together = generate(model, PROMPTS, **options)
         alone = [generate(model, [prompt], **options)[0] for prompt in PROMPTS]
@@ -57,7 +66,9 @@ def test_text_ends_at_the_last_position_in_any_batch(kind: str) -> None:
 def test_model_that_declares_no_limit_of_positions_has_room_for_all_tokens() -> None:
     """XLNet's `max_position_embeddings` is -1."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("xlnet", d_model=32, n_layer=1, n_head=2, d_inner=32))
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model("xlnet", d_model=32, n_layer=1, n_head=2, d_inner=32)
+        )
     assert room(model, 5, 20) == 20
 
 
@@ -74,7 +85,9 @@ def test_rows_end_at_first_end_token_and_loop_stops_by_agreement() -> None:
             end_ids={end},
             pad_id=0,
             device=torch.device("cpu"),
-            all_finished=lambda mine: bool(votes.append(mine)) or len(votes) > 5,  # another rank is not finished before
+            all_finished=lambda mine: (
+                bool(votes.append(mine)) or len(votes) > 5
+            ),  # another rank is not finished before
         )
     assert stopped[0] == free[0][: free[0].index(end) + 1]
     assert votes[-1]

@@ -1,4 +1,5 @@
-"""The loss inside a model's head: same numbers, no full logits, and models with other transformations are unchanged."""
+"""The loss inside a model's head: same numbers, no full logits, and models with other transformations are
+unchanged."""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 
 _LLAMA = {key: value for key, value in FAMILIES["llama"].items() if key != "model_type"}
-_LLAMA_SIZES = {key: _LLAMA[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")}
+_LLAMA_SIZES = {
+    key: _LLAMA[key]
+    for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+}
 SHAPED: dict[str, tuple[dict[str, Any], Logits]] = {
     "gemma2": ({**_LLAMA, "head_dim": 8, "final_logit_softcapping": 30.0}, Logits(softcap=30.0)),
     "cohere": ({**_LLAMA, "logit_scale": 0.0625}, Logits(scale=0.0625)),
@@ -52,7 +56,9 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
-def loss_and_gradients(model: nn.Module, smoothing: float = 0.0) -> tuple[float, float, dict[str, torch.Tensor]]:
+def loss_and_gradients(
+    model: nn.Module, smoothing: float = 0.0
+) -> tuple[float, float, dict[str, torch.Tensor]]:
     torch.manual_seed(1)
     with patch.object(head, "SLICE_ELEMENTS", 7 * 257):
         loss, auxiliary = micro_batch_loss(model, batch(), smoothing, 0.02)
@@ -62,7 +68,9 @@ def loss_and_gradients(model: nn.Module, smoothing: float = 0.0) -> tuple[float,
 
 
 def assert_same(one: nn.Module, other: nn.Module, smoothing: float = 0.0) -> None:
-    (loss, auxiliary, true), (found_loss, found_auxiliary, found) = (loss_and_gradients(model, smoothing) for model in (one, other))
+    (loss, auxiliary, true), (found_loss, found_auxiliary, found) = (
+        loss_and_gradients(model, smoothing) for model in (one, other)
+    )
     assert found_loss == pytest.approx(loss, rel=1e-6)
     assert found_auxiliary == auxiliary
     assert found.keys() == true.keys()
@@ -94,7 +102,9 @@ def test_head_with_bias_and_resized_vocabulary() -> None:
     phi = with_and_without(chunked("phi"))
     assert phi[0].lm_head.bias is not None
     assert_same(*phi)
-    recipe = recipe_of({"from_config": FAMILIES["qwen3"], "resize_embeddings": True}, kernels={"loss": "chunked"})
+    recipe = recipe_of(
+        {"from_config": FAMILIES["qwen3"], "resize_embeddings": True}, kernels={"loss": "chunked"}
+    )
     plain = build_full(recipe, vocabulary=300).train()
     other = copy.deepcopy(plain)
     install_kernels(recipe, other, "cpu")
@@ -127,7 +137,9 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.elements = max([self.elements, *(leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))])
+        self.elements = max(
+            [self.elements, *(leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))]
+        )
         return out
 
 
@@ -193,7 +205,9 @@ def test_non_linear_head_is_unchanged() -> None:
 
 
 def test_layer_between_body_and_head_is_named_in_the_refusal() -> None:
-    tokens = dict.fromkeys(("pad_token_id", "eos_token_id", "bos_token_id", "cls_token_id", "sep_token_id"), 0)
+    tokens = dict.fromkeys(
+        ("pad_token_id", "eos_token_id", "bos_token_id", "cls_token_id", "sep_token_id"), 0
+    )
     section = {"model_type": "modernbert-decoder", **_LLAMA_SIZES, **tokens}
     recipe = recipe_of({"from_config": section}, kernels={"loss": "chunked"})
     with pytest.raises(FsdpTuneError) as caught:
@@ -208,7 +222,9 @@ def test_layer_between_body_and_head_is_named_in_the_refusal() -> None:
 
 def test_auto_selects_slices_if_logits_exceed_one_slice() -> None:
     def choice(max_length: int, **kernels: str) -> Any:
-        recipe = recipe_of("llama", data={"train": [{"path": "x"}], "max_length": max_length}, kernels=kernels)
+        recipe = recipe_of(
+            "llama", data={"train": [{"path": "x"}], "max_length": max_length}, kernels=kernels
+        )
         return choose_loss(recipe, build_empty(recipe))
 
     most = head.SLICE_ELEMENTS // 257

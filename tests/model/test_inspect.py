@@ -46,10 +46,14 @@ def test_row_beyond_the_trained_positions_is_reported() -> None:
 
 
 def document_of(model: dict[str, Any], **sections: Any) -> ModelInspection:
-    return find_facts(recipe_of({"from_config": model, **sections}, data={"train": [{"path": "x"}], "max_length": 64}))
+    return find_facts(
+        recipe_of({"from_config": model, **sections}, data={"train": [{"path": "x"}], "max_length": 64})
+    )
 
 
-@pytest.mark.parametrize(("model", "field"), [(OPT, "layerdrop"), (BART, "decoder_layerdrop")], ids=["opt", "bart"])
+@pytest.mark.parametrize(
+    ("model", "field"), [(OPT, "layerdrop"), (BART, "decoder_layerdrop")], ids=["opt", "bart"]
+)
 def test_model_that_skips_layers_at_random_is_refused(model: dict[str, Any], field: str) -> None:
     [problem] = document_of(model | {field: 0.25}).problems
     assert problem.code == "layerdrop-not-supported"
@@ -61,7 +65,9 @@ def test_model_that_skips_layers_at_random_is_refused(model: dict[str, Any], fie
 def test_frequencies_fixed_beyond_the_original_positions_are_reported() -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     notices = {
-        max_positions: document_of({**LLAMA, "max_position_embeddings": max_positions, "rope_parameters": rope}).notices
+        max_positions: document_of(
+            {**LLAMA, "max_position_embeddings": max_positions, "rope_parameters": rope}
+        ).notices
         for max_positions in (32, 64)
     }
     assert [notice.code for notice in notices[32]] == ["positions-never-trained", "rotary-frequencies-fixed"]
@@ -93,11 +99,16 @@ def test_kernel_that_a_model_lacks_is_refused_at_its_key() -> None:
         (["gate_up_proj", "down_proj"], None),
     ],
 )
-def test_experts_without_adapters_are_reported(parameters: list[str], names: str | None, tmp_path: Path) -> None:
+def test_experts_without_adapters_are_reported(
+    parameters: list[str], names: str | None, tmp_path: Path
+) -> None:
     notices = find_facts(lora_recipe(tmp_path, {"r": 4, "target_parameters": parameters}, "mixtral")).notices
     found = [each.message for each in notices if each.code == "lora-experts-frozen"]
     assert len(found) == (names is not None)
-    assert all(message.startswith(str(names)) and "`lora.target_parameters` adapts them" in message for message in found)
+    assert all(
+        message.startswith(str(names)) and "`lora.target_parameters` adapts them" in message
+        for message in found
+    )
 
 
 def test_refused_adapters_bring_no_problem_of_a_training_without_adapters(tmp_path: Path) -> None:
@@ -109,10 +120,20 @@ def test_refused_adapters_bring_no_problem_of_a_training_without_adapters(tmp_pa
         "merge": {"adapter": "adapter"},
         "training": {"parameter_groups": [{"match": ["*lora_B*"], "learning_rate": 1e-3}]},
     }
-    recipe = lora_recipe(tmp_path, {"r": 4, "target_modules": ["qq"]}, LLAMA | {"quantization_config": nf4}, **sections)
+    recipe = lora_recipe(
+        tmp_path, {"r": 4, "target_modules": ["qq"]}, LLAMA | {"quantization_config": nf4}, **sections
+    )
     assert [each.code for each in find_facts(recipe).problems] == ["lora-target"]
 
 
 def test_target_that_matches_nothing_hides_no_problem_of_the_base(tmp_path: Path) -> None:
-    recipe = lora_recipe(tmp_path, {"r": 4, "target_modules": ["qq"]}, "opt", data={"train": [{"path": "x"}], "max_length": 129})
-    assert [each.code for each in find_facts(recipe).problems] == ["lora-target", "max-length-beyond-positions"]
+    recipe = lora_recipe(
+        tmp_path,
+        {"r": 4, "target_modules": ["qq"]},
+        "opt",
+        data={"train": [{"path": "x"}], "max_length": 129},
+    )
+    assert [each.code for each in find_facts(recipe).problems] == [
+        "lora-target",
+        "max-length-beyond-positions",
+    ]

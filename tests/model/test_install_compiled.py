@@ -1,4 +1,5 @@
-"""Decoder layers compiled one by one: the same gradients, one graph for all of them, and no new one once two widths have been seen."""
+"""Decoder layers compiled one by one: the same gradients, one graph for all of them, and no new one once two
+widths have been seen."""
 
 from __future__ import annotations
 
@@ -15,7 +16,13 @@ import torch._inductor.config
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from fsdp_tune.model.kernels.compiled import GRAPHS_OF_A_LAYER, CompileClock, compile_layers, expected_graphs, is_compiled
+from fsdp_tune.model.kernels.compiled import (
+    GRAPHS_OF_A_LAYER,
+    CompileClock,
+    compile_layers,
+    expected_graphs,
+    is_compiled,
+)
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
 from fsdp_tune.model.shard.recompute import recompute_activations
@@ -26,12 +33,15 @@ from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 
 # torch's own, while it looks whether a hidden state is a leaf
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)
 
 
 @pytest.fixture(autouse=True)
 def without_machine_code() -> Iterator[None]:
-    """The graphs are what is counted; `aot_eager` makes the same ones and runs their operations as they are."""
+    """The graphs are what is counted; `aot_eager` makes the same ones and runs their operations as they
+    are."""
     torch._dynamo.reset()
     with patch("fsdp_tune.model.kernels.compiled.BACKEND", "aot_eager"):
         yield
@@ -41,7 +51,11 @@ def without_machine_code() -> Iterator[None]:
 def batch(width: int) -> dict[str, torch.Tensor]:
     """Two packed rows."""
     ids = torch.arange(2 * width).remainder(257).view(2, width)
-    return {"input_ids": ids, "labels": ids, "position_ids": torch.arange(width).remainder(11).expand(2, width).contiguous()}
+    return {
+        "input_ids": ids,
+        "labels": ids,
+        "position_ids": torch.arange(width).remainder(11).expand(2, width).contiguous(),
+    }
 
 
 def loss_and_gradient(model: Any, width: int) -> tuple[float, torch.Tensor]:
@@ -49,12 +63,20 @@ def loss_and_gradient(model: Any, width: int) -> tuple[float, torch.Tensor]:
     model.zero_grad()
     loss, _ = micro_batch_loss(model, batch(width))
     loss.backward()
-    return float(loss.detach()), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return float(loss.detach()), torch.cat(
+        [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    )
 
 
 SLOW = [
     pytest.param(family, way, marks=pytest.mark.slow)
-    for family, way in (("llama", "full"), ("llama", "none"), ("llama", "selective"), ("gpt2", "full"), ("gemma", "none"))
+    for family, way in (
+        ("llama", "full"),
+        ("llama", "none"),
+        ("llama", "selective"),
+        ("gpt2", "full"),
+        ("gemma", "none"),
+    )
 ]
 
 
@@ -120,16 +142,24 @@ def test_compile_time_is_an_event_outside_step_time() -> None:
     left_out: list[float] = []
     said: list[str] = []
     report = CompileReport(said.append)
-    metrics = SimpleNamespace(event=lambda event: events.append({"event": event.name, "step": event.step, **event.details()}))
+    metrics = SimpleNamespace(
+        event=lambda event: events.append({"event": event.name, "step": event.step, **event.details()})
+    )
     report.trainer = SimpleNamespace(
-        parts=SimpleNamespace(metrics=metrics, recipe=recipe_of("llama"), loaded=SimpleNamespace(layers=[("0", torch.nn.Linear(1, 1))])),
+        parts=SimpleNamespace(
+            metrics=metrics,
+            recipe=recipe_of("llama"),
+            loaded=SimpleNamespace(layers=[("0", torch.nn.Linear(1, 1))]),
+        ),
         lines=SimpleNamespace(leave_out=left_out.append),
     )  # type: ignore[assignment]
 
     def step(number: int, graphs: int, seconds: float) -> None:
         with patch.object(CompileClock, "graphs", graphs):
             report._clock.seconds += seconds
-            report.on_step_end(TrainingArguments(use_cpu=True), TrainerState(global_step=number), TrainerControl())
+            report.on_step_end(
+                TrainingArguments(use_cpu=True), TrainerState(global_step=number), TrainerControl()
+            )
 
     step(1, 1, 20.0)
     step(2, 1, 0.0)

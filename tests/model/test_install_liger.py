@@ -1,6 +1,7 @@
 """When Liger's kernels are selected, and their numbers.
 
-The package needs a GPU; with `TRITON_INTERPRET=1`, and liger-kernel and triton importable, its kernels run here, slowly.
+The package needs a GPU; with `TRITON_INTERPRET=1`, and liger-kernel and triton importable, its kernels run
+here, slowly.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.model.recipes import lora_recipe, recipe_of
 
 INTERPRETED = pytest.mark.skipif(
-    not (liger.has_liger() and os.environ.get("TRITON_INTERPRET") == "1"), reason="needs liger-kernel, triton and TRITON_INTERPRET=1"
+    not (liger.has_liger() and os.environ.get("TRITON_INTERPRET") == "1"),
+    reason="needs liger-kernel, triton and TRITON_INTERPRET=1",
 )
 
 
@@ -47,10 +49,14 @@ def interpreter_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     def convert(argument: Any) -> Any:
         if not isinstance(argument, float):
             return original(argument)
-        return tl.tensor(interpreter.TensorHandle(np.array([argument], dtype=np.float32), tl.float32), tl.float32)
+        return tl.tensor(
+            interpreter.TensorHandle(np.array([argument], dtype=np.float32), tl.float32), tl.float32
+        )
 
     monkeypatch.setattr(interpreter, "_implicit_cvt", convert)
-    monkeypatch.setattr(rms_norm, "rsqrt", lambda x: tl.rsqrt(x))  # looked up when called: the interpreter replaces it
+    monkeypatch.setattr(
+        rms_norm, "rsqrt", lambda x: tl.rsqrt(x)
+    )  # looked up when called: the interpreter replaces it
     for module in (cross_entropy, geglu):
         monkeypatch.setattr(module, "tanh", lambda x: 2 * tl.sigmoid(2 * x) - 1)
 
@@ -71,9 +77,14 @@ def recipe_with(family: str = "llama", **kernels: Any) -> Recipe:
         ("auto", "cuda", True, "gpt2", "false", "no kernels for models of type `gpt2`"),
     ],
 )
-def test_auto_selects_liger_where_supported(asked: Any, device: str, installed: bool, family: str, value: str, reason: str) -> None:
+def test_auto_selects_liger_where_supported(
+    asked: Any, device: str, installed: bool, family: str, value: str, reason: str
+) -> None:
     model = build_empty(recipe_of(family))
-    with patch.object(liger, "has_liger", lambda: installed), patch.object(liger, "_liger_functions", lambda: {"llama": None}):
+    with (
+        patch.object(liger, "has_liger", lambda: installed),
+        patch.object(liger, "_liger_functions", lambda: {"llama": None}),
+    ):
         found = choose_liger(recipe_with(family, liger=asked), model, device)
     assert found.value == value
     assert reason in found.reason
@@ -87,7 +98,9 @@ def test_auto_selects_liger_where_supported(asked: Any, device: str, installed: 
         (False, "llama", {"loss": "liger"}, "liger-not-installed"),
     ],
 )
-def test_unavailable_models_and_data_are_refused(installed: bool, family: str, kernels: dict[str, Any], code: str) -> None:
+def test_unavailable_models_and_data_are_refused(
+    installed: bool, family: str, kernels: dict[str, Any], code: str
+) -> None:
     model = build_empty(recipe_of(family))
     with (
         patch.object(liger, "has_liger", lambda: installed),
@@ -101,8 +114,14 @@ def test_unavailable_models_and_data_are_refused(installed: bool, family: str, k
 
 def test_auto_leaves_fusing_to_the_compiler() -> None:
     model = build_empty(recipe_of("llama"))
-    with patch.object(liger, "has_liger", lambda: True), patch.object(liger, "_liger_functions", lambda: {"llama": None}):
-        found = [choose_liger(recipe_with(compile=True, liger=asked), model, "cuda").value for asked in ("auto", True)]
+    with (
+        patch.object(liger, "has_liger", lambda: True),
+        patch.object(liger, "_liger_functions", lambda: {"llama": None}),
+    ):
+        found = [
+            choose_liger(recipe_with(compile=True, liger=asked), model, "cuda").value
+            for asked in ("auto", True)
+        ]
     assert found == ["false", "true"]
 
 
@@ -122,19 +141,29 @@ def test_kernel_choices_have_reasons() -> None:
 
 @INTERPRETED
 @pytest.mark.parametrize(
-    "options", [LossOptions(), LossOptions(Logits(0.25, softcap=5.0), label_smoothing=0.1, gradient_scale=0.01)], ids=str
+    "options",
+    [LossOptions(), LossOptions(Logits(0.25, softcap=5.0), label_smoothing=0.1, gradient_scale=0.01)],
+    ids=str,
 )
 @pytest.mark.parametrize("bias", [True, False])
 def test_liger_loss_equals_own_loss(options: LossOptions, bias: bool) -> None:
     draw = torch.Generator().manual_seed(0)
-    leaves = [torch.randn(*shape, generator=draw).requires_grad_() for shape in ((40, 16), (53, 16), *([(53,)] if bias else []))]
+    leaves = [
+        torch.randn(*shape, generator=draw).requires_grad_()
+        for shape in ((40, 16), (53, 16), *([(53,)] if bias else []))
+    ]
     targets = torch.randint(0, 53, (40,), generator=draw)
     targets[::5] = -100
-    losses = [function(*leaves, *([] if bias else [None]), targets, options) for function in (summed_linear_loss, liger_summed_loss)]  # type: ignore[arg-type]
+    losses = [
+        function(*leaves, *([] if bias else [None]), targets, options)
+        for function in (summed_linear_loss, liger_summed_loss)
+    ]  # type: ignore[arg-type]
     ours, theirs = (torch.autograd.grad(loss * options.gradient_scale, leaves) for loss in losses)
     assert losses[1].dtype == torch.float32
     assert float(losses[1].detach()) == pytest.approx(float(losses[0].detach()), rel=1e-6)
-    assert all(float((one - other).norm() / one.norm()) <= 1e-5 for one, other in zip(ours, theirs, strict=True))
+    assert all(
+        float((one - other).norm() / one.norm()) <= 1e-5 for one, other in zip(ours, theirs, strict=True)
+    )
 
 
 @pytest.mark.parametrize(("recomputed", "rotary"), [("none", True), ("full", True), ("selective", False)])
@@ -142,11 +171,16 @@ def test_rotary_kernel_is_left_out_where_products_are_kept(recomputed: str, rota
     """It overwrites them. On an H100, gradients of queries and keys were 100 % off."""
     given: dict[str, bool] = {}
 
-    def apply(*, model: Any, rope: bool = True, cross_entropy: bool = True, fused_linear_cross_entropy: bool = True) -> None:
+    def apply(
+        *, model: Any, rope: bool = True, cross_entropy: bool = True, fused_linear_cross_entropy: bool = True
+    ) -> None:
         given.update(rope=rope, losses=cross_entropy or fused_linear_cross_entropy)
 
     recipe = recipe_of("llama", fsdp={"activation_checkpointing": recomputed})
-    with patch.object(liger, "has_liger", lambda: True), patch.object(liger, "_liger_functions", lambda: {"llama": apply}):
+    with (
+        patch.object(liger, "has_liger", lambda: True),
+        patch.object(liger, "_liger_functions", lambda: {"llama": apply}),
+    ):
         install_kernels(recipe, build_full(recipe), "cuda")
     assert given == {"rope": rotary, "losses": False}
 
@@ -177,7 +211,10 @@ def test_mlps_are_sliced_although_their_kernels_cannot_run_on_the_cpu() -> None:
 
     recipe = recipe_of("llama", kernels={"mlp_slice_tokens": 4})
     model = build_full(recipe)
-    with patch.object(liger, "has_liger", lambda: True), patch.object(liger, "_liger_functions", lambda: {"llama": apply}):
+    with (
+        patch.object(liger, "has_liger", lambda: True),
+        patch.object(liger, "_liger_functions", lambda: {"llama": apply}),
+    ):
         install_kernels(recipe, model, "cuda")
     assert list(mlp_slices_of(model).values()) == [4, 4]
 
@@ -216,8 +253,14 @@ def test_liger_keeps_gradients_and_does_not_affect_next_model(family: str, recom
 def test_liger_leaves_adapted_experts_alone(tmp_path: Path) -> None:
     lora = {"r": 4, "target_parameters": ["down_proj"]}
     recipe = lora_recipe(tmp_path, lora, "mixtral")
-    with patch.object(liger, "has_liger", return_value=True), patch.object(liger, "_liger_functions", return_value={"mixtral": None}):
-        assert choose_liger(lora_recipe(tmp_path, {"r": 4}, "mixtral"), build_empty(recipe), "cuda").value == "true"
+    with (
+        patch.object(liger, "has_liger", return_value=True),
+        patch.object(liger, "_liger_functions", return_value={"mixtral": None}),
+    ):
+        assert (
+            choose_liger(lora_recipe(tmp_path, {"r": 4}, "mixtral"), build_empty(recipe), "cuda").value
+            == "true"
+        )
         choice = choose_liger(recipe, build_empty(recipe), "cuda")
     assert (choice.value, "`lora.target_parameters`" in choice.reason) == ("false", True)
 

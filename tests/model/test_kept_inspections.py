@@ -24,9 +24,13 @@ from tests.model.recipes import model_facts, recipe_of
 FOUND = ModelInspection(model_facts())
 
 
-def test_inspection_without_problems_is_kept_until_a_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspection_without_problems_is_kept_until_a_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = time.time_ns
-    monkeypatch.setattr(module.time, "time_ns", lambda: now() + 10**10)  # the files of this test are old enough
+    monkeypatch.setattr(
+        module.time, "time_ns", lambda: now() + 10**10
+    )  # the files of this test are old enough
     entry, config = tmp_path / "entry", tmp_path / "base" / "config.json"
     config.parent.mkdir()
     config.write_text("{}")
@@ -34,7 +38,11 @@ def test_inspection_without_problems_is_kept_until_a_file_changes(tmp_path: Path
     foreign = recipe.model_copy(update={"model": recipe.model.model_copy(update={"trust_remote_code": True})})
     with Reads() as reads:
         pass
-    for refused, found in ((recipe, replace(FOUND, problems=(Problem("x", "y"),))), (recipe, ModelInspection(None)), (foreign, FOUND)):
+    for refused, found in (
+        (recipe, replace(FOUND, problems=(Problem("x", "y"),))),
+        (recipe, ModelInspection(None)),
+        (foreign, FOUND),
+    ):
         keep(entry, refused, found, reads)
         assert not entry.exists()
     keep(entry, recipe, FOUND, reads)
@@ -48,12 +56,18 @@ def test_inspection_without_problems_is_kept_until_a_file_changes(tmp_path: Path
     assert kept(tmp_path / "missing") is None
 
 
-def test_name_of_an_entry_depends_on_all_that_the_process_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_name_of_an_entry_depends_on_all_that_the_process_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = (["python"], "{}", {"HF_HOME": "/a"})
     first = entry_path(*given)
     assert first is not None
     assert first == entry_path(*given)
-    others = [(["python3"], "{}", given[2]), (["python"], "[]", given[2]), (["python"], "{}", {"HF_HOME": "/b"})]
+    others = [
+        (["python3"], "{}", given[2]),
+        (["python"], "[]", given[2]),
+        (["python"], "{}", {"HF_HOME": "/b"}),
+    ]
     assert len({first, *(entry_path(*other) for other in others)}) == 4
     with monkeypatch.context() as patch:
         patch.setattr("sys.path", [*sys.path, str(tmp_path)])
@@ -62,8 +76,16 @@ def test_name_of_an_entry_depends_on_all_that_the_process_is_given(tmp_path: Pat
     assert entry_path(*given) != first, "paths of a recipe are relative"
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     assert entry_path(*given) is None
-    job = {"SLURM_JOB_ID": "7", "XDG_SESSION_ID": "3", "KRB5CCNAME": "FILE:/tmp/krb5cc_1_x", "DBUS_SESSION_BUS_ADDRESS": "unix:path=/run"}
-    assert without_session({"TERM": "xterm", "SSH_TTY": "/dev/pts/1", "_": "x", "HF_HOME": "/a"} | job) == given[2]
+    job = {
+        "SLURM_JOB_ID": "7",
+        "XDG_SESSION_ID": "3",
+        "KRB5CCNAME": "FILE:/tmp/krb5cc_1_x",
+        "DBUS_SESSION_BUS_ADDRESS": "unix:path=/run",
+    }
+    assert (
+        without_session({"TERM": "xterm", "SSH_TTY": "/dev/pts/1", "_": "x", "HF_HOME": "/a"} | job)
+        == given[2]
+    )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = tmp_path / "removed"
     folder.mkdir()
@@ -72,7 +94,9 @@ def test_name_of_an_entry_depends_on_all_that_the_process_is_given(tmp_path: Pat
     assert entry_path(*given) is None
 
 
-@pytest.mark.parametrize("damaged", [b'{"paths": [1], "states": ""}', b"[" * 100_000, b"[]", b'{"paths": ["/"]}'])
+@pytest.mark.parametrize(
+    "damaged", [b'{"paths": [1], "states": ""}', b"[" * 100_000, b"[]", b'{"paths": ["/"]}']
+)
 def test_damaged_entry_is_a_missing_one(tmp_path: Path, damaged: bytes) -> None:
     entry = tmp_path / "entry"
     entry.write_bytes(zlib.compress(damaged))
@@ -81,13 +105,19 @@ def test_damaged_entry_is_a_missing_one(tmp_path: Path, damaged: bytes) -> None:
 
 def test_entry_is_not_decompressed_beyond_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = tmp_path / "entry"
-    entry.write_bytes(zlib.compress(json.dumps({"paths": [], "states": digest_of([]), "inspection": FOUND.to_json()}).encode()))
+    entry.write_bytes(
+        zlib.compress(
+            json.dumps({"paths": [], "states": digest_of([]), "inspection": FOUND.to_json()}).encode()
+        )
+    )
     assert kept(entry) == FOUND
     monkeypatch.setattr("fsdp_tune.model.kept_inspections._MOST_BYTES", 100)
     assert kept(entry) is None
 
 
-def test_oldest_entries_are_removed_and_data_of_the_package_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oldest_entries_are_removed_and_data_of_the_package_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("fsdp_tune.model.kept_inspections._MOST_ENTRIES", 2)
     for number, name in enumerate(("older", "old")):
         (tmp_path / name).touch()
@@ -103,8 +133,18 @@ def test_oldest_entries_are_removed_and_data_of_the_package_is_recorded(tmp_path
 
 
 def test_rows_and_names_are_not_given_to_the_inspection() -> None:
-    recipe = recipe_of(data={"train": [{"path": "a"}, {"path": "b"}], "eval": [{"path": "c"}], "mixture": {"weight_by": "tokens"}})
+    recipe = recipe_of(
+        data={
+            "train": [{"path": "a"}, {"path": "b"}],
+            "eval": [{"path": "c"}],
+            "mixture": {"weight_by": "tokens"},
+        }
+    )
     part = inspected_part(recipe)
     assert Recipe.model_validate_json(part.model_dump_json(by_alias=True)) == part
-    assert part == inspected_part(recipe_of(data={"train": [{"path": "d"}], "eval": [{"path": "e"}]}).model_copy(update={"name": "other"}))
+    assert part == inspected_part(
+        recipe_of(data={"train": [{"path": "d"}], "eval": [{"path": "e"}]}).model_copy(
+            update={"name": "other"}
+        )
+    )
     assert part != inspected_part(recipe_of("gpt2"))

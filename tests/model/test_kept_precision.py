@@ -1,4 +1,5 @@
-"""What a model's class keeps in fp32 is in fp32 in every way to build it, and in units that FSDP2 does not cast."""
+"""What a model's class keeps in fp32 is in fp32 in every way to build it, and in units that FSDP2 does not
+cast."""
 
 from __future__ import annotations
 
@@ -44,17 +45,25 @@ def test_every_way_to_build_a_model_keeps_its_router_in_fp32() -> None:
 def test_dtypes_are_those_in_which_transformers_loads_the_model(family: str, tmp_path: Path) -> None:
     if family not in known(family):
         pytest.skip("not in this transformers")
-    config = config_of(family) | ({"output_router_logits": False} if "output_router_logits" in config_of(family) else {})
+    config = config_of(family) | (
+        {"output_router_logits": False} if "output_router_logits" in config_of(family) else {}
+    )
     folder = make_model(config, tmp_path / "model")
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
     ours = build_empty(recipe_of(ranks=2, model={"name_or_path": str(folder), "dtype": "bf16"})).state_dict()
     assert torch.float32 in {tensor.dtype for tensor in ours.values()}
-    assert {name: tensor.dtype for name, tensor in ours.items()} == {name: tensor.dtype for name, tensor in theirs.items()}
+    assert {name: tensor.dtype for name, tensor in ours.items()} == {
+        name: tensor.dtype for name, tensor in theirs.items()
+    }
 
 
 def test_adapters_and_frozen_weights_leave_the_router_in_fp32() -> None:
     model = build_empty(recipe(lora={"r": 2, "target_modules": ["o_proj"]}, fsdp={"version": 2}))
-    kept = [tensor.dtype for name, tensor in [*model.named_parameters(), *model.named_buffers()] if name in kept_in_fp32(model)]
+    kept = [
+        tensor.dtype
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+        if name in kept_in_fp32(model)
+    ]
     assert kept == [torch.float32] * 2
 
 
@@ -69,7 +78,9 @@ def test_kept_parameters_are_in_the_unit_of_the_decoder() -> None:
 
 def test_fsdp1_refuses_bf16_weights_with_kept_ones() -> None:
     of_run = recipe(fsdp={"version": 1})
-    with pytest.raises(FsdpTuneError, match=r"keeps model\.layers\.1\.mlp\.gate\.weight and 0 more parameters in fp32") as caught:
+    with pytest.raises(
+        FsdpTuneError, match=r"keeps model\.layers\.1\.mlp\.gate\.weight and 0 more parameters in fp32"
+    ) as caught:
         plan_units(of_run, build_empty(of_run))
     assert caught.value.problems[0].code == "precision-not-kept"
 
@@ -113,11 +124,15 @@ def test_names_of_files_are_kept_as_their_parameters() -> None:
         ("int64", "bf16", False, "int64"),
     ],
 )
-def test_kept_tensor_is_not_rounded_to_16_bits(stored: str, option: str, wanted: str, *, updated: bool) -> None:
+def test_kept_tensor_is_not_rounded_to_16_bits(
+    stored: str, option: str, wanted: str, *, updated: bool
+) -> None:
     assert target_dtype(DTYPES[stored], option, keeps_fp32=True, is_updated=updated) == DTYPES[wanted]
 
 
-def stored_base(folder: Path, *wide: str, dtype: torch.dtype = torch.bfloat16, codes: str | None = None) -> Path:
+def stored_base(
+    folder: Path, *wide: str, dtype: torch.dtype = torch.bfloat16, codes: str | None = None
+) -> Path:
     """A base in `dtype` with some tensors in fp32, and of `codes` the weight in fp8 with a scale."""
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**FAMILIES["llama"]))
     model.to(dtype).save_pretrained(folder)
@@ -125,14 +140,17 @@ def stored_base(folder: Path, *wide: str, dtype: torch.dtype = torch.bfloat16, c
     tensors |= {name: tensors[name].float() for name in wide}
     if codes is not None:
         tensors |= {codes: tensors[codes].to(torch.float8_e4m3fn), f"{codes}_scale_inv": torch.ones(1, 1)}
-        config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+        config = json.loads((folder / "config.json").read_text()) | {
+            "quantization_config": {"quant_method": "fp8"}
+        }
         (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors")
     return folder
 
 
 def kept_names(folder: Path, **sections: Any) -> tuple[set[str], bool]:
-    """Return the tensors of a base's file that a merge in bf16 leaves in fp32, and whether the run rounds some, which a notice says."""
+    """Return the tensors of a base's file that a merge in bf16 leaves in fp32, and whether the run rounds
+    some, which a notice says."""
     found = find_facts(recipe_of({"name_or_path": str(folder), **sections.pop("model", {})}, **sections))
     assert (found.problems, found.facts is None) == ((), False)
     assert found.facts is not None

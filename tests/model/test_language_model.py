@@ -1,4 +1,5 @@
-"""Models of several modalities: what is trained of them has the logits of the full model for text, or is refused by name."""
+"""Models of several modalities: what is trained of them has the logits of the full model for text, or is
+refused by name."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ ROWS = [line.split("\t") for line in TABLE.read_text().splitlines()[1:]]
 TRIED = [name for name, _, result, *_ in ROWS if result in ("trained", "language model")]
 
 
-def test_hint_of_a_model_without_a_causal_lm_writes_its_language_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hint_of_a_model_without_a_causal_lm_writes_its_language_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     composite = make("mistral3", tmp_path / "full")
     (problem,) = find_facts(recipe_for(composite)).problems
     assert "Mistral3Config, a model of several modalities" in problem.message
@@ -47,7 +50,9 @@ def test_hint_of_a_model_without_a_causal_lm_writes_its_language_model(tmp_path:
     assert written_difference(composite, tmp_path / "again") == 0.0
 
 
-def test_language_model_that_computes_otherwise_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_language_model_that_computes_otherwise_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Cohere2ForCausalLM multiplies its logits by `logit_scale`, and the full model's class does not."""
     composite = make("cohere2_vision", tmp_path / "full", vision_config__num_hidden_layers=1)
     assert main([str(composite.folder), str(tmp_path / "text")]) == 2
@@ -55,12 +60,19 @@ def test_language_model_that_computes_otherwise_is_refused(tmp_path: Path, capsy
     assert "the logits of Cohere2ForCausalLM differ" in message
     assert "hint: name a model of text alone" in message
     assert not (tmp_path / "text").exists()
-    scale_of_one = make("cohere2_vision", tmp_path / "other", vision_config__num_hidden_layers=1, text_config__logit_scale=1.0)
+    scale_of_one = make(
+        "cohere2_vision", tmp_path / "other", vision_config__num_hidden_layers=1, text_config__logit_scale=1.0
+    )
     assert written_difference(scale_of_one, tmp_path / "text") == 0.0
 
 
 def test_scale_of_logits_is_found_in_bf16_and_codes_without_settings_are_refused(tmp_path: Path) -> None:
-    composite = make("cohere2_vision", tmp_path / "full", vision_config__num_hidden_layers=1, text_config__logit_scale=0.8333)
+    composite = make(
+        "cohere2_vision",
+        tmp_path / "full",
+        vision_config__num_hidden_layers=1,
+        text_config__logit_scale=0.8333,
+    )
     full: Any = composite.kind.from_pretrained(composite.folder, dtype=torch.bfloat16)
     with pytest.raises(FsdpTuneError, match="the logits of Cohere2ForCausalLM differ"):
         language_model_of(full.eval(), "it")
@@ -75,9 +87,14 @@ def test_scale_of_logits_is_found_in_bf16_and_codes_without_settings_are_refused
 
 @pytest.mark.parametrize(
     ("change", "named"),
-    [({"quantization_config": {"quant_method": "fp8"}}, "quantised"), ({"architectures": ["LlamaForCausalLM2"]}, "LlamaForCausalLM2")],
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+        ({"architectures": ["LlamaForCausalLM2"]}, "LlamaForCausalLM2"),
+    ],
 )
-def test_model_whose_language_model_cannot_be_read_is_refused(change: dict[str, Any], named: str, tmp_path: Path) -> None:
+def test_model_whose_language_model_cannot_be_read_is_refused(
+    change: dict[str, Any], named: str, tmp_path: Path
+) -> None:
     from tests.architectures.tiny import set_fields
 
     composite = make("mistral3", tmp_path / "full")
@@ -89,12 +106,18 @@ def test_model_whose_language_model_cannot_be_read_is_refused(change: dict[str, 
 
 @pytest.mark.parametrize(
     "tied",
-    [(True, False), pytest.param((False, True), marks=pytest.mark.slow), pytest.param((True, True), marks=pytest.mark.slow)],
+    [
+        (True, False),
+        pytest.param((False, True), marks=pytest.mark.slow),
+        pytest.param((True, True), marks=pytest.mark.slow),
+    ],
     ids=["outer", "inner", "both"],
 )
 def test_text_is_tied_as_the_class_of_the_full_model_ties_it(tied: tuple[bool, bool], tmp_path: Path) -> None:
     outer, inner = tied
-    composite = make("qwen3_5", tmp_path / "full", tie_word_embeddings=outer, text_config__tie_word_embeddings=inner)
+    composite = make(
+        "qwen3_5", tmp_path / "full", tie_word_embeddings=outer, text_config__tie_word_embeddings=inner
+    )
     recipe = recipe_for(composite)
     assert find_facts(recipe).problems == ()
     live = build_full(recipe).eval()
@@ -105,15 +128,20 @@ def test_text_is_tied_as_the_class_of_the_full_model_ties_it(tied: tuple[bool, b
 @pytest.mark.slow
 @pytest.mark.parametrize("outer", [True, False])
 def test_merged_model_in_the_full_class_has_the_logits_of_the_live_one(outer: bool, tmp_path: Path) -> None:
-    composite = make("qwen3_5", tmp_path / "full", tie_word_embeddings=outer, text_config__tie_word_embeddings=False)
+    composite = make(
+        "qwen3_5", tmp_path / "full", tie_word_embeddings=outer, text_config__tie_word_embeddings=False
+    )
     assert merged_difference(composite, tmp_path / "made") == 0.0
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning")  # of Gemma 4's own configuration
+@pytest.mark.filterwarnings(
+    "ignore:`rope_scaling` is deprecated:FutureWarning"
+)  # of Gemma 4's own configuration
 @pytest.mark.parametrize("name", TRIED)
 def test_logits_for_text_are_those_of_the_full_model(name: str, tmp_path: Path) -> None:
-    """Of the live model, of the merged one in the class of the base, and of the language model that is written to a directory."""
+    """Of the live model, of the merged one in the class of the base, and of the language model that is
+    written to a directory."""
     if name not in CONFIG_MAPPING_NAMES:
         pytest.skip("the installed transformers does not have it")
     result, why, found = outcome(name, tmp_path)
@@ -122,11 +150,21 @@ def test_logits_for_text_are_those_of_the_full_model(name: str, tmp_path: Path) 
 
 
 PUBLISHED = {
-    "kimi_k25": ("language_model.model.layers.0.self_attn.kv_a_proj_with_mqa.weight", "vision_tower.encoder.blocks.0.wqkv.weight"),
-    "minimax_m3_vl": ("language_model.model.layers.0.self_attn.q_proj.weight", "vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight"),
-    "nemotron_h_omni": ("language_model.backbone.layers.0.mixer.in_proj.weight", "vision_model.radio_model.model.blocks.0.attn.qkv.weight"),
+    "kimi_k25": (
+        "language_model.model.layers.0.self_attn.kv_a_proj_with_mqa.weight",
+        "vision_tower.encoder.blocks.0.wqkv.weight",
+    ),
+    "minimax_m3_vl": (
+        "language_model.model.layers.0.self_attn.q_proj.weight",
+        "vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight",
+    ),
+    "nemotron_h_omni": (
+        "language_model.backbone.layers.0.mixer.in_proj.weight",
+        "vision_model.radio_model.model.blocks.0.attn.qkv.weight",
+    ),
 }
-"""Names in the files of Kimi K2.5, MiniMax M3 and Nemotron Omni, of which transformers 5.24 writes other ones for Kimi."""
+"""Names in the files of Kimi K2.5, MiniMax M3 and Nemotron Omni, of which transformers 5.24 writes other ones
+for Kimi."""
 
 
 @pytest.mark.slow
@@ -136,7 +174,10 @@ def test_language_model_is_read_from_the_names_that_are_published(name: str, tmp
         pytest.skip("the installed transformers does not have it")
     composite = make(name, tmp_path / "full")
     file = composite.folder / "model.safetensors"
-    tensors = {stored.replace("language_model.model.blocks.", "language_model.model.layers."): t for stored, t in load_file(file).items()}
+    tensors = {
+        stored.replace("language_model.model.blocks.", "language_model.model.layers."): t
+        for stored, t in load_file(file).items()
+    }
     assert set(PUBLISHED[name]) <= tensors.keys()
     save_file(tensors, file, metadata={"format": "pt"})
     (problem,) = find_facts(recipe_for(composite)).problems
@@ -146,9 +187,13 @@ def test_language_model_is_read_from_the_names_that_are_published(name: str, tmp
 
 @pytest.mark.slow
 def test_adapters_that_are_stored_in_a_base_are_refused(tmp_path: Path) -> None:
-    """Phi-4-multimodal as its own code stores it: each layer's weight as `base_layer`, next to the adapters of vision and speech."""
+    """Phi-4-multimodal as its own code stores it: each layer's weight as `base_layer`, next to the adapters
+    of vision and speech."""
     base = LAYOUTS["phi4_multimodal"](tmp_path)
-    tensors = {name.replace("qkv_proj.weight", "qkv_proj.base_layer.weight"): value for name, value in base.plain.items()}
+    tensors = {
+        name.replace("qkv_proj.weight", "qkv_proj.base_layer.weight"): value
+        for name, value in base.plain.items()
+    }
     tensors["model.layers.0.self_attn.qkv_proj.lora_A.vision.weight"] = torch.ones(2, 64)
     save_file(tensors, base.folder / "model.safetensors", metadata={"format": "pt"})
     (problem,) = find_facts(recipe_of({"name_or_path": str(base.folder)})).problems
@@ -158,7 +203,9 @@ def test_adapters_that_are_stored_in_a_base_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_model_whose_text_has_no_causal_lm_is_refused(tmp_path: Path) -> None:
-    AutoConfig.for_model("ernie4_5_vl_moe", architectures=["Ernie4_5_VLMoeForConditionalGeneration"]).save_pretrained(tmp_path)
+    AutoConfig.for_model(
+        "ernie4_5_vl_moe", architectures=["Ernie4_5_VLMoeForConditionalGeneration"]
+    ).save_pretrained(tmp_path)
     (problem,) = find_facts(recipe_of({"name_or_path": str(tmp_path)})).problems
     assert "it has none for its text, Ernie4_5_VLMoeTextConfig, either" in str(problem.hint)
 

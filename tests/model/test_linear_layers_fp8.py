@@ -10,7 +10,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.kernels import linear_layers
-from fsdp_tune.model.kernels.linear_layers import choose_fp8, convert_to_fp8, fp8_notices, plan_fp8, require_gpu
+from fsdp_tune.model.kernels.linear_layers import (
+    choose_fp8,
+    convert_to_fp8,
+    fp8_notices,
+    plan_fp8,
+    require_gpu,
+)
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.loading.inspect import find_facts
 from fsdp_tune.model.shard.fsdp_units import plan_units
@@ -42,7 +48,9 @@ def last_names(names: Any) -> set[str]:
         ("phi", {"q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"}, {}),
     ],
 )
-def test_only_layer_linears_are_converted_to_fp8(family: str, converted: set[str], left: dict[str, str]) -> None:
+def test_only_layer_linears_are_converted_to_fp8(
+    family: str, converted: set[str], left: dict[str, str]
+) -> None:
     recipe = fp8(family)
     model = build_empty(recipe)
     plan = plan_fp8(recipe, model)
@@ -56,14 +64,25 @@ def test_only_layer_linears_are_converted_to_fp8(family: str, converted: set[str
 
 
 def test_small_linears_are_kept_and_counted() -> None:
-    config = {"model_type": "llama", "vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 10}
+    config = {
+        "model_type": "llama",
+        "vocab_size": 257,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 10,
+    }
     recipe = fp8({"from_config": config | {"num_key_value_heads": 1, "intermediate_size": 48}})  # type: ignore[arg-type]
     reason = choose_fp8(recipe, build_empty(recipe))["precision.mixed_precision"].reason
-    assert reason == "rowwise: 6 Linears of 2 layers; 8 left, its sizes are not multiples of 16; gathered in bf16"
+    assert (
+        reason
+        == "rowwise: 6 Linears of 2 layers; 8 left, its sizes are not multiples of 16; gathered in bf16"
+    )
 
 
 @pytest.mark.parametrize(
-    ("ranks", "words"), [(2, "gathered in fp8"), (3, "4 gathered in fp8, 10 in bf16, whose rows are not divisible by 3 ranks")]
+    ("ranks", "words"),
+    [(2, "gathered in fp8"), (3, "4 gathered in fp8, 10 in bf16, whose rows are not divisible by 3 ranks")],
 )
 def test_weights_whose_rows_do_not_divide_are_gathered_in_bf16(ranks: int, words: str) -> None:
     recipe = fp8(ranks=ranks, scaling="tensorwise")  # 48 rows divide by three, 32 and 16 do not
@@ -102,8 +121,13 @@ def test_eager_fp8_on_a_gpu_is_a_notice(compiled: bool, codes: list[str]) -> Non
     assert [notice.code for notice in fp8_notices(recipe, build_empty(recipe), "cuda")] == codes
 
 
-@pytest.mark.parametrize(("capability", "instead"), [((8, 0), "bf16"), ((7, 5), "fp16"), ((8, 9), None), ((9, 0), None), ((12, 0), None)])
-def test_fp8_error_on_older_gpus_has_a_hint(capability: tuple[int, int], instead: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("capability", "instead"),
+    [((8, 0), "bf16"), ((7, 5), "fp16"), ((8, 9), None), ((9, 0), None), ((12, 0), None)],
+)
+def test_fp8_error_on_older_gpus_has_a_hint(
+    capability: tuple[int, int], instead: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some card")
     if instead is None:
@@ -116,17 +140,28 @@ def test_fp8_error_on_older_gpus_has_a_hint(capability: tuple[int, int], instead
     require_gpu(recipe_of(precision={"mixed_precision": "bf16"}), torch.device("cuda", 0))
 
 
-@pytest.mark.parametrize(("multiple", "longest", "padded"), [(8, 64, True), (16, 64, False), (16, 60, True), (32, 64, False)])
-def test_operands_are_padded_only_if_tokens_are_not_multiples(multiple: int, longest: int, padded: bool) -> None:
-    recipe = fp8(data={"train": [{"path": "hand-made"}], "pad_to_multiple_of": multiple, "max_length": longest})
-    assert ("operands are padded" in choose_fp8(recipe, build_empty(recipe))["precision.mixed_precision"].reason) is padded
+@pytest.mark.parametrize(
+    ("multiple", "longest", "padded"), [(8, 64, True), (16, 64, False), (16, 60, True), (32, 64, False)]
+)
+def test_operands_are_padded_only_if_tokens_are_not_multiples(
+    multiple: int, longest: int, padded: bool
+) -> None:
+    recipe = fp8(
+        data={"train": [{"path": "hand-made"}], "pad_to_multiple_of": multiple, "max_length": longest}
+    )
+    assert (
+        "operands are padded" in choose_fp8(recipe, build_empty(recipe))["precision.mixed_precision"].reason
+    ) is padded
     assert linear_layers._config(recipe, gathered=False, emulate=True).pad_inner_dim is padded
 
 
 def test_reason_for_padding_names_the_multiple_of_ranks_that_share_a_row() -> None:
     data = {"train": [{"path": "hand-made"}], "pad_to_multiple_of": 16, "max_length": 64}
     recipe = fp8(data=data, parallelism={"sp_size": 2})
-    assert "is not a multiple of 32" in choose_fp8(recipe, build_empty(recipe))["precision.mixed_precision"].reason
+    assert (
+        "is not a multiple of 32"
+        in choose_fp8(recipe, build_empty(recipe))["precision.mixed_precision"].reason
+    )
 
 
 @pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
@@ -153,7 +188,8 @@ def test_converted_linear_multiplies_in_fp8(scaling: str) -> None:
 
 
 def scales_of_both(_: int) -> None:
-    """What `refresh_scales` and torchao's own function leave on a rank: of small weights, of large ones, and of one that is all zeros."""
+    """What `refresh_scales` and torchao's own function leave on a rank: of small weights, of large ones, and
+    of one that is all zeros."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     recipe = fp8(scaling="tensorwise")
@@ -167,7 +203,9 @@ def scales_of_both(_: int) -> None:
     found: list[list[torch.Tensor]] = []
     for refresh in (refresh_scales, precompute_float8_dynamic_scale_for_fsdp):
         refresh(model)
-        found.append([module.weight._local_tensor._precomputed_scale.clone() for module in gathered_in_fp8(model)])
+        found.append(
+            [module.weight._local_tensor._precomputed_scale.clone() for module in gathered_in_fp8(model)]
+        )
     ours, theirs = map(torch.stack, found)
     assert ours.numel() > 10
     assert ours.unique().numel() > 10

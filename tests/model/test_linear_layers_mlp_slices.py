@@ -1,4 +1,5 @@
-"""The MLP in slices of the tokens: same loss and gradients, less memory, and modules that mix tokens are left alone."""
+"""The MLP in slices of the tokens: same loss and gradients, less memory, and modules that mix tokens are left
+alone."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ DENSE = {
 }
 
 
-def gradients(model: nn.Module, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def gradients(
+    model: nn.Module, dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     torch.manual_seed(1)
     ids = torch.arange(60).mul(7).remainder(257).view(3, 20)
     with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
@@ -79,8 +82,13 @@ def test_weight_gradients_of_slices_are_summed_in_fp32(monkeypatch: pytest.Monke
     model = copy.deepcopy(plain)
     install_kernels(recipe, model, "cpu")
     (_, expected), (_, sliced) = gradients(plain), gradients(model)
-    names = [name for name in expected if ".1.mlp." in name]  # the gradient that reaches the last layer is the same
-    worst = max(float((sliced[name] - expected[name]).float().norm() / expected[name].float().norm()) for name in names)
+    names = [
+        name for name in expected if ".1.mlp." in name
+    ]  # the gradient that reaches the last layer is the same
+    worst = max(
+        float((sliced[name] - expected[name]).float().norm() / expected[name].float().norm())
+        for name in names
+    )
     assert worst < 2**-8
 
 
@@ -91,7 +99,9 @@ def test_autocast_of_the_forward_holds_in_the_backward() -> None:
 @pytest.mark.parametrize("quantised", [False, True])
 def test_adapters_have_the_same_gradients(tmp_path: Path, quantised: bool) -> None:
     wide = FAMILIES["llama"] | {"hidden_size": 64, "intermediate_size": 128}
-    sections: dict[str, Any] = {"quantization": {}, "precision": {"mixed_precision": "bf16"}} if quantised else {}
+    sections: dict[str, Any] = (
+        {"quantization": {}, "precision": {"mixed_precision": "bf16"}} if quantised else {}
+    )
     recipe = lora_recipe(tmp_path, {"r": 4}, wide, kernels=SLICED, **sections)
     model = build_empty(recipe)
     found = find_mlps(recipe, model)
@@ -111,7 +121,10 @@ def test_dropout_masks_of_a_slice_are_drawn_again_in_the_backward() -> None:
     model = build_full(recipe).train().double()
     install_kernels(recipe, model, "cpu")
     loss, found = gradients(model)
-    weight, gradient = model.transformer.h[1].mlp.c_fc.weight, found["transformer.h.1.mlp.c_fc.weight"].clone()
+    weight, gradient = (
+        model.transformer.h[1].mlp.c_fc.weight,
+        found["transformer.h.1.mlp.c_fc.weight"].clone(),
+    )
     step = 1e-2
     with torch.no_grad():
         weight += step * gradient / gradient.norm()
@@ -139,7 +152,9 @@ def test_inner_activations_exist_for_one_slice_only() -> None:
     config = FAMILIES["llama"] | {"intermediate_size": 4096, "vocab_size": 257}
     tokens, largest = 60, {}
     for size in (None, TOKENS):
-        recipe = recipe_of({"from_config": config}, kernels={} if size is None else {"mlp_slice_tokens": size})
+        recipe = recipe_of(
+            {"from_config": config}, kernels={} if size is None else {"mlp_slice_tokens": size}
+        )
         model = build_full(recipe).train()
         install_kernels(recipe, model, "cpu")
         with _Largest() as seen:
@@ -170,12 +185,16 @@ def test_module_that_mixes_tokens_is_left_alone() -> None:
 
     mlp.__class__ = Shifted
     assert list(find_mlps(recipe, model)) == ["model.layers.0.mlp"]
-    assert choose_kernels(recipe, model, "cpu")["kernels.mlp_slice_tokens"].reason.startswith("the dense MLPs of 1 of 2 layers")
+    assert choose_kernels(recipe, model, "cpu")["kernels.mlp_slice_tokens"].reason.startswith(
+        "the dense MLPs of 1 of 2 layers"
+    )
 
 
 def test_unit_inside_an_mlp_is_refused() -> None:
     recipe = recipe_of(
-        "llama", kernels=SLICED, fsdp={"auto_wrap_policy": "MODULE_NAMES_WRAP", "modules_to_wrap": ["model.layers.*.mlp.up_proj"]}
+        "llama",
+        kernels=SLICED,
+        fsdp={"auto_wrap_policy": "MODULE_NAMES_WRAP", "modules_to_wrap": ["model.layers.*.mlp.up_proj"]},
     )
     with pytest.raises(FsdpTuneError, match="is an FSDP unit of its own"):
         choose_kernels(recipe, build_empty(recipe), "cpu")
@@ -184,7 +203,11 @@ def test_unit_inside_an_mlp_is_refused() -> None:
 def test_probe_of_a_large_model_is_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[int] = []
     randn = torch.randn
-    monkeypatch.setattr(torch, "randn", lambda *size, **options: drawn.append(randn(*size, **options).numel()) or randn(*size, **options))
+    monkeypatch.setattr(
+        torch,
+        "randn",
+        lambda *size, **options: drawn.append(randn(*size, **options).numel()) or randn(*size, **options),
+    )
     config = FAMILIES["llama"] | {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
     recipe = recipe_of({"from_config": config}, kernels=SLICED)
     assert len(find_mlps(recipe, build_empty(recipe))) == 2

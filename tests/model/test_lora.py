@@ -1,4 +1,5 @@
-"""PEFT's layers are put into the model as PEFT puts them, and start with the values that one process would draw."""
+"""PEFT's layers are put into the model as PEFT puts them, and start with the values that one process would
+draw."""
 
 from __future__ import annotations
 
@@ -15,7 +16,14 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.model.adapters.lora import adapter_config, draw_adapters, first_values, name_in_base, name_in_file, stacks_without_adapters
+from fsdp_tune.model.adapters.lora import (
+    adapter_config,
+    draw_adapters,
+    first_values,
+    name_in_base,
+    name_in_file,
+    stacks_without_adapters,
+)
 from fsdp_tune.model.loading.construct import build_empty, build_full, model_config
 from fsdp_tune.model.loading.inspect import adapter_facts
 from fsdp_tune.recipe.schema.recipe import Lora, Recipe
@@ -38,8 +46,12 @@ def recipe_with(folder: str, lora: dict[str, Any], **sections: Any) -> Recipe:
 
 def test_base_is_frozen_in_the_compute_dtype_and_adapters_are_trained_in_fp32(llama: str) -> None:
     model = build_full(recipe_with(llama, {}, **BF16))
-    assert {(p.dtype, p.requires_grad) for name, p in model.named_parameters() if name_in_base(name) is None} == {(torch.float32, True)}
-    assert {(p.dtype, p.requires_grad) for name, p in model.named_parameters() if name_in_base(name)} == {(torch.bfloat16, False)}
+    assert {
+        (p.dtype, p.requires_grad) for name, p in model.named_parameters() if name_in_base(name) is None
+    } == {(torch.float32, True)}
+    assert {(p.dtype, p.requires_grad) for name, p in model.named_parameters() if name_in_base(name)} == {
+        (torch.bfloat16, False)
+    }
     stored = load_file(Path(llama) / "model.safetensors")
     for name, parameter in model.named_parameters():
         if (base := name_in_base(name)) is not None:
@@ -64,7 +76,9 @@ def test_first_values_have_the_distribution_of_peft() -> None:
     uniform = first_values(Lora(r=64), "A", (64, 256), 64, "key")
     assert float(uniform.abs().max()) <= 1 / 16
     assert float(uniform.std()) == pytest.approx(1 / 16 / 3**0.5, rel=0.02)
-    assert float(first_values(Lora(init_lora_weights="gaussian"), "A", (64, 256), 64, "key").std()) == pytest.approx(1 / 64, rel=0.02)
+    assert float(
+        first_values(Lora(init_lora_weights="gaussian"), "A", (64, 256), 64, "key").std()
+    ) == pytest.approx(1 / 64, rel=0.02)
     assert not first_values(Lora(), "B", (256, 64), 64, "key").any()
     assert first_values(Lora(init_lora_weights=False), "B", (256, 64), 64, "key").any()
     assert not first_values(Lora(), "embedding_A", (64, 256), 64, "key").any()
@@ -72,10 +86,14 @@ def test_first_values_have_the_distribution_of_peft() -> None:
 
 
 def test_facts_count_modules_and_trained_parameters(llama: str) -> None:
-    model = build_empty(recipe_with(llama, {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [0, 2]}))
+    model = build_empty(
+        recipe_with(llama, {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [0, 2]})
+    )
     facts = adapter_facts(model)
     assert facts.modules == {"q_proj": 2, "v_proj": 2}
-    assert facts.trained_parameters == sum(p.numel() for name, p in model.named_parameters() if ".lora_" in name)
+    assert facts.trained_parameters == sum(
+        p.numel() for name, p in model.named_parameters() if ".lora_" in name
+    )
     assert facts.trained_bytes == 4 * facts.trained_parameters
 
 
@@ -88,7 +106,9 @@ def test_facts_count_adapted_parameters_and_experts_without_adapters(tmp_path: P
     assert sum(stacks.values()) == pytest.approx(
         2 * 4 * 96 * 32 / sum(p.numel() for name, p in model.named_parameters() if name_in_base(name))
     )
-    model = build_empty(lora_recipe(tmp_path, lora | {"target_parameters": ["gate_up_proj", "down_proj"]}, "mixtral"))
+    model = build_empty(
+        lora_recipe(tmp_path, lora | {"target_parameters": ["gate_up_proj", "down_proj"]}, "mixtral")
+    )
     assert stacks_without_adapters(model) == {}
 
 
@@ -97,7 +117,9 @@ def test_new_tokens_need_a_trained_embedding(llama: str) -> None:
     with pytest.raises(FsdpTuneError) as caught:
         build_empty(recipe_with(llama, {}, **grown), vocabulary=260)
     assert caught.value.problems[0].code == "lora-new-tokens"
-    model = build_empty(recipe_with(llama, {"modules_to_save": ["embed_tokens", "lm_head"]}, **grown), vocabulary=260)
+    model = build_empty(
+        recipe_with(llama, {"modules_to_save": ["embed_tokens", "lm_head"]}, **grown), vocabulary=260
+    )
     assert model.get_input_embeddings().weight.requires_grad
 
 
@@ -123,11 +145,23 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "DoRA": ("llama", {"use_dora": True, "target_modules": ["q_proj", "down_proj"]}),
     "embedding and head": ("llama", {"target_modules": ["embed_tokens", "lm_head"]}),
     "trained in full": ("llama", {"target_modules": "all-linear", "modules_to_save": ["norm", "lm_head"]}),
-    "some layers": ("llama", {"target_modules": ["v_proj"], "layers_to_transform": [1], "rank_pattern": {"v_proj": 2}}),
+    "some layers": (
+        "llama",
+        {"target_modules": ["v_proj"], "layers_to_transform": [1], "rank_pattern": {"v_proj": 2}},
+    ),
     "layers beside experts": ("mixtral", {}),
-    "experts": ("mixtral", {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}),
-    "experts alone": ("qwen2_moe", {"target_modules": [], "target_parameters": ["down_proj"], "layers_to_transform": [1]}),
-    "transposed experts": ("gpt_oss", {"target_parameters": ["gate_up_proj"], "rank_pattern": {"gate_up_proj": 2}}),
+    "experts": (
+        "mixtral",
+        {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+    ),
+    "experts alone": (
+        "qwen2_moe",
+        {"target_modules": [], "target_parameters": ["down_proj"], "layers_to_transform": [1]},
+    ),
+    "transposed experts": (
+        "gpt_oss",
+        {"target_parameters": ["gate_up_proj"], "rank_pattern": {"gate_up_proj": 2}},
+    ),
 }
 
 
@@ -156,7 +190,9 @@ def test_names_in_the_base_are_those_of_its_files(tmp_path: Path) -> None:
 
 
 def test_module_that_is_trained_in_full_is_kept_in_fp32(tmp_path: Path) -> None:
-    recipe = lora_recipe(tmp_path, {"r": 4, "modules_to_save": ["lm_head"]}, precision={"mixed_precision": "bf16"})
+    recipe = lora_recipe(
+        tmp_path, {"r": 4, "modules_to_save": ["lm_head"]}, precision={"mixed_precision": "bf16"}
+    )
     model = build_empty(recipe)
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
@@ -174,7 +210,13 @@ def test_targets_that_peft_takes_for_fused_experts_are_refused(tmp_path: Path) -
 
 
 def test_targets_that_peft_refuses_are_one_error(tmp_path: Path) -> None:
-    mamba = {"model_type": "mamba2", "vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
+    mamba = {
+        "model_type": "mamba2",
+        "vocab_size": 257,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "state_size": 8,
+    }
     with pytest.raises(FsdpTuneError, match="PEFT does not adapt these modules") as caught:
         build_empty(lora_recipe(tmp_path, {"r": 4}, mamba | {"num_heads": 8, "head_dim": 8, "n_groups": 1}))
     assert caught.value.problems[0].code == "lora-target"
@@ -194,22 +236,33 @@ def drawn(recipe: Recipe) -> PreTrainedModel:
 
 @pytest.mark.parametrize(
     ("family", "lora"),
-    [("llama", {"target_modules": ["q_proj", "embed_tokens"]}), ("mixtral", {"target_modules": [], "target_parameters": ["gate_up_proj"]})],
+    [
+        ("llama", {"target_modules": ["q_proj", "embed_tokens"]}),
+        ("mixtral", {"target_modules": [], "target_parameters": ["gate_up_proj"]}),
+    ],
     ids=["modules", "experts"],
 )
 @pytest.mark.parametrize("init", [True, "gaussian", False])
-def test_values_are_distributed_as_those_of_peft(init: bool | str, family: str, lora: dict[str, Any], tmp_path: Path) -> None:
+def test_values_are_distributed_as_those_of_peft(
+    init: bool | str, family: str, lora: dict[str, Any], tmp_path: Path
+) -> None:
     wide = FAMILIES[family] | {"hidden_size": 512, "num_hidden_layers": 1}
     recipe = lora_recipe(tmp_path, {"r": 16, "init_lora_weights": init, **lora}, wide)
     ours = drawn(recipe)
     fields = adapter_config(recipe, ours)
     torch.manual_seed(1)
-    theirs = peft.get_peft_model(AutoModelForCausalLM.from_config(model_config(recipe)), peft.LoraConfig(**fields)).base_model.model
+    theirs = peft.get_peft_model(
+        AutoModelForCausalLM.from_config(model_config(recipe)), peft.LoraConfig(**fields)
+    ).base_model.model
     for name, own in ours.named_parameters():
-        if own.requires_grad and not (init is False and "embedding" in name):  # which PEFT leaves at random numbers
+        if own.requires_grad and not (
+            init is False and "embedding" in name
+        ):  # which PEFT leaves at random numbers
             other = theirs.get_parameter(name).detach()
             assert own.std().item() == pytest.approx(other.std().item(), rel=0.05), name
-            assert own.abs().max().item() == pytest.approx(other.abs().max().item(), rel=0.05 if init is True else 0.3), name
+            assert own.abs().max().item() == pytest.approx(
+                other.abs().max().item(), rel=0.05 if init is True else 0.3
+            ), name
 
 
 def gathered_adapters(recipe: Recipe) -> dict[str, torch.Tensor]:
@@ -222,7 +275,10 @@ def gathered_adapters(recipe: Recipe) -> dict[str, torch.Tensor]:
         for index, parameter in enumerate(model.parameters()):
             assert isinstance(parameter, DTensor)
             full = torch.randn(parameter.shape, generator=generator.manual_seed(index))
-            start = sum(len(part) for part in full.chunk(torch.distributed.get_world_size())[: torch.distributed.get_rank()])
+            start = sum(
+                len(part)
+                for part in full.chunk(torch.distributed.get_world_size())[: torch.distributed.get_rank()]
+            )
             parameter.to_local().copy_(full[start : start + len(parameter.to_local())])
     draw_adapters(recipe, model)
     return {name: p.full_tensor().detach() for name, p in model.named_parameters() if p.requires_grad}  # type: ignore[attr-defined]
@@ -234,11 +290,20 @@ def gathered_adapters(recipe: Recipe) -> dict[str, torch.Tensor]:
     [
         pytest.param("llama", {"r": 1}, marks=pytest.mark.slow),
         ("llama", {"r": 3, "use_dora": True}),
-        ("mixtral", {"r": 3, "target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}),
+        (
+            "mixtral",
+            {
+                "r": 3,
+                "target_modules": [],
+                "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+            },
+        ),
     ],
     ids=["fewer rows than ranks", "DoRA", "experts"],
 )
-def test_values_are_the_same_on_any_number_of_ranks(family: str, lora: dict[str, Any], on_ranks: Ranks, tmp_path: Path) -> None:
+def test_values_are_the_same_on_any_number_of_ranks(
+    family: str, lora: dict[str, Any], on_ranks: Ranks, tmp_path: Path
+) -> None:
     recipe = lora_recipe(tmp_path, lora, family)
     alone, *others = (on_ranks.run(ranks, gathered_adapters, recipe)[0] for ranks in (1, 2, 4))
     assert any(value.any() for name, value in alone.items() if "lora_A" in name)
@@ -249,4 +314,6 @@ def test_values_are_the_same_on_any_number_of_ranks(family: str, lora: dict[str,
 def test_magnitude_is_the_length_of_each_row_of_the_base(tmp_path: Path) -> None:
     model = drawn(lora_recipe(tmp_path, {"r": 4, "use_dora": True, "target_modules": ["q_proj"]}))
     layer: Any = model.get_submodule("model.layers.1.self_attn.q_proj")
-    assert torch.equal(layer.lora_magnitude_vector["default"].weight, torch.linalg.norm(layer.base_layer.weight, dim=1))
+    assert torch.equal(
+        layer.lora_magnitude_vector["default"].weight, torch.linalg.norm(layer.base_layer.weight, dim=1)
+    )

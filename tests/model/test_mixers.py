@@ -13,9 +13,20 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model import mixers
-from fsdp_tune.model.internals.transformers_internals import KernelWithFallback, attention_of, kernel_with_fallback
+from fsdp_tune.model.internals.transformers_internals import (
+    KernelWithFallback,
+    attention_of,
+    kernel_with_fallback,
+)
 from fsdp_tune.model.known_rows import packing_known
-from fsdp_tune.model.mixers import call_by_documents, choose_packing, find_mixers, groups_of_lengths, separate_documents, takes_lengths
+from fsdp_tune.model.mixers import (
+    call_by_documents,
+    choose_packing,
+    find_mixers,
+    groups_of_lengths,
+    separate_documents,
+    takes_lengths,
+)
 from tests.architectures.tiny import config_of, known
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
@@ -23,19 +34,48 @@ from tests.model.recipes import recipe_of
 LENGTHS = ((7, 11, 4, 2), (13, 8, 3))
 """Examples of two rows of 24 tokens. Some are computed together, padded."""
 _RECURRENT = known(
-    *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "inkling2_text", "inkling_text", "jamba", "kimi_linear"),
-    *("lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next"),
+    *(
+        "bailing_hybrid",
+        "bamba",
+        "falcon_h1",
+        "falcon_mamba",
+        "granitemoehybrid",
+        "inkling2_text",
+        "inkling_text",
+        "jamba",
+        "kimi_linear",
+    ),
+    *(
+        "lfm2_moe",
+        "lfm3",
+        "mamba",
+        "mamba2",
+        "minimax",
+        "nemotron_h",
+        "olmo_hybrid",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_next",
+    ),
     *("recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2", "zaya"),
 )
 _MASKED = known(
     *("afmoe", "biogpt", "bloom", "falcon", "gpt_oss", "mpt", "opt", "xglm"),
-    *("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"),  # an indexer takes the cache, and is attention
+    *(
+        "axk2",
+        "deepseek_v32",
+        "dots3_note_text",
+        "glm_moe_dsa",
+        "hy_v4",
+    ),  # an indexer takes the cache, and is attention
 )
 _FAST = known("lfm2_moe", "gpt_oss", "mamba")
 
 
 def model_of(fields: dict[str, Any]) -> Any:
-    config = AutoConfig.for_model(fields["model_type"], **{name: value for name, value in fields.items() if name != "model_type"})
+    config = AutoConfig.for_model(
+        fields["model_type"], **{name: value for name, value in fields.items() if name != "model_type"}
+    )
     torch.manual_seed(7)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
 
@@ -46,12 +86,15 @@ def loss_of(logits: torch.Tensor) -> torch.Tensor:
 
 
 def deviations(model: Any) -> tuple[float, float]:
-    """Return how far logits and gradients of packed rows are from those of one example at a time, relative."""
+    """Return how far logits and gradients of packed rows are from those of one example at a time,
+    relative."""
     ids = torch.randint(3, 250, (2, 24), generator=torch.Generator().manual_seed(3))
     positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in LENGTHS])
 
     def gradients() -> torch.Tensor:
-        found = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
+        found = torch.cat(
+            [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()]
+        )
         model.zero_grad()
         return found
 
@@ -63,14 +106,24 @@ def deviations(model: Any) -> tuple[float, float]:
         for start, length in zip((0, *torch.tensor(lengths).cumsum(0).tolist()), lengths, strict=False):
             alone = model(input_ids=ids[row : row + 1, start : start + length], use_cache=False).logits
             loss_of(alone).backward()
-            difference = (alone[0] - packed[row, start : start + length]).detach().norm() / alone.detach().norm()
+            difference = (
+                alone[0] - packed[row, start : start + length]
+            ).detach().norm() / alone.detach().norm()
             furthest = max(furthest, float(difference))
     of_alone = gradients()
     return furthest, float((of_packed - of_alone).norm() / of_alone.norm())
 
 
 @pytest.mark.parametrize(
-    "family", [*_FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in [*_RECURRENT, *_MASKED] if name not in _FAST)]
+    "family",
+    [
+        *_FAST,
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in [*_RECURRENT, *_MASKED]
+            if name not in _FAST
+        ),
+    ],
 )
 def test_logits_and_gradients_of_packed_rows_equal_those_of_single_examples(family: str) -> None:
     model = model_of(config_of(family))
@@ -155,38 +208,61 @@ def test_kernels_of_packages_get_the_lengths_and_one_call(monkeypatch: pytest.Mo
         pytest.skip("this version chooses its kernels in another way")
     given: list[list[int]] = []
 
-    def conv(hidden_states: Any, weight: Any, bias: Any = None, activation: Any = None, seq_idx: Any = None) -> Any:
+    def conv(
+        hidden_states: Any, weight: Any, bias: Any = None, activation: Any = None, seq_idx: Any = None
+    ) -> Any:
         lengths = torch.unique_consecutive(seq_idx[0], return_counts=True)[1].tolist()
         given.append(lengths)
-        return torch.cat([own_conv(part, weight, bias, activation) for part in hidden_states.split(lengths, 2)], 2)
+        return torch.cat(
+            [own_conv(part, weight, bias, activation) for part in hidden_states.split(lengths, 2)], 2
+        )
 
     def rule(
-        query: Any, key: Any, value: Any, g: Any = None, beta: Any = None, cu_seqlens: Any = None, use_qk_l2norm_in_kernel: bool = False
+        query: Any,
+        key: Any,
+        value: Any,
+        g: Any = None,
+        beta: Any = None,
+        cu_seqlens: Any = None,
+        use_qk_l2norm_in_kernel: bool = False,
     ) -> Any:
         lengths = cu_seqlens.diff().tolist()
         given.append(lengths)
         parts = zip(*(each.split(lengths, 1) for each in (query, key, value, g, beta)), strict=True)
         taken = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
-        return torch.cat([own_rule(q, k, v, g=decay, beta=b, **taken)[0] for q, k, v, decay, b in parts], 1), None
+        return torch.cat(
+            [own_rule(q, k, v, g=decay, beta=b, **taken)[0] for q, k, v, decay, b in parts], 1
+        ), None
 
     own_conv, own_rule = module.causal_conv1d_fn.__wrapped__, module.torch_chunk_gated_delta_rule.__wrapped__
-    for package, names in (("causal_conv1d", {"causal_conv1d_fn": conv}), ("fla", {"chunk_gated_delta_rule": rule})):
+    for package, names in (
+        ("causal_conv1d", {"causal_conv1d_fn": conv}),
+        ("fla", {"chunk_gated_delta_rule": rule}),
+    ):
         stand_in = ModuleType(package)
         stand_in.__dict__.update(names)
         monkeypatch.setitem(sys.modules, package, stand_in)
     monkeypatch.setattr(hub, "_KERNELS_INTERNAL_PATH_MAPPINGS", {})
     made = hub.use_kernel_func_from_hub_with_fallback
     monkeypatch.setattr(module, "causal_conv1d_fn", made("causal_conv1d_fn", "causal_conv1d")(own_conv))
-    monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", made("chunk_gated_delta_rule", "fla")(own_rule))
+    monkeypatch.setattr(
+        module, "torch_chunk_gated_delta_rule", made("chunk_gated_delta_rule", "fla")(own_rule)
+    )
     assert takes_lengths(mixer)
     separate_documents(model)
-    monkeypatch.setattr(mixer, "forward", only_when_packed(mixer.forward, type(mixer).forward.__get__(mixer), module, own_conv, own_rule))
+    monkeypatch.setattr(
+        mixer,
+        "forward",
+        only_when_packed(mixer.forward, type(mixer).forward.__get__(mixer), module, own_conv, own_rule),
+    )
     assert max(deviations(model)) <= 1e-5
     assert given == [[7, 11, 4, 2, 13, 8, 3]] * 2
 
 
 @pytest.mark.parametrize(("family", "passes_on"), [("kimi_linear", False), ("qwen3_next", True)])
-def test_lengths_are_taken_only_where_the_code_passes_them_on(family: str, passes_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_are_taken_only_where_the_code_passes_them_on(
+    family: str, passes_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Kimi Linear calls its kernel with `**kwargs`, of which the kernel's wrapper keeps nothing."""
     [name] = known(family)
     [mixer, *_] = find_mixers(model_of(config_of(name))).values()
@@ -195,16 +271,21 @@ def test_lengths_are_taken_only_where_the_code_passes_them_on(family: str, passe
     def installed(function: Any) -> KernelWithFallback | None:
         if (found := kernel_with_fallback(function)) is None:
             return None
-        return KernelWithFallback(found.function, found.package, True, kinds.get(found.function, frozenset({"cu_seqlens"})))
+        return KernelWithFallback(
+            found.function, found.package, True, kinds.get(found.function, frozenset({"cu_seqlens"}))
+        )
 
     monkeypatch.setattr(mixers, "kernel_with_fallback", installed)
     assert takes_lengths(mixer) == passes_on
 
 
 @pytest.mark.parametrize(
-    ("policy", "ranks", "is_refused"), [("SIZE_BASED_WRAP", 2, True), ("SIZE_BASED_WRAP", 1, False), ("TRANSFORMER_BASED_WRAP", 2, False)]
+    ("policy", "ranks", "is_refused"),
+    [("SIZE_BASED_WRAP", 2, True), ("SIZE_BASED_WRAP", 1, False), ("TRANSFORMER_BASED_WRAP", 2, False)],
 )
-def test_unit_inside_a_mixer_is_refused_where_ranks_would_gather_it_in_different_numbers(policy: str, ranks: int, is_refused: bool) -> None:
+def test_unit_inside_a_mixer_is_refused_where_ranks_would_gather_it_in_different_numbers(
+    policy: str, ranks: int, is_refused: bool
+) -> None:
     [name] = known("nemotron_h")
     model = model_of(config_of(name))
     recipe = recipe_of(
@@ -221,7 +302,8 @@ def test_unit_inside_a_mixer_is_refused_where_ranks_would_gather_it_in_different
 
 
 def only_when_packed(packed: Any, own: Any, module: Any, own_conv: Any, own_rule: Any) -> Any:
-    """Return a forward that computes single examples, in which stand-ins get no lengths, with transformers' functions."""
+    """Return a forward that computes single examples, in which stand-ins get no lengths, with transformers'
+    functions."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if mixers.known_documents() is not None:

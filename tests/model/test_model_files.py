@@ -34,7 +34,13 @@ class FakeTokenizer:
 
 
 @pytest.mark.parametrize(
-    ("config", "eos"), [({}, 7), ({"eos_token_id": 50256}, 7), ({"eos_token_id": [1, 7]}, [1, 7]), ({"eos_token_id": [1, 2]}, 7)]
+    ("config", "eos"),
+    [
+        ({}, 7),
+        ({"eos_token_id": 50256}, 7),
+        ({"eos_token_id": [1, 7]}, [1, 7]),
+        ({"eos_token_id": [1, 2]}, 7),
+    ],
 )
 def test_generation_config_stops_at_trained_eos(config: dict[str, Any], eos: Any) -> None:
     changed = with_special_tokens(config, FakeTokenizer(), NAMES)
@@ -52,14 +58,24 @@ def test_config_generation_config_and_tokenizer_are_written(tmp_path: Path) -> N
     save_model_files(tmp_path, model_facts(), FakeTokenizer(), TokenizerOrigin())
     config = json.loads((tmp_path / "config.json").read_text())
     assert "vocab_size" not in config
-    assert (config["architectures"], config["use_cache"], config["eos_token_id"]) == (["GPT2LMHeadModel"], True, 7)
-    assert json.loads((tmp_path / "generation_config.json").read_text()) == {"temperature": 0.5, "eos_token_id": 7, "pad_token_id": 8}
+    assert (config["architectures"], config["use_cache"], config["eos_token_id"]) == (
+        ["GPT2LMHeadModel"],
+        True,
+        7,
+    )
+    assert json.loads((tmp_path / "generation_config.json").read_text()) == {
+        "temperature": 0.5,
+        "eos_token_id": 7,
+        "pad_token_id": 8,
+    }
     assert (tmp_path / "tokenizer.json").exists()
 
 
 @pytest.mark.parametrize(("rows", "kept"), [(9, 3), (2, 3)])
 def test_padding_id_of_the_base_stays_in_the_config(tmp_path: Path, rows: int, kept: int) -> None:
-    save_model_files(tmp_path, facts_of({"pad_token_id": 3}, embedding_rows=rows), FakeTokenizer(), TokenizerOrigin())
+    save_model_files(
+        tmp_path, facts_of({"pad_token_id": 3}, embedding_rows=rows), FakeTokenizer(), TokenizerOrigin()
+    )
     assert json.loads((tmp_path / "config.json").read_text())["pad_token_id"] == kept
     assert json.loads((tmp_path / "generation_config.json").read_text())["pad_token_id"] == 8
 
@@ -70,20 +86,37 @@ def test_padding_id_beyond_the_embedding_is_dropped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["xglm", "youtu"])
-def test_model_that_computes_with_its_padding_id_loads_with_the_logits_it_was_trained_with(tmp_path: Path, family: str) -> None:
+def test_model_that_computes_with_its_padding_id_loads_with_the_logits_it_was_trained_with(
+    tmp_path: Path, family: str
+) -> None:
     """XGLM zeroes the position of its padding id, Youtu the embedding of its own, each time it is loaded."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {"xglm": {"d_model": 16, "num_layers": 1, "attention_heads": 2, "ffn_dim": 16}}
-    small = sizes.get(family, {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16})
-    config = AutoConfig.for_model(family, vocab_size=9, pad_token_id=1, bos_token_id=0, eos_token_id=2, max_position_embeddings=32, **small)
+    small = sizes.get(
+        family, {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    )
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=9,
+        pad_token_id=1,
+        bos_token_id=0,
+        eos_token_id=2,
+        max_position_embeddings=32,
+        **small,
+    )
     torch.manual_seed(0)
     trained = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         trained.get_input_embeddings().weight.normal_()[config.pad_token_id] = 0  # that row gets no gradient
     trained.save_pretrained(tmp_path)
-    save_model_files(tmp_path, facts_of(config.to_dict(), architecture=type(trained).__name__), FakeTokenizer(), TokenizerOrigin())
+    save_model_files(
+        tmp_path,
+        facts_of(config.to_dict(), architecture=type(trained).__name__),
+        FakeTokenizer(),
+        TokenizerOrigin(),
+    )
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     ids = torch.tensor([[4, 8, 8, 1, 3, 0, 5, 6, 7, 2]])
     assert torch.equal(loaded(input_ids=ids).logits, trained(input_ids=ids).logits)
@@ -112,7 +145,10 @@ ADDS_TOKENS = Recipe(model=Model(tokens=Tokens(add=["<call>"])), lora=Lora())
 
 @pytest.mark.parametrize(
     ("recipe", "key"),
-    [(ADDS_TOKENS, "model.tokens.add"), (Recipe(model=Model(resize_embeddings=True), lora=Lora()), "model.resize_embeddings")],
+    [
+        (ADDS_TOKENS, "model.tokens.add"),
+        (Recipe(model=Model(resize_embeddings=True), lora=Lora()), "model.resize_embeddings"),
+    ],
 )
 def test_new_rows_of_a_frozen_embedding_are_refused_with_a_way_out(recipe: Recipe, key: str) -> None:
     with pytest.raises(FsdpTuneError) as caught:
@@ -124,11 +160,18 @@ def test_new_rows_of_a_frozen_embedding_are_refused_with_a_way_out(recipe: Recip
     with pytest.raises(FsdpTuneError) as caught:
         check_vocabulary(model_facts(**FROZEN, tied_embeddings=False), recipe, 1001)
     assert "tie_word_embeddings" not in str(caught.value.problems[0].hint)
-    assert check_vocabulary(model_facts(**FROZEN | {"is_embedding_trained": True, "trains_new_tokens": True}), recipe, 1001) == []
+    assert (
+        check_vocabulary(
+            model_facts(**FROZEN | {"is_embedding_trained": True, "trains_new_tokens": True}), recipe, 1001
+        )
+        == []
+    )
     with pytest.raises(FsdpTuneError):  # an adapter on the embedding leaves its new rows as they were drawn
         check_vocabulary(model_facts(**FROZEN | {"is_embedding_trained": True}), recipe, 1001)
 
 
 def test_added_tokens_in_spare_rows_of_a_frozen_embedding_are_noticed() -> None:
-    assert [notice.code for notice in check_vocabulary(model_facts(**FROZEN), ADDS_TOKENS, 1000)] == ["lora-new-tokens"]
+    assert [notice.code for notice in check_vocabulary(model_facts(**FROZEN), ADDS_TOKENS, 1000)] == [
+        "lora-new-tokens"
+    ]
     assert check_vocabulary(model_facts(**FROZEN), Recipe(lora=Lora()), 1000) == []

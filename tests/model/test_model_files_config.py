@@ -1,4 +1,5 @@
-"""config.json of a trained model: what the base wrote stays, what the recipe changes has the spellings of transformers 4 and 5."""
+"""config.json of a trained model: what the base wrote stays, what the recipe changes has the spellings of
+transformers 4 and 5."""
 
 from __future__ import annotations
 
@@ -20,11 +21,19 @@ from tests.model.recipes import facts_of_model, recipe_of
 from tests.model.test_model_files import FakeTokenizer
 from tests.model.test_weight_slices_bitsandbytes import NF4, RECIPE
 
-COMMON = {"architectures": ["X"], "torch_dtype": "bfloat16", "transformers_version": "4.51.3", "some_tool": {"note": 1}}
+COMMON = {
+    "architectures": ["X"],
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.3",
+    "some_tool": {"note": 1},
+}
 LINEAR = {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
 WRITTEN: dict[str, dict[str, Any]] = {
     "llama": LINEAR,
-    "qwen2": {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
+    "qwen2": {
+        "rope_theta": 1e6,
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    },
     "phi": {"rope_theta": 1e5, "partial_rotary_factor": 0.5},
     "gpt_neox": {"rotary_pct": 0.25, "rotary_emb_base": 20000},
     "gemma3_text": {
@@ -34,7 +43,11 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
     "gpt2": {},
-    "mixtral": {"head_dim": 8, "rope_theta": 1e6, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    "mixtral": {
+        "head_dim": 8,
+        "rope_theta": 1e6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
 }
 
 
@@ -45,7 +58,9 @@ def write_base(folder: Path, family: str, **fields: Any) -> dict[str, Any]:
 
 
 def document_of(folder: Path, **model: Any) -> ModelFacts:
-    return facts_of_model(recipe_of({"name_or_path": str(folder), **model}, data={"train": [{"path": "x"}], "max_length": 64}))
+    return facts_of_model(
+        recipe_of({"name_or_path": str(folder), **model}, data={"train": [{"path": "x"}], "max_length": 64})
+    )
 
 
 @pytest.mark.parametrize("family", WRITTEN)
@@ -64,7 +79,9 @@ def read(config: dict[str, Any], folder: Path) -> Any:
 def test_changed_scaling_has_both_spellings(family: str, tmp_path: Path) -> None:
     base = tmp_path / "base"
     base.mkdir()
-    written = write_base(base, family, **({"rope_scaling": None} if family in ("llama", "gemma3_text") else {}))
+    written = write_base(
+        base, family, **({"rope_scaling": None} if family in ("llama", "gemma3_text") else {})
+    )
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
     exported = document_of(base, rope_scaling=scaling).exported_config
     assert {name: exported["rope_scaling"][name] for name in scaling} == scaling
@@ -72,7 +89,10 @@ def test_changed_scaling_has_both_spellings(family: str, tmp_path: Path) -> None
     assert exported.get("rope_local_base_freq") == written.get("rope_local_base_freq")
     assert exported["max_position_embeddings"] == 512
     assert (exported["some_tool"], exported["torch_dtype"]) == ({"note": 1}, "bfloat16")
-    recipe = recipe_of({"name_or_path": str(base), "rope_scaling": scaling}, data={"train": [{"path": "x"}], "max_length": 64})
+    recipe = recipe_of(
+        {"name_or_path": str(base), "rope_scaling": scaling},
+        data={"train": [{"path": "x"}], "max_length": 64},
+    )
     assert read(exported, tmp_path / "again").rope_parameters == model_config(recipe).rope_parameters
 
 
@@ -81,14 +101,22 @@ def test_overridden_field_replaces_its_other_name(tmp_path: Path) -> None:
     fields = {name: value for name, value in FAMILIES["gpt2"].items() if name != "n_embd"}
     base = tmp_path / "base"
     base.mkdir()
-    (base / "config.json").write_text(json.dumps(fields | {"hidden_size": 32, "transformers_version": "4.51.3"}))
+    (base / "config.json").write_text(
+        json.dumps(fields | {"hidden_size": 32, "transformers_version": "4.51.3"})
+    )
     exported = document_of(base, config_overrides={"n_embd": 64, "resid_pdrop": 0.5}).exported_config
     again = read(exported, tmp_path / "again")
     assert (again.n_embd, again.resid_pdrop) == (64, 0.5)
 
 
 def test_base_of_transformers_5_gets_the_older_fields_too(tmp_path: Path) -> None:
-    parameters = {"rope_type": "llama3", "rope_theta": 7e5, "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    parameters = {
+        "rope_type": "llama3",
+        "rope_theta": 7e5,
+        "factor": 2.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
     parameters |= {"original_max_position_embeddings": 64}
     written = FAMILIES["llama"] | {"rope_parameters": parameters, "transformers_version": "5.23.0"}
     (tmp_path / "config.json").write_text(json.dumps(written))
@@ -98,16 +126,22 @@ def test_base_of_transformers_5_gets_the_older_fields_too(tmp_path: Path) -> Non
 
 def test_rotary_bases_of_modernbert_have_the_names_of_transformers_4(tmp_path: Path) -> None:
     parameters = {"full_attention": {"rope_theta": 54321.0}, "sliding_attention": {"rope_theta": 4321.0}}
-    AutoConfig.for_model(**config_of("modernbert-decoder") | {"rope_parameters": parameters}).save_pretrained(tmp_path)
+    AutoConfig.for_model(**config_of("modernbert-decoder") | {"rope_parameters": parameters}).save_pretrained(
+        tmp_path
+    )
     exported = document_of(tmp_path).exported_config
     assert (exported["global_rope_theta"], exported["local_rope_theta"]) == (54321.0, 4321.0)
 
 
 @pytest.mark.parametrize(
-    ("family", "new", "old"), [("qwen3_moe", "num_local_experts", "num_experts"), ("xlm", "eos_token_id", "eos_index")]
+    ("family", "new", "old"),
+    [("qwen3_moe", "num_local_experts", "num_experts"), ("xlm", "eos_token_id", "eos_index")],
 )
-def test_renamed_field_of_a_base_of_transformers_5_has_the_older_name_too(family: str, new: str, old: str, tmp_path: Path) -> None:
-    """`num_experts` was the default of transformers 4 for a Qwen3 mixture that has another number of experts."""
+def test_renamed_field_of_a_base_of_transformers_5_has_the_older_name_too(
+    family: str, new: str, old: str, tmp_path: Path
+) -> None:
+    """`num_experts` was the default of transformers 4 for a Qwen3 mixture that has another number of
+    experts."""
     AutoConfig.for_model(**config_of(family)).save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     assert old not in written
@@ -142,7 +176,9 @@ def test_quantisation_of_the_base_is_not_exported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("written", [math.inf, {"__float__": "Infinity"}])
-def test_infinity_of_a_base_is_read_and_exported_as_a_word_that_both_versions_read(written: Any, tmp_path: Path) -> None:
+def test_infinity_of_a_base_is_read_and_exported_as_a_word_that_both_versions_read(
+    written: Any, tmp_path: Path
+) -> None:
     fields = config_of("mamba2") | {"time_step_limit": [0.0, written]}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     document = document_of(tmp_path)
@@ -154,9 +190,9 @@ def test_infinity_of_a_base_is_read_and_exported_as_a_word_that_both_versions_re
 
 
 def test_rotary_base_of_gpt_neox_has_the_names_of_transformers_4(tmp_path: Path) -> None:
-    AutoConfig.for_model(**FAMILIES["gpt_neox"], rope_parameters={"rope_theta": 54321.0, "partial_rotary_factor": 0.5}).save_pretrained(
-        tmp_path
-    )
+    AutoConfig.for_model(
+        **FAMILIES["gpt_neox"], rope_parameters={"rope_theta": 54321.0, "partial_rotary_factor": 0.5}
+    ).save_pretrained(tmp_path)
     exported = document_of(tmp_path).exported_config
     assert (exported["rotary_emb_base"], exported["rotary_pct"]) == (54321.0, 0.5)
     assert read(exported, tmp_path / "again").rope_parameters["rope_theta"] == 54321.0

@@ -41,7 +41,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def recipe_with(folder: str, scales: str = "fp32", **sections: Any) -> Recipe:
-    return recipe_of({"name_or_path": folder, **sections.pop("model", {})}, lora={"r": 4}, quantization={"scales": scales}, **sections)
+    return recipe_of(
+        {"name_or_path": folder, **sections.pop("model", {})},
+        lora={"r": 4},
+        quantization={"scales": scales},
+        **sections,
+    )
 
 
 def test_values_are_quantiles_of_the_normal_distribution() -> None:
@@ -102,7 +107,9 @@ def test_compiled_formula_and_merge_make_the_same_weights(dtype: torch.dtype) ->
 def test_merge_rounds_scales_to_bf16(values: type) -> None:
     rows = torch.randn(4, 64, generator=torch.Generator().manual_seed(3))
     found = rounded_to_nf4(rows.numpy().astype(values).reshape(-1), "bf16")
-    assert torch.equal(torch.from_numpy(found).view(4, 64), dequantise(*quantise(rows, torch.bfloat16), torch.float32))
+    assert torch.equal(
+        torch.from_numpy(found).view(4, 64), dequantise(*quantise(rows, torch.bfloat16), torch.float32)
+    )
 
 
 def test_layer_computes_with_its_weights_and_keeps_only_bytes_for_the_backward() -> None:
@@ -112,7 +119,9 @@ def test_layer_computes_with_its_weights_and_keeps_only_bytes_for_the_backward()
     x, y = (torch.randn(3, 128).requires_grad_() for _ in range(2))
     y.data = x.data
     kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (kept.append(tensor), tensor)[1], lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (kept.append(tensor), tensor)[1], lambda tensor: tensor
+    ):
         layer(x).square().sum().backward()
     assert {tensor.dtype for tensor in kept if tensor.shape[0] == 10} == {torch.uint8}
     bias = linear.bias.grad
@@ -127,18 +136,30 @@ def test_layers_of_the_decoder_are_replaced_and_counted(llama: str) -> None:
     recipe = recipe_with(llama)
     model = build_empty(recipe)
     layers = layers_in_4_bits(model)
-    assert {name.split(".")[-2] for name in layers} == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}
+    assert {name.split(".")[-2] for name in layers} == {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+    }
     assert all(name.endswith(".base_layer") for name in layers)
     bare = AutoModelForCausalLM.from_pretrained(llama)
     adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert count_elements(model.named_parameters()) == sum(p.numel() for p in bare.parameters()) + adapters
-    assert "18 linear layers in 4.5 bits a weight; 3 left, its 130 columns are not a multiple of 64" in describe_nf4(recipe, model)
+    assert (
+        "18 linear layers in 4.5 bits a weight; 3 left, its 130 columns are not a multiple of 64"
+        in describe_nf4(recipe, model)
+    )
     assert not any(p.dtype == torch.uint8 for p in model.parameters() if p.requires_grad)
 
 
 @pytest.mark.parametrize("scales", SCALES)
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-def test_reading_slices_and_reading_the_model_give_the_same_bytes(tmp_path: Path, llama: str, scales: str, stored: torch.dtype) -> None:
+def test_reading_slices_and_reading_the_model_give_the_same_bytes(
+    tmp_path: Path, llama: str, scales: str, stored: torch.dtype
+) -> None:
     AutoModelForCausalLM.from_pretrained(llama, dtype=stored).save_pretrained(tmp_path)
     recipe = recipe_with(str(tmp_path), scales, model={"dtype": "bf16"})
     whole, sliced = build_full(recipe), build_empty(recipe).to_empty(device="cpu")
@@ -164,7 +185,11 @@ def _bytes_of_ranks(folder: str) -> list[list[Any]]:
     model = build_empty(recipe)
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     allow_integer_parameters()
-    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    fully_shard(
+        model,
+        mesh=mesh,
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    )
     model.to_empty(device="cpu")
     files = find_weight_files(recipe)
     assert files is not None
@@ -186,12 +211,19 @@ def test_ranks_hold_parts_of_the_bytes_of_one_process(llama: str, on_ranks: Rank
 
 def test_experts_stay_in_16_bits_with_a_notice(tmp_path: Path) -> None:
     recipe = recipe_of(
-        {"name_or_path": str(make_model("mixtral-16", tmp_path))}, lora={"target_modules": ["q_proj"], "r": 2}, quantization={}
+        {"name_or_path": str(make_model("mixtral-16", tmp_path))},
+        lora={"target_modules": ["q_proj"], "r": 2},
+        quantization={},
     )
     model = build_empty(recipe)
     (notice,) = nf4_notices(recipe, model)
     assert notice.code == "nf4-without-experts"
-    assert {name.rpartition(".")[2] for name in layers_in_4_bits(model)} == {"base_layer", "k_proj", "v_proj", "o_proj"}
+    assert {name.rpartition(".")[2] for name in layers_in_4_bits(model)} == {
+        "base_layer",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+    }
 
 
 def test_shared_weight_stays_in_16_bits(llama: str) -> None:

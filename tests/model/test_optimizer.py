@@ -1,4 +1,5 @@
-"""The optimizer that ranks and planner share is the one that transformers' Trainer would make of the same arguments."""
+"""The optimizer that ranks and planner share is the one that transformers' Trainer would make of the same
+arguments."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def test_optimizer_equals_that_of_trainer(name: str | None, tmp_path: Path) -> N
     fields: dict[str, Any] = {"learning_rate": 3e-4, "adam_beta1": 0.8, "adam_epsilon": 1e-6}
     fields |= {"optim": name, "optim_args": ARGUMENTS.get(name)} if name else {}
     recipe = recipe_of(training=fields)
-    theirs = Trainer.get_optimizer_cls_and_kwargs(TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **fields))
+    theirs = Trainer.get_optimizer_cls_and_kwargs(
+        TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **fields)
+    )
     assert optimizer_of(recipe.training) == theirs
 
 
@@ -54,7 +57,10 @@ VALUES = {
 """A value of each argument that is not its default, as text and as the optimizer has it."""
 
 
-@pytest.mark.parametrize(("name", "argument"), [(name, each) for name, row in optimizers.OPTIMIZERS.items() for each in row.arguments])
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [(name, each) for name, row in optimizers.OPTIMIZERS.items() for each in row.arguments],
+)
 def test_argument_reaches_every_group_of_the_optimizer(name: str, argument: str) -> None:
     text, wanted = VALUES[argument]
     if (name, argument) == ("muon", "nesterov"):  # its default is true
@@ -64,14 +70,21 @@ def test_argument_reaches_every_group_of_the_optimizer(name: str, argument: str)
 
     def found(optim_args: str | None) -> list[Any]:
         recipe = recipe_of(
-            {"from_config": FAMILIES["llama"], "dtype": dtype}, training={"optim": name, "optim_args": optim_args, "weight_decay": 0.1}
+            {"from_config": FAMILIES["llama"], "dtype": dtype},
+            training={"optim": name, "optim_args": optim_args, "weight_decay": 0.1},
         )
         model = build_full(recipe)
         optimizer = build_optimizer(recipe, model, decayed_names(model))
         groups = [group for group in optimizer.param_groups if name != "muon" or group["orthogonal"]]
         assert groups
-        attribute = "rounds_parameters" if isinstance(optimizer, LeanAdamW) and argument == optimizers.STOCHASTIC else argument
-        return [group[argument] if argument in group else getattr(optimizer, attribute, None) for group in groups]
+        attribute = (
+            "rounds_parameters"
+            if isinstance(optimizer, LeanAdamW) and argument == optimizers.STOCHASTIC
+            else argument
+        )
+        return [
+            group[argument] if argument in group else getattr(optimizer, attribute, None) for group in groups
+        ]
 
     with_argument, without = found(given), found(None)
     assert all(value == wanted for value in with_argument)
@@ -81,7 +94,10 @@ def test_argument_reaches_every_group_of_the_optimizer(name: str, argument: str)
 def test_weight_decay_acts_on_the_decayed_names_alone() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
     optimizer = build_optimizer(recipe_of(training={"weight_decay": 0.1}), model, frozenset({"0.weight"}))
-    assert [(group["weight_decay"], len(group["params"])) for group in optimizer.param_groups] == [(0.1, 1), (0.0, 3)]
+    assert [(group["weight_decay"], len(group["params"])) for group in optimizer.param_groups] == [
+        (0.1, 1),
+        (0.0, 3),
+    ]
 
 
 def test_first_matching_group_sets_rate_and_decay() -> None:
@@ -89,10 +105,16 @@ def test_first_matching_group_sets_rate_and_decay() -> None:
         {"match": ["*.layers.0.*norm*", "lm_head.*"], "weight_decay": 0.5},
         {"match": ["*.layers.0.*"], "learning_rate": 1e-5},
     ]
-    recipe = recipe_of("llama", training={"learning_rate": 1e-3, "weight_decay": 0.1, "parameter_groups": groups})
+    recipe = recipe_of(
+        "llama", training={"learning_rate": 1e-3, "weight_decay": 0.1, "parameter_groups": groups}
+    )
     model = build_full(recipe)
     optimizer = build_optimizer(recipe, model, decayed_names(model))
-    found = {id(p): (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]}
+    found = {
+        id(p): (group["lr"], group["weight_decay"])
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
     of = {name: found[id(parameter)] for name, parameter in model.named_parameters()}
     assert of["model.layers.0.input_layernorm.weight"] == of["lm_head.weight"] == (1e-3, 0.5)
     assert of["model.layers.0.mlp.up_proj.weight"] == (1e-5, 0.1)
@@ -114,13 +136,23 @@ def test_muon_updates_hidden_matrices_alone(family: str) -> None:
     model = build_full(recipe)
     optimizer = build_optimizer(recipe, model, decayed_names(model))
     muon = {id(p) for group in optimizer.param_groups if group["orthogonal"] for p in group["params"]}
-    names = {name.removesuffix(".weight").rpartition(".")[2] for name, parameter in model.named_parameters() if id(parameter) in muon}
+    names = {
+        name.removesuffix(".weight").rpartition(".")[2]
+        for name, parameter in model.named_parameters()
+        if id(parameter) in muon
+    }
     assert names == HIDDEN[family]
 
 
 def test_muon_leaves_decay_rates_of_state_space_layers_to_adamw() -> None:
     """They have two dimensions in Mamba, and are not operands of a matrix product."""
-    sizes = {"vocab_size": 50, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 1, "time_step_rank": 2}
+    sizes = {
+        "vocab_size": 50,
+        "hidden_size": 16,
+        "state_size": 4,
+        "num_hidden_layers": 1,
+        "time_step_rank": 2,
+    }
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **sizes))
     layer = "backbone.layers.0.mixer"
     assert model.get_parameter(f"{layer}.A_log").ndim == 2
@@ -131,7 +163,9 @@ def test_muon_leaves_decay_rates_of_state_space_layers_to_adamw() -> None:
 def test_muon_updates_both_factors_of_an_adapter_and_not_those_of_an_embedding(tmp_path: Path) -> None:
     folder = make_model("llama", tmp_path)
     lora = {"r": 4, "loraplus_lr_ratio": 16, "target_modules": ["q_proj", "embed_tokens"]}
-    recipe = recipe_of({"name_or_path": str(folder)}, lora=lora, training={"optim": "muon", "learning_rate": 1e-3})
+    recipe = recipe_of(
+        {"name_or_path": str(folder)}, lora=lora, training={"optim": "muon", "learning_rate": 1e-3}
+    )
     model = build_full(recipe)
     optimizer = build_optimizer(recipe, model, decayed_names(model))
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
@@ -145,7 +179,9 @@ def test_factor_b_has_its_own_rate(tmp_path: Path) -> None:
     """LoRA+ (arXiv:2402.12354): the schedule multiplies the rate of every group."""
     folder = make_model("llama", tmp_path)
     recipe = recipe_of(
-        {"name_or_path": str(folder)}, lora={"r": 4, "loraplus_lr_ratio": 16}, training={"learning_rate": 1e-3, "weight_decay": 0.1}
+        {"name_or_path": str(folder)},
+        lora={"r": 4, "loraplus_lr_ratio": 16},
+        training={"learning_rate": 1e-3, "weight_decay": 0.1},
     )
     model = build_full(recipe)
     optimizer = build_optimizer(recipe, model, decayed_names(model))

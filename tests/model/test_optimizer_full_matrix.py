@@ -1,4 +1,5 @@
-"""Muon and Adafactor compute over full tensors: sharded steps equal those of torch's and transformers' own classes on one device."""
+"""Muon and Adafactor compute over full tensors: sharded steps equal those of torch's and transformers' own
+classes on one device."""
 
 from __future__ import annotations
 
@@ -11,13 +12,23 @@ from torch import nn
 
 from tests.ranks import Ranks
 
-SHAPES = {"tall": (13, 6), "wide": (5, 16), "one row": (1, 8), "vector": (7,), "stack": (3, 5, 4), "stack by rows": (3, 5, 4)}
+SHAPES = {
+    "tall": (13, 6),
+    "wide": (5, 16),
+    "one row": (1, 8),
+    "vector": (7,),
+    "stack": (3, 5, 4),
+    "stack by rows": (3, 5, 4),
+}
 STEPS = 3
 
 
 def _parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
-    return {name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for name, shape in SHAPES.items()}
+    return {
+        name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+        for name, shape in SHAPES.items()
+    }
 
 
 def _gradients(step: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -39,22 +50,31 @@ def _optimizer(kind: str, groups: list[dict[str, Any]], muon: dict[str, Any]) ->
     from fsdp_tune.recipe.schema.optimizers import MUON_DEFAULTS
 
     if kind == "adafactor":
-        return ShardedAdafactor([{key: value for key, value in group.items() if key != "orthogonal"} for group in groups], lr=1e-2)
+        return ShardedAdafactor(
+            [{key: value for key, value in group.items() if key != "orthogonal"} for group in groups], lr=1e-2
+        )
     return Muon(groups, lr=1e-2, fused=True, muon=MUON_DEFAULTS | muon)
 
 
-def sharded_steps(kind: str, replicas: int, dtype: torch.dtype, muon: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """On a rank: the full parameters after some steps on shards, rows of the stacks cut in the second dimension too."""
+def sharded_steps(
+    kind: str, replicas: int, dtype: torch.dtype, muon: dict[str, Any]
+) -> dict[str, torch.Tensor]:
+    """On a rank: the full parameters after some steps on shards, rows of the stacks cut in the second
+    dimension too."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    mesh = init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(
+        "cpu", (replicas, dist.get_world_size() // replicas), mesh_dim_names=("replicate", "shard")
+    )
 
     def shard(name: str, tensor: torch.Tensor) -> Any:
         return distribute_tensor(tensor, mesh, [Replicate(), Shard(1 if name == "stack by rows" else 0)])
 
-    parameters = {name: nn.Parameter(shard(name, parameter.detach())) for name, parameter in _parameters(dtype).items()}
+    parameters = {
+        name: nn.Parameter(shard(name, parameter.detach())) for name, parameter in _parameters(dtype).items()
+    }
     optimizer = _optimizer(kind, _groups(parameters), muon)
     for step in range(STEPS):
         for name, gradient in _gradients(step, dtype).items():
@@ -64,16 +84,25 @@ def sharded_steps(kind: str, replicas: int, dtype: torch.dtype, muon: dict[str, 
 
 
 def reference(kind: str, dtype: torch.dtype, muon: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The same by the optimizers of torch and transformers, with each matrix of a stack as a parameter of its own for Muon."""
+    """The same by the optimizers of torch and transformers, with each matrix of a stack as a parameter of its
+    own for Muon."""
     parameters = _parameters(dtype)
     if kind == "adafactor":
         from transformers.optimization import Adafactor
 
-        groups = [{key: value for key, value in group.items() if key != "orthogonal"} for group in _groups(parameters)]
-        optimizers: list[torch.optim.Optimizer] = [Adafactor(groups, lr=1e-2, scale_parameter=False, relative_step=False)]
+        groups = [
+            {key: value for key, value in group.items() if key != "orthogonal"}
+            for group in _groups(parameters)
+        ]
+        optimizers: list[torch.optim.Optimizer] = [
+            Adafactor(groups, lr=1e-2, scale_parameter=False, relative_step=False)
+        ]
         held = {name: [p] for name, p in parameters.items()}
     else:
-        held = {name: [nn.Parameter(each.clone()) for each in p.detach()] if p.ndim == 3 else [p] for name, p in parameters.items()}
+        held = {
+            name: [nn.Parameter(each.clone()) for each in p.detach()] if p.ndim == 3 else [p]
+            for name, p in parameters.items()
+        }
         every = [p for each in held.values() for p in each]
         options = {"adjust_lr_fn": "match_rms_adamw"} | muon
         optimizers = [
@@ -110,4 +139,6 @@ def test_sharded_steps_equal_those_of_one_device(
             if kind == "muon" and len(SHAPES[name]) > 1:
                 assert torch.equal(each[name], wanted), name
             else:
-                torch.testing.assert_close(each[name], wanted, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=2e-5, msg=name)
+                torch.testing.assert_close(
+                    each[name], wanted, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=2e-5, msg=name
+                )

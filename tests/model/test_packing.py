@@ -17,16 +17,24 @@ from tests.model.recipes import recipe_of
 
 def config_of(family: str, **changes: Any) -> PreTrainedConfig:
     fields = FAMILIES[family] | changes
-    return AutoConfig.for_model(str(fields["model_type"]), **{name: value for name, value in fields.items() if name != "model_type"})
+    return AutoConfig.for_model(
+        str(fields["model_type"]), **{name: value for name, value in fields.items() if name != "model_type"}
+    )
 
 
 def refusals(model: dict[str, Any], **data: Any) -> list[tuple[str, str, str]]:
-    found = find_facts(recipe_of({"from_config": model}, data={"train": [{"path": "x"}], "max_length": 128} | data))
+    found = find_facts(
+        recipe_of({"from_config": model}, data={"train": [{"path": "x"}], "max_length": 128} | data)
+    )
     return [(problem.code, problem.message, str(problem.hint)) for problem in found.problems]
 
 
 @pytest.mark.parametrize(
-    ("model", "reason"), [(OPENAI_GPT, "lets packed examples see each other"), (BART, "takes no position ids, so a packed example differs")]
+    ("model", "reason"),
+    [
+        (OPENAI_GPT, "lets packed examples see each other"),
+        (BART, "takes no position ids, so a packed example differs"),
+    ],
 )
 def test_recipe_that_packs_for_such_a_model_is_refused(model: dict[str, Any], reason: str) -> None:
     [(code, message, hint)] = refusals(model, packing=True)

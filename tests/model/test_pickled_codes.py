@@ -23,12 +23,18 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 INT8 = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 8}}}}
 
 
-def save(folder: Path, codes: torch.dtype | None, settings: dict[str, Any] | None, *, sharded: bool = False) -> Path:
+def save(
+    folder: Path, codes: torch.dtype | None, settings: dict[str, Any] | None, *, sharded: bool = False
+) -> Path:
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**FAMILIES["llama"])).save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     if codes is not None:
-        scales = {f"{UP}_scale_inv": torch.ones(1, 1)} if codes.is_floating_point else {f"{UP}_scale": torch.ones(len(tensors[UP]), 1)}
+        scales = (
+            {f"{UP}_scale_inv": torch.ones(1, 1)}
+            if codes.is_floating_point
+            else {f"{UP}_scale": torch.ones(len(tensors[UP]), 1)}
+        )
         tensors |= {UP: tensors[UP].to(codes), **scales}
     file = folder / ("part.bin" if sharded else "pytorch_model.bin")
     torch.save(tensors, file)
@@ -43,7 +49,8 @@ def save(folder: Path, codes: torch.dtype | None, settings: dict[str, Any] | Non
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize(
-    ("codes", "settings"), [(torch.float8_e4m3fn, FP8), (torch.int8, INT8), (torch.float8_e4m3fn, None), (torch.int8, None)]
+    ("codes", "settings"),
+    [(torch.float8_e4m3fn, FP8), (torch.int8, INT8), (torch.float8_e4m3fn, None), (torch.int8, None)],
 )
 def test_codes_are_refused_where_they_are_validated_and_loaded(
     codes: torch.dtype, settings: dict[str, Any] | None, sharded: bool, tmp_path: Path

@@ -46,7 +46,9 @@ def as_shards(folder: Path, state: State) -> None:
     weight_map = {name: f"pytorch_model-{1 + (at % 2):05d}-of-00002.bin" for at, name in enumerate(names)}
     for file in set(weight_map.values()):
         torch.save({name: state[name] for name in names if weight_map[name] == file}, folder / file)
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "pytorch_model.bin.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
 
 
 FORMS = {"one file": as_one_file, "old file": as_old_file, "shards": as_shards}
@@ -58,7 +60,9 @@ def inspected(folder: Path, **sections: Any) -> ModelInspection:
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_tensors_are_counted_and_those_that_the_class_lacks_are_carried(form: Form, tmp_path: Path, state: State) -> None:
+def test_tensors_are_counted_and_those_that_the_class_lacks_are_carried(
+    form: Form, tmp_path: Path, state: State
+) -> None:
     form(tmp_path, state)
     found = inspected(tmp_path)
     assert found.problems == ()
@@ -68,14 +72,18 @@ def test_tensors_are_counted_and_those_that_the_class_lacks_are_carried(form: Fo
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_missing_tensors_other_shapes_and_codes_are_refused_by_name(form: Form, tmp_path: Path, state: State) -> None:
+def test_missing_tensors_other_shapes_and_codes_are_refused_by_name(
+    form: Form, tmp_path: Path, state: State
+) -> None:
     for changed in ({UP: torch.ones(2, 2)}, {UP: state[UP].to(torch.int8)}, {}):
         form(tmp_path, {name: value for name, value in state.items() if name != UP} | changed)
         assert [problem for problem in inspected(tmp_path).problems if UP in problem.message]
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_base_that_a_merge_cannot_read_is_refused_before_the_run(form: Form, tmp_path: Path, state: State) -> None:
+def test_base_that_a_merge_cannot_read_is_refused_before_the_run(
+    form: Form, tmp_path: Path, state: State
+) -> None:
     form(tmp_path, state)
     refused = ["merge-damaged-pickle"] if form is as_old_file else []
     checks: list[tuple[Any, dict[str, Any], list[str]]] = [
@@ -84,7 +92,10 @@ def test_base_that_a_merge_cannot_read_is_refused_before_the_run(form: Form, tmp
         (carried_problems, {"merge": {"at_end": False}}, []),
     ]
     for problems, sections, expected in checks:
-        recipe, found = recipe_of({"name_or_path": str(tmp_path)}, **sections), inspected(tmp_path, **sections)
+        recipe, found = (
+            recipe_of({"name_or_path": str(tmp_path)}, **sections),
+            inspected(tmp_path, **sections),
+        )
         assert [each.code for each in problems(recipe, found.facts)] == expected
 
 

@@ -23,14 +23,21 @@ _LONG = {
     "long_factor": [1.0, 2.0, 4.0, 8.0],
     "original_max_position_embeddings": ORIGINAL,
 }
-_PHI3 = FAMILIES["llama"] | {"model_type": "phi3", "pad_token_id": 0, "original_max_position_embeddings": ORIGINAL}
+_PHI3 = FAMILIES["llama"] | {
+    "model_type": "phi3",
+    "pad_token_id": 0,
+    "original_max_position_embeddings": ORIGINAL,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "dynamic": FAMILIES["llama"] | {"max_position_embeddings": ORIGINAL, "rope_parameters": _DYNAMIC},
     "dynamic for one type of layers": FAMILIES["gemma3_text"]
     | {
         "max_position_embeddings": ORIGINAL,
         "layer_types": ["full_attention", "sliding_attention"],
-        "rope_parameters": {"full_attention": _DYNAMIC, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}},
+        "rope_parameters": {
+            "full_attention": _DYNAMIC,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
     },
     "longrope": _PHI3 | {"rope_parameters": _LONG},
     "longrope with scales": FAMILIES["mixtral"]
@@ -60,10 +67,18 @@ def test_rotary_result_does_not_depend_on_other_rows(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_rows_of_max_length_are_computed_as_by_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fixed = {length: logits_of_short_row(build_full(recipe(name, length)), next_to=length) for length in (ORIGINAL, 64)}
+def test_rows_of_max_length_are_computed_as_by_transformers(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fixed = {
+        length: logits_of_short_row(build_full(recipe(name, length)), next_to=length)
+        for length in (ORIGINAL, 64)
+    }
     monkeypatch.setattr("fsdp_tune.model.loading.construct.fix_rotary_frequencies", lambda *_: None)
-    plain = {length: logits_of_short_row(build_full(recipe(name, length)), next_to=length) for length in (ORIGINAL, 64)}
+    plain = {
+        length: logits_of_short_row(build_full(recipe(name, length)), next_to=length)
+        for length in (ORIGINAL, 64)
+    }
     assert not torch.allclose(plain[ORIGINAL], plain[64], atol=1e-4)
     assert all(torch.allclose(fixed[length], plain[length], atol=1e-6) for length in fixed)
 

@@ -1,4 +1,5 @@
-"""`model.rope_scaling`: the frequencies are transformers' own, and a scaling that contradicts the model is refused."""
+"""`model.rope_scaling`: the frequencies are transformers' own, and a scaling that contradicts the model is
+refused."""
 
 from __future__ import annotations
 
@@ -29,9 +30,16 @@ YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0}
 LLAMA3: dict[str, Any] = {"rope_type": "llama3", "factor": 4.0}
 
 
-def scaled(scaling: dict[str, Any], model: dict[str, Any] = LLAMA, *, max_length: int = 4 * ORIGINAL, **model_keys: Any) -> Recipe:
+def scaled(
+    scaling: dict[str, Any],
+    model: dict[str, Any] = LLAMA,
+    *,
+    max_length: int = 4 * ORIGINAL,
+    **model_keys: Any,
+) -> Recipe:
     return recipe_of(
-        {"from_config": model, "rope_scaling": scaling, **model_keys}, data={"train": [{"path": "hand-made"}], "max_length": max_length}
+        {"from_config": model, "rope_scaling": scaling, **model_keys},
+        data={"train": [{"path": "hand-made"}], "max_length": max_length},
     )
 
 
@@ -60,9 +68,15 @@ def test_frequencies_and_logits_are_those_of_transformers(scaling: dict[str, Any
     model = build_full(scaled(scaling)).eval()
     original = scaling.get("original_max_position_embeddings", ORIGINAL)
     assert model.config.max_position_embeddings == scaling["factor"] * original
-    fields = {"original_max_position_embeddings": original, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 10000.0}
+    fields = {
+        "original_max_position_embeddings": original,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "rope_theta": 10000.0,
+    }
     config = type(model.config)(
-        **{name: value for name, value in LLAMA.items() if name != "model_type"} | {"rope_parameters": fields | scaling}
+        **{name: value for name, value in LLAMA.items() if name != "model_type"}
+        | {"rope_parameters": fields | scaling}
     )
     frequencies, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, "cpu")
     rotary: Any = model.model.rotary_emb
@@ -71,7 +85,9 @@ def test_frequencies_and_logits_are_those_of_transformers(scaling: dict[str, Any
     model.save_pretrained(tmp_path)
     ids = torch.arange(2 * ORIGINAL)[None] % 50
     with torch.no_grad():
-        assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path).eval()(ids).logits, model(ids).logits)
+        assert torch.equal(
+            AutoModelForCausalLM.from_pretrained(tmp_path).eval()(ids).logits, model(ids).logits
+        )
 
 
 def test_dynamic_keeps_the_positions_that_its_formula_reads() -> None:
@@ -101,7 +117,9 @@ def test_scaled_row_has_no_notice_and_a_longer_one_is_refused() -> None:
     assert (code, "4 × 64 positions is 256" in message) == ("rope-scaling-too-short", True)
 
 
-OWN = LLAMA | {"rope_parameters": {"rope_theta": 5000.0, **YARN, "original_max_position_embeddings": ORIGINAL // 4}}
+OWN = LLAMA | {
+    "rope_parameters": {"rope_theta": 5000.0, **YARN, "original_max_position_embeddings": ORIGINAL // 4}
+}
 
 
 def test_another_scaling_of_the_model_is_replaced_only_on_request() -> None:
@@ -113,12 +131,20 @@ def test_another_scaling_of_the_model_is_replaced_only_on_request() -> None:
 
 
 def test_replacing_a_linear_scaling_needs_the_original_positions() -> None:
-    """64 positions may be those before scaling by 4 or after it; yarn's frequencies and the length that is allowed depend on them."""
+    """64 positions may be those before scaling by 4 or after it; yarn's frequencies and the length that is
+    allowed depend on them."""
     linear = LLAMA | {"rope_parameters": {"rope_theta": 5000.0, "rope_type": "linear", "factor": 4.0}}
     for other in (YARN, {"rope_type": "linear", "factor": 8.0}):
         code, message = problem_of(scaled(other | {"replace_existing": True}, linear))
-        assert (code, "does not declare its original number of positions" in message) == ("rope-scaling-contradicts", True)
-    config = model_config(scaled({**YARN, "factor": 16.0, "original_max_position_embeddings": 16, "replace_existing": True}, linear))
+        assert (code, "does not declare its original number of positions" in message) == (
+            "rope-scaling-contradicts",
+            True,
+        )
+    config = model_config(
+        scaled(
+            {**YARN, "factor": 16.0, "original_max_position_embeddings": 16, "replace_existing": True}, linear
+        )
+    )
     assert config.max_position_embeddings == 4 * ORIGINAL
     same = {"rope_type": "linear", "factor": 4.0, "replace_existing": True}
     assert model_config(scaled(same, linear)).rope_parameters == linear["rope_parameters"]
@@ -131,10 +157,16 @@ def test_replacing_a_linear_scaling_needs_the_original_positions() -> None:
         (YARN | {"layer_types": ["full_attention"]}, LLAMA, "rope-scaling-layer-types"),
         (YARN | {"layer_types": ["chunked_attention"]}, GEMMA3, "rope-scaling-layer-types"),
         (YARN | {"original_max_position_embeddings": 2 * ORIGINAL}, LLAMA, "rope-scaling-contradicts"),
-        (YARN | {"factor": 1.5, "original_max_position_embeddings": ORIGINAL // 2}, LLAMA, "rope-scaling-contradicts"),
+        (
+            YARN | {"factor": 1.5, "original_max_position_embeddings": ORIGINAL // 2},
+            LLAMA,
+            "rope-scaling-contradicts",
+        ),
     ],
 )
-def test_scaling_that_contradicts_the_model_is_refused(scaling: dict[str, Any], model: dict[str, Any], code: str) -> None:
+def test_scaling_that_contradicts_the_model_is_refused(
+    scaling: dict[str, Any], model: dict[str, Any], code: str
+) -> None:
     assert problem_of(scaled(scaling, model, max_length=32))[0] == code
 
 

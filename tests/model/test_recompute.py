@@ -35,7 +35,11 @@ WAYS: list[dict[str, Any]] = [
 
 def batch_of(vocabulary: int = 257) -> dict[str, torch.Tensor]:
     ids = torch.arange(60).remainder(vocabulary).view(3, 20)
-    return {"input_ids": ids, "labels": ids.clone(), "position_ids": torch.arange(20).remainder(11).expand(3, 20)}
+    return {
+        "input_ids": ids,
+        "labels": ids.clone(),
+        "position_ids": torch.arange(20).remainder(11).expand(3, 20),
+    }
 
 
 def gradients(model: nn.Module) -> tuple[float, list[torch.Tensor]]:
@@ -62,9 +66,14 @@ def test_recomputation_keeps_gradients(family: str, way: dict[str, Any]) -> None
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize(("way", "forwards"), [("none", [1, 1, 1]), ("full", [2, 2, 2]), ("every", [2, 1, 2])], ids=str)
+@pytest.mark.parametrize(
+    ("way", "forwards"), [("none", [1, 1, 1]), ("full", [2, 2, 2]), ("every", [2, 1, 2])], ids=str
+)
 def test_only_selected_layers_are_recomputed(way: str, forwards: list[int]) -> None:
-    fsdp = {"activation_checkpointing": "none" if way == "none" else "full", "activation_checkpointing_every": 2 if way == "every" else 1}
+    fsdp = {
+        "activation_checkpointing": "none" if way == "none" else "full",
+        "activation_checkpointing_every": 2 if way == "every" else 1,
+    }
     recipe = recipe_of({"from_config": {**FAMILIES["llama"], "num_hidden_layers": 3}}, fsdp=fsdp)
     model = build_full(recipe)
     counts = [0, 0, 0]
@@ -76,7 +85,8 @@ def test_only_selected_layers_are_recomputed(way: str, forwards: list[int]) -> N
         return hook
 
     for index, layer in enumerate(model.model.layers):
-        # Inside the layer, since a hook on the layer runs once; before it, since torch stops when it has all it needs.
+        # Inside the layer, since a hook on the layer runs once; before it, since torch stops when it has all
+        # it needs.
         layer.mlp.register_forward_pre_hook(counting(index))
     recompute_activations(recipe, model)
     gradients(model)
@@ -95,30 +105,47 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("dropout", "policy"), [(0.0, CheckpointPolicy.MUST_SAVE), (0.1, CheckpointPolicy.PREFER_RECOMPUTE)])
+@pytest.mark.parametrize(
+    ("dropout", "policy"), [(0.0, CheckpointPolicy.MUST_SAVE), (0.1, CheckpointPolicy.PREFER_RECOMPUTE)]
+)
 def test_attention_that_draws_a_dropout_mask_is_recomputed(dropout: float, policy: CheckpointPolicy) -> None:
-    """A kernel of CUDA draws it inside. If its result were kept, the generator would be behind for all later masks of the layer."""
+    """A kernel of CUDA draws it inside. If its result were kept, the generator would be behind for all later
+    masks of the layer."""
     decide = _SaveAttentionAndEverySecondMatmul()
     context = SelectiveCheckpointContext(is_recompute=False)
     states = [torch.empty(1, 2, 8, 8)] * 3
     aten = torch.ops.aten
     assert decide(context, aten._scaled_dot_product_flash_attention.default, *states, dropout) == policy
-    assert decide(context, aten._scaled_dot_product_efficient_attention.default, *states, None, True, dropout) == policy
-    assert decide(context, aten._scaled_dot_product_cudnn_attention.default, *states, None, True, dropout_p=dropout) == policy
+    assert (
+        decide(context, aten._scaled_dot_product_efficient_attention.default, *states, None, True, dropout)
+        == policy
+    )
+    assert (
+        decide(
+            context, aten._scaled_dot_product_cudnn_attention.default, *states, None, True, dropout_p=dropout
+        )
+        == policy
+    )
 
 
 def test_selective_recomputation_saves_attention_and_every_second_matmul() -> None:
-    """Full recomputation runs every matrix product of the forward again, the selective one every second, and no attention."""
+    """Full recomputation runs every matrix product of the forward again, the selective one every second, and
+    no attention."""
 
     def operators(way: str) -> dict[str, int]:
         recipe = recipe_of("llama", fsdp={"activation_checkpointing": way})
         model = build_full(recipe)
         recompute_activations(recipe, model)
         torch.manual_seed(0)
-        loss, _ = micro_batch_loss(model.train(), {name: value for name, value in batch_of().items() if name != "position_ids"})
+        loss, _ = micro_batch_loss(
+            model.train(), {name: value for name, value in batch_of().items() if name != "position_ids"}
+        )
         with Operators() as seen:
             loss.backward()
-        return {"products": seen.counts["mm"], "attention": seen.counts["_scaled_dot_product_flash_attention_for_cpu"]}
+        return {
+            "products": seen.counts["mm"],
+            "attention": seen.counts["_scaled_dot_product_flash_attention_for_cpu"],
+        }
 
     none, selective, full = (operators(way) for way in ("none", "selective", "full"))
     assert (none["attention"], selective["attention"], full["attention"]) == (0, 0, 2)
@@ -173,7 +200,9 @@ def test_evaluation_does_not_recompute() -> None:
     recompute_activations(recipe, model)
     plain = build_full(recipe)
     with torch.no_grad():
-        assert torch.equal(model.eval()(batch_of()["input_ids"]).logits, plain.eval()(batch_of()["input_ids"]).logits)
+        assert torch.equal(
+            model.eval()(batch_of()["input_ids"]).logits, plain.eval()(batch_of()["input_ids"]).logits
+        )
 
 
 @pytest.mark.parametrize("policy", ["TRANSFORMER_BASED_WRAP", "NO_WRAP", "SIZE_BASED_WRAP"])

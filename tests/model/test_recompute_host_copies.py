@@ -58,7 +58,9 @@ class LateDevice:
         def copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
             if self.now is self.computing:
                 return copied(target, source, non_blocking)
-            assert self.now.followed, "it would read what is not computed yet, or write over what is still read"
+            assert self.now.followed, (
+                "it would read what is not computed yet, or write over what is still read"
+            )
             self.now.followed = False
             self.sizes["back" if self.in_backward else "out"].append(source.numel())
             self.now.work.append(_later(copied, weakref.ref(target), weakref.ref(source)))
@@ -89,7 +91,9 @@ class LateDevice:
 
 
 def _later(
-    copied: Callable[..., Any], target: Callable[[], torch.Tensor | None], source: Callable[[], torch.Tensor | None]
+    copied: Callable[..., Any],
+    target: Callable[[], torch.Tensor | None],
+    source: Callable[[], torch.Tensor | None],
 ) -> Callable[[], None]:
     def run() -> None:
         to, of = target(), source()
@@ -113,7 +117,9 @@ def model_of(family: str, **model: Any) -> tuple[nn.Module, nn.Module]:
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mixtral"])
 @pytest.mark.parametrize("every", [1, 2])
-def test_gradients_are_correct_with_late_host_copies(family: str, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_correct_with_late_host_copies(
+    family: str, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain, moved = model_of(family, activation_checkpointing_every=every)
     _, expected = gradients(plain)
     device = LateDevice(monkeypatch)
@@ -122,7 +128,9 @@ def test_gradients_are_correct_with_late_host_copies(family: str, every: int, mo
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     hidden = 3 * 20 * plain.config.hidden_size  # type: ignore[union-attr]
     moves = LAYERS // every - 1
-    assert device.sizes == {"out": [hidden] * 2 * moves, "back": [hidden] * 2 * moves}, "all but the uppermost layer's, no mask, and once"
+    assert device.sizes == {"out": [hidden] * 2 * moves, "back": [hidden] * 2 * moves}, (
+        "all but the uppermost layer's, no mask, and once"
+    )
 
 
 def test_input_without_gradient_is_not_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,13 +15,19 @@ from fsdp_tune.model.shard.routed_once import RoutedOnce
 from tests.model.families import COMMON
 from tests.model.recipes import recipe_of
 
-PHIMOE = COMMON | {"model_type": "phimoe", "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+PHIMOE = COMMON | {
+    "model_type": "phimoe",
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 """Its router chooses by two maxima."""
 KEYS = 1000
 
 
 class _Layer(nn.Module):
-    """A router whose scores differ from call to call in the last place, between two experts of equal score, after another `topk`."""
+    """A router whose scores differ from call to call in the last place, between two experts of equal score,
+    after another `topk`."""
 
     def __init__(self, call: Any) -> None:
         super().__init__()
@@ -29,7 +35,9 @@ class _Layer(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        keys = torch.topk(torch.arange(2 * KEYS) * hidden.detach(), KEYS).indices  # such as those that sparse attention chooses
+        keys = torch.topk(
+            torch.arange(2 * KEYS) * hidden.detach(), KEYS
+        ).indices  # such as those that sparse attention chooses
         scores = torch.ones(3, 4) * hidden.sum()
         scores = scores + torch.eye(4)[self.calls % 4] * 1e-6
         values, indices = self._call(scores)
@@ -59,7 +67,8 @@ def test_recomputed_layer_chooses_what_its_forward_chose(call: Any) -> None:
 
 
 def test_recomputed_layer_chooses_the_groups_that_its_forward_chose() -> None:
-    """Of two groups of equal score; the experts of the other one have no score, as in DeepSeek-V2's router."""
+    """Of two groups of equal score; the experts of the other one have no score, as in DeepSeek-V2's
+    router."""
     scores_at_choice: list[torch.Tensor] = []
 
     def layer(hidden: torch.Tensor) -> torch.Tensor:
@@ -90,7 +99,11 @@ def test_choice_of_experts_alone_is_kept() -> None:
     assert [each.numel() for each in (*once._kept.values(), *once.chosen)] == [3 * 2]
 
 
-@pytest.mark.parametrize("indices", [torch.tensor([[0, 1]]), torch.tensor([[1, 3], [0, 2], [1, 2]])], ids=["other shape", "other experts"])
+@pytest.mark.parametrize(
+    "indices",
+    [torch.tensor([[0, 1]]), torch.tensor([[1, 3], [0, 2], [1, 2]])],
+    ids=["other shape", "other experts"],
+)
 def test_experts_that_no_topk_chose_are_refused(indices: torch.Tensor) -> None:
     """Although the layer calls `topk` for something else."""
 
@@ -101,13 +114,23 @@ def test_experts_that_no_topk_chose_are_refused(indices: torch.Tensor) -> None:
         return hidden.sin()
 
     with pytest.raises(FsdpTuneError, match=r"`layer` chooses experts without `torch\.topk`"):
-        checkpoint(layer, torch.zeros(2, requires_grad=True), use_reentrant=False, context_fn=RoutedOnce("layer").contexts)
+        checkpoint(
+            layer,
+            torch.zeros(2, requires_grad=True),
+            use_reentrant=False,
+            context_fn=RoutedOnce("layer").contexts,
+        )
     assert RoutedOnce.entered is None
 
 
 @pytest.mark.parametrize("recomputation", ["full", "none"])
 def test_model_whose_router_has_no_topk_is_refused_without_its_weights(recomputation: str) -> None:
     """By `validate`: its layers could not be recomputed. Without recomputation it is taken."""
-    recipe = recipe_of({"from_config": PHIMOE}, 2, fsdp={"ep_size": 2, "activation_checkpointing": recomputation})
-    found = [(problem.code, "no `torch.topk` chooses" in problem.message) for problem in find_facts(recipe).problems]
+    recipe = recipe_of(
+        {"from_config": PHIMOE}, 2, fsdp={"ep_size": 2, "activation_checkpointing": recomputation}
+    )
+    found = [
+        (problem.code, "no `torch.topk` chooses" in problem.message)
+        for problem in find_facts(recipe).problems
+    ]
     assert found == ([("experts-not-divisible", True)] if recomputation == "full" else [])

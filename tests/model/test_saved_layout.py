@@ -37,7 +37,17 @@ def values_of(tensor: FileTensor, state: dict[str, torch.Tensor]) -> torch.Tenso
     return made
 
 
-MIXTURES = ("deepseek_v4", "mixtral", "qwen2_moe", "phimoe", "qwen3_moe", "olmoe", "granitemoe", "aria_text", "deepseek_v3")
+MIXTURES = (
+    "deepseek_v4",
+    "mixtral",
+    "qwen2_moe",
+    "phimoe",
+    "qwen3_moe",
+    "olmoe",
+    "granitemoe",
+    "aria_text",
+    "deepseek_v3",
+)
 OTHERS = ("jamba", "hrm_text", "sarvam_moe", "kimi_linear", "lara_mini", "nemotron_h")
 
 
@@ -84,7 +94,11 @@ def test_files_that_hold_the_parameters_of_the_model_are_the_layout() -> None:
 def test_conversion_that_computes_values_leaves_all_names(monkeypatch: Any) -> None:
     from fsdp_tune.model.loading import saved_layout as module
 
-    monkeypatch.setattr(module, "revert_weight_conversion", lambda _, state: {name: tensor + 1 for name, tensor in state.items()})
+    monkeypatch.setattr(
+        module,
+        "revert_weight_conversion",
+        lambda _, state: {name: tensor + 1 for name, tensor in state.items()},
+    )
     assert saved_layout(build("mixtral")) == BaseLayout()
 
 
@@ -96,7 +110,9 @@ def test_layout_of_the_base_is_read_from_its_index_and_of_a_run_from_its_record(
     recipe = recipe_of({"name_or_path": str(base)})
     assert base_layout(recipe, model) == saved_layout(model)
     index = base / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": dict.fromkeys(model.state_dict(), "model-00001-of-00001.safetensors")}))
+    index.write_text(
+        json.dumps({"weight_map": dict.fromkeys(model.state_dict(), "model-00001-of-00001.safetensors")})
+    )
     assert base_layout(recipe, model) == BaseLayout()
     index.write_text("{")
     assert base_layout(recipe, model) == saved_layout(model)

@@ -15,7 +15,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 from fsdp_tune.model.loading.construct import build_empty
 from fsdp_tune.model.shard.local import decayed_names, decays
-from fsdp_tune.model.step import LossScale, clip_factor, compute_context, parameter_groups, scale_gradients, total_norm
+from fsdp_tune.model.step import (
+    LossScale,
+    clip_factor,
+    compute_context,
+    parameter_groups,
+    scale_gradients,
+    total_norm,
+)
 from tests.model.families import FAMILIES, XLNET
 from tests.model.recipes import recipe_of
 from tests.ranks import Ranks
@@ -31,7 +38,9 @@ def with_gradients(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32)
 
 def test_norm_of_plain_gradients_equals_torch() -> None:
     parameters = with_gradients((3, 5), (7,), (2, 2, 2))
-    assert float(total_norm(parameters)) == pytest.approx(float(nn.utils.get_total_norm([p.grad for p in parameters])), rel=1e-6)
+    assert float(total_norm(parameters)) == pytest.approx(
+        float(nn.utils.get_total_norm([p.grad for p in parameters])), rel=1e-6
+    )
 
 
 def test_norm_of_bf16_gradients_is_not_rounded_to_bf16() -> None:
@@ -97,7 +106,11 @@ def test_clipping_equals_torch(norm: float, max_norm: float) -> None:
 
 
 def test_gradient_scaling_covers_every_dtype() -> None:
-    parameters = [*with_gradients((2, 2)), *with_gradients((3,), dtype=torch.bfloat16), nn.Parameter(torch.zeros(2))]
+    parameters = [
+        *with_gradients((2, 2)),
+        *with_gradients((3,), dtype=torch.bfloat16),
+        nn.Parameter(torch.zeros(2)),
+    ]
     before = [p.grad.clone() for p in parameters[:2]]
     scale_gradients(parameters, 0.5)
     assert all(torch.equal(p.grad, 0.5 * old) for p, old in zip(parameters, before, strict=False))
@@ -106,11 +119,18 @@ def test_gradient_scaling_covers_every_dtype() -> None:
 
 _SMALL = {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 96, "num_attention_heads": 4}
 
-# By hand: the vectors of each family, by the last part of their names; everything else is a matrix and decays.
+# By hand: the vectors of each family, by the last part of their names; everything else is a matrix and
+# decays.
 VECTORS = {
     "gpt2": {"bias", "ln_1.weight", "ln_2.weight", "ln_f.weight"},
     "llama": {"input_layernorm.weight", "post_attention_layernorm.weight", "norm.weight"},
-    "qwen3": {"input_layernorm.weight", "post_attention_layernorm.weight", "norm.weight", "q_norm.weight", "k_norm.weight"},
+    "qwen3": {
+        "input_layernorm.weight",
+        "post_attention_layernorm.weight",
+        "norm.weight",
+        "q_norm.weight",
+        "k_norm.weight",
+    },
     "phi": {"bias", "input_layernorm.weight", "final_layernorm.weight"},
     "mixtral": {"input_layernorm.weight", "post_attention_layernorm.weight", "norm.weight"},
 }
@@ -126,7 +146,9 @@ def test_norms_and_biases_do_not_decay(family: str) -> None:
     for parameter in kept["params"]:
         assert any(name_of[id(parameter)].endswith(end) for end in VECTORS[family]), name_of[id(parameter)]
     for parameter in decayed["params"]:
-        assert not any(name_of[id(parameter)].endswith(f".{end}") for end in VECTORS[family]), name_of[id(parameter)]
+        assert not any(name_of[id(parameter)].endswith(f".{end}") for end in VECTORS[family]), name_of[
+            id(parameter)
+        ]
     assert len(decayed["params"]) + len(kept["params"]) == len(name_of)
 
 
@@ -145,15 +167,23 @@ def test_biases_of_two_dimensions_do_not_decay(family: str) -> None:
     section, biases = TWO_DIMENSIONAL_BIASES[family]
     model = build_empty(recipe_of({"from_config": section}))
     decayed = decayed_names(model)
-    of_two_dimensions = {name for name, p in model.named_parameters() if p.ndim == 2 and name.rpartition(".")[2] in biases}
+    of_two_dimensions = {
+        name for name, p in model.named_parameters() if p.ndim == 2 and name.rpartition(".")[2] in biases
+    }
     assert {name.rpartition(".")[2] for name in of_two_dimensions} == biases
     assert not of_two_dimensions & decayed
     assert decayed
 
 
 def test_frozen_parameters_are_in_no_group() -> None:
-    model = build_empty(recipe_of({"from_config": FAMILIES["llama"], "freeze": ["model.layers.0.*", "model.norm.weight"]}))
-    grouped = {id(p) for group in parameter_groups(model, lambda name: {"weight_decay": 0.0}) for p in group["params"]}
+    model = build_empty(
+        recipe_of({"from_config": FAMILIES["llama"], "freeze": ["model.layers.0.*", "model.norm.weight"]})
+    )
+    grouped = {
+        id(p)
+        for group in parameter_groups(model, lambda name: {"weight_decay": 0.0})
+        for p in group["params"]
+    }
     assert grouped == {id(p) for p in model.parameters() if p.requires_grad}
     assert not any(id(p) in grouped for p in model.model.layers[0].parameters())
 
@@ -178,7 +208,12 @@ def test_loss_scale_backs_off_grows_and_round_trips() -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "mixed", "computes"),
-    [("NO_SHARD", "bf16", "bfloat16"), ("NO_SHARD", "no", "float32"), ("FULL_SHARD", "bf16", "float32"), ("NO_SHARD", "fp16", "float16")],
+    [
+        ("NO_SHARD", "bf16", "bfloat16"),
+        ("NO_SHARD", "no", "float32"),
+        ("FULL_SHARD", "bf16", "float32"),
+        ("NO_SHARD", "fp16", "float16"),
+    ],
 )
 def test_only_plain_ddp_needs_autocast(strategy: str, mixed: str, computes: str) -> None:
     recipe = recipe_of(fsdp={"sharding_strategy": strategy}, precision={"mixed_precision": mixed})
@@ -202,6 +237,10 @@ def test_magnitudes_of_dora_are_not_decayed_unlike_by_transformers() -> None:
     model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
     theirs = set(Trainer.get_decay_parameter_names(cast(Any, None), adapted))
-    differing = {name for name, p in adapted.named_parameters() if p.requires_grad and decays(name, p) != (name in theirs)}
+    differing = {
+        name
+        for name, p in adapted.named_parameters()
+        if p.requires_grad and decays(name, p) != (name in theirs)
+    }
     assert [name.rpartition("q_proj.")[2] for name in differing] == ["lora_magnitude_vector.default.weight"]
     assert differing <= theirs

@@ -13,18 +13,23 @@ from tests.ranks import Ranks
 
 MICRO_BATCHES = 16
 ROUNDED_ONCE = 0.0025
-"""Relative error of a gradient that is rounded to bf16 once: 0.17 %. Added in bf16 16 times, it is off by 0.4 %."""
+"""Relative error of a gradient that is rounded to bf16 once: 0.17 %. Added in bf16 16 times, it is off by 0.4
+%."""
 
 
 def sums(ranks: int, optim_args: str | None, **fsdp: Any) -> dict[str, float]:
-    """On a rank: the error of the step's gradient before and in the update, against the fp64 sum of gradients taken one by one."""
+    """On a rank: the error of the step's gradient before and in the update, against the fp64 sum of gradients
+    taken one by one."""
     from fsdp_tune.model.loading.assemble import wrap_whole
     from fsdp_tune.model.loading.construct import build_full
     from fsdp_tune.model.optim.optimizer import build_optimizer
     from fsdp_tune.model.shard.process_groups import make_mesh
     from fsdp_tune.model.step import forward_backward
 
-    training = {"global_batch_size": ranks * MICRO_BATCHES, **({"optim_args": optim_args} if optim_args else {})}
+    training = {
+        "global_batch_size": ranks * MICRO_BATCHES,
+        **({"optim_args": optim_args} if optim_args else {}),
+    }
     recipe = recipe_of("llama", ranks, fsdp=fsdp, training=training)
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": "bf16"})})
     loaded = wrap_whole(recipe, build_full(recipe), make_mesh(recipe, "cpu"), torch.device("cpu"))
@@ -52,7 +57,9 @@ def sums(ranks: int, optim_args: str | None, **fsdp: Any) -> dict[str, float]:
         backward(ids, last=number == MICRO_BATCHES - 1)
     found = {"before": float((gradients() - exact).norm() / exact.norm())}
     found["bytes"] = wrapped.get_input_embeddings().weight.grad.element_size()
-    optimizer.register_step_post_hook(lambda *_: found.update(update=float((gradients() - exact).norm() / exact.norm())))
+    optimizer.register_step_post_hook(
+        lambda *_: found.update(update=float((gradients() - exact).norm() / exact.norm()))
+    )
     optimizer.step()
     found["finite"] = float(all(bool(torch.isfinite(p.to_local()).all()) for p in wrapped.parameters()))
     return found
@@ -65,7 +72,9 @@ def sums(ranks: int, optim_args: str | None, **fsdp: Any) -> dict[str, float]:
         (2, None, {}, 1e-6, ROUNDED_ONCE),
         pytest.param(2, None, {"offload_params": True}, 1e-6, ROUNDED_ONCE, marks=pytest.mark.slow),
         (2, "bf16_stochastic_round=true", {"sharding_strategy": "SHARD_GRAD_OP"}, 1e-6, 1e-6),
-        pytest.param(4, None, {"sharding_strategy": "HYBRID_SHARD"}, ROUNDED_ONCE, ROUNDED_ONCE, marks=pytest.mark.slow),
+        pytest.param(
+            4, None, {"sharding_strategy": "HYBRID_SHARD"}, ROUNDED_ONCE, ROUNDED_ONCE, marks=pytest.mark.slow
+        ),
     ],
     ids=["AdamW", "AdamW, offloaded", "lean AdamW", "HYBRID_SHARD"],
 )

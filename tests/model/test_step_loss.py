@@ -9,17 +9,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_tune.model.loading.construct import build_full
-from fsdp_tune.model.step import IGNORE_INDEX, auxiliary_loss_weight, shift_labels, summed_token_loss, supervised_tokens
+from fsdp_tune.model.step import (
+    IGNORE_INDEX,
+    auxiliary_loss_weight,
+    shift_labels,
+    summed_token_loss,
+    supervised_tokens,
+)
 from tests.model.recipes import recipe_of
 
 
 def by_hand(logits: np.ndarray, labels: np.ndarray) -> tuple[float, int]:
-    """Sum of −log softmax(logits at t−1)[label at t] over supervised t, in float64; and how many there are."""
+    """Sum of −log softmax(logits at t−1)[label at t] over supervised t, in float64; and how many there
+    are."""
     total, count = 0.0, 0
     for row, targets in zip(logits.astype(np.float64), labels, strict=True):
         for at in range(1, len(targets)):
             if targets[at] != IGNORE_INDEX:
-                total += np.log(np.exp(row[at - 1] - row[at - 1].max()).sum()) + row[at - 1].max() - row[at - 1][targets[at]]
+                total += (
+                    np.log(np.exp(row[at - 1] - row[at - 1].max()).sum())
+                    + row[at - 1].max()
+                    - row[at - 1][targets[at]]
+                )
                 count += 1
     return total, count
 
@@ -27,7 +38,9 @@ def by_hand(logits: np.ndarray, labels: np.ndarray) -> tuple[float, int]:
 @given(
     st.integers(1, 4).flatmap(
         lambda rows: st.integers(1, 6).flatmap(
-            lambda width: st.lists(st.lists(st.integers(-1, 4), min_size=width, max_size=width), min_size=rows, max_size=rows)
+            lambda width: st.lists(
+                st.lists(st.integers(-1, 4), min_size=width, max_size=width), min_size=rows, max_size=rows
+            )
         )
     )
 )
@@ -41,7 +54,8 @@ def test_summed_loss_equals_a_manual_sum(rows: list[list[int]]) -> None:
 
 
 def test_dft_weights_each_token_by_its_probability_without_a_gradient_through_it() -> None:
-    """-p log p, with the gradient p (softmax - one-hot) that a constant p gives, in a plain loop in float64 (arXiv:2508.05629, eq. 9)."""
+    """-p log p, with the gradient p (softmax - one-hot) that a constant p gives, in a plain loop in float64
+    (arXiv:2508.05629, eq. 9)."""
     logits = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0), requires_grad=True)
     labels = torch.tensor([[1, 2, IGNORE_INDEX, 3, 4], [IGNORE_INDEX, IGNORE_INDEX, 5, 6, 0]])
     loss = summed_token_loss(logits, shift_labels(labels), dft=True)
@@ -78,10 +92,14 @@ def test_loss_of_low_precision_logits_is_computed_in_fp32() -> None:
 
 
 def test_targets_are_the_next_token_and_the_last_has_none() -> None:
-    assert shift_labels(torch.tensor([[7, 8, IGNORE_INDEX, 9]])).tolist() == [[8, IGNORE_INDEX, 9, IGNORE_INDEX]]
+    assert shift_labels(torch.tensor([[7, 8, IGNORE_INDEX, 9]])).tolist() == [
+        [8, IGNORE_INDEX, 9, IGNORE_INDEX]
+    ]
 
 
-@pytest.mark.parametrize(("overrides", "weight"), [({}, 0.0), ({"output_router_logits": True, "router_aux_loss_coef": 0.02}, 0.02)])
+@pytest.mark.parametrize(
+    ("overrides", "weight"), [({}, 0.0), ({"output_router_logits": True, "router_aux_loss_coef": 0.02}, 0.02)]
+)
 def test_router_balance_counts_only_if_the_config_enables_it(overrides: dict, weight: float) -> None:
     from tests.model.families import FAMILIES
 

@@ -17,15 +17,38 @@ from fsdp_tune.model.loading.inspect import find_facts
 from fsdp_tune.model.mixers import separate_documents
 from fsdp_tune.model.step import micro_batch_loss, shift_labels
 from fsdp_tune.worker.readback import isolation
-from fsdp_tune.worker.readback.isolation import ALLOWED, Deviations, deviations, not_causal, not_isolated, rows_to_check
+from fsdp_tune.worker.readback.isolation import (
+    ALLOWED,
+    Deviations,
+    deviations,
+    not_causal,
+    not_isolated,
+    rows_to_check,
+)
 from fsdp_tune.worker.rows.batches import Batch, Collator
 from tests.model.families import BART, BERT, FAMILIES, OPENAI_GPT, XLNET
 from tests.model.flash import FLASH_STAND_IN, flash_stand_in
 from tests.model.recipes import recipe_of
 from tests.parity.store import make_store
 
-CACHE = "cache" if "cache" in inspect.signature(masking_utils.create_causal_mask).parameters else "past_key_values"
-ISOLATED = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi", "gpt_neox", "mixtral", "qwen2_moe"]
+CACHE = (
+    "cache"
+    if "cache" in inspect.signature(masking_utils.create_causal_mask).parameters
+    else "past_key_values"
+)
+ISOLATED = [
+    "gpt2",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma3_text",
+    "phi",
+    "gpt_neox",
+    "mixtral",
+    "qwen2_moe",
+]
 
 
 @pytest.fixture(scope="module")
@@ -66,17 +89,25 @@ def test_packed_logits_equal_unpacked_logits(family: str, kernel: str, packed: R
         start = 0
         for example in examples_of(row):
             alone = logits_of(model, batch_of([example]))[0, : len(example.input_ids)]
-            difference = (logits[start : start + len(example.input_ids)] - alone).abs().max() / alone.abs().max()
+            difference = (
+                logits[start : start + len(example.input_ids)] - alone
+            ).abs().max() / alone.abs().max()
             assert float(difference) <= 1e-5
             start += len(example.input_ids)
 
 
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
 def test_masks_of_known_documents_equal_those_of_transformers(kernel: str, packed: RowStore) -> None:
-    """Of full attention and of a window, and without waiting for the device: transformers does not look for packed rows."""
+    """Of full attention and of a window, and without waiting for the device: transformers does not look for
+    packed rows."""
     config = AutoConfig.for_model("mistral", sliding_window=4, attn_implementation=kernel)
     batch = batch_of([packed[row] for row in (0, 5, 9)])
-    inputs = {"config": config, "inputs_embeds": torch.zeros(*batch.tensors["input_ids"].shape, 4), "attention_mask": None, CACHE: None}
+    inputs = {
+        "config": config,
+        "inputs_embeds": torch.zeros(*batch.tensors["input_ids"].shape, 4),
+        "attention_mask": None,
+        CACHE: None,
+    }
     for make in (masking_utils.create_causal_mask, masking_utils.create_sliding_window_causal_mask):
         expected = make(**inputs, position_ids=batch.tensors["position_ids"])
         with packing_known(batch.tensors["position_ids"], kernel):
@@ -96,13 +127,17 @@ def test_rows_of_one_example_are_not_searched_for_packed_ones(packed: RowStore) 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mixtral"])
 def test_packed_row_loss_and_gradient_are_sums_over_examples(family: str, packed: RowStore) -> None:
-    model = build_full(recipe_of({"from_config": FAMILIES[family], "config_overrides": NO_DROPOUT.get(family, {})})).train()
+    model = build_full(
+        recipe_of({"from_config": FAMILIES[family], "config_overrides": NO_DROPOUT.get(family, {})})
+    ).train()
 
     def gradient(batches: list[Batch]) -> tuple[float, torch.Tensor]:
         model.zero_grad()
         losses = [micro_batch_loss(model, batch.tensors)[0] for batch in batches]
         torch.stack(losses).sum().backward()
-        return sum(float(loss.detach()) for loss in losses), torch.cat([p.grad.flatten() for p in model.parameters()])
+        return sum(float(loss.detach()) for loss in losses), torch.cat(
+            [p.grad.flatten() for p in model.parameters()]
+        )
 
     rows = [packed[3], packed[4]]
     loss, one = gradient([batch_of(rows)])
@@ -122,11 +157,16 @@ def test_no_target_crosses_an_example_boundary(packed: RowStore) -> None:
         assert (targets[ends] == IGNORE_INDEX).all()
         inside = np.setdiff1d(np.arange(len(row.input_ids)), ends)
         supervised = targets[inside] != IGNORE_INDEX
-        assert (targets[inside][supervised] == torch.from_numpy(row.input_ids.astype(np.int64))[inside + 1][supervised]).all()
+        assert (
+            targets[inside][supervised]
+            == torch.from_numpy(row.input_ids.astype(np.int64))[inside + 1][supervised]
+        ).all()
 
 
 def refusals(model: dict[str, Any]) -> list[str]:
-    problems = find_facts(recipe_of({"from_config": model}, data={"train": [{"path": "x"}], "packing": True, "max_length": 128})).problems
+    problems = find_facts(
+        recipe_of({"from_config": model}, data={"train": [{"path": "x"}], "packing": True, "max_length": 128})
+    ).problems
     return [problem.code for problem in problems]
 
 
@@ -138,8 +178,15 @@ def leak(family: str, kernel: str, row: Row) -> float:
     """By how much the logits of later examples move when the tokens of the first one change."""
     model = build_full(recipe_of({"from_config": FAMILIES[family], "attn_implementation": kernel})).eval()
     first = row.lengths[0]
-    other = Row(np.where(np.arange(len(row.input_ids)) < first, 7, row.input_ids).astype(np.int32), row.labels, row.lengths, row.row_id)
-    before, after = (logits_of(model, batch_of([each]))[0, first : len(row.input_ids)] for each in (row, other))
+    other = Row(
+        np.where(np.arange(len(row.input_ids)) < first, 7, row.input_ids).astype(np.int32),
+        row.labels,
+        row.lengths,
+        row.row_id,
+    )
+    before, after = (
+        logits_of(model, batch_of([each]))[0, first : len(row.input_ids)] for each in (row, other)
+    )
     return float((before - after).abs().max())
 
 
@@ -188,14 +235,20 @@ def test_noncausal_model_is_refused(family: str, unpacked: RowStore) -> None:
     assert found.packed is None
 
 
-@pytest.mark.parametrize("model", [{**BERT, "is_decoder": True}, {**_XLM, "causal": True}, FAMILIES["opt"], FAMILIES["gpt_oss"]])
+@pytest.mark.parametrize(
+    "model", [{**BERT, "is_decoder": True}, {**_XLM, "causal": True}, FAMILIES["opt"], FAMILIES["gpt_oss"]]
+)
 def test_causal_model_passes(model: dict[str, Any], unpacked: RowStore) -> None:
     assert measured(model, rows_to_check(unpacked, 2)) == Deviations(0.0, None)
 
 
-@pytest.mark.parametrize(("family", "hint"), [("bert", "is_decoder=true"), ("xlm", "causal=true"), ("xlnet", "train a decoder")])
+@pytest.mark.parametrize(
+    ("family", "hint"), [("bert", "is_decoder=true"), ("xlm", "causal=true"), ("xlnet", "train a decoder")]
+)
 def test_refusal_names_the_model_and_the_field_that_helps(family: str, hint: str) -> None:
-    problem = not_causal(0.15, "SomeModel", AutoConfig.for_model(SEES_LATER[family]["model_type"])).problems[0]
+    problem = not_causal(0.15, "SomeModel", AutoConfig.for_model(SEES_LATER[family]["model_type"])).problems[
+        0
+    ]
     assert problem.message.startswith("SomeModel sees later tokens: logits move by 15.00%")
     assert hint in str(problem.hint)
 
@@ -220,7 +273,9 @@ def test_rows_to_check_are_cut_to_a_bounded_number_of_tokens(monkeypatch: pytest
     monkeypatch.setattr(isolation, "BATCH_TOKENS", 24)
     ids = np.arange(40, dtype=np.int32)
     row, other = rows_to_check(stored(Row(ids, ids, (40,), 0), Row(ids, ids, (15, 20, 5), 1)), 2)
-    assert (row.input_ids.tolist(), row.labels.tolist(), row.lengths, row.row_id) == ([*range(4), *range(15, 23)],) * 2 + ((4, 8), 1)
+    assert (row.input_ids.tolist(), row.labels.tolist(), row.lengths, row.row_id) == (
+        [*range(4), *range(15, 23)],
+    ) * 2 + ((4, 8), 1)
     assert (other.input_ids.tolist(), other.lengths) == ([*range(8), *range(15, 19)], (8, 4))
     assert sum(len(row.input_ids) for row in rows_to_check(stored(Row(ids, ids, (40,), 0)), 2)) == 24
 
@@ -231,11 +286,15 @@ def test_no_rows_to_check_where_every_row_is_one_token() -> None:
 
 
 @pytest.mark.parametrize("variable_lengths", [True, False])
-def test_flash_kernel_that_reads_position_ids_of_single_rows_is_refused(variable_lengths: bool, packed: RowStore) -> None:
+def test_flash_kernel_that_reads_position_ids_of_single_rows_is_refused(
+    variable_lengths: bool, packed: RowStore
+) -> None:
     """As transformers' flash path does where nothing gives it `cu_seq_lens`."""
     recipe = recipe_of({"from_config": FAMILIES["llama"]})
     with flash_stand_in():
-        model = build_full(recipe_of({"from_config": FAMILIES["llama"], "attn_implementation": FLASH_STAND_IN}))
+        model = build_full(
+            recipe_of({"from_config": FAMILIES["llama"], "attn_implementation": FLASH_STAND_IN})
+        )
         collator = Collator(pad_token_id=0, multiple_of=8, variable_lengths=variable_lengths)
         found = deviations(recipe, model, rows_to_check(packed, 2), collator, torch.device("cpu"))
     assert found.packed is not None
@@ -243,4 +302,7 @@ def test_flash_kernel_that_reads_position_ids_of_single_rows_is_refused(variable
 
 
 def test_refusal_of_packing_has_a_remedy() -> None:
-    assert not_isolated(0.1, "SomeModel", AutoConfig.for_model("llama")).problems[0].hint == "--set data.packing=false"
+    assert (
+        not_isolated(0.1, "SomeModel", AutoConfig.for_model("llama")).problems[0].hint
+        == "--set data.packing=false"
+    )

@@ -35,7 +35,9 @@ def problems(base: Path, **sections: Any) -> list[tuple[str, str]]:
 
 
 def write_shards(base: Path, names: list[str], there: list[str]) -> None:
-    (base / INDEX).write_text(json.dumps({"weight_map": {f"w{number}": name for number, name in enumerate(names)}}))
+    (base / INDEX).write_text(
+        json.dumps({"weight_map": {f"w{number}": name for number, name in enumerate(names)}})
+    )
     for number, name in enumerate(names):
         if name in there:
             save_file({f"w{number}": torch.zeros(2)}, base / name)
@@ -65,7 +67,10 @@ def test_absent_shard_is_reported(base: Path) -> None:
     write_shards(base, [f"{number}.safetensors" for number in range(6)], ["1.safetensors"])
     [problem] = check_weight_files(recipe_of({"name_or_path": str(base)}))
     assert (problem.code, problem.where.source) == ("model-weights-missing", str(base / INDEX))
-    assert "6 files of weights, and 5 are not there: `0.safetensors`, `2.safetensors`, `3.safetensors`, …" in problem.message
+    assert (
+        "6 files of weights, and 5 are not there: `0.safetensors`, `2.safetensors`, `3.safetensors`, …"
+        in problem.message
+    )
 
 
 @pytest.mark.parametrize("content", [b"", b"<html>", b"<!DOCTYPE html><html>", b"\xff" * 64, b"\0" * 8])
@@ -96,9 +101,13 @@ def test_index_that_leads_out_of_the_directory_is_reported(base: Path) -> None:
 
 def test_file_that_config_json_names_and_that_is_not_there_is_reported(base: Path) -> None:
     save_file({"w": torch.zeros(2)}, base / SINGLE)
-    (base / "config.json").write_text(json.dumps(FAMILIES["llama"] | {"transformers_weights": "own.safetensors"}))
+    (base / "config.json").write_text(
+        json.dumps(FAMILIES["llama"] | {"transformers_weights": "own.safetensors"})
+    )
     assert problems(base) == [("model-weights-missing", "config.json")]
-    (base / "config.json").write_text(json.dumps(FAMILIES["llama"] | {"transformers_weights": "own.safetensors.index.json"}))
+    (base / "config.json").write_text(
+        json.dumps(FAMILIES["llama"] | {"transformers_weights": "own.safetensors.index.json"})
+    )
     assert problems(base) == [("model-weights-damaged", "config.json")]
 
 
@@ -112,12 +121,16 @@ def test_pointer_in_place_of_an_adapter_is_reported(base: Path, tmp_path: Path) 
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_model.safetensors").write_bytes(POINTER)
-    assert problems(base, lora={"r": 4, "adapter": str(adapter)}) == [("model-weights-pointer", "adapter_model.safetensors")]
+    assert problems(base, lora={"r": 4, "adapter": str(adapter)}) == [
+        ("model-weights-pointer", "adapter_model.safetensors")
+    ]
 
 
 def test_inspection_has_the_problems_of_weight_files(base: Path) -> None:
     (base / SINGLE).write_bytes(POINTER)
-    document = find_facts(recipe_of({"name_or_path": str(base)}, data={"train": [{"path": "x"}], "max_length": 64}))
+    document = find_facts(
+        recipe_of({"name_or_path": str(base)}, data={"train": [{"path": "x"}], "max_length": 64})
+    )
     assert [problem.code for problem in document.problems] == ["model-weights-pointer"]
 
 
@@ -132,7 +145,10 @@ def test_codes_of_a_file_are_not_kept_for_a_later_load(base: Path) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     out, inputs = others.pop(name).shape
     owner = name.removesuffix("weight")
-    codes = {f"{owner}qweight": torch.randint(1 << 30, (inputs // 8, out)).int(), f"{owner}qzeros": torch.zeros(1, out // 8).int()}
+    codes = {
+        f"{owner}qweight": torch.randint(1 << 30, (inputs // 8, out)).int(),
+        f"{owner}qzeros": torch.zeros(1, out // 8).int(),
+    }
 
     def read() -> torch.Tensor:
         files, target = find_weight_files(recipe), torch.empty(out, inputs)
@@ -143,6 +159,10 @@ def test_codes_of_a_file_are_not_kept_for_a_later_load(base: Path) -> None:
     for load in (read, lambda: build_full(recipe).get_parameter(name).detach()):
         values: list[torch.Tensor] = []
         for scale in (1, 2):
-            save_file({**others, **codes, f"{owner}scales": torch.full((1, out), scale).half()}, base / SINGLE, {"format": "pt"})
+            save_file(
+                {**others, **codes, f"{owner}scales": torch.full((1, out), scale).half()},
+                base / SINGLE,
+                {"format": "pt"},
+            )
             values.append(load().float())
         assert torch.equal(values[1], 2 * values[0])

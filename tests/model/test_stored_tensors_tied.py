@@ -1,4 +1,5 @@
-"""A model whose files store embedding and head with different values is trained untied, whatever its config.json states."""
+"""A model whose files store embedding and head with different values is trained untied, whatever its
+config.json states."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ EMBEDDINGS = {"llama": "model.embed_tokens.weight", "gpt2": "transformer.wte.wei
 
 
 def save_base(folder: Path, family: str, *, change: float, kind: str = "single") -> Path:
-    """Write a model of `family` whose config ties, and whose files hold the head as the embedding plus `change` in its last element."""
+    """Write a model of `family` whose config ties, and whose files hold the head as the embedding plus
+    `change` in its last element."""
     config = AutoConfig.for_model(**(FAMILIES[family] | {"tie_word_embeddings": False}))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -45,7 +47,9 @@ def trained(base: Path, **model: Any) -> Any:
 
 @pytest.mark.parametrize("kind", ["single", "sharded", "pickle"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_stored_head_is_kept_and_reported(family: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_head_is_kept_and_reported(
+    family: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(untie, "BLOCK_ELEMENTS", 1000)
     base = save_base(tmp_path, family, change=0.5, kind=kind)
     recipe = trained(base)
@@ -85,13 +89,17 @@ def test_copies_of_two_dtypes_are_compared_by_value(tmp_path: Path) -> None:
 def test_nested_setting_is_read(tmp_path: Path) -> None:
     """Configurations of models that also take images hold that of the language model."""
     save_base(tmp_path, "llama", change=0.5)
-    config = AutoConfig.for_model("gemma3", text_config={"tie_word_embeddings": True}, tie_word_embeddings=True)
+    config = AutoConfig.for_model(
+        "gemma3", text_config={"tie_word_embeddings": True}, tie_word_embeddings=True
+    )
     assert untie.untie(trained(tmp_path), config) is not None
     assert (config.tie_word_embeddings, config.get_text_config().tie_word_embeddings) == (False, False)
 
 
 def test_recipe_that_unties_gets_no_notice(tmp_path: Path) -> None:
-    recipe = trained(save_base(tmp_path, "llama", change=0.5), config_overrides={"tie_word_embeddings": False})
+    recipe = trained(
+        save_base(tmp_path, "llama", change=0.5), config_overrides={"tie_word_embeddings": False}
+    )
     assert not [each for each in find_facts(recipe).notices if each.code == "weights-untied"]
     assert build_full(recipe).lm_head.weight[-1, -1] != build_full(recipe).model.embed_tokens.weight[-1, -1]
 
@@ -101,7 +109,9 @@ def test_recipe_that_ties_different_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FsdpTuneError) as caught:
         model_config(recipe)
     assert [problem.code for problem in caught.value.problems] == ["tie-contradicts-weights"]
-    allowed = trained(save_base(tmp_path / "equal", "llama", change=0.0), config_overrides={"tie_word_embeddings": True})
+    allowed = trained(
+        save_base(tmp_path / "equal", "llama", change=0.0), config_overrides={"tie_word_embeddings": True}
+    )
     assert model_config(allowed).tie_word_embeddings is True
 
 

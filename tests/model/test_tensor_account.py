@@ -36,9 +36,13 @@ def base(tmp_path: Path) -> Path:
     return folder
 
 
-def rewrite(folder: Path, changes: dict[str, torch.Tensor | None], quantization: dict[str, Any] | None = None) -> None:
+def rewrite(
+    folder: Path, changes: dict[str, torch.Tensor | None], quantization: dict[str, Any] | None = None
+) -> None:
     tensors = {**load_file(folder / "model.safetensors"), **changes}
-    save_file({name: value for name, value in tensors.items() if value is not None}, folder / "model.safetensors")
+    save_file(
+        {name: value for name, value in tensors.items() if value is not None}, folder / "model.safetensors"
+    )
     if quantization is not None:
         config = json.loads((folder / "config.json").read_text()) | {"quantization_config": quantization}
         (folder / "config.json").write_text(json.dumps(config))
@@ -49,8 +53,14 @@ def fp8_like(folder: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("method", [None, "quark", "aqlm", "fbgemm_fp8"])
-def test_quantised_weight_that_no_rule_reads_is_refused_where_it_is_validated_and_loaded(base: Path, method: str | None) -> None:
-    rewrite(base, {UP: fp8_like(base), f"{UP}_scale": torch.ones(1)}, None if method is None else {"quant_method": method})
+def test_quantised_weight_that_no_rule_reads_is_refused_where_it_is_validated_and_loaded(
+    base: Path, method: str | None
+) -> None:
+    rewrite(
+        base,
+        {UP: fp8_like(base), f"{UP}_scale": torch.ones(1)},
+        None if method is None else {"quant_method": method},
+    )
     recipe = recipe_of({"name_or_path": str(base)})
     problems = find_facts(recipe).problems
     assert [problem.code for problem in problems] == ["model-quantised"]
@@ -62,19 +72,28 @@ def test_quantised_weight_that_no_rule_reads_is_refused_where_it_is_validated_an
         assert caught.value.exit_code == 2
 
 
-def test_files_with_exactly_the_parameters_of_the_model_need_no_renamings(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_with_exactly_the_parameters_of_the_model_need_no_renamings(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Transformers' table of them costs a tenth of a second in each process."""
     calls: list[str] = []
     real = tensor_account.get_model_conversion_mapping
     monkeypatch.setattr(
-        tensor_account, "get_model_conversion_mapping", lambda *given, **options: calls.append("") or real(*given, **options)
+        tensor_account,
+        "get_model_conversion_mapping",
+        lambda *given, **options: calls.append("") or real(*given, **options),
     )
     recipe = recipe_of({"name_or_path": str(base)})
-    types = {name: StoredType("F32", tuple(value.shape)) for name, value in load_file(base / "model.safetensors").items()}
+    types = {
+        name: StoredType("F32", tuple(value.shape))
+        for name, value in load_file(base / "model.safetensors").items()
+    }
 
     def account(changed: dict[str, StoredType]) -> tuple[dict[str, int], int]:
         calls.clear()
-        found = account_for(recipe, model_config(recipe), build_empty(recipe), BaseTensors(types | changed, {}, {}))
+        found = account_for(
+            recipe, model_config(recipe), build_empty(recipe), BaseTensors(types | changed, {}, {})
+        )
         return found.counts(), len(found.problems)
 
     assert account({}) == ({"trained": len(types)}, 0)
@@ -86,13 +105,20 @@ def test_files_with_exactly_the_parameters_of_the_model_need_no_renamings(base: 
 
 
 def test_no_conversion_changes_a_tensor_that_has_the_name_and_the_shape_of_its_parameter() -> None:
-    """Ranks read such tensors as they are: `Transpose` compares shapes then, and `Inkling2UnpadVocab` cuts rows that they do not have."""
+    """Ranks read such tensors as they are: `Transpose` compares shapes then, and `Inkling2UnpadVocab` cuts
+    rows that they do not have."""
     found: set[tuple[str, bool]] = set()
     for conversions in conversion_mapping._build_checkpoint_conversion_mapping().values():
         for each in conversions:
-            sources, targets = ({re.sub(r"[\\^$]", "", name) for name in names} for names in (each.source_patterns, each.target_patterns))
+            sources, targets = (
+                {re.sub(r"[\\^$]", "", name) for name in names}
+                for names in (each.source_patterns, each.target_patterns)
+            )
             if isinstance(each, WeightConverter) and sources & targets:
-                found |= {(type(operation).__name__, getattr(operation, "check_dims", False)) for operation in each.operations}
+                found |= {
+                    (type(operation).__name__, getattr(operation, "check_dims", False))
+                    for operation in each.operations
+                }
     assert found <= {("Transpose", True), ("Inkling2UnpadVocab", False)}
     assert ("Transpose", True) in found
 
@@ -105,16 +131,24 @@ def test_integers_in_the_place_of_a_weight_are_refused_by_name(base: Path) -> No
 
 
 def gptq_parts(folder: Path, bias: float | None = None, name: str = UP) -> dict[str, torch.Tensor | None]:
-    """Return the tensors of GPTQ in the place of one weight, with a bias as old AutoGPTQ writes it for each layer."""
+    """Return the tensors of GPTQ in the place of one weight, with a bias as old AutoGPTQ writes it for each
+    layer."""
     out, inputs = load_file(folder / "model.safetensors")[name].shape
     owner = name.removesuffix("weight")
-    parts = {"qweight": torch.zeros(inputs // 8, out, dtype=torch.int32), "qzeros": torch.zeros(1, out // 8, dtype=torch.int32)}
-    parts |= {"scales": torch.ones(1, out).half()} | ({} if bias is None else {"bias": torch.full((out,), bias).half()})
+    parts = {
+        "qweight": torch.zeros(inputs // 8, out, dtype=torch.int32),
+        "qzeros": torch.zeros(1, out // 8, dtype=torch.int32),
+    }
+    parts |= {"scales": torch.ones(1, out).half()} | (
+        {} if bias is None else {"bias": torch.full((out,), bias).half()}
+    )
     return {name: None, **{f"{owner}{part}": value for part, value in parts.items()}}
 
 
 @pytest.mark.parametrize("bias", [None, 0.0, 3.0])
-def test_bias_of_a_decoded_weight_that_the_class_lacks_is_dropped_if_it_is_zero_and_else_refused(base: Path, bias: float | None) -> None:
+def test_bias_of_a_decoded_weight_that_the_class_lacks_is_dropped_if_it_is_zero_and_else_refused(
+    base: Path, bias: float | None
+) -> None:
     rewrite(base, gptq_parts(base, bias), {"quant_method": "gptq", "bits": 4, "group_size": -1})
     found = find_facts(recipe_of({"name_or_path": str(base)}))
     if bias:
@@ -130,13 +164,19 @@ def test_bias_of_a_decoded_weight_that_the_class_lacks_is_dropped_if_it_is_zero_
 
 
 @pytest.mark.parametrize("lora", [None, {"r": 2}])
-def test_gptq_of_a_conv1d_is_refused_by_name_where_its_shape_does_not_show_it(lora: dict[str, Any] | None, tmp_path: Path) -> None:
+def test_gptq_of_a_conv1d_is_refused_by_name_where_its_shape_does_not_show_it(
+    lora: dict[str, Any] | None, tmp_path: Path
+) -> None:
     """A square weight of GPT-2 would be trained transposed."""
     config = AutoConfig.for_model("gpt2", vocab_size=64, n_positions=1024, n_embd=32, n_layer=1, n_head=2)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     square = "transformer.h.0.attn.c_proj.weight"
-    rewrite(tmp_path, gptq_parts(tmp_path, name=square), {"quant_method": "gptq", "bits": 4, "group_size": -1})
-    found = find_facts(recipe_of({"name_or_path": str(tmp_path)}, **({} if lora is None else {"lora": lora}))).problems
+    rewrite(
+        tmp_path, gptq_parts(tmp_path, name=square), {"quant_method": "gptq", "bits": 4, "group_size": -1}
+    )
+    found = find_facts(
+        recipe_of({"name_or_path": str(tmp_path)}, **({} if lora is None else {"lora": lora}))
+    ).problems
     (message,) = (problem.message for problem in found if problem.code == "model-quantised")
     assert square.replace("weight", "qweight") in message
     assert "Conv1D" in message
@@ -144,9 +184,15 @@ def test_gptq_of_a_conv1d_is_refused_by_name_where_its_shape_does_not_show_it(lo
 
 @pytest.mark.parametrize(
     ("entry", "says", "hint"),
-    [("mtp", "matches no tensor", "extra"), ("layers.0", "tensors of the model that is trained", "extra"), ("extra", None, None)],
+    [
+        ("mtp", "matches no tensor", "extra"),
+        ("layers.0", "tensors of the model that is trained", "extra"),
+        ("extra", None, None),
+    ],
 )
-def test_entries_of_leave_out_that_leave_nothing_out_are_refused(base: Path, entry: str, says: str | None, hint: str | None) -> None:
+def test_entries_of_leave_out_that_leave_nothing_out_are_refused(
+    base: Path, entry: str, says: str | None, hint: str | None
+) -> None:
     rewrite(base, {"extra.weight": torch.ones(3)})
     recipe = recipe_of({"name_or_path": str(base), "leave_out": [entry]})
     found = find_weight_files(recipe)
@@ -160,7 +206,9 @@ def test_entries_of_leave_out_that_leave_nothing_out_are_refused(base: Path, ent
     assert all(hint is not None and hint in str(problem.hint) for problem in account.problems)
 
 
-def test_headers_of_a_base_that_is_not_on_this_machine_are_read_from_the_hub(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headers_of_a_base_that_is_not_on_this_machine_are_read_from_the_hub(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise the first run on a model of the hub would not record what a merge carries over."""
     stored = load_file(base / "model.safetensors") | {"mtp.fc.weight": torch.ones(2, 2)}
     (base / "model.safetensors").unlink()
@@ -178,13 +226,23 @@ def test_headers_of_a_base_that_is_not_on_this_machine_are_read_from_the_hub(bas
 
 
 @pytest.mark.parametrize("held", ["single file and index", "index", "one of both shards", "pickle"])
-def test_files_of_a_repository_are_those_that_ranks_download(held: str, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_a_repository_are_those_that_ranks_download(
+    held: str, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A single file comes before an index, and a tensor of two shards is in the one that the index names."""
-    config = json.loads((base / "config.json").read_text()) | ({"quantization_config": {"quant_method": "fp8"}} if held == "pickle" else {})
+    config = json.loads((base / "config.json").read_text()) | (
+        {"quantization_config": {"quant_method": "fp8"}} if held == "pickle" else {}
+    )
     (base / "config.json").write_text(json.dumps(config))
-    weight_map = {"a": "1.safetensors", "b": "2.safetensors"} | ({"c": "1.safetensors"} if held == "index" else {})
+    weight_map = {"a": "1.safetensors", "b": "2.safetensors"} | (
+        {"c": "1.safetensors"} if held == "index" else {}
+    )
     (base / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    headers = {"model.safetensors": {"a": [3]}, "1.safetensors": {"a": [1], "c": [1]}, "2.safetensors": {"b": [2], "c": [2]}}
+    headers = {
+        "model.safetensors": {"a": [3]},
+        "1.safetensors": {"a": [1], "c": [1]},
+        "2.safetensors": {"b": [2], "c": [2]},
+    }
     there = {
         "single file and index": {"model.safetensors", "model.safetensors.index.json"},
         "pickle": {"pytorch_model.bin"},
@@ -197,7 +255,11 @@ def test_files_of_a_repository_are_those_that_ranks_download(held: str, base: Pa
 
     monkeypatch.setattr(exported_config, "file_exists", lambda _, file, **__: file in there)
     monkeypatch.setattr(exported_config, "parse_safetensors_file_metadata", parse)
-    monkeypatch.setattr(exported_config, "file_of_model", lambda _, __, file: path if (path := base / file).is_file() else None)
+    monkeypatch.setattr(
+        exported_config,
+        "file_of_model",
+        lambda _, __, file: path if (path := base / file).is_file() else None,
+    )
     if held == "pickle":
         with pytest.raises(FsdpTuneError, match=r"quantised \(fp8\)"):
             exported_config._tensors_of_hub("org/name", "main", base)
@@ -206,14 +268,18 @@ def test_files_of_a_repository_are_those_that_ranks_download(held: str, base: Pa
     assert found is not None
     shapes = {name: stored.shape for name, stored in found.types.items()}
     assert shapes["a"] == ((3,) if held == "single file and index" else (1,))
-    assert [problem.code for problem in found.problems] == (["model-weights-twice"] if held == "one of both shards" else [])
+    assert [problem.code for problem in found.problems] == (
+        ["model-weights-twice"] if held == "one of both shards" else []
+    )
     if held == "index":
         assert (shapes["c"], found.files["c"]) == ((1,), base / "1.safetensors")
 
 
 def test_tensors_beside_an_index_whose_shards_are_gone_are_accounted_for(base: Path) -> None:
     rewrite(base, {"mtp.fc.weight": torch.ones(2, 2)})
-    (base / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {UP: "model-00001-of-00002.safetensors"}}))
+    (base / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {UP: "model-00001-of-00002.safetensors"}})
+    )
     found = find_facts(recipe_of({"name_or_path": str(base)}))
     assert found.problems == ()
     assert found.facts is not None
@@ -232,7 +298,9 @@ def test_weights_that_a_config_names_are_not_named_by_that_of_the_trained_model(
     assert "transformers_weights" not in found.facts.exported_config
 
 
-def test_parameter_of_the_class_with_the_name_of_a_scale_is_trained_and_loaded(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameter_of_the_class_with_the_name_of_a_scale_is_trained_and_loaded(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     built = LlamaAttention.__init__
 
     def with_scale(self: Any, *args: Any, **options: Any) -> None:
@@ -242,7 +310,11 @@ def test_parameter_of_the_class_with_the_name_of_a_scale_is_trained_and_loaded(b
     monkeypatch.setattr(LlamaAttention, "__init__", with_scale)
     stored = load_file(base / "model.safetensors")
     owners = [name.removesuffix("q_proj.weight") for name in stored if name.endswith("q_proj.weight")]
-    rewrite(base, {f"{owner}{part}_scale": torch.tensor([3.0]) for owner in owners for part in "kv"}, {"quant_method": "modelopt"})
+    rewrite(
+        base,
+        {f"{owner}{part}_scale": torch.tensor([3.0]) for owner in owners for part in "kv"},
+        {"quant_method": "modelopt"},
+    )
     recipe = recipe_of({"name_or_path": str(base)})
     found = find_facts(recipe)
     assert found.problems == ()
@@ -254,15 +326,32 @@ def test_parameter_of_the_class_with_the_name_of_a_scale_is_trained_and_loaded(b
     assert [model.get_parameter(f"{owner}k_scale").item() for owner in owners] == [3.0] * len(owners)
 
 
-TEXT = {k: FAMILIES["llama"][k] for k in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
-VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+TEXT = {
+    k: FAMILIES["llama"][k]
+    for k in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
 
 
 @pytest.fixture
 def gemma3(tmp_path: Path) -> Path:
     """A directory with the config of a model with a vision tower, without weights."""
-    config = {"text_config": {**TEXT, "head_dim": 16}, "vision_config": VISION, "mm_tokens_per_image": 4, "image_token_index": 3}
-    AutoConfig.for_model("gemma3", **config, architectures=["Gemma3ForConditionalGeneration"]).save_pretrained(tmp_path)
+    config = {
+        "text_config": {**TEXT, "head_dim": 16},
+        "vision_config": VISION,
+        "mm_tokens_per_image": 4,
+        "image_token_index": 3,
+    }
+    AutoConfig.for_model(
+        "gemma3", **config, architectures=["Gemma3ForConditionalGeneration"]
+    ).save_pretrained(tmp_path)
     return tmp_path
 
 
@@ -271,11 +360,19 @@ def test_parts_that_text_does_not_call_get_no_adapters(gemma3: Path) -> None:
     assert found.problems == ()
     assert found.facts is not None
     assert not [name for name in found.facts.adapter_tensors if "vision_tower" in name]
-    assert ["model.vision_tower, model.multi_modal_projector" in n.message for n in found.notices if n.code == "lora-text-alone"] == [True]
+    assert [
+        "model.vision_tower, model.multi_modal_projector" in n.message
+        for n in found.notices
+        if n.code == "lora-text-alone"
+    ] == [True]
 
 
-@pytest.mark.parametrize("lora", [{"target_modules": ["fc1"]}, {"target_modules": ["q_proj"], "modules_to_save": ["fc2"]}])
-def test_adapters_of_the_vision_tower_alone_are_refused_with_a_way_out(gemma3: Path, lora: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "lora", [{"target_modules": ["fc1"]}, {"target_modules": ["q_proj"], "modules_to_save": ["fc2"]}]
+)
+def test_adapters_of_the_vision_tower_alone_are_refused_with_a_way_out(
+    gemma3: Path, lora: dict[str, Any]
+) -> None:
     (problem,) = find_facts(recipe_of({"name_or_path": str(gemma3)}, lora={"r": 2, **lora})).problems
     assert "would get no gradient" in problem.message
     assert "outside of" in str(problem.hint)

@@ -1,4 +1,5 @@
-"""What replaces a private name of torch gives the same result, or leaves out what its entry says; objects have the listed attributes."""
+"""What replaces a private name of torch gives the same result, or leaves out what its entry says; objects
+have the listed attributes."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ from fsdp_tune.worker.readback.dtype_audit import DtypeAudit, warnings_of, why_n
 from fsdp_tune.worker.step_observer import LoggedStep
 from tests.structure.internals import entries
 
-ENTRIES = {name.partition(".")[2]: entry for name, entry in entries().items() if name.startswith("torch_internals.")}
+ENTRIES = {
+    name.partition(".")[2]: entry for name, entry in entries().items() if name.startswith("torch_internals.")
+}
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +102,9 @@ def observing_mode(without: Callable[[Name], None]) -> None:
 
 def test_flex_attention_is_not_audited_with_the_reason() -> None:
     """As single operations torch refuses it under the mode that the audit is."""
-    recipe = Recipe.model_validate({"model": {"name_or_path": "gpt2", "attn_implementation": "flex_attention"}})
+    recipe = Recipe.model_validate(
+        {"model": {"name_or_path": "gpt2", "attn_implementation": "flex_attention"}}
+    )
     with DtypeAudit(why_not_audited(recipe)) as audit:
         torch.ones(2, 2) @ torch.ones(2, 2)
     assert audit.report() == {}
@@ -110,7 +115,9 @@ def test_flex_attention_is_not_audited_with_the_reason() -> None:
 def operators_of_selective_recomputation(without: Callable[[Name], None]) -> None:
     saved = recompute._attention_operators.__wrapped__()
     without(internals.ATTENTION_OPERATORS[0])
-    assert saved - recompute._attention_operators.__wrapped__() == {torch.ops.aten._scaled_dot_product_flash_attention.default}
+    assert saved - recompute._attention_operators.__wrapped__() == {
+        torch.ops.aten._scaled_dot_product_flash_attention.default
+    }
 
 
 def scaled_mm(without: Callable[[Name], None]) -> None:
@@ -135,7 +142,9 @@ def fused_adamw(without: Callable[[Name], None]) -> None:
     def trained() -> torch.Tensor:
         torch.manual_seed(0)
         parameter = nn.Parameter(torch.randn(64))
-        optimizer = LeanAdamW([parameter], state_dtype=torch.float32, rounds_parameters=False, seed=0, lr=1e-2, weight_decay=0.1)
+        optimizer = LeanAdamW(
+            [parameter], state_dtype=torch.float32, rounds_parameters=False, seed=0, lr=1e-2, weight_decay=0.1
+        )
         for _ in range(5):
             parameter.grad = torch.randn(64)
             optimizer.step()
@@ -182,7 +191,11 @@ FALLBACKS: dict[str, Callable[[Callable[[Name], None]], None]] = {
 
 
 def test_each_fallback_of_a_name_is_in_the_table() -> None:
-    have = {name.partition("[")[0] for name, each in ENTRIES.items() if isinstance(each, Name) and each.fallback is not NoFallback.REFUSED}
+    have = {
+        name.partition("[")[0]
+        for name, each in ENTRIES.items()
+        if isinstance(each, Name) and each.fallback is not NoFallback.REFUSED
+    }
     assert have == set(FALLBACKS)
 
 
@@ -213,11 +226,17 @@ def _owners() -> dict[str, Any]:
         "COMPILED_FROM": torch.compile(torch.sin),
         "SCHEMA": torch.ops.aten.mm.default,
         "FSDP_STATE": unit,
-        **dict.fromkeys(("PARAM_GROUP", "PARAM_GROUPS", "FORWARD_PREFETCH", "BACKWARD_PREFETCH", "LAZY_INIT"), state),
+        **dict.fromkeys(
+            ("PARAM_GROUP", "PARAM_GROUPS", "FORWARD_PREFETCH", "BACKWARD_PREFETCH", "LAZY_INIT"), state
+        ),
         **dict.fromkeys(("FORWARD_RECORD", "ORIGINAL_DTYPE"), group),
         **dict.fromkeys(("MODULE_INFO", "PARAM_NAME"), group.fsdp_params[0]),
-        "HANDLE": FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"), use_orig_params=True),
-        "FULL_PARAMETER": SimpleNamespace(**FlatParameter.__annotations__),  # one process does not shard, so its own has none
+        "HANDLE": FullyShardedDataParallel(
+            nn.Linear(4, 4), device_id=torch.device("cpu"), use_orig_params=True
+        ),
+        "FULL_PARAMETER": SimpleNamespace(
+            **FlatParameter.__annotations__
+        ),  # one process does not shard, so its own has none
         **dict.fromkeys(("DEVICE_TYPES", "BACKEND"), dist.group.WORLD),
         "BACKEND_TIMEOUT": backend.options,
         "SET_TIMEOUT": backend,
@@ -237,9 +256,18 @@ def test_objects_of_the_installed_version_have_the_attribute(name: str, owners: 
 
 def test_objects_without_an_attribute_have_the_fallback(owners: dict[str, Any]) -> None:
     nothing = SimpleNamespace(to_local=lambda: torch.ones(2), _fsdp_param_group="group")
-    found = {name: entry.of(nothing) for name, entry in ATTRIBUTES.items() if not isinstance(entry.fallback, NoFallback)}
+    found = {
+        name: entry.of(nothing)
+        for name, entry in ATTRIBUTES.items()
+        if not isinstance(entry.fallback, NoFallback)
+    }
     assert torch.equal(found.pop("LOCAL_TENSOR"), torch.ones(2))
-    assert found == {"PARAM_GROUPS": ["group"], "ORIGINAL_DTYPE": None, "FULL_PARAMETER": None, "NON_PERSISTENT": frozenset()}
+    assert found == {
+        "PARAM_GROUPS": ["group"],
+        "ORIGINAL_DTYPE": None,
+        "FULL_PARAMETER": None,
+        "NON_PERSISTENT": frozenset(),
+    }
     internals.ORIGINAL_DTYPE.set(nothing, torch.float32)
     assert not hasattr(nothing, "_orig_dtype"), "another version reads something else"
     state = owners["FSDP_STATE"] and internals.FSDP_STATE.of(owners["FSDP_STATE"])()

@@ -1,4 +1,5 @@
-"""What a run does where transformers does not have a private name; models and configurations have the listed attributes."""
+"""What a run does where transformers does not have a private name; models and configurations have the listed
+attributes."""
 
 from __future__ import annotations
 
@@ -20,7 +21,11 @@ from fsdp_tune.model.shard.fsdp_units import decoder_layer_classes
 from tests.model.recipes import recipe_of
 from tests.structure.internals import entries
 
-ENTRIES = {name.partition(".")[2]: entry for name, entry in entries().items() if name.startswith("transformers_internals.")}
+ENTRIES = {
+    name.partition(".")[2]: entry
+    for name, entry in entries().items()
+    if name.startswith("transformers_internals.")
+}
 FALLBACKS = {
     "SUPPORTS_SDPA": False,
     "SUPPORTS_FLASH": False,
@@ -46,7 +51,9 @@ def test_fallbacks_are_the_documented_ones() -> None:
 @pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if isinstance(entry, Attribute)])
 def test_models_of_the_installed_version_have_the_attribute(name: str) -> None:
     entry: Any = ENTRIES[name]
-    assert entry.exists(LlamaConfig() if entry in (internals.ATTENTION, internals.EXPERTS) else LlamaForCausalLM)
+    assert entry.exists(
+        LlamaConfig() if entry in (internals.ATTENTION, internals.EXPERTS) else LlamaForCausalLM
+    )
 
 
 def test_layers_are_found_without_a_declaration(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,14 +67,23 @@ def test_kernel_is_eager_where_support_is_not_declared(monkeypatch: pytest.Monke
     recipe = recipe_of("llama")
     assert choose_attention(recipe, LlamaConfig()).value == "sdpa"
     exists = Attribute.exists
-    monkeypatch.setattr(Attribute, "exists", lambda entry, owner: entry is not internals.SUPPORTS_SDPA and exists(entry, owner))
+    monkeypatch.setattr(
+        Attribute,
+        "exists",
+        lambda entry, owner: entry is not internals.SUPPORTS_SDPA and exists(entry, owner),
+    )
     assert choose_attention(recipe, LlamaConfig()).value == "eager"
 
 
-def test_packed_rows_are_checked_by_transformers_where_its_checks_have_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_rows_are_checked_by_transformers_where_its_checks_have_other_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     positions = torch.tensor([[0, 1, 2, 0, 1]])
     own = masking_utils.find_packed_sequence_indices(positions)
-    for module, name in ((masking_utils, "find_packed_sequence_indices"), (modeling_flash_attention_utils, "_is_packed_sequence")):
+    for module, name in (
+        (masking_utils, "find_packed_sequence_indices"),
+        (modeling_flash_attention_utils, "_is_packed_sequence"),
+    ):
         monkeypatch.setattr(module, f"renamed{name}", getattr(module, name), raising=False)
         monkeypatch.delattr(module, name)
     with known_rows.packing_known(None, "sdpa"):

@@ -1,4 +1,5 @@
-"""An optimizer is tried before a run: options that its class refuses, or that no update reads, are problems."""
+"""An optimizer is tried before a run: options that its class refuses, or that no update reads, are
+problems."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.model.recipes import recipe_of
 
 GIVEN = {
-    "momentum": "0.9", "dampening": "0.1", "nesterov": "true", "alpha": "0.9", "eps": "1e-6", "lr_decay": "0.1", "centered": "true",
+    "momentum": "0.9", "dampening": "0.1", "nesterov": "true", "alpha": "0.9", "eps": "1e-6", "lr_decay": "0.1", "centered": "true",  # noqa: E501
     "ns_steps": "4",
-    "ns_coefficients": "3/-4/2", "adjust_lr_fn": "original", "state_dtype": "bf16", "block_size": "128", "bf16_stochastic_round": "true",
+    "ns_coefficients": "3/-4/2", "adjust_lr_fn": "original", "state_dtype": "bf16", "block_size": "128", "bf16_stochastic_round": "true",  # noqa: E501
 }  # fmt: skip
 BELONGS = {("sgd", "nesterov"): "momentum=0.9", ("sgd", "dampening"): "momentum=0.9"}
 """Options that are read with another one."""
@@ -25,14 +26,19 @@ BELONGS = {("sgd", "nesterov"): "momentum=0.9", ("sgd", "dampening"): "momentum=
 
 def tried(optim: str, args: str | None = None, **training: Any) -> Recipe:
     dtype = "bf16" if args and "round" in args else "fp32"
-    return recipe_of({"from_config": {"model_type": "gpt2"}, "dtype": dtype}, training={"optim": optim, "optim_args": args, **training})
+    return recipe_of(
+        {"from_config": {"model_type": "gpt2"}, "dtype": dtype},
+        training={"optim": optim, "optim_args": args, **training},
+    )
 
 
 def codes(optim: str, args: str) -> list[str]:
     return [problem.code for problem in optimizer_problems(tried(optim, args))]
 
 
-@pytest.mark.parametrize(("optim", "option"), [(name, each) for name in OPTIMIZERS for each in OPTIMIZERS[name].arguments])
+@pytest.mark.parametrize(
+    ("optim", "option"), [(name, each) for name in OPTIMIZERS for each in OPTIMIZERS[name].arguments]
+)
 def test_each_option_is_read_with_the_one_that_it_belongs_to(optim: str, option: str) -> None:
     needed = BELONGS.get((optim, option))
     args = f"{option}={GIVEN[option]}"
@@ -53,7 +59,9 @@ def test_each_option_is_read_with_the_one_that_it_belongs_to(optim: str, option:
         ("sgd", "momentum=0,dampening=0.5", "unread-option", "`dampening=0.5`"),
     ],
 )
-def test_option_that_is_refused_or_unread_is_a_problem_of_the_inspection(optim: str, args: str, code: str, words: str) -> None:
+def test_option_that_is_refused_or_unread_is_a_problem_of_the_inspection(
+    optim: str, args: str, code: str, words: str
+) -> None:
     recipe = tried(optim, args).model_copy(update={"model": recipe_of().model})
     [problem] = find_facts(recipe).problems
     assert (problem.code, problem.where.key) == (code, "training.optim_args")
@@ -64,7 +72,7 @@ def test_option_that_is_refused_or_unread_is_a_problem_of_the_inspection(optim: 
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 def test_fields_that_a_recipe_refuses_are_those_that_change_no_update(optim: str) -> None:
     values: dict[str, tuple[Any, Any]] = {
-        "adam_beta1": (0.9, 0.5), "adam_beta2": (0.999, 0.9), "adam_epsilon": (1e-8, 1.0), "optim_target_modules": (["a"], ["b"])
+        "adam_beta1": (0.9, 0.5), "adam_beta2": (0.999, 0.9), "adam_epsilon": (1e-8, 1.0), "optim_target_modules": (["a"], ["b"])  # noqa: E501
     }  # fmt: skip
     assert set(values) == set(OPTIMIZER_FIELDS)
     for field, pair in values.items():

@@ -1,4 +1,5 @@
-"""A parameter that the files do not fill is refused by name, whatever they hold instead, before transformers draws it at random."""
+"""A parameter that the files do not fill is refused by name, whatever they hold instead, before transformers
+draws it at random."""
 
 from __future__ import annotations
 
@@ -28,7 +29,11 @@ Tensors = dict[str, torch.Tensor]
 def make_base(folder: Path, family: str, change: Callable[[Tensors], Tensors]) -> Path:
     config = FAMILIES[family] if family in FAMILIES else config_of(family)
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).save_pretrained(folder)
-    save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        change(load_file(folder / "model.safetensors")),
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     return folder
 
 
@@ -37,7 +42,9 @@ def instead(name: str, **parts: torch.Tensor) -> Callable[[Tensors], Tensors]:
 
     def change(tensors: Tensors) -> Tensors:
         del tensors[name]
-        return tensors | {name.removesuffix("weight") + part.replace("__", "."): value for part, value in parts.items()}
+        return tensors | {
+            name.removesuffix("weight") + part.replace("__", "."): value for part, value in parts.items()
+        }
 
     return change
 
@@ -53,27 +60,57 @@ CHANGES: dict[str, tuple[str, Callable[[Tensors], Tensors], str]] = {
     "a shape": ("llama", lambda tensors: tensors | {UP: tensors[UP][:-1].clone()}, "[47, 32]"),
     "an expert": ("mixtral", instead("model.layers.1.block_sparse_moe.experts.2.w3.weight"), "gate_up_proj"),
     "hqq": ("llama", instead(UP, W_q=ints(24, 32), scale=torch.ones(4), zero=torch.ones(4)), MODULE),
-    "quanto": ("llama", instead(UP, weight___data=ints(48, 32, kind=torch.int8), weight___scale=torch.ones(48, 1)), MODULE),
-    "aqlm": (
+    "quanto": (
         "llama",
-        instead(UP, codes=ints(48, 4, 1, kind=torch.int8), codebooks=torch.ones(1, 256, 1, 8), scales=torch.ones(48)),
+        instead(UP, weight___data=ints(48, 32, kind=torch.int8), weight___scale=torch.ones(48, 1)),
         MODULE,
     ),
-    "vptq": ("llama", instead(UP, indices=ints(48, 4, kind=torch.int32), centroids__weight=torch.ones(1, 64)), MODULE),
-    "sparse": ("llama", instead(UP, compressed=torch.ones(100), bitmask=ints(48, 4), row_offsets=ints(48, 1, kind=torch.int64)), MODULE),
-    "bitsandbytes in bf16": ("llama", instead(UP, weight=torch.zeros(384, 1).bfloat16(), weight__absmax=torch.ones(24)), UP),
+    "aqlm": (
+        "llama",
+        instead(
+            UP,
+            codes=ints(48, 4, 1, kind=torch.int8),
+            codebooks=torch.ones(1, 256, 1, 8),
+            scales=torch.ones(48),
+        ),
+        MODULE,
+    ),
+    "vptq": (
+        "llama",
+        instead(UP, indices=ints(48, 4, kind=torch.int32), centroids__weight=torch.ones(1, 64)),
+        MODULE,
+    ),
+    "sparse": (
+        "llama",
+        instead(
+            UP, compressed=torch.ones(100), bitmask=ints(48, 4), row_offsets=ints(48, 1, kind=torch.int64)
+        ),
+        MODULE,
+    ),
+    "bitsandbytes in bf16": (
+        "llama",
+        instead(UP, weight=torch.zeros(384, 1).bfloat16(), weight__absmax=torch.ones(24)),
+        UP,
+    ),
 }
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_parameter_that_files_do_not_fill_is_refused_by_validate_and_by_loading(what: str, tmp_path: Path) -> None:
+def test_parameter_that_files_do_not_fill_is_refused_by_validate_and_by_loading(
+    what: str, tmp_path: Path
+) -> None:
     family, change, named = CHANGES[what]
     recipe = recipe_of({"name_or_path": str(make_base(tmp_path, family, change))})
     problems = find_facts(recipe).problems
     assert problems
-    assert all(problem.code in ("model-weights-missing", "model-weights-shapes", "model-quantised") for problem in problems)
+    assert all(
+        problem.code in ("model-weights-missing", "model-weights-shapes", "model-quantised")
+        for problem in problems
+    )
     assert named in " ".join(problem.message for problem in problems)
-    with pytest.raises(FsdpTuneError) as caught:  # whatever the format of the files, which may have no headers
+    with pytest.raises(
+        FsdpTuneError
+    ) as caught:  # whatever the format of the files, which may have no headers
         build_full(recipe)
     assert caught.value.exit_code == 2
 
@@ -91,12 +128,17 @@ def all_without(ending: str) -> Callable[[Tensors], Tensors]:
         pytest.param("apertus", "act_fn.eps", marks=pytest.mark.slow),
     ],
 )
-def test_persistent_buffer_that_files_do_not_fill_is_refused(family: str, buffer: str, tmp_path: Path) -> None:
-    """A bias or a table of a router, or a constant: transformers 5.24 leaves memory that nothing has written."""
+def test_persistent_buffer_that_files_do_not_fill_is_refused(
+    family: str, buffer: str, tmp_path: Path
+) -> None:
+    """A bias or a table of a router, or a constant: transformers 5.24 leaves memory that nothing has
+    written."""
     if family not in names():
         pytest.skip("the installed transformers does not have it")
     recipe = recipe_of({"name_or_path": str(make_base(tmp_path, family, all_without(buffer)))})
-    (problem,) = [problem for problem in find_facts(recipe).problems if problem.code == "model-weights-missing"]
+    (problem,) = [
+        problem for problem in find_facts(recipe).problems if problem.code == "model-weights-missing"
+    ]
     assert "of the model, which would have no value: `model.layers." in problem.message
     assert buffer in problem.message
     with pytest.raises(FsdpTuneError, match=buffer):
@@ -108,7 +150,11 @@ def test_persistent_buffer_that_files_do_not_fill_is_refused(family: str, buffer
     [
         ("qwen3", None, {}),  # a tied head, which files do not have
         ("llama", "lm_head.weight", {"config_overrides": {"tie_word_embeddings": True}}),
-        ("qwen3", None, {"config_overrides": {"tie_word_embeddings": False}}),  # starts as a copy of the embedding
+        (
+            "qwen3",
+            None,
+            {"config_overrides": {"tie_word_embeddings": False}},
+        ),  # starts as a copy of the embedding
         ("hrm_text", None, {}),  # its files join q, k and v, gate and up
     ],
 )

@@ -20,7 +20,13 @@ from transformers import AutoModelForCausalLM
 from fsdp_tune.core.errors import FailedError, FsdpTuneError
 from fsdp_tune.model.loading import weight_slices as slices
 from fsdp_tune.model.loading.inspect import find_facts
-from fsdp_tune.model.loading.weight_slices import WeightFiles, find_weight_files, fits, read_slices, read_tensors
+from fsdp_tune.model.loading.weight_slices import (
+    WeightFiles,
+    find_weight_files,
+    fits,
+    read_slices,
+    read_tensors,
+)
 from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.merge.ranks import run_ranks
 from tests.model.families import FAMILIES
@@ -68,7 +74,13 @@ def weights_of(folder: Path, state: dict[str, torch.Tensor] = STATE, *, files: i
 @pytest.mark.parametrize("buffer_bytes", [64, 1 << 20])
 @pytest.mark.parametrize(
     ("mesh_shape", "placements"),
-    [((3,), [Shard(0)]), ((2,), [Shard(1)]), ((2, 2), [Replicate(), Shard(0)]), ((2, 2), [Shard(0), Shard(1)]), ((4,), [Replicate()])],
+    [
+        ((3,), [Shard(0)]),
+        ((2,), [Shard(1)]),
+        ((2, 2), [Replicate(), Shard(0)]),
+        ((2, 2), [Shard(0), Shard(1)]),
+        ((4,), [Replicate()]),
+    ],
     ids=str,
 )
 def test_each_rank_reads_its_own_slice(mesh_shape, placements, buffer_bytes, tmp_path, monkeypatch):
@@ -80,14 +92,18 @@ def test_each_rank_reads_its_own_slice(mesh_shape, placements, buffer_bytes, tmp
         wanted: dict[str, torch.Tensor] = {}
         for name, value in STATE.items():
             is_split = all(not isinstance(place, Shard) or place.dim < value.ndim for place in placements)
-            wanted[name] = distribute_tensor(value, mesh, placements, src_data_rank=None) if is_split else value
+            wanted[name] = (
+                distribute_tensor(value, mesh, placements, src_data_rank=None) if is_split else value
+            )
         model = Holder({name: torch.full_like(value, -1) for name, value in wanted.items()})
         assert fits(model, weights)
         read_slices(model, weights)
         for name, value in wanted.items():
             got = getattr(model, name)
             assert isinstance(got, DTensor) == isinstance(value, DTensor)
-            one, other = (part.to_local() if isinstance(part, DTensor) else part for part in (got.data, value))
+            one, other = (
+                part.to_local() if isinstance(part, DTensor) else part for part in (got.data, value)
+            )
             assert torch.equal(one, other), name
 
     run_ranks(torch.Size(mesh_shape).numel(), rank_main)
@@ -148,7 +164,8 @@ def test_file_truncated_during_load_is_named(tmp_path):
         read_slices(Holder({name: value.clone() for name, value in STATE.items()}), weights)
 
 
-# ------------------------------------------------------------------------------------------------ which files, and which of two
+# ------------------------------------------------------------------------------------------------ which
+# files, and which of two
 
 
 @pytest.fixture
@@ -173,7 +190,9 @@ def test_files_and_tensors_are_those_that_transformers_reads(change: Any, two_sh
 
 
 @pytest.mark.parametrize("is_listed", [False, True])
-def test_tensor_that_two_files_hold_is_refused_by_its_name_if_they_do_not_agree_which(is_listed: bool, two_shards: Path) -> None:
+def test_tensor_that_two_files_hold_is_refused_by_its_name_if_they_do_not_agree_which(
+    is_listed: bool, two_shards: Path
+) -> None:
     """transformers takes it from the last file, whatever the index names."""
     for file in SHARDS:
         value = torch.full((FAMILIES["llama"]["hidden_size"],), float(file == SHARDS[0]))
@@ -191,11 +210,13 @@ def test_tensor_that_two_files_hold_is_refused_by_its_name_if_they_do_not_agree_
     assert find_facts(recipe).problems == ()
 
 
-# ------------------------------------------------------------------------------------------------------------------ memory
+# ------------------------------------------------------------------------------------------------------------------  # noqa: E501
+# memory
 
 
 def load_here(directory: str) -> dict[str, Any]:
-    """On a rank: bytes of its shard, of the largest layer, of the model; by how much loading raised the resident set at its peak."""
+    """On a rank: bytes of its shard, of the largest layer, of the model; by how much loading raised the
+    resident set at its peak."""
     from fsdp_tune.model.loading.assemble import load
     from fsdp_tune.model.loading.construct import model_config
 
@@ -218,7 +239,9 @@ def load_here(directory: str) -> dict[str, Any]:
 
 
 def high_water_bytes() -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")
+    )
     return int(line.split()[1]) * 1024
 
 
@@ -226,11 +249,21 @@ def test_no_rank_holds_more_than_its_shard_and_a_layer(on_ranks: Ranks, tmp_path
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=768, intermediate_size=2304, num_hidden_layers=8, num_attention_heads=12, vocab_size=1000, tie_word_embeddings=False
+        hidden_size=768,
+        intermediate_size=2304,
+        num_hidden_layers=8,
+        num_attention_heads=12,
+        vocab_size=1000,
+        tie_word_embeddings=False,
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path / "m", max_shard_size="10GB")
     for rank in on_ranks.run(2, load_here, str(tmp_path / "m")):
         assert rank["way"] == "slices"
         assert rank["shard"] < 0.51 * rank["whole"]
         # Lower bound: the meter measures. Upper: buffer, and what the interpreter and the wrapping take.
-        assert 0.5 * rank["shard"] < rank["growth"] < rank["shard"] + rank["layer"] + 32 * MIB < 0.9 * rank["whole"]
+        assert (
+            0.5 * rank["shard"]
+            < rank["growth"]
+            < rank["shard"] + rank["layer"] + 32 * MIB
+            < 0.9 * rank["whole"]
+        )

@@ -26,20 +26,30 @@ RECIPE: dict[str, Any] = {"lora": {"r": 4}, "quantization": {}, "merge": {"adapt
 
 
 def write_4_bits(folder: Path, *, nested: bool) -> dict[str, torch.Tensor]:
-    """Rewrite a model's files in the format of bitsandbytes 0.50 (`QuantState.as_dict(packed=True)`); return the weights in them."""
+    """Rewrite a model's files in the format of bitsandbytes 0.50 (`QuantState.as_dict(packed=True)`); return
+    the weights in them."""
     tensors, weights = load_file(folder / "model.safetensors"), dict[str, torch.Tensor]()
     for name in [name for name in tensors if "_proj." in name and tensors[name].shape[1] % 64 == 0]:
         packed, scales = quantise(tensors[name], torch.float32)
         absmax = scales.view(torch.float32).reshape(-1)
-        state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(tensors[name].shape)}
+        state: dict[str, Any] = {
+            "quant_type": "nf4",
+            "blocksize": 64,
+            "dtype": "float32",
+            "shape": list(tensors[name].shape),
+        }
         if nested:
             codes = torch.arange(len(absmax)).mul(7).to(torch.uint8)
             table, of_blocks = torch.linspace(-1, 1, 256), torch.rand(-(-len(absmax) // 256)) + 0.01
             tensors |= {f"{name}.nested_absmax": of_blocks, f"{name}.nested_quant_map": table}
             state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.5}
-            absmax = torch.stack([table[int(code)] * of_blocks[index // 256] + 0.5 for index, code in enumerate(codes)])
+            absmax = torch.stack(
+                [table[int(code)] * of_blocks[index // 256] + 0.5 for index, code in enumerate(codes)]
+            )
         tensors[name], tensors[f"{name}.absmax"] = packed.view(-1, 1), codes if nested else absmax
-        tensors[f"{name}.quant_state.bitsandbytes__nf4"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+        tensors[f"{name}.quant_state.bitsandbytes__nf4"] = torch.tensor(
+            list(json.dumps(state).encode()), dtype=torch.uint8
+        )
         weights[name] = dequantise(packed, absmax.view(torch.uint8).view(len(packed), -1), torch.float32)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
@@ -54,12 +64,19 @@ def read_4_bits(folder: Path) -> dict[str, torch.Tensor]:
     assert files is not None
     assert fits(model, files)
     read_slices(model, files)
-    return {f"{name.removesuffix('.base_layer')}.weight": layer.weight for name, layer in layers_in_4_bits(model).items()}
+    return {
+        f"{name.removesuffix('.base_layer')}.weight": layer.weight
+        for name, layer in layers_in_4_bits(model).items()
+    }
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_files_in_4_bits_are_read_as_they_are(tmp_path: Path, nested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdp_tune.model.loading.weight_slices.BUFFER_BYTES", 1000)  # several pieces for each tensor
+def test_files_in_4_bits_are_read_as_they_are(
+    tmp_path: Path, nested: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "fsdp_tune.model.loading.weight_slices.BUFFER_BYTES", 1000
+    )  # several pieces for each tensor
     wanted = write_4_bits(make_model("llama-blocks", tmp_path), nested=nested)
     found = read_4_bits(tmp_path)
     assert found.keys() == wanted.keys()
@@ -69,7 +86,9 @@ def test_files_in_4_bits_are_read_as_they_are(tmp_path: Path, nested: bool, monk
 def test_codes_stored_as_bf16_are_read_as_bytes(tmp_path: Path) -> None:
     wanted = write_4_bits(make_model("llama-blocks", tmp_path), nested=False)
     tensors = load_file(tmp_path / "model.safetensors")
-    tensors |= {name: tensors[name].view(-1, 2).view(torch.bfloat16) for name in wanted}  # `bnb_4bit_quant_storage: bfloat16`
+    tensors |= {
+        name: tensors[name].view(-1, 2).view(torch.bfloat16) for name in wanted
+    }  # `bnb_4bit_quant_storage: bfloat16`
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     found = read_4_bits(tmp_path)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
@@ -85,7 +104,9 @@ def test_codes_stored_as_bf16_are_read_as_bytes(tmp_path: Path) -> None:
         (".nested_quant_map", lambda values: values[:8]),
     ],
 )
-def test_parts_of_another_size_are_refused(tmp_path: Path, part: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_parts_of_another_size_are_refused(
+    tmp_path: Path, part: str, change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
     name = next(iter(write_4_bits(make_model("llama-blocks", tmp_path), nested=True)))
     tensors = load_file(tmp_path / "model.safetensors")
     tensors[name + part] = change(tensors[name + part]).contiguous()
@@ -105,12 +126,16 @@ def test_parts_of_another_size_are_refused(tmp_path: Path, part: str, change: Ca
         (None, "is damaged"),
     ],
 )
-def test_state_that_cannot_be_used_is_refused(tmp_path: Path, state: dict[str, Any] | None, says: str) -> None:
+def test_state_that_cannot_be_used_is_refused(
+    tmp_path: Path, state: dict[str, Any] | None, says: str
+) -> None:
     write_4_bits(make_model("llama-blocks", tmp_path), nested=False)
     tensors = load_file(tmp_path / "model.safetensors")
     key = next(name for name in tensors if "quant_state" in name)
     text = "x" if state is None else json.dumps(json.loads(bytes(tensors[key].tolist())) | state)
-    save_file(tensors | {key: torch.tensor(list(text.encode()), dtype=torch.uint8)}, tmp_path / "model.safetensors")
+    save_file(
+        tensors | {key: torch.tensor(list(text.encode()), dtype=torch.uint8)}, tmp_path / "model.safetensors"
+    )
     with pytest.raises(FsdpTuneError, match=re.escape(says)):
         find_weight_files(recipe_of({"name_or_path": str(tmp_path)}, **RECIPE))
 
@@ -128,7 +153,9 @@ def test_state_that_cannot_be_used_is_refused(tmp_path: Path, state: dict[str, A
         ({"quant_method": "gptq", "bits": 4}, {}, "quantised (gptq)"),
     ],
 )
-def test_other_quantisation_is_refused_with_what_to_write(stored: dict[str, Any], changed: dict[str, Any], says: str) -> None:
+def test_other_quantisation_is_refused_with_what_to_write(
+    stored: dict[str, Any], changed: dict[str, Any], says: str
+) -> None:
     config = AutoConfig.for_model("llama", quantization_config=stored)
     with pytest.raises(FsdpTuneError) as refused:
         refuse_other_quantisation(recipe_of({"name_or_path": "x"}, **(RECIPE | changed)), config)
@@ -141,4 +168,6 @@ def test_weights_in_16_bits_are_not_refused() -> None:
     refuse_other_quantisation(recipe_of({"name_or_path": "x"}, **RECIPE), config)
     refuse_unread(recipe_of({"name_or_path": "x"}, **RECIPE), config)
     with pytest.raises(FsdpTuneError, match="other layers in 4 bits"):
-        refuse_unread(recipe_of({"name_or_path": "x"}, **RECIPE), AutoConfig.for_model("llama", quantization_config=NF4))
+        refuse_unread(
+            recipe_of({"name_or_path": "x"}, **RECIPE), AutoConfig.for_model("llama", quantization_config=NF4)
+        )

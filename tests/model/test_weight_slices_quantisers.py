@@ -1,4 +1,5 @@
-"""Every quantiser of transformers: its weights are decoded to the library's own values, or refused by name, with settings and without.
+"""Every quantiser of transformers: its weights are decoded to the library's own values, or refused by name,
+with settings and without.
 
 The list is the library's, so that a new one fails here.
 """
@@ -50,7 +51,9 @@ def test_each_quantiser_of_transformers_has_a_layout_here() -> None:
 
 @pytest.mark.parametrize("method", [*STORED, "ptpc_fp8", "mlx"])
 @pytest.mark.parametrize("nested", [False, True])
-def test_settings_that_no_rule_reads_are_refused_by_the_name_of_the_method(method: str, nested: bool, tmp_path: Path) -> None:
+def test_settings_that_no_rule_reads_are_refused_by_the_name_of_the_method(
+    method: str, nested: bool, tmp_path: Path
+) -> None:
     settings = {"quantization_config": settings_of(method)}
     write_config(tmp_path, {"text_config": settings} if nested else settings)
     for kind, sections in KINDS.items():
@@ -67,13 +70,15 @@ def test_settings_that_no_rule_reads_are_refused_by_the_name_of_the_method(metho
 
 @pytest.mark.parametrize("method", STORED)
 def test_tensors_of_a_quantiser_without_its_settings_are_refused_by_name(method: str, plain: Recipe) -> None:
-    """As NVIDIA's `hf_quant_config.json`, GPTQ's `quantize_config.json` or `recipe.yaml` leave them: config.json has nothing."""
+    """As NVIDIA's `hf_quant_config.json`, GPTQ's `quantize_config.json` or `recipe.yaml` leave them:
+    config.json has nothing."""
     assert MODULE in without_settings(plain, method)
 
 
 @pytest.mark.parametrize("method", [method for method in STORED if method not in ("gguf", "spqr", "sinq")])
 def test_codes_outside_of_the_model_are_not_carried_into_a_plain_one(method: str, plain: Recipe) -> None:
-    """Three have nothing that names them: GGUF is not safetensors, and no library writes SpQR or SINQ for layers that predict tokens."""
+    """Three have nothing that names them: GGUF is not safetensors, and no library writes SpQR or SINQ for
+    layers that predict tokens."""
     assert "mtp.up_proj" in problems_of(plain, types_of(plain) | stored_parts(method, "mtp.up_proj"))
 
 
@@ -84,7 +89,9 @@ def test_codes_outside_of_the_model_are_not_carried_into_a_plain_one(method: str
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
     ],
 )
-def test_options_under_which_codes_mean_other_values_are_refused(settings: dict[str, Any], named: str, tmp_path: Path) -> None:
+def test_options_under_which_codes_mean_other_values_are_refused(
+    settings: dict[str, Any], named: str, tmp_path: Path
+) -> None:
     write_config(tmp_path, {"quantization_config": settings_of("compressed-tensors") | settings})
     with pytest.raises(FsdpTuneError, match=named):
         model_config(recipe_of({"name_or_path": str(tmp_path)}))
@@ -106,7 +113,13 @@ def fp8_base(folder: Path, method: str) -> dict[str, torch.Tensor]:
         tensors[f"{name}_scale_inv"] = exponents if method == "mxfp8" else torch.rand(-(-rows // 128), 1)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     write_config(
-        folder, {"quantization_config": {"quant_method": "mxfp8" if method == "mxfp8" else "fp8", "weight_block_size": [128, 128]}}
+        folder,
+        {
+            "quantization_config": {
+                "quant_method": "mxfp8" if method == "mxfp8" else "fp8",
+                "weight_block_size": [128, 128],
+            }
+        },
     )
     return tensors
 
@@ -124,7 +137,11 @@ def test_both_ways_of_loading_have_the_values_of_transformers(method: str, tmp_p
     whole = build_full(recipe).state_dict()
     for name, value in sliced.state_dict().items():
         scales = tensors.get(f"{name}_scale_inv")
-        wanted = tensors[name] if scales is None else Fp8Dequantize(None)._dequantize_one(tensors[name], scales, torch.float32)
+        wanted = (
+            tensors[name]
+            if scales is None
+            else Fp8Dequantize(None)._dequantize_one(tensors[name], scales, torch.float32)
+        )
         assert torch.equal(value, wanted)
         assert torch.equal(whole[name], wanted)
 

@@ -1,4 +1,5 @@
-"""Divided experts as FSDP2 units inside their layers: what is on the device, the order of gathers, and the mean of gradients."""
+"""Divided experts as FSDP2 units inside their layers: what is on the device, the order of gathers, and the
+mean of gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from tests.ranks import Ranks
 
 LAYERS = 3
 _MODEL = {"from_config": FAMILIES["qwen2_moe"] | {"num_hidden_layers": LAYERS, "num_experts": 6}}
-"""A shared expert follows the divided ones, so that the recomputation of a layer runs the forward of these."""
+"""A shared expert follows the divided ones, so that the recomputation of a layer runs the forward of
+these."""
 
 
 def built(**sections: Any) -> tuple[Any, Any]:
@@ -42,7 +44,8 @@ def stepped(recipe: Any, model: Any) -> Any:
 
 
 def unsharded_parts() -> list[int]:
-    """On a rank: at each call of `fully_shard`, the number of modules that hold a part of the experts and are not sharded yet."""
+    """On a rank: at each call of `fully_shard`, the number of modules that hold a part of the experts and are
+    not sharded yet."""
     from fsdp_tune.model.shard import wrap
     from fsdp_tune.model.shard.expert_parallel import exchange_group
 
@@ -50,7 +53,12 @@ def unsharded_parts() -> list[int]:
     found, original = [], wrap.fully_shard
 
     def shard(modules: Any, **options: Any) -> Any:
-        found.append(sum(exchange_group(each) is not None and not isinstance(each, FSDPModule) for each in model.modules()))
+        found.append(
+            sum(
+                exchange_group(each) is not None and not isinstance(each, FSDPModule)
+                for each in model.modules()
+            )
+        )
         return original(modules, **options)
 
     with patch.object(wrap, "fully_shard", shard):
@@ -68,7 +76,12 @@ def gathers_of_backward(recomputation: str, depth: int | str, forward_depth: int
     """On a rank: the units that a backward gathers, in order."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-    fsdp = {"ep_size": 2, "activation_checkpointing": recomputation, "backward_prefetch": depth, "forward_prefetch": forward_depth}
+    fsdp = {
+        "ep_size": 2,
+        "activation_checkpointing": recomputation,
+        "backward_prefetch": depth,
+        "forward_prefetch": forward_depth,
+    }
     recipe, model = built(fsdp=fsdp)
     found: list[str] = []
     gather, loss_backward = FSDPParamGroup.unshard, torch.Tensor.backward
@@ -101,18 +114,24 @@ def all_gathers_of_backward() -> list[list[str]]:
 
 @pytest.mark.ranks
 def test_backward_gathers_a_layer_before_its_experts(on_ranks: Ranks) -> None:
-    """A layer's backward starts before that of the experts inside of it. Gathers in another order would wait for each other.
+    """A layer's backward starts before that of the experts inside of it. Gathers in another order would wait
+    for each other.
 
     A recomputation gathers nothing ahead, although it runs the forward of experts.
     """
-    expected = [name for index in reversed(range(LAYERS)) for name in (f"model.layers.{index}", f"model.layers.{index}.mlp.experts")]
+    expected = [
+        name
+        for index in reversed(range(LAYERS))
+        for name in (f"model.layers.{index}", f"model.layers.{index}.mlp.experts")
+    ]
     for rank in on_ranks.run(2, all_gathers_of_backward):
         for case, found in zip(CASES, rank, strict=True):
             assert [name for name in found if ".layers." in name] == expected, case
 
 
 def rounding_of_gradients() -> float:
-    """On a rank: how far three times the gradients of experts, which three ranks divide, are from numbers of bf16."""
+    """On a rank: how far three times the gradients of experts, which three ranks divide, are from numbers of
+    bf16."""
     recipe, model = built(fsdp={"ep_size": 3}, precision={"mixed_precision": "bf16"})
     wrapped = stepped(recipe, model)
     sums: list[torch.Tensor] = []
@@ -126,5 +145,6 @@ def rounding_of_gradients() -> float:
 
 @pytest.mark.ranks
 def test_mean_over_ranks_is_not_rounded(on_ranks: Ranks) -> None:
-    """The gradient of an expert is rounded once, when its products are summed: dividing it by 3 in bf16 would round it again."""
+    """The gradient of an expert is rounded once, when its products are summed: dividing it by 3 in bf16 would
+    round it again."""
     assert max(on_ranks.run(3, rounding_of_gradients)) < 1e-6

@@ -1,4 +1,5 @@
-"""`fsdp.reshard_after_backward: false`: the same bits with fewer gathers, and nothing stays gathered after a step."""
+"""`fsdp.reshard_after_backward: false`: the same bits with fewer gathers, and nothing stays gathered after a
+step."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ STEPS, MICRO_BATCHES = 2, 3
 
 
 def trained(ranks: int, *, as_last: bool = True, **sections: dict[str, Any]) -> dict[str, Any]:
-    """On a rank: losses, norms and parameters of a few steps with an evaluation after each, gathered units, and gathers of the steps.
+    """On a rank: losses, norms and parameters of a few steps with an evaluation after each, gathered units,
+    and gathers of the steps.
 
     `as_last=False` plants a bug: the last micro-batch is treated as one between.
     """
@@ -55,7 +57,9 @@ def trained(ranks: int, *, as_last: bool = True, **sections: dict[str, Any]) -> 
             begin_micro_batch(recipe, wrapped, is_last=as_last and index == MICRO_BATCHES - 1)
             ids = torch.randint(0, 60, (1, 12), generator=generator) % loaded.model.config.vocab_size
             with patch.object(_fsdp_param_group, "foreach_all_gather", count):
-                numbers.append(float(forward_backward(recipe, wrapped, {"input_ids": ids, "labels": ids}, 1 / 44)[1]))
+                numbers.append(
+                    float(forward_backward(recipe, wrapped, {"input_ids": ids, "labels": ids}, 1 / 44)[1])
+                )
         gathered += gathered_units(units_of(wrapped))
         numbers.append(float(total_norm(p for p in wrapped.parameters() if p.requires_grad)))
         optimizer.step()
@@ -66,10 +70,16 @@ def trained(ranks: int, *, as_last: bool = True, **sections: dict[str, Any]) -> 
     return {"numbers": numbers, "parameters": parameters.tolist(), "gathered": gathered, "gathers": gathers}
 
 
-def compared(ranks: int, cases: list[dict[str, Any]]) -> tuple[list[tuple[dict[str, Any], ...]], dict[str, Any]]:
-    """On a rank: each case with parameters that are freed and with parameters that are kept; and the first case with the bug."""
+def compared(
+    ranks: int, cases: list[dict[str, Any]]
+) -> tuple[list[tuple[dict[str, Any], ...]], dict[str, Any]]:
+    """On a rank: each case with parameters that are freed and with parameters that are kept; and the first
+    case with the bug."""
     found = [
-        tuple(trained(ranks, **case | {"fsdp": case["fsdp"] | {"reshard_after_backward": each}}) for each in (True, False))
+        tuple(
+            trained(ranks, **case | {"fsdp": case["fsdp"] | {"reshard_after_backward": each}})
+            for each in (True, False)
+        )
         for case in cases
     ]
     return found, trained(ranks, as_last=False, fsdp={"reshard_after_backward": False})
@@ -84,12 +94,17 @@ ON_TWO: list[dict[str, Any]] = [
         "model": {"freeze": ["model.embed_tokens.*", "model.layers.0.*"]},
     },
 ]
-ON_FOUR: list[dict[str, Any]] = [{"fsdp": {"sharding_strategy": "HYBRID_SHARD"}}, {"fsdp": {"reshard_after_forward": 2}}]
+ON_FOUR: list[dict[str, Any]] = [
+    {"fsdp": {"sharding_strategy": "HYBRID_SHARD"}},
+    {"fsdp": {"reshard_after_forward": 2}},
+]
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("ranks", "cases"), [(2, ON_TWO), pytest.param(4, ON_FOUR, marks=pytest.mark.slow)])
-def test_parameters_that_stay_gathered_change_no_bit(ranks: int, cases: list[dict[str, Any]], on_ranks: Ranks) -> None:
+def test_parameters_that_stay_gathered_change_no_bit(
+    ranks: int, cases: list[dict[str, Any]], on_ranks: Ranks
+) -> None:
     for found, planted in on_ranks.run(ranks, functools.partial(compared, ranks, cases)):
         for freed, kept in found:
             assert kept["numbers"] == freed["numbers"]
@@ -103,7 +118,8 @@ def test_parameters_that_stay_gathered_change_no_bit(ranks: int, cases: list[dic
 
 
 def check_gathers(of_full: tuple[dict[str, Any], ...], of_grad_op: tuple[dict[str, Any], ...]) -> None:
-    """Under SHARD_GRAD_OP a step gathers each unit once; under FULL_SHARD the backward of each micro-batch gathers the layers again."""
+    """Under SHARD_GRAD_OP a step gathers each unit once; under FULL_SHARD the backward of each micro-batch
+    gathers the layers again."""
     in_full, in_grad_op = ([each["gathers"] // STEPS for each in pair] for pair in (of_full, of_grad_op))
     assert in_grad_op[0] == MICRO_BATCHES * in_grad_op[1]
     units = in_grad_op[1]

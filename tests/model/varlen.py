@@ -1,7 +1,8 @@
-"""CPU kernels of torch's variable-length attention, which torch has for CUDA only; registered when this module is imported.
+"""CPU kernels of torch's variable-length attention, which torch has for CUDA only; registered when this
+module is imported.
 
-They compute one example at a time and check what the CUDA kernel requires of its arguments. Everything above them is torch's own:
-the autograd formula, the operator that recomputation and compilation see.
+They compute one example at a time and check what the CUDA kernel requires of its arguments. Everything above
+them is torch's own: the autograd formula, the operator that recomputation and compilation see.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def _probabilities(query: Tensor, key: Tensor, scale: float, window: list[int]) 
     at = torch.arange(len(query))
     behind = at[:, None] - at[None, :]
     left, right = window
-    hidden = (behind > left if left >= 0 else torch.zeros_like(behind, dtype=torch.bool)) | (right >= 0 and behind < -right)
+    hidden = (behind > left if left >= 0 else torch.zeros_like(behind, dtype=torch.bool)) | (
+        right >= 0 and behind < -right
+    )
     return scores.masked_fill(hidden, float("-inf")).softmax(-1)
 
 
@@ -59,7 +62,9 @@ def _forward(
     out = torch.empty_like(query)
     for part in _examples(cu_seq_q, max_q, query, key, value):
         probabilities = _probabilities(query[part], key[part], scale, window_size)
-        out[part] = torch.einsum("hqk,khd->qhd", probabilities, value[part].double().repeat_interleave(groups, 1)).to(out.dtype)
+        out[part] = torch.einsum(
+            "hqk,khd->qhd", probabilities, value[part].double().repeat_interleave(groups, 1)
+        ).to(out.dtype)
     return out, torch.zeros(query.shape[1], len(query)), torch.zeros(2, dtype=torch.uint64)
 
 
@@ -83,9 +88,18 @@ def _backward(
     groups = query.shape[1] // key.shape[1]
     gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     for part in _examples(cu_seq_q, max_q, query, key, value):
-        probabilities, upper = _probabilities(query[part], key[part], scale, window_size), gradient[part].double()
-        of_probabilities = torch.einsum("qhd,khd->hqk", upper, value[part].double().repeat_interleave(groups, 1))
-        of_scores = probabilities * (of_probabilities - (of_probabilities * probabilities).sum(-1, keepdim=True)) * scale
+        probabilities, upper = (
+            _probabilities(query[part], key[part], scale, window_size),
+            gradient[part].double(),
+        )
+        of_probabilities = torch.einsum(
+            "qhd,khd->hqk", upper, value[part].double().repeat_interleave(groups, 1)
+        )
+        of_scores = (
+            probabilities
+            * (of_probabilities - (of_probabilities * probabilities).sum(-1, keepdim=True))
+            * scale
+        )
         found = (
             torch.einsum("hqk,khd->qhd", of_scores, key[part].double().repeat_interleave(groups, 1)),
             torch.einsum("hqk,qhd->khd", of_scores, query[part].double()),

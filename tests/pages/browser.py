@@ -1,4 +1,5 @@
-"""A headless Chromium that a test controls while a page is open, by its debugging pipe: JSON messages that end with NUL."""
+"""A headless Chromium that a test controls while a page is open, by its debugging pipe: JSON messages that
+end with NUL."""
 
 from __future__ import annotations
 
@@ -15,7 +16,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
+CHROMIUM = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))),
+    None,
+)
 START = """
 import os, sys
 for given, number in ((1, 103), (2, 104)):  # first out of the way
@@ -39,12 +43,21 @@ class Browser:
         self.problems: list[Any] = []
 
     def open(self, url: str, *, width: int = 1280, scheme: str = "light") -> None:
-        """Open a page in a window of that width, which may be narrower than the browser's own can be. `scheme`: dark or light."""
+        """Open a page in a window of that width, which may be narrower than the browser's own can be.
+        `scheme`: dark or light."""
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = {"sessionId": self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
+        self._session = {
+            "sessionId": self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        }
         for domain in ("Runtime", "Log", "Page"):
             self._call(f"{domain}.enable")
-        self._call("Emulation.setDeviceMetricsOverride", width=width, height=HEIGHT, deviceScaleFactor=1, mobile=width < 600)
+        self._call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=HEIGHT,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
         self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self._call("Page.navigate", url=url)
         self.wait_for("document.readyState === 'complete' && location.href !== 'about:blank'")
@@ -66,7 +79,14 @@ class Browser:
         """Press and release a key."""
         code, text = KEYS[name]
         for kind in ("keyDown", "keyUp"):
-            self._call("Input.dispatchKeyEvent", type=kind, key=name, code=name, windowsVirtualKeyCode=code, text=text)
+            self._call(
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=name,
+                code=name,
+                windowsVirtualKeyCode=code,
+                text=text,
+            )
 
     def wait_for(self, expression: str, seconds: float = 60.0) -> None:
         """Wait until an expression in the page is true."""
@@ -76,21 +96,36 @@ class Browser:
             time.sleep(0.1)
 
     def mouse(self, kind: str, selector: str, share: float) -> None:
-        """Send `mousePressed`, `mouseMoved` or `mouseReleased` at a share of the width of an element, which is scrolled to."""
-        box = f"(() => {{ const own = document.querySelector({json.dumps(selector)}); own.scrollIntoView({{block: 'center'}});"
-        x, y, width = self.value(f"{box} const {{ left, top, width }} = own.getBoundingClientRect(); return [left, top, width]; }})()")
-        pressed = {"button": "left", "buttons": 1, "clickCount": 1} if kind != "mouseMoved" else {"buttons": 1}
+        """Send `mousePressed`, `mouseMoved` or `mouseReleased` at a share of the width of an element, which
+        is scrolled to."""
+        box = (
+            f"(() => {{ const own = document.querySelector({json.dumps(selector)}); "
+            f"own.scrollIntoView({{block: 'center'}});"
+        )
+        x, y, width = self.value(
+            f"{box} const {{ left, top, width }} = own.getBoundingClientRect(); return [left, top, "
+            f"width]; }})()"
+        )
+        pressed = (
+            {"button": "left", "buttons": 1, "clickCount": 1} if kind != "mouseMoved" else {"buttons": 1}
+        )
         self._call("Input.dispatchMouseEvent", type=kind, x=x + share * width, y=y + 20, **pressed)
 
     def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._sent += 1
-        self._commands.write(json.dumps({"id": self._sent, "method": method, "params": parameters} | self._session).encode() + b"\0")
+        self._commands.write(
+            json.dumps({"id": self._sent, "method": method, "params": parameters} | self._session).encode()
+            + b"\0"
+        )
         while True:
             message = self._read()
             if message.get("id") == self._sent:
                 assert "error" not in message, message
                 return message["result"]
-            if message.get("method") == "Runtime.exceptionThrown" or message.get("params", {}).get("entry", {}).get("level") == "error":
+            if (
+                message.get("method") == "Runtime.exceptionThrown"
+                or message.get("params", {}).get("entry", {}).get("level") == "error"
+            ):
                 self.problems.append(message["params"])
 
     def _read(self) -> dict[str, Any]:
@@ -121,7 +156,9 @@ def browser(folder: Path) -> Iterator[Browser]:
     (commands, write_end), (read_end, answers) = os.pipe(), os.pipe()
     options = [*OPTIONS, f"--user-data-dir={folder / 'profile'}", "--remote-debugging-pipe", "about:blank"]
     command = [sys.executable, "-c", START, str(commands), str(answers), str(CHROMIUM), *options]
-    process = subprocess.Popen(command, pass_fds=(commands, answers), stderr=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(
+        command, pass_fds=(commands, answers), stderr=subprocess.DEVNULL, start_new_session=True
+    )
     os.close(commands)
     os.close(answers)
     found = Browser(read_end, write_end)

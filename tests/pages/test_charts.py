@@ -40,13 +40,22 @@ def test_charts_without_a_value_are_left_out(tmp_path: Path) -> None:
 
 def test_several_runs_have_a_chart_for_each_field_and_the_same_number_in_all(tmp_path: Path) -> None:
     fields = {"source_chat_loss": 1.0, "source_code_loss": 2.0}
-    runs = [record(tmp_path / name, [training_line(10, **(fields if name != "two" else {}))]) for name in ("one", "two", "three")]
+    runs = [
+        record(tmp_path / name, [training_line(10, **(fields if name != "two" else {}))])
+        for name in ("one", "two", "three")
+    ]
     charts = by_title(charts_of(runs))
     for part in ("chat", "code"):
         chart = charts[f"Loss by source: {part}"]
-        assert ([(each.label, each.number) for each in chart.series], chart.by_run) == ([("one", 0), ("three", 2)], True)
+        assert ([(each.label, each.number) for each in chart.series], chart.by_run) == (
+            [("one", 0), ("three", 2)],
+            True,
+        )
     alone = by_title(charts_of(runs[:1]))["Loss by source"]
-    assert ([(each.label, each.number) for each in alone.series], alone.by_run) == ([("chat", 0), ("code", 1)], False)
+    assert ([(each.label, each.number) for each in alone.series], alone.by_run) == (
+        [("chat", 0), ("code", 1)],
+        False,
+    )
 
 
 def test_fields_that_no_chart_names_have_charts_of_their_own(tmp_path: Path) -> None:
@@ -54,7 +63,11 @@ def test_fields_that_no_chart_names_have_charts_of_their_own(tmp_path: Path) -> 
         training_line(10, loss_scale=1024.0),
         {"step": 10, "eval_loss": 1.0, "eval_perplexity": 2.7, "eval_accuracy": 0.5, "eval_seconds": 1.0},
     ]
-    titles = [chart.title for chart in charts_of([record(tmp_path / "one", lines)]) if chart.group == "Other measurements"]
+    titles = [
+        chart.title
+        for chart in charts_of([record(tmp_path / "one", lines)])
+        if chart.group == "Other measurements"
+    ]
     assert titles == ["loss_scale", "eval_accuracy"]
 
 
@@ -62,36 +75,57 @@ def test_plan_is_a_level_next_to_the_measurement(tmp_path: Path) -> None:
     lines = [training_line(10, peak_reserved_gib=37.5, peak_allocated_gib=33.0)]
     (chart,) = [
         chart
-        for chart in charts_of([record(tmp_path / "one", lines, {"peak_reserved_gib": 36.0, "step_seconds": 0.4})])
+        for chart in charts_of(
+            [record(tmp_path / "one", lines, {"peak_reserved_gib": 36.0, "step_seconds": 0.4})]
+        )
         if chart.title.startswith("GPU memory")
     ]
     assert [(level.label, level.value) for level in chart.levels] == [("reserved, planned", 36.0)]
 
 
 def test_marks_have_their_run_and_a_resume_is_one(tmp_path: Path) -> None:
-    """`train --resume` leaves a start after step 0, and no event of its own; the first start of a run is not marked."""
+    """`train --resume` leaves a start after step 0, and no event of its own; the first start of a run is not
+    marked."""
     started = [{"event": "train_started", "step": step, "total_steps": 20, "time": 1.0} for step in (0, 10)]
     spike = {"event": "loss_spike", "step": 10, "message": "high"}
-    lines = [started[0], training_line(10), spike, {"event": "checkpoint_saved", "step": 10}, started[1], training_line(20)]
+    lines = [
+        started[0],
+        training_line(10),
+        spike,
+        {"event": "checkpoint_saved", "step": 10},
+        started[1],
+        training_line(20),
+    ]
     runs = [record(tmp_path / "one", [training_line(10)]), record(tmp_path / "two", lines)]
     chart = by_title(charts_of(runs))["Loss"]
-    assert [(mark.step, mark.name, mark.run) for mark in chart.marks] == [(10, "loss spike", 1), (10, "resumed", 1)]
+    assert [(mark.step, mark.name, mark.run) for mark in chart.marks] == [
+        (10, "loss spike", 1),
+        (10, "resumed", 1),
+    ]
     assert chart.marks_in_words() == "loss spike at step 10 (two), resumed at step 10 (two)"
     earlier = record(tmp_path / "three", [training_line(5), spike | {"step": 5}])
     assert [mark.step for mark in by_title(charts_of([*runs, earlier]))["Loss"].marks] == [5, 10, 10]
     alone = by_title(charts_of(runs[1:]))["Loss"]
-    assert [(mark.run, str(mark)) for mark in alone.marks] == [(None, "loss spike at step 10"), (None, "resumed at step 10")]
+    assert [(mark.run, str(mark)) for mark in alone.marks] == [
+        (None, "loss spike at step 10"),
+        (None, "resumed at step 10"),
+    ]
 
 
 def test_event_that_explains_a_resume_is_the_mark_of_it(tmp_path: Path) -> None:
     changed = {"event": "recipe_changed", "step": 10, "changes": []}
     started = {"event": "train_started", "step": 10, "total_steps": 20, "time": 1.0}
-    chart = by_title(charts_of([record(tmp_path / "one", [training_line(10), changed, started, started | {"step": 15}])]))["Loss"]
+    chart = by_title(
+        charts_of([record(tmp_path / "one", [training_line(10), changed, started, started | {"step": 15}])])
+    )["Loss"]
     assert [(mark.step, mark.name) for mark in chart.marks] == [(10, "recipe changed"), (15, "resumed")]
 
 
 def test_many_marks_are_the_newest(tmp_path: Path) -> None:
-    lines = [training_line(1), *({"event": "loss_spike", "step": step, "message": "high"} for step in range(1, 300))]
+    lines = [
+        training_line(1),
+        *({"event": "loss_spike", "step": step, "message": "high"} for step in range(1, 300)),
+    ]
     chart = by_title(charts_of([record(tmp_path / "one", lines)]))["Loss"]
     assert [mark.step for mark in chart.marks] == list(range(200, 300))
     assert chart.marks_in_words().endswith("and 94 more")
@@ -100,7 +134,10 @@ def test_many_marks_are_the_newest(tmp_path: Path) -> None:
 def test_chart_is_described_in_words_and_gaps_are_counted(tmp_path: Path) -> None:
     lines = [training_line(10, 4.0), training_line(20, "nan"), training_line(30, 2.0)]
     chart = by_title(charts_of([record(tmp_path / "one", lines)]))["Loss"]
-    assert chart.description() == "Loss, nats per token, by step. one: 4 at step 10 to 2 at step 30, between 2 and 4."
+    assert (
+        chart.description()
+        == "Loss, nats per token, by step. one: 4 at step 10 to 2 at step 30, between 2 and 4."
+    )
     assert chart.gaps() == "one: 1 not finite, first at step 20"
 
 
@@ -112,7 +149,9 @@ def test_json_of_a_chart_has_differences_of_steps_and_null_for_gaps(tmp_path: Pa
 
 
 def test_share_is_in_percent(tmp_path: Path) -> None:
-    chart = by_title(charts_of([record(tmp_path / "one", [training_line(10, mfu=0.4)])]))["Model FLOPs utilisation (MFU)"]
+    chart = by_title(charts_of([record(tmp_path / "one", [training_line(10, mfu=0.4)])]))[
+        "Model FLOPs utilisation (MFU)"
+    ]
     assert list(chart.series[0].curve.values) == [40.0]
 
 
@@ -126,7 +165,12 @@ def test_parts_of_a_step_add_up_and_leave_out_the_first_line(tmp_path: Path) -> 
     lines = [training_line(1, last_step_seconds=60.0), training_line(10), training_line(20)]
     parts = {part.name: part for part in step_parts(record(tmp_path / "one", lines))}
     assert {name: part.seconds for name, part in parts.items()} == pytest.approx(
-        {"forward and backward": 0.25, "waiting for communication": 0.1, "optimizer": 0.05, "waiting for data": 0.01}
+        {
+            "forward and backward": 0.25,
+            "waiting for communication": 0.1,
+            "optimizer": 0.05,
+            "waiting for data": 0.01,
+        }
     )
     assert sum(part.share for part in parts.values()) == pytest.approx(1.0)
 
@@ -141,8 +185,20 @@ def test_communication_that_is_not_observed_is_in_the_first_part(tmp_path: Path)
 def test_scores_of_checkpoints_are_curves_in_the_order_of_steps(tmp_path: Path) -> None:
     def scored(step: int, value: float) -> dict[str, Any]:
         score = {"value": value, "low": None, "high": None, "rows": 8}
-        scores = {"sums/exact_match": score, "chats/perplexity": score, "chats/loss": score, "arc_easy/acc": score}
-        return {"event": "checkpoint_evaluated", "step": step, "checkpoint": f"of {step}", "seconds": 1.0, "scores": scores, "time": 1.0}
+        scores = {
+            "sums/exact_match": score,
+            "chats/perplexity": score,
+            "chats/loss": score,
+            "arc_easy/acc": score,
+        }
+        return {
+            "event": "checkpoint_evaluated",
+            "step": step,
+            "checkpoint": f"of {step}",
+            "seconds": 1.0,
+            "scores": scores,
+            "time": 1.0,
+        }
 
     lines = [training_line(10), training_line(20), training_line(30), scored(20, 0.5), scored(10, 0.25)]
     charts = by_title(charts_of([record(tmp_path / "one", lines)]))

@@ -40,7 +40,9 @@ def test_thinning_keeps_a_gap_between_its_neighbours() -> None:
 
 
 @given(values=st.lists(st.none() | st.floats(-1e6, 1e6), min_size=1, max_size=400), limit=st.integers(6, 50))
-def test_thinned_curve_is_short_ordered_and_has_the_same_range(values: list[float | None], limit: int) -> None:
+def test_thinned_curve_is_short_ordered_and_has_the_same_range(
+    values: list[float | None], limit: int
+) -> None:
     curve = Curve(range(len(values)), values)
     thinned = curve.thinned(limit)
     assert len(thinned.steps) <= max(limit, 6)
@@ -53,7 +55,8 @@ def test_thinned_curve_is_short_ordered_and_has_the_same_range(values: list[floa
 
 
 def test_thinned_curves_of_a_chart_have_steps_in_common() -> None:
-    """Two runs that log at the same steps, of which one has more: a step that is shown of one is often shown of the other."""
+    """Two runs that log at the same steps, of which one has more: a step that is shown of one is often shown
+    of the other."""
     one, other = (
         Curve(range(0, count, 10), [math.sin(step * factor) for step in range(0, count, 10)])
         for count, factor in ((50_000, 1), (40_000, 2))
@@ -97,7 +100,11 @@ def test_columns_keep_lines_in_the_order_of_steps() -> None:
     columns = Columns()
     for step, fields in ((1, {"a": 1.0}), (2, {"a": 2.0, "b": 5.0}), (3, {"b": 6.0}), (2, {"a": 9.0})):
         columns.add(step, {"step": step, **fields})
-    assert (columns.newest_step, columns.curve("a").values.tolist(), columns.curve("b").steps.tolist()) == (2, [1.0, 9.0], [])
+    assert (columns.newest_step, columns.curve("a").values.tolist(), columns.curve("b").steps.tolist()) == (
+        2,
+        [1.0, 9.0],
+        [],
+    )
     assert columns.last == {"step": 2, "a": 9.0}
     columns.drop_from(2)
     assert columns.last == {"step": 1.0, "a": 1.0}
@@ -105,7 +112,11 @@ def test_columns_keep_lines_in_the_order_of_steps() -> None:
     assert (columns.newest_step, dict(columns.last)) == (-1, {})
 
 
-@given(st.lists(st.tuples(st.sampled_from(("loss", "eval_loss", "start")), st.integers(0, 9), st.integers(0, 99))))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(("loss", "eval_loss", "start")), st.integers(0, 9), st.integers(0, 99))
+    )
+)
 def test_table_has_the_lines_that_a_list_has(drawn: list[tuple[str, int, int]]) -> None:
     """The columns of the report and the lines of `compare` follow one rule."""
     starts: dict[str, object] = {"event": "train_started", "total_steps": 9}
@@ -115,7 +126,9 @@ def test_table_has_the_lines_that_a_list_has(drawn: list[tuple[str, int, int]]) 
     found = sorted_lines(lines)
     for name, own in (("loss", found.losses), ("eval_loss", found.evals)):
         curve = table.curve(name)
-        assert list(zip(curve.steps.tolist(), curve.values.tolist(), strict=True)) == [(line["step"], line[name]) for line in own]
+        assert list(zip(curve.steps.tolist(), curve.values.tolist(), strict=True)) == [
+            (line["step"], line[name]) for line in own
+        ]
     assert len(table.events) == len(found.events)
 
 
@@ -124,8 +137,14 @@ def losses(*pairs: tuple[int, float]) -> list[dict[str, object]]:
 
 
 def test_lines_of_a_later_attempt_replace_those_of_the_earlier_one() -> None:
-    """Another interval of logging too: what the later attempt has not reached yet is not taken from the earlier one."""
-    first = [*losses((10, 3.0), (20, 2.5)), {"step": 20, "eval_loss": 2.6}, *losses((30, 2.0)), {"step": 30, "eval_loss": 2.1}]
+    """Another interval of logging too: what the later attempt has not reached yet is not taken from the
+    earlier one."""
+    first = [
+        *losses((10, 3.0), (20, 2.5)),
+        {"step": 20, "eval_loss": 2.6},
+        *losses((30, 2.0)),
+        {"step": 30, "eval_loss": 2.1},
+    ]
     again = [{"event": "train_started", "step": 10, "total_steps": 40}, *losses((15, 2.9), (20, 2.8))]
     found = sorted_lines([*first, *again])
     assert [(line["step"], line["loss"]) for line in found.losses] == [(10, 3.0), (15, 2.9), (20, 2.8)]
@@ -134,14 +153,19 @@ def test_lines_of_a_later_attempt_replace_those_of_the_earlier_one() -> None:
 
 
 def test_repeated_steps_without_an_event_are_of_the_later_attempt() -> None:
-    found = sorted_lines([*losses((10, 3.0), (20, 2.5), (30, 2.0)), {"step": 30, "eval_loss": 2.1}, *losses((20, 2.4))])
+    found = sorted_lines(
+        [*losses((10, 3.0), (20, 2.5), (30, 2.0)), {"step": 30, "eval_loss": 2.1}, *losses((20, 2.4))]
+    )
     assert [(line["step"], line["loss"]) for line in found.losses] == [(10, 3.0), (20, 2.4)]
     assert found.evals == []
 
 
 def test_evaluation_at_the_step_of_a_training_line_keeps_both() -> None:
     found = sorted_lines([*losses((10, 3.0)), {"step": 10, "eval_loss": 2.1}, *losses((20, 2.0))])
-    assert ([line["step"] for line in found.losses], [line["step"] for line in found.evals]) == ([10, 20], [10])
+    assert ([line["step"] for line in found.losses], [line["step"] for line in found.evals]) == (
+        [10, 20],
+        [10],
+    )
 
 
 def test_lines_without_a_step_are_left_out() -> None:

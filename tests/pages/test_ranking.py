@@ -13,7 +13,11 @@ from tests.pages.written import training_line, written
 
 
 def record(folder: Path, evals: list[float | str], loss: float | str = 2.0, **training: Any) -> RunRecord:
-    lines = [training_line(10, 3.0), training_line(20, loss), *({"step": 10 * at, "eval_loss": each} for at, each in enumerate(evals, 1))]
+    lines = [
+        training_line(10, 3.0),
+        training_line(20, loss),
+        *({"step": 10 * at, "eval_loss": each} for at, each in enumerate(evals, 1)),
+    ]
     return read_run(written(folder, lines, **training), folder.name)
 
 
@@ -36,14 +40,28 @@ def test_runs_are_ranked_by_their_best_evaluation_loss(tmp_path: Path) -> None:
     found = ranking(*runs)
     assert [run.label for run in found.runs] == ["b", "a", "c", "d"]
     assert found.columns[found.sorted_by].title == "best evaluation loss"
-    assert column(found, "best evaluation loss") == {"b": "2.1000*", "a": "2.5000", "c": "not finite", "d": "–"}
-    assert column(found, "last evaluation loss") == {"b": "2.9000", "a": "2.6000*", "c": "not finite", "d": "–"}
+    assert column(found, "best evaluation loss") == {
+        "b": "2.1000*",
+        "a": "2.5000",
+        "c": "not finite",
+        "d": "–",
+    }
+    assert column(found, "last evaluation loss") == {
+        "b": "2.9000",
+        "a": "2.6000*",
+        "c": "not finite",
+        "d": "–",
+    }
     assert column(found, "loss") == {"b": "1.5000*", "a": "2.0000", "c": "2.0000", "d": "2.0000"}
     assert column(found, "memory (GiB)")["a"] == "0.50"
 
 
 def test_without_evaluations_the_loss_ranks(tmp_path: Path) -> None:
-    found = ranking(record(tmp_path / "a", [], loss=2.0), record(tmp_path / "b", [], loss="nan"), record(tmp_path / "c", [], loss=1.0))
+    found = ranking(
+        record(tmp_path / "a", [], loss=2.0),
+        record(tmp_path / "b", [], loss="nan"),
+        record(tmp_path / "c", [], loss=1.0),
+    )
     assert [run.label for run in found.runs] == ["c", "a", "b"]
     assert "best evaluation loss" not in [each.title for each in found.columns]
 
@@ -56,7 +74,9 @@ def test_equal_values_have_no_best(tmp_path: Path) -> None:
 def test_figures_that_show_the_same_and_speeds_within_noise_are_all_best(tmp_path: Path) -> None:
     speeds = {"a": (2.00001, 900.0), "b": (2.00002, 905.0), "c": (2.5, 600.0)}
     runs = [
-        read_run(written(tmp_path / name, [training_line(10, loss, tokens_per_second_per_device=speed)]), name)
+        read_run(
+            written(tmp_path / name, [training_line(10, loss, tokens_per_second_per_device=speed)]), name
+        )
         for name, (loss, speed) in speeds.items()
     ]
     found = ranking(*runs)
@@ -81,14 +101,21 @@ def test_states_in_which_a_run_failed_are_marked(tmp_path: Path) -> None:
     Verdict(ExitCode.PREEMPTED, ExitReason.MAX_RUNTIME, 10).write(runs[1].outcome_json)
     records = [read_run(run, run.name) for run in runs]
     cells = {run.label: run.cells[-1] for run in ranking(*records).runs}
-    assert (cells["fails"].text, cells["fails"].full, cells["fails"].is_bad) == ("out of memory", "rank 5 ran out of GPU memory", True)
+    assert (cells["fails"].text, cells["fails"].full, cells["fails"].is_bad) == (
+        "out of memory",
+        "rank 5 ran out of GPU memory",
+        True,
+    )
     assert (cells["stops"].text, cells["stops"].is_bad) == ("max runtime", False)
     page = report_page(records, "2026-11-28 10:00")
     assert re.search(r'title="rank 5 ran out of GPU memory" class="[^"]*\bno">out of memory</td>', page)
 
 
 def test_keys_that_differ_are_columns_by_their_short_names(tmp_path: Path) -> None:
-    found = ranking(record(tmp_path / "a", [], learning_rate=1e-4, seed=1), record(tmp_path / "b", [], learning_rate=2e-4, seed=1))
+    found = ranking(
+        record(tmp_path / "a", [], learning_rate=1e-4, seed=1),
+        record(tmp_path / "b", [], learning_rate=2e-4, seed=1),
+    )
     (key,) = [each for each in found.columns if each.full]
     assert (key.title, key.full, key.is_number) == ("learning_rate", "training.learning_rate", True)
     assert column(found, "learning_rate") == {"a": "1e-4", "b": "2e-4"}
@@ -96,7 +123,10 @@ def test_keys_that_differ_are_columns_by_their_short_names(tmp_path: Path) -> No
 
 def test_many_keys_leave_those_out_that_change_nothing_of_what_is_learned(tmp_path: Path) -> None:
     run = record(tmp_path / "a", [])
-    found = ranking_of([run, run], {"launch.device": ['"cpu"', '"cuda"'], **{f"training.k{at}": ["1", None] for at in range(6)}})
+    found = ranking_of(
+        [run, run],
+        {"launch.device": ['"cpu"', '"cuda"'], **{f"training.k{at}": ["1", None] for at in range(6)}},
+    )
     assert [each.full for each in found.columns if each.full] == [f"training.k{at}" for at in range(6)]
     assert found.hidden_keys == 1
     same = ranking_of([run, run], {"optim.seed": ["1", "2"], "data.seed": ["1", "x" * 99]})

@@ -81,8 +81,15 @@ def test_text_of_runs_stays_text(tmp_path: Path) -> None:
 
 def test_only_the_two_scripts_of_the_page_may_run(tmp_path: Path) -> None:
     elements = Elements(page_of(written(tmp_path / "one", [training_line(1)])))
-    (policy,) = [str(each["content"]) for each in elements.all("meta") if each.get("http-equiv") == "Content-Security-Policy"]
-    digests = {f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in elements.scripts[1:]}
+    (policy,) = [
+        str(each["content"])
+        for each in elements.all("meta")
+        if each.get("http-equiv") == "Content-Security-Policy"
+    ]
+    digests = {
+        f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+        for text in elements.scripts[1:]
+    }
     assert policy.startswith("default-src 'none'")
     assert set(policy.partition("script-src ")[2].split()) == digests
 
@@ -159,7 +166,10 @@ def test_marks_are_listed_once_a_page(tmp_path: Path) -> None:
 
 
 def test_differences_are_of_recipes_and_environments(tmp_path: Path) -> None:
-    runs = [written(tmp_path / "one", learning_rate=1e-4), written(tmp_path / "two", learning_rate=2e-4, torch="2.14")]
+    runs = [
+        written(tmp_path / "one", learning_rate=1e-4),
+        written(tmp_path / "two", learning_rate=2e-4, torch="2.14"),
+    ]
     text = re.sub(r"\s+", " ", page_of(*runs))
     assert '<tr><th scope="row">training.learning_rate</th><td>0.0001</td><td>0.0002</td></tr>' in text
     assert '<tr><th scope="row">torch</th><td>2.13</td><td>2.14</td></tr>' in text
@@ -170,7 +180,9 @@ def test_differences_are_of_recipes_and_environments(tmp_path: Path) -> None:
 def test_page_of_long_runs_is_below_a_megabyte(tmp_path: Path, number: int) -> None:
     """Curves without regularity, long samples of text that escaping lengthens, thousands of events."""
     fields: dict[str, Any] = {f"source_{name}_loss": 1.2345678 for name in range(20)}
-    lines: list[dict[str, Any]] = [training_line(step, 1 + (step * 7919 % 1009) / 997, **fields) for step in range(1, 2000)]
+    lines: list[dict[str, Any]] = [
+        training_line(step, 1 + (step * 7919 % 1009) / 997, **fields) for step in range(1, 2000)
+    ]
     for step in range(100, 2000, 100):
         samples = [{"prompt": f"{HOSTILE} {row}", "text": "<&>" * 2000} for row in range(20)]
         lines.append({"event": "samples", "step": step, "seconds": 1.0, "samples": samples})
@@ -189,11 +201,19 @@ def test_licence_of_the_chart_library_is_in_the_page(tmp_path: Path) -> None:
 
 
 def drawn(page: str, folder: Path, width: int) -> str:
-    """The document after its scripts have run in a window of that width. Fails if the browser reports an error."""
+    """The document after its scripts have run in a window of that width. Fails if the browser reports an
+    error."""
     file = folder / "page.html"
     file.write_text(page)
     options = [*OPTIONS, f"--user-data-dir={folder / 'profile'}", f"--window-size={width},900"]
-    command = [str(CHROMIUM), *options, "--enable-logging=stderr", "--virtual-time-budget=10000", "--dump-dom", file.as_uri()]
+    command = [
+        str(CHROMIUM),
+        *options,
+        "--enable-logging=stderr",
+        "--virtual-time-budget=10000",
+        "--dump-dom",
+        file.as_uri(),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
     return done.stdout
@@ -204,18 +224,30 @@ def drawn(page: str, folder: Path, width: int) -> str:
 @pytest.mark.parametrize("width", [390, 1280])
 def test_browser_draws_every_chart_without_errors(tmp_path: Path, width: int) -> None:
     """The script counts the charts whose drawing has ended; the data of others in the page run nothing."""
-    page = page_of(hostile_run(tmp_path / "one"), written(tmp_path / "two", [training_line(step) for step in range(1, 200)]))
+    page = page_of(
+        hostile_run(tmp_path / "one"),
+        written(tmp_path / "two", [training_line(step) for step in range(1, 200)]),
+    )
     found = drawn(page, tmp_path, width)
-    assert re.findall(r'<html lang="en"[^>]* data-drawn="(\d+)"', found) == [str(page.count('<figure class="chart"'))] == ["11"]
+    assert (
+        re.findall(r'<html lang="en"[^>]* data-drawn="(\d+)"', found)
+        == [str(page.count('<figure class="chart"'))]
+        == ["11"]
+    )
     assert found.count("<canvas") == 11
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on the PATH")
 def test_numbers_below_a_chart_are_a_table_of_all_runs(tmp_path: Path) -> None:
-    runs = written(tmp_path / "one", [training_line(1), training_line(1500, "nan")]), written(tmp_path / "two", [training_line(2)])
+    runs = (
+        written(tmp_path / "one", [training_line(1), training_line(1500, "nan")]),
+        written(tmp_path / "two", [training_line(2)]),
+    )
     page = page_of(*runs).replace('<details class="numbers">', '<details class="numbers" open>', 1)
-    cells = re.search(r"<summary>Numbers: Loss</summary>.*?<table>(.*?)</table>", drawn(page, tmp_path, 800), re.DOTALL)
+    cells = re.search(
+        r"<summary>Numbers: Loss</summary>.*?<table>(.*?)</table>", drawn(page, tmp_path, 800), re.DOTALL
+    )
     assert cells is not None
     rows = [re.findall(r"<t[hd][^>]*>([^<]*)<", row) for row in cells[1].split("<tr>")[1:]]
     assert rows == [["step", "one", "two"], ["1", "5", ""], ["2", "", "2.5"], ["1,500", "not finite", ""]]

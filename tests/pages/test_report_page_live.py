@@ -1,4 +1,5 @@
-"""The page of `report --follow`: what is served to whom, and what a browser makes of it while the runs write."""
+"""The page of `report --follow`: what is served to whom, and what a browser makes of it while the runs
+write."""
 
 from __future__ import annotations
 
@@ -34,12 +35,16 @@ def serving(render: Callable[[], str], *, renewed_seconds: float = 0.0) -> Itera
         thread.join(10)
 
 
-def fetched(page: LivePage, path: str | None = None, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], str]:
+def fetched(
+    page: LivePage, path: str | None = None, method: str = "GET", **headers: str
+) -> tuple[int, dict[str, str], str]:
     port = page.server_address[1]
     assert isinstance(port, int)
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
         connection.request(
-            method, page.path if path is None else path, headers={name.replace("_", "-"): value for name, value in headers.items()}
+            method,
+            page.path if path is None else path,
+            headers={name.replace("_", "-"): value for name, value in headers.items()},
         )
         answer = connection.getresponse()
         return answer.status, dict(answer.headers), answer.read().decode()
@@ -187,7 +192,9 @@ def page_of(run: RunDir, *, is_live: bool) -> str:
     return report_page([read_run(run, "one")], "2026-11-26 14:00", is_live=is_live).partition("<body")[0]
 
 
-BROWSER = pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on the PATH")
+BROWSER = pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on the PATH"
+)
 
 
 @pytest.mark.slow
@@ -198,19 +205,28 @@ def test_browser_takes_over_what_a_run_writes_without_a_reload(tmp_path: Path) -
     with serving(growing) as page, browser(tmp_path) as window:
         window.open(page.url)
         window.wait_for("document.documentElement.dataset.drawn === '7'")
-        window.value("window.sameDocument = 'yes'; document.querySelector('figure[data-key=Loss] details').open = true")
+        window.value(
+            "window.sameDocument = 'yes'; document.querySelector('figure[data-key=Loss] details').open = true"
+        )
         window.wait_for("document.querySelector('main').textContent.includes('Evaluation loss')")
         window.wait_for("document.querySelectorAll('canvas').length === 8")
         assert window.value("window.sameDocument") == "yes"
-        assert window.value("[...document.querySelectorAll('figure')].map((each) => each.dataset.key).slice(0, 3)") == [
+        assert window.value(
+            "[...document.querySelectorAll('figure')].map((each) => each.dataset.key).slice(0, 3)"
+        ) == [
             "Loss",
             "Evaluation loss",
             "Learning rate",
         ]
-        steps = "[...document.querySelectorAll('figure[data-key=Loss] .numbers tbody th')].map((each) => each.textContent)"
+        steps = (
+            "[...document.querySelectorAll('figure[data-key=Loss] .numbers tbody th')].map((each) => "
+            "each.textContent)"
+        )
         assert window.value(steps) == ["1", "2", "20", "30"]
         assert "steps30" in window.value("document.querySelector('#runs').textContent")
-        assert "to 0.167 at step 30" in window.value("document.querySelector('figure[data-key=Loss] .plot').ariaLabel")
+        assert "to 0.167 at step 30" in window.value(
+            "document.querySelector('figure[data-key=Loss] .plot').ariaLabel"
+        )
         assert window.value("document.querySelector('#live').textContent") == "Follows the runs."
         assert window.problems == []
 
@@ -224,7 +240,12 @@ def test_enlarged_part_stays_enlarged_and_whole_curves_grow(tmp_path: Path) -> N
         window.wait_for("document.documentElement.dataset.drawn === '7'")
         window.value("document.querySelector('figure[data-key=\"Waiting and updating\"] .field').click()")
         over = "figure[data-key=Loss] .u-over"
-        for kind, share in (("mouseMoved", 0.01), ("mousePressed", 0.01), ("mouseMoved", 0.6), ("mouseReleased", 0.6)):
+        for kind, share in (
+            ("mouseMoved", 0.01),
+            ("mousePressed", 0.01),
+            ("mouseMoved", 0.6),
+            ("mouseReleased", 0.6),
+        ):
             window.mouse(kind, over, share)
         window.wait_for("document.documentElement.dataset.renewed === '2'")
         window.mouse("mouseMoved", over, 0.99)
@@ -241,8 +262,11 @@ def test_enlarged_part_stays_enlarged_and_whole_curves_grow(tmp_path: Path) -> N
 
 @pytest.mark.slow
 @BROWSER
-def test_ranking_that_the_reader_sorts_stays_sorted_by_the_values_and_columns_of_each_version(tmp_path: Path) -> None:
-    """The page itself is sorted by loss, and by evaluation loss once there is one, in a column to the left."""
+def test_ranking_that_the_reader_sorts_stays_sorted_by_the_values_and_columns_of_each_version(
+    tmp_path: Path,
+) -> None:
+    """The page itself is sorted by loss, and by evaluation loss once there is one, in a column to the
+    left."""
     losses = {"a": [3.0, 3.0], "b": [1.0, 9.0], "c": [2.0, 0.5]}
     runs = {name: written(tmp_path / name, [training_line(10, first)]) for name, (first, _) in losses.items()}
     has_grown = threading.Event()
@@ -250,18 +274,30 @@ def test_ranking_that_the_reader_sorts_stays_sorted_by_the_values_and_columns_of
     def render() -> str:
         if has_grown.is_set():
             for name, (first, second) in losses.items():
-                lines = [training_line(10, first), training_line(20, second), {"step": 20, "eval_loss": second + 1, "time": 20.0}]
+                lines = [
+                    training_line(10, first),
+                    training_line(20, second),
+                    {"step": 20, "eval_loss": second + 1, "time": 20.0},
+                ]
                 runs[name].metrics_jsonl.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        return report_page([read_run(run, name) for name, run in runs.items()], "2026-11-26 14:00", is_live=True)
+        return report_page(
+            [read_run(run, name) for name, run in runs.items()], "2026-11-26 14:00", is_live=True
+        )
 
     order = "[...document.querySelectorAll('#ranking tbody th')].map((each) => each.textContent).join('')"
-    sorted_by = "[...document.querySelectorAll('#ranking [aria-sort]')].map((each) => each.textContent + ' ' + each.ariaSort)"
+    sorted_by = (
+        "[...document.querySelectorAll('#ranking [aria-sort]')].map((each) => each.textContent + ' ' + "
+        "each.ariaSort)"
+    )
     headings = "[...document.querySelectorAll('#ranking thead th')].map((each) => each.textContent)"
     with serving(render) as page, browser(tmp_path) as window:
         window.open(page.url)
         window.wait_for("document.documentElement.dataset.renewed === '1'")
         assert window.value(order) == "bca"
-        window.value("[...document.querySelectorAll('#ranking thead button')].find((each) => each.textContent === 'loss').click()")
+        window.value(
+            "[...document.querySelectorAll('#ranking thead button')].find((each) => each.textContent "
+            "=== 'loss').click()"
+        )
         assert (window.value(order), window.value(sorted_by)) == ("acb", ["loss descending"])
         before = window.value(headings)
         has_grown.set()
@@ -288,7 +324,9 @@ def test_browser_says_why_the_page_is_not_current(tmp_path: Path) -> None:
             window.open(page.url)
             window.wait_for("document.documentElement.dataset.renewed === '1'")
             moved.set()
-            window.wait_for("document.querySelector('#live').textContent.includes('cannot be read: the run <b>moved</b>')")
+            window.wait_for(
+                "document.querySelector('#live').textContent.includes('cannot be read: the run <b>moved</b>')"
+            )
             moved.clear()
             window.wait_for(f"{said}'Follows the runs.'")
         window.wait_for(f"{said}'Not current: fsdp-tune report --follow has ended.'")

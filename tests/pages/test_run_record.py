@@ -17,7 +17,9 @@ from tests.pages.written import training_line, written
 
 
 def test_run_being_written_is_read_to_its_last_complete_line(tmp_path: Path) -> None:
-    run = written(tmp_path / "one", [training_line(10), training_line(20, "nan"), {"step": 20, "eval_loss": 2.0}])
+    run = written(
+        tmp_path / "one", [training_line(10), training_line(20, "nan"), {"step": 20, "eval_loss": 2.0}]
+    )
     with open(run.metrics_jsonl, "a") as file:
         file.write('{"step": 30, "loss": NaN, "grad_norm": 1.0}\n{"step": 40, "lo')
     summary = read_run(run, "one").summary()
@@ -46,7 +48,10 @@ def test_damaged_file_is_an_error_with_its_name(tmp_path: Path) -> None:
     run.data_json.write_text("{")
     with pytest.raises(FsdpTuneError, match=r"damaged") as caught:
         read_run(run, "one")
-    assert (caught.value.problems[0].code, caught.value.problems[0].where.source) == ("run-unreadable", str(run.data_json))
+    assert (caught.value.problems[0].code, caught.value.problems[0].where.source) == (
+        "run-unreadable",
+        str(run.data_json),
+    )
 
 
 def test_secrets_are_masked(tmp_path: Path) -> None:
@@ -63,8 +68,14 @@ def test_environment_is_text_without_what_is_unknown(tmp_path: Path) -> None:
 
 
 def test_seconds_are_of_all_steps(tmp_path: Path) -> None:
-    record = read_run(written(tmp_path / "one", [training_line(10), training_line(30, step_seconds=1.0)]), "one")
-    assert record.metrics.seconds_in_steps() == metrics_file.seconds_in_steps(record.lines.losses) == 10 * 0.5 + 20 * 1.0
+    record = read_run(
+        written(tmp_path / "one", [training_line(10), training_line(30, step_seconds=1.0)]), "one"
+    )
+    assert (
+        record.metrics.seconds_in_steps()
+        == metrics_file.seconds_in_steps(record.lines.losses)
+        == 10 * 0.5 + 20 * 1.0
+    )
 
 
 def test_labels_have_as_many_parents_as_they_need() -> None:
@@ -94,20 +105,27 @@ def test_differences_have_every_run_and_none_for_a_missing_key() -> None:
 def test_directory_that_is_no_run_names_the_runs_in_it(tmp_path: Path) -> None:
     run = written(tmp_path / "runs" / "one")
     shutil.copytree(run.path, stage_path(tmp_path / "runs" / "two"))  # a run that is being created
-    for path, hint in ((tmp_path / "runs", "the runs in it are one"), (run.path / "checkpoint-3", "give the run that contains it")):
+    for path, hint in (
+        (tmp_path / "runs", "the runs in it are one"),
+        (run.path / "checkpoint-3", "give the run that contains it"),
+    ):
         with pytest.raises(FsdpTuneError) as caught:
             existing_run(path)
         assert caught.value.problems[0].code == "not-a-run"
         assert hint in (caught.value.problems[0].hint or "")
 
 
-def test_page_that_follows_a_run_parses_each_line_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_that_follows_a_run_parses_each_line_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = written(tmp_path / "one", [training_line(step) for step in range(1, 101)])
     reader, parsed = RunReader(run, "one"), list[bytes]()
     assert len(reader.read().metrics.losses) == 100
     parse = metrics_file.from_json
     monkeypatch.setattr(metrics_file, "from_json", lambda line: parsed.append(line) or parse(line))
-    monkeypatch.setattr("fsdp_tune.pages.run_record.run_status", lambda _: None)  # which reads the end of the file
+    monkeypatch.setattr(
+        "fsdp_tune.pages.run_record.run_status", lambda _: None
+    )  # which reads the end of the file
     with open(run.metrics_jsonl, "a") as file:
         file.write(f"{json.dumps(training_line(101))}\n")
     assert reader.read().metrics.losses.newest_step == 101
@@ -118,9 +136,13 @@ def test_page_that_follows_a_run_parses_each_line_once(tmp_path: Path, monkeypat
 
 @pytest.mark.slow
 def test_hundred_thousand_lines_fit_into_150_mb(tmp_path: Path) -> None:
-    run = written(tmp_path / "one", (training_line(step, mfu=0.4, peak_reserved_gib=30.0) for step in range(1, 100_001)))
+    run = written(
+        tmp_path / "one", (training_line(step, mfu=0.4, peak_reserved_gib=30.0) for step in range(1, 100_001))
+    )
     words = [sys.executable, "-c", REPORT_AND_MEMORY, str(run.path), str(tmp_path / "page.html")]
-    megabytes, seconds = map(float, subprocess.run(words, capture_output=True, text=True, check=True).stdout.split())
+    megabytes, seconds = map(
+        float, subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
+    )
     assert megabytes < 150
     assert seconds < 5  # of CPU; 2.3 s alone on a machine
 
@@ -130,4 +152,4 @@ import sys, time, fsdp_tune
 fsdp_tune.report([sys.argv[1]], output=sys.argv[2])
 peak = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))  # ru_maxrss includes the parent's
 print(int(peak) / 1000, time.process_time())
-"""
+"""  # noqa: E501

@@ -5,7 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.pages.run_record import RunRecord, read_run
-from fsdp_tune.pages.tables import difference_table, events_of, plan_table, samples_of, source_tables, spike_tables, summary_table
+from fsdp_tune.pages.tables import (
+    difference_table,
+    events_of,
+    plan_table,
+    samples_of,
+    source_tables,
+    spike_tables,
+    summary_table,
+)
 from tests.pages.written import training_line, written
 
 
@@ -33,16 +41,26 @@ def test_differences_of_many_runs_have_a_row_for_each_run(tmp_path: Path) -> Non
 
 
 def test_plan_is_compared_with_the_last_line(tmp_path: Path) -> None:
-    run = written(tmp_path / "one", [training_line(10, peak_reserved_gib=30.0), training_line(20, peak_reserved_gib=40.0)])
+    run = written(
+        tmp_path / "one",
+        [training_line(10, peak_reserved_gib=30.0), training_line(20, peak_reserved_gib=40.0)],
+    )
     run.plan_json.write_text(json.dumps({"peak_reserved_gib": 36.0, "step_seconds": None}))
-    assert plan_table([read_run(run, "one")]).rows == [["one", "peak_reserved_gib", "36 GiB", "40 GiB", "-10.0%"]]
+    assert plan_table([read_run(run, "one")]).rows == [
+        ["one", "peak_reserved_gib", "36 GiB", "40 GiB", "-10.0%"]
+    ]
 
 
 def test_runs_with_the_same_rows_share_a_table_of_sources(tmp_path: Path) -> None:
-    runs = [record(tmp_path / name, [], data_key=key) for name, key in (("one", "k1"), ("two", "k2"), ("three", "k1"))]
+    runs = [
+        record(tmp_path / name, [], data_key=key)
+        for name, key in (("one", "k1"), ("two", "k2"), ("three", "k1"))
+    ]
     tables = source_tables(runs)
     assert [table.caption for table in tables] == ["one, three", "two"]
-    assert tables[0].rows == [["train", "chat", "messages", "assistant", "889", "1.5", "6,686", "2,492", "75.0%"]]
+    assert tables[0].rows == [
+        ["train", "chat", "messages", "assistant", "889", "1.5", "6,686", "2,492", "75.0%"]
+    ]
 
 
 def test_event_of_another_version_has_its_message_and_the_rows_that_it_names(tmp_path: Path) -> None:
@@ -55,7 +73,12 @@ def test_event_of_another_version_has_its_message_and_the_rows_that_it_names(tmp
         "rows": [{"row": "a.jsonl:12", "loss": 9.123456}, {"row": "b.jsonl:3", "loss": 8.0}],
     }
     (event,) = events_of(record(tmp_path / "one", [spike]), 10).shown
-    assert (event.step, event.time, event.name, event.is_warning) == ("1,200", "2026-11-23 01:41:18", "loss_spike", True)
+    assert (event.step, event.time, event.name, event.is_warning) == (
+        "1,200",
+        "2026-11-23 01:41:18",
+        "loss_spike",
+        True,
+    )
     assert event.text == "the loss is 9\nrows:\n  row: a.jsonl:12, loss: 9.123\n  row: b.jsonl:3, loss: 8"
 
 
@@ -64,7 +87,13 @@ PLACE = {"file": "a.jsonl", "tokens": 40, "rank": 1, "micro_batch": 2, "sequence
 
 def test_rows_of_spikes_are_a_table_and_not_in_the_events(tmp_path: Path) -> None:
     spikes = [
-        {"event": "loss_spike", "step": step, "message": "high", "rows": [{**PLACE, "row": 7, "step": step, "loss": 9.0}], "rows_total": 90}
+        {
+            "event": "loss_spike",
+            "step": step,
+            "message": "high",
+            "rows": [{**PLACE, "row": 7, "step": step, "loss": 9.0}],
+            "rows_total": 90,
+        }
         for step in (3, 1200)
     ]
     old = {"event": "loss_spike", "step": 1, "message": "of another version"}
@@ -76,14 +105,24 @@ def test_rows_of_spikes_are_a_table_and_not_in_the_events(tmp_path: Path) -> Non
 
 
 def test_events_without_message_show_their_fields_and_bad_times_are_unknown(tmp_path: Path) -> None:
-    lines = [{"event": "halting", "step": 3, "time": 1e300, "reason": "SIGTERM", "count": 1234, "on": None}, {"event": "odd"}]
+    lines = [
+        {"event": "halting", "step": 3, "time": 1e300, "reason": "SIGTERM", "count": 1234, "on": None},
+        {"event": "odd"},
+    ]
     first, second = events_of(record(tmp_path / "one", lines), 10).shown
     assert (first.time, first.text) == ("–", "reason: SIGTERM, count: 1,234, on: null")
     assert (second.step, second.text, second.is_warning) == ("–", "", False)
 
 
 def test_event_has_sizes_and_durations_in_units_on_one_line(tmp_path: Path) -> None:
-    saved = {"event": "checkpoint_saved", "step": 9, "time": 1.0, "seconds": 90.0, "stall_seconds": 0.71, "size_bytes": 3 << 30}
+    saved = {
+        "event": "checkpoint_saved",
+        "step": 9,
+        "time": 1.0,
+        "seconds": 90.0,
+        "stall_seconds": 0.71,
+        "size_bytes": 3 << 30,
+    }
     spike = {"event": "loss_spike", "step": 9, "message": "high"}
     found = events_of(record(tmp_path / "one", [saved, spike]), 10)
     assert found.shown[0].text == "time: 1m30s, stall: 0.7s, size: 3.00 GiB"
@@ -91,14 +130,25 @@ def test_event_has_sizes_and_durations_in_units_on_one_line(tmp_path: Path) -> N
 
 
 def test_event_shows_durations_and_sizes_that_are_not_finite(tmp_path: Path) -> None:
-    line = {"event": "stall", "step": 1, "time": 1795398078.2, "wait_seconds": float("nan"), "peak_bytes": float("inf"), "seconds": 3.0}
+    line = {
+        "event": "stall",
+        "step": 1,
+        "time": 1795398078.2,
+        "wait_seconds": float("nan"),
+        "peak_bytes": float("inf"),
+        "seconds": 3.0,
+    }
     (event,) = events_of(record(tmp_path / "one", [line]), 10).shown
     assert event.text == "wait_seconds: nan, peak_bytes: inf, time: 3.0s"
 
 
 def test_routine_events_are_left_out_first(tmp_path: Path) -> None:
     saved = [{"event": "checkpoint_saved", "step": step} for step in range(100)]
-    lines = [{"event": "loss_spike", "step": 0, "message": "high"}, *saved, {"event": "train_finished", "step": 100}]
+    lines = [
+        {"event": "loss_spike", "step": 0, "message": "high"},
+        *saved,
+        {"event": "train_finished", "step": 100},
+    ]
     found = events_of(record(tmp_path / "one", lines), 4)
     assert [(event.name, event.step) for event in found.shown] == [
         ("loss_spike", "0"),
@@ -110,13 +160,26 @@ def test_routine_events_are_left_out_first(tmp_path: Path) -> None:
 
 
 def sample(step: int, text: str) -> dict[str, Any]:
-    return {"event": "samples", "step": step, "seconds": 1.0, "samples": [{"prompt": "one plus", "text": text}]}
+    return {
+        "event": "samples",
+        "step": step,
+        "seconds": 1.0,
+        "samples": [{"prompt": "one plus", "text": text}],
+    }
 
 
 def test_samples_of_runs_are_in_the_order_of_steps_by_prompt(tmp_path: Path) -> None:
-    runs = [record(tmp_path / name, [sample(step, f"{name} {step}") for step in (100, 200)]) for name in ("one", "two")]
+    runs = [
+        record(tmp_path / name, [sample(step, f"{name} {step}") for step in (100, 200)])
+        for name in ("one", "two")
+    ]
     (found,) = samples_of(runs, steps=12, characters=100)
-    assert found.texts == [("100", "one", "one 100"), ("100", "two", "two 100"), ("200", "one", "one 200"), ("200", "two", "two 200")]
+    assert found.texts == [
+        ("100", "one", "one 100"),
+        ("100", "two", "two 100"),
+        ("200", "one", "one 200"),
+        ("200", "two", "two 200"),
+    ]
 
 
 def test_long_and_many_samples_are_shortened_with_first_and_last(tmp_path: Path) -> None:

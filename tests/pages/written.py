@@ -43,7 +43,8 @@ def written(
     base: str | None = None,
     **training: Any,
 ) -> RunDir:
-    """Return a new run in `folder` whose metrics.jsonl has `lines`; further arguments are keys of `training`."""
+    """Return a new run in `folder` whose metrics.jsonl has `lines`; further arguments are keys of
+    `training`."""
     run = RunDir(folder)
     raw: dict[str, Any] = {
         "name": folder.name,
@@ -61,8 +62,20 @@ def written(
         recipe=recipe,
         reasons=resolution.reasons,
         plan=launch_plan(recipe, run),
-        environment=Environment(versions={"torch": torch}, host={"name": "node", "memory_bytes": 64 << 30}, base=base),
-        data=Prepared(data_key, "cache", "cache/train", {}, 889, 325, 319, DataReport.model_validate({"inputs": [SOURCE]}), []),
+        environment=Environment(
+            versions={"torch": torch}, host={"name": "node", "memory_bytes": 64 << 30}, base=base
+        ),
+        data=Prepared(
+            data_key,
+            "cache",
+            "cache/train",
+            {},
+            889,
+            325,
+            319,
+            DataReport.model_validate({"inputs": [SOURCE]}),
+            [],
+        ),
         start=Start(),
         save_model=lambda directory: (directory / "config.json").write_text("{}"),
         command=("train", f"{folder.name}.yaml", "--set", "launch.env.API_KEY=hf_" + "a" * 30),

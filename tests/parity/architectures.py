@@ -1,4 +1,5 @@
-"""Tiny models of every family that the matrix covers; widths and vocabulary that 2 and 4 ranks do not divide."""
+"""Tiny models of every family that the matrix covers; widths and vocabulary that 2 and 4 ranks do not
+divide."""
 
 from __future__ import annotations
 
@@ -7,21 +8,57 @@ from typing import Any
 
 from tests.parity.store import VOCABULARY
 
-_COMMON: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 30, "num_hidden_layers": 3, "max_position_embeddings": 128}
-_ATTENTION: dict[str, Any] = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 10, "intermediate_size": 50}
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 30,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 128,
+}
+_ATTENTION: dict[str, Any] = {
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 10,
+    "intermediate_size": 50,
+}
 _DECODER = _COMMON | _ATTENTION | {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
-_EXPERTS: dict[str, Any] = {"hidden_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 56}
-_GPT2: dict[str, Any] = {"model_type": "gpt2", "vocab_size": VOCABULARY, "n_embd": 30, "n_layer": 3, "n_head": 3, "n_positions": 128}
+_EXPERTS: dict[str, Any] = {
+    "hidden_size": 40,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 56,
+}
+_GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "vocab_size": VOCABULARY,
+    "n_embd": 30,
+    "n_layer": 3,
+    "n_head": 3,
+    "n_positions": 128,
+}
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "gpt2": _GPT2 | _NO_DROPOUT | {"bos_token_id": 0, "eos_token_id": 1},  # tied embedding, learned positions, Conv1D
+    "gpt2": _GPT2
+    | _NO_DROPOUT
+    | {"bos_token_id": 0, "eos_token_id": 1},  # tied embedding, learned positions, Conv1D
     "gpt2-dropout": _GPT2 | {"bos_token_id": 0, "eos_token_id": 1},
     "llama": {"model_type": "llama", **_DECODER},  # one key/value head for three queries, untied
     "qwen3": {"model_type": "qwen3", **_DECODER, "tie_word_embeddings": True},  # norms on queries and keys
-    "gemma": {"model_type": "gemma", **_DECODER, "tie_word_embeddings": True},  # scaled embedding, norm weights around zero
-    # The widths are as odd as torch's grouped product takes them (rows of 16 bytes); three experts divide by no world.
-    "mixtral": {"model_type": "mixtral", **_DECODER, **_EXPERTS, "num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": None},
+    "gemma": {
+        "model_type": "gemma",
+        **_DECODER,
+        "tie_word_embeddings": True,
+    },  # scaled embedding, norm weights around zero
+    # The widths are as odd as torch's grouped product takes them (rows of 16 bytes); three experts divide by
+    # no world.
+    "mixtral": {
+        "model_type": "mixtral",
+        **_DECODER,
+        **_EXPERTS,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+    },
     # The coefficient is a hundred times the default, so that a wrong balance shows in the trajectory.
     "mixtral-balanced": {
         "model_type": "mixtral",
@@ -103,7 +140,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "sliding_window": None,
     },
-    # Rows of 64 weights for blocks of 4 bits; 130 rows, which 4 ranks do not divide; the 130 columns of its down_proj are not blocks.
+    # Rows of 64 weights for blocks of 4 bits; 130 rows, which 4 ranks do not divide; the 130 columns of its
+    # down_proj are not blocks.
     "llama-blocks": {
         "model_type": "llama",
         **_DECODER,
@@ -112,9 +150,15 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "intermediate_size": 130,
     },
-    # Its MLPs are large enough for blocks of 8-bit state on two ranks and too small on four, its heads too small on any; its
-    # embedding has whole blocks on the second rank alone.
-    "llama-64": {"model_type": "llama", **_DECODER, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128},
+    # Its MLPs are large enough for blocks of 8-bit state on two ranks and too small on four, its heads too
+    # small on any; its embedding has whole blocks on the second rank alone.
+    "llama-64": {
+        "model_type": "llama",
+        **_DECODER,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+    },
 }
 
 

@@ -28,7 +28,12 @@ from tests.session import made_once
 
 PRECISION = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SETTINGS = plain_loop.LoopSettings(
-    steps=runs.STEPS, global_batch_size=GLOBAL_BATCH_SIZE, learning_rate=3e-3, warmup_steps=3, weight_decay=0.1, max_grad_norm=1.0
+    steps=runs.STEPS,
+    global_batch_size=GLOBAL_BATCH_SIZE,
+    learning_rate=3e-3,
+    warmup_steps=3,
+    weight_decay=0.1,
+    max_grad_norm=1.0,
 )
 
 Worker = Callable[[str], dict[str, Any]]
@@ -37,7 +42,9 @@ Worker = Callable[[str], dict[str, Any]]
 class Bench:
     """Runs on real ranks. Those on a GPU share models, rows and references with `on_cpu`."""
 
-    def __init__(self, folder: Path, on_ranks: Ranks, device: str = "cpu", on_cpu: Bench | None = None) -> None:
+    def __init__(
+        self, folder: Path, on_ranks: Ranks, device: str = "cpu", on_cpu: Bench | None = None
+    ) -> None:
         self.folder, self.on_ranks, self.device = folder, on_ranks, device
         self.files = on_cpu.files if on_cpu else folder
         self.store = on_cpu.store if on_cpu else made_once(f"{folder.name}/store", make_store)
@@ -73,7 +80,12 @@ class Bench:
 
         def train(path: Path) -> None:
             settings = dataclasses.replace(
-                SETTINGS, packed=packed, compute_dtype=PRECISION[precision], skipped=skipped, adapter=adapter, **changes
+                SETTINGS,
+                packed=packed,
+                compute_dtype=PRECISION[precision],
+                skipped=skipped,
+                adapter=adapter,
+                **changes,
             )
             suffix = "-packed" if packed else ""
             rows, evals = RowStore(self.store / f"train{suffix}"), RowStore(self.store / f"eval{suffix}")
@@ -104,9 +116,12 @@ class Bench:
         return self.reference(case.architecture, **(given | settings))
 
     def adapter(self, case: Case) -> Path:
-        """A PEFT adapter for the case's model, made by PEFT alone, whose B is not zero: AdamW's first update of a zero B is its sign."""
+        """A PEFT adapter for the case's model, made by PEFT alone, whose B is not zero: AdamW's first update
+        of a zero B is its sign."""
         name = f"{self.files.name}/adapters/{case.architecture}-{_digest(case.lora)}"
-        return made_once(name, lambda folder: make_adapter(self.model(case.architecture), dict(case.lora), folder))
+        return made_once(
+            name, lambda folder: make_adapter(self.model(case.architecture), dict(case.lora), folder)
+        )
 
     def model_in_4_bits(self, architecture: str, scales: str) -> Path:
         """The architecture's model with the values that its weights have in 4 bits."""
@@ -116,13 +131,17 @@ class Bench:
     def run(self, case: Case) -> RunDir:
         """The finished run of a case; each case runs once a session."""
         if case not in self._runs:
-            path = made_once(f"{self.folder.name}/{_digest(case)}", lambda folder: self.fresh_run(case, folder=folder))
+            path = made_once(
+                f"{self.folder.name}/{_digest(case)}", lambda folder: self.fresh_run(case, folder=folder)
+            )
             self._runs[case] = RunDir(path)
         return self._runs[case]
 
     def fresh_run(self, case: Case, worker: Worker | None = None, folder: Path | None = None) -> RunDir:
         run = self.prepared_run(case, folder)
-        runs.train(self.on_ranks, run, case.ranks, worker or (runs.run_with_kernels if case.kernels else None))
+        runs.train(
+            self.on_ranks, run, case.ranks, worker or (runs.run_with_kernels if case.kernels else None)
+        )
         return run
 
     def prepared_run(self, case: Case, folder: Path | None = None) -> RunDir:
@@ -141,7 +160,9 @@ class Bench:
             runs.resume_from(run, self.run(case.donor()), case.saved_step)
         return run
 
-    def written_run(self, changes: dict[str, Any], store: Path | None = None, folder: Path | None = None, **of_store: Any) -> RunDir:
+    def written_run(
+        self, changes: dict[str, Any], store: Path | None = None, folder: Path | None = None, **of_store: Any
+    ) -> RunDir:
         """A new run directory on this bench's device, and on its rows unless given others."""
         changes = runs.merged(changes, {"launch": {"device": self.device}})
         return runs.write_run(folder or self.new_folder(), changes, store or self.store, **of_store)
@@ -161,7 +182,9 @@ def of_bf16(case: Case, bench: Bench) -> Spread:
     return spread(bench.reference_of(case, precision="bf16"), bench.reference_of(case))
 
 
-def assert_as_near_as_bf16(case: Case, bench: Bench, record: Callable[[str, Any], None], section: str, **settings: Any) -> None:
+def assert_as_near_as_bf16(
+    case: Case, bench: Bench, record: Callable[[str, Any], None], section: str, **settings: Any
+) -> None:
     """Assert that a run in half precision scatters around fp32 at most twice as far as one device in bf16."""
     true, alone = (bench.reference_of(case, precision=precision, **settings) for precision in ("no", "bf16"))
     skipped = settings.get("skipped", frozenset())
@@ -172,14 +195,19 @@ def assert_as_near_as_bf16(case: Case, bench: Bench, record: Callable[[str, Any]
     assert found.parameters <= 2 * limit.parameters, (found, limit)
 
 
-def assert_follows_one_device(case: Case, bench: Bench, record: Callable[[str, Any], None], section: str) -> RunDir:
-    """Assert that the run of a case has the trajectory of one device in fp32, and record the deviation. Returns the run."""
+def assert_follows_one_device(
+    case: Case, bench: Bench, record: Callable[[str, Any], None], section: str
+) -> RunDir:
+    """Assert that the run of a case has the trajectory of one device in fp32, and record the deviation.
+    Returns the run."""
     run = bench.run(case)
     assert_follows(run, bench.reference_of(case), case, record, section)
     return run
 
 
-def assert_follows(run: RunDir, true: plain_loop.Trajectory, case: Case, record: Callable[[str, Any], None], section: str) -> None:
+def assert_follows(
+    run: RunDir, true: plain_loop.Trajectory, case: Case, record: Callable[[str, Any], None], section: str
+) -> None:
     found = deviation(run, true)
     record("parity", found.row(section, case))
     assert found.is_within_fp32, f"{found}; worst is {found.worst_name}"

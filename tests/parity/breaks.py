@@ -12,9 +12,12 @@ from tests.parity.runs import run_worker
 
 
 def run_broken(path: str, name: str) -> dict[str, Any]:
-    """Run the worker on a rank with one bug. The checks before step 1 are disabled, so that the numbers must show the bug."""
+    """Run the worker on a rank with one bug. The checks before step 1 are disabled, so that the numbers must
+    show the bug."""
     no_differences = patch("fsdp_tune.worker.readback.report.differences", lambda *arguments: [])
-    no_isolation_check = patch("fsdp_tune.worker.callbacks.RunCallback._check_what_tokens_see", lambda callback: None)
+    no_isolation_check = patch(
+        "fsdp_tune.worker.callbacks.RunCallback._check_what_tokens_see", lambda callback: None
+    )
     with no_differences, no_isolation_check, BREAKS[name]():
         return run_worker(path)
 
@@ -53,7 +56,9 @@ def average_loss_per_micro_batch() -> Iterator[None]:
 
     def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         micro_batches = self.args.gradient_accumulation_steps
-        weight = 0 * num_items_in_batch + max(1, inputs.supervised_tokens) * dist.get_world_size() * micro_batches
+        weight = (
+            0 * num_items_in_batch + max(1, inputs.supervised_tokens) * dist.get_world_size() * micro_batches
+        )
         return original(self, model, inputs, weight)
 
     with patch.object(FsdpTrainer, "training_step", training_step):
@@ -77,7 +82,9 @@ def drop_position_ids() -> Iterator[None]:
     from fsdp_tune.data.collate import collate
 
     def without_positions(*arguments: Any, **options: Any) -> Any:
-        return {name: array for name, array in collate(*arguments, **options).items() if name != "position_ids"}
+        return {
+            name: array for name, array in collate(*arguments, **options).items() if name != "position_ids"
+        }
 
     with patch("fsdp_tune.worker.rows.batches.collate", without_positions):
         yield
@@ -116,7 +123,8 @@ def compute_loss_in_bf16() -> Iterator[None]:
 
 @contextmanager
 def never_last_micro_batch() -> Iterator[None]:
-    """Treat the last micro-batch of a step as one between: replicas are not summed, or units stay gathered while shards are updated."""
+    """Treat the last micro-batch of a step as one between: replicas are not summed, or units stay gathered
+    while shards are updated."""
     from fsdp_tune.model.shard.wrap import begin_micro_batch
     from fsdp_tune.worker import trainer
 
@@ -132,7 +140,8 @@ def never_last_micro_batch() -> Iterator[None]:
 
 @contextmanager
 def leave_adapters_out_of_units() -> Iterator[None]:
-    """As if adapters were injected after wrapping: in full on every rank, and their gradients are not reduced."""
+    """As if adapters were injected after wrapping: in full on every rank, and their gradients are not
+    reduced."""
     from fsdp_tune.model.adapters.lora import is_of_adapter
     from fsdp_tune.model.shard import wrap
 
@@ -191,7 +200,11 @@ def scale_twice_in_forward() -> Iterator[None]:
 
 def _factors_b(model: Any) -> list[Any]:
     """The B matrices of the second layer."""
-    return [parameter for name, parameter in model.named_parameters() if ".layers.1." in name and ".lora_B." in name]
+    return [
+        parameter
+        for name, parameter in model.named_parameters()
+        if ".layers.1." in name and ".lora_B." in name
+    ]
 
 
 @contextmanager
@@ -346,8 +359,12 @@ BREAKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "weight decay on norms": _replaced("fsdp_tune.model.shard.local.decays", lambda name, parameter: True),
     "no weight decay": _replaced("fsdp_tune.model.shard.local.decays", lambda name, parameter: False),
     "no clipping": _replaced("fsdp_tune.worker.step_checks.clip_factor", _no_clipping),
-    "optimizer state not restored on resume": _replaced("fsdp_tune.worker.trainer.restore_optimizer", lambda live, path: None),
-    "schedule not restored on resume": _replaced("fsdp_tune.worker.trainer.restore_schedule", lambda scheduler, step: None),
+    "optimizer state not restored on resume": _replaced(
+        "fsdp_tune.worker.trainer.restore_optimizer", lambda live, path: None
+    ),
+    "schedule not restored on resume": _replaced(
+        "fsdp_tune.worker.trainer.restore_schedule", lambda scheduler, step: None
+    ),
     "evaluation repeats rows": _replaced("fsdp_tune.worker.eval_sets.eval_batches", _repeated_rows),
     "adapters outside of the units": leave_adapters_out_of_units,
     "adapter saved as one rank's slice": save_one_slice,
@@ -356,12 +373,16 @@ BREAKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "B of one layer not updated": keep_b_of_one_layer,
     "gradients of B lost in one layer": lose_gradients_of_b_in_one_layer,
     "bytes of 4 bits cast": cast_bytes_of_4_bits,
-    "matrices orthogonalised on the shard": _replaced("fsdp_tune.model.optim.adafactor.sharding_of", lambda parameter: None),
+    "matrices orthogonalised on the shard": _replaced(
+        "fsdp_tune.model.optim.adafactor.sharding_of", lambda parameter: None
+    ),
     "means over the shard": _replaced("fsdp_tune.model.optim.adafactor.sharding_of", lambda parameter: None),
     "positions of each rank from zero": number_positions_of_each_rank_from_zero,
     "labels shifted after rows are divided": shift_labels_of_each_rank,
     "tokens exchanged into other strides": exchange_into_other_strides,
     "loss averaged over data ranks alone": average_over_data_ranks_alone,
     "shared rows counted on each rank": count_shared_rows_on_each_rank,
-    "dropout of adapters equal on all ranks": _replaced("fsdp_tune.worker.trainer.seed_for_rank", lambda seed, step: seed),
+    "dropout of adapters equal on all ranks": _replaced(
+        "fsdp_tune.worker.trainer.seed_for_rank", lambda seed, step: seed
+    ),
 }

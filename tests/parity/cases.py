@@ -38,8 +38,8 @@ class Case:
     wrap: str = "class"
     version: int = 2
     resumed: str = "no"
-    """same: from a checkpoint of as many ranks; other: of another number of ranks; shared: of as many ranks, two of which share each
-    row. All under FULL_SHARD, and `same` and `other` with rows of each rank's own."""
+    """same: from a checkpoint of as many ranks; other: of another number of ranks; shared: of as many ranks,
+    two of which share each row. All under FULL_SHARD, and `same` and `other` with rows of each rank's own."""
     precision: str = "no"
     """`precision.mixed_precision`, and after it `precision.fp8_recipe`."""
     fsdp: tuple[tuple[str, Any], ...] = ()
@@ -90,7 +90,9 @@ class Case:
         if self.strategy == "NO_SHARD" and (self.offload or self.wrap != "class" or self.version == 1):
             return False
         if self.version == 1 and (hybrid or self.offload):
-            return False  # FSDP1's offload needs an accelerator; tests/worker/readback/test_report.py has its hybrid strategies
+            # FSDP1's offload needs an accelerator; tests/worker/readback/test_report.py has its hybrid
+            # strategies
+            return False
         if self.version == 2 and self.recomputation == "selective" and self.wrap == "size":
             return False
         return not (hybrid and self.ranks != 4)
@@ -108,7 +110,10 @@ class Case:
         if self.wrap == "names":
             fsdp["modules_to_wrap"] = [_LAYERS.get(self.architecture, "model.layers.*")]
         batch: dict[str, Any] = {
-            "per_device_train_batch_size": GLOBAL_BATCH_SIZE * self.sequence // self.ranks // self.accumulation,
+            "per_device_train_batch_size": GLOBAL_BATCH_SIZE
+            * self.sequence
+            // self.ranks
+            // self.accumulation,
             "gradient_accumulation_steps": self.accumulation,
         }
         if self.tokens is not None:
@@ -122,7 +127,9 @@ class Case:
             data["max_length"] = LONGEST
         if self.groups:
             keys = ("match", "learning_rate", "weight_decay")
-            batch["parameter_groups"] = [dict(zip(keys, ([pattern], *values), strict=True)) for pattern, *values in self.groups]
+            batch["parameter_groups"] = [
+                dict(zip(keys, ([pattern], *values), strict=True)) for pattern, *values in self.groups
+            ]
         return {
             "model": {"name_or_path": model, "dtype": self.stored},
             "data": data,
@@ -135,7 +142,8 @@ class Case:
         }
 
     def donor(self) -> Case:
-        """The run whose checkpoint a resumed case starts from: another sharding, perhaps other ranks, the same trajectory."""
+        """The run whose checkpoint a resumed case starts from: another sharding, perhaps other ranks, the
+        same trajectory."""
         ranks = {1: 2, 2: 4, 4: 2}[self.ranks] if self.resumed == "other" else self.ranks
         return Case(
             self.architecture,
@@ -165,7 +173,14 @@ CHUNKED = [
     Case("gpt2", wrap="size", offload=True, kernels=_IN_SLICES),
     Case(wrap="size", kernels=_IN_SLICES),
     Case(wrap="names", recomputation="full", kernels=_IN_SLICES),
-    Case("qwen3", ranks=4, strategy="HYBRID_SHARD", accumulation=4, recomputation="selective", kernels=_IN_SLICES),
+    Case(
+        "qwen3",
+        ranks=4,
+        strategy="HYBRID_SHARD",
+        accumulation=4,
+        recomputation="selective",
+        kernels=_IN_SLICES,
+    ),
     Case("mixtral", resumed="other", packed=True, kernels=_IN_SLICES),
 ]
 """The loss in slices of a few tokens."""
@@ -186,7 +201,9 @@ SLICED = [
     Case(packed=True, recomputation="full", kernels=_SLICED),
     Case("gpt2", strategy="NO_SHARD", accumulation=4, kernels=_SLICED),
     Case("gemma", ranks=4, strategy="HYBRID_SHARD", accumulation=4, kernels=(*_SLICED, *_IN_SLICES)),
-    Case("qwen3", strategy="SHARD_GRAD_OP", fsdp=(("sync_each_batch", False),), accumulation=4, kernels=_SLICED),
+    Case(
+        "qwen3", strategy="SHARD_GRAD_OP", fsdp=(("sync_each_batch", False),), accumulation=4, kernels=_SLICED
+    ),
     Case(offload=True, kernels=_SLICED),
     Case(recomputation="full", fsdp=(("activation_checkpointing_offload", True),), kernels=_SLICED),
     Case(wrap="none", resumed="same", kernels=_SLICED),
@@ -279,12 +296,13 @@ FAST = [
     # A compiled graph is traced for 7 s. Rows of one length need two of them, and one rank traces them once.
     Case(ranks=1, recomputation="full", pad_to=32, kernels=_COMPILED, steps=SHORT),
 ]
-"""Rows for every run of the tests: each value in one of them (test_matrix), pairs as far as they fit. The rest is for
-scripts/test --suite parity."""
+"""Rows for every run of the tests: each value in one of them (test_matrix), pairs as far as they fit. The
+rest is for scripts/test --suite parity."""
 
 
 def pairwise(known: list[Case]) -> list[Case]:
-    """Cases that, with the known ones, hold every possible pair of values of two switches. Greedy and always the same."""
+    """Cases that, with the known ones, hold every possible pair of values of two switches. Greedy and always
+    the same."""
     wanted = {pair for case in _all_possible() for pair in _pairs(case)}
     for case in known:
         wanted -= _pairs(case)
@@ -300,7 +318,9 @@ def pairwise(known: list[Case]) -> list[Case]:
 def _all_possible() -> list[Case]:
     # Every 61st of the full product is dense enough to hold all pairs, and quick to search.
     product = itertools.product(*SWITCHES.values())
-    cases = [Case(**dict(zip(SWITCHES, values, strict=True))) for values in itertools.islice(product, 0, None, 61)]
+    cases = [
+        Case(**dict(zip(SWITCHES, values, strict=True))) for values in itertools.islice(product, 0, None, 61)
+    ]
     return [case for case in cases if case.is_possible]
 
 

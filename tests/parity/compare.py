@@ -36,7 +36,8 @@ class Deviation:
     def __str__(self) -> str:
         return (
             f"loss {self.loss:.1e} (mean {self.drift:+.0e})  grad norm {self.grad_norm:.1e}  "
-            f"parameters {self.parameters:.1e} (worst {self.worst_parameter:.1e})  eval loss {self.eval_loss:.1e}"
+            f"parameters {self.parameters:.1e} (worst {self.worst_parameter:.1e})  eval loss "
+            f"{self.eval_loss:.1e}"
         )
 
     def row(self, section: str, name: object) -> dict[str, str]:
@@ -66,14 +67,24 @@ def relative(value: float, reference: float) -> float:
 
 
 def deviation(run: RunDir, reference: Trajectory) -> Deviation:
-    """Reads metrics.jsonl and the last checkpoint of a finished run; AssertionError where steps are missing or double."""
+    """Reads metrics.jsonl and the last checkpoint of a finished run; AssertionError where steps are missing
+    or double."""
     lines = runs.loss_lines(run)
     assert [line["step"] for line in lines] == list(range(1, len(reference.losses) + 1))
-    assert [line["supervised_tokens"] for line in lines] == reference.supervised_tokens, "supervised tokens of the steps"
+    assert [line["supervised_tokens"] for line in lines] == reference.supervised_tokens, (
+        "supervised tokens of the steps"
+    )
     for line, rate in zip(lines, reference.learning_rates, strict=True):
-        assert math.isclose(line["learning_rate"], rate, rel_tol=1e-12, abs_tol=1e-18), (line["step"], line["learning_rate"], rate)
+        assert math.isclose(line["learning_rate"], rate, rel_tol=1e-12, abs_tol=1e-18), (
+            line["step"],
+            line["learning_rate"],
+            rate,
+        )
     losses = [relative(float(line["loss"]), true) for line, true in zip(lines, reference.losses, strict=True)]
-    norms = [relative(float(line["grad_norm"]), true) for line, true in zip(lines, reference.grad_norms, strict=True)]
+    norms = [
+        relative(float(line["grad_norm"]), true)
+        for line, true in zip(lines, reference.grad_norms, strict=True)
+    ]
     evals = [line["eval_loss"] for line in runs.lines(run) if "eval_loss" in line]
     return Deviation(
         loss=max(map(abs, losses)),
@@ -110,10 +121,15 @@ def spread(run: Trajectory, true: Trajectory, *, skipped: frozenset[int] = froze
     assert run.supervised_tokens == true.supervised_tokens
 
     def rms(values: list[float], others: list[float]) -> float:
-        return math.sqrt(sum(relative(value, other) ** 2 for value, other in zip(values, others, strict=True)) / len(values))
+        return math.sqrt(
+            sum(relative(value, other) ** 2 for value, other in zip(values, others, strict=True))
+            / len(values)
+        )
 
     parameters = _of_parameters(run.final, true)["parameters"]
-    norms, true_norms = ([n for step, n in enumerate(some.grad_norms, start=1) if step not in skipped] for some in (run, true))
+    norms, true_norms = (
+        [n for step, n in enumerate(some.grad_norms, start=1) if step not in skipped] for some in (run, true)
+    )
     return Spread(rms(run.losses, true.losses), rms(norms, true_norms), parameters)
 
 
@@ -121,10 +137,15 @@ def _of_parameters(saved: dict[str, torch.Tensor], reference: Trajectory) -> dic
     """Deviations of the parameters from the reference's, relative to how far the reference moved them."""
     assert saved.keys() == reference.final.keys()
     for name, true in reference.final.items():
-        assert saved[name].shape == true.shape, f"{name} is saved as {list(saved[name].shape)}, of {list(true.shape)}"
+        assert saved[name].shape == true.shape, (
+            f"{name} is saved as {list(saved[name].shape)}, of {list(true.shape)}"
+        )
     squares: dict[str, tuple[float, float]] = {}
     for name, true in reference.final.items():
-        difference, update = saved[name].double() - true.double(), true.double() - reference.initial[name].double()
+        difference, update = (
+            saved[name].double() - true.double(),
+            true.double() - reference.initial[name].double(),
+        )
         squares[name] = (float(difference.square().sum()), float(update.square().sum()))
         if name.replace(".base_layer", "").endswith("c_attn.bias"):
             squares[name] = _without_keys(difference, update)
@@ -135,8 +156,9 @@ def _of_parameters(saved: dict[str, torch.Tensor], reference: Trajectory) -> dic
 
 
 def _without_keys(difference: torch.Tensor, update: torch.Tensor) -> tuple[float, float]:
-    """GPT-2 keeps query, key and value biases in one tensor. A key's bias shifts all scores of a query alike, so its gradient
-    is zero but for rounding, and Adam divides the rounding by its own size: what becomes of it is noise on any device."""
+    """GPT-2 keeps query, key and value biases in one tensor. A key's bias shifts all scores of a query alike,
+    so its gradient is zero but for rounding, and Adam divides the rounding by its own size: what becomes of
+    it is noise on any device."""
     third = len(update) // 3
     kept = [index for index in range(len(update)) if not third <= index < 2 * third]
     return float(difference[kept].square().sum()), float(update[kept].square().sum())

@@ -24,7 +24,8 @@ ON_CUDA_TOO = {
     "test_resume",
     "test_shared_rows",
 }
-"""Modules whose tests also run on an emulated GPU, where they are slow. tests/cuda/test_plants.py has a fast run like these."""
+"""Modules whose tests also run on an emulated GPU, where they are slow. tests/cuda/test_plants.py has a fast
+run like these."""
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +45,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    own = [item for item in items if item.path.is_relative_to(HERE)]  # pytest hands the items of all folders to each conftest
+    own = [
+        item for item in items if item.path.is_relative_to(HERE)
+    ]  # pytest hands the items of all folders to each conftest
     leave_to_slow_tests(own)
     for item in own:
         if isinstance(item, pytest.Function) and _needs_one_gpu(item):
@@ -55,11 +58,18 @@ def _needs_one_gpu(item: pytest.Function) -> bool:
     """Whether a test compares a run of one rank on a GPU that needs no run of more."""
     given = item.callspec.params if hasattr(item, "callspec") else {}
     case = given.get("case")
-    return given.get("device") == "cuda" and isinstance(case, Case) and case.ranks == 1 and case.resumed != "other"
+    return (
+        given.get("device") == "cuda"
+        and isinstance(case, Case)
+        and case.ranks == 1
+        and case.resumed != "other"
+    )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--parity-write", action="store_true", help="write the measured deviations into docs/evidence/")
+    parser.addoption(
+        "--parity-write", action="store_true", help="write the measured deviations into docs/evidence/"
+    )
 
 
 def _row(test: pytest.TestReport) -> dict[str, str] | None:
@@ -76,12 +86,20 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
     row = _row(report)
     if row is None or hasattr(report, "wasxfail"):
         return None
-    numbers = "  ".join(f"{name.strip()} {value}" for name, value in row.items() if name not in ("section", "case"))
-    return report.outcome, {"passed": ".", "failed": "F"}.get(report.outcome, "?"), f"{report.outcome.upper()}  {numbers}"
+    numbers = "  ".join(
+        f"{name.strip()} {value}" for name, value in row.items() if name not in ("section", "case")
+    )
+    return (
+        report.outcome,
+        {"passed": ".", "failed": "F"}.get(report.outcome, "?"),
+        f"{report.outcome.upper()}  {numbers}",
+    )
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    reports = [report for outcome in ("passed", "failed") for report in terminalreporter.stats.get(outcome, [])]
+    reports = [
+        report for outcome in ("passed", "failed") for report in terminalreporter.stats.get(outcome, [])
+    ]
     rows = [row for report in reports if (row := _row(report)) is not None]
     is_written = config.getoption("--parity-write", default=False)
     if not rows or (not is_written and config.get_verbosity() < 1):

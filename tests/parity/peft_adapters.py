@@ -14,7 +14,8 @@ from fsdp_tune.core.tensors.dtypes import NF4_VALUES
 
 
 def round_to_nf4(base: Path, scales: str, folder: Path) -> Path:
-    """Write the model with the linear layers of its decoder as they are in 4 bits: the nearest of 16 values for each weight."""
+    """Write the model with the linear layers of its decoder as they are in 4 bits: the nearest of 16 values
+    for each weight."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     for name, parameter in model.named_parameters():
         if "_proj." in name and parameter.shape[1] % 64 == 0:
@@ -22,7 +23,9 @@ def round_to_nf4(base: Path, scales: str, folder: Path) -> Path:
             largest = blocks.abs().amax(dim=1, keepdim=True)
             largest = largest.bfloat16().float() if scales == "bf16" else largest
             distances = (blocks[..., None] / largest[..., None] - torch.tensor(NF4_VALUES)).abs()
-            parameter.data = (torch.tensor(NF4_VALUES)[distances.argmin(dim=-1)] * largest).view(parameter.shape)
+            parameter.data = (torch.tensor(NF4_VALUES)[distances.argmin(dim=-1)] * largest).view(
+                parameter.shape
+            )
     model.save_pretrained(folder)
     return folder
 

@@ -1,4 +1,5 @@
-"""Results of the parity tests: a summary for the terminal, docs/evidence/data/parity.json and the page made of it."""
+"""Results of the parity tests: a summary for the terminal, docs/evidence/data/parity.json and the page made
+of it."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ The tests require loss, eval loss and gradient norm within 1e-5 and parameters
 within 1e-4; of Muon, which orthogonalises in bf16, 5e-5 and 0.02.
 
 {coverage}
-"""
+"""  # noqa: E501
 LOW_PRECISION = """## Low precision
 
 Deviations from one device in fp32, next to those of one device that computes in bf16.
@@ -41,9 +42,10 @@ The comparison detects all {number} (`tests/parity/breaks.py`).
 STACK = """## Faults of the stack
 
 {number} cases compare the stock path with the one here ([Numerics](numerics.md#faults-of-the-stack-and-where-they-are-fixed)).
-"""
+"""  # noqa: E501
 DRAWN = "## Recipes drawn from the schema"
-"""Heading of the last section of docs/evidence/parity.md, which is hand-written from the output of `scripts/test --suite fuzz`."""
+"""Heading of the last section of docs/evidence/parity.md, which is hand-written from the output of
+`scripts/test --suite fuzz`."""
 
 
 def by_section(rows: Iterable[Row]) -> dict[str, list[Row]]:
@@ -74,7 +76,8 @@ def _largest(values: list[str]) -> str | None:
 def summary(rows: Iterable[Row]) -> list[str]:
     """One line a section: cases, and the largest of each number."""
     return [
-        f"{section}: {len(members)} cases  {'  '.join(f'{name} ≤ {value}' for name, value in _worst(members).items())}"
+        f"{section}: {len(members)} cases  "
+        f"{'  '.join(f'{name} ≤ {value}' for name, value in _worst(members).items())}"
         for section, members in by_section(rows).items()
     ]
 
@@ -87,7 +90,11 @@ def page(results: Results, previous: str) -> str:
     for section, members in sections.items():
         worst = {name: value for name, value in _worst(members).items() if name != "worst tensor"}
         tables[*worst].append([section, len(members), *worst.values()])
-    parts = [HEAD.format(**results.about, coverage=coverage(row for members in sections.values() for row in members))]
+    parts = [
+        HEAD.format(
+            **results.about, coverage=coverage(row for members in sections.values() for row in members)
+        )
+    ]
     for names, lines in tables.items():
         parts += [LOW_PRECISION] if any("one device" in name for name in names) else []
         parts.append(table(["comparison", "runs", *names], lines))
@@ -107,7 +114,8 @@ def coverage(rows: Iterable[Row]) -> str:
     *counted, switches = named
     titles = ("Models", "Ranks", "Strategies")
     lines = [
-        f"- {title}: {', '.join(f'{name} ({n})' for name, n in each.most_common())}" for title, each in zip(titles, counted, strict=True)
+        f"- {title}: {', '.join(f'{name} ({n})' for name, n in each.most_common())}"
+        for title, each in zip(titles, counted, strict=True)
     ]
     return "\n".join([*lines, f"- Switches, in pairs: {', '.join(sorted(switches))}"])
 

@@ -52,11 +52,17 @@ def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     result = copy.deepcopy(base)
     for key, value in changes.items():
         inner = result.get(key)
-        result[key] = merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) and key != "from_config" else value
+        result[key] = (
+            merged(inner, value)
+            if isinstance(inner, dict) and isinstance(value, dict) and key != "from_config"
+            else value
+        )
     return result
 
 
-def write_run(folder: Path, changes: dict[str, Any], store: Path, *, packed: bool = False, vocabulary: int = VOCABULARY) -> RunDir:
+def write_run(
+    folder: Path, changes: dict[str, Any], store: Path, *, packed: bool = False, vocabulary: int = VOCABULARY
+) -> RunDir:
     """A run directory as `train --no-start` leaves it, for a recipe that is BASE with `changes`."""
     run = RunDir(folder)
     run.logs.mkdir(parents=True)
@@ -88,8 +94,11 @@ def resume_from(run: RunDir, donor: RunDir, step: int = SAVED_STEP) -> None:
     (run.path / "resume.json").write_text(json.dumps({"resume_from": str(run.checkpoint(step))}))
 
 
-def train(on_ranks: Ranks, run: RunDir, world_size: int, worker: Callable[..., dict[str, Any]] | None = None) -> list[dict[str, Any]]:
-    """Trains with the real worker and returns every rank's outcome; AssertionError with its traceback if a rank failed."""
+def train(
+    on_ranks: Ranks, run: RunDir, world_size: int, worker: Callable[..., dict[str, Any]] | None = None
+) -> list[dict[str, Any]]:
+    """Trains with the real worker and returns every rank's outcome; AssertionError with its traceback if a
+    rank failed."""
     outcomes = on_ranks.run(world_size, worker or run_worker, str(run.path))
     for outcome in outcomes:
         assert outcome["exit_reason"] == "finished", outcome["traceback"]
@@ -97,7 +106,8 @@ def train(on_ranks: Ranks, run: RunDir, world_size: int, worker: Callable[..., d
 
 
 def run_worker(path: str) -> dict[str, Any]:
-    """On a rank of a test: `python -m fsdp_tune.worker RUN_DIR`, but for the process group, which is there already."""
+    """On a rank of a test: `python -m fsdp_tune.worker RUN_DIR`, but for the process group, which is there
+    already."""
     import torch.distributed as dist
 
     from fsdp_tune.worker import main, rank
@@ -116,8 +126,8 @@ def run_worker(path: str) -> dict[str, Any]:
 
 
 def run_with_kernels(path: str, *, backend: str = "aot_eager") -> dict[str, Any]:
-    """On a rank: the worker, its chunked loss a few tokens at a time (the models are so small that one slice would do), and
-    compiled layers without the minute that the C++ compiler takes."""
+    """On a rank: the worker, its chunked loss a few tokens at a time (the models are so small that one slice
+    would do), and compiled layers without the minute that the C++ compiler takes."""
     from unittest.mock import patch
 
     import fsdp_tune.model.kernels.install  # noqa: F401  it copies the size of a slice as it is imported, which must be the true one

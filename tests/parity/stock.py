@@ -1,4 +1,5 @@
-"""The stock stack: transformers.Trainer and Accelerate's own FSDP on CPU ranks. Rank functions for test_stack.py."""
+"""The stock stack: transformers.Trainer and Accelerate's own FSDP on CPU ranks. Rank functions for
+test_stack.py."""
 
 from __future__ import annotations
 
@@ -23,7 +24,12 @@ def make_trainer(model: str, folder: str, *, configured: bool = True, **options:
     if configured:
         PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
         options |= {"accelerator_config": {"use_configured_state": True}}
-    options = {"max_steps": 3, "per_device_train_batch_size": 4, "fsdp": True, "fsdp_config": {"version": 2}} | options
+    options = {
+        "max_steps": 3,
+        "per_device_train_batch_size": 4,
+        "fsdp": True,
+        "fsdp_config": {"version": 2},
+    } | options
     arguments = TrainingArguments(
         folder,
         use_cpu=True,
@@ -54,7 +60,9 @@ def units(model: str, folder: str, **options: Any) -> dict[str, Any]:
     trainer = make_trainer(model, folder, **options)
     trainer.train()
     wrapped = trainer.model_wrapped
-    policies = [module._get_fsdp_state()._mp_policy for module in wrapped.modules() if isinstance(module, FSDPModule)]
+    policies = [
+        module._get_fsdp_state()._mp_policy for module in wrapped.modules() if isinstance(module, FSDPModule)
+    ]
     return {
         "wrapper": type(wrapped).__name__,
         "units": len(policies),
@@ -82,7 +90,15 @@ def scaler(model: str, folder: str) -> tuple[str, bool]:
 
 def resumed_rate(model: str, folder: str) -> list[float]:
     """Learning rates of a run that is resumed at step 2 with ten times the rate."""
-    train(model, folder, max_steps=2, learning_rate=1e-3, lr_scheduler_type="constant", save_strategy="steps", save_steps=2)
+    train(
+        model,
+        folder,
+        max_steps=2,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        save_strategy="steps",
+        save_steps=2,
+    )
     _fresh_state()
     trainer = make_trainer(model, folder, max_steps=4, learning_rate=1e-2, lr_scheduler_type="constant")
     trainer.train(resume_from_checkpoint=os.path.join(folder, "checkpoint-2"))  # noqa: PTH118
@@ -111,14 +127,17 @@ def kept_unsharded(model: str, folder: str) -> int:
         def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             seen.append(unsharded_bytes(trainer.model_wrapped))
 
-    trainer = make_trainer(model, folder, gradient_accumulation_steps=2, per_device_train_batch_size=2, max_steps=1)
+    trainer = make_trainer(
+        model, folder, gradient_accumulation_steps=2, per_device_train_batch_size=2, max_steps=1
+    )
     trainer.add_callback(Watch())
     trainer.train()
     return seen[0]
 
 
 def run_watching_gradients(path: str) -> dict[str, Any]:
-    """On a rank: our worker; writes the largest number of bytes of unsharded gradients that any micro-batch left."""
+    """On a rank: our worker; writes the largest number of bytes of unsharded gradients that any micro-batch
+    left."""
     from unittest.mock import patch
 
     from fsdp_tune.worker.trainer import FsdpTrainer
@@ -137,7 +156,9 @@ def run_watching_gradients(path: str) -> dict[str, Any]:
 
 
 def saved_files(model: str, folder: str) -> list[str]:
-    trainer = make_trainer(model, folder, max_steps=1, fsdp_config={"version": 2, "state_dict_type": "SHARDED_STATE_DICT"})
+    trainer = make_trainer(
+        model, folder, max_steps=1, fsdp_config={"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}
+    )
     trainer.train()
     trainer.save_model(folder)
     return sorted(os.listdir(folder))  # noqa: PTH208

@@ -40,14 +40,24 @@ def make_store(folder: Path, *, vocabulary: int = VOCABULARY) -> Path:
 
 
 def write_store(
-    folder: Path, draw: np.random.Generator, lengths: npt.NDArray[np.int64], sets: Mapping[str, npt.NDArray[np.int64]], *, vocabulary: int
+    folder: Path,
+    draw: np.random.Generator,
+    lengths: npt.NDArray[np.int64],
+    sets: Mapping[str, npt.NDArray[np.int64]],
+    *,
+    vocabulary: int,
 ) -> Path:
     """Examples of `lengths` tokens, and sets that are offsets of rows into them."""
     folder.mkdir(parents=True)
     writer = StoreWriter(folder)
     tokens = np.concatenate([_progression(draw, int(length), vocabulary) for length in lengths])
     trained = np.concatenate([_trained(draw, int(length)) for length in lengths])
-    writer.add(tokens, trained, lengths, np.stack([np.zeros(len(lengths), np.int64), np.arange(1, len(lengths) + 1)], axis=1))
+    writer.add(
+        tokens,
+        trained,
+        lengths,
+        np.stack([np.zeros(len(lengths), np.int64), np.arange(1, len(lengths) + 1)], axis=1),
+    )
     writer.finish_pool()
     segments = np.stack([np.cumsum(lengths) - lengths, lengths], axis=1)
     for name, rows in sets.items():
@@ -59,8 +69,11 @@ def write_store(
 
 
 def _progression(draw: np.random.Generator, length: int, vocabulary: int) -> npt.NDArray[np.int32]:
-    """Something that a model can learn: each token follows from the one before it by a step of the example's own."""
-    return ((draw.integers(vocabulary) + draw.integers(1, 4) * np.arange(length)) % vocabulary).astype(np.int32)
+    """Something that a model can learn: each token follows from the one before it by a step of the example's
+    own."""
+    return ((draw.integers(vocabulary) + draw.integers(1, 4) * np.arange(length)) % vocabulary).astype(
+        np.int32
+    )
 
 
 def _trained(draw: np.random.Generator, length: int) -> npt.NDArray[np.uint8]:

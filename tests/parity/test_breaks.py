@@ -1,4 +1,5 @@
-"""The checks can fail: each planted bug moves the numbers beyond the tolerance, and a run with a bug in its adapters notices it."""
+"""The checks can fail: each planted bug moves the numbers beyond the tolerance, and a run with a bug in its
+adapters notices it."""
 
 from __future__ import annotations
 
@@ -64,7 +65,9 @@ FAST = {"packed examples not isolated", "optimizer state not restored on resume"
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in BREAKS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in BREAKS]
+)
 def test_planted_bug_is_detected(name: str, bench: Bench, record_property) -> None:
     case = replace(SEEN_BY[name], steps=SHORT) if name in FAST else SEEN_BY[name]
     has_dropout = case.architecture == DROPOUT.architecture
@@ -73,7 +76,9 @@ def test_planted_bug_is_detected(name: str, bench: Bench, record_property) -> No
         found = deviation(bench.fresh_run(case, functools.partial(run_broken, name=name)), true)
     except RanksFailed:
         raise  # the plant itself does not apply any more
-    except AssertionError as error:  # the trajectory is not complete, or the worker's own checks have stopped the run
+    except (
+        AssertionError
+    ) as error:  # the trajectory is not complete, or the worker's own checks have stopped the run
         text = str(error).strip()
         assert "Traceback" not in text or "fsdp_tune.core.errors." in text, text
         record_property("parity", {"section": PLANTED, "case": name, "seen as": text.splitlines()[-1]})
@@ -84,12 +89,22 @@ def test_planted_bug_is_detected(name: str, bench: Bench, record_property) -> No
 
 STOPPED_BY: dict[str, tuple[str, str]] = {
     # planted → code and words of the error of a run
-    "adapters outside of the units": ("readback-differs", "not sharded: model.layers.0.self_attn.q_proj.lora_A"),
+    "adapters outside of the units": (
+        "readback-differs",
+        "not sharded: model.layers.0.self_attn.q_proj.lora_A",
+    ),
     "adapter scaled twice": ("readback-differs", "to be scaled by 2, the run scales it by 4"),
-    "B of one layer not updated": ("invariant-broken", "ranks 0 and 1: `model.layers.1.self_attn.q_proj.lora_B"),
-    "dropout of adapters equal on all ranks": ("invariant-broken", "the CPU generators of ranks 0 and 1 are in the same state"),
+    "B of one layer not updated": (
+        "invariant-broken",
+        "ranks 0 and 1: `model.layers.1.self_attn.q_proj.lora_B",
+    ),
+    "dropout of adapters equal on all ranks": (
+        "invariant-broken",
+        "the CPU generators of ranks 0 and 1 are in the same state",
+    ),
 }
-"""Not here are a scale in the forward, which is PEFT's code, and a cast of bytes where they are read: only parity finds them."""
+"""Not here are a scale in the forward, which is PEFT's code, and a cast of bytes where they are read: only
+parity finds them."""
 
 
 def checked_run(bench: Bench, name: str) -> tuple[RunDir, list[dict[str, Any]]]:
@@ -100,7 +115,11 @@ def checked_run(bench: Bench, name: str) -> tuple[RunDir, list[dict[str, Any]]]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "B of one layer not updated")) for name in STOPPED_BY]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name != "B of one layer not updated"))
+        for name in STOPPED_BY
+    ],
 )
 def test_run_stops_at_a_planted_bug_of_its_adapters(name: str, bench: Bench) -> None:
     code, words = STOPPED_BY[name]
@@ -124,9 +143,15 @@ def test_merge_and_resume_refuse_one_rank_s_slice_of_an_adapter(bench: Bench, tm
     run, outcomes = checked_run(bench, name)
     assert {outcome["exit_reason"] for outcome in outcomes} == {"finished"}
     config = bench.adapter(SEEN_BY[name])
-    for adapter, words in ((True, "the rank of `model.layers.0.self_attn.q_proj` is 4, and the factors have 2"), (False, "do not fit")):
+    for adapter, words in (
+        (True, "the rank of `model.layers.0.self_attn.q_proj` is 4, and the factors have 2"),
+        (False, "do not fit"),
+    ):
         with pytest.raises(FsdpTuneError, match=words):
-            merge_checkpoint(run.checkpoint(runs.STEPS), MergeOptions(tmp_path / "out", adapter=adapter, adapter_config=config))
+            merge_checkpoint(
+                run.checkpoint(runs.STEPS),
+                MergeOptions(tmp_path / "out", adapter=adapter, adapter_config=config),
+            )
     further = bench.prepared_run(SEEN_BY[name])
     runs.resume_from(further, run)
     outcomes = bench.on_ranks.run(2, functools.partial(runs.run_worker, str(further.path)))

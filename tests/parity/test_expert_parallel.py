@@ -1,4 +1,5 @@
-"""Ranks that divide the experts (`fsdp.ep_size`) follow one device, and resume on another division and world."""
+"""Ranks that divide the experts (`fsdp.ep_size`) follow one device, and resume on another division and
+world."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ def ep(size: int, **others: Any) -> tuple[tuple[str, Any], ...]:
 SECTION = "expert parallelism"
 _BASE = Case("mixtral-divided", fsdp=ep(2))
 _LORA = (("r", 4), ("lora_alpha", 4), ("target_modules", ("q_proj", "k_proj", "v_proj", "o_proj")))
-_QWEN, _OSS, _DEEPSEEK = Case("qwen2-moe-divided", fsdp=ep(2)), Case("gpt-oss-divided", fsdp=ep(2)), Case("deepseek-divided", fsdp=ep(2))
+_QWEN, _OSS, _DEEPSEEK = (
+    Case("qwen2-moe-divided", fsdp=ep(2)),
+    Case("gpt-oss-divided", fsdp=ep(2)),
+    Case("deepseek-divided", fsdp=ep(2)),
+)
 CASES = [
     _BASE,
     replace(_BASE, accumulation=2, packed=True, recomputation="full", kernels=(("loss", "chunked"),)),
@@ -37,7 +42,11 @@ CASES = [
     replace(_BASE, ranks=4, strategy="HYBRID_SHARD_ZERO2", packed=True),
     replace(_BASE, ranks=4, tokens=64),
     replace(_BASE, accumulation=2, fsdp=ep(2, sync_each_batch=False)),
-    replace(_BASE, accumulation=2, fsdp=ep(2, reshard_after_backward=False, forward_prefetch=1, backward_prefetch=2)),
+    replace(
+        _BASE,
+        accumulation=2,
+        fsdp=ep(2, reshard_after_backward=False, forward_prefetch=1, backward_prefetch=2),
+    ),
     replace(_BASE, fsdp=ep(2, cpu_ram_efficient_loading=False)),
     replace(_BASE, fsdp=ep(2, state_dict_type="FULL_STATE_DICT"), resumed="same"),
     replace(_BASE, ranks=4, resumed="other", packed=True),
@@ -85,10 +94,15 @@ def resumed(bench: Bench, case: Case, donor: RunDir, step: int) -> RunDir:
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_run_resumed_on_another_division_and_world_follows_the_reference(bench: Bench, record_property) -> None:
+def test_run_resumed_on_another_division_and_world_follows_the_reference(
+    bench: Bench, record_property
+) -> None:
     """4 ranks that divide the experts, then 2, then one with all of them; and from one back to 4."""
     for sizes in ((4, 2, 1), (1, 4, 2)):
-        cases = [replace(_BASE, ranks=size, fsdp=ep(size), steps=SHORT, training=(("save_steps", 3),)) for size in sizes]
+        cases = [
+            replace(_BASE, ranks=size, fsdp=ep(size), steps=SHORT, training=(("save_steps", 3),))
+            for size in sizes
+        ]
         run = bench.run(cases[0])
         for case, step in zip(cases[1:], (3, 6), strict=True):
             run = resumed(bench, case, run, step)
@@ -98,15 +112,20 @@ def test_run_resumed_on_another_division_and_world_follows_the_reference(bench: 
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_checkpoints_of_any_division_merge_to_the_same_bytes(bench: Bench, tmp_path: Path) -> None:
-    """A step with a learning rate of 0 leaves the weights, so each merge is the model that the run started from."""
+    """A step with a learning rate of 0 leaves the weights, so each merge is the model that the run started
+    from."""
     still = (("learning_rate", 0.0), ("max_steps", 1), ("save_steps", 1), ("eval_steps", 1))
     whole = {"state_dict_type": "FULL_STATE_DICT"}
     divisions = [(2, ep(1)), (2, ep(2)), (4, ep(2)), (4, ep(4)), (2, ep(2, **whole))]
     merged: list[bytes] = []
     for index, (ranks, fsdp) in enumerate(divisions):
         run = bench.run(replace(_BASE, ranks=ranks, fsdp=fsdp, training=still))
-        output = merge_checkpoint(run.checkpoint(1), MergeOptions(tmp_path / str(index), dtype="fp32", verify="none")).output
+        output = merge_checkpoint(
+            run.checkpoint(1), MergeOptions(tmp_path / str(index), dtype="fp32", verify="none")
+        ).output
         merged.append((output / "model.safetensors").read_bytes())
     assert all(each == merged[0] for each in merged)
-    start = AutoModelForCausalLM.from_pretrained(bench.model(_BASE.architecture), dtype=torch.float32).state_dict()
+    start = AutoModelForCausalLM.from_pretrained(
+        bench.model(_BASE.architecture), dtype=torch.float32
+    ).state_dict()
     assert all(torch.equal(tensor, start[name]) for name, tensor in load(merged[0]).items())

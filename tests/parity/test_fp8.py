@@ -1,4 +1,5 @@
-"""fp8 in the decoder layers, compared with one device in fp32, next to the deviation of bf16. Emulated: rounded as on a GPU.
+"""fp8 in the decoder layers, compared with one device in fp32, next to the deviation of bf16. Emulated:
+rounded as on a GPU.
 
 What is measured is the spread (root mean square over the steps, `compare.Spread`).
 """
@@ -56,8 +57,18 @@ ALL_KERNELS = (("compile", True), ("loss", "chunked"))
         slow(replace(TENSORWISE, recomputation="full", packed=True, kernels=ALL_KERNELS), 30),
         slow(replace(TENSORWISE, strategy="SHARD_GRAD_OP", recomputation="selective"), 30),
         slow(replace(TENSORWISE, wrap="none", fsdp=(("state_dict_type", "FULL_STATE_DICT"),)), 30),
-        slow(replace(TENSORWISE, wrap="size", stored="bf16", training=(("optim_args", "bf16_stochastic_round=true"),)), 30),
-        slow(replace(TENSORWISE, training=(("optim", "adamw_torch_8bit"), ("optim_args", "block_size=64"))), 30),
+        slow(
+            replace(
+                TENSORWISE,
+                wrap="size",
+                stored="bf16",
+                training=(("optim_args", "bf16_stochastic_round=true"),),
+            ),
+            30,
+        ),
+        slow(
+            replace(TENSORWISE, training=(("optim", "adamw_torch_8bit"), ("optim_args", "block_size=64"))), 30
+        ),
         slow(replace(TENSORWISE, fsdp=(("cpu_ram_efficient_loading", False),)), 30),
         slow(replace(TENSORWISE, resumed="other"), 30),
         slow(replace(TENSORWISE, ranks=4, resumed="other"), 30),
@@ -67,17 +78,25 @@ ALL_KERNELS = (("compile", True), ("loss", "chunked"))
     ids=str,
 )
 def test_fp8_follows_fp32(case: Case, times: float, bench: Bench, record_property) -> None:
-    """Measured: seven times the loss's spread of computing in bf16 with a scale for each row, fourteen times with one for all."""
+    """Measured: seven times the loss's spread of computing in bf16 with a scale for each row, fourteen times
+    with one for all."""
     found, limit = spread_of(case, bench), of_bf16(case, bench)
     record_property("parity", found.row(case.precision, case, limit))
-    assert 2 * limit.loss < found.loss <= times * limit.loss, (found, limit)  # nearer, and nothing would be in fp8
+    assert 2 * limit.loss < found.loss <= times * limit.loss, (
+        found,
+        limit,
+    )  # nearer, and nothing would be in fp8
     assert found.grad_norm <= times * limit.grad_norm, (found, limit)
     assert found.parameters <= 0.4, found
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", [replace(ROWWISE, architecture="mixtral-16"), replace(TENSORWISE, architecture="mixtral-16")], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [replace(ROWWISE, architecture="mixtral-16"), replace(TENSORWISE, architecture="mixtral-16")],
+    ids=str,
+)
 def test_stacked_experts_stay_in_bf16(case: Case, bench: Bench) -> None:
     found = spread_of(case, bench)
     assert found.loss <= 30 * of_bf16(case, bench).loss, found
@@ -88,14 +107,19 @@ def test_stacked_experts_stay_in_bf16(case: Case, bench: Bench) -> None:
 @pytest.mark.ranks
 def test_frozen_weights_are_gathered_in_fp8_and_unchanged(bench: Bench) -> None:
     """They are stored in bf16, next to trained ones in fp32."""
-    changes = runs.merged(TENSORWISE.recipe(str(bench.model("llama-16"))), {"model": {"freeze": ["model.layers.0.*"]}})
+    changes = runs.merged(
+        TENSORWISE.recipe(str(bench.model("llama-16"))), {"model": {"freeze": ["model.layers.0.*"]}}
+    )
     run = bench.written_run(changes)
     runs.train(bench.on_ranks, run, 2)
     assert json.loads(run.readback_json.read_text())["fp8"]["gathered"] == 21
     saved, initial = runs.saved_parameters(run, runs.STEPS), runs.trajectory(bench.run(TENSORWISE)).initial
     for name, tensor in saved.items():
         frozen = name.startswith("model.layers.0.")
-        assert torch.equal(tensor.float(), initial[name].to(torch.bfloat16).float() if frozen else initial[name]) is frozen, name
+        assert (
+            torch.equal(tensor.float(), initial[name].to(torch.bfloat16).float() if frozen else initial[name])
+            is frozen
+        ), name
 
 
 @pytest.mark.ranks
@@ -107,18 +131,27 @@ def test_resumed_run_is_bitwise_equal_to_uninterrupted_run(case: Case, bench: Be
 # Three layers, forward and backward, in bytes beside their norms; embedding, head and root as ever.
 RAN_IN = {
     SHORT_ROWWISE: ("axiswise", 0, {"float8_e4m3fn": 63}, {"bfloat16": 9}),
-    SHORT_TENSORWISE: ("tensorwise", 21, {"float8_e4m3fn": 21, "float8_e5m2": 42}, {"bfloat16": 3, "uint8": 6}),
+    SHORT_TENSORWISE: (
+        "tensorwise",
+        21,
+        {"float8_e4m3fn": 21, "float8_e5m2": 42},
+        {"bfloat16": 3, "uint8": 6},
+    ),
 }
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", [slow(SHORT_ROWWISE), SHORT_TENSORWISE], ids=str)
 def test_readback_reports_fp8_compute_and_communication(case: Case, bench: Bench) -> None:
-    """Seven Linears in each of three layers; three multiplications of each, of which two take a gradient (e5m2, one scale)."""
+    """Seven Linears in each of three layers; three multiplications of each, of which two take a gradient
+    (e5m2, one scale)."""
     found, (scales, gathered, products, gathers) = readback(case, bench), RAN_IN[case]
-    assert found["fp8"] == {"linears": 21, "scales": [scales], "emulated": [bench.device == "cpu"], "gathered": gathered}, (
-        "a GPU has the product"
-    )
+    assert found["fp8"] == {
+        "linears": 21,
+        "scales": [scales],
+        "emulated": [bench.device == "cpu"],
+        "gathered": gathered,
+    }, "a GPU has the product"
     # transformers 5.17 makes the angles of the rotary embedding by a multiplication, in fp32.
     angles = {"float32": 1} if "inv_freq_expanded @" in inspect.getsource(LlamaRotaryEmbedding) else {}
     assert found["ran_in"]["matmul"] == {"bfloat16": 3, **products, **angles}, "the head is not in fp8"
@@ -126,7 +159,11 @@ def test_readback_reports_fp8_compute_and_communication(case: Case, bench: Bench
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", [SHORT_TENSORWISE, slow(replace(TENSORWISE, fsdp=(("state_dict_type", "FULL_STATE_DICT"),)))], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [SHORT_TENSORWISE, slow(replace(TENSORWISE, fsdp=(("state_dict_type", "FULL_STATE_DICT"),)))],
+    ids=str,
+)
 def test_fp8_checkpoint_equals_that_of_a_plain_model(case: Case, bench: Bench) -> None:
     """Names, shapes and fp32 values; `merge-checkpoint` and any other run read them."""
     saved = runs.saved_parameters(bench.run(case), case.steps)
@@ -146,7 +183,9 @@ SABOTAGE = {
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["head", *(pytest.param(name, marks=pytest.mark.slow) for name in list(SABOTAGE)[1:])])
+@pytest.mark.parametrize(
+    "name", ["head", *(pytest.param(name, marks=pytest.mark.slow) for name in list(SABOTAGE)[1:])]
+)
 def test_fp8_state_that_differs_from_the_recipe_stops_the_run(name: str, bench: Bench) -> None:
     case = SHORT_TENSORWISE if name == "not gathered" else SHORT_ROWWISE
     with pytest.raises(AssertionError, match="fp8") as caught:
@@ -176,10 +215,18 @@ def run_sabotaged(path: str, *, name: str) -> dict[str, Any]:
     broken: dict[str, Any] = {
         "head": patch.object(linear_layers, "plan_fp8", with_head),
         "one scale": patch.object(linear_layers, "_config", one_scale),
-        "bf16": patch.object(load, "convert_to_fp8", lambda recipe, model, device: linear_layers.choose_fp8(recipe, model)),
-        "not gathered": patch.object(linear_layers, "plan_fp8", lambda *given: replace(real_plan(*given), gathered=frozenset())),
+        "bf16": patch.object(
+            load, "convert_to_fp8", lambda recipe, model, device: linear_layers.choose_fp8(recipe, model)
+        ),
+        "not gathered": patch.object(
+            linear_layers, "plan_fp8", lambda *given: replace(real_plan(*given), gathered=frozenset())
+        ),
         "on one rank": patch.object(
-            load, "convert_to_fp8", lambda *given: real_convert(*given) if dist.get_rank() == 0 else linear_layers.choose_fp8(*given[:2])
+            load,
+            "convert_to_fp8",
+            lambda *given: (
+                real_convert(*given) if dist.get_rank() == 0 else linear_layers.choose_fp8(*given[:2])
+            ),
         ),
     }
     with broken[name]:

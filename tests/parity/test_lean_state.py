@@ -20,7 +20,9 @@ ROUNDED = Case(stored="bf16", training=(("optim_args", "bf16_stochastic_round=tr
 EIGHT_BITS = Case("llama-64", training=(("optim", "adamw_torch_8bit"),))
 FOUR_BITS = Case("llama-64", training=(("optim", "adamw_torch_4bit"), ("optim_args", "block_size=128")))
 BLOCKS_BESIDE_BF16 = replace(EIGHT_BITS, stored="bf16")
-ROUNDED_BESIDE_BLOCKS = replace(BLOCKS_BESIDE_BF16, training=(*EIGHT_BITS.training, ("optim_args", "bf16_stochastic_round=true")))
+ROUNDED_BESIDE_BLOCKS = replace(
+    BLOCKS_BESIDE_BF16, training=(*EIGHT_BITS.training, ("optim_args", "bf16_stochastic_round=true"))
+)
 WITHOUT_EMBEDDING = replace(EIGHT_BITS, strategy="NO_SHARD")
 STATE, WEIGHTS = "optimizer state in {}", "weights in bf16, rounded {}"
 """Sections of the report."""
@@ -70,8 +72,11 @@ def test_bf16_state_deviates_less_than_bf16_compute(case: Case, bench: Bench, re
     ],
     ids=str,
 )
-def test_stochastically_rounded_bf16_weights_follow_fp32_weights(case: Case, bench: Bench, record_property) -> None:
-    """Measured: twice to three times the loss's spread of computing in bf16. The parameters are off by their own last place."""
+def test_stochastically_rounded_bf16_weights_follow_fp32_weights(
+    case: Case, bench: Bench, record_property
+) -> None:
+    """Measured: twice to three times the loss's spread of computing in bf16. The parameters are off by their
+    own last place."""
     found, limit = spread_of(case, bench), of_bf16(case, bench)
     record_property("parity", found.row(WEIGHTS.format("stochastically"), case, limit))
     assert found.loss <= 5 * limit.loss, (found, limit)
@@ -82,7 +87,9 @@ def test_stochastically_rounded_bf16_weights_follow_fp32_weights(case: Case, ben
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_nearest_rounding_deviates_four_times_as_far(architecture: str, bench: Bench, record_property) -> None:
+def test_nearest_rounding_deviates_four_times_as_far(
+    architecture: str, bench: Bench, record_property
+) -> None:
     """What rounding by chance is for; measured: eighteen times, and nine."""
     nearest = Case(architecture, stored="bf16")
     lost, kept = spread_of(nearest, bench), spread_of(replace(ROUNDED, architecture=architecture), bench)
@@ -96,18 +103,31 @@ def test_nearest_rounding_deviates_four_times_as_far(architecture: str, bench: B
     ("case", "loss", "parameters"),
     [
         pytest.param(short(EIGHT_BITS), 1.5e-3, 0.2, id=str(short(EIGHT_BITS))),
-        pytest.param(EIGHT_BITS, 1.5e-3, 0.2, id=str(EIGHT_BITS), marks=pytest.mark.slow),  # measured 5.2e-4 and 0.10
-        pytest.param(replace(EIGHT_BITS, ranks=1), 1.5e-3, 0.2, id=str(replace(EIGHT_BITS, ranks=1)), marks=pytest.mark.slow),
+        pytest.param(
+            EIGHT_BITS, 1.5e-3, 0.2, id=str(EIGHT_BITS), marks=pytest.mark.slow
+        ),  # measured 5.2e-4 and 0.10
+        pytest.param(
+            replace(EIGHT_BITS, ranks=1),
+            1.5e-3,
+            0.2,
+            id=str(replace(EIGHT_BITS, ranks=1)),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(FOUR_BITS, 1.5e-2, 0.5, id=str(FOUR_BITS), marks=pytest.mark.slow),  # 5.4e-3 and 0.26
         # Here no embedding is in blocks, and the deviation is a thirtieth of the first: 1.6e-5 and 0.016.
         pytest.param(WITHOUT_EMBEDDING, 5e-5, 0.05, id=str(WITHOUT_EMBEDDING), marks=pytest.mark.slow),
     ],
 )
-def test_state_in_blocks_follows_fp32_state(case: Case, loss: float, parameters: float, bench: Bench, record_property) -> None:
+def test_state_in_blocks_follows_fp32_state(
+    case: Case, loss: float, parameters: float, bench: Bench, record_property
+) -> None:
     """The bounds are three times what was measured, and two to three."""
     found = spread_of(case, bench)
     if case.steps != SHORT:  # of which the page has no row
-        record_property("parity", found.row(STATE.format("4 bits" if case is FOUR_BITS else "8 bits"), case, of_bf16(case, bench)))
+        record_property(
+            "parity",
+            found.row(STATE.format("4 bits" if case is FOUR_BITS else "8 bits"), case, of_bf16(case, bench)),
+        )
     assert 1e-6 < found.loss <= loss, found  # nearer, and nothing would be in blocks
     assert found.parameters <= parameters, found
 
@@ -118,7 +138,9 @@ def test_state_in_blocks_follows_fp32_state(case: Case, loss: float, parameters:
     [
         pytest.param(short(BF16_STATE), ["bfloat16"], id="bf16"),
         pytest.param(short(EIGHT_BITS), ["8-bit", "float32"], id="8 bits"),
-        pytest.param(BLOCKS_BESIDE_BF16, ["8-bit", "float32"], id="8 bits, weights in bf16", marks=pytest.mark.slow),
+        pytest.param(
+            BLOCKS_BESIDE_BF16, ["8-bit", "float32"], id="8 bits, weights in bf16", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_readback_reports_the_dtype_of_the_state(case: Case, kinds: list[str], bench: Bench) -> None:
@@ -147,7 +169,12 @@ def test_resumed_run_is_bitwise_equal_to_uninterrupted_run(case: Case, bench: Be
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_blocks_that_divide_a_row_load_on_other_world_sizes(ranks: int, bench: Bench) -> None:
-    case = replace(EIGHT_BITS, ranks=ranks, resumed="other", training=(*EIGHT_BITS.training, ("optim_args", "block_size=64")))
+    case = replace(
+        EIGHT_BITS,
+        ranks=ranks,
+        resumed="other",
+        training=(*EIGHT_BITS.training, ("optim_args", "block_size=64")),
+    )
     found = spread(runs.trajectory(bench.run(case)), runs.trajectory(bench.run(case.donor())))
     assert found.loss <= 2e-3, found
 

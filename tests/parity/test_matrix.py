@@ -56,7 +56,9 @@ def check_compiled(case: Case, run: RunDir) -> None:
     assert graphs[-1][0] <= STEPS_OF_AN_EPOCH + (runs.SAVED_STEP if case.resumed != "no" else 0), graphs
 
 
-BALANCED_FAST = Case("mixtral-balanced", strategy="SHARD_GRAD_OP", recomputation="selective", accumulation=2, steps=SHORT)
+BALANCED_FAST = Case(
+    "mixtral-balanced", strategy="SHARD_GRAD_OP", recomputation="selective", accumulation=2, steps=SHORT
+)
 BALANCED = [
     Case("mixtral-balanced", accumulation=4),
     Case("mixtral-balanced", ranks=4, accumulation=2),
@@ -143,13 +145,22 @@ HALF_PRECISION_SHORT = [Case(precision="fp16", steps=SHORT)]
     [
         *map(fast, HALF_PRECISION_FAST),
         *map(slow, HALF_PRECISION_SHORT),
-        *(slow(replace(case, precision=precision)) for case in HALF_PRECISION for precision in ("bf16", "fp16")),
+        *(
+            slow(replace(case, precision=precision))
+            for case in HALF_PRECISION
+            for precision in ("bf16", "fp16")
+        ),
     ],
 )
-def test_half_precision_run_is_as_close_to_fp32_as_one_device(case: Case, bench: Bench, record_property) -> None:
-    """Loss and gradient norm of the steps and the parameters, root mean square, against fp32. fp16 rounds eight times finer
-    than bf16, but Adam turns the sign of a gradient near zero into a whole step, so it gets the same limit."""
-    backed_off = [line["step"] for line in runs.lines(bench.run(case)) if line.get("event") == "loss_scale_backed_off"]
+def test_half_precision_run_is_as_close_to_fp32_as_one_device(
+    case: Case, bench: Bench, record_property
+) -> None:
+    """Loss and gradient norm of the steps and the parameters, root mean square, against fp32. fp16 rounds
+    eight times finer than bf16, but Adam turns the sign of a gradient near zero into a whole step, so it gets
+    the same limit."""
+    backed_off = [
+        line["step"] for line in runs.lines(bench.run(case)) if line.get("event") == "loss_scale_backed_off"
+    ]
     assert_as_near_as_bf16(case, bench, record_property, case.precision, skipped=frozenset(backed_off))
 
 
@@ -195,11 +206,20 @@ in_few_steps = pytest.mark.parametrize("steps", [SHORT, pytest.param(STEPS, mark
 @pytest.mark.ranks
 @in_few_steps
 @pytest.mark.parametrize(
-    "architecture", [pytest.param("llama", marks=pytest.mark.slow, id="two matrices"), pytest.param("gpt2", id="one that is tied")]
+    "architecture",
+    [
+        pytest.param("llama", marks=pytest.mark.slow, id="two matrices"),
+        pytest.param("gpt2", id="one that is tied"),
+    ],
 )
-def test_resized_embedding_trains_like_a_native_one(architecture: str, steps: int, bench: Bench, record_property) -> None:
+def test_resized_embedding_trains_like_a_native_one(
+    architecture: str, steps: int, bench: Bench, record_property
+) -> None:
     small = bench.model(architecture, vocabulary=VOCABULARY - 6)
-    grown = made_once(f"{bench.files.name}/models/{architecture}-grown", lambda path: resized(small, path, VOCABULARY, seed=42))
+    grown = made_once(
+        f"{bench.files.name}/models/{architecture}-grown",
+        lambda path: resized(small, path, VOCABULARY, seed=42),
+    )
     case = Case(architecture, steps=steps)
     changes = runs.merged(case.recipe(str(small)), {"model": {"resize_embeddings": True}})
     run = bench.written_run(changes, vocabulary=VOCABULARY)
@@ -212,7 +232,9 @@ def test_seeded_weights_equal_those_of_one_process(bench: Bench) -> None:
     from tests.parity.architectures import ARCHITECTURES, make_model
 
     case = Case(steps=SHORT)
-    changes = runs.merged(case.recipe("unused"), {"model": {"name_or_path": None, "from_config": ARCHITECTURES["llama"]}})
+    changes = runs.merged(
+        case.recipe("unused"), {"model": {"name_or_path": None, "from_config": ARCHITECTURES["llama"]}}
+    )
     run = bench.written_run(changes)
     runs.train(bench.on_ranks, run, case.ranks)
     model = make_model("llama", bench.folder / "models" / "llama-42", seed=42)
@@ -223,7 +245,8 @@ def test_seeded_weights_equal_those_of_one_process(bench: Bench) -> None:
 @pytest.mark.slow
 @in_few_steps
 def test_scaled_positions_follow_one_device(steps: int, bench: Bench, record_property) -> None:
-    """The reference reads the scaling from its config.json, in which transformers' fields were written by this test."""
+    """The reference reads the scaling from its config.json, in which transformers' fields were written by
+    this test."""
     case, plain = Case(steps=steps), bench.model("llama")
     yarn = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 128, "beta_fast": 16.0}
 
@@ -236,7 +259,9 @@ def test_scaled_positions_follow_one_device(steps: int, bench: Bench, record_pro
     scaled = made_once(f"{bench.files.name}/models/llama-yarn", scale)
     run = bench.written_run(runs.merged(case.recipe(str(plain)), {"model": {"rope_scaling": yarn}}))
     runs.train(bench.on_ranks, run, case.ranks)
-    assert_follows(run, bench.reference_of(case, model=scaled), case, record_property, "model.rope_scaling: yarn")
+    assert_follows(
+        run, bench.reference_of(case, model=scaled), case, record_property, "model.rope_scaling: yarn"
+    )
     assert not deviation(run, bench.reference_of(case)).is_within_fp32
 
 
@@ -246,7 +271,9 @@ def test_scaled_positions_follow_one_device(steps: int, bench: Bench, record_pro
 def test_flex_attention_follows_the_reference(case: Case, bench: Bench, record_property) -> None:
     if bench.device == "cpu":
         pytest.skip("torch has no backward pass of it on the CPU")
-    changes = runs.merged(case.recipe(str(bench.model(case.architecture))), {"model": {"attn_implementation": "flex_attention"}})
+    changes = runs.merged(
+        case.recipe(str(bench.model(case.architecture))), {"model": {"attn_implementation": "flex_attention"}}
+    )
     run = bench.written_run(changes, packed=True)
     runs.train(bench.on_ranks, run, case.ranks)
     assert_follows(run, bench.reference_of(case), case, record_property, "flex_attention")
@@ -256,8 +283,13 @@ def test_deviation_of_nonfinite_value_is_infinite() -> None:
     assert relative(math.nan, 1.0) == math.inf
 
 
-NOT_FAST = {"architecture": {"qwen3", "gemma", "mixtral"}, "strategy": {"HYBRID_SHARD_ZERO2"}, "wrap": {"size", "names", "none"}}
-"""Values that the fast rows leave to the full matrix. Mixtral has `BALANCED_FAST`; `resumed: same` has test_resume and test_breaks."""
+NOT_FAST = {
+    "architecture": {"qwen3", "gemma", "mixtral"},
+    "strategy": {"HYBRID_SHARD_ZERO2"},
+    "wrap": {"size", "names", "none"},
+}
+"""Values that the fast rows leave to the full matrix. Mixtral has `BALANCED_FAST`; `resumed: same` has
+test_resume and test_breaks."""
 
 
 def test_matrix_covers_every_value_of_every_switch() -> None:

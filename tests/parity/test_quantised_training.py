@@ -1,4 +1,5 @@
-"""Training with emulated quantisation (`quantization.train`), against a plain loop on one device with torchao's own prepare step."""
+"""Training with emulated quantisation (`quantization.train`), against a plain loop on one device with
+torchao's own prepare step."""
 
 from __future__ import annotations
 
@@ -48,10 +49,11 @@ def slow(case: Case) -> object:
     ids=str,
 )
 def test_quantised_training_follows_one_device(case: Case, bench: Bench, record_property) -> None:
-    """Steps from the same weights are those of one device: the first two, as the first has a learning rate of 0, and the last evaluation.
+    """Steps from the same weights are those of one device: the first two, as the first has a learning rate of
+    0, and the last evaluation.
 
-    In between, trajectories drift apart: a difference of fp32's rounding moves a weight near an edge to the next of its 16 values. The
-    measured spread of the loss is 4e-4, on one rank as on two.
+    In between, trajectories drift apart: a difference of fp32's rounding moves a weight near an edge to the
+    next of its 16 values. The measured spread of the loss is 4e-4, on one rank as on two.
     """
     run, true = bench.run(case), bench.reference_of(case)
     found = runs.trajectory(run)
@@ -73,7 +75,9 @@ def eval_loss(case: Case, bench: Bench, *, quantised: tuple[str, int] | None) ->
     model.load_state_dict(runs.saved_parameters(bench.run(case), case.steps), strict=True)
     if quantised is not None:
         plain_loop.emulate(model, *quantised)
-    return plain_loop.evaluate(model, torch.float32, [RowStore(bench.store / f"eval{'-packed' if case.packed else ''}")])
+    return plain_loop.evaluate(
+        model, torch.float32, [RowStore(bench.store / f"eval{'-packed' if case.packed else ''}")]
+    )
 
 
 @pytest.mark.ranks

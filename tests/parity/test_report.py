@@ -13,7 +13,12 @@ from tests.parity.report import DRAWN, PLANTED, coverage, page
 ROWS = [
     {"section": "fp32", "case": "llama, 2 ranks, FULL_SHARD", "loss": "1.0e-07", "mean": "-3e-08"},
     {"section": "fp32", "case": "gpt2, 4 ranks, NO_SHARD, packed True", "loss": "2.0e-08", "mean": "+1e-08"},
-    {"section": "bf16", "case": "llama, 2 ranks, FULL_SHARD, precision bf16", "loss": "4.0e-05", "loss of one device": "3.0e-05"},
+    {
+        "section": "bf16",
+        "case": "llama, 2 ranks, FULL_SHARD, precision bf16",
+        "loss": "4.0e-05",
+        "loss of one device": "3.0e-05",
+    },
     {"section": PLANTED, "case": "no clipping", "loss": "4.4e-03"},
     {"section": PLANTED, "case": "schedule not restored", "seen as": "words"},
 ]
@@ -38,7 +43,9 @@ def test_coverage_counts_models_ranks_and_strategies_and_names_switches() -> Non
     ]
 
 
-def test_page_is_written_with_its_data_and_differs_once_these_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_is_written_with_its_data_and_differs_once_these_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "evidence").mkdir()
     monkeypatch.setattr(evidence, "DOCS", tmp_path)
     one = Evidence(Path("evidence/parity.md"), page)

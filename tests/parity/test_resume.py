@@ -1,4 +1,5 @@
-"""A run resumed on as many ranks equals the uninterrupted one bit for bit; mismatched checkpoints are refused before loading."""
+"""A run resumed on as many ranks equals the uninterrupted one bit for bit; mismatched checkpoints are refused
+before loading."""
 
 from __future__ import annotations
 
@@ -19,11 +20,24 @@ from tests.parity import runs
 from tests.parity.bench import Bench, shared_bench
 from tests.parity.cases import SHORT, SHORT_SAVED_STEP, Case
 
-BASE, ALONE, DROPOUT = Case(steps=SHORT), Case(ranks=1, steps=SHORT), Case("gpt2-dropout", accumulation=2, steps=SHORT)
+BASE, ALONE, DROPOUT = (
+    Case(steps=SHORT),
+    Case(ranks=1, steps=SHORT),
+    Case("gpt2-dropout", accumulation=2, steps=SHORT),
+)
 
 
 def numbers(run: RunDir) -> list[tuple[Any, ...]]:
-    keys = ("step", "epoch", "loss", "grad_norm", "learning_rate", "tokens", "supervised_tokens", "loss_scale")
+    keys = (
+        "step",
+        "epoch",
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "tokens",
+        "supervised_tokens",
+        "loss_scale",
+    )
     return [tuple(line.get(key) for key in keys) for line in runs.loss_lines(run)]
 
 
@@ -31,8 +45,11 @@ def evaluations(run: RunDir) -> list[tuple[int, float]]:
     return [(line["step"], line["eval_loss"]) for line in runs.lines(run) if "eval_loss" in line]
 
 
-def resumed(bench: Bench, case: Case, donor: RunDir, changes: dict[str, Any] | None = None, step: int | None = None) -> RunDir:
-    """A run of a case that continues from a checkpoint of `donor`, by default that of the case's `saved_step`."""
+def resumed(
+    bench: Bench, case: Case, donor: RunDir, changes: dict[str, Any] | None = None, step: int | None = None
+) -> RunDir:
+    """A run of a case that continues from a checkpoint of `donor`, by default that of the case's
+    `saved_step`."""
     recipe = runs.merged(case.recipe(str(bench.model(case.architecture))), changes or {})
     run = bench.written_run(recipe, packed=case.packed)
     runs.resume_from(run, donor, case.saved_step if step is None else step)
@@ -81,13 +98,16 @@ def test_resume_on_the_same_ranks_is_bitwise_equal(case: Case, bench: Bench) -> 
     ids=str,
 )
 def test_resume_on_the_other_device_continues_losses(case: Case, ranks: int, bench: Bench) -> None:
-    """A checkpoint of CPU ranks is resumed on GPUs, and one of GPUs on CPU ranks; also on another number of ranks."""
+    """A checkpoint of CPU ranks is resumed on GPUs, and one of GPUs on CPU ranks; also on another number of
+    ranks."""
     require("cuda")
     whole = shared_bench("cuda" if bench.device == "cpu" else "cpu").run(case)
     run = resumed(bench, replace(case, ranks=ranks), whole)
     runs.train(bench.on_ranks, run, ranks)
     one, other = numbers(run), numbers(whole)
-    assert [(line[0], *line[4:]) for line in one] == [(line[0], *line[4:]) for line in other], "steps, rates and rows"
+    assert [(line[0], *line[4:]) for line in one] == [(line[0], *line[4:]) for line in other], (
+        "steps, rates and rows"
+    )
     assert one[: runs.SAVED_STEP] == other[: runs.SAVED_STEP]
     assert [line[2] for line in one] == pytest.approx([line[2] for line in other], rel=1e-5)
     assert evaluations(run)[-1] == pytest.approx(evaluations(whole)[-1], rel=1e-5)
@@ -107,7 +127,9 @@ def test_run_with_frozen_layers_in_bf16_goes_on_under_the_other_version(first: i
     run = resumed(bench, other, whole, frozen, saved_step)
     runs.train(bench.on_ranks, run, other.ranks)
     saved = runs.saved_parameters(whole, steps)
-    assert {value.dtype for name, value in saved.items() if ".layers.0.mlp." in name} == {torch.float32 if first == 1 else torch.bfloat16}
+    assert {value.dtype for name, value in saved.items() if ".layers.0.mlp." in name} == {
+        torch.float32 if first == 1 else torch.bfloat16
+    }
     losses, expected = ([line["loss"] for line in runs.loss_lines(each)] for each in (run, whole))
     assert losses[:saved_step] == expected[:saved_step]
     assert losses == pytest.approx(expected, rel=2e-3)
@@ -117,7 +139,8 @@ def test_run_with_frozen_layers_in_bf16_goes_on_under_the_other_version(first: i
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_metrics_line_spanning_a_checkpoint_is_complete(ranks: int, bench: Bench) -> None:
-    """Lines every 4 steps, a save at 10: what the first run summed of steps 9 and 10 comes with it, on any number of ranks."""
+    """Lines every 4 steps, a save at 10: what the first run summed of steps 9 and 10 comes with it, on any
+    number of ranks."""
     lines = {"training": {"logging_steps": 4}}
     recipe = runs.merged(Case().recipe(str(bench.model("llama"))), lines)
     whole = bench.written_run(recipe)
@@ -157,7 +180,9 @@ def test_signal_to_one_rank_saves_on_all_and_resume_continues(signalled: int, be
     case, whole = DROPOUT, bench.run(DROPOUT)
     run = bench.written_run(case.recipe(str(bench.model(case.architecture))))
     outcomes = bench.on_ranks.run(2, functools.partial(stop_after, str(run.path), 5, signalled))
-    assert [(outcome["exit_code"], outcome["exit_reason"]) for outcome in outcomes] == [(143, "preempted")] * 2
+    assert [(outcome["exit_code"], outcome["exit_reason"]) for outcome in outcomes] == [
+        (143, "preempted")
+    ] * 2
     [stop] = {outcome["step"] for outcome in outcomes}
     assert 5 <= stop <= 7
     checkpoint, _ = latest_checkpoint(run, digests=True)
@@ -171,10 +196,19 @@ def test_signal_to_one_rank_saves_on_all_and_resume_continues(signalled: int, be
 @pytest.mark.ranks
 def test_stop_inside_an_epoch_keeps_log_and_eval_schedule(bench: Bench) -> None:
     """The Trainer calls the end of the epoch a step's end where it leaves the epoch early."""
-    by_epoch = {"max_steps": -1, "num_train_epochs": 1.5, "eval_strategy": "epoch", "logging_strategy": "epoch", "warmup_steps": 0}
+    by_epoch = {
+        "max_steps": -1,
+        "num_train_epochs": 1.5,
+        "eval_strategy": "epoch",
+        "logging_strategy": "epoch",
+        "warmup_steps": 0,
+    }
     recipe = runs.merged(Case().recipe(str(bench.model("llama"))), {"training": by_epoch})
     run = bench.written_run(recipe)
-    [stop] = {outcome["step"] for outcome in bench.on_ranks.run(2, functools.partial(stop_after, str(run.path), 2, 0))}
+    [stop] = {
+        outcome["step"]
+        for outcome in bench.on_ranks.run(2, functools.partial(stop_after, str(run.path), 2, 0))
+    }
 
     def steps(kind: str) -> list[int]:
         return [line["step"] for line in runs.lines(run) if kind in line]
@@ -198,14 +232,19 @@ def damage_file(run: RunDir, pattern: str) -> Path:
     "pattern",
     [
         "pytorch_model_fsdp_0/*.distcp",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("optimizer_0/.metadata", "rng_state_1.pth", "trainer_state.json")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("optimizer_0/.metadata", "rng_state_1.pth", "trainer_state.json")
+        ),
     ],
 )
 def test_flipped_bit_is_detected_before_loading(pattern: str, bench: Bench) -> None:
     run = resumed(bench, BASE, bench.run(BASE))
     path = damage_file(run, pattern)
     outcomes = bench.on_ranks.run(2, functools.partial(runs.run_worker, str(run.path)))
-    assert {(outcome["exit_code"], outcome["problem"]["code"]) for outcome in outcomes} == {(1, "checkpoint-damaged")}
+    assert {(outcome["exit_code"], outcome["problem"]["code"]) for outcome in outcomes} == {
+        (1, "checkpoint-damaged")
+    }
     assert path.name in outcomes[1]["problem"]["message"]
     assert not run.readback_json.exists()
 
@@ -227,7 +266,9 @@ def test_directory_without_a_manifest_is_not_a_checkpoint(bench: Bench) -> None:
         ({"intermediate_size": 48}, "the model has"),
     ],
 )
-def test_checkpoint_of_another_model_is_refused_by_name(fields: dict[str, int], tensor: str, bench: Bench) -> None:
+def test_checkpoint_of_another_model_is_refused_by_name(
+    fields: dict[str, int], tensor: str, bench: Bench
+) -> None:
     """DCP would ignore what the model lacks."""
     from tests.parity.architectures import ARCHITECTURES
 
@@ -253,7 +294,8 @@ def test_more_steps_continue_a_finished_run(bench: Bench) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 4))])
 def test_checkpoint_weights_initialise_another_run(ranks: int, bench: Bench) -> None:
-    """`model.name_or_path: RUN/checkpoint-N`: the first loss is that of the source's next step on the same rows."""
+    """`model.name_or_path: RUN/checkpoint-N`: the first loss is that of the source's next step on the same
+    rows."""
     source = bench.run(BASE)
     source_model = source.path / "model"
     if not source_model.exists():

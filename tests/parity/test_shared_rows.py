@@ -1,4 +1,5 @@
-"""Ranks that share each row (`parallelism.sp_size`) follow one device: runs, models of many families, and models that are refused."""
+"""Ranks that share each row (`parallelism.sp_size`) follow one device: runs, models of many families, and
+models that are refused."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ SHARED = [
     replace(_BASE, strategy="NO_SHARD", packed=True, kernels=_IN_SLICES),
     replace(_BASE, ranks=4, strategy="NO_SHARD", accumulation=2),
     replace(_BASE, packed=True, recomputation="full", fsdp=(("activation_checkpointing_offload", True),)),
-    replace(_BASE, packed=True, offload=True, fsdp=(("activation_checkpointing_every", 2),), recomputation="full"),
+    replace(
+        _BASE, packed=True, offload=True, fsdp=(("activation_checkpointing_every", 2),), recomputation="full"
+    ),
     replace(_BASE, wrap="size", packed=True),
     replace(_BASE, wrap="none"),
     replace(_BASE, ranks=4, tokens=64),
@@ -59,13 +62,17 @@ SHARED = [
     Case("mixtral-balanced", ranks=4, sequence=2, accumulation=2),
 ]
 FAST = [
-    replace(_BASE, ranks=4, accumulation=2, packed=True, recomputation="full", kernels=_IN_SLICES, steps=SHORT),
+    replace(
+        _BASE, ranks=4, accumulation=2, packed=True, recomputation="full", kernels=_IN_SLICES, steps=SHORT
+    ),
 ]
 SECTION = "ranks that share rows"
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in SHARED)], ids=str)
+@pytest.mark.parametrize(
+    "case", [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in SHARED)], ids=str
+)
 def test_run_follows_the_reference(case: Case, bench: Bench, record_property) -> None:
     assert_follows_one_device(case, bench, record_property, SECTION)
 
@@ -73,7 +80,9 @@ def test_run_follows_the_reference(case: Case, bench: Bench, record_property) ->
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_run_resumed_on_as_many_ranks_a_row_is_bitwise_equal(bench: Bench) -> None:
-    assert bits(replace(_BASE, packed=True, resumed="shared"), bench) == bits(replace(_BASE, packed=True), bench)
+    assert bits(replace(_BASE, packed=True, resumed="shared"), bench) == bits(
+        replace(_BASE, packed=True), bench
+    )
 
 
 SMOOTHED = replace(_BASE, packed=True, training=(("label_smoothing_factor", 0.1),))
@@ -97,7 +106,14 @@ def test_label_smoothing_follows_the_reference(case: Case, bench: Bench, record_
         replace(_BASE, lora=LORA, resumed="other", packed=True),
         replace(_BASE, lora=LORA, packed=True, recomputation="full", kernels=(("mlp_slice_tokens", 5),)),
         Case("llama-blocks", sequence=2, lora=LORA, nf4="fp32", packed=True, recomputation="full"),
-        Case("llama-blocks", ranks=4, sequence=2, lora=(*LORA, ("use_dora", True)), nf4="bf16", strategy="HYBRID_SHARD"),
+        Case(
+            "llama-blocks",
+            ranks=4,
+            sequence=2,
+            lora=(*LORA, ("use_dora", True)),
+            nf4="bf16",
+            strategy="HYBRID_SHARD",
+        ),
     ],
     ids=str,
 )
@@ -112,13 +128,27 @@ def test_half_precision_run_is_as_close_to_fp32_as_one_device(bench: Bench) -> N
     assert_as_near_as_bf16(case, bench, lambda name, row: None, SECTION)
 
 
-# ---- One step of models of many families, without sharding: the gradients of all ranks together are those of one.
+# ---- One step of models of many families, without sharding: the gradients of all ranks together are those of
+# one.
 
 VOCABULARY = 96
-_SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
+_SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+}
 _SLIDING = {"sliding_window": 12}
 _MIXED_LAYERS = {**_SLIDING, "layer_types": ["sliding_attention", "full_attention"]}
-_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "num_key_value_heads": 4}
+_LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+}
 _NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 _FEW_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -134,7 +164,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("sdpa", {"attention_dropout": 0.0, "hidden_dropout": 0.0}),
     "gpt_oss": ("eager", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, **_SLIDING}),
     "qwen3_moe": ("sdpa", {"head_dim": 16, "num_experts": 4, **_FEW_EXPERTS}),
-    "deepseek_v3": ("sdpa", {**_LATENT, **_FEW_EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}),
+    "deepseek_v3": (
+        "sdpa",
+        {
+            **_LATENT,
+            **_FEW_EXPERTS,
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+    ),
 }
 
 
@@ -159,12 +199,14 @@ def packed_rows(tokens: int = 64) -> list[Row]:
 
 
 def differences_of_a_step() -> dict[str, float]:
-    """On a rank of two: for each family the largest relative difference of a gradient and of the loss from one process."""
+    """On a rank of two: for each family the largest relative difference of a gradient and of the loss from
+    one process."""
     recipe = recipe_of(precision={"mixed_precision": "no"})
     rows = packed_rows()
     found: dict[str, float] = {}
     for kind, (kernel, fields) in FAMILIES.items():
-        # transformers makes gpt-oss's masks without position ids, so that its packed examples see each other on one device.
+        # transformers makes gpt-oss's masks without position ids, so that its packed examples see each other
+        # on one device.
         batch = Collator(0, 8)([rows[0], rows[0]] if kind == "gpt_oss" else rows).tensors
         alone, shared = (model_of(kind, kernel, fields).train() for _ in range(2))
         join_groups(shared, {"sequence": dist.group.WORLD})
@@ -173,9 +215,13 @@ def differences_of_a_step() -> dict[str, float]:
         dist.all_reduce(loss)
         differences = [abs(float(loss / expected) - 1)]
         for (name, parameter), other in zip(alone.named_parameters(), shared.parameters(), strict=True):
-            if parameter.grad is not None and "k_proj.bias" not in name:  # a key's bias has no gradient but rounding
+            if (
+                parameter.grad is not None and "k_proj.bias" not in name
+            ):  # a key's bias has no gradient but rounding
                 dist.all_reduce(other.grad)
-                differences.append(float((other.grad - parameter.grad).norm() / parameter.grad.norm().clamp(min=1e-6)))
+                differences.append(
+                    float((other.grad - parameter.grad).norm() / parameter.grad.norm().clamp(min=1e-6))
+                )
         found[kind] = max(differences)
     return found
 
@@ -192,7 +238,12 @@ def test_step_of_many_families_equals_one_process(on_ranks: Ranks) -> None:
 RECURRENT: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "mamba": {"num_hidden_layers": 2},
-    "qwen3_next": {"head_dim": 16, "num_experts": 4, "layer_types": ["linear_attention", "full_attention"], **_FEW_EXPERTS},
+    "qwen3_next": {
+        "head_dim": 16,
+        "num_experts": 4,
+        "layer_types": ["linear_attention", "full_attention"],
+        **_FEW_EXPERTS,
+    },
 }
 
 
@@ -203,7 +254,9 @@ def errors_when_shared() -> dict[str, str | None]:
     for kind, fields in {"llama": {}, **RECURRENT}.items():
         model = model_of(kind, "eager" if kind == "mamba" else "sdpa", fields)
         join_groups(model, {"sequence": dist.group.WORLD})
-        error = not_shareable(deviations(recipe, model, rows, Collator(0, 8), torch.device("cpu")), recipe, model)
+        error = not_shareable(
+            deviations(recipe, model, rows, Collator(0, 8), torch.device("cpu")), recipe, model
+        )
         found[kind] = None if error is None else str(error)
     return found
 
@@ -213,7 +266,11 @@ def errors_when_shared() -> dict[str, str | None]:
 def test_models_that_look_across_tokens_outside_of_attention_are_refused(on_ranks: Ranks) -> None:
     found = on_ranks.run(2, errors_when_shared)[0]
     assert found.pop("llama") is None
-    assert [kind for kind, error in found.items() if "layers besides attention that look across tokens" not in str(error)] == []
+    assert [
+        kind
+        for kind, error in found.items()
+        if "layers besides attention that look across tokens" not in str(error)
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -225,7 +282,9 @@ def test_models_that_look_across_tokens_outside_of_attention_are_refused(on_rank
         ("llama", 2, {"attention_dropout": 0.1}, "it has dropout (attention_dropout)"),
     ],
 )
-def test_model_whose_rows_cannot_be_shared_is_refused_before_loading(kind: str, size: int, fields: dict[str, Any], words: str) -> None:
+def test_model_whose_rows_cannot_be_shared_is_refused_before_loading(
+    kind: str, size: int, fields: dict[str, Any], words: str
+) -> None:
     with torch.device("meta"):
         model = model_of(kind, "eager", fields)
     recipe = recipe_of(ranks=size, parallelism={"sp_size": size})

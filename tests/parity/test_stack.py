@@ -34,7 +34,9 @@ def stock_run(on_ranks: Ranks, bench: Bench):
     def run(function: Any, architecture: str = "llama", **options: Any) -> Any:
         folder = bench.new_folder()
         folder.mkdir()
-        return on_ranks.run(2, functools.partial(function, str(bench.model(architecture)), str(folder), **options))[0]
+        return on_ranks.run(
+            2, functools.partial(function, str(bench.model(architecture)), str(folder), **options)
+        )[0]
 
     return run
 
@@ -61,11 +63,16 @@ def test_stock_recomputation_draws_another_dropout_mask(stock_run, bench: Bench,
     """§7, 3: Accelerate's FSDP2 path wraps with preserve_rng_state=False."""
     layer = fsdp2(transformer_layer_cls_to_wrap=["GPT2Block"])
     plain = stock_run(stock.train, "gpt2-dropout", fsdp_config=layer)[0]
-    recomputed = stock_run(stock.train, "gpt2-dropout", fsdp_config=layer | {"activation_checkpointing": True})[0]
+    recomputed = stock_run(
+        stock.train, "gpt2-dropout", fsdp_config=layer | {"activation_checkpointing": True}
+    )[0]
     assert recomputed["loss"] == plain["loss"], "the forward is the same"
     wrong = abs(recomputed["grad_norm"] / plain["grad_norm"] - 1)
     assert wrong > 1e-3
-    ours = [runs.loss_lines(bench.run(Case("gpt2-dropout", recomputation=kind)))[0]["grad_norm"] for kind in ("none", "full")]
+    ours = [
+        runs.loss_lines(bench.run(Case("gpt2-dropout", recomputation=kind)))[0]["grad_norm"]
+        for kind in ("none", "full")
+    ]
     assert ours[0] == ours[1]
     record(
         "dropout under activation checkpointing: gradient norm of step 1, recomputed against not",
@@ -104,8 +111,12 @@ def test_cpu_ranks_train_with_ddp_without_a_warning(stock_run, bench: Bench, rec
 
 
 def test_unknown_fsdp_config_keys_are_ignored(stock_run, record) -> None:
-    """§7, 1: `offload_params` is the plugin's word; `fsdp_config` reads `cpu_offload`, and drops what it does not know."""
-    assert stock_run(stock.offload_policy, fsdp_config=fsdp2(offload_params=True, no_such_key=1)) == "OffloadPolicy"
+    """§7, 1: `offload_params` is the plugin's word; `fsdp_config` reads `cpu_offload`, and drops what it does
+    not know."""
+    assert (
+        stock_run(stock.offload_policy, fsdp_config=fsdp2(offload_params=True, no_such_key=1))
+        == "OffloadPolicy"
+    )
     with pytest.raises(FsdpTuneError, match="offload_parms"):
         parse("fsdp: {offload_parms: true}")
     record("unknown or misplaced key of the FSDP section", "ignored", "an error")
@@ -132,7 +143,9 @@ def test_recomputation_without_units_fails(stock_run, bench: Bench, record) -> N
 
 def test_hybrid_sharding_is_not_on_fsdp2(stock_run, bench: Bench, record) -> None:
     """§7, 5."""
-    assert "only available with FSDP1" in stock_run(stock.raised, fsdp="hybrid_shard auto_wrap", fsdp_config=fsdp2())
+    assert "only available with FSDP1" in stock_run(
+        stock.raised, fsdp="hybrid_shard auto_wrap", fsdp_config=fsdp2()
+    )
     assert readback(bench, Case(strategy="HYBRID_SHARD", ranks=4))["mesh"] == [2, 2]
     record("hybrid_shard", "ValueError", "mesh 2 × 2")
 
@@ -184,11 +197,16 @@ def test_sharded_save_model_writes_nothing(stock_run, bench: Bench, record) -> N
 
 def largest_unsharded(bench: Bench, case: Case) -> int:
     run = bench.written_run(case.recipe(str(bench.model("llama"))))
-    return max(outcome["unsharded_bytes"] for outcome in runs.train(bench.on_ranks, run, case.ranks, stock.run_watching_gradients))
+    return max(
+        outcome["unsharded_bytes"]
+        for outcome in runs.train(bench.on_ranks, run, case.ranks, stock.run_watching_gradients)
+    )
 
 
 def parse(text: str) -> Recipe:
-    return parse_recipe("model: {name_or_path: m}\ndata: {train: [{path: d}]}\n" + text + "\n", Path("recipe.yaml")).recipe
+    return parse_recipe(
+        "model: {name_or_path: m}\ndata: {train: [{path: d}]}\n" + text + "\n", Path("recipe.yaml")
+    ).recipe
 
 
 def test_yaml_reads_exponents_as_text(record) -> None:

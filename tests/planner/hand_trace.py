@@ -38,7 +38,14 @@ class Hand:
 
     def _where(self, phase: str, stream: int, micro: int) -> dict[str, Any]:
         self.at += 1
-        return {"at": self.at, "step": self.step, "micro": micro, "phase": PHASES.index(phase), "layer": -1, "stream": stream}
+        return {
+            "at": self.at,
+            "step": self.step,
+            "micro": micro,
+            "phase": PHASES.index(phase),
+            "layer": -1,
+            "stream": stream,
+        }
 
     def op(
         self,
@@ -57,12 +64,26 @@ class Hand:
         if name not in self.names:
             self.names.append(name)
         row = self._where(phase, stream, micro)
-        row |= {"name": self.names.index(name), "dtype": DTYPES.index(dtype), "flops": flops, "moved_bytes": moved}
+        row |= {
+            "name": self.names.index(name),
+            "dtype": DTYPES.index(dtype),
+            "flops": flops,
+            "moved_bytes": moved,
+        }
         row |= {"batch_bytes": of_batch, "slice_bytes": of_slice, "in_slice": in_slice, "kernels": 1}
         self.rows["ops"].append(row)
         return self
 
-    def collective(self, kind: str, size: int, *, group: str = "shard", stream: int = 1, phase: str = "forward", micro: int = 0) -> Hand:
+    def collective(
+        self,
+        kind: str,
+        size: int,
+        *,
+        group: str = "shard",
+        stream: int = 1,
+        phase: str = "forward",
+        micro: int = 0,
+    ) -> Hand:
         row = self._where(phase, stream, micro)
         row |= {"kind": COLLECTIVES.index(kind), "group": GROUPS.index(group), "bytes": size, "unit": 0}
         self.rows["collectives"].append(row)
@@ -74,7 +95,10 @@ class Hand:
         return self
 
     def hold(self, block: int, size: int, *, kind: str = "activations", host: bool = False) -> Hand:
-        self.rows["events"].append(self._where("forward", 0, 0) | {"block": block, "bytes": size, "kind": KINDS.index(kind), "host": host})
+        self.rows["events"].append(
+            self._where("forward", 0, 0)
+            | {"block": block, "bytes": size, "kind": KINDS.index(kind), "host": host}
+        )
         return self
 
     def trace(self, **shapes: Any) -> Trace:

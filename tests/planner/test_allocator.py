@@ -1,4 +1,5 @@
-"""The replay follows the rules of `c10/cuda/CUDACachingAllocator.cpp`; the numbers are derived manually from that file."""
+"""The replay follows the rules of `c10/cuda/CUDACachingAllocator.cpp`; the numbers are derived manually from
+that file."""
 
 from __future__ import annotations
 
@@ -26,7 +27,14 @@ def test_sizes_are_rounded_to_512_bytes(asked: int, allocated: int) -> None:
 
 @pytest.mark.parametrize(
     ("asked", "reserved"),
-    [(1, 2 * MIB), (MIB, 2 * MIB), (MIB + 1, 20 * MIB), (10 * MIB - 512, 20 * MIB), (10 * MIB, 10 * MIB), (11 * MIB, 12 * MIB)],
+    [
+        (1, 2 * MIB),
+        (MIB, 2 * MIB),
+        (MIB + 1, 20 * MIB),
+        (10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB),
+        (11 * MIB, 12 * MIB),
+    ],
 )
 def test_segments_are_of_two_or_twenty_mebibytes_or_of_the_size_itself(asked: int, reserved: int) -> None:
     allocator = plain()
@@ -136,7 +144,11 @@ def test_allocator_totals_stay_consistent(seed: int, expandable: bool, limited: 
             allocator.free(blocks.pop(chance.randrange(len(blocks))))  # type: ignore[arg-type]
         else:
             try:
-                blocks.append(allocator.allocate(chance.choice([700, 300 * KIB, 3 * MIB, 17 * MIB, 45 * MIB]), chance.randrange(2)))
+                blocks.append(
+                    allocator.allocate(
+                        chance.choice([700, 300 * KIB, 3 * MIB, 17 * MIB, 45 * MIB]), chance.randrange(2)
+                    )
+                )
             except DeviceMemoryError:
                 assert limited
         assert allocator.allocated_bytes == sum(block.size for block in blocks)  # type: ignore[attr-defined]

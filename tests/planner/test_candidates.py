@@ -7,7 +7,14 @@ from dataclasses import replace
 import pytest
 
 from fsdp_tune.core.gpus import find_hardware
-from fsdp_tune.planner.search.alternatives import batch_changes, changed, differences, layouts, least_state_bytes, micro_batches
+from fsdp_tune.planner.search.alternatives import (
+    batch_changes,
+    changed,
+    differences,
+    layouts,
+    least_state_bytes,
+    micro_batches,
+)
 from fsdp_tune.planner.search.candidates import ranks_of_machine
 from fsdp_tune.planner.trace_format import Counts
 from tests.planner.hand_trace import Hand
@@ -21,7 +28,10 @@ def test_every_micro_batch_makes_the_same_global_batch() -> None:
         other = changed(recipe, batch_changes(micro, accumulation))
         assert other is not None
         assert other.global_batch_size == 96
-        assert differences(other, recipe).keys() <= {"training.per_device_train_batch_size", "training.gradient_accumulation_steps"}
+        assert differences(other, recipe).keys() <= {
+            "training.per_device_train_batch_size",
+            "training.gradient_accumulation_steps",
+        }
 
 
 def test_token_budget_is_searched_by_its_longest_rows_and_reported_in_tokens() -> None:
@@ -41,7 +51,9 @@ def test_keys_that_depend_on_a_change_are_resolved_again() -> None:
     other = changed(resolved(gpus=16, machines=2), {"fsdp.sharding_strategy": "HYBRID_SHARD"})
     assert other is not None
     assert (other.parallelism.dp_replicate_size, other.parallelism.dp_shard_size) == (2, 8)
-    assert changed(other, {"fsdp.sharding_strategy": "FULL_SHARD"}) == changed(resolved(gpus=16, machines=2), {})
+    assert changed(other, {"fsdp.sharding_strategy": "FULL_SHARD"}) == changed(
+        resolved(gpus=16, machines=2), {}
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,15 +70,23 @@ def test_recipe_that_train_would_refuse_is_not_a_candidate(changes: dict[str, ob
 
 def test_hybrid_layouts_are_tried_over_machines_only() -> None:
     alone = {layout["fsdp.sharding_strategy"] for layout in layouts(resolved(), offload="nothing")}
-    over = {layout["fsdp.sharding_strategy"] for layout in layouts(resolved(gpus=16, machines=2), offload="nothing")}
+    over = {
+        layout["fsdp.sharding_strategy"]
+        for layout in layouts(resolved(gpus=16, machines=2), offload="nothing")
+    }
     assert alone == {"FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"}
     assert over - alone == {"HYBRID_SHARD", "HYBRID_SHARD_ZERO2"}
-    assert {layout["fsdp.sharding_strategy"] for layout in layouts(resolved(gpus=1), offload="nothing")} == {"FULL_SHARD"}
+    assert {layout["fsdp.sharding_strategy"] for layout in layouts(resolved(gpus=1), offload="nothing")} == {
+        "FULL_SHARD"
+    }
 
 
 def test_coarse_units_are_replaced_by_decoder_layers() -> None:
     coarse = resolved(fsdp={"auto_wrap_policy": "NO_WRAP"})
-    assert all(layout["fsdp.auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP" for layout in layouts(coarse, offload="nothing"))
+    assert all(
+        layout["fsdp.auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
+        for layout in layouts(coarse, offload="nothing")
+    )
 
 
 def counts(parameter_bytes: int, trained: int) -> Counts:
@@ -86,11 +106,15 @@ def test_minimum_state_depends_on_optimizer_and_trained_parameters() -> None:
     assert least_state_bytes(resolved(training={"optim": "sgd"}), full) == 8 * 1000 / 8
     blocks = 4 + 4 + 2 * (1 + 4 / 256)
     assert least_state_bytes(resolved(training={"optim": "adamw_torch_8bit"}), full) == blocks * 1000 / 8
-    assert least_state_bytes(resolved(), counts(4 * 100 + 2 * 900, 100)) == (16 * 100 + 2 * 900) / 8, "frozen ones are in the compute dtype"
+    assert least_state_bytes(resolved(), counts(4 * 100 + 2 * 900, 100)) == (16 * 100 + 2 * 900) / 8, (
+        "frozen ones are in the compute dtype"
+    )
 
 
 def test_minimum_state_counts_frozen_weights_in_4_bits_by_their_bytes() -> None:
-    qlora = resolved(model={"from_config": None, "name_or_path": "meta-llama/Llama-3.1-8B"}, lora={}, quantization={})
+    qlora = resolved(
+        model={"from_config": None, "name_or_path": "meta-llama/Llama-3.1-8B"}, lora={}, quantization={}
+    )
     assert least_state_bytes(qlora, counts(4 * 100 + 576 * 9 // 16, 100)) == (16 * 100 + 576 * 9 / 16) / 8
 
 

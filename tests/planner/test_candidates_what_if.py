@@ -13,9 +13,19 @@ from fsdp_tune.recipe.world import WORLD_RULES, World
     ("training", "fsdp", "ranks", "forced"),
     [
         ({"global_batch_size": 64}, {}, 8, {}),
-        ({"global_batch_size": 4, "per_device_train_batch_size": 2}, {}, 4, {"training.per_device_train_batch_size": 1}),
+        (
+            {"global_batch_size": 4, "per_device_train_batch_size": 2},
+            {},
+            4,
+            {"training.per_device_train_batch_size": 1},
+        ),
         ({"global_batch_size": 4}, {}, 8, {"training.global_batch_size": 8}),
-        ({"global_batch_size": 64, "gradient_accumulation_steps": 8}, {}, 16, {"training.gradient_accumulation_steps": 4}),
+        (
+            {"global_batch_size": 64, "gradient_accumulation_steps": 8},
+            {},
+            16,
+            {"training.gradient_accumulation_steps": 4},
+        ),
         ({}, {"reshard_after_forward": 4}, 2, {"fsdp.reshard_after_forward": None}),
         ({}, {"sharding_strategy": "HYBRID_SHARD"}, 3, {"fsdp.sharding_strategy": "FULL_SHARD"}),
         ({}, {"sharding_strategy": "HYBRID_SHARD_ZERO2"}, 1, {"fsdp.sharding_strategy": "SHARD_GRAD_OP"}),
@@ -23,10 +33,17 @@ from fsdp_tune.recipe.world import WORLD_RULES, World
         ({}, {"ep_size": 8}, 12, {"fsdp.ep_size": 4}),
         ({}, {"ep_size": 8}, 1, {"fsdp.ep_size": 1}),
         ({}, {"ep_size": 4, "sharding_strategy": "HYBRID_SHARD"}, 4, {"fsdp.ep_size": 2}),
-        ({}, {"ep_size": 2, "sharding_strategy": "HYBRID_SHARD"}, 3, {"fsdp.ep_size": 1, "fsdp.sharding_strategy": "FULL_SHARD"}),
+        (
+            {},
+            {"ep_size": 2, "sharding_strategy": "HYBRID_SHARD"},
+            3,
+            {"fsdp.ep_size": 1, "fsdp.sharding_strategy": "FULL_SHARD"},
+        ),
     ],
 )
-def test_only_dependent_keys_change(training: dict[str, Any], fsdp: dict[str, Any], ranks: int, forced: dict[str, Any]) -> None:
+def test_only_dependent_keys_change(
+    training: dict[str, Any], fsdp: dict[str, Any], ranks: int, forced: dict[str, Any]
+) -> None:
     document: dict[str, Any] = {"training": training, "fsdp": fsdp}
     world = World(ranks, 1)
     found = forced_changes(Recipe.model_validate(document), world)

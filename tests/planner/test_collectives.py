@@ -49,7 +49,9 @@ def test_ring_all_reduce_crosses_machines_as_nccl_counts() -> None:
     ring = 8.4e-6 + 26 * 3.4e-6 + 4 * 14e-6
     bus = bus_bytes_per_second(Group(16, 2), A100)
     assert bus is not None
-    assert seconds("all_reduce", 100 * GIB, Group(16, 2)) == pytest.approx(ring + 2 * 15 / 16 * 100 * GIB / bus, abs=1e-9)
+    assert seconds("all_reduce", 100 * GIB, Group(16, 2)) == pytest.approx(
+        ring + 2 * 15 / 16 * 100 * GIB / bus, abs=1e-9
+    )
 
 
 def test_one_rank_needs_no_communication() -> None:
@@ -69,7 +71,9 @@ def test_slowest_link_of_the_ring_decides() -> None:
 def test_all_to_all_over_machines_uses_one_card_for_each_rank() -> None:
     group, card = Group(16, 2), bus_bytes_per_second(Group(2, 2), A100)
     assert card is not None
-    assert seconds("all_to_all", GIB, group) == pytest.approx(GIB / 2 / card, rel=0.02), "half of the buffer goes to the other machine"
+    assert seconds("all_to_all", GIB, group) == pytest.approx(GIB / 2 / card, rel=0.02), (
+        "half of the buffer goes to the other machine"
+    )
     assert seconds("all_to_all", GIB, EIGHT) == seconds("all_gather", GIB, EIGHT)
     assert sent_bytes("all_to_all", 16 * MIB, group) == Volume(7 * MIB, 8 * MIB)
 
@@ -77,7 +81,9 @@ def test_all_to_all_over_machines_uses_one_card_for_each_rank() -> None:
 def test_unknown_link_makes_the_time_unknown() -> None:
     cards = find_hardware("RTX4090")
     assert collective_seconds("all_gather", GIB, Group(2, 1), cards) is not None, "PCIe"
-    assert collective_seconds("all_gather", GIB, Group(16, 2), cards) is None, "no vendor's machine has a network for it"
+    assert collective_seconds("all_gather", GIB, Group(16, 2), cards) is None, (
+        "no vendor's machine has a network for it"
+    )
     assert collective_seconds("all_gather", GIB, Group(2, 1), replace(cards, pcie_gb_s=None)) is None
 
 
@@ -91,7 +97,9 @@ def test_unknown_link_makes_the_time_unknown() -> None:
         (1, 32, Group(1, 1), Group(32, 4)),  # NO_SHARD
     ],
 )
-def test_groups_of_the_mesh_follow_the_order_of_ranks_on_machines(shard: int, replicate: int, shards: Group, copies: Group) -> None:
+def test_groups_of_the_mesh_follow_the_order_of_ranks_on_machines(
+    shard: int, replicate: int, shards: Group, copies: Group
+) -> None:
     topology = Topology(replicate=replicate, shard=shard, machines=4)
     assert topology.group("shard") == shards
     assert topology.group("replicate") == copies
@@ -99,7 +107,8 @@ def test_groups_of_the_mesh_follow_the_order_of_ranks_on_machines(shard: int, re
 
 
 def test_bytes_sent_add_up_over_links() -> None:
-    """Of the ranks of a machine one has its next neighbour elsewhere, so that a machine sends the buffer once over its network."""
+    """Of the ranks of a machine one has its next neighbour elsewhere, so that a machine sends the buffer once
+    over its network."""
     group = Group(16, 2)
     sent = sent_bytes("all_gather", 16 * MIB, group)
     assert sent.machine_link_bytes + sent.network_bytes == 15 * MIB

@@ -23,7 +23,9 @@ def steps_of(*sizes: int, **shapes: Any) -> tuple[Trace, Records]:
 
 def test_bucket_closes_at_its_size_limit() -> None:
     joined = in_buckets(*steps_of(MIB // 2, MIB // 2, 10 * MIB, 14 * MIB, 2 * MIB, 64 * MIB, MIB))
-    assert joined["bytes"].tolist() == [FIRST_BUCKET_BYTES, 26 * MIB, 64 * MIB, MIB, 4], "the norm's sum is no gradient's"
+    assert joined["bytes"].tolist() == [FIRST_BUCKET_BYTES, 26 * MIB, 64 * MIB, MIB, 4], (
+        "the norm's sum is no gradient's"
+    )
     assert joined["at"].tolist() == [2, 5, 6, 7, 8], "each begins when its last gradient is ready"
 
 

@@ -24,7 +24,10 @@ def traced(micro_batch: int, *, shards: int = 8, other: bool = False) -> Trace:
 
 
 def same(left: Trace, right: Trace) -> bool:
-    return all(np.array_equal(getattr(left, table), getattr(right, table)) for table in ("events", "ops", "collectives", "waits"))
+    return all(
+        np.array_equal(getattr(left, table), getattr(right, table))
+        for table in ("events", "ops", "collectives", "waits")
+    )
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 3, 16])
@@ -40,10 +43,17 @@ def test_primes_dividing_a_model_size_are_skipped() -> None:
 
 
 def test_one_loss_slice_represents_all_slices() -> None:
-    """In memory one at a time; in work as many as the tokens make, the constant part (the weight's gradient) each time."""
+    """In memory one at a time; in work as many as the tokens make, the constant part (the weight's gradient)
+    each time."""
     prime = prime_for(traced(1))
     hand = Hand().hold(0, 10 * slice_for(prime)).hold(1, 4 * prime)
-    hand.op("mm", flops=2.0 * slice_for(prime), moved=100 + slice_for(prime), of_slice=slice_for(prime), in_slice=True)
+    hand.op(
+        "mm",
+        flops=2.0 * slice_for(prime),
+        moved=100 + slice_for(prime),
+        of_slice=slice_for(prime),
+        in_slice=True,
+    )
     hand.op("mul", moved=100)
     family = replace(hand.trace(micro_batch=prime, tokens=64), facts=TraceFacts(slice_tokens=128))
     few, many = at_micro_batch(family, 1, 1), at_micro_batch(family, 8, 1)
@@ -64,7 +74,10 @@ def test_predictions_are_linear_in_the_inverse_of_the_shards(shards: int) -> Non
 
 def test_predicted_allocations_hold_far_from_both_traces() -> None:
     """Shards of a few numbers are padded: a line through two of them would be below zero at one rank."""
-    few, many = (Hand().hold(0, size).hold(1, -size).trace(topology=Topology(shard=shards)) for size, shards in ((16, 512), (32, 1024)))
+    few, many = (
+        Hand().hold(0, size).hold(1, -size).trace(topology=Topology(shard=shards))
+        for size, shards in ((16, 512), (32, 1024))
+    )
     assert at_shards(few, many, Topology()).events["bytes"].tolist() == [1, -1]
 
 
@@ -86,7 +99,9 @@ def test_traces_of_different_programs_are_refused() -> None:
         pytest.param("aaaaab", 1, 6, id="one period"),
     ],
 )
-def test_one_period_is_traced_with_margins_of_the_layers_that_one_affects(kinds: str, reach: int, traced: int) -> None:
+def test_one_period_is_traced_with_margins_of_the_layers_that_one_affects(
+    kinds: str, reach: int, traced: int
+) -> None:
     found = repeated_layers(kinds, reach=reach)
     assert len(kinds) - (found.missing if found else 0) == traced
     if found is not None:
@@ -97,7 +112,8 @@ def test_one_period_is_traced_with_margins_of_the_layers_that_one_affects(kinds:
 
 
 def of_twelve_layers(lasts: int) -> Trace:
-    """A trace of layers 0 to 11 of 16, of which 3 to 6 are repeated. Each allocates a block, which the layer `lasts` after it frees."""
+    """A trace of layers 0 to 11 of 16, of which 3 to 6 are repeated. Each allocates a block, which the layer
+    `lasts` after it frees."""
     hand, layers = Hand(), list[int]()
     for layer in range(12):
         hand.hold(layer, 512)
@@ -110,7 +126,9 @@ def of_twelve_layers(lasts: int) -> Trace:
         layers.append(-1)
     trace = hand.trace()
     trace.events["layer"] = layers
-    return replace(trace, counts=replace(trace.counts, layers=16), traced_layers=12, first_repeated=3, period=4)
+    return replace(
+        trace, counts=replace(trace.counts, layers=16), traced_layers=12, first_repeated=3, period=4
+    )
 
 
 @pytest.mark.parametrize("lasts", [1, 2, 3])
@@ -120,6 +138,7 @@ def test_blocks_that_outlive_their_layers_are_freed_in_copies(lasts: int) -> Non
 
 
 def test_block_that_outlives_the_margins_is_refused() -> None:
-    """Layer 3 of the trace frees nothing, since it has no layer four before it. So a copy of layer 3 would keep its block for ever."""
+    """Layer 3 of the trace frees nothing, since it has no layer four before it. So a copy of layer 3 would
+    keep its block for ever."""
     with pytest.raises(DepthError, match="an equal layer keeps it"):
         full_depth(of_twelve_layers(4))

@@ -35,10 +35,12 @@ MODULES = (
 
 
 def mixture(*, products: int = 4, recomputed: bool = False, shards: int = 8, experts: int = EXPERTS) -> Trace:
-    """One layer, of which experts are nine tenths: a gather, a forward of two products, and a backward of `products`, after those of the
-    forward again if it is recomputed."""
+    """One layer, of which experts are nine tenths: a gather, a forward of two products, and a backward of
+    `products`, after those of the forward again if it is recomputed."""
     hand = Hand()
-    hand.hold(1, ELEMENTS // 10 * 9 * 4 // shards, kind="parameters").hold(2, ELEMENTS // 10 * 4 // shards, kind="parameters")
+    hand.hold(1, ELEMENTS // 10 * 9 * 4 // shards, kind="parameters").hold(
+        2, ELEMENTS // 10 * 4 // shards, kind="parameters"
+    )
     hand.hold(3, ELEMENTS * 4, kind="all-gather buffers").hold(3, -ELEMENTS * 4, kind="all-gather buffers")
     hand.collective("all_gather", ELEMENTS * 4).wait(0, 1)
     for phase, count in (("forward", 2), ("backward", products + 2 * recomputed)):
@@ -52,7 +54,8 @@ def mixture(*, products: int = 4, recomputed: bool = False, shards: int = 8, exp
     events["phase"][:2], events["step"][:2], events["module"][:2] = PHASES.index("load"), -1, (1, 2)
     for table in (events, ops):
         table["layer"] = 0
-    # A recomputation ends early, inside of the experts, which stay the innermost module (`trace/test_cuda_kernels_experts.py`).
+    # A recomputation ends early, inside of the experts, which stay the innermost module
+    # (`trace/test_cuda_kernels_experts.py`).
     ops["module"][ops["phase"] == PHASES.index("backward")] = 4 if recomputed else 3
     unit = Unit("model.layers.0", 0, ELEMENTS, ELEMENTS * 4, ELEMENTS * 4)
     facts = TraceFacts(config={"num_experts": experts, "num_experts_per_tok": CHOSEN})
@@ -64,8 +67,11 @@ def rows_of(trace: Trace) -> dict[int, Any]:
 
 
 @pytest.mark.parametrize(("shards", "sizes"), [(16, [1, 2, 4, 8]), (24, [1, 4, 8]), (40, [])])
-def test_numbers_of_ranks_that_leave_parts_of_experts_uneven_are_left_out(shards: int, sizes: list[int]) -> None:
-    """`fsdp.ep_size` refuses them. Of 24 ranks, 12 would shard each expert, and divide neither 64 nor 42; of 40 ranks 20, 10 or 5."""
+def test_numbers_of_ranks_that_leave_parts_of_experts_uneven_are_left_out(
+    shards: int, sizes: list[int]
+) -> None:
+    """`fsdp.ep_size` refuses them. Of 24 ranks, 12 would shard each expert, and divide neither 64 nor 42; of
+    40 ranks 20, 10 or 5."""
     trace = mixture(shards=shards)
     trace = replace(trace, facts=replace(trace.facts, expert_shapes=[[EXPERTS, 64, 42], [EXPERTS, 96, 64]]))
     assert list(rows_of(trace)) == sizes
@@ -90,7 +96,9 @@ def test_experts_of_all_ranks_are_not_gathered() -> None:
     both = ("all_gather", "reduce_scatter")
     assert found[1].gather_seconds == pytest.approx(sum(seconds(kind, size, 8) for kind in both))
     assert found[8].gather_seconds == pytest.approx(sum(seconds(kind, size / 10, 8) for kind in both))
-    assert found[2].gather_seconds == pytest.approx(sum(seconds(kind, size / 10, 8) + seconds(kind, size * 0.45, 4) for kind in both))
+    assert found[2].gather_seconds == pytest.approx(
+        sum(seconds(kind, size / 10, 8) + seconds(kind, size * 0.45, 4) for kind in both)
+    )
     assert found[8].step_seconds < found[1].step_seconds
 
 
@@ -99,10 +107,14 @@ def test_experts_of_all_ranks_are_not_gathered() -> None:
 def test_tokens_are_exchanged_around_each_pass(products: int, recomputed: bool, passes: int) -> None:
     """Recomputation sends tokens again, and ends before it needs their results."""
     load, size = imbalance(8, EXPERTS), ROWS * HIDDEN * 2
-    sorting = 2 * size * load / (H100.bandwidth_bytes_per_second * EFFICIENCY.bandwidth) + EFFICIENCY.kernel_seconds
+    sorting = (
+        2 * size * load / (H100.bandwidth_bytes_per_second * EFFICIENCY.bandwidth) + EFFICIENCY.kernel_seconds
+    )
     numbers = seconds("all_to_all", 8 * EXPERTS, 8) * (1 + recomputed)
     expected = passes * (seconds("all_to_all", size * load, 8) + sorting) + numbers
-    assert rows_of(mixture(products=products, recomputed=recomputed))[8].exchange_seconds == pytest.approx(expected)
+    assert rows_of(mixture(products=products, recomputed=recomputed))[8].exchange_seconds == pytest.approx(
+        expected
+    )
 
 
 def test_products_read_fewer_weights_and_fill_more_of_a_tile() -> None:
@@ -117,7 +129,9 @@ def test_products_read_fewer_weights_and_fill_more_of_a_tile() -> None:
 def test_buffers_of_gathered_experts_shrink_and_state_does_not() -> None:
     found = rows_of(mixture())
     gathered = ELEMENTS * 4 / 2**30
-    assert found[1].peak_allocated_gib - found[8].peak_allocated_gib == pytest.approx(gathered * 0.9 * 7 / 8, rel=1e-6)
+    assert found[1].peak_allocated_gib - found[8].peak_allocated_gib == pytest.approx(
+        gathered * 0.9 * 7 / 8, rel=1e-6
+    )
 
 
 def test_sizes_that_divide_neither_ranks_nor_experts_are_left_out() -> None:
@@ -142,10 +156,13 @@ def test_reason_names_gains_and_costs() -> None:
     assert text.startswith("8 ranks that divide the experts are ")
     assert f"all-to-all adds {rows[-1].exchange_seconds:.3g} s" in text
     slow = tuple(replace(row, step_seconds=float(row.ep_size)) for row in rows)
-    assert "2 ranks that divide the experts are 50% slower than without expert parallelism: " in str(why_experts(slow, RECIPE))
+    assert "2 ranks that divide the experts are 50% slower than without expert parallelism: " in str(
+        why_experts(slow, RECIPE)
+    )
     close = (replace(rows[0], step_seconds=1.1), replace(rows[1], step_seconds=1.0))
-    assert "10% faster than without expert parallelism, within the error of such gains (a factor of 1.2): " in str(
-        why_experts(close, RECIPE)
+    assert (
+        "10% faster than without expert parallelism, within the error of such gains (a factor of 1.2): "
+        in str(why_experts(close, RECIPE))
     )
 
 
@@ -155,7 +172,8 @@ def test_fullest_rank_has_more_rows_the_fewer_experts_it_has() -> None:
 
 
 def test_tiles_of_a_grouped_product_are_torchs() -> None:
-    """`GroupMM.cu`: 256 rows on Blackwell, 128 on Hopper, half of it for few rows; the last tile of a group is half full."""
+    """`GroupMM.cu`: 256 rows on Blackwell, 128 on Hopper, half of it for few rows; the last tile of a group
+    is half full."""
     assert tile_share(256, H100) == 256 / (256 + 64)
     assert tile_share(256, B200) == 256 / (256 + 128)
     assert tile_share(64, H100) == 64 / (64 + 32)
@@ -165,4 +183,7 @@ def test_recipe_that_excludes_divided_experts_is_told_why() -> None:
     rows = tuple(rows_of(mixture()).values())
     assert str(why_experts(rows, RECIPE)).endswith("; `fsdp.ep_size` sets them")
     text = str(why_experts(rows, resolved(kernels={"compile": True})))
-    assert text.endswith("; not with this recipe: `fsdp.ep_size: 8` does not support `kernels.compile: true` (leave `compile` out)")
+    assert text.endswith(
+        "; not with this recipe: `fsdp.ep_size: 8` does not support `kernels.compile: true` (leave "
+        "`compile` out)"
+    )

@@ -1,4 +1,5 @@
-"""The plan of a recipe with `fsdp.ep_size`: memory and time are those of divided experts, wherever a trace is used."""
+"""The plan of a recipe with `fsdp.ep_size`: memory and time are those of divided experts, wherever a trace is
+used."""
 
 from __future__ import annotations
 
@@ -19,7 +20,17 @@ from fsdp_tune.planner.search.search import MemoryBudget, decide
 from fsdp_tune.planner.trace_format import PHASES, Trace
 from tests.planner.hand_trace import Hand
 from tests.planner.recipes import resolved
-from tests.planner.test_experts import EFFICIENCY, ELEMENTS, EXPERTS, H100, ROWS, TOKENS, UNLINKED, mixture, rows_of
+from tests.planner.test_experts import (
+    EFFICIENCY,
+    ELEMENTS,
+    EXPERTS,
+    H100,
+    ROWS,
+    TOKENS,
+    UNLINKED,
+    mixture,
+    rows_of,
+)
 
 EXPERTS_BYTES = ELEMENTS * 4 * 9 // 10
 """Of the layer's experts, when gathered."""
@@ -30,7 +41,11 @@ def test_plan_of_a_recipe_is_the_row_of_its_ranks(ep: int) -> None:
     trace = with_ep_size(mixture(), ep)
     made, rows = plan(resolved(fsdp={"ep_size": ep}), H100, trace, efficiency=EFFICIENCY), rows_of(trace)
     row = rows[ep]
-    assert (made.step_seconds, made.peak_allocated_gib, made.device_gib) == (row.step_seconds, row.peak_allocated_gib, row.device_gib)
+    assert (made.step_seconds, made.peak_allocated_gib, made.device_gib) == (
+        row.step_seconds,
+        row.peak_allocated_gib,
+        row.device_gib,
+    )
     assert [size for size, each in rows.items() if each.is_yours] == [ep]
     assert (LOADS_ASSUMED in made.assumptions) is (ep > 1)
 
@@ -84,7 +99,8 @@ def with_copies(*, inside: bool = False) -> Trace:
 
 @pytest.mark.parametrize(("ep", "copied"), [(2, True), (8, False)])
 def test_shards_inside_of_experts_are_copied_once_more(ep: int, copied: bool) -> None:
-    """Not with all experts of a rank in one piece. The copies are read and written, and that of a gather is alive beside its buffer."""
+    """Not with all experts of a rank in one piece. The copies are read and written, and that of a gather is
+    alive beside its buffer."""
     trace = with_copies()
     alone = undivided_work(trace, H100, 1, EFFICIENCY).ops["moved_bytes"]
     moved = step_work(with_ep_size(trace, ep), H100, 1, EFFICIENCY).ops["moved_bytes"]
@@ -101,7 +117,8 @@ def test_copies_that_were_traced_are_not_added() -> None:
 
 
 def test_only_rows_of_experts_grow_with_the_fullest_rank() -> None:
-    """An activation of attention with a row for each token divides by the number of rows of experts as well."""
+    """An activation of attention with a row for each token divides by the number of rows of experts as
+    well."""
     of_tokens, of_experts = TOKENS * 2816 * 2, ROWS * 704 * 2
     hand = Hand()
     for block, size in enumerate((of_tokens, of_experts, of_experts, of_tokens), start=10):
@@ -109,7 +126,10 @@ def test_only_rows_of_experts_grow_with_the_fullest_rank() -> None:
     for block, size in enumerate((of_tokens, of_experts, of_experts, of_tokens), start=10):
         hand.hold(block, -size)
     own = hand.trace().events
-    own["module"], own["layer"] = [2, 4, 3, 4, 0, 0, 0, 0], 0  # in the backward the layer, or experts in which a recomputation ended
+    own["module"], own["layer"] = (
+        [2, 4, 3, 4, 0, 0, 0, 0],
+        0,
+    )  # in the backward the layer, or experts in which a recomputation ended
     own["phase"][2:4] = PHASES.index("backward")
     given = mixture()
     own["at"] += int(given.events["at"].max())
@@ -118,4 +138,6 @@ def test_only_rows_of_experts_grow_with_the_fullest_rank() -> None:
     held = {int(each["block"]): int(each["bytes"]) for each in found if each["bytes"] > 0}
     assert [held[block] for block in (10, 13)] == [of_tokens] * 2
     assert [held[block] for block in (11, 12)] == [round(of_experts * load)] * 2
-    assert all(sum(int(each["bytes"]) for each in found if each["block"] == block) == 0 for block in range(10, 14))
+    assert all(
+        sum(int(each["bytes"]) for each in found if each["block"] == block) == 0 for block in range(10, 14)
+    )

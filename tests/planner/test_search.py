@@ -1,4 +1,5 @@
-"""The ranking: recipes that fit first, then by speed; offload only if nothing else fits; the reason for the first."""
+"""The ranking: recipes that fit first, then by speed; offload only if nothing else fits; the reason for the
+first."""
 
 from __future__ import annotations
 
@@ -56,18 +57,27 @@ class ModelTracer:
             kind="parameters",
             host=fsdp.offload_params,
         )
-        gib = KEPT["inputs on the host" if fsdp.activation_checkpointing_offload else fsdp.activation_checkpointing]
+        gib = KEPT[
+            "inputs on the host" if fsdp.activation_checkpointing_offload else fsdp.activation_checkpointing
+        ]
         sequence, sliced = recipe.parallelism.sp_size, recipe.kernels.mlp_slice_tokens is not None
         kept = int(gib * micro * GIB) * recipe.data.max_length // 128 // sequence // (2 if sliced else 1)
         stays_gathered = fsdp.reshard_after_backward is False and accumulation > 1
-        kept += self.state_bytes // 4 if stays_gathered else 0  # the parameters, of a state with gradients and two moments
+        kept += (
+            self.state_bytes // 4 if stays_gathered else 0
+        )  # the parameters, of a state with gradients and two moments
         hand.hold(1, kept)
         traced = min(3 if stays_gathered else 2, accumulation)
         for index in range(traced):
             attention = (recipe.data.max_length / 128) ** 2
             hand.op(
                 "mm",
-                flops=1e13 * micro / sequence * attention * (1.1 if sliced else 1) * (1 + RECOMPUTED[fsdp.activation_checkpointing]),
+                flops=1e13
+                * micro
+                / sequence
+                * attention
+                * (1.1 if sliced else 1)
+                * (1 + RECOMPUTED[fsdp.activation_checkpointing]),
                 micro=index,
             )
             if fsdp.offload_params:
@@ -88,7 +98,9 @@ class ModelTracer:
 
 
 @functools.cache
-def ranked(state_gib: int, target: Target = "fastest", gpus: int = 8, hardware: Hardware = A100) -> tuple[Ranking, ModelTracer]:
+def ranked(
+    state_gib: int, target: Target = "fastest", gpus: int = 8, hardware: Hardware = A100
+) -> tuple[Ranking, ModelTracer]:
     """A ranking, and the tracer that it queried; tests only read them."""
     recipe, tracer = resolved(gpus=gpus), ModelTracer(state_gib)
     return rank_recipes(Search(hardware, tracer), recipe, tracer.trace(recipe), target), tracer
@@ -105,17 +117,24 @@ def test_recipes_that_fit_are_ranked_by_time_and_others_come_last() -> None:
 
 
 @pytest.mark.parametrize("target", ["fastest", "largest-context"])
-def test_recipes_whose_times_differ_by_less_than_the_error_are_equal_and_ordered_by_memory(target: Target) -> None:
+def test_recipes_whose_times_differ_by_less_than_the_error_are_equal_and_ordered_by_memory(
+    target: Target,
+) -> None:
     ranking, _ = ranked(80, target)
     fitting = [each for each in ranking.ranked if each.plan.fits == "yes"]
     groups: dict[tuple[int, int], list[PlannedRecipe]] = {}
     for each in fitting:
-        groups.setdefault((-each.recipe.data.max_length, each.plan.equal_from or each.plan.place or 0), []).append(each)
+        groups.setdefault(
+            (-each.recipe.data.max_length, each.plan.equal_from or each.plan.place or 0), []
+        ).append(each)
     error = fitting[0].plan.accuracy["step_seconds"].median_percent
     assert error is not None
     last: tuple[int, float] = (-fitting[0].recipe.data.max_length, 0.0)
     for (length, _place), group in groups.items():
-        times = [(each.plan.step_seconds or 0) * each.plan.num_processes / each.plan.tokens_per_step for each in group]
+        times = [
+            (each.plan.step_seconds or 0) * each.plan.num_processes / each.plan.tokens_per_step
+            for each in group
+        ]
         assert max(times) <= min(times) * (1 + error / 100)
         assert (length, min(times)) > last, "the fastest of the group before is faster by more than the error"
         last = length, min(times) * (1 + error / 100)
@@ -123,7 +142,9 @@ def test_recipes_whose_times_differ_by_less_than_the_error_are_equal_and_ordered
         assert memory == sorted(memory)
     first = ranking.ranked[0].plan
     others = [each for each in fitting if each.plan.equal_from == first.equal_from]
-    assert (first.equal_from is not None) == ("equal within the median error of such times" in str(ranking.because))
+    assert (first.equal_from is not None) == (
+        "equal within the median error of such times" in str(ranking.because)
+    )
     if target == "fastest":
         assert len(others) > 1, "else this shows nothing"
 
@@ -135,10 +156,17 @@ def test_recipes_on_as_many_gpus_are_equal_with_others_between_them() -> None:
 
     def taking(percent: float, gpus: int, gib: float) -> PlannedRecipe:
         seconds = first.plan.tokens_per_step / gpus * (1 + percent / 100)
-        return replace(first, plan=replace(first.plan, step_seconds=seconds, num_processes=gpus, device_gib=gib))
+        return replace(
+            first, plan=replace(first.plan, step_seconds=seconds, num_processes=gpus, device_gib=gib)
+        )
 
-    found = with_places([taking(0, 8, 9.0), taking(error / 4, 4, 9.0), taking(error / 2, 8, 5.0), taking(2 * error, 8, 1.0)])
-    shown = [(each.plan.num_processes, each.plan.device_gib, each.plan.place, each.plan.equal_from) for each in found]
+    found = with_places(
+        [taking(0, 8, 9.0), taking(error / 4, 4, 9.0), taking(error / 2, 8, 5.0), taking(2 * error, 8, 1.0)]
+    )
+    shown = [
+        (each.plan.num_processes, each.plan.device_gib, each.plan.place, each.plan.equal_from)
+        for each in found
+    ]
     assert shown == [(8, 5.0, 1, 1), (8, 9.0, 2, 1), (4, 9.0, 3, None), (8, 1.0, 4, None)]
 
 
@@ -173,7 +201,10 @@ def test_reason_of_first_agrees_with_ranking() -> None:
         ranking, _ = ranked(state_gib)
         for each in ranking.ranked:
             denied = {"yes": "", "tight": "not even one", "no": "nothing"}[each.plan.fits]
-            assert f"with activation checkpointing {each.recipe.fsdp.activation_checkpointing} {denied}" not in (ranking.because or "")
+            assert (
+                f"with activation checkpointing {each.recipe.fsdp.activation_checkpointing} {denied}"
+                not in (ranking.because or "")
+            )
 
 
 def test_offload_is_tried_only_where_nothing_fits_without() -> None:
@@ -185,7 +216,8 @@ def test_offload_is_tried_only_where_nothing_fits_without() -> None:
 
 
 def test_activations_are_offloaded_before_state() -> None:
-    """At 35 GiB of state a GPU one sequence is too many with everything recomputed; without its inputs there is room."""
+    """At 35 GiB of state a GPU one sequence is too many with everything recomputed; without its inputs there
+    is room."""
     ranking, tracer = ranked(280)
     first = ranking.ranked[0]
     assert first.plan.fits == "yes"
@@ -199,7 +231,11 @@ def test_activations_are_offloaded_before_state() -> None:
 
 def test_micro_batches_end_with_the_first_that_does_not_fit() -> None:
     ranking, _ = ranked(80)
-    shown = [each for each in ranking.ranked if each.recipe.fsdp.activation_checkpointing == "none" and each.plan.fits == "no"]
+    shown = [
+        each
+        for each in ranking.ranked
+        if each.recipe.fsdp.activation_checkpointing == "none" and each.plan.fits == "no"
+    ]
     assert len({each.recipe.fsdp.sharding_strategy for each in shown}) == len(shown)
 
 
@@ -217,14 +253,18 @@ def test_fastest_layouts_that_accumulate_are_planned_with_fewer_gathers() -> Non
     found = fastest(Search(A100, tracer), recipe, tracer.trace(recipe))
     traced = [each for each in tracer.seen if each.fsdp.reshard_after_backward is False]
     assert len(traced) == KEPT_LAYOUTS
-    assert {each.training.gradient_accumulation_steps for each in traced} == {3}, "the first, the last and one between"
+    assert {each.training.gradient_accumulation_steps for each in traced} == {3}, (
+        "the first, the last and one between"
+    )
     kept = [each for each in found if each.recipe.fsdp.reshard_after_backward is False]
     assert kept
     for each in kept:
         assert each.plan.recipe_changes["fsdp.reshard_after_backward"] is False
         assert each.recipe.training.gradient_accumulation_steps != 1
         assert each.recipe.is_sharded
-        (freed,) = (other for other in found if other.recipe == with_resharding(each.recipe, after_backward=True))
+        (freed,) = (
+            other for other in found if other.recipe == with_resharding(each.recipe, after_backward=True)
+        )
         assert each.plan.device_gib > freed.plan.device_gib
         assert (each.plan.step_seconds or 0) < (freed.plan.step_seconds or 0)
 
@@ -247,7 +287,9 @@ def test_undecided_loss_is_tried_with_full_logits_and_in_slices() -> None:
         pytest.param(1000, "auto", "cheapest", marks=pytest.mark.slow),
     ],
 )
-def test_requested_recipe_is_in_every_ranking_once_at_its_rank(target: Target, loss: str, state_gib: int) -> None:
+def test_requested_recipe_is_in_every_ranking_once_at_its_rank(
+    target: Target, loss: str, state_gib: int
+) -> None:
     recipe, tracer = resolved(kernels={"loss": loss}), ModelTracer(state_gib)
     ranking = rank_recipes(Search(A100, tracer), recipe, tracer.trace(recipe), target)
     own = [each for each in ranking.ranked if each.recipe == recipe]
@@ -257,7 +299,11 @@ def test_requested_recipe_is_in_every_ranking_once_at_its_rank(target: Target, l
     assert places == sorted(places)  # type: ignore[type-var]
     assert places[:-1] == list(range(1, len(places)))
     if loss == "auto":  # its own loss is tried once, the other as well
-        twins = [each.plan.recipe_changes for each in ranking.ranked if each.plan.recipe_changes.keys() <= {"kernels.loss"}]
+        twins = [
+            each.plan.recipe_changes
+            for each in ranking.ranked
+            if each.plan.recipe_changes.keys() <= {"kernels.loss"}
+        ]
         assert twins in ([{}], [{}, {"kernels.loss": "chunked"}], [{"kernels.loss": "chunked"}, {}])
 
 
@@ -270,7 +316,8 @@ def test_cheapest_takes_fewer_gpus_where_communication_costs() -> None:
 
 
 def test_largest_context_doubles_the_rows_while_they_fit() -> None:
-    """24 GiB are free. 128 tokens keep a GiB, an eighth of it with the inputs on the host, and half of that with the MLP in slices."""
+    """24 GiB are free. 128 tokens keep a GiB, an eighth of it with the inputs on the host, and half of that
+    with the MLP in slices."""
     ranking, tracer = ranked(80, "largest-context")
     first = ranking.ranked[0]
     assert first.recipe.data.max_length == 128 * 256 * 4
@@ -279,10 +326,15 @@ def test_largest_context_doubles_the_rows_while_they_fit() -> None:
     assert first.plan.recipe_changes["parallelism.sp_size"] == 4, "the hand-written trace has four heads"
     assert first.plan.recipe_changes["kernels.mlp_slice_tokens"] in MLP_SLICES
     assert first.recipe.global_batch_size == 64
-    assert "more time per token than the next layout" in (ranking.because or ""), "longer rows, more attention"
+    assert "more time per token than the next layout" in (ranking.because or ""), (
+        "longer rows, more attention"
+    )
     assert ", MLP in slices of 4,096, 1 for 2 GPUs" in (ranking.because or "")
     sizes = {each.parallelism.sp_size for each in tracer.seen}
-    lengths = {size: max(each.data.max_length for each in tracer.seen if each.parallelism.sp_size == size) for size in sizes}
+    lengths = {
+        size: max(each.data.max_length for each in tracer.seen if each.parallelism.sp_size == size)
+        for size in sizes
+    }
     assert lengths == {1: 128 * 512, 2: 128 * 1024, 4: 128 * 2048}, "one more than fits"
     assert len(tracer.seen) < 30, "a trace takes seconds"
 
@@ -300,12 +352,19 @@ def test_largest_context_slices_no_mlp_that_cannot_be_sliced() -> None:
     assert sum(each.kernels.mlp_slice_tokens is not None for each in tracer.seen) <= len(MLP_SLICES)
 
 
-@pytest.mark.parametrize(("sections", "length"), [({"kernels": {"compile": True}}, 128 * 128), ({"fsdp": {"version": 1}}, 128 * 16)])
-def test_largest_context_does_not_try_what_a_rule_refuses(sections: dict[str, dict[str, object]], length: int) -> None:
+@pytest.mark.parametrize(
+    ("sections", "length"),
+    [({"kernels": {"compile": True}}, 128 * 128), ({"fsdp": {"version": 1}}, 128 * 16)],
+)
+def test_largest_context_does_not_try_what_a_rule_refuses(
+    sections: dict[str, dict[str, object]], length: int
+) -> None:
     recipe, tracer = resolved(**sections), ModelTracer(80)
     ranking = rank_recipes(Search(A100, tracer), recipe, tracer.trace(recipe), "largest-context")
     assert ranking.ranked[0].plan.fits == "yes"
-    assert ranking.ranked[0].plan.recipe_changes["data.max_length"] == length, "FSDP1 refuses inputs on the host too"
+    assert ranking.ranked[0].plan.recipe_changes["data.max_length"] == length, (
+        "FSDP1 refuses inputs on the host too"
+    )
     changed = {key for each in ranking.ranked for key in each.plan.recipe_changes}
     assert not changed & {"parallelism.sp_size", "kernels.mlp_slice_tokens"}
 
@@ -318,7 +377,8 @@ def test_short_rows_are_not_shared() -> None:
 
 
 def test_cheapest_shares_rows_that_would_be_recomputed() -> None:
-    """A row of 1,024 tokens keeps 64 GiB, or 8 with everything recomputed; each of four GPUs that share it keeps 16."""
+    """A row of 1,024 tokens keeps 64 GiB, or 8 with everything recomputed; each of four GPUs that share it
+    keeps 16."""
     recipe, tracer = resolved(data={"max_length": 128 * 8}), ModelTracer(80)
     ranking = rank_recipes(Search(A100, tracer), recipe, tracer.trace(recipe), "cheapest")
     first = ranking.ranked[0]
@@ -333,9 +393,13 @@ def test_where_nothing_fits_the_smallest_sufficient_hardware_is_found() -> None:
     recipe, tracer = resolved(gpus=2), ModelTracer(150)
     search = Search(find_hardware("RTX4090"), tracer)
     ranking = rank_recipes(search, recipe, tracer.trace(recipe), "fastest")
-    found = smallest_hardware(search, recipe, [each for each in ranking.ranked if not each.recipe.fsdp.offload_params])
+    found = smallest_hardware(
+        search, recipe, [each for each in ranking.ranked if not each.recipe.fsdp.offload_params]
+    )
     assert found is not None
-    assert (found.gpu, found.num_processes) == ("GH200", 2), "76 GiB a GPU: less than 80 GB with something to spare is not enough"
+    assert (found.gpu, found.num_processes) == ("GH200", 2), (
+        "76 GiB a GPU: less than 80 GB with something to spare is not enough"
+    )
 
 
 def test_more_gpus_are_proposed_if_no_gpu_is_large_enough() -> None:
@@ -374,7 +438,9 @@ class AdapterTracer(ModelTracer):
     ("state_gib", "answers", "offloads"),
     [(160, ["yes", "yes"], False), (800, ["no", "yes"], False), (3200, ["yes", "yes"], True)],
 )
-def test_adapters_are_planned_for_a_recipe_that_does_not_fit(state_gib: int, answers: list[str], offloads: bool) -> None:
+def test_adapters_are_planned_for_a_recipe_that_does_not_fit(
+    state_gib: int, answers: list[str], offloads: bool
+) -> None:
     found = other_trainings(Search(A100, AdapterTracer(state_gib)), resolved(gpus=2, model=HUB_MODEL))
     assert [each.plan.fits for each in found] == answers
     assert [each.recipe.fsdp.offload_params for each in found] == [offloads] * 2
@@ -385,10 +451,17 @@ def test_adapters_are_planned_for_a_recipe_that_does_not_fit(state_gib: int, ans
 
 
 def test_only_qlora_is_planned_for_a_recipe_with_adapters() -> None:
-    (found,) = other_trainings(Search(A100, AdapterTracer(640)), resolved(gpus=2, model=HUB_MODEL, lora={"r": 4}))
+    (found,) = other_trainings(
+        Search(A100, AdapterTracer(640)), resolved(gpus=2, model=HUB_MODEL, lora={"r": 4})
+    )
     assert (found.recipe.lora and found.recipe.lora.r, found.plan.fits) == (4, "yes")
     assert "lora.target_modules" not in found.plan.recipe_changes
-    assert other_trainings(Search(A100, AdapterTracer(640)), resolved(gpus=2, model=HUB_MODEL, lora={}, quantization={})) == []
+    assert (
+        other_trainings(
+            Search(A100, AdapterTracer(640)), resolved(gpus=2, model=HUB_MODEL, lora={}, quantization={})
+        )
+        == []
+    )
 
 
 def test_scaling_table_has_full_machines_and_the_recipe_itself() -> None:
@@ -396,7 +469,9 @@ def test_scaling_table_has_full_machines_and_the_recipe_itself() -> None:
     rows = scaling_table(Search(A100, tracer), resolved(gpus=12, machines=2, global_batch=60))
     assert [(row.num_processes, row.num_machines) for row in rows] == [(1, 1), (2, 1), (4, 1), (12, 2)]
     rows = scaling_table(Search(A100, tracer), resolved(gpus=16))
-    assert next(row.num_machines for row in rows if row.num_processes == 16) == 1, "sixteen on one machine, as the recipe says"
+    assert next(row.num_machines for row in rows if row.num_processes == 16) == 1, (
+        "sixteen on one machine, as the recipe says"
+    )
 
 
 def test_scaling_of_many_ranks_is_interpolated() -> None:
@@ -413,10 +488,15 @@ class MixtureTracer(ModelTracer):
 
 
 def test_shards_of_experts_are_traced_at_every_size() -> None:
-    """The number of ranks decides in which dimension experts are sharded, which no line through two sizes shows."""
+    """The number of ranks decides in which dimension experts are sharded, which no line through two sizes
+    shows."""
     tracer = MixtureTracer(30)
     rows = scaling_table(Search(A100, tracer), resolved())
-    assert {recipe.world_size for recipe in tracer.seen} == {row.num_processes for row in rows} == {1 << power for power in range(11)}
+    assert (
+        {recipe.world_size for recipe in tracer.seen}
+        == {row.num_processes for row in rows}
+        == {1 << power for power in range(11)}
+    )
 
 
 def test_unknown_time_still_ranks_what_fits() -> None:
@@ -441,10 +521,15 @@ def test_scaling_table_goes_to_1024_and_loses_efficiency_only(strategy: str) -> 
 
 
 @pytest.mark.parametrize(("positions", "longest"), [(512, 512), (None, 128 * 256 * 4)])
-def test_largest_context_ends_at_the_positions_that_the_model_declares(positions: int | None, longest: int) -> None:
+def test_largest_context_ends_at_the_positions_that_the_model_declares(
+    positions: int | None, longest: int
+) -> None:
     class Limited(ModelTracer):
         def trace(self, recipe: Recipe) -> Trace:
-            return replace(super().trace(recipe), facts=TraceFacts(config={"max_position_embeddings": -1}, max_positions=positions))
+            return replace(
+                super().trace(recipe),
+                facts=TraceFacts(config={"max_position_embeddings": -1}, max_positions=positions),
+            )
 
     tracer, recipe = Limited(80), resolved()
     ranking = rank_recipes(Search(A100, tracer), recipe, tracer.trace(recipe), "largest-context")

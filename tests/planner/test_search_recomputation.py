@@ -1,6 +1,8 @@
-"""`fsdp.activation_checkpointing: auto`: the least that fits, the smallest if nothing fits, full if memory is unknown.
+"""`fsdp.activation_checkpointing: auto`: the least that fits, the smallest if nothing fits, full if memory is
+unknown.
 
-`fsdp.reshard_after_backward: auto`, decided after it: false if it fits, true if it does not or if memory is unknown.
+`fsdp.reshard_after_backward: auto`, decided after it: false if it fits, true if it does not or if memory is
+unknown.
 """
 
 from __future__ import annotations
@@ -21,8 +23,12 @@ A100 = MemoryBudget.of(find_hardware("A100-40GB"))
 OPEN = resolved(fsdp={"activation_checkpointing": "auto"})
 
 
-@pytest.mark.parametrize(("state_gib", "kind", "traced"), [(80, "none", 1), (240, "selective", 2), (270, "full", 3)])
-def test_least_recomputation_that_fits_is_taken_and_no_more_is_traced(state_gib: int, kind: str, traced: int) -> None:
+@pytest.mark.parametrize(
+    ("state_gib", "kind", "traced"), [(80, "none", 1), (240, "selective", 2), (270, "full", 3)]
+)
+def test_least_recomputation_that_fits_is_taken_and_no_more_is_traced(
+    state_gib: int, kind: str, traced: int
+) -> None:
     tracer = ModelTracer(state_gib)
     seen: list[str] = []
 
@@ -81,14 +87,26 @@ def test_unknown_memory_recomputes_everything_and_traces_nothing() -> None:
 
 
 def test_byte_budget_decides_like_a_gpu() -> None:
-    assert decide(OPEN, MemoryBudget("half of it", 20 * GIB), ModelTracer(80).trace).recipe.fsdp.activation_checkpointing == "selective"
+    assert (
+        decide(
+            OPEN, MemoryBudget("half of it", 20 * GIB), ModelTracer(80).trace
+        ).recipe.fsdp.activation_checkpointing
+        == "selective"
+    )
 
 
-BOTH = resolved(fsdp={"activation_checkpointing": "auto", "reshard_after_backward": "auto"}, training={"global_batch_size": 16})
+BOTH = resolved(
+    fsdp={"activation_checkpointing": "auto", "reshard_after_backward": "auto"},
+    training={"global_batch_size": 16},
+)
 
 
-@pytest.mark.parametrize(("state_gib", "kind", "reshards"), [(32, "none", False), (80, "none", True), (240, "selective", True)])
-def test_parameters_stay_gathered_where_they_fit_next_to_the_least_recomputation(state_gib: int, kind: str, reshards: bool) -> None:
+@pytest.mark.parametrize(
+    ("state_gib", "kind", "reshards"), [(32, "none", False), (80, "none", True), (240, "selective", True)]
+)
+def test_parameters_stay_gathered_where_they_fit_next_to_the_least_recomputation(
+    state_gib: int, kind: str, reshards: bool
+) -> None:
     """Of 8 × 40 GB: recomputation costs more than gathers, so memory goes to its absence first."""
     seen: list[tuple[str, object]] = []
     tracer = ModelTracer(state_gib)
@@ -98,7 +116,10 @@ def test_parameters_stay_gathered_where_they_fit_next_to_the_least_recomputation
         return tracer.trace(recipe)
 
     found = decide(BOTH, A100, trace)
-    assert (found.recipe.fsdp.activation_checkpointing, found.recipe.fsdp.reshard_after_backward) == (kind, reshards)
+    assert (found.recipe.fsdp.activation_checkpointing, found.recipe.fsdp.reshard_after_backward) == (
+        kind,
+        reshards,
+    )
     assert seen[-1] == (kind, False), "tried last, with the recomputation that was chosen"
     assert all(resharding for _, resharding in seen[:-1])
     words = "stay gathered between micro-batches would take" if reshards else "it fits A100-40GB"
@@ -107,7 +128,10 @@ def test_parameters_stay_gathered_where_they_fit_next_to_the_least_recomputation
 
 
 def test_resharding_is_decided_alone_where_recomputation_is_written() -> None:
-    recipe = resolved(fsdp={"activation_checkpointing": "full", "reshard_after_backward": "auto"}, training={"global_batch_size": 16})
+    recipe = resolved(
+        fsdp={"activation_checkpointing": "full", "reshard_after_backward": "auto"},
+        training={"global_batch_size": 16},
+    )
     found = decide(recipe, A100, ModelTracer(32).trace)
     assert found.recipe.fsdp.reshard_after_backward is False
     assert found.reasons.keys() == {RESHARDING}
@@ -115,5 +139,11 @@ def test_resharding_is_decided_alone_where_recomputation_is_written() -> None:
 
 def test_unknown_memory_frees_parameters_after_every_micro_batch() -> None:
     found = decide(BOTH, None, lambda _: pytest.fail("there is nothing to compare with"))
-    assert (found.recipe.fsdp.activation_checkpointing, found.recipe.fsdp.reshard_after_backward) == ("full", True)
-    assert [notice.code for notice in found.notices] == ["recomputation-not-planned", "resharding-not-planned"]
+    assert (found.recipe.fsdp.activation_checkpointing, found.recipe.fsdp.reshard_after_backward) == (
+        "full",
+        True,
+    )
+    assert [notice.code for notice in found.notices] == [
+        "recomputation-not-planned",
+        "resharding-not-planned",
+    ]

@@ -16,7 +16,16 @@ from fsdp_tune.planner.trace_format import Trace, TraceFacts
 from tests.planner.hand_trace import Hand
 
 A100 = find_hardware("A100-80GB")
-IDEAL = Efficiency(1.0, 1.0, 1.0, bandwidth=1.0, kernel_seconds=0.0, issue_seconds=0.0, collective_issue_seconds=0.0, overlap_cost=0.0)
+IDEAL = Efficiency(
+    1.0,
+    1.0,
+    1.0,
+    bandwidth=1.0,
+    kernel_seconds=0.0,
+    issue_seconds=0.0,
+    collective_issue_seconds=0.0,
+    overlap_cost=0.0,
+)
 FLOPS = 312e12
 """One second of multiplying."""
 GATHER = collective_seconds("all_gather", 100 * GIB, Group(8, 1), A100) or 0.0
@@ -34,7 +43,9 @@ def test_operation_time_is_max_of_compute_and_memory() -> None:
 
 
 def test_each_dtype_has_its_own_peak() -> None:
-    assert timed(Hand().op("mm", flops=19.5e12, dtype="fp32").trace()).step_seconds == pytest.approx(1.0), "no tensor cores: TF32 is off"
+    assert timed(Hand().op("mm", flops=19.5e12, dtype="fp32").trace()).step_seconds == pytest.approx(1.0), (
+        "no tensor cores: TF32 is off"
+    )
 
 
 def test_flash_attention_has_its_own_share_of_the_peak() -> None:
@@ -80,7 +91,12 @@ def test_wait_covers_earlier_work_only() -> None:
 
 
 def test_one_communicator_runs_one_collective_at_a_time() -> None:
-    both = Hand().collective("all_gather", 100 * GIB, stream=1).collective("all_gather", 100 * GIB, stream=0).trace()
+    both = (
+        Hand()
+        .collective("all_gather", 100 * GIB, stream=1)
+        .collective("all_gather", 100 * GIB, stream=0)
+        .trace()
+    )
     assert timed(both).step_seconds == pytest.approx(2 * GATHER)
 
 
@@ -104,7 +120,12 @@ def test_offloaded_updates_run_on_the_host_when_all_has_arrived() -> None:
 
 
 def test_micro_batches_that_were_not_traced_take_as_long_as_the_second() -> None:
-    hand = Hand().op("mm", flops=FLOPS, micro=0).op("mm", flops=2 * FLOPS, micro=1).op("mm", flops=FLOPS, micro=-1, phase="optimizer")
+    hand = (
+        Hand()
+        .op("mm", flops=FLOPS, micro=0)
+        .op("mm", flops=2 * FLOPS, micro=1)
+        .op("mm", flops=FLOPS, micro=-1, phase="optimizer")
+    )
     made = timed(hand.trace(accumulation=5, traced_micro_batches=2))
     assert made.step_seconds == pytest.approx(1 + 4 * 2 + 1)
     assert made.compute_seconds == pytest.approx(10.0)
@@ -112,7 +133,12 @@ def test_micro_batches_that_were_not_traced_take_as_long_as_the_second() -> None
 
 
 def test_one_trace_predicts_steps_with_and_without_accumulation() -> None:
-    hand = Hand().op("mm", flops=FLOPS, micro=0).op("mm", flops=FLOPS, micro=1).op("mm", flops=FLOPS, micro=-1, phase="optimizer")
+    hand = (
+        Hand()
+        .op("mm", flops=FLOPS, micro=0)
+        .op("mm", flops=FLOPS, micro=1)
+        .op("mm", flops=FLOPS, micro=-1, phase="optimizer")
+    )
     assert timed(hand.trace(accumulation=1, traced_micro_batches=2)).step_seconds == pytest.approx(2.0)
 
 
@@ -126,9 +152,18 @@ def test_communication_of_the_last_micro_batch_counts_once_a_step(accumulation: 
     hand = Hand()
     for micro in range(traced):
         hand.op("mm", flops=FLOPS, micro=micro)
-    hand.wait(1, 0).collective("all_reduce", 100 * GIB, group="world", phase="backward", micro=traced - 1).wait(0, 1)
+    hand.wait(1, 0).collective(
+        "all_reduce", 100 * GIB, group="world", phase="backward", micro=traced - 1
+    ).wait(0, 1)
     hand.op("_fused_adamw_", flops=FLOPS, micro=-1, phase="optimizer")
-    made = timed(hand.trace(accumulation=accumulation, traced_micro_batches=traced, topology=Topology(replicate=8), is_sharded=False))
+    made = timed(
+        hand.trace(
+            accumulation=accumulation,
+            traced_micro_batches=traced,
+            topology=Topology(replicate=8),
+            is_sharded=False,
+        )
+    )
     assert made.step_seconds == pytest.approx(accumulation + SUM + 1)
     assert made.communication_seconds == pytest.approx(SUM)
     assert made.exposed_seconds == pytest.approx(SUM)
@@ -147,7 +182,9 @@ def test_volume_counts_every_micro_batch_and_splits_by_link() -> None:
 
 
 def test_exchange_of_shared_rows_uses_the_links_of_their_ranks() -> None:
-    hand = Hand().collective("all_gather", 16_000).collective("all_to_all", 16_000, group="sequence", stream=0)
+    hand = (
+        Hand().collective("all_gather", 16_000).collective("all_to_all", 16_000, group="sequence", stream=0)
+    )
     one = timed(hand.trace(topology=Topology(shard=4, sequence=2))).volume
     assert (one.machine_link_bytes, one.network_bytes) == (14_000 + 8_000, 0)
     over = timed(hand.trace(topology=Topology(sequence=16)), machines=2).volume

@@ -24,10 +24,19 @@ class Layer:
         return tuple((self.names.index(name), self.given.get(name, 1000)) for name in names.split())
 
     def call(
-        self, reads: str, writes: str, *, fuses: bool = True, phase: int = FORWARD, is_separate: bool = False, is_inside: bool = True
+        self,
+        reads: str,
+        writes: str,
+        *,
+        fuses: bool = True,
+        phase: int = FORWARD,
+        is_separate: bool = False,
+        is_inside: bool = True,
     ) -> Layer:
         graph = (1, 0, 0) if is_inside else None
-        self.calls.append(Call(len(self.calls), graph, phase, fuses, is_separate, self._blocks(reads), self._blocks(writes)))
+        self.calls.append(
+            Call(len(self.calls), graph, phase, fuses, is_separate, self._blocks(reads), self._blocks(writes))
+        )
         return self
 
     def product(self, reads: str, writes: str, phase: int = FORWARD) -> Layer:
@@ -58,7 +67,14 @@ def test_product_separates_kernels() -> None:
 
 
 def test_tensor_read_outside_of_the_layer_is_stored() -> None:
-    layer = Layer().product("x", "a").call("a", "b").call("b", "c").product("c", "y").call("b", "z", fuses=False, is_inside=False)
+    layer = (
+        Layer()
+        .product("x", "a")
+        .call("a", "b")
+        .call("b", "c")
+        .product("c", "y")
+        .call("b", "z", fuses=False, is_inside=False)
+    )
     assert moved(layer)[1:3] == [3000, 0], "reads a, writes b and c"
 
 
@@ -70,14 +86,28 @@ def test_backward_computes_upcast_tensor_again_from_its_source() -> None:
 
 
 def test_sum_that_three_kernels_read_is_stored() -> None:
-    layer = Layer().product("x", "a").call("x a", "sum").call("sum", "b").product("b", "c").call("sum c", "out").product("out", "d")
+    layer = (
+        Layer()
+        .product("x", "a")
+        .call("x a", "sum")
+        .call("sum", "b")
+        .product("b", "c")
+        .call("sum c", "out")
+        .product("out", "d")
+    )
     layer.product("dd", "e", BACKWARD).call("e sum", "f", phase=BACKWARD).product("f", "g", BACKWARD)
     assert moved(layer)[1] == 4000, "reads x and a, writes sum and b"
     assert moved(layer)[4] == 3000, "reads sum and c, writes out"
 
 
 def test_separate_reduction_reads_its_inputs_again() -> None:
-    layer = Layer(scale=4).product("x", "a").call("a", "scale", is_separate=True).call("a scale", "b").product("b", "y")
+    layer = (
+        Layer(scale=4)
+        .product("x", "a")
+        .call("a", "scale", is_separate=True)
+        .call("a scale", "b")
+        .product("b", "y")
+    )
     assert moved(layer) == [999_999, 1004, 2004, 999_999]
 
 

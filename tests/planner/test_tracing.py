@@ -1,4 +1,5 @@
-"""Traces by a child process: cached by their inputs and rebuilt if damaged; a refused model does not stop others."""
+"""Traces by a child process: cached by their inputs and rebuilt if damaged; a refused model does not stop
+others."""
 
 from __future__ import annotations
 
@@ -50,7 +51,12 @@ def test_every_recipe_key_that_affects_memory_or_time_is_in_the_name_of_a_trace(
     names += [f"training.{name}" for name in PASSED_EFFECTS]
     in_name = {name for name in names if key(with_value(recipe, name, "another value")) != base}
     assert in_name == {name for name in names if effect_of(name).affects & (MEMORY | TIME)}
-    assert {"data.max_length", "fsdp.offload_params", "training.optim_target_modules", "kernels.loss"} <= in_name
+    assert {
+        "data.max_length",
+        "fsdp.offload_params",
+        "training.optim_target_modules",
+        "kernels.loss",
+    } <= in_name
     assert {"training.learning_rate", "training.seed", "merge.dtype", "name"}.isdisjoint(in_name)
 
 
@@ -105,8 +111,13 @@ def test_trace_of_changed_config_is_not_cached(tmp_path: Path, monkeypatch: pyte
     config = tmp_path / "config.json"
     config.write_text("{}")
     Hand().op("mm", flops=1.0).trace().save(tmp_path / "traced.npz")
-    edit = f"import shutil; shutil.copy({str(tmp_path / 'traced.npz')!r}, job['output']); open({str(config)!r}, 'w').write('1'); "
-    monkeypatch.setattr(tracing, "COMMAND", answering(edit + "print(json.dumps({'job': 0, 'problems': []}), flush=True)"))
+    edit = (
+        f"import shutil; shutil.copy({str(tmp_path / 'traced.npz')!r}, job['output']); "
+        f"open({str(config)!r}, 'w').write('1'); "
+    )
+    monkeypatch.setattr(
+        tracing, "COMMAND", answering(edit + "print(json.dumps({'job': 0, 'problems': []}), flush=True)")
+    )
     with Tracing(tmp_path / "cache") as asked:
         (found,) = asked([resolved(model={"from_config": str(config)})])
     assert isinstance(found, Trace)
@@ -131,7 +142,9 @@ def test_cached_trace_starts_no_child(tmp_path: Path, monkeypatch: pytest.Monkey
     assert first is second
 
 
-def test_child_that_dies_is_reported_with_its_last_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_child_that_dies_is_reported_with_its_last_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / f"{key(resolved())}.npz").write_bytes(b"no trace")
     monkeypatch.setattr(tracing, "COMMAND", ("/bin/sh", "-c", "echo no room left >&2; exit 3"))
     with Tracing(tmp_path) as asked:
@@ -143,7 +156,13 @@ def test_child_that_dies_is_reported_with_its_last_output(tmp_path: Path, monkey
 
 @pytest.mark.slow
 def test_refused_model_does_not_stop_others(tmp_path: Path) -> None:
-    small = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 384}
+    small = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "vocab_size": 384,
+    }
     good = resolved(gpus=2, model={"from_config": small | {"num_attention_heads": 4}})
     bad = resolved(gpus=2, model={"from_config": {"model_type": "no such architecture"}})
     with Tracing(tmp_path) as asked:
@@ -163,19 +182,30 @@ def answering(script: str) -> tuple[str, ...]:
     return (sys.executable, "-c", head + script)
 
 
-def test_refusal_is_passed_on_and_the_child_is_queried_once_per_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = "print(json.dumps({'job': job['job'], 'problems': [{'code': 'refused', 'message': str(job['job'])}]}), flush=True)"
+def test_refusal_is_passed_on_and_the_child_is_queried_once_per_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = (
+        "print(json.dumps({'job': job['job'], 'problems': [{'code': 'refused', 'message': "
+        "str(job['job'])}]}), flush=True)"
+    )
     monkeypatch.setattr(tracing, "COMMAND", answering(script))
     with Tracing(tmp_path) as asked:
         one, other, again = asked([resolved(), resolved(micro_batch=2), resolved()])
         assert isinstance(one, FsdpTuneError)
         assert isinstance(other, FsdpTuneError)
-        assert (one.problems[0].code, one.problems[0].message, other.problems[0].message) == ("refused", "0", "1")
+        assert (one.problems[0].code, one.problems[0].message, other.problems[0].message) == (
+            "refused",
+            "0",
+            "1",
+        )
         assert again is one
 
 
 def test_missing_trace_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "COMMAND", answering("print(json.dumps({'job': job['job'], 'problems': []}), flush=True)"))
+    monkeypatch.setattr(
+        tracing, "COMMAND", answering("print(json.dumps({'job': job['job'], 'problems': []}), flush=True)")
+    )
     with Tracing(tmp_path) as asked:
         (lost,) = asked([resolved()])
     assert isinstance(lost, FsdpTuneError)

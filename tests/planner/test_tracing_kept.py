@@ -39,7 +39,12 @@ def test_invalid_cached_plan_is_replaced(tmp_path: Path, text: str) -> None:
 
 def test_key_changes_with_whatever_the_plan_depends_on() -> None:
     base = plan_key(resolved(), A100, None, "trace")
-    assert plan_key(resolved().model_copy(update={"output_dir": "/elsewhere", "name": "other"}), A100, None, "trace") == base
+    assert (
+        plan_key(
+            resolved().model_copy(update={"output_dir": "/elsewhere", "name": "other"}), A100, None, "trace"
+        )
+        == base
+    )
     others = [
         plan_key(resolved(micro_batch=2), A100, None, "trace"),
         plan_key(resolved(), replace(A100, usable_gib=1.0), None, "trace"),

@@ -18,7 +18,13 @@ from fsdp_tune.recipe.schema.recipe import Recipe
 BARE = Machine(None, 0, 8, None)
 GIB = 2**30
 PROMISED = {
-    *("gpt2_smoke", "llama7b_full_shard", "llama7b_shard_grad_op", "llama13b_full_shard", "llama70b_full_shard_offload"),
+    *(
+        "gpt2_smoke",
+        "llama7b_full_shard",
+        "llama7b_shard_grad_op",
+        "llama13b_full_shard",
+        "llama70b_full_shard_offload",
+    ),
     *("llama8b_hybrid_shard_multinode", "gpt2_xl_two_24gb", "qwen2_5_7b_chat", "mistral7b_completion"),
     *("qwen3_8b_chat", "smollm3_3b_chat", "llama3_2_3b_two_48gb", "gemma3_1b_24gb", "gpt_oss_20b_full_shard"),
     "gemma4_26b_two_b300",
@@ -64,7 +70,8 @@ def test_catalogue_recipes_resolve_without_notice(name: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", sorted(PROMISED - LORA - {"gpt2_smoke"}))
 def test_catalogue_model_is_packaged_and_comment_matches_its_state(name: str, tmp_path: Path) -> None:
-    """`Sharded state: … = 12.6 GiB` is 16 bytes a parameter over the ranks of a shard group (offload: over the machine)."""
+    """`Sharded state: … = 12.6 GiB` is 16 bytes a parameter over the ranks of a shard group (offload: over
+    the machine)."""
     recipe = resolved(name, tmp_path)
     assert recipe.model.name_or_path is not None
     facts = architecture(recipe.model.name_or_path)
@@ -81,19 +88,36 @@ def test_catalogue_model_is_packaged_and_comment_matches_its_state(name: str, tm
 
 @pytest.mark.parametrize("name", sorted(LORA))
 def test_comment_of_a_lora_recipe_matches_its_state(name: str, tmp_path: Path) -> None:
-    """2 bytes a frozen parameter or 4.5 bits in a quantised layer, and 16 bytes a trained one: r (in + out) of every linear layer."""
+    """2 bytes a frozen parameter or 4.5 bits in a quantised layer, and 16 bytes a trained one: r (in + out)
+    of every linear layer."""
     recipe = resolved(name, tmp_path)
     facts = architecture(str(recipe.model.name_or_path))
     assert recipe.lora is not None
     assert facts is not None
-    width, inner, head = facts["hidden_size"], facts["intermediate_size"], facts["hidden_size"] // facts["num_attention_heads"]
+    width, inner, head = (
+        facts["hidden_size"],
+        facts["intermediate_size"],
+        facts["hidden_size"] // facts["num_attention_heads"],
+    )
     groups = facts["num_key_value_heads"] * head
-    sizes = [(width, width), (width, groups), (width, groups), (width, width), (width, inner), (width, inner), (inner, width)]
+    sizes = [
+        (width, width),
+        (width, groups),
+        (width, groups),
+        (width, width),
+        (width, inner),
+        (width, inner),
+        (inner, width),
+    ]
     trained = facts["num_hidden_layers"] * recipe.lora.r * sum(map(sum, sizes))
     frozen = PARAMETERS[str(recipe.model.name_or_path)]
     text = catalogue()[name].read_text()
     assert f"{trained / 1e6:.0f} million trained ones × 16 bytes = {trained * 16 / GIB:.1f} GiB" in text
-    in_4_bits = facts["num_hidden_layers"] * sum(rows * columns for rows, columns in sizes) if recipe.quantization else 0
+    in_4_bits = (
+        facts["num_hidden_layers"] * sum(rows * columns for rows, columns in sizes)
+        if recipe.quantization
+        else 0
+    )
     assert f"× 2 bytes (bf16) = {(frozen - in_4_bits) * 2 / GIB:.1f} GiB, and" in text
     assert not in_4_bits or f"× 4.5 bits (nf4) = {in_4_bits * 4.5 / 8 / GIB:.1f} GiB" in text
 
@@ -125,9 +149,19 @@ def count(facts: dict[str, object]) -> int:
 
     kind = facts["model_type"]
     if kind == "gpt2":
-        width, layers, positions, vocabulary = of("n_embd"), of("n_layer"), of("n_positions"), of("vocab_size")
+        width, layers, positions, vocabulary = (
+            of("n_embd"),
+            of("n_layer"),
+            of("n_positions"),
+            of("vocab_size"),
+        )
         return vocabulary * width + positions * width + layers * (12 * width * width + 13 * width) + 2 * width
-    width, inner, heads, groups = of("hidden_size"), of("intermediate_size"), of("num_attention_heads"), of("num_key_value_heads")
+    width, inner, heads, groups = (
+        of("hidden_size"),
+        of("intermediate_size"),
+        of("num_attention_heads"),
+        of("num_key_value_heads"),
+    )
     if kind == "gemma4_text":
         return count_gemma4(facts)
     head = of("head_dim", width // heads)
@@ -136,21 +170,30 @@ def count(facts: dict[str, object]) -> int:
     attention += width + heads if kind == "gpt_oss" else 0  # bias of the output, sinks
     attention += 2 * head if kind in ("qwen3", "gemma3_text") else 0  # norms of queries and keys
     experts = of("num_local_experts")
-    mlp = experts * (3 * width * inner + 2 * inner + width) + experts * (width + 1) if experts else 3 * width * inner
+    mlp = (
+        experts * (3 * width * inner + 2 * inner + width) + experts * (width + 1)
+        if experts
+        else 3 * width * inner
+    )
     norms = (4 if kind == "gemma3_text" else 2) * width
     return (
-        of("num_hidden_layers") * (attention + mlp + norms) + width + of("vocab_size") * width * (1 if facts["tie_word_embeddings"] else 2)
+        of("num_hidden_layers") * (attention + mlp + norms)
+        + width
+        + of("vocab_size") * width * (1 if facts["tie_word_embeddings"] else 2)
     )
 
 
 def count_gemma4(facts: dict[str, Any]) -> int:
-    """Layers with full attention have wider heads, whose values are their keys; each layer has a dense MLP next to its experts."""
+    """Layers with full attention have wider heads, whose values are their keys; each layer has a dense MLP
+    next to its experts."""
     width, heads, experts = facts["hidden_size"], facts["num_attention_heads"], facts["num_experts"]
     total = facts["vocab_size"] * width + width
     for kind in facts["layer_types"]:
         is_full = kind == "full_attention"
         head = facts["global_head_dim" if is_full else "head_dim"]
-        projected = (1 if is_full else 2) * facts["num_global_key_value_heads" if is_full else "num_key_value_heads"]
+        projected = (1 if is_full else 2) * facts[
+            "num_global_key_value_heads" if is_full else "num_key_value_heads"
+        ]
         total += 2 * width * heads * head + width * projected * head + 2 * head
         total += 3 * width * (facts["intermediate_size"] + experts * facts["moe_intermediate_size"])
         total += experts * width + width + experts + 7 * width  # router with its scales, norms
@@ -176,12 +219,15 @@ def test_recipe_argument_is_a_path_or_a_name(tmp_path: Path, monkeypatch: pytest
         ("gpt2_smok", "did you mean `gpt2_smoke`?"),
         (
             "configs/gpt2_smoke.yaml",
-            "the catalogue has a recipe of this name: `--config gpt2_smoke`, or `fsdp-tune recipes copy gpt2_smoke`",
+            "the catalogue has a recipe of this name: `--config gpt2_smoke`, or `fsdp-tune recipes "
+            "copy gpt2_smoke`",
         ),
         ("zzzz", "`fsdp-tune recipes list` shows the catalogue; to use a file, pass its path"),
     ],
 )
-def test_missing_source_is_reported_with_close_matches(source: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_source_is_reported_with_close_matches(
+    source: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FsdpTuneError) as caught:
         find_recipe(source)

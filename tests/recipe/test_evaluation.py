@@ -1,4 +1,5 @@
-"""What chooses the best model by a score of `evaluation:` needs nothing of the ranks. test_contradictions.py has what is refused."""
+"""What chooses the best model by a score of `evaluation:` needs nothing of the ranks. test_contradictions.py
+has what is refused."""
 
 from __future__ import annotations
 
@@ -26,4 +27,6 @@ def test_resolved_sets_break_no_rule() -> None:
     """The ranks and the next command read the recipe with everything written."""
     sets = "evaluation:\n  sets: [{path: a.jsonl}, {path: b.jsonl, metric: exact_match}]\n"
     once = resolve(load_with(sets).recipe, Machine("cuda", 8, 16, "an accelerator"), cwd=Path("/")).recipe
-    assert [finding for rule in RULES for finding in rule(Recipe.model_validate(once.model_dump(by_alias=True)))] == []
+    assert [
+        finding for rule in RULES for finding in rule(Recipe.model_validate(once.model_dump(by_alias=True)))
+    ] == []

@@ -1,4 +1,5 @@
-"""`launch.env`: a recipe may set plain settings; variables that load, start or write something need the command line."""
+"""`launch.env`: a recipe may set plain settings; variables that load, start or write something need the
+command line."""
 
 from __future__ import annotations
 
@@ -11,13 +12,66 @@ from tests.recipe.loading import load_with, one_problem, problems_with
 @pytest.mark.parametrize(
     "name",
     [
-        *("PYTHONPATH", "PYTHONSTARTUP", "PYTHONHOME", "PYTHONWARNINGS", "PYTHONBREAKPOINT", "PYTHONUSERBASE", "PYTHONPYCACHEPREFIX"),
-        *("LD_PRELOAD", "LD_LIBRARY_PATH", "LD_AUDIT", "DYLD_INSERT_LIBRARIES", "GCONV_PATH", "BASH_ENV", "ENV", "PATH", "HOME"),
-        *("NCCL_NET_PLUGIN", "NCCL_TUNER_PLUGIN", "NCCL_PROFILER_PLUGIN", "NCCL_ENV_PLUGIN", "NCCL_CONF_FILE", "NCCL_DEBUG_FILE"),
-        *("NCCL_TOPO_DUMP_FILE", "CUDA_INJECTION64_PATH", "CUDA_INJECTION32_PATH", "CUDA_HOME", "CUDA_PATH", "CUDA_CACHE_PATH"),
-        *("OMP_TOOL_LIBRARIES", "OMP_TOOL", "KMP_TOOL_LIBRARIES", "MKL_VERBOSE_OUTPUT_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"),
-        *("TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH", "PYTORCH_KERNEL_CACHE_PATH"),
-        *("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "TMPDIR", "CXX", "CC", "HF_ENDPOINT", "HF_HOME", "HF_MODULES_CACHE", "XDG_CACHE_HOME"),
+        *(
+            "PYTHONPATH",
+            "PYTHONSTARTUP",
+            "PYTHONHOME",
+            "PYTHONWARNINGS",
+            "PYTHONBREAKPOINT",
+            "PYTHONUSERBASE",
+            "PYTHONPYCACHEPREFIX",
+        ),
+        *(
+            "LD_PRELOAD",
+            "LD_LIBRARY_PATH",
+            "LD_AUDIT",
+            "DYLD_INSERT_LIBRARIES",
+            "GCONV_PATH",
+            "BASH_ENV",
+            "ENV",
+            "PATH",
+            "HOME",
+        ),
+        *(
+            "NCCL_NET_PLUGIN",
+            "NCCL_TUNER_PLUGIN",
+            "NCCL_PROFILER_PLUGIN",
+            "NCCL_ENV_PLUGIN",
+            "NCCL_CONF_FILE",
+            "NCCL_DEBUG_FILE",
+        ),
+        *(
+            "NCCL_TOPO_DUMP_FILE",
+            "CUDA_INJECTION64_PATH",
+            "CUDA_INJECTION32_PATH",
+            "CUDA_HOME",
+            "CUDA_PATH",
+            "CUDA_CACHE_PATH",
+        ),
+        *(
+            "OMP_TOOL_LIBRARIES",
+            "OMP_TOOL",
+            "KMP_TOOL_LIBRARIES",
+            "MKL_VERBOSE_OUTPUT_FILE",
+            "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+        ),
+        *(
+            "TORCH_EXTENSIONS_DIR",
+            "TORCHINDUCTOR_CACHE_DIR",
+            "TRITON_CACHE_DIR",
+            "TRITON_PTXAS_PATH",
+            "PYTORCH_KERNEL_CACHE_PATH",
+        ),
+        *(
+            "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD",
+            "TMPDIR",
+            "CXX",
+            "CC",
+            "HF_ENDPOINT",
+            "HF_HOME",
+            "HF_MODULES_CACHE",
+            "XDG_CACHE_HOME",
+        ),
         *(
             "HTTPS_PROXY",
             "SSL_CERT_FILE",
@@ -27,7 +81,13 @@ from tests.recipe.loading import load_with, one_problem, problems_with
             "UCX_MODULE_DIR",
             "ZE_ENABLE_ALT_DRIVERS",
         ),
-        *("CCL_CONFIGURATION_PATH", "CCL_OFI_LIBRARY_PATH", "HSA_TOOLS_LIB", "ANYTHING_UNKNOWN", "nccl_debug"),
+        *(
+            "CCL_CONFIGURATION_PATH",
+            "CCL_OFI_LIBRARY_PATH",
+            "HSA_TOOLS_LIB",
+            "ANYTHING_UNKNOWN",
+            "nccl_debug",
+        ),
     ],
 )
 def test_variable_that_may_load_code_needs_the_command_line(name: str) -> None:
@@ -37,8 +97,22 @@ def test_variable_that_may_load_code_needs_the_command_line(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_DEBUG", "NCCL_P2P_DISABLE", "NCCL_CALIBRATE", "NCCL_TOPO_FILE", "GLOO_SOCKET_IFNAME"),
-        *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "OMP_PROC_BIND", "KMP_AFFINITY"),
+        *(
+            "NCCL_SOCKET_IFNAME",
+            "NCCL_IB_HCA",
+            "NCCL_DEBUG",
+            "NCCL_P2P_DISABLE",
+            "NCCL_CALIBRATE",
+            "NCCL_TOPO_FILE",
+            "GLOO_SOCKET_IFNAME",
+        ),
+        *(
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+            "CUDA_DEVICE_MAX_CONNECTIONS",
+            "CUDA_LAUNCH_BLOCKING",
+            "OMP_PROC_BIND",
+            "KMP_AFFINITY",
+        ),
         *("MKL_NUM_THREADS", "HF_HUB_OFFLINE", "PYTORCH_ALLOC_CONF", "WANDB_PROJECT", "FI_PROVIDER", "TZ"),
     ],
 )
@@ -59,7 +133,9 @@ def test_commits_urls_and_templates_of_ordinary_recipes_are_not_secrets() -> Non
     assert load_with(text).recipe.launch.env == {"NCCL_IB_PKEY": "1"}
 
 
-@pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"])
+@pytest.mark.parametrize(
+    "name", ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"]
+)
 def test_variable_that_hides_devices_is_refused_with_the_export_to_type(name: str) -> None:
     """The command counts devices by its own environment."""
     problem = one_problem(problems_with(f"launch:\n  env: {{{name}: '0,1'}}\n"))

@@ -33,13 +33,20 @@ AVAILABLE = {
     "trackio": "is_trackio_available",
     "wandb": "is_wandb_available",
 }
-"""Functions of transformers.integrations.integration_utils. Those of comet_ml and neptune are computed when it is imported."""
+"""Functions of transformers.integrations.integration_utils. Those of comet_ml and neptune are computed when
+it is imported."""
 ALL = frozenset(
-    {module for each in TRACKERS.values() for names in each.modules for module in names.split("|")} | {"azureml", "azureml.core"}
+    {module for each in TRACKERS.values() for names in each.modules for module in names.split("|")}
+    | {"azureml", "azureml.core"}
 )
 
 
-def install(monkeypatch: pytest.MonkeyPatch, modules: frozenset[str], variables: dict[str, str], folders: frozenset[str]) -> None:
+def install(
+    monkeypatch: pytest.MonkeyPatch,
+    modules: frozenset[str],
+    variables: dict[str, str],
+    folders: frozenset[str],
+) -> None:
     """Let `find_spec` see exactly these modules; `folders` are directories without code."""
 
     def find_spec(name: str) -> importlib.machinery.ModuleSpec | None:
@@ -55,7 +62,9 @@ def install(monkeypatch: pytest.MonkeyPatch, modules: frozenset[str], variables:
     if "wandb" in modules:
         wandb.run = None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    for name in {variable for each in TRACKERS.values() for variable in (*each.variables, each.disabled_by) if variable} - variables.keys():
+    for name in {
+        variable for each in TRACKERS.values() for variable in (*each.variables, each.disabled_by) if variable
+    } - variables.keys():
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -65,19 +74,30 @@ def install(monkeypatch: pytest.MonkeyPatch, modules: frozenset[str], variables:
     ("modules", "variables", "folders"),
     [
         (frozenset[str](), {}, frozenset[str]()),
-        (ALL, {"KUBEFLOW_TRAINER_SERVER_URL": "https://x", "MLFLOW_TRACKING_URI": "https://x/y/z"}, frozenset[str]()),
+        (
+            ALL,
+            {"KUBEFLOW_TRAINER_SERVER_URL": "https://x", "MLFLOW_TRACKING_URI": "https://x/y/z"},
+            frozenset[str](),
+        ),
         (ALL - {"tensorboard"}, {}, frozenset[str]()),
         (ALL - {"tensorboard", "tensorboardX"}, {}, frozenset[str]()),
         (ALL - {"mlflow"}, {"MLFLOW_TRACKING_URI": "https://x/y/z"}, frozenset[str]()),
         (ALL - {"azureml.core.run"}, {}, frozenset[str]()),
         (ALL - {"azureml", "azureml.core", "azureml.core.run"}, {}, frozenset[str]()),
         (ALL, {"DISABLE_MLFLOW_INTEGRATION": "true"}, frozenset[str]()),
-        (ALL, {"DISABLE_KUBEFLOW_INTEGRATION": "TRUE", "KUBEFLOW_TRAINER_SERVER_URL": "https://x"}, frozenset[str]()),
+        (
+            ALL,
+            {"DISABLE_KUBEFLOW_INTEGRATION": "TRUE", "KUBEFLOW_TRAINER_SERVER_URL": "https://x"},
+            frozenset[str](),
+        ),
         (frozenset[str](), {}, frozenset({"wandb"})),
     ],
 )
 def test_trackers_are_available_as_their_callbacks_say(
-    monkeypatch: pytest.MonkeyPatch, modules: frozenset[str], variables: dict[str, str], folders: frozenset[str]
+    monkeypatch: pytest.MonkeyPatch,
+    modules: frozenset[str],
+    variables: dict[str, str],
+    folders: frozenset[str],
 ) -> None:
     from transformers.integrations import integration_utils
 
@@ -87,12 +107,18 @@ def test_trackers_are_available_as_their_callbacks_say(
         expected = getattr(integration_utils, function)()
         # DagsHub's callback extends that of mlflow and splits the URI, which its own function does not check.
         if name == "dagshub":
-            expected = expected and integration_utils.is_mlflow_available() and "MLFLOW_TRACKING_URI" in variables
+            expected = (
+                expected and integration_utils.is_mlflow_available() and "MLFLOW_TRACKING_URI" in variables
+            )
         assert (missing(name, environment) is None) == expected, name
 
 
-@pytest.mark.parametrize(("version", "is_usable"), [("3.43.1", False), ("3.43.2", True), ("3.100.0", True), (None, False)])
-def test_comet_needs_the_version_of_its_callback(monkeypatch: pytest.MonkeyPatch, version: str | None, is_usable: bool) -> None:
+@pytest.mark.parametrize(
+    ("version", "is_usable"), [("3.43.1", False), ("3.43.2", True), ("3.100.0", True), (None, False)]
+)
+def test_comet_needs_the_version_of_its_callback(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, is_usable: bool
+) -> None:
     install(monkeypatch, ALL, {}, frozenset())
     monkeypatch.setattr(devices, "_installed_version", lambda package: version)
     found = missing("comet_ml", {})
@@ -101,7 +127,9 @@ def test_comet_needs_the_version_of_its_callback(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("name", [name for name, tracker in TRACKERS.items() if tracker.packages])
-def test_shell_passes_the_hint_of_a_missing_tracker_to_pip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+def test_shell_passes_the_hint_of_a_missing_tracker_to_pip(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
     """An unquoted `>=3.43.2` would be a redirection to a file, and unquoted brackets are a pattern."""
     install(monkeypatch, frozenset[str](), {}, frozenset())
     found = missing(name, {})
@@ -115,7 +143,10 @@ def test_shell_passes_the_hint_of_a_missing_tracker_to_pip(monkeypatch: pytest.M
 
 def test_extra_of_tensorboard_is_declared_and_not_a_dependency(repository: Path) -> None:
     project = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = re.findall(r"fsdp-tune\[(\w+)\]", " ".join(package for tracker in TRACKERS.values() for package in tracker.packages))
+    extras = re.findall(
+        r"fsdp-tune\[(\w+)\]",
+        " ".join(package for tracker in TRACKERS.values() for package in tracker.packages),
+    )
     assert extras == ["tensorboard"]
     names = {Requirement(each).name for extra in extras for each in project["optional-dependencies"][extra]}
     assert names == {"tensorboard"}

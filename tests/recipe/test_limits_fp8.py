@@ -1,4 +1,5 @@
-"""Accepted combinations with `precision.mixed_precision: fp8`; `test_contradictions.py` has the refused ones."""
+"""Accepted combinations with `precision.mixed_precision: fp8`; `test_contradictions.py` has the refused
+ones."""
 
 from __future__ import annotations
 
@@ -29,15 +30,25 @@ def test_valid_fp8_recipe_is_accepted(extra: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("extra", "wanted"), [(TENSORWISE, True), (FP8, False), (TENSORWISE + "fsdp: {sharding_strategy: NO_SHARD}", False), ("", False)]
+    ("extra", "wanted"),
+    [
+        (TENSORWISE, True),
+        (FP8, False),
+        (TENSORWISE + "fsdp: {sharding_strategy: NO_SHARD}", False),
+        ("", False),
+    ],
 )
 def test_tensorwise_scale_gathers_in_fp8(extra: str, wanted: bool) -> None:
     assert gathers_in_fp8(load_with(extra).recipe) is wanted
 
 
-@pytest.mark.parametrize(("extra", "wanted"), [(FP8, 16), (FP8 + "data: {pad_to_multiple_of: 8}", 8), ("", 8)])
+@pytest.mark.parametrize(
+    ("extra", "wanted"), [(FP8, 16), (FP8 + "data: {pad_to_multiple_of: 8}", 8), ("", 8)]
+)
 def test_rows_are_padded_to_sixteen_tokens_by_default(extra: str, wanted: int) -> None:
-    text = MINIMAL + extra if "data" not in extra else MINIMAL.replace("]}", "], pad_to_multiple_of: 8}") + FP8
+    text = (
+        MINIMAL + extra if "data" not in extra else MINIMAL.replace("]}", "], pad_to_multiple_of: 8}") + FP8
+    )
     resolution = resolve(load(text).recipe, Machine("cuda", 1, 8, None), cwd=Path("/"))
     assert resolution.recipe.data.pad_to_multiple_of == wanted
     assert ("data.pad_to_multiple_of" in resolution.reasons) is (wanted == 16)

@@ -18,14 +18,55 @@ from fsdp_tune.recipe.schema.keys import all_keys
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 MACHINE = Machine("cuda", 8, 16, None)
-KEYS = [*(key.name for key in all_keys()), "training.max_steps", "training.bf16", "fsdp.cpu_offload", "training.fsdp", "fsdp_config", "zzz"]
+KEYS = [
+    *(key.name for key in all_keys()),
+    "training.max_steps",
+    "training.bf16",
+    "fsdp.cpu_offload",
+    "training.fsdp",
+    "fsdp_config",
+    "zzz",
+]
 VALUES = st.sampled_from(
     [
-        *("null", "true", "no", "0", "-1", "3", "1e-5", "0123", "1_0", ".nan", "x", "auto", "FULL_SHARD", "2", "[]", "{}", "[a]", "{a: 1}"),
-        *("{rows: 3}", "30m", "5GB", "~", '"8"', "[{path: a}]", "[[1]]", "{a: {b: [1]}}", "offload full_shard", "cpu", '"\\e[31m"'),
+        *(
+            "null",
+            "true",
+            "no",
+            "0",
+            "-1",
+            "3",
+            "1e-5",
+            "0123",
+            "1_0",
+            ".nan",
+            "x",
+            "auto",
+            "FULL_SHARD",
+            "2",
+            "[]",
+            "{}",
+            "[a]",
+            "{a: 1}",
+        ),
+        *(
+            "{rows: 3}",
+            "30m",
+            "5GB",
+            "~",
+            '"8"',
+            "[{path: a}]",
+            "[[1]]",
+            "{a: {b: [1]}}",
+            "offload full_shard",
+            "cpu",
+            '"\\e[31m"',
+        ),
     ]
 )
-YAMLISH = st.text(alphabet=string.ascii_lowercase + " \n:-[]{},&*!|>'\"%@`#?~=<\t\\0123.é\u2028\x00", max_size=80)
+YAMLISH = st.text(
+    alphabet=string.ascii_lowercase + " \n:-[]{},&*!|>'\"%@`#?~=<\t\\0123.é\u2028\x00", max_size=80
+)
 
 
 def check(error: FsdpTuneError) -> FsdpTuneError:
@@ -74,7 +115,9 @@ def test_any_bytes_load_or_are_reported(raw: bytes) -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(KEYS), VALUES), max_size=6))
 def test_any_values_of_known_keys_load_or_are_reported(pairs: list[tuple[str, str]]) -> None:
-    outcome(b"model: {name_or_path: a}\ndata: {train: [{path: b}]}\n", [f"{key}={value}" for key, value in pairs])
+    outcome(
+        b"model: {name_or_path: a}\ndata: {train: [{path: b}]}\n", [f"{key}={value}" for key, value in pairs]
+    )
 
 
 @settings(max_examples=80, deadline=None)

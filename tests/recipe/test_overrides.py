@@ -13,7 +13,11 @@ from tests.recipe.loading import load_with, one_problem, problems_with
     [
         ("training.learning_rate=1e-4", "training.learning_rate", 1e-4),
         ("fsdp.offload_params=true", "fsdp.offload_params", True),
-        ("fsdp.modules_to_wrap=[model.layers.*, lm_head]", "fsdp.modules_to_wrap", ["model.layers.*", "lm_head"]),
+        (
+            "fsdp.modules_to_wrap=[model.layers.*, lm_head]",
+            "fsdp.modules_to_wrap",
+            ["model.layers.*", "lm_head"],
+        ),
         ("data.separator=' '", "data.separator", " "),
         ('data.separator=""', "data.separator", ""),
         ("data.eval={rows: 5}", "data.eval.rows", 5),
@@ -48,8 +52,14 @@ def test_mapping_is_replaced_completely_and_a_path_sets_one_key_of_it() -> None:
 
 def test_null_resets_to_the_default() -> None:
     extra = "training: {save_total_limit: 9, seed: 3, max_steps: 5}\n"
-    recipe = load_with(extra, "training.save_total_limit=null", "training.seed=null", "training.max_steps=null").recipe
-    assert (recipe.training.save_total_limit, recipe.training.seed, recipe.training.model_extra) == (2, 42, {})
+    recipe = load_with(
+        extra, "training.save_total_limit=null", "training.seed=null", "training.max_steps=null"
+    ).recipe
+    assert (recipe.training.save_total_limit, recipe.training.seed, recipe.training.model_extra) == (
+        2,
+        42,
+        {},
+    )
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,29 @@ from fsdp_tune.recipe.schema.keys import NOT_YET, all_keys, default_of, refused,
 from fsdp_tune.recipe.schema.kinds import Section
 from fsdp_tune.recipe.schema.recipe import Recipe, Training
 from fsdp_tune.recipe.schema.reference import json_schema, reference_yaml, surface_lines
-from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS, owned_names, owner_of, training_value, version_gap
+from fsdp_tune.recipe.schema.training_fields import (
+    TRAINING_FIELDS,
+    owned_names,
+    owner_of,
+    training_value,
+    version_gap,
+)
 
 CONTRACT = yaml.safe_load((Path(__file__).parent / "contract.yaml").read_text())
 CONTRACT["training"]["learning_rate"] = 2.0e-5  # PyYAML reads `2.0e-5` as text
 SOURCE_KEYS = {
     *("path", "name", "data_dir", "data_files", "split", "revision", "columns", "rename_columns"),
-    *("format", "loss_on", "chat_template", "weight", "max_rows", "repeats", "label", "loader", "loader_options"),
+    *(
+        "format",
+        "loss_on",
+        "chat_template",
+        "weight",
+        "max_rows",
+        "repeats",
+        "label",
+        "loader",
+        "loader_options",
+    ),
 }
 
 
@@ -34,16 +50,24 @@ def test_defaults_match_contract() -> None:
 
 
 def test_source_keys_match_contract() -> None:
-    assert {key.path[-1] for key in all_keys() if key.path[:2] == ("data", "train") and len(key.path) == 3} == SOURCE_KEYS
+    assert {
+        key.path[-1] for key in all_keys() if key.path[:2] == ("data", "train") and len(key.path) == 3
+    } == SOURCE_KEYS
 
 
 def test_every_key_has_a_description() -> None:
-    silent = [key.name for key in all_keys() if not key.field.description and not isinstance(default_of(key.field), Section)]
+    silent = [
+        key.name
+        for key in all_keys()
+        if not key.field.description and not isinstance(default_of(key.field), Section)
+    ]
     assert silent == []
 
 
 def test_resolved_recipe_round_trips_through_json() -> None:
-    recipe = Recipe.model_validate({"data": {"eval": {"rows": 5}}, "training": {"max_steps": 7}, "checkpoint": {"async": False}})
+    recipe = Recipe.model_validate(
+        {"data": {"eval": {"rows": 5}}, "training": {"max_steps": 7}, "checkpoint": {"async": False}}
+    )
     again = Recipe.model_validate_json(recipe.model_dump_json(by_alias=True))
     assert again == recipe
     assert again.checkpoint.async_ is False
@@ -89,7 +113,10 @@ def test_every_owned_field_exists_and_names_its_key() -> None:
 
 
 def test_field_of_one_version_only_names_that_version() -> None:
-    assert version_gap("activation_checkpointing", "5.17.0") == "transformers 5.17.0 has no such field; it is in 5.23.0 and 5.24.0"
+    assert (
+        version_gap("activation_checkpointing", "5.17.0")
+        == "transformers 5.17.0 has no such field; it is in 5.23.0 and 5.24.0"
+    )
     assert version_gap("activation_checkpointing", "5.23.0") is None
     assert version_gap("weight_decay", "5.17.0") is None
     assert version_gap("activation_checkpointing", "6.0.0") is None  # never tested: nothing is known

@@ -1,4 +1,5 @@
-"""User extensions: entry points of an installed package, found by name and honoured only where the user allows them."""
+"""User extensions: entry points of an installed package, found by name and honoured only where the user
+allows them."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ class Recorder(TrainerCallback):
 def negative_log_likelihood(logits, targets, mask):
     losses = torch.nn.functional.cross_entropy(logits.float().transpose(1, 2), targets.clamp(min=0), reduction="none")
     return losses[mask].sum(), mask.sum()
-"""
+"""  # noqa: E501
 RECIPE = """\
 model: {from_config: {model_type: gpt2, vocab_size: 384, n_positions: 64, n_layer: 1, n_embd: 16, n_head: 2}, tokenizer: builtin:arithmetic}
 data:
@@ -58,7 +59,7 @@ extensions:
   metrics: [nll]
 launch: {num_processes: 2, device: cpu}
 merge: {at_end: false}
-"""
+"""  # noqa: E501
 ALLOWED = fsdp_tune.Allowed(extensions=True)
 
 
@@ -82,7 +83,9 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def problems(path: Path, *overrides: str, allowed: fsdp_tune.Allowed = ALLOWED) -> list[tuple[str, int | None]]:
+def problems(
+    path: Path, *overrides: str, allowed: fsdp_tune.Allowed = ALLOWED
+) -> list[tuple[str, int | None]]:
     with pytest.raises(fsdp_tune.FsdpTuneError) as caught:
         fsdp_tune.prepare(fsdp_tune.load_recipe(path, overrides), allowed=allowed)
     return [(problem.code, problem.where.line) for problem in caught.value.problems]
@@ -90,7 +93,11 @@ def problems(path: Path, *overrides: str, allowed: fsdp_tune.Allowed = ALLOWED) 
 
 def test_recipe_alone_runs_no_extension(recipe: Path) -> None:
     refused = problems(recipe, allowed=fsdp_tune.Allowed())
-    assert refused == [("extension-not-allowed", 8), ("extension-not-allowed", 9), ("extension-not-allowed", 3)]
+    assert refused == [
+        ("extension-not-allowed", 8),
+        ("extension-not-allowed", 9),
+        ("extension-not-allowed", 3),
+    ]
     assert "mine_rows" not in sys.modules
 
 
@@ -99,7 +106,10 @@ def test_unknown_names_are_errors_that_list_the_installed_ones(recipe: Path) -> 
     with pytest.raises(fsdp_tune.FsdpTuneError) as caught:
         fsdp_tune.plan(fsdp_tune.load_recipe(recipe), allowed=ALLOWED)
     found = [(problem.code, problem.where.line, problem.hint) for problem in caught.value.problems]
-    assert found == [("unknown-extension", 8, "installed: mine-callback"), ("unknown-extension", 9, "installed: nll")]
+    assert found == [
+        ("unknown-extension", 8, "installed: mine-callback"),
+        ("unknown-extension", 9, "installed: nll"),
+    ]
 
 
 def test_name_of_two_distributions_is_ambiguous(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,13 +144,27 @@ def test_failures_of_a_loader_name_the_loader_and_the_row(recipe: Path) -> None:
 @pytest.mark.ranks
 def test_command_trains_with_extensions_and_reports_another_version_on_resume(recipe: Path) -> None:
     folder = recipe.parent
-    environment = os.environ | {"PYTHONPATH": f"{folder / 'packages'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    environment = os.environ | {
+        "PYTHONPATH": f"{folder / 'packages'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    }
     command = [sys.executable, "-m", "fsdp_tune", "train", str(recipe), "--set", "output_dir=run", "--json"]
-    sources = "data.train=[{path: spec, loader: mine-rows, loader_options: {rows: 60}}, {path: builtin:arithmetic, max_rows: 60}]"
+    sources = (
+        "data.train=[{path: spec, loader: mine-rows, loader_options: {rows: 60}}, {path: "
+        "builtin:arithmetic, max_rows: 60}]"
+    )
     command += ["--set", sources, "--set", "training.metric_for_best_model=spec_nll"]
-    refused = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    refused = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
     assert refused.returncode == 2
-    done = subprocess.run([*command, "--allow-extensions"], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, "--allow-extensions"],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     evaluation = next(line for line in lines if "eval_loss" in line)
@@ -162,5 +186,9 @@ def test_command_trains_with_extensions_and_reports_another_version_on_resume(re
     longer = [*command, "--allow-extensions", "--resume", "auto", "--set", "training.max_steps=3"]
     again = subprocess.run(longer, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr
-    changed = [notice["message"] for notice in json.loads(again.stdout)["notices"] if notice["code"] == "extension-changed"]
+    changed = [
+        notice["message"]
+        for notice in json.loads(again.stdout)["notices"]
+        if notice["code"] == "extension-changed"
+    ]
     assert "the steps so far used `nll` of mine 1.0; from step 2 on `nll` of mine 2.0" in changed

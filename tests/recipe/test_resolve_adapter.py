@@ -15,7 +15,14 @@ from fsdp_tune.recipe.resolve import Resolution, resolve
 from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.recipe.loading import load_with
 
-CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 7, "lora_dropout": 0.25, "target_modules": ["q_proj"], "bias": "none"}
+CONFIG: dict[str, Any] = {
+    "peft_type": "LORA",
+    "r": 4,
+    "lora_alpha": 7,
+    "lora_dropout": 0.25,
+    "target_modules": ["q_proj"],
+    "bias": "none",
+}
 
 
 def adapter(folder: Path, **changes: Any) -> Path:
@@ -70,13 +77,20 @@ def test_run_stands_for_its_adapter(tmp_path: Path) -> None:
 def test_run_without_an_adapter_names_the_command_that_writes_it(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoint-3").mkdir(parents=True)
     (tmp_path / "run" / "recipe.json").write_text("{}")
-    assert f"`fsdp-tune merge-checkpoint {tmp_path / 'run'} --adapter` writes one" in refused(tmp_path, "run")[1]
+    assert (
+        f"`fsdp-tune merge-checkpoint {tmp_path / 'run'} --adapter` writes one" in refused(tmp_path, "run")[1]
+    )
     assert "--adapter --step 3 --output DIR`" in refused(tmp_path, "run/checkpoint-3")[1]
 
 
 @pytest.mark.parametrize(
     ("change", "key"),
-    [({"r": 0}, "r"), ({"lora_alpha": "x"}, "lora_alpha"), ({"target_modules": {"a": 1}}, "target_modules"), ({"bias": "some"}, "bias")],
+    [
+        ({"r": 0}, "r"),
+        ({"lora_alpha": "x"}, "lora_alpha"),
+        ({"target_modules": {"a": 1}}, "target_modules"),
+        ({"bias": "some"}, "bias"),
+    ],
     ids=str,
 )
 def test_values_that_lora_does_not_take_are_named(change: dict[str, Any], key: str, tmp_path: Path) -> None:
@@ -88,7 +102,9 @@ def test_values_that_lora_does_not_take_are_named(change: dict[str, Any], key: s
 
 def test_limits_of_lora_hold_for_values_of_the_adapter(tmp_path: Path) -> None:
     adapter(tmp_path / "mine", target_parameters=["experts.down_proj"])
-    assert "`lora.lora_dropout` with `lora.target_parameters` is not supported" in refused(tmp_path, "mine")[0]
+    assert (
+        "`lora.lora_dropout` with `lora.target_parameters` is not supported" in refused(tmp_path, "mine")[0]
+    )
     assert resolved(tmp_path, "mine", lora_dropout=0.0).recipe.lora is not None
 
 
@@ -119,6 +135,9 @@ def test_defaults_that_are_not_those_of_peft_are_reported() -> None:
         found = resolve(load_with(section).recipe, machine, cwd=Path("/")).reasons
         return {key: reason for key, reason in found.items() if key.startswith("lora.")}
 
-    assert reasons("lora: {}") == {"lora.r": "the default; PEFT's is 8", "lora.lora_alpha": "the default; PEFT's is 8"}
+    assert reasons("lora: {}") == {
+        "lora.r": "the default; PEFT's is 8",
+        "lora.lora_alpha": "the default; PEFT's is 8",
+    }
     assert reasons("lora: {r: 4, lora_alpha: 8}") == {}
     assert reasons("") == {}

@@ -1,4 +1,5 @@
-"""The computed learning rates are those of transformers, for each kind, its arguments, and lengths of warm-up and run."""
+"""The computed learning rates are those of transformers, for each kind, its arguments, and lengths of warm-up
+and run."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ ARGUMENTS = {
 
 def recipe_of(kind: str, arguments: dict[str, object], warmup: float = 0, **training: object) -> Recipe:
     given = {"lr_scheduler_type": kind, "warmup_steps": warmup, "learning_rate": RATE, **training}
-    return Recipe.model_validate({"training": given | ({"lr_scheduler_kwargs": arguments} if arguments else {})})
+    return Recipe.model_validate(
+        {"training": given | ({"lr_scheduler_kwargs": arguments} if arguments else {})}
+    )
 
 
 def test_every_kind_of_transformers_is_compared():
@@ -46,7 +49,9 @@ def test_every_kind_of_transformers_is_compared():
     }
 
 
-@pytest.mark.parametrize(("kind", "arguments"), [(kind, each) for kind, cases in ARGUMENTS.items() for each in cases])
+@pytest.mark.parametrize(
+    ("kind", "arguments"), [(kind, each) for kind, cases in ARGUMENTS.items() for each in cases]
+)
 def test_rates_are_those_of_transformers(kind, arguments):
     for warmup, steps in itertools.product((0, 1, 5, 0.2), (13, 40)):
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=RATE)
@@ -79,7 +84,9 @@ def test_steps_of_the_line_are_those_of_the_log():
         scheduler.step()
     found = rates(recipe, 12)
     assert found is not None
-    assert (found.start, found.peak, found.end) == pytest.approx((logged[1], logged[found.peak_step], logged[12]))
+    assert (found.start, found.peak, found.end) == pytest.approx(
+        (logged[1], logged[found.peak_step], logged[12])
+    )
     assert found.peak_step == max(logged, key=logged.__getitem__) == 4
 
 
@@ -95,4 +102,9 @@ def test_nominal_run_has_room_for_the_phases():
     recipe = recipe_of("warmup_stable_decay", {"num_decay_steps": 4000}, 2000)
     assert nominal_steps(recipe) >= 4000 + 2000
     for warmup, steps in ((2000, 4000 + 100 + 2000), (0.5, 2 * (4000 + 100))):
-        assert nominal_steps(recipe_of("warmup_stable_decay", {"num_decay_steps": 4000, "num_stable_steps": 100}, warmup)) == steps
+        assert (
+            nominal_steps(
+                recipe_of("warmup_stable_decay", {"num_decay_steps": 4000, "num_stable_steps": 100}, warmup)
+            )
+            == steps
+        )

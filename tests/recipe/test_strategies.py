@@ -21,7 +21,9 @@ def test_each_name_that_a_recipe_takes_has_its_row() -> None:
 def test_strategy_numbers_equal_torch() -> None:
     from torch.distributed.fsdp import ShardingStrategy as Torch
 
-    assert {name: row.number for name, row in STRATEGIES.items()} == {member.name.lstrip("_"): member.value for member in Torch}
+    assert {name: row.number for name, row in STRATEGIES.items()} == {
+        member.name.lstrip("_"): member.value for member in Torch
+    }
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -31,9 +33,17 @@ def test_expected_live_state_matches_the_hand_written_strategy(name: ShardingStr
     assert row.is_hybrid == ("Replicate()" in meaning["placements"]) == (len(meaning["mesh"]) == 2)
     assert row.reshards == bool(meaning["reshard_after_forward"])
     recipe = Recipe.model_validate(
-        {"model": {"name_or_path": "m"}, "data": {"train": [{"path": "d"}]}, "fsdp": {"sharding_strategy": name}}
+        {
+            "model": {"name_or_path": "m"},
+            "data": {"train": [{"path": "d"}]},
+            "fsdp": {"sharding_strategy": name},
+        }
     )
-    assert (recipe.is_sharded, recipe.is_hybrid, recipe.reshards_after_forward) == (row.is_sharded, row.is_hybrid, row.reshards)
+    assert (recipe.is_sharded, recipe.is_hybrid, recipe.reshards_after_forward) == (
+        row.is_sharded,
+        row.is_hybrid,
+        row.reshards,
+    )
 
 
 def test_readback_does_not_import_the_strategy_table() -> None:
@@ -41,6 +51,8 @@ def test_readback_does_not_import_the_strategy_table() -> None:
     tree = ast.parse(inspect.getsource(fsdp))
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert "fsdp_tune.recipe.schema.strategies" not in imported
-    expected = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "expected")
+    expected = next(
+        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "expected"
+    )
     settings = {"is_sharded", "is_hybrid", "reshards_after_forward"}  # what `plugin_kwargs` is made from
     assert settings.isdisjoint(node.attr for node in ast.walk(expected) if isinstance(node, ast.Attribute))

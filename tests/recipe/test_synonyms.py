@@ -69,18 +69,32 @@ CONVERTED: dict[str, list[tuple[Any, Any]]] = {  # (value there, the tree here)
     "train_on_inputs": [(True, {"data": {"loss_on": "all"}}), (False, {"data": {"loss_on": "completion"}})],
     "train_on_prompt": [(True, {"data": {"loss_on": "all"}}), (False, {"data": {"loss_on": "completion"}})],
     "mask_history": [(True, {"data": {"loss_on": "last_assistant"}}), (False, LEFT_OUT)],
-    "completion_only_loss": [(True, {"data": {"loss_on": "completion"}}), (False, {"data": {"loss_on": "all"}})],
-    "assistant_only_loss": [(True, {"data": {"loss_on": "assistant"}}), (False, {"data": {"loss_on": "all"}})],
-    "roles_to_train": [(["assistant"], {"data": {"loss_on": "assistant"}}), (["user", "assistant"], {"data": {"loss_on": "all"}})],
+    "completion_only_loss": [
+        (True, {"data": {"loss_on": "completion"}}),
+        (False, {"data": {"loss_on": "all"}}),
+    ],
+    "assistant_only_loss": [
+        (True, {"data": {"loss_on": "assistant"}}),
+        (False, {"data": {"loss_on": "all"}}),
+    ],
+    "roles_to_train": [
+        (["assistant"], {"data": {"loss_on": "assistant"}}),
+        (["user", "assistant"], {"data": {"loss_on": "all"}}),
+    ],
     "datasets": [
-        ([{"path": "a/b", "split": "train", "type": "alpaca"}], {"data": {"train": [{"path": "a/b", "split": "train"}]}}),
+        (
+            [{"path": "a/b", "split": "train", "type": "alpaca"}],
+            {"data": {"train": [{"path": "a/b", "split": "train"}]}},
+        ),
         (["a.jsonl", "b.jsonl"], {"data": {"train": [{"path": "a.jsonl"}, {"path": "b.jsonl"}]}}),
     ],
     "dataset_name": [("a/b", {"data": {"train": [{"path": "a/b"}]}})],
     "dataset_config": [("main", {"data": {"train": [{"path": "NAME", "name": "main"}]}})],
     "dataset_train_split": [("train_sft", {"data": {"train": [{"path": "NAME", "split": "train_sft"}]}})],
     "dataset_test_split": [("dev", {"data": {"eval": [{"path": "NAME", "split": "dev"}]}})],
-    "dataset_text_field": [("body", {"data": {"train": [{"path": "NAME", "rename_columns": {"body": "text"}}]}})],
+    "dataset_text_field": [
+        ("body", {"data": {"train": [{"path": "NAME", "rename_columns": {"body": "text"}}]}})
+    ],
     "max_samples": [(100, {"data": {"train": [{"path": "NAME", "max_rows": 100}]}})],
     "dataset": [("alpaca_en_demo", QUESTION)],
     "template": [("llama3", QUESTION)],
@@ -106,11 +120,21 @@ CONVERTED: dict[str, list[tuple[Any, Any]]] = {  # (value there, the tree here)
         (1, {"training": {"eval_strategy": "epoch"}}),
         (0, {"training": {"eval_strategy": "no"}}),
     ],
-    "saves_per_epoch": [(2, {"training": {"save_steps": 0.5}}), (1, {"training": {"save_strategy": "epoch"}}), (0, LEFT_OUT)],
+    "saves_per_epoch": [
+        (2, {"training": {"save_steps": 0.5}}),
+        (1, {"training": {"save_strategy": "epoch"}}),
+        (0, LEFT_OUT),
+    ],
     "max_steps_per_epoch": [(50, {"training": {"max_steps": 50}})],
-    "adapter": [("lora", {"lora": {"r": 16}}), ("qlora", {"lora": {"r": 16}, "quantization": {"load": "nf4"}})],
+    "adapter": [
+        ("lora", {"lora": {"r": 16}}),
+        ("qlora", {"lora": {"r": 16}, "quantization": {"load": "nf4"}}),
+    ],
     "finetuning_type": [("lora", {"lora": {"r": 16}}), ("full", LEFT_OUT), ("freeze", QUESTION)],
-    **_each(("train_type", "tuner_type"), [("lora", {"lora": {"r": 16}}), ("full", LEFT_OUT), ("longlora", QUESTION)]),
+    **_each(
+        ("train_type", "tuner_type"),
+        [("lora", {"lora": {"r": 16}}), ("full", LEFT_OUT), ("longlora", QUESTION)],
+    ),
     "split_dataset_ratio": [(0.01, {"data": {"eval": {"fraction": 0.01}}}), (0, LEFT_OUT)],
     "val_dataset": [(["a.jsonl"], {"data": {"eval": [{"path": "a.jsonl"}]}})],
     "quant_bits": [(4, {"quantization": {"load": "nf4"}}), (8, {"quantization": {"load": "nf4"}})],
@@ -126,21 +150,34 @@ CONVERTED: dict[str, list[tuple[Any, Any]]] = {  # (value there, the tree here)
     ],
     "lora_target_linear": [(True, {"lora": {"target_modules": "all-linear"}}), (False, LEFT_OUT)],
     "lora_attn_modules": [(["q_proj"], {"lora": {"target_modules": ["q_proj"]}})],
-    "lora_target_parameters": [(["mlp.experts.gate_up_proj"], {"lora": {"target_parameters": ["mlp.experts.gate_up_proj"]}})],
+    "lora_target_parameters": [
+        (["mlp.experts.gate_up_proj"], {"lora": {"target_parameters": ["mlp.experts.gate_up_proj"]}})
+    ],
     "lora_modules_to_save": [(["lm_head"], {"lora": {"modules_to_save": ["lm_head"]}})],
-    "additional_target": [("embed_tokens,lm_head", {"lora": {"modules_to_save": ["embed_tokens", "lm_head"]}})],
+    "additional_target": [
+        ("embed_tokens,lm_head", {"lora": {"modules_to_save": ["embed_tokens", "lm_head"]}})
+    ],
     "trainable_token_indices": [([5, 6], {"lora": {"modules_to_save": ["embed_tokens", "lm_head"]}})],
     "peft_trainable_token_indices": [([5, 6], {"lora": {"modules_to_save": ["embed_tokens", "lm_head"]}})],
     "apply_lora_to_mlp": [(True, {"lora": {"target_modules": "all-linear"}}), (False, LEFT_OUT)],
-    "apply_lora_to_output": [(True, {"lora": {"target_modules": ["q_proj", "v_proj", "lm_head"]}}), (False, LEFT_OUT)],
+    "apply_lora_to_output": [
+        (True, {"lora": {"target_modules": ["q_proj", "v_proj", "lm_head"]}}),
+        (False, LEFT_OUT),
+    ],
     "merge_lora": [(True, {"merge": {"adapter": "merged"}}), (False, {"merge": {"adapter": "adapter"}})],
-    "save_adapter_weights_only": [(True, {"merge": {"adapter": "adapter"}}), (False, {"merge": {"adapter": "both"}})],
+    "save_adapter_weights_only": [
+        (True, {"merge": {"adapter": "adapter"}}),
+        (False, {"merge": {"adapter": "both"}}),
+    ],
     "pissa_init": [(False, LEFT_OUT), (True, LEFT_OUT)],
     "load_in_4bit": [(True, {"quantization": {"load": "nf4"}}), (False, LEFT_OUT)],
     "quantize_base": [(True, {"quantization": {"load": "nf4"}}), (False, LEFT_OUT)],
     "quantization_bit": [(4, {"quantization": {"load": "nf4"}}), (8, {"quantization": {"load": "nf4"}})],
     "quantization_type": [("nf4", {"quantization": {"load": "nf4"}})],
-    "bnb_4bit_quant_type": [("nf4", {"quantization": {"load": "nf4"}}), ("fp4", {"quantization": {"load": "nf4"}})],
+    "bnb_4bit_quant_type": [
+        ("nf4", {"quantization": {"load": "nf4"}}),
+        ("fp4", {"quantization": {"load": "nf4"}}),
+    ],
     "bnb_4bit_compute_dtype": [
         ("bfloat16", {"precision": {"mixed_precision": "bf16"}}),
         ("float16", {"precision": {"mixed_precision": "fp16"}}),
@@ -154,20 +191,33 @@ CONVERTED: dict[str, list[tuple[Any, Any]]] = {  # (value there, the tree here)
         (True, {"fsdp": {"activation_checkpointing": "none"}}),
         (False, {"fsdp": {"activation_checkpointing": "full"}}),
     ],
-    "enable_activation_checkpointing": [(True, {"fsdp": {"activation_checkpointing": "full"}}), (False, LEFT_OUT)],
+    "enable_activation_checkpointing": [
+        (True, {"fsdp": {"activation_checkpointing": "full"}}),
+        (False, LEFT_OUT),
+    ],
     "devices": [(4, {"launch": {"num_processes": 4}}), ([0, 1, 2], {"launch": {"num_processes": 3}})],
     "nproc_per_node": [(8, QUESTION)],
     "group_by_length": [(True, LEFT_OUT)],
-    **_each(tuple(name for name, synonym in SYNONYMS.items() if synonym.tool == "Accelerate"), [("x", LEFT_OUT)]),
+    **_each(
+        tuple(name for name, synonym in SYNONYMS.items() if synonym.tool == "Accelerate"), [("x", LEFT_OUT)]
+    ),
     **_each(
         ("train_file", "train_files", "train_data", "train_path", "data_path", "dataset_path"),
         [("a.jsonl", {"data": {"train": [{"path": "a.jsonl"}]}})],
     ),
-    **_each(("eval_file", "validation_file", "val_file"), [("a.jsonl", {"data": {"eval": [{"path": "a.jsonl"}]}})]),
-    **_each(("rope_scaling", "rope_parameters"), [(2.0, {"model": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}})]),
+    **_each(
+        ("eval_file", "validation_file", "val_file"), [("a.jsonl", {"data": {"eval": [{"path": "a.jsonl"}]}})]
+    ),
+    **_each(
+        ("rope_scaling", "rope_parameters"),
+        [(2.0, {"model": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}})],
+    ),
     **_each(
         ("mixed_precision_dtype", "amp"),
-        [("bf16", {"precision": {"mixed_precision": "bf16"}}), ("float32", {"precision": {"mixed_precision": "no"}})],
+        [
+            ("bf16", {"precision": {"mixed_precision": "bf16"}}),
+            ("float32", {"precision": {"mixed_precision": "no"}}),
+        ],
     ),
     **_each(
         ("zero_stage", "sharding"),
@@ -228,7 +278,9 @@ def _samples(name: str, synonym: Synonym) -> list[tuple[Any, Any]]:
 def _proposed(hint: str) -> dict[str, Any]:
     """Merge the lines of YAML that a hint says to write."""
     tree: dict[str, Any] = {}
-    for line in re.findall(r"`([a-z_]+: [^`]+)`", hint.partition("write ")[2].partition(" for one epoch")[0] or hint):
+    for line in re.findall(
+        r"`([a-z_]+: [^`]+)`", hint.partition("write ")[2].partition(" for one epoch")[0] or hint
+    ):
         tree |= yaml.safe_load(line)
     return tree
 
@@ -238,23 +290,42 @@ EVERY = [(name, value, tree) for name, synonym in SYNONYMS.items() for value, tr
 
 @pytest.mark.parametrize(("name", "value", "tree"), EVERY)
 def test_hint_has_the_value_here_and_is_read(name: str, value: Any, tree: Any) -> None:
-    """Values for a whole recipe (a machine's address alone, an adapter that is absent) have their own checks, after the types."""
-    line = yaml.safe_dump({name: value}, default_flow_style=True, width=1000).strip().removeprefix("{").removesuffix("}")
+    """Values for a whole recipe (a machine's address alone, an adapter that is absent) have their own checks,
+    after the types."""
+    line = (
+        yaml.safe_dump({name: value}, default_flow_style=True, width=1000)
+        .strip()
+        .removeprefix("{")
+        .removesuffix("}")
+    )
 
     hint = one_problem(problems_with(f"{line}\n")).hint or ""
 
     if tree == LEFT_OUT:
         assert LEFT_OUT in hint, hint
     elif tree == QUESTION:
-        assert LEFT_OUT in hint or "N = " in hint or " it is one of " in hint or "write the file" in hint or "is not one of" in hint, hint
+        assert (
+            LEFT_OUT in hint
+            or "N = " in hint
+            or " it is one of " in hint
+            or "write the file" in hint
+            or "is not one of" in hint
+        ), hint
     else:
         assert _proposed(hint) == _proposed(synonym_hint(name, value) or "") == tree, hint
         base = {"model": {"name_or_path": "gpt2"}, "data": {"train": [{"path": "some/set"}]}}
-        recipe = base | {section: base.get(section, {}) | keys if isinstance(keys, dict) else keys for section, keys in tree.items()}
-        assert codes_of(recipe).isdisjoint({"unknown-key", "wrong-value", "no-value", "unknown-field", "owned-field"}), recipe
+        recipe = base | {
+            section: base.get(section, {}) | keys if isinstance(keys, dict) else keys
+            for section, keys in tree.items()
+        }
+        assert codes_of(recipe).isdisjoint(
+            {"unknown-key", "wrong-value", "no-value", "unknown-field", "owned-field"}
+        ), recipe
 
 
-@pytest.mark.parametrize(("name", "value", "entry"), [(name, *each) for name, found in IN_A_SOURCE.items() for each in found])
+@pytest.mark.parametrize(
+    ("name", "value", "entry"), [(name, *each) for name, found in IN_A_SOURCE.items() for each in found]
+)
 def test_names_inside_of_a_source(name: str, value: Any, entry: Any) -> None:
     text = MINIMAL.replace("{path: some/set}", f"{{path: some/set, {name}: {value}}}")
     hint = one_problem(problems(text)).hint or ""
@@ -271,7 +342,9 @@ def test_every_name_of_a_source_has_a_sample() -> None:
 
 
 def test_synonyms_map_to_recipe_keys() -> None:
-    keys = {key.name for key in all_keys()} | {f"training.{field}" for field in TRAINING_FIELDS.fields if owner_of(field) is None}
+    keys = {key.name for key in all_keys()} | {
+        f"training.{field}" for field in TRAINING_FIELDS.fields if owner_of(field) is None
+    }
     for name, synonym in (*SYNONYMS.items(), *OF_A_SOURCE.items()):
         assert synonym.key in keys, name
         assert name not in keys

@@ -13,14 +13,19 @@ from fsdp_tune.recipe.read.tool_detection import OPTION_NAMES, OptionName, forei
 from tests.migrate.foreign_files import FILES
 from tests.recipe.loading import MINIMAL, one_problem, problems
 
-MAPPINGS = {name: (tool, text) for name, (tool, file, text) in FILES.items() if not file.endswith((".sh", ".py"))}
+MAPPINGS = {
+    name: (tool, text) for name, (tool, file, text) in FILES.items() if not file.endswith((".sh", ".py"))
+}
 
 
 @pytest.mark.parametrize("name", MAPPINGS)
 def test_configuration_of_another_tool_is_one_error_of_a_recipe(name: str) -> None:
     tool, text = MAPPINGS[name]
     problem = one_problem(problems(text))
-    assert (problem.code, problem.message) == ("foreign-configuration", f"this is a configuration of {tool}, and not a recipe")
+    assert (problem.code, problem.message) == (
+        "foreign-configuration",
+        f"this is a configuration of {tool}, and not a recipe",
+    )
     assert problem.hint == "fsdp-tune import recipe.yaml --output imported.yaml"
 
 

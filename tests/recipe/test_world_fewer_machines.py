@@ -18,7 +18,10 @@ FOUR_GPUS = Machine("cuda", 4, 64, "H100")
 
 def written(machines: int, fewest: int | None, *, training: str, more: str = "", restarts: int = 2) -> str:
     fewest_key = "" if fewest is None else f", min_machines: {fewest}"
-    launch = f"num_machines: {machines}, num_processes: {4 * machines}, device: cpu, max_restarts: {restarts}{fewest_key}"
+    launch = (
+        f"num_machines: {machines}, num_processes: {4 * machines}, device: cpu, max_restarts: "
+        f"{restarts}{fewest_key}"
+    )
     return f"{more}training: {{{training}}}\nlaunch: {{{launch}}}"
 
 
@@ -50,7 +53,8 @@ def test_fewer_machines_keep_the_global_batch(training: str, accumulation: int) 
 
 
 def test_stream_keeps_its_lanes() -> None:
-    """Four ranks a machine: three machines read 24 lanes, which two read too; five machines read 20, which four of them cannot."""
+    """Four ranks a machine: three machines read 24 lanes, which two read too; five machines read 20, which
+    four of them cannot."""
     streamed = "data: {train: [{path: some/set}], streaming: true}\nmodel: {name_or_path: gpt2}\n"
     text = streamed + written(3, 2, training="global_batch_size: 48, max_steps: 5")
     recipe = load(text).recipe
@@ -60,7 +64,10 @@ def test_stream_keeps_its_lanes() -> None:
     recipe = load(streamed + written(5, 3, training="global_batch_size: 240, max_steps: 5")).recipe
     with pytest.raises(FsdpTuneError) as caught:
         resolve(recipe, FOUR_GPUS, cwd=Path("/"))
-    assert "not on 4: `data.stream_lanes: 20` is not divisible by 16 ranks" in one_problem(caught.value.problems).message
+    assert (
+        "not on 4: `data.stream_lanes: 20` is not divisible by 16 ranks"
+        in one_problem(caught.value.problems).message
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,8 +80,15 @@ def test_stream_keeps_its_lanes() -> None:
     ],
 )
 def test_mesh_follows_the_machines(strategy: str, machines: int, found: tuple[str, int, int]) -> None:
-    smaller = on(written(3, 1, training="global_batch_size: 24", more=f"fsdp: {{sharding_strategy: {strategy}}}\n"), machines)
-    assert (smaller.fsdp.sharding_strategy, smaller.parallelism.dp_replicate_size, smaller.parallelism.dp_shard_size) == found
+    smaller = on(
+        written(3, 1, training="global_batch_size: 24", more=f"fsdp: {{sharding_strategy: {strategy}}}\n"),
+        machines,
+    )
+    assert (
+        smaller.fsdp.sharding_strategy,
+        smaller.parallelism.dp_replicate_size,
+        smaller.parallelism.dp_shard_size,
+    ) == found
 
 
 def test_numbers_that_do_not_divide_are_skipped_and_reported() -> None:
@@ -91,16 +105,24 @@ def test_numbers_that_do_not_divide_are_skipped_and_reported() -> None:
 
 @pytest.mark.parametrize(
     ("fsdp", "allowed"),
-    [("ep_size: 4", [2, 1]), ("ep_size: 1", [3, 2, 1]), ("ep_size: 2, sharding_strategy: HYBRID_SHARD", [3, 2, 1])],
+    [
+        ("ep_size: 4", [2, 1]),
+        ("ep_size: 1", [3, 2, 1]),
+        ("ep_size: 2, sharding_strategy: HYBRID_SHARD", [3, 2, 1]),
+    ],
     ids=["one copy", "undivided", "a copy on each machine"],
 )
 def test_experts_are_sharded_over_a_divisor_of_their_ranks(fsdp: str, allowed: list[int]) -> None:
-    """Their widths are known to divide by the ranks of all machines, and may not divide by 3. The run would end after a machine is lost."""
+    """Their widths are known to divide by the ranks of all machines, and may not divide by 3. The run would
+    end after a machine is lost."""
     recipe, resolution = resolved(written(4, 1, training="global_batch_size: 48", more=f"fsdp: {{{fsdp}}}\n"))
     sizes = smaller_sizes(recipe, resolution.recipe)
     assert [machines for machines, reason in sizes.items() if reason is None] == allowed
     (notice,) = [each for each in resolution.notices if each.code == "fewer-machines"]
-    reason = "not on 3: with `fsdp.ep_size: 4`, 3 ranks would shard each expert, and 3 is not a divisor of the 4 on all machines"
+    reason = (
+        "not on 3: with `fsdp.ep_size: 4`, 3 ranks would shard each expert, and 3 is not a divisor of "
+        "the 4 on all machines"
+    )
     assert (reason in notice.message) is (3 not in allowed)
 
 
@@ -109,7 +131,9 @@ def test_no_smaller_number_is_an_error() -> None:
         resolved(written(4, 3, training="global_batch_size: 16"))
     problem = one_problem(caught.value.problems)
     assert problem.code == "indivisible"
-    assert problem.message.startswith("`launch.min_machines: 3` allows no smaller number of machines; not on 3: ")
+    assert problem.message.startswith(
+        "`launch.min_machines: 3` allows no smaller number of machines; not on 3: "
+    )
 
 
 def test_more_than_all_machines_is_an_error() -> None:

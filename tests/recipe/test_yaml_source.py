@@ -50,7 +50,8 @@ def test_invalid_yaml_is_reported_with_line_and_column(text: str, code: str, pla
 
 
 @pytest.mark.parametrize(
-    ("text", "code"), [("", "empty-recipe"), ("# x\n", "empty-recipe"), ("---\n", "empty-recipe"), ("- 1\n", "not-a-mapping")]
+    ("text", "code"),
+    [("", "empty-recipe"), ("# x\n", "empty-recipe"), ("---\n", "empty-recipe"), ("- 1\n", "not-a-mapping")],
 )
 def test_recipe_that_is_not_a_mapping_is_refused(text: str, code: str) -> None:
     assert one_problem(problems(text)).code == code
@@ -58,8 +59,16 @@ def test_recipe_that_is_not_a_mapping_is_refused(text: str, code: str) -> None:
 
 def test_duplicate_keys_are_reported_with_both_lines_at_every_depth() -> None:
     _, found = compose("a: 1\nb:\n  c: 1\n  d: {e: 1, e: 2}\n  c: 2\na: 3\n", "r.yaml")
-    assert [(p.code, p.where.line) for p in found] == [("duplicate-key", 4), ("duplicate-key", 5), ("duplicate-key", 6)]
-    assert ["on line 4" in found[0].message, "on line 3" in found[1].message, "on line 1" in found[2].message] == [True] * 3
+    assert [(p.code, p.where.line) for p in found] == [
+        ("duplicate-key", 4),
+        ("duplicate-key", 5),
+        ("duplicate-key", 6),
+    ]
+    assert [
+        "on line 4" in found[0].message,
+        "on line 3" in found[1].message,
+        "on line 1" in found[2].message,
+    ] == [True] * 3
 
 
 def test_merge_key_adds_keys_and_never_overrides() -> None:
@@ -92,7 +101,9 @@ def test_alias_bomb_is_refused_within_a_second_and_100_mb() -> None:
     assert peak_bytes < 100e6
 
 
-@pytest.mark.parametrize("text", ["a: " + "[" * 3000, "a: " + "{b: " * 3000, "\n".join(" " * i + "a:" for i in range(3000))])
+@pytest.mark.parametrize(
+    "text", ["a: " + "[" * 3000, "a: " + "{b: " * 3000, "\n".join(" " * i + "a:" for i in range(3000))]
+)
 def test_deep_nesting_is_refused_without_a_recursion_error(text: str) -> None:
     assert fails(text).code == "yaml-too-deep"
 
@@ -122,7 +133,9 @@ def test_tags_are_all_reported_and_run_nothing(tmp_path: Path) -> None:
         (b"a" * (MAX_FILE_BYTES + 1), "recipe-too-large", (None, None)),
     ],
 )
-def test_file_that_is_not_utf8_text_is_refused(tmp_path: Path, raw: bytes, code: str, position: tuple[int | None, int | None]) -> None:
+def test_file_that_is_not_utf8_text_is_refused(
+    tmp_path: Path, raw: bytes, code: str, position: tuple[int | None, int | None]
+) -> None:
     path = tmp_path / "r.yaml"
     path.write_bytes(raw)
     with pytest.raises(FsdpTuneError) as caught:
@@ -162,7 +175,10 @@ def test_path_that_is_not_a_regular_file_is_refused_without_blocking(tmp_path: P
 
 def test_missing_recipe_suggests_a_similar_file_name(tmp_path: Path) -> None:
     (tmp_path / "llama.yaml").write_text("model: {}")
-    for name, hint in (("lama.yaml", f"did you mean `{tmp_path / 'llama.yaml'}`?"), ("other.yaml", "recipes copy")):
+    for name, hint in (
+        ("lama.yaml", f"did you mean `{tmp_path / 'llama.yaml'}`?"),
+        ("other.yaml", "recipes copy"),
+    ):
         with pytest.raises(FsdpTuneError) as caught:
             read_text(tmp_path / name)
         assert hint in (caught.value.problems[0].hint or "")

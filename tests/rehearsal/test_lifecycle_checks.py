@@ -49,7 +49,9 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Rehearsal:
     recipe = resolve(load_recipe("gpt2_smoke").recipe, Machine(None, 0, 2, None), cwd=folder).recipe
     config = recipe.model.from_config
     assert isinstance(config, dict)
-    small = scale_down_recipe(recipe, config, folder, ranks=2, device="cpu", steps=24, inputs=ReadableInputs())
+    small = scale_down_recipe(
+        recipe, config, folder, ranks=2, device="cpu", steps=24, inputs=ReadableInputs()
+    )
     rehearsal = Rehearsal(small.write(folder), folder, ranks=2, steps=24)
     checks = list(rehearsal.checks())
     assert [(check.name, check.passed) for check in checks] == [(name, True) for name in CHECKS], checks
@@ -109,7 +111,9 @@ def refusal(monkeypatch: pytest.MonkeyPatch, name: str, *overrides: str) -> set[
     """Return the codes of the errors with which a rehearsal ends before it starts a run."""
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast  # noqa: F401  two threads would import them at once
 
-    monkeypatch.setattr(inspection, "_inspect_in_child", lambda recipe, **_: find_facts(recipe))  # without the imports of a child
+    monkeypatch.setattr(
+        inspection, "_inspect_in_child", lambda recipe, **_: find_facts(recipe)
+    )  # without the imports of a child
     monkeypatch.setattr(lifecycle_checks, "start_training", lambda *_: pytest.fail("a run is started"))
     with pytest.raises(FsdpTuneError) as caught:
         rehearse(load_recipe(name, overrides))
@@ -124,7 +128,9 @@ def test_recipe_error_is_reported_before_any_run(tmp_path: Path, monkeypatch: py
 
 
 def test_unreachable_unpackaged_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert refusal(monkeypatch, "llama7b_full_shard", "model.name_or_path=nobody/nothing") == {"model-unreachable"}
+    assert refusal(monkeypatch, "llama7b_full_shard", "model.name_or_path=nobody/nothing") == {
+        "model-unreachable"
+    }
 
 
 @pytest.mark.slow
@@ -155,8 +161,14 @@ def test_interrupted_rehearsal_ends_its_training(tmp_path: Path, monkeypatch: py
 
 def test_killed_rehearsal_ends_its_children(tmp_path: Path) -> None:
     """The child writes its pid and sleeps; the kernel kills it when its parent is killed."""
-    child = f"import os, pathlib, time; pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); time.sleep(60)"
-    parent = f"import sys; from fsdp_tune.rehearsal.lifecycle_checks import run_child; run_child((sys.executable, '-c', {child!r}))"
+    child = (
+        "import os, pathlib, time; "
+        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); time.sleep(60)"
+    )
+    parent = (
+        "import sys; from fsdp_tune.rehearsal.lifecycle_checks import run_child; "
+        f"run_child((sys.executable, '-c', {child!r}))"
+    )
     rehearsal = subprocess.Popen([sys.executable, "-c", parent])
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
         assert rehearsal.poll() is None

@@ -28,25 +28,50 @@ from fsdp_tune.rehearsal.scale_down import (
 )
 
 MACHINE = Machine(None, 0, 2, None)
-LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
-CARRIED: dict[str, dict[str, Any]] = json.loads(resources.files("fsdp_tune.recipe").joinpath("model_configs.json").read_bytes())
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
+CARRIED: dict[str, dict[str, Any]] = json.loads(
+    resources.files("fsdp_tune.recipe").joinpath("model_configs.json").read_bytes()
+)
 
 
 def resolved(text: dict[str, Any]) -> Recipe:
-    base = {"model": {"from_config": LLAMA, "tokenizer": "builtin:arithmetic"}, "data": {"train": [{"path": "builtin:arithmetic"}]}}
+    base = {
+        "model": {"from_config": LLAMA, "tokenizer": "builtin:arithmetic"},
+        "data": {"train": [{"path": "builtin:arithmetic"}]},
+    }
     return resolve(Recipe.model_validate(base | text), MACHINE, cwd=Path("/tmp"), assume="cuda").recipe
 
 
-def shrunk(recipe: Recipe, tmp_path: Path, *, ranks: int = 2, inputs: ReadableInputs | None = None, device: str = "cpu") -> ScaledRecipe:
-    return scale_down_recipe(recipe, LLAMA, tmp_path, ranks=ranks, device=device, steps=24, inputs=inputs or ReadableInputs())
+def shrunk(
+    recipe: Recipe,
+    tmp_path: Path,
+    *,
+    ranks: int = 2,
+    inputs: ReadableInputs | None = None,
+    device: str = "cpu",
+) -> ScaledRecipe:
+    return scale_down_recipe(
+        recipe, LLAMA, tmp_path, ranks=ranks, device=device, steps=24, inputs=inputs or ReadableInputs()
+    )
 
 
 def test_token_budget_is_kept(tmp_path: Path) -> None:
     recipe = resolved({"training": {"global_batch_size": 64, "per_device_train_batch_tokens": 8192}})
     training = shrunk(recipe, tmp_path).document["training"]
-    assert (training["per_device_train_batch_tokens"], training["global_batch_size"]) == (2 * MAX_LENGTH_TOKENS, 2 * 2 * 2)
+    assert (training["per_device_train_batch_tokens"], training["global_batch_size"]) == (
+        2 * MAX_LENGTH_TOKENS,
+        2 * 2 * 2,
+    )
     small = load_recipe(str(shrunk(recipe, tmp_path).write(tmp_path))).recipe
-    assert resolve(small, MACHINE, cwd=tmp_path, assume="cuda").recipe.training.gradient_accumulation_steps == 2
+    assert (
+        resolve(small, MACHINE, cwd=tmp_path, assume="cuda").recipe.training.gradient_accumulation_steps == 2
+    )
 
 
 def test_ranks_that_share_rows_are_two_at_most(tmp_path: Path) -> None:
@@ -70,16 +95,28 @@ def test_experts_are_divided_over_the_ranks_that_there_are(tmp_path: Path) -> No
 
 def test_stream_is_rehearsed_as_a_stream_and_compared_as_prepared_rows(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": f"{number}+1=", "completion": str(number + 1)}) + "\n" for number in range(900)))
+    rows.write_text(
+        "".join(
+            json.dumps({"prompt": f"{number}+1=", "completion": str(number + 1)}) + "\n"
+            for number in range(900)
+        )
+    )
     sources = [{"path": str(rows), "weight": 1.0, "repeats": 9}, {"path": str(rows), "weight": 2.0}]
-    data = {"train": sources, "streaming": True, "curriculum": [{"until_step": 9, "weights": [1.0, 0.0]}], "stream_lanes": 512}
+    data = {
+        "train": sources,
+        "streaming": True,
+        "curriculum": [{"until_step": 9, "weights": [1.0, 0.0]}],
+        "stream_lanes": 512,
+    }
     recipe = resolved({"data": data, "training": {"max_steps": 90, "global_batch_size": 64}})
     small = shrunk(recipe, tmp_path)
     compared = make_comparable(small)
     prepared: list[int] = []
     for document in (small, compared):
         assert document.document["data"].get("streaming") is (document is small)
-        recipe = resolve(load_recipe(str(document.write(tmp_path))).recipe, MACHINE, cwd=tmp_path, assume="cuda").recipe
+        recipe = resolve(
+            load_recipe(str(document.write(tmp_path))).recipe, MACHINE, cwd=tmp_path, assume="cuda"
+        ).recipe
         report = prepare(recipe, load_encoder(recipe)).report
         prepared.append(report.rows_read)
         assert ("a stream" in " ".join(source_lines(report))) is (document is small)
@@ -96,20 +133,33 @@ def test_stream_is_rehearsed_as_a_stream_and_compared_as_prepared_rows(tmp_path:
     ],
     ids=str,
 )
-def test_rehearsal_merges_what_the_recipe_does_not(merge: dict[str, Any], changes: list[str], tmp_path: Path) -> None:
+def test_rehearsal_merges_what_the_recipe_does_not(
+    merge: dict[str, Any], changes: list[str], tmp_path: Path
+) -> None:
     small = shrunk(resolved({"merge": merge}), tmp_path)
     assert [line for line in small.changes if line.startswith("merge.")] == changes
     assert small.document.get("merge", {}).get("at_end", True)
-    assert small.document.get("merge", {}).get("adapter", "both") == merge.get("adapter", "both").replace("adapter", "both")
+    assert small.document.get("merge", {}).get("adapter", "both") == merge.get("adapter", "both").replace(
+        "adapter", "both"
+    )
 
 
 def test_mlp_of_shorter_rows_is_still_computed_in_slices(tmp_path: Path) -> None:
     """The slice length of long rows would exceed a row of the rehearsal, and nothing would be sliced."""
-    sliced = {"kernels": {"mlp_slice_tokens": 16384}, "parallelism": {"sp_size": 2}, "launch": {"num_processes": 4}}
+    sliced = {
+        "kernels": {"mlp_slice_tokens": 16384},
+        "parallelism": {"sp_size": 2},
+        "launch": {"num_processes": 4},
+    }
     small = shrunk(resolved(sliced), tmp_path, ranks=4)
     assert small.document["kernels"]["mlp_slice_tokens"] == MAX_LENGTH_TOKENS // 2 // 4
     assert "kernels.mlp_slice_tokens: 16 instead of 16384, since rows are shorter" in small.changes
-    assert shrunk(resolved(sliced | {"kernels": {"mlp_slice_tokens": 5}}), tmp_path).document["kernels"]["mlp_slice_tokens"] == 5
+    assert (
+        shrunk(resolved(sliced | {"kernels": {"mlp_slice_tokens": 5}}), tmp_path).document["kernels"][
+            "mlp_slice_tokens"
+        ]
+        == 5
+    )
 
 
 def test_rows_that_three_ranks_share_are_cut_for_two(tmp_path: Path) -> None:
@@ -128,11 +178,19 @@ def test_catalogue_recipes_scale_down_to_valid_recipes(name: str, tmp_path: Path
     assert isinstance(facts, dict)
     ranks = 4 if recipe.is_hybrid else 2
     small = scale_down_recipe(
-        recipe, facts, tmp_path, ranks=ranks, device="cpu", steps=24, inputs=ReadableInputs(tokenizer=False, data=False)
+        recipe,
+        facts,
+        tmp_path,
+        ranks=ranks,
+        device="cpu",
+        steps=24,
+        inputs=ReadableInputs(tokenizer=False, data=False),
     )
     loaded = load_recipe(str(small.write(tmp_path)))
     again = resolve(loaded.recipe, MACHINE, cwd=tmp_path).recipe
-    assert again.fsdp.model_dump(exclude={"reshard_after_forward"}) == recipe.fsdp.model_dump(exclude={"reshard_after_forward"})
+    assert again.fsdp.model_dump(exclude={"reshard_after_forward"}) == recipe.fsdp.model_dump(
+        exclude={"reshard_after_forward"}
+    )
     assert again.precision == recipe.precision
     assert again.merge.dtype == recipe.merge.dtype
     assert (again.world_size, again.launch.device, again.launch.num_machines) == (ranks, "cpu", 1)
@@ -148,9 +206,19 @@ def test_gpu_kernels_are_replaced_on_cpu(tmp_path: Path) -> None:
 
 
 def test_reachable_hardware_is_used(tmp_path: Path) -> None:
-    recipe = resolved({"data": {"train": [{"path": "a.jsonl"}, {"path": "b.jsonl", "max_rows": 7}], "eval": {"fraction": 0.01}}})
+    recipe = resolved(
+        {
+            "data": {
+                "train": [{"path": "a.jsonl"}, {"path": "b.jsonl", "max_rows": 7}],
+                "eval": {"fraction": 0.01},
+            }
+        }
+    )
     data = shrunk(recipe, tmp_path).document["data"]
-    assert [(Path(source["path"]).name, source["max_rows"]) for source in data["train"]] == [("a.jsonl", 400), ("b.jsonl", 7)]
+    assert [(Path(source["path"]).name, source["max_rows"]) for source in data["train"]] == [
+        ("a.jsonl", 400),
+        ("b.jsonl", 7),
+    ]
     assert data["eval"] == {"rows": 16}
     without_tokenizer = shrunk(recipe, tmp_path, inputs=ReadableInputs(tokenizer=False))
     assert "data: builtin:arithmetic, since that tokenizer encodes nothing else" in without_tokenizer.changes
@@ -178,7 +246,10 @@ def test_offload_that_cannot_be_rehearsed_is_reported(tmp_path: Path) -> None:
         (["model.layers.20.*"], ["model.layers.1.*"]),
         ([f"model.layers.{index}.mlp.*" for index in range(10)], ["model.layers.0.mlp.*"]),
         ([f"model.layers.{index}.*" for index in range(31)], ["model.layers.0.*"]),
-        (["model.layers.?.*", "model.layers.[12]?.*", "model.layers.3?.*"], ["model.layers.0.*", "model.layers.1.*"]),
+        (
+            ["model.layers.?.*", "model.layers.[12]?.*", "model.layers.3?.*"],
+            ["model.layers.0.*", "model.layers.1.*"],
+        ),
     ],
 )
 def test_layer_patterns_match_layers_of_the_small_model(patterns: list[str], mapped: list[str]) -> None:
@@ -192,27 +263,60 @@ def test_ignored_layers_match_frozen_layers() -> None:
 
 def test_mapped_layer_patterns_are_listed(tmp_path: Path) -> None:
     small = shrunk(
-        resolved({"model": {"from_config": LLAMA, "tokenizer": "builtin:arithmetic", "freeze": ["model.layers.31.*"]}}), tmp_path
+        resolved(
+            {
+                "model": {
+                    "from_config": LLAMA,
+                    "tokenizer": "builtin:arithmetic",
+                    "freeze": ["model.layers.31.*"],
+                }
+            }
+        ),
+        tmp_path,
     )
     assert small.document["model"]["freeze"] == ["model.layers.1.*"]
     assert any(line.startswith("model.freeze:") for line in small.changes)
 
 
 def test_every_changed_key_of_training_and_overlong_is_listed(tmp_path: Path) -> None:
-    training = {"per_device_eval_batch_size": 16, "early_stopping": {"patience": 3}, "load_best_model_at_end": True, "save_total_limit": 3}
+    training = {
+        "per_device_eval_batch_size": 16,
+        "early_stopping": {"patience": 3},
+        "load_best_model_at_end": True,
+        "save_total_limit": 3,
+    }
     training |= {"report_to": ["tensorboard"]}
-    data = {"train": [{"path": "builtin:arithmetic"}], "eval": {"rows": 64}, "max_length": 512, "overlong": "drop"}
+    data = {
+        "train": [{"path": "builtin:arithmetic"}],
+        "eval": {"rows": 64},
+        "max_length": 512,
+        "overlong": "drop",
+    }
     small = shrunk(resolved({"training": training, "data": data}), tmp_path)
     listed = {line.partition(":")[0] for line in small.changes}
-    keys = {"per_device_eval_batch_size", "report_to", "load_best_model_at_end", "early_stopping", "save_total_limit"}
+    keys = {
+        "per_device_eval_batch_size",
+        "report_to",
+        "load_best_model_at_end",
+        "early_stopping",
+        "save_total_limit",
+    }
     assert {"data.overlong", *(f"training.{key}" for key in keys)} <= listed
 
 
 def test_rows_with_long_prompts_keep_trained_tokens(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    lines = [{"prompt": f"{number}+{number}=" * (5 if number % 3 else 60), "completion": str(number)} for number in range(10, 70)]
+    lines = [
+        {"prompt": f"{number}+{number}=" * (5 if number % 3 else 60), "completion": str(number)}
+        for number in range(10, 70)
+    ]
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    data = {"train": [{"path": str(rows)}], "eval": [{"path": str(rows), "max_rows": 3}], "max_length": 1024, "overlong": "drop"}
+    data = {
+        "train": [{"path": str(rows)}],
+        "eval": [{"path": str(rows), "max_rows": 3}],
+        "max_length": 1024,
+        "overlong": "drop",
+    }
     recipe = resolved({"data": data})
     encoder = load_encoder(recipe)
     tokens = length_with_targets(recipe, encoder, rows=200)
@@ -220,23 +324,35 @@ def test_rows_with_long_prompts_keep_trained_tokens(tmp_path: Path) -> None:
     small = shrunk(recipe, tmp_path, inputs=ReadableInputs(tokens=tokens))
     length = small.document["data"]["max_length"]
     assert length % MAX_LENGTH_TOKENS == 0
-    assert f"data.max_length: {length} instead of 1024, since prompts are longer than 128 tokens" in small.changes
+    assert (
+        f"data.max_length: {length} instead of 1024, since prompts are longer than 128 tokens"
+        in small.changes
+    )
     sets = prepare(
-        resolve(load_recipe(str(small.write(tmp_path))).recipe, MACHINE, cwd=tmp_path, assume="cuda").recipe, encoder
+        resolve(load_recipe(str(small.write(tmp_path))).recipe, MACHINE, cwd=tmp_path, assume="cuda").recipe,
+        encoder,
     ).report.sets
     assert min(account.supervised_tokens_per_example.min for account in sets.values()) >= 1
 
 
 def test_single_long_prompt_does_not_raise_max_length(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": "1+1=" * (500 if number == 7 else 1), "completion": "2"}) + "\n" for number in range(40)))
+    rows.write_text(
+        "".join(
+            json.dumps({"prompt": "1+1=" * (500 if number == 7 else 1), "completion": "2"}) + "\n"
+            for number in range(40)
+        )
+    )
     recipe = resolved({"data": {"train": [{"path": str(rows)}], "max_length": 4096}})
     assert length_with_targets(recipe, load_encoder(recipe), rows=200) < MAX_LENGTH_TOKENS
 
 
 def test_patterns_of_parameter_groups_are_mapped_to_small_layers(tmp_path: Path) -> None:
     groups = [{"match": ["lm_head.*", "model.layers.31.*"], "learning_rate": 1e-4}]
-    document = {"model": {"from_config": LLAMA, "tokenizer": "builtin:arithmetic"}, "training": {"parameter_groups": groups}}
+    document = {
+        "model": {"from_config": LLAMA, "tokenizer": "builtin:arithmetic"},
+        "training": {"parameter_groups": groups},
+    }
     small = shrunk(resolved(document), tmp_path)
     assert small.document["training"]["parameter_groups"][0]["match"] == ["lm_head.*", "model.layers.1.*"]
     assert any(line.startswith("training.parameter_groups[0].match:") for line in small.changes)
@@ -245,7 +361,10 @@ def test_patterns_of_parameter_groups_are_mapped_to_small_layers(tmp_path: Path)
 def test_layers_of_several_groups_belong_to_the_first_in_the_small_model(tmp_path: Path) -> None:
     """A later group would have no effect there, which is an error in a recipe."""
     groups = [{"match": [f"model.layers.{layer}.*"], "learning_rate": 1e-4} for layer in range(3)]
-    document = {"model": {"from_config": LLAMA, "tokenizer": "builtin:arithmetic"}, "training": {"parameter_groups": groups}}
+    document = {
+        "model": {"from_config": LLAMA, "tokenizer": "builtin:arithmetic"},
+        "training": {"parameter_groups": groups},
+    }
     small = shrunk(resolved(document), tmp_path)
     matches = [entry["match"] for entry in small.document["training"]["parameter_groups"]]
     assert matches == [["model.layers.0.*"]]

@@ -1,4 +1,5 @@
-"""The base of an adapter is identified by the content of its weight files, or by the commit of its repository."""
+"""The base of an adapter is identified by the content of its weight files, or by the commit of its
+repository."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def test_identity_follows_the_weights(tmp_path: Path) -> None:
     assert not one.differs_from(describe_base(str(tmp_path / "a"), None))
     assert one.differs_from(describe_base(str(weights(tmp_path / "b", os.urandom(len(content)))), None))
     assert one.differs_from(describe_base(str(weights(tmp_path / "b", content[:-1])), None))
-    assert one.differs_from(describe_base(str(weights(tmp_path / "b", content[:-1] + bytes([content[-1] ^ 1]))), None))
+    assert one.differs_from(
+        describe_base(str(weights(tmp_path / "b", content[:-1] + bytes([content[-1] ^ 1]))), None)
+    )
 
 
 @pytest.mark.parametrize("size", [0, 10, SAMPLE_BYTES, SAMPLE_BYTES + 1])
@@ -76,7 +79,11 @@ def test_renamed_or_added_weight_files_differ(tmp_path: Path) -> None:
 
 def test_branch_that_moved_is_another_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commits = iter(["a" * 40, "a" * 40, "b" * 40])
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: str(tmp_path / next(commits) / "config.json"))
+    monkeypatch.setattr(
+        huggingface_hub,
+        "try_to_load_from_cache",
+        lambda *_, **__: str(tmp_path / next(commits) / "config.json"),
+    )
     before, same, moved = (describe_base("org/model", "main") for _ in range(3))
     assert before.revision == "a" * 40
     assert not before.differs_from(same)
@@ -85,7 +92,9 @@ def test_branch_that_moved_is_another_base(tmp_path: Path, monkeypatch: pytest.M
 
 def test_shards_below_the_directory_are_part_of_its_identity(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "sub/a.safetensors"}}))
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "sub/a.safetensors"}})
+    )
     found = []
     for content in (b"one", b"two"):
         weights(tmp_path / "sub", content, "a.safetensors")

@@ -16,7 +16,10 @@ from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest
 from fsdp_tune.run.metrics_file import append_event
 from tests.recipe.loading import load_with
 
-SETS = "evaluation: {sets: [{path: rows.jsonl, label: sums, metric: exact_match}, {path: rows.jsonl, label: text}]%s}\n"
+SETS = (
+    "evaluation: {sets: [{path: rows.jsonl, label: sums, metric: exact_match}, {path: rows.jsonl, label: "
+    "text}]%s}\n"
+)
 
 
 def save(run: RunDir, step: int, **facts: object) -> Path:
@@ -40,11 +43,16 @@ def score(run: RunDir, step: int, definition: str | None = None, **scores: float
 
 
 def recipe_by(metric: str, *, is_greater: bool, evaluation: str = "") -> Recipe:
-    best = f"training: {{load_best_model_at_end: true, metric_for_best_model: {metric}, greater_is_better: {str(is_greater).lower()}}}\n"
+    best = (
+        f"training: {{load_best_model_at_end: true, metric_for_best_model: {metric}, greater_is_better: "
+        f"{str(is_greater).lower()}}}\n"
+    )
     return load_with(SETS % evaluation + best).recipe
 
 
-@pytest.mark.parametrize(("metric", "is_greater", "best"), [("sums/exact_match", True, 20), ("text/perplexity", False, 30)])
+@pytest.mark.parametrize(
+    ("metric", "is_greater", "best"), [("sums/exact_match", True, 20), ("text/perplexity", False, 30)]
+)
 def test_best_checkpoint_is_of_the_known_scores_and_the_first_of_equal_ones(
     run: RunDir, metric: str, best: int, *, is_greater: bool
 ) -> None:
@@ -75,7 +83,9 @@ def test_rotation_keeps_unscored_checkpoints_and_the_best(run: RunDir) -> None:
     score(run, 10, sums__exact_match=0.1)
     score(run, 20, sums__exact_match=0.5)
     score(run, 30, sums__exact_match=0.4)
-    append_event(run, CheckpointEvaluationFailed(40, identity(run, 40), "evaluation-failed", "its process ended"))
+    append_event(
+        run, CheckpointEvaluationFailed(40, identity(run, 40), "evaluation-failed", "its process ended")
+    )
     assert kept_for_scores(run, recipe) == {20, 50}
 
 
@@ -83,7 +93,10 @@ def test_rotation_keeps_only_steps_that_are_evaluated(run: RunDir) -> None:
     for step in (10, 20, 30, 40):
         save(run, step)
     assert kept_for_scores(run, load_with(SETS % ", every: 1000").recipe) == set()
-    assert kept_for_scores(run, recipe_by("sums/exact_match", is_greater=True, evaluation=", every: 500")) == set()
+    assert (
+        kept_for_scores(run, recipe_by("sums/exact_match", is_greater=True, evaluation=", every: 500"))
+        == set()
+    )
     recipe = load_with((SETS % ", every: 20") + "training: {save_steps: 10}\n").recipe
     assert kept_for_scores(run, recipe) == {20, 40}
     assert kept_for_scores(run, load_with("").recipe) == set()
@@ -94,7 +107,9 @@ def test_all_evaluated_steps_are_kept_while_none_is_known_to_be_the_best(run: Ru
         save(run, step)
         if step < 40:
             score(run, step, sums__another=0.5)
-    append_event(run, CheckpointEvaluationFailed(40, identity(run, 40), "evaluation-failed", "its process ended"))
+    append_event(
+        run, CheckpointEvaluationFailed(40, identity(run, 40), "evaluation-failed", "its process ended")
+    )
     assert kept_for_scores(run, recipe_by("sums/exact_match", is_greater=True)) == {10, 20, 30, 40}
     assert kept_for_scores(run, load_with(SETS % "").recipe) == set()
     score(run, 20, sums__exact_match=0.5)
@@ -117,7 +132,10 @@ def test_scores_of_another_definition_are_not_compared(run: RunDir) -> None:
     for step in (10, 20):
         save(run, step)
         score(run, step, before.definition, sums__exact_match=1.0 / step)
-    for record, expected in ((before, 10), (EvaluationRecord.of(recipe.evaluation, {"sums": "other rows", "text": "rows"}), None)):
+    for record, expected in (
+        (before, 10),
+        (EvaluationRecord.of(recipe.evaluation, {"sums": "other rows", "text": "rows"}), None),
+    ):
         record.write(run.evaluation_json)
         found = best_by_score(run, recipe, complete(run))
         assert (found.checkpoint.step if found is not None else None) == expected
@@ -126,11 +144,16 @@ def test_scores_of_another_definition_are_not_compared(run: RunDir) -> None:
 
 @pytest.mark.parametrize(
     ("other", "is_same"),
-    [(", every: 20, batch_size: 2", True), (", task_rows: 8, tasks: [arc_easy]", False), (", tasks: [arc_easy]", False)],
+    [
+        (", every: 20, batch_size: 2", True),
+        (", task_rows: 8, tasks: [arc_easy]", False),
+        (", tasks: [arc_easy]", False),
+    ],
 )
 def test_definition_is_what_decides_scores(other: str, *, is_same: bool) -> None:
     one, two = (
-        EvaluationRecord.of(load_with(text).recipe.evaluation, {}) for text in (SETS % "", SETS % other + "training: {save_steps: 10}\n")
+        EvaluationRecord.of(load_with(text).recipe.evaluation, {})
+        for text in (SETS % "", SETS % other + "training: {save_steps: 10}\n")
     )
     assert (one.definition == two.definition) == is_same
     answers = load_with(SETS.replace("exact_match", "exact_match, answer: 'a (.*)'") % "").recipe.evaluation
@@ -142,7 +165,9 @@ def test_failure_counts_in_its_own_start_of_the_run(run: RunDir) -> None:
     save(run, 10)
     record = EvaluationRecord.of(recipe.evaluation, {})
     record.write(run.evaluation_json)
-    append_event(run, CheckpointEvaluationFailed(10, identity(run, 10), "evaluation-failed", "no room", record.command))
+    append_event(
+        run, CheckpointEvaluationFailed(10, identity(run, 10), "evaluation-failed", "no room", record.command)
+    )
     assert kept_for_scores(run, recipe) == set()
     EvaluationRecord.of(recipe.evaluation, {}).write(run.evaluation_json)
     assert kept_for_scores(run, recipe) == {10}

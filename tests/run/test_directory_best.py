@@ -18,7 +18,9 @@ from fsdp_tune.run.directory import TRAINER_STATE, best_so_far
         (None, None),
     ],
 )
-def test_best_step_is_read_where_a_checkpoint_has_one(tmp_path: Path, state: str | None, best: tuple[int, float | None] | None) -> None:
+def test_best_step_is_read_where_a_checkpoint_has_one(
+    tmp_path: Path, state: str | None, best: tuple[int, float | None] | None
+) -> None:
     if state is not None:
         (tmp_path / TRAINER_STATE).write_text(state)
     assert best_so_far(tmp_path) == best

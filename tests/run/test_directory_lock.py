@@ -39,9 +39,13 @@ with locked(RunDir(Path(sys.argv[1]))):
     time.sleep(60)
 """
 LOCKLESS = [errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP]
-WITHOUT_LOCKS = pytest.mark.parametrize("lockless", LOCKLESS, ids=[errno.errorcode[number] for number in LOCKLESS], indirect=True)
+WITHOUT_LOCKS = pytest.mark.parametrize(
+    "lockless", LOCKLESS, ids=[errno.errorcode[number] for number in LOCKLESS], indirect=True
+)
 ONE_WITHOUT_LOCKS = pytest.mark.parametrize("lockless", [errno.ENOSYS], indirect=True)
-FILE_SYSTEMS = pytest.mark.parametrize("lockless", [None, errno.ENOSYS], ids=["with locks", "without locks"], indirect=True)
+FILE_SYSTEMS = pytest.mark.parametrize(
+    "lockless", [None, errno.ENOSYS], ids=["with locks", "without locks"], indirect=True
+)
 
 
 @pytest.fixture
@@ -60,7 +64,9 @@ def lockless(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 def hold(run: RunDir, lockless: int | None = None) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", HOLDER, str(run.path), *([str(lockless)] if lockless else [])]
-    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
+    holder = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    )
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
     return holder
@@ -75,7 +81,15 @@ def held(run: RunDir) -> Iterator[subprocess.Popen[str]]:
 
 def foreign(run: RunDir, *, age_seconds: float = 0.0, **values: Any) -> None:
     """Leave the record of an owner on another machine, refreshed so long ago."""
-    record = {"host": "elsewhere", "pid": 1, "since": 1.0, "claim": "c", "kernel": "k", "namespace": "n", "started": "1"}
+    record = {
+        "host": "elsewhere",
+        "pid": 1,
+        "since": 1.0,
+        "claim": "c",
+        "kernel": "k",
+        "namespace": "n",
+        "started": "1",
+    }
     run.lock.write_text(json.dumps(record | values))
     moment = time.time() - age_seconds
     os.utime(run.lock, (moment, moment))
@@ -85,7 +99,9 @@ def test_second_command_error_names_the_owner(run: RunDir, held: subprocess.Pope
     with pytest.raises(FsdpTuneError, match=f"in use by pid {held.pid} on") as caught, locked(run):
         pass
     assert caught.value.exit_code == 2
-    assert not any("remove" in way for way in caught.value.problems[0].ways_out)  # the kernel vouches for its owner
+    assert not any(
+        "remove" in way for way in caught.value.problems[0].ways_out
+    )  # the kernel vouches for its owner
     assert live_owner(run.lock) is not None
 
 
@@ -98,8 +114,11 @@ def test_lock_of_a_dead_owner_is_taken_over_with_a_notice(run: RunDir, held: sub
         assert str(held.pid) in notices[0].message
 
 
-def test_copy_of_a_directory_in_use_is_free_for_another_command(run: RunDir, held: subprocess.Popen[str], tmp_path: Path) -> None:
-    """`cp -r` of a run that trains: the record in the copy names a process that lives, and that has the original open."""
+def test_copy_of_a_directory_in_use_is_free_for_another_command(
+    run: RunDir, held: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    """`cp -r` of a run that trains: the record in the copy names a process that lives, and that has the
+    original open."""
     copy = RunDir(tmp_path / "copy")
     shutil.copytree(run.path, copy.path)
     assert read_owner(copy.lock) == live_owner(run.lock)
@@ -120,7 +139,9 @@ def test_reused_pid_is_not_the_owner(run: RunDir, lockless: int | None) -> None:
 
 
 @FILE_SYSTEMS
-def test_owner_on_another_machine_is_live_until_300_seconds_after_its_last_sign(run: RunDir, lockless: int | None) -> None:
+def test_owner_on_another_machine_is_live_until_300_seconds_after_its_last_sign(
+    run: RunDir, lockless: int | None
+) -> None:
     foreign(run, age_seconds=200.0)
     assert live_owner(run.lock) is not None
     with pytest.raises(FsdpTuneError, match="pid 1 on elsewhere") as caught, locked(run):
@@ -133,7 +154,9 @@ def test_owner_on_another_machine_is_live_until_300_seconds_after_its_last_sign(
 
 
 @FILE_SYSTEMS
-def test_clock_skew_to_the_file_server_does_not_break_the_lock(run: RunDir, lockless: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clock_skew_to_the_file_server_does_not_break_the_lock(
+    run: RunDir, lockless: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     foreign(run)
     monkeypatch.setattr(time, "time", lambda: 4e9)
     with pytest.raises(FsdpTuneError, match="pid 1 on elsewhere"), locked(run):
@@ -141,7 +164,8 @@ def test_clock_skew_to_the_file_server_does_not_break_the_lock(run: RunDir, lock
 
 
 def test_containers_on_one_machine_share_kernel_locks(run: RunDir) -> None:
-    """A container that was restarted has pids and a host name of its own; its machine's locks still tell that the owner is dead."""
+    """A container that was restarted has pids and a host name of its own; its machine's locks still tell that
+    the owner is dead."""
     with locked(run):
         record = json.loads(run.lock.read_bytes())
     foreign(run, kernel=record["kernel"])
@@ -150,7 +174,9 @@ def test_containers_on_one_machine_share_kernel_locks(run: RunDir) -> None:
 
 
 @FILE_SYSTEMS
-def test_owner_refreshes_its_heartbeat(run: RunDir, lockless: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_owner_refreshes_its_heartbeat(
+    run: RunDir, lockless: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ownership, "REFRESH_SECONDS", 0.01)
     with locked(run):
         os.utime(run.lock, (1.0, 1.0))
@@ -181,7 +207,8 @@ def test_no_two_claims_share_an_id(run: RunDir) -> None:
 
 @pytest.mark.parametrize("host", ["this machine", "another machine"])
 def test_lock_query_does_not_acquire(run: RunDir, monkeypatch: pytest.MonkeyPatch, host: str) -> None:
-    """A command that starts during a query is not refused: the query takes no lock, and writes and creates nothing."""
+    """A command that starts during a query is not refused: the query takes no lock, and writes and creates
+    nothing."""
     foreign(run)
     if host == "this machine":
         run.lock.write_text(json.dumps(asdict(ownership.this_owner())))
@@ -207,7 +234,9 @@ def test_without_file_locks_a_second_command_is_refused_too(run: RunDir, lockles
 
 
 @WITHOUT_LOCKS
-def test_without_file_locks_a_file_that_is_about_to_be_written_is_respected(run: RunDir, lockless: int | None) -> None:
+def test_without_file_locks_a_file_that_is_about_to_be_written_is_respected(
+    run: RunDir, lockless: int | None
+) -> None:
     run.lock.touch()
     with pytest.raises(FsdpTuneError, match="in use by another command"), locked(run):
         pass
@@ -223,7 +252,9 @@ def test_without_file_locks_one_process_replaces_a_dead_owner(run: RunDir, lockl
         together, winners = threading.Barrier(8), list[str]()
         with ExitStack() as stack:
 
-            def claim(stack: ExitStack = stack, together: threading.Barrier = together, winners: list[str] = winners) -> None:
+            def claim(
+                stack: ExitStack = stack, together: threading.Barrier = together, winners: list[str] = winners
+            ) -> None:
                 together.wait()
                 with suppress(HeldError):
                     winners.append(stack.enter_context(owned(run.lock)).owner.claim)
@@ -251,7 +282,9 @@ def test_interrupted_takeover_is_completed(run: RunDir, lockless: int | None) ->
 
 
 @FILE_SYSTEMS
-def test_full_disk_error_names_the_lock_file(run: RunDir, lockless: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_error_names_the_lock_file(
+    run: RunDir, lockless: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -272,14 +305,24 @@ def test_link_instead_of_the_lock_is_refused(run: RunDir, tmp_path: Path, lockle
     assert (tmp_path / "precious").read_text() == "x"
 
 
-def test_temporary_directory_of_a_killed_process_is_removed_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_temporary_directory_of_a_killed_process_is_removed_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     hold = "import time\nfrom fsdp_tune.core.ownership import temporary_directory\n"
     hold += "with temporary_directory('x-') as path:\n print(path, flush=True)\n time.sleep(60)"
     holders: list[subprocess.Popen[str]] = []
     for _ in range(2):
         environment = {**os.environ, "TMPDIR": str(tmp_path)}
-        holders.append(subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True, env=environment, cwd=REPOSITORY))
+        holders.append(
+            subprocess.Popen(
+                [sys.executable, "-c", hold],
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment,
+                cwd=REPOSITORY,
+            )
+        )
     paths = [Path(holder.stdout.readline().strip()) for holder in holders if holder.stdout is not None]
     try:
         (paths[0] / "model").mkdir()
@@ -291,7 +334,9 @@ def test_temporary_directory_of_a_killed_process_is_removed_at_the_next_start(tm
         paths[0].rename(elsewhere)
         paths[0].symlink_to(elsewhere)
         with temporary_directory("x-") as path:
-            assert set(tmp_path.iterdir()) == {path, paths[0], paths[1], own, elsewhere}, "a link is not followed"
+            assert set(tmp_path.iterdir()) == {path, paths[0], paths[1], own, elsewhere}, (
+                "a link is not followed"
+            )
         paths[0].unlink()
         elsewhere.rename(paths[0])
         with temporary_directory("x-") as path:
@@ -303,7 +348,9 @@ def test_temporary_directory_of_a_killed_process_is_removed_at_the_next_start(tm
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
-def test_temporary_directory_is_kept_on_demand_and_then_not_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_kept: bool) -> None:
+def test_temporary_directory_is_kept_on_demand_and_then_not_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_kept: bool
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with suppress(ZeroDivisionError), temporary_directory("rehearsal-", keep=lambda: is_kept) as path:
         raise ZeroDivisionError

@@ -17,7 +17,9 @@ def test_directory_with_checkpoints_and_without_a_recipe_has_lost_it(tmp_path: P
     run.checkpoint(7).mkdir(parents=True)
     refuse_lost_recipe(run)  # no checkpoint of a run
     (run.checkpoint(7) / MANIFEST_NAME).write_text(Manifest(CHECKPOINT_KIND, {}, {"step": 7}).to_json())
-    with pytest.raises(FsdpTuneError, match=r"has checkpoints of a run, and its recipe\.json is missing") as caught:
+    with pytest.raises(
+        FsdpTuneError, match=r"has checkpoints of a run, and its recipe\.json is missing"
+    ) as caught:
         refuse_lost_recipe(run)
     assert f"--resume {run.checkpoint(7)} " in caught.value.problems[0].ways_out[1]
     run.recipe_json.write_text("{}")

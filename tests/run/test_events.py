@@ -28,7 +28,11 @@ from fsdp_tune.run.metrics_file import append_event, read_metrics
 
 
 def test_every_event_is_written_somewhere(repository: Path) -> None:
-    texts = [path.read_text(encoding="utf-8") for path in (repository / "fsdp_tune").rglob("*.py") if path.name != "events.py"]
+    texts = [
+        path.read_text(encoding="utf-8")
+        for path in (repository / "fsdp_tune").rglob("*.py")
+        if path.name != "events.py"
+    ]
     used = {name for text in texts for name in re.findall(r"\b([A-Z]\w+)(?=\(|, f?\")", text)}
     assert {kind.__name__ for kind in EVENTS.values()} - used == set()
 
@@ -37,25 +41,50 @@ def line_of(name: str, **fields: Any) -> dict[str, Any]:
     return {"event": name, "step": 7, "time": 1.0, **fields}
 
 
-SHARE = {"total": 0.5, "compute": 0.25, "all_gather": 0.0, "reduce_scatter": 0.0, "all_reduce": 0.0, "idle": 0.25}
+SHARE = {
+    "total": 0.5,
+    "compute": 0.25,
+    "all_gather": 0.0,
+    "reduce_scatter": 0.0,
+    "all_reduce": 0.0,
+    "idle": 0.25,
+}
 SPIKE_ROWS = [
-    {"file": "a.jsonl", "row": row, "tokens": 5, "step": 7, "rank": 1, "micro_batch": number, "sequence": 0, "loss": 9.5 / number * 2}
+    {
+        "file": "a.jsonl",
+        "row": row,
+        "tokens": 5,
+        "step": 7,
+        "rank": 1,
+        "micro_batch": number,
+        "sequence": 0,
+        "loss": 9.5 / number * 2,
+    }
     for row, number in ((3, 2), (4, 2), (5, 2), (6, 2), (7, 3))
 ]
 SHOWN: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "train_started": ({"total_steps": 9}, ["the live model matches the recipe; training to step 9 from step 7"]),
+    "train_started": (
+        {"total_steps": 9},
+        ["the live model matches the recipe; training to step 9 from step 7"],
+    ),
     "first_step": (
         {"phase_seconds": {"importing": 1.25, "joining": 0.05, "training": 2.0}},
         ["first step 3.3 s after the launch (importing 1.2, training 2.0)"],
     ),
     "samples": (
-        {"seconds": 1.0, "samples": [{"prompt": "a\n" * 40, "text": "two\nthree"}, {"prompt": "b", "text": "c" * 200}]},
+        {
+            "seconds": 1.0,
+            "samples": [{"prompt": "a\n" * 40, "text": "two\nthree"}, {"prompt": "b", "text": "c" * 200}],
+        },
         ["step 7: … " + r"a\n" * 20 + r" → two\nthree", "step 7: b → " + "c" * 120 + " …"],
     ),
     "checkpoint_probed": ({"seconds": 1.0}, []),
     "witnessed": ({"cpu_seconds": 1.0}, []),
     "witness_cost": ({"cpu_seconds": 1.0, "training_cpu_seconds": 9.0, "steps": 100}, []),
-    "checkpoint_saved": ({"seconds": 1.5, "stall_seconds": 0.1, "size_bytes": 3 * 2**20}, ["checkpoint-7 saved: 3.00 MiB in 1.5s"]),
+    "checkpoint_saved": (
+        {"seconds": 1.5, "stall_seconds": 0.1, "size_bytes": 3 * 2**20},
+        ["checkpoint-7 saved: 3.00 MiB in 1.5s"],
+    ),
     "checkpoint_failed": ({"message": "no space"}, ["warning: checkpoint-7 was NOT saved: no space"]),
     "checkpoint_evaluated": (
         {
@@ -75,7 +104,13 @@ SHOWN: dict[str, tuple[dict[str, Any], list[str]]] = {
         ],
     ),
     "checkpoint_evaluation_failed": (
-        {"checkpoint": "0a54", "code": "merge-disk-full", "message": "no room", "command": "c1", "ranks_waited_seconds": 3.0},
+        {
+            "checkpoint": "0a54",
+            "code": "merge-disk-full",
+            "message": "no room",
+            "command": "c1",
+            "ranks_waited_seconds": 3.0,
+        },
         ["warning: checkpoint-7 was not evaluated: no room"],
     ),
     "rotation_failed": ({"message": "busy"}, ["step 7: rotation failed: busy"]),
@@ -85,10 +120,14 @@ SHOWN: dict[str, tuple[dict[str, Any], list[str]]] = {
     "profiled": (
         {"trace": "t.json.gz", "steps": 2, "seconds": {"forward": SHARE, "backward": SHARE}},
         [
-            "profile              total         compute      all-gather  reduce-scatter      all-reduce            idle",
-            "forward          250.00 ms       125.00 ms         0.00 ms         0.00 ms         0.00 ms       125.00 ms",
-            "backward         250.00 ms       125.00 ms         0.00 ms         0.00 ms         0.00 ms       125.00 ms",
-            "step             500.00 ms       250.00 ms         0.00 ms         0.00 ms         0.00 ms       250.00 ms",
+            "profile              total         compute      all-gather  reduce-scatter      "
+            "all-reduce            idle",
+            "forward          250.00 ms       125.00 ms         0.00 ms         0.00 ms         0.00 "
+            "ms       125.00 ms",
+            "backward         250.00 ms       125.00 ms         0.00 ms         0.00 ms         0.00 "
+            "ms       125.00 ms",
+            "step             500.00 ms       250.00 ms         0.00 ms         0.00 ms         0.00 "
+            "ms       250.00 ms",
             "profile: t.json.gz (open it in https://ui.perfetto.dev)",
         ],
     ),
@@ -120,15 +159,32 @@ SHOWN: dict[str, tuple[dict[str, Any], list[str]]] = {
     "early_stopped": ({"message": "no better"}, ["step 7: early stopped: no better"]),
     "train_finished": ({}, []),
     "mirrored": (
-        {"folder": "checkpoint-7", "seconds": 2.0, "size_bytes": 3 * 2**20, "verified": "the store's checksum"},
+        {
+            "folder": "checkpoint-7",
+            "seconds": 2.0,
+            "size_bytes": 3 * 2**20,
+            "verified": "the store's checksum",
+        },
         ["checkpoint-7 mirrored: 3.00 MiB sent in 2.0s, verified by the store's checksum"],
     ),
-    "checkpoint_rejected": ({"checkpoint": "checkpoint-7", "message": "checkpoint-7 is not used: damaged"}, []),
+    "checkpoint_rejected": (
+        {"checkpoint": "checkpoint-7", "message": "checkpoint-7 is not used: damaged"},
+        [],
+    ),
     "mirror_failed": ({"message": "s3://b/r: refused"}, ["warning: the mirror is behind: s3://b/r: refused"]),
-    "restarted": ({"restart": 1, "max_restarts": 2, "failed_after_step": 8, "code": "rank-lost", "message": "lost"}, []),
-    "machines_changed": ({"machines": [0, 2], "ranks": 4, "gradient_accumulation_steps": 3, "message": "fewer"}, []),
+    "restarted": (
+        {"restart": 1, "max_restarts": 2, "failed_after_step": 8, "code": "rank-lost", "message": "lost"},
+        [],
+    ),
+    "machines_changed": (
+        {"machines": [0, 2], "ranks": 4, "gradient_accumulation_steps": 3, "message": "fewer"},
+        [],
+    ),
     "continued": ({"seconds": 60.0, "message": "stopped for 1m00s"}, []),
-    "recipe_changed": ({"changes": [{"key": "training.max_steps", "old": 1, "new": None, "class": "trajectory"}]}, []),
+    "recipe_changed": (
+        {"changes": [{"key": "training.max_steps", "old": 1, "new": None, "class": "trajectory"}]},
+        [],
+    ),
 }
 """Event → its fields, and what the terminal prints."""
 
@@ -139,7 +195,9 @@ def test_event_is_read_shown_and_written_as_it_was(name: str) -> None:
     event = read_event(line_of(name, **written))
     assert isinstance(event, EVENTS[name])
     assert (event.shown() if event.is_shown else []) == lines
-    assert json.dumps(event.line(1.0)) == json.dumps(line_of(name, **written)), "the same fields in the same order"
+    assert json.dumps(event.line(1.0)) == json.dumps(line_of(name, **written)), (
+        "the same fields in the same order"
+    )
 
 
 def test_file_has_event_step_and_time_first(tmp_path: Path) -> None:
@@ -151,7 +209,9 @@ def test_file_has_event_step_and_time_first(tmp_path: Path) -> None:
 
 
 def test_first_step_counts_from_the_command_if_its_time_is_known() -> None:
-    assert FirstStep(1, {"training": 2.0}).shown(1.5) == ["first step 3.5 s after the start (checking 1.5, training 2.0)"]
+    assert FirstStep(1, {"training": 2.0}).shown(1.5) == [
+        "first step 3.5 s after the start (checking 1.5, training 2.0)"
+    ]
 
 
 def test_line_of_an_earlier_version_is_read() -> None:
@@ -194,11 +254,17 @@ def test_line_of_a_step_is_no_event() -> None:
 
 
 def test_schema_has_the_fields_of_every_event(repository: Path) -> None:
-    schema = json.loads((repository / "docs" / "reference" / "schemas" / "metrics-events.json").read_text(encoding="utf-8"))
+    schema = json.loads(
+        (repository / "docs" / "reference" / "schemas" / "metrics-events.json").read_text(encoding="utf-8")
+    )
     assert len(schema["anyOf"]) == len(EVENTS)
     for name, kind in EVENTS.items():
         made = schema["$defs"][kind.__name__]
-        assert set(made["properties"]) == set(made["required"]) == {"event", *(each.name for each in fields(kind))}
+        assert (
+            set(made["properties"])
+            == set(made["required"])
+            == {"event", *(each.name for each in fields(kind))}
+        )
         assert made["properties"]["event"] == {"const": name}
 
 
@@ -214,7 +280,8 @@ def test_profile_of_other_phases_is_shown(seconds: dict[str, Any]) -> None:
 
 
 def test_reading_a_line_parses_no_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lines are read in several threads, where CPython 3.11 fails to parse: `AST constructor recursion depth mismatch`."""
+    """Lines are read in several threads, where CPython 3.11 fails to parse:
+    `AST constructor recursion depth mismatch`."""
     monkeypatch.setattr("ast.parse", lambda *_, **__: pytest.fail("parses"))
     for kind in EVENTS.values():
         TypeAdapter(kind)

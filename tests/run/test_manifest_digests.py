@@ -12,4 +12,8 @@ def test_digest_is_of_all_parts_and_stays_between_versions() -> None:
 
 
 def test_number_is_the_digest() -> None:
-    assert digest_number("row", size=7) == int.from_bytes(hashlib.blake2b(b"row", digest_size=7).digest(), "big") < 256**7
+    assert (
+        digest_number("row", size=7)
+        == int.from_bytes(hashlib.blake2b(b"row", digest_size=7).digest(), "big")
+        < 256**7
+    )

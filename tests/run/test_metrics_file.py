@@ -72,7 +72,9 @@ def test_read_that_was_refused_is_made_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("seen_in_between", [True, False])
-def test_truncated_file_yields_lines_after_the_cut(tmp_path: Path, in_place: bool, seen_in_between: bool) -> None:
+def test_truncated_file_yields_lines_after_the_cut(
+    tmp_path: Path, in_place: bool, seen_in_between: bool
+) -> None:
     path = tmp_path / "m.jsonl"
     write(path, *range(1, 9))
     follower = Follower(path)
@@ -124,8 +126,12 @@ def test_reader_returns_what_was_appended(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("text", ['{"step": 1}\n', '{"step": 1}\n{"step": 8, "loss": 1.25}\n{"step": 9}\n', ""])
-def test_reader_begins_again_with_a_file_that_was_cut_or_rewritten(tmp_path: Path, text: str, in_place: bool) -> None:
+@pytest.mark.parametrize(
+    "text", ['{"step": 1}\n', '{"step": 1}\n{"step": 8, "loss": 1.25}\n{"step": 9}\n', ""]
+)
+def test_reader_begins_again_with_a_file_that_was_cut_or_rewritten(
+    tmp_path: Path, text: str, in_place: bool
+) -> None:
     """Also if it is as long as before, or longer."""
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "loss": 1.75}\n')
@@ -152,6 +158,11 @@ def test_reader_begins_again_with_a_file_that_was_gone(tmp_path: Path) -> None:
 
 def test_lines_with_a_marker_are_found_wherever_they_are(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(f'{{"step": {step}, "{"eval_loss" if step % 500 == 0 else "loss"}": 1.0}}\n' for step in range(1, 2001)))
+    path.write_text(
+        "".join(
+            f'{{"step": {step}, "{"eval_loss" if step % 500 == 0 else "loss"}": 1.0}}\n'
+            for step in range(1, 2001)
+        )
+    )
     assert [line["step"] for line in metrics_with(path, b'"eval_loss"')] == [500, 1000, 1500, 2000]
     assert metrics_with(tmp_path / "absent", b"x") == []

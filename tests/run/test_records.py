@@ -1,4 +1,5 @@
-"""The JSON documents of a run: each reads what it writes, and refuses files of newer versions and damaged ones."""
+"""The JSON documents of a run: each reads what it writes, and refuses files of newer versions and damaged
+ones."""
 
 from __future__ import annotations
 
@@ -16,14 +17,33 @@ from fsdp_tune.run.records import DOCUMENT_DIGEST, Document, Environment, LiveSt
 
 PROBLEM = Problem("hang", "no progress", hint="see hang.txt")
 DOCUMENTS = [
-    LaunchRecord(1.5, ProfiledSteps(3, 4), {"fsdp.version": "the default"}, ["train"], "/work", {"argv": ["python"], "world_size": 2}),
+    LaunchRecord(
+        1.5,
+        ProfiledSteps(3, 4),
+        {"fsdp.version": "the default"},
+        ["train"],
+        "/work",
+        {"argv": ["python"], "world_size": 2},
+    ),
     ResumeRequest("RUN/checkpoint-3", digests_checked=True),
     Heartbeat(1, 42, 7, "training", 1.0, 2.0, 0.5),
     Outcome(5, ExitReason.LOST_RANK, PROBLEM, "Traceback", {"loss": 1.25}, rank=1, step=7, time=3.0),
     Verdict(ExitCode.LOST_RANK, ExitReason.LOST_RANK, 7, PROBLEM),
-    Environment({"torch": "2.13"}, {"cpus": 2}, [{"kind": "cuda", "name": "H100"}], [{"kind": "loaders", "name": "mine"}]),
+    Environment(
+        {"torch": "2.13"},
+        {"cpus": 2},
+        [{"kind": "cuda", "name": "H100"}],
+        [{"kind": "loaders", "name": "mine"}],
+    ),
     Prediction(10.0, 12.0, None, {"gpu": "H100", "assumptions": ["no graph"]}),
-    ReadBack([{"local_bytes": 1}], [], ["a warning"], 0.0, ran_in={"matmul": {"bfloat16": 3}}, facts=LiveState(wrapper="fsdp2", mesh=[2])),
+    ReadBack(
+        [{"local_bytes": 1}],
+        [],
+        ["a warning"],
+        0.0,
+        ran_in={"matmul": {"bfloat16": 3}},
+        facts=LiveState(wrapper="fsdp2", mesh=[2]),
+    ),
 ]
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: type(document).__name__)
 
@@ -61,7 +81,9 @@ def test_newer_or_damaged_document_is_refused(document: Document, tmp_path: Path
     path = tmp_path / "file.json"
     text = json.dumps(document.content())
     refused = {
-        json.dumps(document.content() | {"version": 99}): "was written by a newer fsdp-tune (version 99; this one reads up to 1)",
+        json.dumps(
+            document.content() | {"version": 99}
+        ): "was written by a newer fsdp-tune (version 99; this one reads up to 1)",
         text[: len(text) // 2]: "is damaged: ",
         "": "is damaged: ",
         "[]": "is damaged: ",
@@ -89,7 +111,9 @@ def test_newer_or_damaged_document_is_refused(document: Document, tmp_path: Path
         (Verdict, {"exit_code": 0}),
     ],
 )
-def test_document_with_other_fields_is_damaged(kind: type[Document], content: dict[str, object], tmp_path: Path) -> None:
+def test_document_with_other_fields_is_damaged(
+    kind: type[Document], content: dict[str, object], tmp_path: Path
+) -> None:
     path = tmp_path / "file.json"
     path.write_text(json.dumps(content))
     with pytest.raises(FsdpTuneError, match="is damaged"):

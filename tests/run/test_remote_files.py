@@ -31,7 +31,9 @@ def failing_second_write(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("failing_second_write")
 @pytest.mark.parametrize("is_sent", [True, False])
-def test_progress_after_a_failed_attempt_is_that_of_the_bytes_that_count(tmp_path: Path, *, is_sent: bool) -> None:
+def test_progress_after_a_failed_attempt_is_that_of_the_bytes_that_count(
+    tmp_path: Path, *, is_sent: bool
+) -> None:
     data, digester, counted = bytes(SIZE_BYTES), Digester(), [0]
     digester.update(data)
     (tmp_path / "there").mkdir()

@@ -1,4 +1,5 @@
-"""The estimate of the time left: from the last lines, without what a step does not cost, the same for `train` and `status`."""
+"""The estimate of the time left: from the last lines, without what a step does not cost, the same for `train`
+and `status`."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ STARTED = {"event": "train_started", "step": 0, "time": 1000.0, "total_steps": 1
 
 
 def line(step: int, seconds: float = 2.0, **more: Any) -> dict[str, Any]:
-    return {"step": step, "loss": 1.0, "step_seconds": seconds, "last_step_seconds": seconds, "time": 1000.0 + step, **more}
+    return {
+        "step": step,
+        "loss": 1.0,
+        "step_seconds": seconds,
+        "last_step_seconds": seconds,
+        "time": 1000.0 + step,
+        **more,
+    }
 
 
 def estimate(*lines: dict[str, Any], now: float = 0.0) -> TimeLeft:
@@ -57,7 +65,10 @@ def test_ranks_wait_for_the_scores_of_coming_checkpoints_but_the_last() -> None:
     """Also for one that failed. Evaluations next to the ranks cost them nothing."""
     names = ("checkpoint_evaluated", "checkpoint_evaluation_failed")
     for waited, expected in ((30.0, 2 * 30.0), (None, 0.0)):
-        waits = [{"event": name, "step": step, "ranks_waited_seconds": waited} for name, step in zip(names, (20, 40), strict=True)]
+        waits = [
+            {"event": name, "step": step, "ranks_waited_seconds": waited}
+            for name, step in zip(names, (20, 40), strict=True)
+        ]
         lines = [STARTED, *(line(step) for step in range(10, 41, 10)), *waits]
         assert estimate(*lines).seconds_left() == pytest.approx(60 * 2.0 + expected)
 
@@ -72,7 +83,9 @@ def test_time_that_passes_since_the_last_line_is_at_most_a_step() -> None:
     lines = [STARTED, line(10), line(20)]
     assert estimate(*lines, now=1020.5).seconds_left() == pytest.approx(80 * 2.0 - 0.5)
     assert estimate(*lines, now=99_999.0).seconds_left() == pytest.approx(79 * 2.0)
-    assert estimate(*lines, now=99_999.0).seconds_left(25) == pytest.approx(75 * 2.0)  # a heartbeat knows of more steps
+    assert estimate(*lines, now=99_999.0).seconds_left(25) == pytest.approx(
+        75 * 2.0
+    )  # a heartbeat knows of more steps
     assert estimate(*lines, now=1020.5).ends_at() == pytest.approx(1020.5 + 159.5)
 
 
@@ -108,7 +121,11 @@ def test_bar_and_status_have_the_same_estimate(tmp_path: Path) -> None:
     """`status` reads the end of the file alone, and the bar takes every line."""
     from fsdp_tune.launch.run_status import _time_left, last_lines
 
-    lines = [STARTED, line(1, 500.0), *(line(step, 1.0 + step % 7, padding="x" * 9000) for step in range(2, 81))]
+    lines = [
+        STARTED,
+        line(1, 500.0),
+        *(line(step, 1.0 + step % 7, padding="x" * 9000) for step in range(2, 81)),
+    ]
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f"{json.dumps(each)}\n" for each in lines))
     found = _time_left(last_lines(path), 100)

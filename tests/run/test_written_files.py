@@ -14,7 +14,11 @@ from fsdp_tune.run.directory import MERGE_RECORD, RunDir
 from fsdp_tune.run.manifest import MANIFEST_NAME, digest_data, digest_file
 from fsdp_tune.run.written_files import model_files, record_model_files, require_unchanged_output, seal_record
 
-MODEL = {"config.json": b'{"n_head": 4}', "tokenizer.json": b'{"model": {}}', "base_layout.json": b'{"version": 1}'}
+MODEL = {
+    "config.json": b'{"n_head": 4}',
+    "tokenizer.json": b'{"model": {}}',
+    "base_layout.json": b'{"version": 1}',
+}
 
 
 @pytest.fixture
@@ -42,7 +46,12 @@ def output(tmp_path: Path) -> Path:
     config = digest_file(folder / "config.json")
     record = {
         "files": ["README.md", "config.json", MERGE_RECORD, "model.safetensors"],
-        "headers": {"model.safetensors": {"size_bytes": len(header) + len(weights), "digest": digest_data(header).digest}},
+        "headers": {
+            "model.safetensors": {
+                "size_bytes": len(header) + len(weights),
+                "digest": digest_data(header).digest,
+            }
+        },
         "contents": {"config.json": {"size_bytes": config.size_bytes, "digest": config.digest}},
         "tensors": {"w": {"file": "model.safetensors", "digest": xxhash.xxh3_128(weights).hexdigest()}},
     }
@@ -85,7 +94,8 @@ def test_comparing_the_files_of_a_model_takes_less_than_a_tenth_of_a_second(run:
 
 
 @pytest.mark.parametrize(
-    ("name", "at"), [("config.json", 5), ("model.safetensors", 3), ("model.safetensors", 40), ("model.safetensors", -9)]
+    ("name", "at"),
+    [("config.json", 5), ("model.safetensors", 3), ("model.safetensors", 40), ("model.safetensors", -9)],
 )
 def test_flipped_bit_in_a_merged_model_is_refused_by_name(name: str, at: int, output: Path) -> None:
     require_unchanged_output(output)

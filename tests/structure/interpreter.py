@@ -70,7 +70,9 @@ class Interpreter:
         self._process.stdin.write(json.dumps([words, variables, str(out), str(err)]) + "\n")
         self._process.stdin.flush()
         code, modules = json.loads(self._process.stdout.readline())
-        return Ended(code, out.read_text(encoding="utf-8"), err.read_text(encoding="utf-8"), frozenset(modules))
+        return Ended(
+            code, out.read_text(encoding="utf-8"), err.read_text(encoding="utf-8"), frozenset(modules)
+        )
 
 
 @contextmanager
@@ -78,7 +80,9 @@ def fresh_interpreter(folder: Path) -> Iterator[Interpreter]:
     place = folder / "place"
     place.mkdir()
     command = [sys.executable, "-c", PROGRAM]
-    with subprocess.Popen(command, cwd=place, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=place, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         yield Interpreter(process, folder)
         assert process.stdin is not None
         process.stdin.close()

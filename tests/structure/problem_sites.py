@@ -1,6 +1,8 @@
-"""Where the package makes problems and notices, and the form of their messages, read from its source without importing it.
+"""Where the package makes problems and notices, and the form of their messages, read from its source without
+importing it.
 
-A form is the text with `…` in the place of what is known at run time only. A variable is replaced by its text where a single assignment
+A form is the text with `…` in the place of what is known at run time only. A variable is replaced by its text
+where a single assignment
 decides it: the last one before the call, in the same block or one around it.
 """
 
@@ -33,7 +35,13 @@ class Site:
 
 
 def name_of(function: ast.expr) -> str:
-    return function.id if isinstance(function, ast.Name) else function.attr if isinstance(function, ast.Attribute) else ""
+    return (
+        function.id
+        if isinstance(function, ast.Name)
+        else function.attr
+        if isinstance(function, ast.Attribute)
+        else ""
+    )
 
 
 def literals(node: ast.expr) -> Iterator[str]:
@@ -50,7 +58,9 @@ def sites_in(module: Source) -> Iterator[Site]:
     calls = [node for node in module.nodes if _is_maker(node)]
     if calls:
         constants = _constants(module.path) | _imported(module.tree)
-        yield from _Search(module, frozenset(node.lineno for node in calls)).sites_of(module.tree.body, _Scope(constants))
+        yield from _Search(module, frozenset(node.lineno for node in calls)).sites_of(
+            module.tree.body, _Scope(constants)
+        )
 
 
 def _is_maker(node: ast.AST) -> bool:
@@ -75,14 +85,25 @@ def _imported(tree: ast.Module) -> dict[str, ast.expr]:
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fsdp_tune."):
             parts = str(node.module).split(".")[1:]
-            for path in (PACKAGE.joinpath(*parts).with_suffix(".py"), PACKAGE.joinpath(*parts, "__init__.py")):
+            for path in (
+                PACKAGE.joinpath(*parts).with_suffix(".py"),
+                PACKAGE.joinpath(*parts, "__init__.py"),
+            ):
                 constants = _constants(path) if path.exists() else {}
-                found |= {alias.asname or alias.name: constants[alias.name] for alias in node.names if alias.name in constants}
+                found |= {
+                    alias.asname or alias.name: constants[alias.name]
+                    for alias in node.names
+                    if alias.name in constants
+                }
     return found
 
 
 def _assignments(statement: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
-    if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value is not None:
+    if (
+        isinstance(statement, ast.AnnAssign)
+        and isinstance(statement.target, ast.Name)
+        and statement.value is not None
+    ):
         yield statement.target.id, statement.value
     if isinstance(statement, ast.Assign):
         for target in statement.targets:
@@ -107,7 +128,11 @@ class _Scope:
         """Names that a compound statement may have changed are unknown after it."""
         changed: dict[str, ast.expr] = dict(_assignments(statement))
         if not changed:
-            stored = [node for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+            stored = [
+                node
+                for node in ast.walk(statement)
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+            ]
             changed = {node.id: ast.Constant(UNKNOWN) for node in stored}
         return _Scope({**self.values, **changed})
 
@@ -129,7 +154,8 @@ class _Scope:
 
 @dataclass(frozen=True)
 class _Search:
-    """The search of one module: statements without a maker are passed over, since following every name is slow."""
+    """The search of one module: statements without a maker are passed over, since following every name is
+    slow."""
 
     module: Source
     lines: frozenset[int]
@@ -146,16 +172,30 @@ class _Search:
             scope = scope.after(statement)
 
     def _sites_of_statement(self, statement: ast.stmt, scope: _Scope) -> Iterator[Site]:
-        blocks = [block for name in ("body", "orelse", "finalbody") if isinstance(block := getattr(statement, name, None), list)]
-        blocks += [each.body for each in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ()))]
+        blocks = [
+            block
+            for name in ("body", "orelse", "finalbody")
+            if isinstance(block := getattr(statement, name, None), list)
+        ]
+        blocks += [
+            each.body for each in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ()))
+        ]
         inner = scope
         if isinstance(statement, (ast.FunctionDef, ast.For, ast.With)):
-            bound = [node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+            bound = [
+                node.id
+                for node in ast.walk(statement)
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+            ]
             bound += [node.arg for node in ast.walk(statement) if isinstance(node, ast.arg)]
             inner = _Scope({**scope.values, **dict.fromkeys(bound, ast.Constant(UNKNOWN))})
         for block in blocks:
             yield from self.sites_of(block, inner)
-        own = [statement] if not blocks else [each for each in ast.iter_child_nodes(statement) if isinstance(each, ast.expr)]
+        own = (
+            [statement]
+            if not blocks
+            else [each for each in ast.iter_child_nodes(statement) if isinstance(each, ast.expr)]
+        )
         for call in (node for each in own for node in ast.walk(each)):
             if _is_maker(call):
                 yield from _of_call(call, scope, self.module.path)
@@ -165,7 +205,9 @@ def _of_call(call: ast.Call, scope: _Scope, path: Path) -> Iterator[Site]:
     keywords = {each.arg: each.value for each in call.keywords}
 
     def argument(name: str, position: int | None) -> ast.expr | None:
-        return keywords.get(name) or (call.args[position] if position is not None and len(call.args) > position else None)
+        return keywords.get(name) or (
+            call.args[position] if position is not None and len(call.args) > position else None
+        )
 
     maker = name_of(call.func)
     message = scope.text(argument("message", _MESSAGE_POSITION.get(maker, 1)))
@@ -197,9 +239,16 @@ HEADING = re.compile(r"^## ([a-z0-9-]+)$", re.MULTILINE)
 def message_table() -> str:
     """Return docs/reference/messages.tsv: each code with the forms of its messages and their hints.
 
-    A message that only the run decides is `…`. Its row is there for its hint, or for the code if that has no other row.
+    A message that only the run decides is `…`. Its row is there for its hint, or for the code if that has no
+    other row.
     """
-    sites = [replace(site, message=site.message if is_legible(site.message) else UNKNOWN) for site in all_sites()]
+    sites = [
+        replace(site, message=site.message if is_legible(site.message) else UNKNOWN) for site in all_sites()
+    ]
     legible = {site.code for site in sites if site.message != UNKNOWN or site.hint}
-    found = {(site.code, site.message, site.hint) for site in sites if site.message != UNKNOWN or site.hint or site.code not in legible}
+    found = {
+        (site.code, site.message, site.hint)
+        for site in sites
+        if site.message != UNKNOWN or site.hint or site.code not in legible
+    }
     return "".join("\t".join(row) + "\n" for row in [("code", "message", "hint"), *sorted(found)])

@@ -53,7 +53,8 @@ def modules() -> tuple[Source, ...]:
 
 
 def root_name(node: ast.AST) -> str:
-    """Return the first name of a dotted expression, as `torch` of `torch.nn.Linear`; empty for any other expression."""
+    """Return the first name of a dotted expression, as `torch` of `torch.nn.Linear`; empty for any other
+    expression."""
     while isinstance(node, ast.Attribute):
         node = node.value
     return node.id if isinstance(node, ast.Name) else ""

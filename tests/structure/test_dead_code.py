@@ -21,13 +21,26 @@ Statement = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 # Methods and fields that a library looks for by name.
 CALLED_BY = {
     "transformers.Trainer": {
-        *("get_batch_samples", "floating_point_ops", "_clip_grad_norm", "_get_grad_norm", "_maybe_log_save_evaluate"),
+        *(
+            "get_batch_samples",
+            "floating_point_ops",
+            "_clip_grad_norm",
+            "_get_grad_norm",
+            "_maybe_log_save_evaluate",
+        ),
         *("_load_best_model", "_load_rng_state", "_load_from_checkpoint", "_load_callback_state"),
         *("_prepare_for_training", "get_train_dataloader"),
     },
     "torch's device modules": {
         "is_capturing",
-        *("synchronize", "wait_stream", "wait_event", "record_event", "current_stream", "get_amp_supported_dtype"),
+        *(
+            "synchronize",
+            "wait_stream",
+            "wait_event",
+            "record_event",
+            "current_stream",
+            "get_amp_supported_dtype",
+        ),
     },
     "torch's DDP": {"_rebuild_buckets"},
     "torch's dispatch modes": {"_should_skip_dynamo"},
@@ -57,19 +70,31 @@ def is_docstring(node: ast.stmt) -> bool:
 
 
 def defined(module: Source) -> Iterator[str]:
-    """Functions, methods, classes, constants of the module, fields of classes; not what a decorator hands on, nor members of an enum."""
+    """Functions, methods, classes, constants of the module, fields of classes; not what a decorator hands on,
+    nor members of an enum."""
     for node in module.nodes:
-        if isinstance(node, Statement) and not any(isinstance(each, ast.Call) for each in node.decorator_list):
+        if isinstance(node, Statement) and not any(
+            isinstance(each, ast.Call) for each in node.decorator_list
+        ):
             yield node.name
-        is_enum = isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("Enum") for base in node.bases)
+        is_enum = isinstance(node, ast.ClassDef) and any(
+            ast.unparse(base).endswith("Enum") for base in node.bases
+        )
         for statement in node.body if isinstance(node, ast.Module | ast.ClassDef) and not is_enum else []:
-            targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+            targets = (
+                statement.targets
+                if isinstance(statement, ast.Assign)
+                else [getattr(statement, "target", None)]
+            )
             yield from (target.id for target in targets if isinstance(target, ast.Name))
 
 
 def named(module: Source) -> Iterator[str]:
-    """Return every name that is read, imported, passed as a keyword, or in a string other than a docstring."""
-    docstrings = {id(node.value) for node in module.nodes if isinstance(node, ast.stmt) and is_docstring(node)}  # type: ignore[attr-defined]
+    """Return every name that is read, imported, passed as a keyword, or in a string other than a
+    docstring."""
+    docstrings = {
+        id(node.value) for node in module.nodes if isinstance(node, ast.stmt) and is_docstring(node)
+    }  # type: ignore[attr-defined]
     for node in module.nodes:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             yield node.id
@@ -84,15 +109,25 @@ def named(module: Source) -> Iterator[str]:
 
 
 def dead(package: Sequence[Source], others: Sequence[Source] = (), templates: Sequence[str] = ()) -> set[str]:
-    """Names that are defined in `package` and stand nowhere else: in its modules, in `others`, or as attributes in `templates`."""
+    """Names that are defined in `package` and stand nowhere else: in its modules, in `others`, or as
+    attributes in `templates`."""
     names = {name for module in (*package, *others) for name in named(module)}
     names |= {name for template in templates for name in ATTRIBUTE.findall(template)}
-    return {name for module in package for name in defined(module) if name not in names and not name.startswith("__")}
+    return {
+        name
+        for module in package
+        for name in defined(module)
+        if name not in names and not name.startswith("__")
+    }
 
 
 def found(repository: Path) -> set[str]:
     paths = [*(repository / "scripts").iterdir(), *(repository / "benchmarks").glob("*.py")]
-    scripts = [path for path in paths if path.is_file() and not path.read_text(encoding="utf-8").startswith("#!/bin/")]
+    scripts = [
+        path
+        for path in paths
+        if path.is_file() and not path.read_text(encoding="utf-8").startswith("#!/bin/")
+    ]
     templates = [path.read_text(encoding="utf-8") for path in (repository / "fsdp_tune").rglob("*.j2")]
     return dead(sources.modules(), [sources.source(path) for path in scripts], templates)
 
@@ -113,7 +148,10 @@ def planted(text: str) -> Source:
 
 def test_search_finds_planted_dead_code() -> None:
     package = [
-        planted('LIMIT = 1\n"""Of nothing."""\ndef used():\n    """Beside `unused`."""\n    return 1\ndef unused():\n    return used()\n'),
+        planted(
+            'LIMIT = 1\n"""Of nothing."""\ndef used():\n    """Beside `unused`."""\n    return '
+            "1\ndef unused():\n    return used()\n"
+        ),
         planted("class Box:\n    size: int\n    lid: int\n    def open(self):\n        return self.size\n"),
         planted("from package import Box\nBox(size=1)\n"),
     ]

@@ -1,4 +1,5 @@
-"""Every code is in docs/reference/messages.tsv, and every heading of docs/reference/errors.md is a code with a text."""
+"""Every code is in docs/reference/messages.tsv, and every heading of docs/reference/errors.md is a code with
+a text."""
 
 from __future__ import annotations
 
@@ -40,13 +41,17 @@ def test_every_heading_is_a_code_with_a_text(sites: tuple[Site, ...], page: str)
     sections = re.split(HEADING, page)[1:]
     codes, bodies = sections[::2], sections[1::2]
     assert set(codes) - {site.code for site in sites} == set()
-    assert [code for code, body in zip(codes, bodies, strict=True) if not body.partition("\n# ")[0].strip()] == []
+    assert [
+        code for code, body in zip(codes, bodies, strict=True) if not body.partition("\n# ")[0].strip()
+    ] == []
     assert len(codes) == len(set(codes))
 
 
 def test_code_whose_message_only_the_run_decides_is_explained(sites: tuple[Site, ...], page: str) -> None:
     legible = {site.code for site in sites if is_legible(site.message)}
-    assert {site.code: site.place for site in sites if site.code not in legible | set(HEADING.findall(page))} == {}
+    assert {
+        site.code: site.place for site in sites if site.code not in legible | set(HEADING.findall(page))
+    } == {}
 
 
 # ---- The forms of messages
@@ -75,7 +80,9 @@ def sites_of(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list
     return list(sites_in(sources.source(module)))
 
 
-def test_forms_have_what_the_source_decides_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forms_have_what_the_source_decides_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = {site.code: site for site in sites_of(SOURCE, tmp_path, monkeypatch)}
     assert (found["one"].message, found["one"].hint) == ("… has … rows, at most nine", "write fewer rows")
     assert is_legible(found["one"].message)
@@ -85,7 +92,10 @@ def test_forms_have_what_the_source_decides_and_no_more(tmp_path: Path, monkeypa
 
 
 def test_hint_has_the_other_ways_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = 'raise usage_error("one", "it is full", hint=f"free {space}", ways_out=("wait", other(), f"use {disk}"))'
+    text = (
+        'raise usage_error("one", "it is full", hint=f"free {space}", ways_out=("wait", other(), f"use '
+        '{disk}"))'
+    )
     assert [site.hint for site in sites_of(text, tmp_path, monkeypatch)] == ["free …; wait; use …"]
 
 

@@ -24,12 +24,15 @@ MODULE_LINES, FUNCTION_LINES, TITLE_LINES = 500, 60, 3
 
 def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
     linter = Path(sys.executable).with_name("lint-imports")
-    return subprocess.run([str(linter), "--no-cache"], cwd=folder, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [str(linter), "--no-cache"], cwd=folder, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.mark.slow
 def test_imports_follow_layers(repository: Path) -> None:
-    """scripts/check runs the same; here it shows that the contract fits the tree of a checkout that is only tested."""
+    """scripts/check runs the same; here it shows that the contract fits the tree of a checkout that is only
+    tested."""
     done = lint_imports(repository)
     assert done.returncode == 0, done.stdout
 
@@ -49,7 +52,10 @@ FOLDERS_OF_A_ROOM = {
         ({"fsdp_tune/room/below/four.py": "from fsdp_tune.room.above.three import x"}, False),
         ({"fsdp_tune/room/below/four.py": "def f():\n    from fsdp_tune.room.above.three import x"}, False),
         (
-            {"fsdp_tune/room/above/three.py": "from fsdp_tune.room.above.folder.five import x", "fsdp_tune/room/above/folder/five.py": ""},
+            {
+                "fsdp_tune/room/above/three.py": "from fsdp_tune.room.above.folder.five import x",
+                "fsdp_tune/room/above/folder/five.py": "",
+            },
             True,
         ),
         (
@@ -63,12 +69,18 @@ FOLDERS_OF_A_ROOM = {
     ],
     ids=["none", "of folders", "in a function", "below", "of a folder and a module"],
 )
-def test_circle_of_folders_breaks_the_contract(repository: Path, tmp_path: Path, changed: dict[str, str], is_kept: bool) -> None:
+def test_circle_of_folders_breaks_the_contract(
+    repository: Path, tmp_path: Path, changed: dict[str, str], is_kept: bool
+) -> None:
     """No module imports itself here, over others or not: only the folders do."""
-    settings = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+    settings = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
+        "importlinter"
+    ]
     (contract,) = (each for each in settings["contracts"] if each["type"] == "acyclic_siblings")
     lines = [f"{name} = {json.dumps(value)}" for name, value in contract.items()]
-    text = "\n".join(['[tool.importlinter]\nroot_package = "fsdp_tune"', "[[tool.importlinter.contracts]]", *lines])
+    text = "\n".join(
+        ['[tool.importlinter]\nroot_package = "fsdp_tune"', "[[tool.importlinter.contracts]]", *lines]
+    )
     (tmp_path / "pyproject.toml").write_text(text, encoding="utf-8")
     for name, source in (FOLDERS_OF_A_ROOM | changed).items():
         path = tmp_path / name
@@ -87,7 +99,9 @@ def test_modules_are_short() -> None:
 
 
 def test_class_name_occurs_once() -> None:
-    names = Counter(node.name for module in modules() for node in module.tree.body if isinstance(node, ast.ClassDef))
+    names = Counter(
+        node.name for module in modules() for node in module.tree.body if isinstance(node, ast.ClassDef)
+    )
     assert {name: count for name, count in names.items() if count > 1} == {}
 
 
@@ -99,22 +113,31 @@ def imports(module: Source) -> Iterator[str]:
 
 
 def test_imports_have_no_cycles() -> None:
-    """Imports inside functions and under TYPE_CHECKING count: a reader of one file of a cycle has to read all of them."""
+    """Imports inside functions and under TYPE_CHECKING count: a reader of one file of a cycle has to read all
+    of them."""
     names = {module.module for module in modules()} - {"fsdp_tune"}  # the front door of scripts
-    left = {module.module: {*imports(module)} & names - {module.module} for module in modules() if module.module in names}
-    while outside := {name for name, found in left.items() if not found or name not in set().union(*left.values())}:
+    left = {
+        module.module: {*imports(module)} & names - {module.module}
+        for module in modules()
+        if module.module in names
+    }
+    while outside := {
+        name for name, found in left.items() if not found or name not in set().union(*left.values())
+    }:
         left = {name: found - outside for name, found in left.items() if name not in outside}
     assert left == {}
 
 
 def test_only_commands_import_the_front_door() -> None:
-    """It offers what the jobs do, so any other import of it points upwards; contracts do not see the package itself."""
+    """It offers what the jobs do, so any other import of it points upwards; contracts do not see the package
+    itself."""
     found = {
         module.name
         for module in modules()
         for node in module.nodes
         if isinstance(node, ast.Import | ast.ImportFrom)
-        and "fsdp_tune" in ([node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
+        and "fsdp_tune"
+        in ([node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
     }
     assert {name for name in found if not name.startswith("fsdp_tune/cli/")} == set()
 
@@ -138,8 +161,11 @@ WORLD_SIZE_CALLERS = {
 
 
 def test_world_sizes_come_from_topology() -> None:
-    """The number of ranks is not the number of ranks that read different rows: data, losses and plans use `core.topology`."""
-    found = {module.name.removeprefix("fsdp_tune/") for module in modules() if "get_world_size(" in module.text}
+    """The number of ranks is not the number of ranks that read different rows: data, losses and plans use
+    `core.topology`."""
+    found = {
+        module.name.removeprefix("fsdp_tune/") for module in modules() if "get_world_size(" in module.text
+    }
     assert found == WORLD_SIZE_CALLERS.keys()
 
 
@@ -155,12 +181,17 @@ def test_functions_are_short() -> None:
 
 
 def test_every_module_has_a_docstring() -> None:
-    silent = [module.name for module in modules() if module.path.name != "__main__.py" and ast.get_docstring(module.tree) is None]
+    silent = [
+        module.name
+        for module in modules()
+        if module.path.name != "__main__.py" and ast.get_docstring(module.tree) is None
+    ]
     assert silent == []
 
 
 def test_docstring_of_a_module_starts_with_one_short_paragraph() -> None:
-    """And no other string is at the top level, but for those after a constant: joined modules once kept the docstrings of all."""
+    """And no other string is at the top level, but for those after a constant: joined modules once kept the
+    docstrings of all."""
     glued = [
         module.name
         for module in modules()
@@ -168,7 +199,9 @@ def test_docstring_of_a_module_starts_with_one_short_paragraph() -> None:
         and (
             len(text.partition("\n\n")[0].splitlines()) > TITLE_LINES
             or any(
-                isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and not isinstance(before, ast.Assign | ast.AnnAssign)
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and not isinstance(before, ast.Assign | ast.AnnAssign)
                 for before, node in itertools.pairwise(module.tree.body)
             )
         )
@@ -193,8 +226,13 @@ def test_no_todo_or_stub_is_left() -> None:
 
 
 def test_only_cli_prints() -> None:
-    """`print` below the surface would break `--json`; ranks say plain lines through the stream that they were given."""
-    allowed = {"fsdp_tune/worker/__main__.py", "fsdp_tune/model/loading/inspect.py", "fsdp_tune/merge/loaded.py"}
+    """`print` below the surface would break `--json`; ranks say plain lines through the stream that they were
+    given."""
+    allowed = {
+        "fsdp_tune/worker/__main__.py",
+        "fsdp_tune/model/loading/inspect.py",
+        "fsdp_tune/merge/loaded.py",
+    }
     found = {
         module.name
         for module in modules()

@@ -1,4 +1,5 @@
-"""Imports in strings (programs of child processes, examples of pages) name modules and names that exist; slow tests would show it late."""
+"""Imports in strings (programs of child processes, examples of pages) name modules and names that exist; slow
+tests would show it late."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ INVENTED = "tests/structure/test_layers.py"
 
 @functools.cache
 def names_of(package: Path, module: str) -> set[str] | None:
-    """Return the names that a module defines or imports anywhere, and its submodules; None without such a module."""
+    """Return the names that a module defines or imports anywhere, and its submodules; None without such a
+    module."""
     path = package.joinpath(*module.split(".")[1:])
     file = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
     if not file.is_file():
@@ -42,7 +44,11 @@ def missing_names(package: Path, text: str) -> list[str]:
     for module, inside, plain in IMPORT.findall(text):
         known = names_of(package, module)
         wanted = [re.split(r"\s+as\s+", word.strip())[0] for word in (inside or plain).split(",")]
-        missing += [f"{module}.{name}" for name in wanted if name and not name.startswith("#") and (known is None or name not in known)]
+        missing += [
+            f"{module}.{name}"
+            for name in wanted
+            if name and not name.startswith("#") and (known is None or name not in known)
+        ]
     return missing
 
 
@@ -63,7 +69,10 @@ def test_modules_and_names_that_strings_import_exist(repository: Path) -> None:
     [
         ("from fsdp_tune.core.errors import Problem, Notice as N\nfrom fsdp_tune.core import units", []),
         ("from fsdp_tune.core.errors import (\n    Problem,\n    Gone,\n)", ["fsdp_tune.core.errors.Gone"]),
-        ("x = 1\nfrom fsdp_tune.run.directory import RunDir\nfrom fsdp_tune.run import flight\n", ["fsdp_tune.run.flight"]),
+        (
+            "x = 1\nfrom fsdp_tune.run.directory import RunDir\nfrom fsdp_tune.run import flight\n",
+            ["fsdp_tune.run.flight"],
+        ),
     ],
 )
 def test_name_that_is_gone_is_found(repository: Path, text: str, missing: list[str]) -> None:

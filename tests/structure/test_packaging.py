@@ -1,4 +1,5 @@
-"""Containerfile, wheel and sdist agree on the files that they need, and the files of a release on its version. No image is built here."""
+"""Containerfile, wheel and sdist agree on the files that they need, and the files of a release on its
+version. No image is built here."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ CONTAINERFILE = ROOT / "Containerfile"
 
 def instructions() -> list[tuple[str, str]]:
     """(instruction, arguments) in order, with continued lines joined and comments removed."""
-    text = re.sub(r"^#.*\n", "", CONTAINERFILE.read_text(encoding="utf-8"), flags=re.MULTILINE).replace("\\\n", " ")
+    text = re.sub(r"^#.*\n", "", CONTAINERFILE.read_text(encoding="utf-8"), flags=re.MULTILINE).replace(
+        "\\\n", " "
+    )
     return [(line.split(None, 1)[0], line.split(None, 1)[1]) for line in text.splitlines() if line.strip()]
 
 
@@ -35,7 +38,9 @@ def test_container_copies_files_that_exist_and_that_its_context_has() -> None:
     patterns = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     assert "*" in patterns
     assert len(copied()) > 5
-    assert [source for source in copied() if not (ROOT / source).exists() or f"!{source}" not in patterns] == []
+    assert [
+        source for source in copied() if not (ROOT / source).exists() or f"!{source}" not in patterns
+    ] == []
     assert sorted(line.removeprefix("!") for line in patterns if line.startswith("!")) == sorted(copied())
 
 
@@ -44,7 +49,13 @@ def test_container_copies_everything_that_a_wheel_contains() -> None:
     settings = project()
     wheel = settings["tool"]["hatch"]["build"]["targets"]["wheel"]
     licences = [path for path in settings["project"]["license-files"] if not path.startswith("fsdp_tune/")]
-    needed = ["pyproject.toml", settings["project"]["readme"], *licences, *wheel["packages"], *wheel["force-include"]]
+    needed = [
+        "pyproject.toml",
+        settings["project"]["readme"],
+        *licences,
+        *wheel["packages"],
+        *wheel["force-include"],
+    ]
     assert [path for path in needed if path not in copied()] == []
 
 
@@ -63,13 +74,16 @@ def test_container_has_a_version_of_python_that_the_package_supports() -> None:
     assert [int(part) for part in version.split(".")] >= [int(part) for part in least.split(".")]
 
 
-@pytest.mark.parametrize("path", ["Containerfile", ".dockerignore", "constraints.txt", "scripts", "tests", "docs", "benchmarks"])
+@pytest.mark.parametrize(
+    "path", ["Containerfile", ".dockerignore", "constraints.txt", "scripts", "tests", "docs", "benchmarks"]
+)
 def test_sdist_contains_what_tests_and_image_need(path: str) -> None:
     assert path in project()["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
 
 
 def test_package_is_marked_as_typed() -> None:
-    """PEP 561: an empty `py.typed` in the package, which the wheel takes with every file that git does not ignore."""
+    """PEP 561: an empty `py.typed` in the package, which the wheel takes with every file that git does not
+    ignore."""
     assert (ROOT / "fsdp_tune" / "py.typed").read_bytes() == b""
     assert "Typing :: Typed" in project()["project"]["classifiers"]
     ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").split()
@@ -102,7 +116,8 @@ FORMS = sorted(path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.ym
 
 
 def test_issue_forms_have_the_fields_that_the_host_requires() -> None:
-    """https://docs.github.com/communities: name, description, body; inputs have a label and an id that is theirs alone."""
+    """https://docs.github.com/communities: name, description, body; inputs have a label and an id that is
+    theirs alone."""
     assert len(FORMS) == 3
     for path in FORMS:
         form = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -117,8 +132,12 @@ def test_issue_forms_have_the_fields_that_the_host_requires() -> None:
 def test_issue_forms_name_commands_and_options_that_exist() -> None:
     surface = (ROOT / "tests" / "golden" / "surface_cli.txt").read_text(encoding="utf-8")
     options = dict(re.findall(r"^fsdp-tune (\S+)\n((?: .*\n)*)", surface, re.MULTILINE))
-    commands = re.findall(r"`fsdp-tune ([\w-]+)([^`]*)`", "".join(path.read_text(encoding="utf-8") for path in FORMS))
+    commands = re.findall(
+        r"`fsdp-tune ([\w-]+)([^`]*)`", "".join(path.read_text(encoding="utf-8") for path in FORMS)
+    )
     assert {"env", "doctor", "validate", "status"} <= {name for name, _ in commands}
     for name, rest in commands:
         assert name in options
-        assert [word for word in rest.split() if word.startswith("--") and f"option {word}" not in options[name]] == [], name
+        assert [
+            word for word in rest.split() if word.startswith("--") and f"option {word}" not in options[name]
+        ] == [], name

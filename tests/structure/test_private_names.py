@@ -1,6 +1,7 @@
 """Private names of libraries are in `model/internals/`, one module for each library, and nowhere else.
 
-A new minor version of the stack is allowed in pyproject.toml after this test and `scripts/test-newest` passed on it.
+A new minor version of the stack is allowed in pyproject.toml after this test and `scripts/test-newest` passed
+on it.
 """
 
 from __future__ import annotations
@@ -28,13 +29,29 @@ from tests.structure.sources import PACKAGE, Source, modules, parsed, root_name,
 pytestmark = pytest.mark.source
 
 INTERNALS = PACKAGE / "model" / "internals"
-STACK = {"torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors", "huggingface_hub", "torchao"}
+STACK = {
+    "torch",
+    "transformers",
+    "accelerate",
+    "peft",
+    "datasets",
+    "tokenizers",
+    "safetensors",
+    "huggingface_hub",
+    "torchao",
+}
 ENTRIES = entries()
-HOOKS = {entry.last for name, entry in ENTRIES.items() if "TRAINER_HOOKS" in name or name.endswith(".INIT_GROUP")}
-"""Methods that subclasses override or call. A library finds them by name, so that only their check can be with the other private names."""
+HOOKS = {
+    entry.last for name, entry in ENTRIES.items() if "TRAINER_HOOKS" in name or name.endswith(".INIT_GROUP")
+}
+"""Methods that subclasses override or call. A library finds them by name, so that only their check can be
+with the other private names."""
 DOCUMENTED_BY_PYTHON = {"os._exit", "sys._current_frames", "pickle._Unpickler"}
 BY_NAME = {"getattr", "hasattr", "setattr", "delattr", "replaced"}
-UNDOCUMENTED = {"transformers.masking_utils": {"ALL_MASK_ATTENTION_FUNCTIONS"}, "transformers.modeling_flash_attention_utils": set[str]()}
+UNDOCUMENTED = {
+    "transformers.masking_utils": {"ALL_MASK_ATTENTION_FUNCTIONS"},
+    "transformers.modeling_flash_attention_utils": set[str](),
+}
 """Modules without a stable interface, with what the documentation names of them."""
 OF_OTHER_BUILDS = {"_dump_nccl_trace", "_dump_nccl_trace_json", "_dump_xccl_trace", "_dump_xccl_trace_json"}
 
@@ -50,17 +67,25 @@ def _imported(module: Source) -> dict[str, str]:
         if isinstance(node, ast.ImportFrom) and node.module:
             names |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
         elif isinstance(node, ast.Import):
-            names |= {each.asname or each.name.split(".")[0]: each.name if each.asname else each.name.split(".")[0] for each in node.names}
+            names |= {
+                each.asname or each.name.split(".")[0]: each.name if each.asname else each.name.split(".")[0]
+                for each in node.names
+            }
     return {name: full for name, full in names.items() if full.split(".")[0] in STACK}
 
 
 def _defined(module: Source) -> set[str]:
-    """Return the private names that a module gives to its own functions, classes, attributes and constants."""
+    """Return the private names that a module gives to its own functions, classes, attributes and
+    constants."""
     found: set[str] = set()
     for node in module.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_named(node.value, "self", "cls"):
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and _is_named(node.value, "self", "cls")
+        ):
             found.add(node.attr)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
@@ -72,19 +97,34 @@ def _is_named(node: ast.expr, *names: str) -> bool:
 
 
 def private_names(module: Source) -> Iterator[str]:
-    """Yield what a module imports, reads, passes as a keyword or names in a string that is private to another module."""
+    """Yield what a module imports, reads, passes as a keyword or names in a string that is private to another
+    module."""
     imported, own = _imported(module), _defined(module)
     for node in module.nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in STACK:
             for each in node.names:
-                is_undocumented = node.module in UNDOCUMENTED and each.name not in UNDOCUMENTED[str(node.module)]
-                if _is_private(f"{node.module}.{each.name}") or is_undocumented or f"{node.module}.{each.name}" in UNDOCUMENTED:
+                is_undocumented = (
+                    node.module in UNDOCUMENTED and each.name not in UNDOCUMENTED[str(node.module)]
+                )
+                if (
+                    _is_private(f"{node.module}.{each.name}")
+                    or is_undocumented
+                    or f"{node.module}.{each.name}" in UNDOCUMENTED
+                ):
                     yield f"{node.module}.{each.name}"
         elif isinstance(node, ast.Import):
-            yield from (each.name for each in node.names if each.name.split(".")[0] in STACK and _is_private(each.name))
+            yield from (
+                each.name
+                for each in node.names
+                if each.name.split(".")[0] in STACK and _is_private(each.name)
+            )
         elif isinstance(node, ast.Attribute) and _is_private(node.attr):
             receiver = ast.unparse(node.value)
-            is_own = node.attr in own and (receiver in ("self", "cls", "super()") or receiver.isidentifier()) and receiver not in imported
+            is_own = (
+                node.attr in own
+                and (receiver in ("self", "cls", "super()") or receiver.isidentifier())
+                and receiver not in imported
+            )
             is_hook = node.attr in HOOKS and receiver in ("self", "super()")
             if not is_own and not is_hook and f"{receiver}.{node.attr}" not in DOCUMENTED_BY_PYTHON:
                 yield f"{receiver}.{node.attr}"
@@ -93,9 +133,17 @@ def private_names(module: Source) -> Iterator[str]:
             if isinstance(named, ast.Constant) and _is_private(str(named.value)):
                 yield f"{ast.unparse(node.func)}(…, {named.value!r})"
             if root_name(node.func) in imported:
-                yield from (f"{ast.unparse(node.func)}({each.arg}=…)" for each in node.keywords if each.arg and _is_private(each.arg))
+                yield from (
+                    f"{ast.unparse(node.func)}({each.arg}=…)"
+                    for each in node.keywords
+                    if each.arg and _is_private(each.arg)
+                )
         elif isinstance(node, ast.Subscript) and root_name(node.value) in imported:
-            yield from (str(each.value) for each in ast.walk(node.slice) if isinstance(each, ast.Constant) and _is_private(str(each.value)))
+            yield from (
+                str(each.value)
+                for each in ast.walk(node.slice)
+                if isinstance(each, ast.Constant) and _is_private(str(each.value))
+            )
 
 
 def test_private_names_of_libraries_are_in_one_module_for_each_library() -> None:
@@ -120,7 +168,8 @@ def test_private_names_of_libraries_are_in_one_module_for_each_library() -> None
         "from torch.distributed.fsdp import ShardingStrategy\nShardingStrategy['_HYBRID_SHARD_ZERO2']",
         "from transformers.masking_utils import find_packed_sequence_indices",
         "from transformers import masking_utils",
-        "from transformers import Trainer\nclass T(Trainer):\n    def train(self): return self._inner_training_loop()",
+        "from transformers import Trainer\nclass T(Trainer):\n    def train(self): return "
+        "self._inner_training_loop()",
     ],
 )
 def test_private_name_is_found(text: str) -> None:
@@ -148,7 +197,13 @@ def test_overridden_and_inherited_private_methods_are_listed() -> None:
     found: set[str] = set()
     for node, base in _subclasses():
         for each in ast.walk(node):
-            name = each.name if isinstance(each, ast.FunctionDef) else each.attr if isinstance(each, ast.Attribute) else ""
+            name = (
+                each.name
+                if isinstance(each, ast.FunctionDef)
+                else each.attr
+                if isinstance(each, ast.Attribute)
+                else ""
+            )
             if not _is_private(name) or name.startswith("__") or not hasattr(base, name):
                 continue
             if not isinstance(each, ast.Attribute) or ast.unparse(each.value) in ("self", "cls", "super()"):
@@ -164,7 +219,9 @@ def test_installed_version_has_the_names(library: str) -> None:
     installed = ".".join(metadata.version(library).split(".")[:2])
     for entry in (each for each in ENTRIES.values() if each.library == library):
         is_of_another_build = entry.path.rpartition(".")[2] in ("_orig_dtype", "_fsdp_param_groups")
-        assert installed in entry.read_in or is_of_another_build, f"read the source of {library} {installed}, then add it to READ_IN"
+        assert installed in entry.read_in or is_of_another_build, (
+            f"read the source of {library} {installed}, then add it to READ_IN"
+        )
         if isinstance(entry, Name | Parameter) and entry.last not in OF_OTHER_BUILDS:
             assert entry.exists(), f"{entry.path} is gone: what replaces it?"
 
@@ -173,8 +230,12 @@ def _without_the_module(module: str) -> Any:
     raise ModuleNotFoundError(f"No module named {module!r}")
 
 
-@pytest.mark.parametrize("import_module", [_without_the_module, lambda _: SimpleNamespace()], ids=["the module", "the name"])
-def test_version_without_a_name_has_the_fallback_or_is_refused(import_module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "import_module", [_without_the_module, lambda _: SimpleNamespace()], ids=["the module", "the name"]
+)
+def test_version_without_a_name_has_the_fallback_or_is_refused(
+    import_module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(internal, "importlib", SimpleNamespace(import_module=import_module))
     for name, entry in ENTRIES.items():
         fallback = NoFallback.REFUSED if isinstance(entry, Parameter) else entry.fallback  # type: ignore[attr-defined]
@@ -191,7 +252,11 @@ def _expect_refusal(entry: Internal) -> None:
         _use(entry)
     (problem,) = raised.value.problems
     assert (problem.code, raised.value.exit_code) == ("library-internal-missing", ExitCode.USAGE)
-    for part in (entry.feature, entry.path.replace(":", "."), f"{entry.library} {metadata.version(entry.library)}"):
+    for part in (
+        entry.feature,
+        entry.path.replace(":", "."),
+        f"{entry.library} {metadata.version(entry.library)}",
+    ):
         assert part in problem.message
     assert problem.hint == f'pip install "{entry.library}=={entry.read_in[-1]}.*"'
 
@@ -207,7 +272,9 @@ def test_each_entry_is_documented() -> None:
     for path in INTERNALS.glob("*_internals.py"):
         body = source(path).tree.body
         for index, node in enumerate(body):
-            if isinstance(node, ast.Assign) and not ast.unparse(node.targets[0]).startswith(("_", "(_", "READ_IN")):
+            if isinstance(node, ast.Assign) and not ast.unparse(node.targets[0]).startswith(
+                ("_", "(_", "READ_IN")
+            ):
                 after = next((each for each in body[index + 1 :] if not isinstance(each, ast.Assign)), None)
                 assert isinstance(after, ast.Expr), f"{path.name}: {ast.unparse(node.targets[0])}"
                 assert inspect.cleandoc(str(after.value.value))[-1] == ".", path.name  # type: ignore[attr-defined]

@@ -1,4 +1,5 @@
-"""An installed copy of the package is typed: a strict checker finds no unknown type in what the public Python API takes and returns."""
+"""An installed copy of the package is typed: a strict checker finds no unknown type in what the public Python
+API takes and returns."""
 
 from __future__ import annotations
 
@@ -32,15 +33,26 @@ IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @functools.cache
 def imported_names(module: str) -> dict[str, str]:
-    """Name → module of its definition, for every `from … import …` of a module, also those for type checkers only."""
+    """Name → module of its definition, for every `from … import …` of a module, also those for type checkers
+    only."""
     tree = ast.parse(inspect.getsource(importlib.import_module(module)))
-    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE)]
+    froms = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE)
+    ]
     return {alias.name: str(node.module) for node in froms for alias in node.names}
 
 
 def classes_in(annotation: object, module: str) -> Iterator[type]:
     """The classes of the package that an annotation names."""
-    text = annotation if isinstance(annotation, str) else annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    text = (
+        annotation
+        if isinstance(annotation, str)
+        else annotation.__name__
+        if isinstance(annotation, type)
+        else str(annotation)
+    )
     for name in set(IDENTIFIER.findall(text)):
         source = importlib.import_module(imported_names(module).get(name, module))
         found = getattr(source, name, None)
@@ -49,8 +61,15 @@ def classes_in(annotation: object, module: str) -> Iterator[type]:
 
 
 def annotations_of(value: object) -> list[object]:
-    """Annotations of parameters and result of a function, of what a property returns, or of a class's fields."""
-    value = value.fget if isinstance(value, property) else value.func if isinstance(value, functools.cached_property) else value
+    """Annotations of parameters and result of a function, of what a property returns, or of a class's
+    fields."""
+    value = (
+        value.fget
+        if isinstance(value, property)
+        else value.func
+        if isinstance(value, functools.cached_property)
+        else value
+    )
     value = getattr(value, "__func__", value)
     return list(getattr(value, "__annotations__", {}).values())
 
@@ -63,13 +82,16 @@ def public_members(kind: type) -> list[str]:
 
 
 def reachable() -> list[type]:
-    """The classes of the package that a caller of the public API can hold, in the order in which they are found."""
+    """The classes of the package that a caller of the public API can hold, in the order in which they are
+    found."""
     found: dict[type, None] = {}
     waiting: list[type] = []
     for name in fsdp_tune.__all__:
         value = getattr(fsdp_tune, name)
         waiting += (
-            [value] if isinstance(value, type) else [kind for each in annotations_of(value) for kind in classes_in(each, value.__module__)]
+            [value]
+            if isinstance(value, type)
+            else [kind for each in annotations_of(value) for kind in classes_in(each, value.__module__)]
         )
     while waiting:
         kind = waiting.pop()
@@ -85,7 +107,8 @@ def reachable() -> list[type]:
 
 
 def program() -> str:
-    """A program that uses every public name, and every public member of every class that one of them leads to."""
+    """A program that uses every public name, and every public member of every class that one of them leads
+    to."""
     lines = ["import fsdp_tune", *sorted({f"import {kind.__module__}" for kind in reachable()}), ""]
     lines += [f"print(fsdp_tune.{name})" for name in fsdp_tune.__all__]
     for number, kind in enumerate(reachable()):
@@ -103,8 +126,12 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("installed")
     venv.create(folder, with_pip=False, symlinks=True)
     site = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
-    (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")  # a path in a .pth: its own are not read
-    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]["targets"]["wheel"]
+    (site / "libraries.pth").write_text(
+        sysconfig.get_path("purelib") + "\n", encoding="utf-8"
+    )  # a path in a .pth: its own are not read
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"][
+        "targets"
+    ]["wheel"]
     for package in wheel["packages"]:
         shutil.copytree(ROOT / package, site / package, ignore=shutil.ignore_patterns("__pycache__"))
     return folder / "bin" / "python"
@@ -115,13 +142,29 @@ def errors_of(python: Path, folder: Path, source: str) -> list[str]:
     (folder / "uses.py").write_text(source, encoding="utf-8")
     settings = {"typeCheckingMode": "strict", "include": ["uses.py"], "reportMissingTypeStubs": False}
     (folder / "pyrightconfig.json").write_text(json.dumps(settings), encoding="utf-8")
-    command = [sys.executable, "-m", "basedpyright", "--outputjson", "--pythonpath", str(python), "--project", str(folder)]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # which would lead to the checkout
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, env=environment, timeout=300)
+    command = [
+        sys.executable,
+        "-m",
+        "basedpyright",
+        "--outputjson",
+        "--pythonpath",
+        str(python),
+        "--project",
+        str(folder),
+    ]
+    environment = {
+        name: value for name, value in os.environ.items() if name != "PYTHONPATH"
+    }  # which would lead to the checkout
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=folder, env=environment, timeout=300
+    )
     report: dict[str, Any] = json.loads(done.stdout)
     assert report["summary"]["filesAnalyzed"] == 1, done.stderr
     lines = source.splitlines()
-    return [f"{lines[each['range']['start']['line']].strip()}: {each['message']}" for each in report["generalDiagnostics"]]
+    return [
+        f"{lines[each['range']['start']['line']].strip()}: {each['message']}"
+        for each in report["generalDiagnostics"]
+    ]
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""`scripts/release` refuses what must not be published: facts that disagree, and builds with missing, large or foreign files."""
+"""`scripts/release` refuses what must not be published: facts that disagree, and builds with missing, large
+or foreign files."""
 
 from __future__ import annotations
 
@@ -28,7 +29,12 @@ def release() -> ModuleType:
 
 
 def git(folder: Path, *words: str) -> None:
-    subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@example.org", *words], cwd=folder, check=True, capture_output=True)
+    subprocess.run(
+        ["git", "-c", "user.name=a", "-c", "user.email=a@example.org", *words],
+        cwd=folder,
+        check=True,
+        capture_output=True,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +65,26 @@ def test_release_whose_facts_agree_is_not_refused(release: ModuleType, tagged: P
 @pytest.mark.parametrize(
     ("name", "old", "new", "expected"),
     [
-        ("CHANGELOG.md", "# Changelog\n", "# Changelog\n\n## Unreleased\n", "CHANGELOG.md starts with `## Unreleased`"),
+        (
+            "CHANGELOG.md",
+            "# Changelog\n",
+            "# Changelog\n\n## Unreleased\n",
+            "CHANGELOG.md starts with `## Unreleased`",
+        ),
         ("CHANGELOG.md", "## 0.3.0 (2027-01-02)", "## 0.3.0", "write `## 0.3.0 (YYYY-MM-DD)`"),
-        ("CHANGELOG.md", "2027-01-02", "2027-01-03", "CITATION.cff was released on 2027-01-02, and CHANGELOG.md says 2027-01-03"),
+        (
+            "CHANGELOG.md",
+            "2027-01-02",
+            "2027-01-03",
+            "CITATION.cff was released on 2027-01-02, and CHANGELOG.md says 2027-01-03",
+        ),
         ("CITATION.cff", "0.3.0", "0.2.0", "CITATION.cff has version 0.2.0"),
         ("pyproject.toml", "github.com/someone/", "fsdp-tune.example/", "Homepage have the reserved host"),
     ],
 )
-def test_facts_that_disagree_are_named(release: ModuleType, tagged: Path, name: str, old: str, new: str, expected: str) -> None:
+def test_facts_that_disagree_are_named(
+    release: ModuleType, tagged: Path, name: str, old: str, new: str, expected: str
+) -> None:
     text = (tagged / name).read_text()
     (tagged / name).write_text(text.replace(old, new))
     try:
@@ -85,12 +103,21 @@ def test_commit_without_the_tag_of_its_version_is_refused(release: ModuleType, t
 
 def files_of_a_build(folder: Path) -> tuple[dict[str, bytes], dict[str, bytes]]:
     info = "fsdp_tune-0.3.0.dist-info"
-    package = ("fsdp_tune/py.typed", "fsdp_tune/configs/gpt2_smoke.yaml", "fsdp_tune/docs/errors.md", f"{info}/licenses/LICENSE")
+    package = (
+        "fsdp_tune/py.typed",
+        "fsdp_tune/configs/gpt2_smoke.yaml",
+        "fsdp_tune/docs/errors.md",
+        f"{info}/licenses/LICENSE",
+    )
     wheel = dict.fromkeys(package, b"") | {f"{info}/METADATA": b"Name: fsdp-tune\nVersion: 0.3.0\n\n"}
-    return wheel, dict.fromkeys(("LICENSE", "CHANGELOG.md", "pyproject.toml", "fsdp_tune/py.typed", "PKG-INFO"), b"")
+    return wheel, dict.fromkeys(
+        ("LICENSE", "CHANGELOG.md", "pyproject.toml", "fsdp_tune/py.typed", "PKG-INFO"), b""
+    )
 
 
-def problems(release: ModuleType, folder: Path, wheel: dict[str, bytes], sdist: dict[str, bytes]) -> Iterator[str]:
+def problems(
+    release: ModuleType, folder: Path, wheel: dict[str, bytes], sdist: dict[str, bytes]
+) -> Iterator[str]:
     with zipfile.ZipFile(folder / "wheel", "w") as archive:
         for name, content in wheel.items():
             archive.writestr(name, content)
@@ -107,7 +134,10 @@ def test_complete_build_is_not_refused(release: ModuleType, tmp_path: Path) -> N
     assert list(problems(release, tmp_path, *files_of_a_build(tmp_path))) == []
 
 
-@pytest.mark.parametrize("name", ["fsdp_tune/py.typed", "fsdp_tune/configs/gpt2_smoke.yaml", "fsdp_tune-0.3.0.dist-info/licenses/LICENSE"])
+@pytest.mark.parametrize(
+    "name",
+    ["fsdp_tune/py.typed", "fsdp_tune/configs/gpt2_smoke.yaml", "fsdp_tune-0.3.0.dist-info/licenses/LICENSE"],
+)
 def test_wheel_without_a_file_is_refused(release: ModuleType, tmp_path: Path, name: str) -> None:
     wheel, sdist = files_of_a_build(tmp_path)
     del wheel[name]

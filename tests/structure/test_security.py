@@ -1,4 +1,5 @@
-"""Nothing that comes from a checkpoint, a data set or a recipe runs code: calls that the source must not contain."""
+"""Nothing that comes from a checkpoint, a data set or a recipe runs code: calls that the source must not
+contain."""
 
 from __future__ import annotations
 
@@ -9,9 +10,21 @@ import pytest
 
 from tests.structure.sources import Source, modules, parsed
 
-# A call that runs what a file says, or a shell. pickle.Unpickler alone may be derived from: with an allow-list of its own.
+# A call that runs what a file says, or a shell. pickle.Unpickler alone may be derived from: with an
+# allow-list of its own.
 FORBIDDEN_CALLS = frozenset(
-    {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "pickle.load", "pickle.loads", "yaml.unsafe_load", "yaml.full_load"}
+    {
+        "eval",
+        "exec",
+        "compile",
+        "__import__",
+        "os.system",
+        "os.popen",
+        "pickle.load",
+        "pickle.loads",
+        "yaml.unsafe_load",
+        "yaml.full_load",
+    }
     | {"marshal.loads", "shelve.open", "torch.hub.load", "shutil.unpack_archive", "joblib.load"}
 )
 
@@ -35,11 +48,15 @@ def offences(module: Source) -> list[str]:
             found.append(name)
         if name == "torch.load" and keyword(call, "weights_only") != "True":
             found.append("torch.load without weights_only=True")
-        if name == "yaml.load" and "SafeLoader" not in (keyword(call, "Loader") or "".join(map(ast.unparse, call.args[1:]))):
+        if name == "yaml.load" and "SafeLoader" not in (
+            keyword(call, "Loader") or "".join(map(ast.unparse, call.args[1:]))
+        ):
             found.append("yaml.load without a safe loader")
         if keyword(call, "shell") not in (None, "False"):
             found.append("a shell")
-        found += [f"{each}=True" for each in ("trust_remote_code", "allow_pickle") if keyword(call, each) == "True"]
+        found += [
+            f"{each}=True" for each in ("trust_remote_code", "allow_pickle") if keyword(call, each) == "True"
+        ]
         if name.endswith("extractall") and keyword(call, "filter") is None:
             found.append("extractall without a filter")
     return [f"{module.path.name}: {offence}" for offence in found]
@@ -51,9 +68,22 @@ def test_package_never_executes_file_contents() -> None:
 
 
 def test_yaml_of_users_is_read_by_one_reader() -> None:
-    """PyYAML's functions expand aliases of aliases, recurse without a limit, and take the last of two equal keys."""
-    loads = ("yaml.load", "yaml.safe_load", "yaml.load_all", "yaml.safe_load_all", "yaml.compose", "yaml.parse")
-    calls = [(module.path.name, node) for module in modules() for node in module.nodes if isinstance(node, ast.Call)]
+    """PyYAML's functions expand aliases of aliases, recurse without a limit, and take the last of two equal
+    keys."""
+    loads = (
+        "yaml.load",
+        "yaml.safe_load",
+        "yaml.load_all",
+        "yaml.safe_load_all",
+        "yaml.compose",
+        "yaml.parse",
+    )
+    calls = [
+        (module.path.name, node)
+        for module in modules()
+        for node in module.nodes
+        if isinstance(node, ast.Call)
+    ]
     found = {(module, ast.unparse(call.args[0])) for module, call in calls if dotted_name(call.func) in loads}
     own_table, one_word = ("gpus.py", "TABLE.read_text(encoding='utf-8')"), ("foreign_file.py", "node.text")
     assert found == {own_table, one_word}
@@ -76,10 +106,15 @@ def test_search_finds_planted_calls(source: str) -> None:
 
 
 def test_every_unpickler_has_an_allow_list() -> None:
-    """An Unpickler that overrides `find_class` decides by itself what a pickle may name; another one imports anything."""
-    kinds = [(module, node) for module in modules() for node in module.nodes if isinstance(node, ast.ClassDef)]
+    """An Unpickler that overrides `find_class` decides by itself what a pickle may name; another one imports
+    anything."""
+    kinds = [
+        (module, node) for module in modules() for node in module.nodes if isinstance(node, ast.ClassDef)
+    ]
     found = {
-        f"{module.path.name}: {kind.name}": any(isinstance(each, ast.FunctionDef) and each.name == "find_class" for each in kind.body)
+        f"{module.path.name}: {kind.name}": any(
+            isinstance(each, ast.FunctionDef) and each.name == "find_class" for each in kind.body
+        )
         for module, kind in kinds
         if any("Unpickler" in ast.unparse(base) for base in kind.bases)
     }

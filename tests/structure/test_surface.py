@@ -16,7 +16,16 @@ import typer.main
 from fsdp_tune.cli.app import app
 from tests.structure.interpreter import Interpreter, fresh_interpreter
 
-HEAVY = ("torch", "transformers", "accelerate", "datasets", "numpy", "pyarrow", "tokenizers", "huggingface_hub")
+HEAVY = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "numpy",
+    "pyarrow",
+    "tokenizers",
+    "huggingface_hub",
+)
 REFERENCE_IMPORTS = "import typer, pydantic, yaml, rich.console"
 
 
@@ -41,7 +50,9 @@ def surface() -> str:
                 continue  # Typer's own
             names = ", ".join([*parameter.opts, *parameter.secondary_opts])
             annotation = parameter.type_descriptor.annotation
-            choices = [str(value) for value in get_args(annotation)] if get_origin(annotation) is Literal else []
+            choices = (
+                [str(value) for value in get_args(annotation)] if get_origin(annotation) is Literal else []
+            )
             kind = "|".join(choices) or getattr(annotation, "__name__", str(annotation))
             many = " repeatable" if getattr(parameter, "multiple", False) else ""
             lines.append(f"    {parameter.param_type_name} {names}: {kind}{many} = {parameter.default}")
@@ -100,12 +111,17 @@ READS_NO_DATA = {
         ("report .", READS_NO_DATA - {"data", "numpy", "jinja2"}),
     ],
 )
-def test_command_loads_no_room_that_it_does_not_use(arguments: str, unneeded: set[str], interpreter: Interpreter) -> None:
+def test_command_loads_no_room_that_it_does_not_use(
+    arguments: str, unneeded: set[str], interpreter: Interpreter
+) -> None:
     """One import at the top of a shared module once doubled the start of every command."""
     assert not unneeded & interpreter.run(*arguments.split()).rooms
 
 
-@pytest.mark.parametrize("arguments", [["--bogus"], ["train", "--bogus"], ["train", "--set"], ["bogus"], ["train", "a", "b"], ["recipes"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--bogus"], ["train", "--bogus"], ["train", "--set"], ["bogus"], ["train", "a", "b"], ["recipes"]],
+)
 def test_usage_errors_use_own_format_in_text_and_json(arguments: list[str], interpreter: Interpreter) -> None:
     text, document = (interpreter.run(*arguments[:1], *extra, *arguments[1:]) for extra in ([], ["--json"]))
     assert (text.code, document.code) == (2, 2)
@@ -121,18 +137,23 @@ def test_shell_completion_is_available(shell: str, interpreter: Interpreter) -> 
 
 
 def cpu_seconds(program: str) -> float:
-    """Return the least CPU time of a few starts of an interpreter: a busy machine adds to it and takes nothing away."""
+    """Return the least CPU time of a few starts of an interpreter: a busy machine adds to it and takes
+    nothing away."""
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
     times: list[float] = []
     for _ in range(4):
         before = os.times()
         subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, env=environment)
         after = os.times()
-        times.append(after.children_user + after.children_system - before.children_user - before.children_system)
+        times.append(
+            after.children_user + after.children_system - before.children_user - before.children_system
+        )
     return min(times)
 
 
 @pytest.mark.slow
 def test_start_up_costs_at_most_twice_its_libraries() -> None:
-    help_program = "import sys; sys.argv = ['fsdp-tune', '--help']; from fsdp_tune.cli.app import main; main()"
+    help_program = (
+        "import sys; sys.argv = ['fsdp-tune', '--help']; from fsdp_tune.cli.app import main; main()"
+    )
     assert cpu_seconds(help_program) <= 2 * cpu_seconds(REFERENCE_IMPORTS)

@@ -9,12 +9,26 @@ import pytest
 
 pytestmark = pytest.mark.source
 
-SUITES = {"architectures", "benchmarks", "chaos", "cuda", "exports", "faults", "fuzz", "gpu", "parity", "structure"}
+SUITES = {
+    "architectures",
+    "benchmarks",
+    "chaos",
+    "cuda",
+    "exports",
+    "faults",
+    "fuzz",
+    "gpu",
+    "parity",
+    "structure",
+}
 """Folders that test several rooms together."""
 
 
 def test_test_folders_mirror_package_and_are_documented(repository: Path) -> None:
-    folders = {path.relative_to(repository / "tests").parts[0] for path in (repository / "tests").glob("*/**/test_*.py")}
+    folders = {
+        path.relative_to(repository / "tests").parts[0]
+        for path in (repository / "tests").glob("*/**/test_*.py")
+    }
     rooms = {path.name for path in (repository / "fsdp_tune").iterdir() if (path / "__init__.py").is_file()}
     assert folders - rooms == SUITES
     page = (repository / "docs" / "development" / "testing.md").read_text(encoding="utf-8")
@@ -23,7 +37,11 @@ def test_test_folders_mirror_package_and_are_documented(repository: Path) -> Non
 
 def test_test_files_are_named_after_a_module_of_their_room(repository: Path) -> None:
     """`test_MODULE.py` or `test_MODULE_ASPECT.py`; in `tests/cli/` the name of a command serves too."""
-    commands = re.findall(r"^fsdp-tune ([a-z][a-z-]*)", (repository / "tests" / "golden" / "surface_cli.txt").read_text(), re.MULTILINE)
+    commands = re.findall(
+        r"^fsdp-tune ([a-z][a-z-]*)",
+        (repository / "tests" / "golden" / "surface_cli.txt").read_text(),
+        re.MULTILINE,
+    )
     assert "merge-checkpoint" in commands
     strangers = []
     for path in sorted((repository / "tests").glob("*/**/test_*.py")):

@@ -1,7 +1,8 @@
-"""Stand-ins for an accelerator, in a build of torch that has none: late as the real one is, and as strict about misuse.
+"""Stand-ins for an accelerator, in a build of torch that has none: late as the real one is, and as strict
+about misuse.
 
-What they copy: `torch/cuda/streams.py` and `aten/src/ATen/cuda/CUDAEvent.h` (events), `torch/cuda/random.py` (generators),
-`_new_process_group_helper` in `torch/distributed/distributed_c10d.py` (process groups).
+What they copy: `torch/cuda/streams.py` and `aten/src/ATen/cuda/CUDAEvent.h` (events), `torch/cuda/random.py`
+(generators), `_new_process_group_helper` in `torch/distributed/distributed_c10d.py` (process groups).
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class Event:
 
 
 class PinnedScalar:
-    """A page-locked tensor of no dimensions: a copy into it that does not block arrives when the device comes to it."""
+    """A page-locked tensor of no dimensions: a copy into it that does not block arrives when the device comes
+    to it."""
 
     def __init__(self, queue: Queue) -> None:
         self._queue, self._tensor = queue, torch.zeros(())
@@ -109,7 +111,8 @@ def late_cuda() -> Iterator[Queue]:
 
 
 class _Collectives(dist.ProcessGroupGloo):
-    """A device's backend, with gloo underneath: splits, connects when its device is bound, and takes its limit from options."""
+    """A device's backend, with gloo underneath: splits, connects when its device is bound, and takes its
+    limit from options."""
 
     class Options:
         _timeout: timedelta
@@ -141,13 +144,18 @@ def _make_hccl(group: Any, _options: Any) -> _Collectives:
 
 @contextlib.contextmanager
 def devices(device_type: str, count: int) -> Iterator[list[int]]:
-    """A machine with `count` devices, and their backend; yields the indices that were set. `npu` stays known to the process.
+    """A machine with `count` devices, and their backend; yields the indices that were set. `npu` stays known
+    to the process.
 
-    `torch.accelerator.is_available` is false: a mesh then makes its groups by `new_group`, since gloo underneath cannot split.
+    `torch.accelerator.is_available` is false: a mesh then makes its groups by `new_group`, since gloo
+    underneath cannot split.
     """
     chosen: list[int] = []
     module = SimpleNamespace(
-        device_count=lambda: count, is_available=lambda: count > 0, set_device=chosen.append, is_initialized=lambda: bool(chosen)
+        device_count=lambda: count,
+        is_available=lambda: count > 0,
+        set_device=chosen.append,
+        is_initialized=lambda: bool(chosen),
     )
     if device_type == "npu" and not hasattr(torch, "npu"):
         torch.utils.rename_privateuse1_backend("npu")
@@ -156,11 +164,17 @@ def devices(device_type: str, count: int) -> Iterator[list[int]]:
     built_in = {"cuda": "NCCL", "xpu": "XCCL"}.get(device_type)
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch, device_type, module))
-        stack.enter_context(mock.patch.object(torch.accelerator, "current_accelerator", return_value=torch.device(device_type)))
+        stack.enter_context(
+            mock.patch.object(
+                torch.accelerator, "current_accelerator", return_value=torch.device(device_type)
+            )
+        )
         stack.enter_context(mock.patch.object(torch.accelerator, "device_count", return_value=count))
         stack.enter_context(mock.patch.object(torch.accelerator, "is_available", return_value=False))
         if built_in is not None:
-            stack.enter_context(mock.patch.object(c10d, f"is_{built_in.lower()}_available", return_value=True))
+            stack.enter_context(
+                mock.patch.object(c10d, f"is_{built_in.lower()}_available", return_value=True)
+            )
             stack.enter_context(mock.patch.object(c10d, f"ProcessGroup{built_in}", _Collectives, create=True))
         try:
             yield chosen

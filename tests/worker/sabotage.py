@@ -28,7 +28,9 @@ def freed_after_every_micro_batch() -> AbstractContextManager[Any]:
 
 
 def no_resharding() -> AbstractContextManager[Any]:
-    return patch("fsdp_tune.recipe.schema.recipe.Recipe.reshards_after_forward", property(lambda recipe: False))
+    return patch(
+        "fsdp_tune.recipe.schema.recipe.Recipe.reshards_after_forward", property(lambda recipe: False)
+    )
 
 
 def _policy(**changes: Any) -> Callable[[], AbstractContextManager[Any]]:
@@ -39,7 +41,9 @@ def _policy(**changes: Any) -> Callable[[], AbstractContextManager[Any]]:
 
         original = wrap.mixed_precision_policy
         fields = {key: getattr(torch, value) for key, value in changes.items()}
-        return patch.object(wrap, "mixed_precision_policy", lambda recipe: dataclasses.replace(original(recipe), **fields))
+        return patch.object(
+            wrap, "mixed_precision_policy", lambda recipe: dataclasses.replace(original(recipe), **fields)
+        )
 
     return start
 
@@ -52,7 +56,9 @@ def reduced_in_bf16_on_one_rank() -> AbstractContextManager[Any]:
 
     original = wrap.mixed_precision_policy
     changes = {"reduce_dtype": torch.bfloat16} if dist.get_rank() == 1 else {}
-    return patch.object(wrap, "mixed_precision_policy", lambda recipe: dataclasses.replace(original(recipe), **changes))
+    return patch.object(
+        wrap, "mixed_precision_policy", lambda recipe: dataclasses.replace(original(recipe), **changes)
+    )
 
 
 def not_offloaded() -> AbstractContextManager[Any]:
@@ -64,13 +70,18 @@ def not_offloaded() -> AbstractContextManager[Any]:
 def offloaded() -> AbstractContextManager[Any]:
     from torch.distributed.fsdp import CPUOffloadPolicy
 
-    return patch(_wrap_option("offload_policy"), lambda recipe, device_type: CPUOffloadPolicy(pin_memory=False))
+    return patch(
+        _wrap_option("offload_policy"), lambda recipe, device_type: CPUOffloadPolicy(pin_memory=False)
+    )
 
 
 def one_mesh_instead_of_two_copies() -> AbstractContextManager[Any]:
     from torch.distributed.device_mesh import init_device_mesh
 
-    return patch("fsdp_tune.model.loading.assemble.make_mesh", lambda recipe, device_type: init_device_mesh(device_type, (4,)))
+    return patch(
+        "fsdp_tune.model.loading.assemble.make_mesh",
+        lambda recipe, device_type: init_device_mesh(device_type, (4,)),
+    )
 
 
 def _units(keep: Callable[[Any], Any]) -> Callable[[], AbstractContextManager[Any]]:
@@ -90,7 +101,11 @@ def no_recomputation() -> AbstractContextManager[Any]:
 def every_layer_recomputed() -> AbstractContextManager[Any]:
     from fsdp_tune.model.shard import recompute
 
-    return patch.object(recompute, "checkpointed_layers", lambda recipe, model: recompute.decoder_layers(model, recipe.layer_classes))
+    return patch.object(
+        recompute,
+        "checkpointed_layers",
+        lambda recipe, model: recompute.decoder_layers(model, recipe.layer_classes),
+    )
 
 
 def no_prefetch() -> AbstractContextManager[Any]:
@@ -115,7 +130,9 @@ def plain_ddp() -> AbstractContextManager[Any]:
     from fsdp_tune.model.loading import assemble as load
     from fsdp_tune.model.shard import wrap
 
-    return patch.object(load, "wrap", lambda recipe, model, units, mesh, device: wrap._wrap_ddp(model.to(device), device))
+    return patch.object(
+        load, "wrap", lambda recipe, model, units, mesh, device: wrap._wrap_ddp(model.to(device), device)
+    )
 
 
 def other_order_on_one_rank() -> AbstractContextManager[Any]:

@@ -13,8 +13,18 @@ from tests.session import made_once
 
 STEPS = 3
 """The first update is that of step 2, since the learning rate warms up; the last step has a checkpoint."""
-SHORT: dict[str, Any] = {"training": {"max_steps": STEPS, "save_steps": STEPS, "eval_strategy": "no", "witness": "first"}}
-COMPARED: dict[str, Any] = {"training": {"max_steps": 6, "save_steps": 6, "eval_strategy": "steps", "eval_steps": 6, "witness": "first"}}
+SHORT: dict[str, Any] = {
+    "training": {"max_steps": STEPS, "save_steps": STEPS, "eval_strategy": "no", "witness": "first"}
+}
+COMPARED: dict[str, Any] = {
+    "training": {
+        "max_steps": 6,
+        "save_steps": 6,
+        "eval_strategy": "steps",
+        "eval_steps": 6,
+        "witness": "first",
+    }
+}
 """Changes of a run whose trajectory is compared with `bench.reference(…, steps=6)`."""
 
 
@@ -27,7 +37,12 @@ def new_run(bench: Bench, case: Case = Case(), changes: dict[str, Any] | None = 
     return bench.written_run(short_recipe(bench, case, changes), packed=case.packed)
 
 
-def trained(bench: Bench, case: Case = Case(), changes: dict[str, Any] | None = None, worker: Worker | None = None) -> RunDir:  # noqa: B008
+def trained(
+    bench: Bench,
+    case: Case = Case(),  # noqa: B008
+    changes: dict[str, Any] | None = None,
+    worker: Worker | None = None,
+) -> RunDir:
     """Return a new run that has finished."""
     run = new_run(bench, case, changes)
     runs.train(bench.on_ranks, run, case.ranks, worker or (runs.run_with_kernels if case.kernels else None))

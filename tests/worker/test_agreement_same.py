@@ -1,4 +1,5 @@
-"""Ranks are compared before they load anything, and a stop signal to loader processes stops only the ranks."""
+"""Ranks are compared before they load anything, and a stop signal to loader processes stops only the
+ranks."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def read_on_after(path: str, number: int) -> list[int]:
     store = RowStore(path)
     import numpy as np
 
-    order = RowOrder(lambda epoch, lengths, _: np.arange(len(lengths), dtype=np.int64), store.lengths, [Attempt(0, 4)])
+    order = RowOrder(
+        lambda epoch, lengths, _: np.arange(len(lengths), dtype=np.int64), store.lengths, [Attempt(0, 4)]
+    )
     sampler = MicroBatches(order, data_rank=0, data_size=1, micro_batch=4, accumulation=1)
     batches = iter(loader(store, sampler, Collator(0, 1), workers=1, pin_memory=False, prefetch=2))
     rows = list(next(batches).row_ids)

@@ -1,4 +1,5 @@
-"""By what the best checkpoint is chosen: which changes of metric, direction and rows make it another choice."""
+"""By what the best checkpoint is chosen: which changes of metric, direction and rows make it another
+choice."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ from fsdp_tune.worker.best import chosen_by, start_anew
 
 
 def rows(*lengths: int) -> Any:
-    return [Row(np.arange(length, dtype=np.int32), np.arange(length, dtype=np.int32), (length,), 0) for length in lengths]
+    return [
+        Row(np.arange(length, dtype=np.int32), np.arange(length, dtype=np.int32), (length,), 0)
+        for length in lengths
+    ]
 
 
 def choice(metric: str | None, evals: dict[str, Any], *, greater: bool = False) -> str | None:
@@ -22,7 +26,11 @@ def choice(metric: str | None, evals: dict[str, Any], *, greater: bool = False) 
 
 
 def test_metric_of_one_set_does_not_depend_on_the_others() -> None:
-    easy, both, other = {"easy": rows(3, 4)}, {"easy": rows(3, 4), "hard": rows(5)}, {"easy": rows(3, 4), "hard": rows(6)}
+    easy, both, other = (
+        {"easy": rows(3, 4)},
+        {"easy": rows(3, 4), "hard": rows(5)},
+        {"easy": rows(3, 4), "hard": rows(6)},
+    )
     for metric in ("eval_easy_loss", "easy_perplexity", "eval_easy_hits"):
         assert choice(metric, both) == choice(metric, other)
         assert choice(metric, both) != choice(metric, {"easy": rows(4, 3), "hard": rows(5)})
@@ -43,5 +51,9 @@ def test_evaluations_without_improvement_are_counted_anew() -> None:
     assert before is not None
     assert now is not None
     assert "(2) of step 3" in start_anew(state, [stopping], before, now)
-    assert (state.best_metric, state.best_global_step, stopping.early_stopping_patience_counter) == (None, None, 0)
+    assert (state.best_metric, state.best_global_step, stopping.early_stopping_patience_counter) == (
+        None,
+        None,
+        0,
+    )
     assert start_anew(state, [stopping], before, now) == "", "there was no best"

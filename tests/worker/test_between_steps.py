@@ -1,4 +1,5 @@
-"""`evaluation.when: between_steps`: the ranks wait for the scores of a save, and compute what they compute without."""
+"""`evaluation.when: between_steps`: the ranks wait for the scores of a save, and compute what they compute
+without."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ PRINTS = f"import json; print(json.dumps({SCORES}))"
 PRINTS_LATE = f"import time; time.sleep(6); {PRINTS}"
 WAITS = "import sys, time, os; open(sys.argv[1] + '/pid', 'w').write(str(os.getpid())); time.sleep(99)"
 CHANGES: dict[str, Any] = {"training": {"max_steps": 4, "save_steps": 2, "save_total_limit": None}}
-EVALUATION: dict[str, Any] = {"evaluation": {"sets": [{"path": "rows.jsonl", "label": "sums"}], "when": "between_steps"}}
+EVALUATION: dict[str, Any] = {
+    "evaluation": {"sets": [{"path": "rows.jsonl", "label": "sums"}], "when": "between_steps"}
+}
 
 pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 
@@ -47,7 +50,8 @@ def scored_by(path: str, program: str) -> dict[str, Any]:
 
 
 def signalled(path: str, program: str) -> dict[str, Any]:
-    """On a rank: the second of two gets SIGTERM while both wait; the time from there to the end of the wait is in `seconds`."""
+    """On a rank: the second of two gets SIGTERM while both wait; the time from there to the end of the wait
+    is in `seconds`."""
     import torch.distributed as dist
 
     run = RunDir(Path(path))
@@ -72,7 +76,11 @@ def signalled(path: str, program: str) -> dict[str, Any]:
 
 
 def events(run: RunDir) -> list[tuple[str, int]]:
-    return [(line["event"], line["step"]) for line in runs.lines(run) if "checkpoint_evaluat" in line.get("event", "")]
+    return [
+        (line["event"], line["step"])
+        for line in runs.lines(run)
+        if "checkpoint_evaluat" in line.get("event", "")
+    ]
 
 
 def numbers(run: RunDir) -> list[tuple[float, float]]:
@@ -86,7 +94,8 @@ def test_ranks_wait_for_the_scores_and_the_run_is_bitwise_the_same(bench: Bench)
     assert [each["exit_reason"] for each in outcomes] == ["finished", "finished"]
     assert numbers(alone) == numbers(waiting)
     one, other = (
-        {str(file.relative_to(run.path)): file.read_bytes() for file in run.checkpoint(4).rglob("*.distcp")} for run in (alone, waiting)
+        {str(file.relative_to(run.path)): file.read_bytes() for file in run.checkpoint(4).rglob("*.distcp")}
+        for run in (alone, waiting)
     )
     assert one == other
     assert len(one) >= 2, "model and optimizer"
@@ -104,7 +113,11 @@ def test_evaluation_that_fails_is_an_event_and_the_run_continues(bench: Bench) -
 
 def test_signal_ends_the_wait_within_a_second_and_the_run_saves(bench: Bench) -> None:
     """The next step needs the memory, so the process of the evaluation is gone by then."""
-    run = new_run(bench, Case(ranks=2), {"training": CHANGES["training"] | {"max_steps": 8, "save_steps": 2}} | EVALUATION)
+    run = new_run(
+        bench,
+        Case(ranks=2),
+        {"training": CHANGES["training"] | {"max_steps": 8, "save_steps": 2}} | EVALUATION,
+    )
     _, outcome = bench.on_ranks.run(2, signalled, str(run.path), WAITS)
     assert outcome["exit_reason"] == "preempted"
     [seconds] = outcome["seconds"]
@@ -124,7 +137,11 @@ def test_checkpoint_whose_wait_was_cut_is_scored_with_the_next_one(tmp_path: Pat
     run.logs.mkdir(parents=True)
     for step in (10, 20, 30):
         save(run, step)
-    document = {"model": {"name_or_path": "gpt2"}, "launch": {"device": "cpu"}, "output_dir": str(run.path)} | EVALUATION
+    document = {
+        "model": {"name_or_path": "gpt2"},
+        "launch": {"device": "cpu"},
+        "output_dir": str(run.path),
+    } | EVALUATION
     recipe, found = Recipe.model_validate(document), list[Any]()
     record = EvaluationRecord.of(recipe.evaluation, {"sums": "digest"})
     record.write(run.evaluation_json)

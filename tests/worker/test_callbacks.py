@@ -19,8 +19,17 @@ def test_warnings_of_the_read_back_are_printed(tmp_path: Any, monkeypatch: pytes
     said: list[str] = []
     nothing = SimpleNamespace(beat=lambda *_: None, mark=lambda *_: None, event=lambda *_, **__: None)
     stop_request: Any = SimpleNamespace(training=False)
-    callback = RunCallback(RunDir(tmp_path), stop_request, said.append, Witness("off", lambda _: None), is_first=False, saves=True)
-    callback.trainer = SimpleNamespace(parts=SimpleNamespace(recipe=None, loaded=None, heartbeat=nothing, metrics=nothing))  # type: ignore[assignment]
+    callback = RunCallback(
+        RunDir(tmp_path),
+        stop_request,
+        said.append,
+        Witness("off", lambda _: None),
+        is_first=False,
+        saves=True,
+    )
+    callback.trainer = SimpleNamespace(
+        parts=SimpleNamespace(recipe=None, loaded=None, heartbeat=nothing, metrics=nothing)
+    )  # type: ignore[assignment]
     monkeypatch.setattr(callbacks, "read_back", lambda *_: ReadBack([], [], ["it grew by 9 GiB"]))
     monkeypatch.setattr(callbacks, "_table", lambda _: ["a table"])
     monkeypatch.setattr(callback, "_check_what_tokens_see", lambda: None)

@@ -25,10 +25,14 @@ def run_of(bench: Bench, **training: Any) -> RunDir:
 @on_devices
 @pytest.mark.ranks
 @pytest.mark.parametrize("metric", [None, "perplexity"])
-def test_run_that_does_not_improve_ends_with_line_checkpoint_and_reason(bench: Bench, metric: str | None) -> None:
+def test_run_that_does_not_improve_ends_with_line_checkpoint_and_reason(
+    bench: Bench, metric: str | None
+) -> None:
     run = run_of(bench, early_stopping={"patience": 2, "threshold": 1e6}, metric_for_best_model=metric)
     assert [line["step"] for line in runs.lines(run) if "eval_loss" in line] == [2, 4, 6]
-    assert [line["step"] for line in runs.loss_lines(run)] == [4, 6], "the tokens of the last steps are counted"
+    assert [line["step"] for line in runs.loss_lines(run)] == [4, 6], (
+        "the tokens of the last steps are counted"
+    )
     (ended,) = [line for line in runs.lines(run) if line.get("event") == "early_stopped"]
     assert ended["step"] == 6
     assert ended["message"].startswith(f"{metric or 'loss'} has not improved in 2 evaluations; the best is ")

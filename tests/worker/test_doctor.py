@@ -45,7 +45,9 @@ def test_products_in_a_row_show_a_limit_of_the_cpu(running: float, stopped: floa
 
 
 def test_directory_without_weights_is_a_missing_input(tmp_path: Path) -> None:
-    own = recipe().model_copy(update={"model": recipe().model.model_copy(update={"name_or_path": str(tmp_path)})})
+    own = recipe().model_copy(
+        update={"model": recipe().model.model_copy(update={"name_or_path": str(tmp_path)})}
+    )
     assert doctor.input_digests(own)["model"] == f"error: there are no weights in `{tmp_path}`"
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     assert doctor.input_digests(own)["model"].startswith("blake2b:")
@@ -55,14 +57,20 @@ def test_other_number_of_ranks_than_in_the_recipe_is_refused(monkeypatch: pytest
     monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
     doctor._refuse_other_world(recipe())
     monkeypatch.setitem(os.environ, "WORLD_SIZE", "3")
-    with pytest.raises(FailedError, match="the machines started 3 ranks together, and the recipe of this one is for 2"):
+    with pytest.raises(
+        FailedError, match="the machines started 3 ranks together, and the recipe of this one is for 2"
+    ):
         doctor._refuse_other_world(recipe())
 
 
-def test_interfaces_of_containers_without_address_and_those_that_are_down_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interfaces_of_containers_without_address_and_those_that_are_down_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def interface(address: str, *, is_up: bool = True) -> tuple[list[SimpleNamespace], SimpleNamespace]:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        return [SimpleNamespace(family=family, address=address)] if address else [], SimpleNamespace(isup=is_up, speed=1000, mtu=1500)
+        return [SimpleNamespace(family=family, address=address)] if address else [], SimpleNamespace(
+            isup=is_up, speed=1000, mtu=1500
+        )
 
     found = {
         "lo": interface("127.0.0.1"),
@@ -73,7 +81,9 @@ def test_interfaces_of_containers_without_address_and_those_that_are_down_are_le
         "eth3": interface("10.0.3.1", is_up=False),
         "veth9": interface("10.0.9.1"),
     }
-    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {name: addresses for name, (addresses, _) in found.items()})
+    monkeypatch.setattr(
+        psutil, "net_if_addrs", lambda: {name: addresses for name, (addresses, _) in found.items()}
+    )
     monkeypatch.setattr(psutil, "net_if_stats", lambda: {name: state for name, (_, state) in found.items()})
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "veth9")
     kept = [NetworkInterface(name, 1000, 1500) for name in ("eth0", "veth9")]

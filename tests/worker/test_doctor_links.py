@@ -61,7 +61,11 @@ def links_with_a_fixed_rate(bytes_per_second: float, pair_bytes: int) -> list[Li
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("bytes_per_second", "measured"), [(1 << 30, doctor.PAIR_BYTES), (1 << 20, doctor.PAIR_BYTES // 16)])
-def test_slow_link_is_measured_with_fewer_bytes(on_ranks: Ranks, bytes_per_second: float, measured: int) -> None:
+@pytest.mark.parametrize(
+    ("bytes_per_second", "measured"), [(1 << 30, doctor.PAIR_BYTES), (1 << 20, doctor.PAIR_BYTES // 16)]
+)
+def test_slow_link_is_measured_with_fewer_bytes(
+    on_ranks: Ranks, bytes_per_second: float, measured: int
+) -> None:
     for (link,) in on_ranks.run(2, links_with_a_fixed_rate, bytes_per_second, doctor.PAIR_BYTES):
         assert (link.bytes, link.seconds) == (measured, measured / bytes_per_second)

@@ -1,4 +1,5 @@
-"""Evaluation on one rank, without a process group: names and quotients of the metrics, and the model after an error."""
+"""Evaluation on one rank, without a process group: names and quotients of the metrics, and the model after an
+error."""
 
 from __future__ import annotations
 
@@ -32,9 +33,13 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[list[float]]]:
 
 
 def evaluated(model: nn.Module, metrics: dict[str, eval_sets.Metric] | None = None) -> dict[str, float]:
-    recipe = Recipe.model_validate({"data": {"eval": [{"path": "a.jsonl", "label": "a"}, {"path": "b.jsonl", "label": "b"}]}})
+    recipe = Recipe.model_validate(
+        {"data": {"eval": [{"path": "a.jsonl", "label": "a"}, {"path": "b.jsonl", "label": "b"}]}}
+    )
     stores: dict[str, Any] = {"a": "a", "b": "b"}
-    return evaluate_sets(recipe, model, stores, Collator(pad_token_id=0, multiple_of=8), torch.device("cpu"), metrics)
+    return evaluate_sets(
+        recipe, model, stores, Collator(pad_token_id=0, multiple_of=8), torch.device("cpu"), metrics
+    )
 
 
 @pytest.mark.usefixtures("sums")
@@ -46,9 +51,12 @@ def test_metrics_of_all_sets_are_weighted_by_their_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("index", "code", "words"), [(0, "extension-failed", "`hits` counted nothing"), (1, "eval-without-targets", "`b` has no")]
+    ("index", "code", "words"),
+    [(0, "extension-failed", "`hits` counted nothing"), (1, "eval-without-targets", "`b` has no")],
 )
-def test_set_of_which_nothing_was_counted_is_an_error(sums: dict[str, list[list[float]]], index: int, code: str, words: str) -> None:
+def test_set_of_which_nothing_was_counted_is_an_error(
+    sums: dict[str, list[list[float]]], index: int, code: str, words: str
+) -> None:
     sums["b"][index] = [0.0, 0.0]
     with pytest.raises(FsdpTuneError, match=words) as caught:
         evaluated(nn.Linear(1, 1), {"hits": hits})

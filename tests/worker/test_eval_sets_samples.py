@@ -1,4 +1,5 @@
-"""Samples of the model in training: the texts that the trained weights give, and a training that does not notice them."""
+"""Samples of the model in training: the texts that the trained weights give, and a training that does not
+notice them."""
 
 from __future__ import annotations
 
@@ -35,8 +36,17 @@ def run_of(bench: Bench, model: dict[str, Any], sample: dict[str, Any] | None, *
     """Three steps on two ranks, or on those of `sections`."""
     ranks = sections.get("launch", {}).get("num_processes", 2)
     data_ranks = ranks // sections.get("parallelism", {}).get("sp_size", 1)
-    training = {"max_steps": 3, "per_device_train_batch_size": 4 // data_ranks, "gradient_accumulation_steps": 2, "eval_strategy": "no"}
-    changes = {"model": {"from_config": model}, "training": training | {"sample": sample}, "data": {"eval": None}}
+    training = {
+        "max_steps": 3,
+        "per_device_train_batch_size": 4 // data_ranks,
+        "gradient_accumulation_steps": 2,
+        "eval_strategy": "no",
+    }
+    changes = {
+        "model": {"from_config": model},
+        "training": training | {"sample": sample},
+        "data": {"eval": None},
+    }
     run = bench.written_run(changes | {"launch": {"num_processes": ranks}} | sections, vocabulary=384)
     runs.train(bench.on_ranks, run, ranks)
     return run
@@ -47,8 +57,17 @@ def run_of(bench: Bench, model: dict[str, Any], sample: dict[str, Any] | None, *
 @pytest.mark.ranks
 def test_adapters_with_dropout_continue_bitwise(bench: Bench) -> None:
     base = str(bench.model("llama", 384))
-    training = {"max_steps": 3, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "eval_strategy": "no"}
-    sections = {"model": {"name_or_path": base}, "lora": {"r": 4, "lora_dropout": 0.1, "init_lora_weights": False}, "data": {"eval": None}}
+    training = {
+        "max_steps": 3,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "eval_strategy": "no",
+    }
+    sections = {
+        "model": {"name_or_path": base},
+        "lora": {"r": 4, "lora_dropout": 0.1, "init_lora_weights": False},
+        "data": {"eval": None},
+    }
     found: list[list[float]] = []
     for sample in (None, SAMPLE):
         recipe = {**sections, "training": training | {"sample": sample}, "launch": {"num_processes": 2}}
@@ -60,7 +79,11 @@ def test_adapters_with_dropout_continue_bitwise(bench: Bench) -> None:
 
 
 def samples(run: RunDir) -> list[tuple[int, list[str]]]:
-    return [(line["step"], [each["text"] for each in line["samples"]]) for line in runs.lines(run) if line.get("event") == "samples"]
+    return [
+        (line["step"], [each["text"] for each in line["samples"]])
+        for line in runs.lines(run)
+        if line.get("event") == "samples"
+    ]
 
 
 @on_devices
@@ -70,16 +93,37 @@ def samples(run: RunDir) -> list[tuple[int, list[str]]]:
     [
         (GPT2, {}),
         pytest.param(GPT2, {"fsdp": {"sharding_strategy": "SHARD_GRAD_OP"}}, marks=pytest.mark.slow),
-        pytest.param(GPT2, {"fsdp": {"sharding_strategy": "NO_SHARD"}, "precision": {"mixed_precision": "bf16"}}, marks=pytest.mark.slow),
-        pytest.param(LLAMA, {"fsdp": {"version": 1, "activation_checkpointing": "full"}}, marks=pytest.mark.slow),
+        pytest.param(
+            GPT2,
+            {"fsdp": {"sharding_strategy": "NO_SHARD"}, "precision": {"mixed_precision": "bf16"}},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            LLAMA, {"fsdp": {"version": 1, "activation_checkpointing": "full"}}, marks=pytest.mark.slow
+        ),
         pytest.param(MIXTRAL, {"kernels": {"loss": "chunked"}}, marks=pytest.mark.slow),
         pytest.param(LLAMA, {"parallelism": {"sp_size": 2}}, marks=pytest.mark.slow),
         pytest.param(GPT2, HYBRID, marks=pytest.mark.slow),
-        pytest.param(GPT2, HYBRID | {"fsdp": {"sharding_strategy": "HYBRID_SHARD_ZERO2", "version": 1}}, marks=pytest.mark.slow),
+        pytest.param(
+            GPT2,
+            HYBRID | {"fsdp": {"sharding_strategy": "HYBRID_SHARD_ZERO2", "version": 1}},
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["full shard", "grad op", "ddp autocast", "fsdp1", "experts", "shared rows", "hybrid", "hybrid fsdp1"],
+    ids=[
+        "full shard",
+        "grad op",
+        "ddp autocast",
+        "fsdp1",
+        "experts",
+        "shared rows",
+        "hybrid",
+        "hybrid fsdp1",
+    ],
 )
-def test_training_continues_bitwise_as_without_samples(bench: Bench, model: dict[str, Any], sections: dict[str, Any]) -> None:
+def test_training_continues_bitwise_as_without_samples(
+    bench: Bench, model: dict[str, Any], sections: dict[str, Any]
+) -> None:
     plain, sampled = (run_of(bench, model, sample, **sections) for sample in (None, SAMPLE))
     both = [[(line["loss"], line["grad_norm"]) for line in runs.loss_lines(run)] for run in (plain, sampled)]
     assert both[0] == both[1]
@@ -100,7 +144,12 @@ def expect_texts_of_the_trained_weights(run: RunDir, config: dict[str, Any]) -> 
     chat = encoder.render(CHAT, encoder.chat_template, tools=None, generation_prompt=True)
     prompts = encoder.encode(["one plus two is", "two", chat])
     with torch.no_grad():
-        options = {"max_new_tokens": 6, "end_ids": {encoder.eos_id}, "pad_id": encoder.pad_id, "device": torch.device("cpu")}
+        options = {
+            "max_new_tokens": 6,
+            "end_ids": {encoder.eos_id},
+            "pad_id": encoder.pad_id,
+            "device": torch.device("cpu"),
+        }
         new = [generate(model, [prompt], **options)[0] for prompt in prompts]
     (line,) = [line for line in runs.lines(run) if line.get("event") == "samples" and line["step"] == 3]
     assert [each["prompt"] for each in line["samples"]] == [encoder.decode(prompt) for prompt in prompts]
@@ -113,8 +162,18 @@ def expect_texts_of_the_trained_weights(run: RunDir, config: dict[str, Any]) -> 
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_compiled_layers_run_uncompiled_while_sampling(bench: Bench) -> None:
-    changes = {"model": {"from_config": LLAMA}, "data": {"eval": None}, "launch": {"num_processes": 2}, "kernels": {"compile": True}}
-    training = {"max_steps": 3, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "eval_strategy": "no"}
+    changes = {
+        "model": {"from_config": LLAMA},
+        "data": {"eval": None},
+        "launch": {"num_processes": 2},
+        "kernels": {"compile": True},
+    }
+    training = {
+        "max_steps": 3,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 1,
+        "eval_strategy": "no",
+    }
     graphs: list[int] = []
     for sample in (None, SAMPLE | {"every": 1}):
         recipe = {**changes, "training": training | {"sample": sample}}

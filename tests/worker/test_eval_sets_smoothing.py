@@ -21,7 +21,9 @@ def test_evaluation_is_without_label_smoothing_and_weights(bench: Bench) -> None
         run = bench.written_run(runs.merged(case.recipe(str(bench.model("llama"))), {"training": training}))
         runs.train(bench.on_ranks, run, 1)
         found = runs.lines(run)
-        return [line["loss"] for line in found if "loss" in line], [line["eval_loss"] for line in found if "eval_loss" in line]
+        return [line["loss"] for line in found if "loss" in line], [
+            line["eval_loss"] for line in found if "eval_loss" in line
+        ]
 
     (plain, evaluated), (smoothed, evaluated_smoothed), (weighted, evaluated_weighted) = (
         lines(),

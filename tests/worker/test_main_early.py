@@ -23,12 +23,22 @@ pytestmark = pytest.mark.ranks
 
 
 @contextmanager
-def early_rank(folder: Path, recipe: Recipe, rank: int = 0) -> Iterator[tuple[EarlyStart, subprocess.Popen[str]]]:
+def early_rank(
+    folder: Path, recipe: Recipe, rank: int = 0
+) -> Iterator[tuple[EarlyStart, subprocess.Popen[str]]]:
     files = EarlyStart(folder)
     files.recipe_json.write_text(recipe.model_dump_json(by_alias=True))
     command = [sys.executable, "-m", "fsdp_tune.worker", "--early", str(folder), str(folder / "run")]
-    environment = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "FSDP_OFFLOAD_PARAMS": "stale"}
-    child = subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    environment = {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "FSDP_OFFLOAD_PARAMS": "stale",
+    }
+    child = subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     try:
         yield files, child
     finally:
@@ -48,7 +58,9 @@ def answer(files: EarlyStart, child: subprocess.Popen[str]) -> str:
 @pytest.mark.slow
 def test_first_rank_inspects_the_model_as_the_inspection_of_a_command_does(tmp_path: Path) -> None:
     recipe = recipe_of(ranks=2)
-    alone = subprocess.run(INSPECT, input=recipe.model_dump_json(by_alias=True), capture_output=True, text=True, check=True)
+    alone = subprocess.run(
+        INSPECT, input=recipe.model_dump_json(by_alias=True), capture_output=True, text=True, check=True
+    )
     with early_rank(tmp_path, recipe) as (files, child):
         assert json.loads(answer(files, child)) == json.loads(alone.stdout)
         deadline = time.monotonic() + 20

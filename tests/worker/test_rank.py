@@ -14,7 +14,14 @@ import pytest
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.topology import Topology
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.worker.rank import LAZY_GLOO_RANKS, Rank, connect_lazily, raise_open_file_limit, read_rank, redirect_output
+from fsdp_tune.worker.rank import (
+    LAZY_GLOO_RANKS,
+    Rank,
+    connect_lazily,
+    raise_open_file_limit,
+    read_rank,
+    redirect_output,
+)
 from tests.conftest import REPOSITORY
 from tests.launch.test_accelerate import resolved
 
@@ -109,7 +116,13 @@ print(json.dumps([before, asdict(flight_recorder.dump(run, 0, "cpu"))]))
 @pytest.mark.slow
 def test_flight_recorder_is_on_and_has_the_last_collective(tmp_path: Path) -> None:
     """Fails when torch renames its variables or its recorder."""
-    done = subprocess.run([sys.executable, "-c", RECORDS, str(tmp_path)], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", RECORDS, str(tmp_path)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     before, after = json.loads(done.stdout.splitlines()[-1])
     assert before is None
@@ -156,12 +169,20 @@ os._exit(0)
 
 
 @pytest.mark.slow
-def test_ranks_that_connect_when_they_exchange_something_open_few_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_connect_when_they_exchange_something_open_few_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Fails when torch renames the variable."""
     open_files: list[int] = []
     for value in ("0", "1"):
         monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", value)
-        done = subprocess.run([sys.executable, "-u", "-c", CONNECTIONS], capture_output=True, text=True, check=False, timeout=100)
+        done = subprocess.run(
+            [sys.executable, "-u", "-c", CONNECTIONS],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=100,
+        )
         assert done.returncode == 0, done.stderr
         open_files.append(int(done.stdout))
     assert open_files[0] > 24 * 23

@@ -28,7 +28,13 @@ from fsdp_tune.worker.checkpoint.state import rng_state, set_rng_state
 from fsdp_tune.worker.observe import flight_recorder
 from fsdp_tune.worker.observe import out_of_memory as memory
 from fsdp_tune.worker.observe.metrics import StepShares, Stopwatch
-from fsdp_tune.worker.rank import Rank, flight_recorder_variables, share_time_limit, start_process_group, time_limits_seconds
+from fsdp_tune.worker.rank import (
+    Rank,
+    flight_recorder_variables,
+    share_time_limit,
+    start_process_group,
+    time_limits_seconds,
+)
 from fsdp_tune.worker.readback.report import excessive_growth
 from fsdp_tune.worker.step_checks import AsyncScalar
 from fsdp_tune.worker.step_observer import LoggedStep
@@ -55,25 +61,35 @@ def recipe_on(device: str, ranks: int = 1, **fsdp: Any) -> Recipe:
 
 
 def start(device_type: str, folder: str, rank: Rank, recipe: Recipe) -> dict[str, Any]:
-    """Start a rank as `worker.main` does, up to the groups that loading and saving use; returns what came of it."""
+    """Start a rank as `worker.main` does, up to the groups that loading and saving use; returns what came of
+    it."""
     make = dist.init_process_group
 
     def meet_at_file(backend: str, **options: Any) -> None:
         make(backend, f"file://{folder}", rank=rank.index, world_size=rank.world_size, **options)
 
-    with devices(device_type, rank.world_size) as chosen, mock.patch.object(dist, "init_process_group", meet_at_file):
+    with (
+        devices(device_type, rank.world_size) as chosen,
+        mock.patch.object(dist, "init_process_group", meet_at_file),
+    ):
         assert start_process_group(recipe, rank) == device_type
         try:
             world = dist.group.WORLD
             bound = torch.device(device_type, rank.local_index)
-            found: dict[str, Any] = {"device_set": chosen, "bound": str(world.bound_device_id), "default": str(dist.get_backend_config())}
+            found: dict[str, Any] = {
+                "device_set": chosen,
+                "bound": str(world.bound_device_id),
+                "default": str(dist.get_backend_config()),
+            }
             found["connected_to"] = str(world._get_backend(bound).connected_to)
             waiting = untimed_group()
             dist.all_reduce(torch.zeros(()), group=waiting)
             found["waiting"] = sorted(time_limits_seconds(waiting))
             mesh = make_mesh(recipe, device_type) if device_type == "cuda" else None
             groups = [] if mesh is None else [world, *mesh.get_all_groups()]
-            found["limits_of_torch"] = sorted({limit for group in groups for limit in time_limits_seconds(group)})
+            found["limits_of_torch"] = sorted(
+                {limit for group in groups for limit in time_limits_seconds(group)}
+            )
             share_time_limit(groups)
             found["limits"] = sorted({limit for group in groups for limit in time_limits_seconds(group)})
             destroy_group(waiting)
@@ -111,7 +127,10 @@ def _start_on_cuda(folder: str, recipe: Recipe) -> dict[str, Any]:
         dist.init_process_group("gloo", f"file://{folder}-after", rank=rank.index, world_size=rank.world_size)
 
 
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 copies the options of the parent, and those of the stand-in are gloo's")
+@pytest.mark.skipif(
+    torch.__version__ < "2.12",
+    reason="torch 2.11 copies the options of the parent, and those of the stand-in are gloo's",
+)
 @pytest.mark.ranks
 def test_groups_of_a_hybrid_mesh_get_the_limit_of_the_run_on_cuda(on_ranks: Ranks, tmp_path: Path) -> None:
     recipe = recipe_on("cuda", 4, sharding_strategy="HYBRID_SHARD")
@@ -121,7 +140,9 @@ def test_groups_of_a_hybrid_mesh_get_the_limit_of_the_run_on_cuda(on_ranks: Rank
         assert found["limits"] == [1500.0]
 
 
-@pytest.mark.parametrize(("count", "way_out"), [(0, "--set launch.num_processes=1"), (2, "--set launch.num_processes=2")])
+@pytest.mark.parametrize(
+    ("count", "way_out"), [(0, "--set launch.num_processes=1"), (2, "--set launch.num_processes=2")]
+)
 def test_rank_without_a_device_names_what_torch_sees(count: int, way_out: str) -> None:
     with devices("cuda", count), pytest.raises(FsdpTuneError) as caught:
         start_process_group(recipe_on("cuda", 4), Rank(3, 3, 4))
@@ -209,7 +230,9 @@ def test_device_dropout_continues_from_checkpoint(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(("wrote", "reads"), [("cuda", "cpu"), ("cpu", "cuda")])
-def test_checkpoint_of_another_device_leaves_the_device_generator_alone(wrote: str, reads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_of_another_device_leaves_the_device_generator_alone(
+    wrote: str, reads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.zeros(16, dtype=torch.uint8))
     saved = rng_state(wrote)
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda _: pytest.fail("the state is of another device"))
@@ -245,7 +268,12 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     content: dict[str, Any] = {"version": "2.10"}
     monkeypatch.setattr(c10d, "_dump_nccl_trace", lambda: b"pickle", raising=False)
     monkeypatch.setattr(c10d, "_dump_nccl_trace_json", lambda: json.dumps(content).encode(), raising=False)
-    monkeypatch.setattr(c10d, "_dump_fr_trace", lambda: pytest.fail("gloo's recorder knows the CPU's collectives alone"), raising=False)
+    monkeypatch.setattr(
+        c10d,
+        "_dump_fr_trace",
+        lambda: pytest.fail("gloo's recorder knows the CPU's collectives alone"),
+        raising=False,
+    )
     return content
 
 
@@ -279,33 +307,43 @@ def test_empty_recorder_of_nccl_names_nothing(recorder: dict[str, Any], run: Run
 
 
 @pytest.mark.parametrize("device", ["xpu", "npu"])
-def test_device_without_flight_recorder_reports_none(device: str, recorder: dict[str, Any], run: RunDir) -> None:
+def test_device_without_flight_recorder_reports_none(
+    device: str, recorder: dict[str, Any], run: RunDir
+) -> None:
     assert flight_recorder.dump(run, 0, device) is None
 
 
 # Memory
 
 HINTS = (
-    "\nSearch for `cudaErrorMemoryAllocation' in https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html for more "
-    "information.\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect."
-    "\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+    "\nSearch for `cudaErrorMemoryAllocation' in "
+    "https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html for more "
+    "information.\nCUDA kernel errors might be asynchronously reported at some other API call, so "
+    "the stacktrace below might be incorrect."
+    "\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\nCompile with `TORCH_USE_CUDA_DSA` to "
+    "enable device-side assertions.\n"
 )
-# torch/csrc/distributed/c10d/NCCLUtils.cpp; the last line is NCCL's own, before 2.21 without the number (NVIDIA/nccl#1235).
+# torch/csrc/distributed/c10d/NCCLUtils.cpp; the last line is NCCL's own, before 2.21 without the number
+# (NVIDIA/nccl#1235).
 OF_NCCL = (
-    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:77, unhandled cuda error (run with NCCL_DEBUG=INFO for details), "
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:77, unhandled cuda error (run "
+    "with NCCL_DEBUG=INFO for details), "
     "NCCL version 2.27.5\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
 )
 OF_ALLOCATOR = (
-    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.10 GiB of which 12.56 MiB is free. "
-    "Including non-PyTorch memory, this process has 79.08 GiB memory in use. Of the allocated memory 77.51 GiB is allocated by PyTorch, "
-    "and 605.91 MiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting "
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.10 GiB of "
+    "which 12.56 MiB is free. "
+    "Including non-PyTorch memory, this process has 79.08 GiB memory in use. Of the allocated memory "
+    "77.51 GiB is allocated by PyTorch, "
+    "and 605.91 MiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is "
+    "large try setting "
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
 )
 OF_PIN_THREAD = (
-    "Caught AcceleratorError in pin memory thread for device 0.\nOriginal Traceback (most recent call last):\n  File "
-    '"…/torch/utils/data/_utils/pin_memory.py", line 41, in do_one_step\n    data = pin_memory(data, device)\ntorch.AcceleratorError: '
-    + "CUDA error: out of memory"
-    + HINTS
+    "Caught AcceleratorError in pin memory thread for device 0.\nOriginal Traceback (most recent "
+    "call last):\n  File "
+    '"…/torch/utils/data/_utils/pin_memory.py", line 41, in do_one_step\n    data = pin_memory(data, '
+    "device)\ntorch.AcceleratorError: " + "CUDA error: out of memory" + HINTS
 )
 FULL, ROOMY = 12 * MIB, 30 * GIB
 
@@ -323,9 +361,20 @@ FULL, ROOMY = 12 * MIB, 30 * GIB
         (dist.DistBackendError(OF_NCCL + "Cuda failure 'out of memory'"), FULL, "device"),
         (dist.DistBackendError(OF_NCCL + "Cuda failure 2 'out of memory'"), ROOMY, "host"),
         (dist.DistBackendError(OF_NCCL + "Cuda failure 1 'invalid argument'"), FULL, None),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), ROOMY, "device"),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+            ROOMY,
+            "device",
+        ),
         (torch.AcceleratorError("CUDA error: an illegal memory access was encountered" + HINTS), ROOMY, None),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"), FULL, "host"),
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate "
+                "memory: you tried"
+            ),
+            FULL,
+            "host",
+        ),
         (MemoryError(), FULL, "host"),
         (ValueError("CUDA error: out of memory"), FULL, None),
     ],
@@ -340,7 +389,8 @@ def test_failed_allocation_is_classified_as_device_or_host(
 
 
 def test_pinned_allocation_failure_is_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `padded_sharded_param.pin_memory()` of FSDP2's offload: the innermost line of Python shows which memory was refused."""
+    """As `padded_sharded_param.pin_memory()` of FSDP2's offload: the innermost line of Python shows which
+    memory was refused."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (FULL, 80 * GIB))
     error = torch.AcceleratorError("CUDA error: out of memory" + HINTS)
@@ -367,11 +417,19 @@ def test_offloaded_parameters_are_page_locked_on_cuda(device: str, pins: bool) -
     assert policy.pin_memory is pins  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(("device", "growth_mib", "reported"), [("cpu", 720, True), ("cuda", 720, False), ("cuda", 1100, True)])
-def test_growth_of_host_memory_counts_the_pages_of_cuda_and_nccl(device: str, growth_mib: int, reported: bool) -> None:
-    """A model of 1 GiB on four ranks: half of it is too much on CPU ranks, and what CUDA and NCCL take alone on GPUs."""
+@pytest.mark.parametrize(
+    ("device", "growth_mib", "reported"), [("cpu", 720, True), ("cuda", 720, False), ("cuda", 1100, True)]
+)
+def test_growth_of_host_memory_counts_the_pages_of_cuda_and_nccl(
+    device: str, growth_mib: int, reported: bool
+) -> None:
+    """A model of 1 GiB on four ranks: half of it is too much on CPU ranks, and what CUDA and NCCL take alone
+    on GPUs."""
     recipe = recipe_on(device, 4)
     report = LiveState(model_bytes=GIB, local_bytes=GIB // 4, peak_growth_bytes=growth_mib * MIB)
     found = excessive_growth(recipe, [report] * 4)
-    expected = [f"rank {rank} grew by {growth_mib} MiB while loading; its shard is 256 MiB of 1024 MiB" for rank in (1, 2, 3)]
+    expected = [
+        f"rank {rank} grew by {growth_mib} MiB while loading; its shard is 256 MiB of 1024 MiB"
+        for rank in (1, 2, 3)
+    ]
     assert found == (expected if reported else [])

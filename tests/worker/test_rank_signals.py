@@ -68,9 +68,13 @@ def test_run_saves_before_max_runtime(
     checkpointer = SimpleNamespace(poll=lambda: None, longest_seconds=0.0)
     metrics = SimpleNamespace(failure=None, event=lambda *_, **__: None)
     witness = Witness("off", lambda _: None)
-    callback = RunCallback(RunDir(Path()), StopRequest(max_runtime_seconds), lambda _: None, witness, is_first=False, saves=True)
+    callback = RunCallback(
+        RunDir(Path()), StopRequest(max_runtime_seconds), lambda _: None, witness, is_first=False, saves=True
+    )
     monkeypatch.setattr(callback, "_vote", Vote())
-    callback.trainer = SimpleNamespace(checkpointer=checkpointer, parts=SimpleNamespace(metrics=metrics, evals={}))  # type: ignore[assignment]
+    callback.trainer = SimpleNamespace(
+        checkpointer=checkpointer, parts=SimpleNamespace(metrics=metrics, evals={})
+    )  # type: ignore[assignment]
     control: Any = SimpleNamespace(should_training_stop=False, should_save=False, should_evaluate=False)
     arguments: Any = SimpleNamespace(eval_strategy="steps")
 
@@ -92,16 +96,19 @@ def test_run_saves_before_max_runtime(
     used = clock.now + save
     assert callback.stopped is ExitReason.MAX_RUNTIME
     assert used <= max_runtime_seconds or number == 2, "two steps are the least that a vote takes"
-    assert number <= 3 or used >= max_runtime_seconds - 2 * save - 3 * step - evaluation - stop_request.MARGIN_SECONDS, (
-        "no more than it needs"
-    )
+    assert (
+        number <= 3
+        or used >= max_runtime_seconds - 2 * save - 3 * step - evaluation - stop_request.MARGIN_SECONDS
+    ), "no more than it needs"
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf"), 1.5])
 def test_outcome_is_written_with_nonfinite_loss(loss: float, tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.logs.mkdir()
-    Outcome(0, ExitReason.FINISHED, facts={"loss": loss, "nested": [{"loss": loss}]}, step=7).write(run.rank_outcome(0))
+    Outcome(0, ExitReason.FINISHED, facts={"loss": loss, "nested": [{"loss": loss}]}, step=7).write(
+        run.rank_outcome(0)
+    )
     outcome = json.loads(run.rank_outcome(0).read_text())
     assert (outcome["exit_code"], outcome["step"]) == (0, 7)
     assert outcome["loss"] == outcome["nested"][0]["loss"] == (loss if loss == 1.5 else str(loss))
@@ -166,13 +173,19 @@ def test_signal_whose_exception_is_swallowed_stops_the_training() -> None:
 
 
 @pytest.mark.parametrize(("is_supervised", "seconds"), [(True, 7 * 24 * 3600), (False, 30 * 60 + 300)])
-def test_a_collective_of_supervised_ranks_outlives_a_suspension(is_supervised: bool, seconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_collective_of_supervised_ranks_outlives_a_suspension(
+    is_supervised: bool, seconds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(LAUNCHER_PID, str(os.getpid()) if is_supervised else "")
     assert rank._collective_limit(RECIPE).total_seconds() == seconds
 
 
-@pytest.mark.parametrize(("boot", "gone_seconds"), [("this one", 600.0), ("an earlier one", 4200.0), ("", 4200.0)])
-def test_max_runtime_does_not_follow_the_date(boot: str, gone_seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("boot", "gone_seconds"), [("this one", 600.0), ("an earlier one", 4200.0), ("", 4200.0)]
+)
+def test_max_runtime_does_not_follow_the_date(
+    boot: str, gone_seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The date was set forward by an hour. After another boot nothing else is known."""
     run, launch = RunDir(tmp_path), SimpleNamespace(max_runtime="2h")
     LaunchRecord(started_at=time.time() - 4200.0, boot=boot, boot_seconds=1000.0).write(run.launch_json)
@@ -182,7 +195,9 @@ def test_max_runtime_does_not_follow_the_date(boot: str, gone_seconds: float, tm
     assert deadline - time.monotonic() == pytest.approx(7200 - gone_seconds, abs=5)
 
 
-def test_outcome_is_written_once_a_full_disk_has_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outcome_is_written_once_a_full_disk_has_room_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, original, refused = RunDir(tmp_path), Outcome.write, list[int]()
     run.logs.mkdir()
 
@@ -199,7 +214,8 @@ def test_outcome_is_written_once_a_full_disk_has_room_again(tmp_path: Path, monk
 
 @pytest.mark.usefixtures("_restored_handlers")
 def test_signal_does_not_prevent_writing_the_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent ends the ranks that are left as soon as one has failed, and another may be writing its own failure then."""
+    """The agent ends the ranks that are left as soon as one has failed, and another may be writing its own
+    failure then."""
     run = RunDir(tmp_path)
     run.logs.mkdir()
     original = Outcome.write
@@ -219,13 +235,17 @@ def test_signal_does_not_prevent_writing_the_outcome(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.usefixtures("_restored_handlers")
-def test_rank_of_an_earlier_launch_leaves_the_outcome_of_its_successor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_of_an_earlier_launch_leaves_the_outcome_of_its_successor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its machine was counted as lost, and is back."""
     run = RunDir(tmp_path)
     run.logs.mkdir()
 
     def train(*_: Any) -> None:
-        Heartbeat(0, 1, 7, "finished", 1.0, 2.0, 0.0, launch="life-2", began_at=time.time() + 60).write(run.rank_heartbeat(0))
+        Heartbeat(0, 1, 7, "finished", 1.0, 2.0, 0.0, launch="life-2", began_at=time.time() + 60).write(
+            run.rank_heartbeat(0)
+        )
         Outcome(ExitCode.OK, ExitReason.FINISHED, launch="life-2").write(run.rank_outcome(0))
         raise ValueError("the group is gone")
 
@@ -239,7 +259,8 @@ def test_rank_of_an_earlier_launch_leaves_the_outcome_of_its_successor(tmp_path:
 
 
 def forked(program: Callable[..., object], path: Path, log: Path) -> int | None:
-    """Call `program(path)` in a process whose output goes to `log`; returns its exit code. It ends as an interpreter does."""
+    """Call `program(path)` in a process whose output goes to `log`; returns its exit code. It ends as an
+    interpreter does."""
 
     def run() -> None:
         with open(log, "w") as file:

@@ -1,4 +1,5 @@
-"""docs/development/life-of-a-step.md: what the trainer overrides, in the order of the calls in a run, and its observers."""
+"""docs/development/life-of-a-step.md: what the trainer overrides, in the order of the calls in a run, and its
+observers."""
 
 from __future__ import annotations
 
@@ -23,7 +24,16 @@ from tests.ranks import Ranks
 ROW = re.compile(r"^\| `(\w+)` \| .* \| `([\w./]+)` \|$", re.MULTILINE)
 MOST_WORDS = 1_000
 CHANGES: dict[str, Any] = {
-    "model": {"from_config": {"model_type": "gpt2", "vocab_size": 257, "n_positions": 64, "n_embd": 32, "n_layer": 1, "n_head": 2}},
+    "model": {
+        "from_config": {
+            "model_type": "gpt2",
+            "vocab_size": 257,
+            "n_positions": 64,
+            "n_embd": 32,
+            "n_layer": 1,
+            "n_head": 2,
+        }
+    },
     "training": {
         "max_steps": 4,
         "save_steps": 2,
@@ -50,14 +60,23 @@ def section(page: str, heading: str) -> list[str]:
 def overrides() -> list[str]:
     """Methods that FsdpTrainer and its bases below Trainer define, and that Trainer has."""
     ours = [kind for kind in FsdpTrainer.__mro__ if not issubclass(Trainer, kind)]
-    found = {name for kind in ours for name, value in vars(kind).items() if inspect.isfunction(value) and hasattr(Trainer, name)}
+    found = {
+        name
+        for kind in ours
+        for name, value in vars(kind).items()
+        if inspect.isfunction(value) and hasattr(Trainer, name)
+    }
     return sorted(found - {"__init__"})
 
 
 def test_page_is_short_and_names_files_that_exist(page: str, repository: Path) -> None:
     assert len(page.split()) <= MOST_WORDS
     paths = set(re.findall(r"`((?:[\w-]+/)+[\w-]*(?:\.py)?)`", page)) - {"fsdp_tune/"}
-    assert {path for path in paths if not any((root / path).exists() for root in (repository, repository / "fsdp_tune"))} == set()
+    assert {
+        path
+        for path in paths
+        if not any((root / path).exists() for root in (repository, repository / "fsdp_tune"))
+    } == set()
 
 
 def test_page_has_every_override_once(page: str) -> None:
@@ -77,12 +96,15 @@ def leaves(kind: type) -> Iterator[type]:
 def test_page_has_every_observer_with_its_file(page: str) -> None:
     importlib.import_module("fsdp_tune.worker.setup")  # and with it the modules of all observers
     kinds = [kind for kind in leaves(StepObserver) if kind.__module__.startswith("fsdp_tune.")]
-    found = {kind.__name__: f"{kind.__module__.removeprefix('fsdp_tune.').replace('.', '/')}.py" for kind in kinds}
+    found = {
+        kind.__name__: f"{kind.__module__.removeprefix('fsdp_tune.').replace('.', '/')}.py" for kind in kinds
+    }
     assert dict(ROW.findall(page.partition("\n## Observers\n")[2])) == found
 
 
 def traced_worker(path: str) -> dict[str, Any]:
-    """On a rank: the worker. Its outcome has the overrides in the order of their calls in `train()`, and the observers."""
+    """On a rank: the worker. Its outcome has the overrides in the order of their calls in `train()`, and the
+    observers."""
     calls: list[str] = []
     observers: list[str] = []
 
@@ -122,8 +144,14 @@ def test_tables_are_in_the_order_of_a_run(page: str, tmp_path: Path, on_ranks: R
     runs.resume_from(resumed, first, 2)
     [outcome] = runs.train(on_ranks, resumed, 1, traced_worker)
     order = list(dict.fromkeys(outcome["calls"]))
-    assert order == [*section(page, "Before the first step"), *section(page, "A step"), *section(page, "After the last step")]
+    assert order == [
+        *section(page, "Before the first step"),
+        *section(page, "A step"),
+        *section(page, "After the last step"),
+    ]
     one_step = outcome["calls"][outcome["calls"].index("get_batch_samples") :]
-    assert [name for name in one_step if name == "training_step"] == ["training_step"] * 4, "two steps of two micro-batches"
+    assert [name for name in one_step if name == "training_step"] == ["training_step"] * 4, (
+        "two steps of two micro-batches"
+    )
     listed = section(page, "Observers")
     assert [name for name in listed if name in outcome["observers"]] == outcome["observers"]

@@ -21,7 +21,14 @@ from tests.parity.store import VOCABULARY
 from tests.worker.short_runs import COMPARED, trained
 
 _LLAMA = {key: value for key, value in FAMILIES["llama"].items() if key != "model_type"}
-ERNIE = {**_LLAMA, "model_type": "ernie4_5_moe", "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48, "moe_layer_start_index": 0}
+ERNIE = {
+    **_LLAMA,
+    "model_type": "ernie4_5_moe",
+    "moe_num_experts": 4,
+    "moe_k": 2,
+    "moe_intermediate_size": 48,
+    "moe_layer_start_index": 0,
+}
 JAMBA = {
     **_LLAMA,
     "model_type": "jamba",
@@ -52,11 +59,18 @@ BART = {
 """Its decoder has attention to an encoder, which gets no gradient without one."""
 
 
-def run_of(bench: Bench, model: dict[str, Any], rows: int = 4, ranks: int = 1, **fsdp: Any) -> tuple[RunDir, list[dict[str, Any]]]:
+def run_of(
+    bench: Bench, model: dict[str, Any], rows: int = 4, ranks: int = 1, **fsdp: Any
+) -> tuple[RunDir, list[dict[str, Any]]]:
     """Two steps with `rows` in a micro-batch, and every rank's outcome."""
     changes = {
         "model": {"from_config": model},
-        "training": {"max_steps": 2, "per_device_train_batch_size": rows, "gradient_accumulation_steps": 4 // rows, "eval_strategy": "no"},
+        "training": {
+            "max_steps": 2,
+            "per_device_train_batch_size": rows,
+            "gradient_accumulation_steps": 4 // rows,
+            "eval_strategy": "no",
+        },
         "data": {"eval": None},
         "fsdp": fsdp,
         "launch": {"num_processes": ranks},
@@ -71,7 +85,9 @@ def finished(
     """The read-back, and loss and gradient norm of each step."""
     run, outcomes = run_of(bench, model, rows, ranks, **fsdp)
     assert [outcome["exit_reason"] for outcome in outcomes] == ["finished"] * ranks, outcomes[0]["traceback"]
-    return json.loads(run.readback_json.read_text()), [(line["loss"], line["grad_norm"]) for line in runs.loss_lines(run)]
+    return json.loads(run.readback_json.read_text()), [
+        (line["loss"], line["grad_norm"]) for line in runs.loss_lines(run)
+    ]
 
 
 @on_devices
@@ -85,7 +101,10 @@ def test_layers_of_several_classes_are_all_recomputed(bench: Bench) -> None:
 @pytest.mark.ranks
 def test_balance_loss_does_not_depend_on_wrapping(bench: Bench) -> None:
     model = FAMILIES["mixtral"] | {"output_router_logits": True}
-    by_size, as_one = (finished(bench, model, ranks=2, auto_wrap_policy=policy)[1] for policy in ("SIZE_BASED_WRAP", "NO_WRAP"))
+    by_size, as_one = (
+        finished(bench, model, ranks=2, auto_wrap_policy=policy)[1]
+        for policy in ("SIZE_BASED_WRAP", "NO_WRAP")
+    )
     assert by_size == [pytest.approx(step, rel=1e-5) for step in as_one]
 
 
@@ -93,7 +112,9 @@ def test_balance_loss_does_not_depend_on_wrapping(bench: Bench) -> None:
 @pytest.mark.ranks
 def test_parameter_that_the_model_freezes_stays_frozen_and_is_listed(bench: Bench) -> None:
     document, _ = finished(bench, ERNIE)
-    assert document["frozen_by_its_code"] == [f"model.layers.{layer}.mlp.gate.moe_statics.e_score_correction_bias" for layer in (0, 1)]
+    assert document["frozen_by_its_code"] == [
+        f"model.layers.{layer}.mlp.gate.moe_statics.e_score_correction_bias" for layer in (0, 1)
+    ]
 
 
 @on_devices
@@ -120,7 +141,10 @@ def test_loss_under_dynamic_rope_does_not_depend_on_the_micro_batch(bench: Bench
 @pytest.mark.ranks
 def test_tied_parameters_across_units_train_as_unsharded(bench: Bench) -> None:
     model = BERT | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    sharded, whole = (finished(bench, model, ranks=2, sharding_strategy=strategy)[1] for strategy in ("FULL_SHARD", "NO_SHARD"))
+    sharded, whole = (
+        finished(bench, model, ranks=2, sharding_strategy=strategy)[1]
+        for strategy in ("FULL_SHARD", "NO_SHARD")
+    )
     assert sharded == [pytest.approx(step, rel=1e-5) for step in whole]
 
 
@@ -158,7 +182,12 @@ def adapted(bench: Bench, model: dict[str, Any]) -> tuple[RunDir, list[dict[str,
     config = AutoConfig.for_model(**model)
     AutoModelForCausalLM.from_config(config).save_pretrained(base)
     changes = {"max_steps": 2, "per_device_train_batch_size": 4, "eval_strategy": "no", "warmup_steps": 0}
-    sections = {"model": {"name_or_path": str(base)}, "lora": {"r": 2}, "training": changes, "data": {"eval": None}}
+    sections = {
+        "model": {"name_or_path": str(base)},
+        "lora": {"r": 2},
+        "training": changes,
+        "data": {"eval": None},
+    }
     run = bench.written_run({**sections, "launch": {"num_processes": 1}})
     return run, bench.on_ranks.run(1, runs.run_worker, str(run.path))
 
@@ -180,4 +209,7 @@ def test_adapters_without_gradient_in_some_layers_are_a_warning(bench: Bench) ->
     assert [outcome["exit_reason"] for outcome in outcomes] == ["finished"], outcomes[0]["traceback"]
     (warning,) = json.loads(run.readback_json.read_text())["warnings"]
     counts = ", ".join(f"2 of 4 {name}" for name in ("k_proj", "v_proj", "q_proj", "out_proj"))
-    assert f"without a gradient in the first step: {counts}, such as that of `model.decoder.layers.0.encoder_attn.k_proj`" in warning
+    assert (
+        f"without a gradient in the first step: {counts}, such as that of "
+        "`model.decoder.layers.0.encoder_attn.k_proj`" in warning
+    )

@@ -26,7 +26,8 @@ class Store:
 
 
 def counted(rows: list[list[int]], checkpoints: list[Any]) -> tuple[Any, Any]:
-    """Facts and state on a rank that is given `rows[rank]`, after what one of the `checkpoints` has, if there is one."""
+    """Facts and state on a rank that is given `rows[rank]`, after what one of the `checkpoints` has, if there
+    is one."""
     import torch.distributed as dist
 
     from fsdp_tune.worker.rows.training_rows import SourceTokens
@@ -39,7 +40,12 @@ def counted(rows: list[list[int]], checkpoints: list[Any]) -> tuple[Any, Any]:
 
 
 def facts(a: int, other: int) -> dict[str, float]:
-    return {"source_a_tokens": a, "source_a_passes": a * (2 / 8), "source_1_tokens": other, "source_1_passes": other * (1 / 12)}
+    return {
+        "source_a_tokens": a,
+        "source_a_passes": a * (2 / 8),
+        "source_1_tokens": other,
+        "source_1_passes": other * (1 / 12),
+    }
 
 
 @pytest.mark.ranks
@@ -61,8 +67,12 @@ def test_state_of_a_stream_is_not_taken_for_counts() -> None:
     assert tokens.counts is None
 
 
-@pytest.mark.parametrize("state", [[14, 2], [14, 2, 0], [14, 2, 0, 0]], ids=["no eval set", "of an earlier version", "two of them"])
-def test_counts_go_on_with_other_eval_sets_than_before(state: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "state", [[14, 2], [14, 2, 0], [14, 2, 0, 0]], ids=["no eval set", "of an earlier version", "two of them"]
+)
+def test_counts_go_on_with_other_eval_sets_than_before(
+    state: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from fsdp_tune.worker.rows import training_rows
 
     monkeypatch.setattr(training_rows.dist, "get_rank", lambda: 0)

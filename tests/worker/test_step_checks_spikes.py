@@ -26,14 +26,19 @@ def test_spikes_of_loss_and_norm_are_one_event() -> None:
     assert not any(names(watch, *STEADY))
     (kind, message), *others = watch.watch(4.0, 9.0)
     assert (kind, others) == (LossSpike, [])
-    assert message.startswith("the loss is 4.0000; the last 12 lines had 2.0100 ± 0.0082; the gradient norm is 9.0000, and ")
+    assert message.startswith(
+        "the loss is 4.0000; the last 12 lines had 2.0100 ± 0.0082; the gradient norm is 9.0000, and "
+    )
     assert names(CurveWatch(None), *STEADY, (2.0, 9.0))[-1] == ["gradient_spike"]
     assert names(CurveWatch(None), *STEADY, (2.0, 2.0))[-1] == [], "norms scatter"
     assert names(CurveWatch(None), *STEADY[:9], (9.0, 9.0))[-1] == [], "too few lines"
 
 
 def test_line_that_is_not_finite_does_not_hide_later_spikes() -> None:
-    assert names(CurveWatch(None), *STEADY, (float("nan"), float("inf")), (4.0, 1.0))[-2:] == [["gradient_spike"], ["loss_spike"]]
+    assert names(CurveWatch(None), *STEADY, (float("nan"), float("inf")), (4.0, 1.0))[-2:] == [
+        ["gradient_spike"],
+        ["loss_spike"],
+    ]
 
 
 class Rows:
@@ -46,7 +51,12 @@ class Rows:
         return [[(("a.jsonl", 10 * row + at), 5) for at in range(self.count)] for row in batch.row_ids]
 
 
-def named(topology: Topology, batches: dict[int, list[tuple[int, int, tuple[int, ...], float, int]]], step: int | None, long: bool) -> Any:
+def named(
+    topology: Topology,
+    batches: dict[int, list[tuple[int, int, tuple[int, ...], float, int]]],
+    step: int | None,
+    long: bool,
+) -> Any:
     """`batches` of each rank: (step, number, rows, loss sum, supervised tokens)."""
     import torch.distributed as dist
 
@@ -63,7 +73,10 @@ def named(topology: Topology, batches: dict[int, list[tuple[int, int, tuple[int,
 
 @pytest.mark.ranks
 def test_rows_of_all_ranks_come_highest_loss_first(on_ranks: Ranks) -> None:
-    batches = {0: [(7, 1, (1,), 4.0, 4), (8, 1, (2,), 8.0, 2)], 1: [(7, 1, (3,), 30.0, 3), (8, 1, (), 0.0, 0)]}
+    batches = {
+        0: [(7, 1, (1,), 4.0, 4), (8, 1, (2,), 8.0, 2)],
+        1: [(7, 1, (3,), 30.0, 3), (8, 1, (), 0.0, 0)],
+    }
     found, same = on_ranks.run(2, named, Topology(shard=2), batches, None, False)
     assert found == same
     assert [(row["row"], row["rank"], row["step"], row["loss"]) for row in found["rows"]] == [
@@ -101,7 +114,11 @@ def test_ranks_that_share_a_row_add_their_losses(on_ranks: Ranks) -> None:
 def test_event_names_200_rows_and_counts_all(on_ranks: Ranks) -> None:
     batches = {0: [(1, 1, (1,), 3.0, 4)], 1: [(1, 1, (2,), float("nan"), 4)]}
     found, _ = on_ranks.run(2, named, Topology(shard=2), batches, None, True)
-    assert (len(found["rows"]), found["rows_total"], {row["rank"] for row in found["rows"]}) == (200, 600, {1})
+    assert (len(found["rows"]), found["rows_total"], {row["rank"] for row in found["rows"]}) == (
+        200,
+        600,
+        {1},
+    )
 
 
 def test_tensors_of_batches_are_not_kept() -> None:

@@ -43,4 +43,6 @@ def test_fields_of_an_observer_are_in_every_training_line(bench: Bench) -> None:
     lines = [line for line in runs.lines(trained(bench, worker=run_with_an_observer)) if "loss" in line]
     assert lines
     for line in lines:
-        assert (line["observed_step"], line["observed_tokens"]) == (line["step"], line["tokens"]), "after the sums of the ranks"
+        assert (line["observed_step"], line["observed_tokens"]) == (line["step"], line["tokens"]), (
+            "after the sums of the ranks"
+        )

@@ -1,4 +1,5 @@
-"""The rows of a stream do not depend on the number of ranks or loader processes, nor on where a run was stopped."""
+"""The rows of a stream do not depend on the number of ranks or loader processes, nor on where a run was
+stopped."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ Step = list[tuple[int, str]]
 
 @pytest.fixture(autouse=True)
 def ended_loader_processes() -> Iterator[None]:
-    """Loader processes ignore SIGTERM, and the interpreter would wait for those of an unfinished iterator for ever."""
+    """Loader processes ignore SIGTERM, and the interpreter would wait for those of an unfinished iterator for
+    ever."""
     yield
     end_loader_processes()
 
@@ -37,21 +39,39 @@ def ended_loader_processes() -> Iterator[None]:
 @pytest.fixture
 def stream(tmp_path: Path) -> RowStream:
     rows = [{"text": "x" * (1 + number * 7 % 50) + str(number)} for number in range(500)]
-    return stream_of(tmp_path, write_jsonl(tmp_path / "a.jsonl", rows), packing=True, lanes=8, shuffle_buffer_size=80)
+    return stream_of(
+        tmp_path, write_jsonl(tmp_path / "a.jsonl", rows), packing=True, lanes=8, shuffle_buffer_size=80
+    )
 
 
 def ranks_of(stream: RowStream, ranks: int, folder: Path) -> list[StreamedRows]:
     per_rank = stream.global_batch // ranks
     micro_batch = 2 if per_rank % 2 == 0 else 1
     return [
-        StreamedRows(stream, None, Collator(0, 8), rank, ranks, micro_batch, per_rank // micro_batch, STEPS, folder / f"bad-{rank}")  # type: ignore[arg-type]
+        StreamedRows(
+            stream,
+            None,
+            Collator(0, 8),
+            rank,
+            ranks,
+            micro_batch,
+            per_rank // micro_batch,
+            STEPS,
+            folder / f"bad-{rank}",
+        )  # type: ignore[arg-type]
         for rank in range(ranks)
     ]
 
 
 def steps_of(ranks: list[StreamedRows], workers: int, count: int) -> list[Step]:
     batches = [
-        list(islice(iter(rank.batches(workers=workers, pin_memory=False, prefetch=None)), count * rank.accumulation)) for rank in ranks
+        list(
+            islice(
+                iter(rank.batches(workers=workers, pin_memory=False, prefetch=None)),
+                count * rank.accumulation,
+            )
+        )
+        for rank in ranks
     ]
     steps: list[Step] = []
     for step in range(count):
@@ -73,9 +93,15 @@ def states_of(ranks: list[StreamedRows]) -> dict[str, object]:
 
 @pytest.mark.parametrize(
     ("ranks", "workers"),
-    [(2, 0), (2, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, 0), (4, 0), (1, 3), (2, 1), (4, 3)])],
+    [
+        (2, 0),
+        (2, 2),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, 0), (4, 0), (1, 3), (2, 1), (4, 3)]),
+    ],
 )
-def test_steps_are_the_same_on_any_number_of_ranks_and_workers(stream: RowStream, ranks: int, workers: int, tmp_path: Path) -> None:
+def test_steps_are_the_same_on_any_number_of_ranks_and_workers(
+    stream: RowStream, ranks: int, workers: int, tmp_path: Path
+) -> None:
     expected = steps_of(ranks_of(stream, 1, tmp_path), 0, STEPS)
     every = ranks_of(stream, ranks, tmp_path)
     assert steps_of(every, workers, STEPS) == expected
@@ -85,7 +111,13 @@ def test_steps_are_the_same_on_any_number_of_ranks_and_workers(stream: RowStream
 
 @pytest.mark.parametrize(
     ("before", "workers_before", "after", "workers_after"),
-    [(2, 2, 4, 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(4, 3, 2, 0), (1, 0, 4, 0), (4, 0, 1, 3), (2, 1, 4, 0)])],
+    [
+        (2, 2, 4, 0),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [(4, 3, 2, 0), (1, 0, 4, 0), (4, 0, 1, 3), (2, 1, 4, 0)]
+        ),
+    ],
 )
 def test_run_goes_on_with_the_next_rows(
     stream: RowStream, before: int, workers_before: int, after: int, workers_after: int, tmp_path: Path
@@ -99,7 +131,9 @@ def test_run_goes_on_with_the_next_rows(
     assert steps_of(resumed, workers_after, STEPS - 2) == expected[2:]
     straight = ranks_of(stream, 1, tmp_path)
     steps_of(straight, 0, STEPS)
-    assert [sum(counts) for counts in zip(*(rank.tokens for rank in resumed), strict=True)] == straight[0].tokens
+    assert [sum(counts) for counts in zip(*(rank.tokens for rank in resumed), strict=True)] == straight[
+        0
+    ].tokens
 
 
 OLDER = {"lanes": {lane: [[[0, 0, 3]], [0.0], 0, 0, 3, 0, 0, 0] for lane in range(8)}, "tokens": [9]}
@@ -114,7 +148,9 @@ def test_checkpoint_of_another_order_is_refused(stream: RowStream, older: object
 
 
 @pytest.mark.parametrize("ranks", [1, 8])
-def test_resume_with_another_global_batch_reads_each_row_once(stream: RowStream, ranks: int, tmp_path: Path) -> None:
+def test_resume_with_another_global_batch_reads_each_row_once(
+    stream: RowStream, ranks: int, tmp_path: Path
+) -> None:
     expected = [row for step in steps_of(ranks_of(stream, 1, tmp_path), 0, 7) for row in step]
     stopped = ranks_of(replace(stream, global_batch=4), 1, tmp_path)
     assert [row for step in steps_of(stopped, 0, 3) for row in step] == expected[:12]
@@ -128,7 +164,9 @@ def test_resume_with_another_global_batch_reads_each_row_once(stream: RowStream,
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_error_of_a_loader_process_keeps_its_place(tmp_path: Path, workers: int) -> None:
-    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{number}"}}\n' for number in range(60)) + "{broken\n")
+    (tmp_path / "a.jsonl").write_text(
+        "".join(f'{{"text": "{number}"}}\n' for number in range(60)) + "{broken\n"
+    )
     rows = ranks_of(stream_of(tmp_path, tmp_path / "a.jsonl", lanes=2, shuffle_buffer_size=8), 1, tmp_path)[0]
     with pytest.raises(FsdpTuneError) as caught:
         list(iter(rows.batches(workers=workers, pin_memory=False, prefetch=None)))
@@ -166,7 +204,11 @@ def trained_ids(ranks: list[StreamedRows]) -> list[str]:
     readers = [iter(rank.batches(workers=0, pin_memory=False, prefetch=None)) for rank in ranks]
     places: list[str] = []
     while True:
-        batches = [next(reader) for rank, reader in zip(ranks, readers, strict=True) for _ in range(rank.accumulation)]
+        batches = [
+            next(reader)
+            for rank, reader in zip(ranks, readers, strict=True)
+            for _ in range(rank.accumulation)
+        ]
         if any(batch.tokens for batch in batches):
             places += [place for batch in batches for place in batch.origins if place != NO_ROW]
             continue
@@ -175,15 +217,27 @@ def trained_ids(ranks: list[StreamedRows]) -> list[str]:
 
 
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 4))])
-@pytest.mark.parametrize("options", [{"packing": True}, {"overlong": "drop", "max_length": 40}, {"packing": True, "on_bad_row": "skip"}])
-def test_lanes_of_different_lengths_are_read_to_their_ends(tmp_path: Path, ranks: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{"packing": True}, {"overlong": "drop", "max_length": 40}, {"packing": True, "on_bad_row": "skip"}],
+)
+def test_lanes_of_different_lengths_are_read_to_their_ends(
+    tmp_path: Path, ranks: int, options: dict[str, Any]
+) -> None:
     """Lanes have as many rows of the files, which become different numbers of rows of the run."""
     draw = random.Random(1)
     texts = ["x" * min(60, round(draw.lognormvariate(2.5, 1))) + str(number) for number in range(600)]
-    lines = [json.dumps({"text": text}) for text in texts] + (["{broken"] * 20 if "on_bad_row" in options else [])
+    lines = [json.dumps({"text": text}) for text in texts] + (
+        ["{broken"] * 20 if "on_bad_row" in options else []
+    )
     (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
     entry = {"path": str(tmp_path / "a.jsonl"), "repeats": 1}
-    defaults: dict[str, Any] = {"lanes": 16, "max_length": 64, "shuffle_buffer_size": 64, "max_bad_share": 0.5}
+    defaults: dict[str, Any] = {
+        "lanes": 16,
+        "max_length": 64,
+        "shuffle_buffer_size": 64,
+        "max_bad_share": 0.5,
+    }
     stream = stream_of(tmp_path, entry, **(defaults | options))
     every = ranks_of(stream, ranks, tmp_path)
     trained_ids(every)
@@ -194,9 +248,18 @@ def test_lanes_of_different_lengths_are_read_to_their_ends(tmp_path: Path, ranks
 
 @pytest.mark.parametrize(
     ("before", "after", "stop"),
-    [(4, 1, 35), (1, 4, 41), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(2, 4, 20), (1, 2, 37), (2, 1, 39), (4, 2, 44)])],
+    [
+        (4, 1, 35),
+        (1, 4, 41),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [(2, 4, 20), (1, 2, 37), (2, 1, 39), (4, 2, 44)]
+        ),
+    ],
 )
-def test_run_that_is_resumed_while_lanes_end_reads_the_rest(tmp_path: Path, before: int, after: int, stop: int) -> None:
+def test_run_that_is_resumed_while_lanes_end_reads_the_rest(
+    tmp_path: Path, before: int, after: int, stop: int
+) -> None:
     """The first of the lanes ends in step 36, and in step 44 half of them have no row left."""
     draw = random.Random(2)
     texts = ["x" * min(60, round(draw.lognormvariate(2.5, 1))) + str(number) for number in range(900)]
@@ -215,14 +278,23 @@ def test_run_that_is_resumed_while_lanes_end_reads_the_rest(tmp_path: Path, befo
 
 
 def test_skipped_rows_are_listed_once_also_if_steps_are_repeated(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{number}"}}\n' for number in range(60)) + "{broken\n")
+    (tmp_path / "a.jsonl").write_text(
+        "".join(f'{{"text": "{number}"}}\n' for number in range(60)) + "{broken\n"
+    )
     entry = {"path": str(tmp_path / "a.jsonl"), "repeats": 1}
-    rows = ranks_of(stream_of(tmp_path, entry, lanes=2, shuffle_buffer_size=8, on_bad_row="skip"), 1, tmp_path)[0]
+    rows = ranks_of(
+        stream_of(tmp_path, entry, lanes=2, shuffle_buffer_size=8, on_bad_row="skip"), 1, tmp_path
+    )[0]
     assert len(trained_ids([rows])) == 60
     assert len((tmp_path / "bad-0").read_text().splitlines()) == 1
     restarted = ranks_of(rows.stream, 1, tmp_path)[0]
     restarted.restore(
-        {"version": STATE_VERSION, "lanes": {lane: rows.stream.first_state().as_list() for lane in range(2)}, "tokens": [0]}, 0
+        {
+            "version": STATE_VERSION,
+            "lanes": {lane: rows.stream.first_state().as_list() for lane in range(2)},
+            "tokens": [0],
+        },
+        0,
     )
     assert len(trained_ids([restarted])) == 60
     assert len((tmp_path / "bad-0").read_text().splitlines()) == 1

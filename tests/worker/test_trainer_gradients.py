@@ -19,7 +19,9 @@ from fsdp_tune.worker.step_observer import LoggedStep
 class Bench:
     """A linear layer, its optimizer, and a gate; `step` is what the Trainer does between two batches."""
 
-    def __init__(self, kind: type[torch.optim.Optimizer] = AdamW, *, skip: bool = True, scale: LossScale | None = None) -> None:
+    def __init__(
+        self, kind: type[torch.optim.Optimizer] = AdamW, *, skip: bool = True, scale: LossScale | None = None
+    ) -> None:
         torch.manual_seed(0)
         self.model = nn.Linear(4, 3)
         fused = {"fused": True} if kind is AdamW else {}
@@ -42,7 +44,10 @@ class Bench:
 
     def everything(self) -> list[torch.Tensor]:
         states = [self.optimizer.state[parameter] for parameter in self.model.parameters()]
-        return [tensor.clone() for tensor in (*self.model.parameters(), *(value for state in states for value in state.values()))]
+        return [
+            tensor.clone()
+            for tensor in (*self.model.parameters(), *(value for state in states for value in state.values()))
+        ]
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
@@ -82,7 +87,9 @@ def test_nonfinite_error_names_step_and_rows_before_next_update() -> None:
     bench.step()
     before = bench.everything()
     bench.step(float("nan"))
-    with pytest.raises(FsdpTuneError, match=r"step 2: the gradient norm is nan; looked at \['batch 2'\]") as caught:
+    with pytest.raises(
+        FsdpTuneError, match=r"step 2: the gradient norm is nan; looked at \['batch 2'\]"
+    ) as caught:
         bench.step()
     assert int(caught.value.exit_code) == 4
     assert same(bench.everything(), before)

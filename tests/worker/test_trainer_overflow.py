@@ -1,4 +1,5 @@
-"""A step that overflows in fp16 does not advance the schedule, as in transformers' Trainer, also across a resume."""
+"""A step that overflows in fp16 does not advance the schedule, as in transformers' Trainer, also across a
+resume."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ def train_with_overflows(path: str) -> dict[str, Any]:
             (local.to_local() if hasattr(local, "to_local") else local).view(-1)[0] = torch.inf
         return pass_or_skip(self, step, max_norm, optimizer, batches)
 
-    with patch.object(GradientGate, "pass_or_skip", before_update), patch.object(LossScale.__init__, "__defaults__", (64.0,)):
+    with (
+        patch.object(GradientGate, "pass_or_skip", before_update),
+        patch.object(LossScale.__init__, "__defaults__", (64.0,)),
+    ):
         return runs.run_worker(path)
 
 
@@ -57,8 +61,19 @@ def trainer_rates() -> dict[int, float]:
 @pytest.mark.parametrize("max_grad_norm", [1.0, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_overflowed_step_does_not_advance_the_schedule(max_grad_norm: float, bench: Bench) -> None:
     case = Case(precision="fp16", accumulation=2)
-    training: dict[str, Any] = {"learning_rate": RATE, "lr_scheduler_type": "linear", "warmup_steps": WARMUP, "max_steps": STEPS}
-    training |= {"max_grad_norm": max_grad_norm, "save_steps": SAVED_STEP, "eval_strategy": "no", "logging_steps": 1, "witness": "first"}
+    training: dict[str, Any] = {
+        "learning_rate": RATE,
+        "lr_scheduler_type": "linear",
+        "warmup_steps": WARMUP,
+        "max_steps": STEPS,
+    }
+    training |= {
+        "max_grad_norm": max_grad_norm,
+        "save_steps": SAVED_STEP,
+        "eval_strategy": "no",
+        "logging_steps": 1,
+        "witness": "first",
+    }
     recipe = runs.merged(case.recipe(str(bench.model("llama"))), {"training": training})
     full, resumed = bench.written_run(recipe), bench.written_run(recipe)
     runs.train(bench.on_ranks, full, case.ranks, train_with_overflows)

@@ -1,4 +1,5 @@
-"""The first moments of a resumed run: what it owes to the step at which it stopped, and what it must not do again."""
+"""The first moments of a resumed run: what it owes to the step at which it stopped, and what it must not do
+again."""
 
 from __future__ import annotations
 
@@ -26,16 +27,28 @@ DONOR_STEPS = 4
 
 
 def new_run(bench: Bench, training: dict[str, Any], folder: Path | None = None) -> RunDir:
-    training = {"max_steps": 8, "save_steps": 2, "eval_steps": 2, "warmup_steps": 0, "witness": "off", "global_batch_size": 16} | training
+    training = {
+        "max_steps": 8,
+        "save_steps": 2,
+        "eval_steps": 2,
+        "warmup_steps": 0,
+        "witness": "off",
+        "global_batch_size": 16,
+    } | training
     changes = {"model": {"from_config": GPT2}, "training": training, "launch": {"num_processes": 1}}
     return bench.written_run(changes, vocabulary=384, folder=folder)
 
 
 def donor(bench: Bench, **training: Any) -> RunDir:
-    """A run that has finished after `DONOR_STEPS`, with a checkpoint and an evaluation at each second step."""
+    """A run that has finished after `DONOR_STEPS`, with a checkpoint and an evaluation at each second
+    step."""
 
     def make(folder: Path) -> None:
-        runs.train(bench.on_ranks, new_run(bench, {"max_steps": DONOR_STEPS, "lr_scheduler_type": "constant"} | training, folder), 1)
+        runs.train(
+            bench.on_ranks,
+            new_run(bench, {"max_steps": DONOR_STEPS, "lr_scheduler_type": "constant"} | training, folder),
+            1,
+        )
 
     return RunDir(made_once(f"{bench.folder.name}/resume-{digest(repr(sorted(training.items())))}", make))
 
@@ -55,7 +68,9 @@ def steps(run: RunDir, kind: str) -> list[int]:
     return [line["step"] for line in runs.lines(run) if kind in line]
 
 
-@pytest.mark.parametrize("length", [{"max_steps": 4}, {"max_steps": -1, "num_train_epochs": 0.6}], ids=["steps", "epochs"])
+@pytest.mark.parametrize(
+    "length", [{"max_steps": 4}, {"max_steps": -1, "num_train_epochs": 0.6}], ids=["steps", "epochs"]
+)
 def test_checkpoint_of_the_last_step_is_trained_no_further(bench: Bench, length: dict[str, Any]) -> None:
     run = resumed(bench, donor(bench), 4, **length, witness=1)
     assert steps(run, "loss") == [1, 2, 3, 4]
@@ -71,11 +86,18 @@ def test_run_in_another_directory_that_ends_where_it_starts_has_a_checkpoint(ben
     one, other = (runs.saved_parameters(each, 4) for each in (run, source))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
-    generators = [torch.load(each.checkpoint(4) / "rng_state_0.pth", weights_only=True)["rng"]["torch"] for each in (run, source)]
+    generators = [
+        torch.load(each.checkpoint(4) / "rng_state_0.pth", weights_only=True)["rng"]["torch"]
+        for each in (run, source)
+    ]
     assert torch.equal(*generators)
 
 
-BEST: dict[str, Any] = {"load_best_model_at_end": True, "early_stopping": {"patience": 9}, "learning_rate": 3e-2}
+BEST: dict[str, Any] = {
+    "load_best_model_at_end": True,
+    "early_stopping": {"patience": 9},
+    "learning_rate": 3e-2,
+}
 
 
 def restarts(run: RunDir) -> list[str]:
@@ -90,7 +112,9 @@ def restarts(run: RunDir) -> list[str]:
         ({}, "train", "eval_loss is measured on other rows now"),
     ],
 )
-def test_best_of_another_metric_or_other_rows_does_not_count(bench: Bench, changed: dict[str, Any], eval_rows: str, words: str) -> None:
+def test_best_of_another_metric_or_other_rows_does_not_count(
+    bench: Bench, changed: dict[str, Any], eval_rows: str, words: str
+) -> None:
     run = resumed(bench, donor(bench, **BEST), 4, eval_rows=eval_rows, **BEST | {"max_steps": 6} | changed)
     [message] = restarts(run)
     assert message.startswith("the best so far, the lowest eval_loss (")
@@ -100,7 +124,9 @@ def test_best_of_another_metric_or_other_rows_does_not_count(bench: Bench, chang
     since = lines[[line.get("event") for line in lines].index("best_restarted") :]
     values = [(line["step"], line[name]) for line in since if name in line]
     assert [step for step, _ in values] == [4, 6], "the step of the checkpoint is evaluated again"
-    assert best_so_far(run.checkpoint(6)) == (max if changed.get("greater_is_better") else min)(values, key=lambda value: value[1])
+    assert best_so_far(run.checkpoint(6)) == (max if changed.get("greater_is_better") else min)(
+        values, key=lambda value: value[1]
+    )
 
 
 def test_best_goes_on_with_an_unchanged_metric(bench: Bench) -> None:
@@ -144,7 +170,9 @@ def evaluations(run: RunDir) -> list[tuple[int, float]]:
     ],
     ids=["steps", "delay", "epoch"],
 )
-def test_evaluation_that_a_stop_left_out_is_made_up_before_the_next_step(bench: Bench, training: dict[str, Any], step: int) -> None:
+def test_evaluation_that_a_stop_left_out_is_made_up_before_the_next_step(
+    bench: Bench, training: dict[str, Any], step: int
+) -> None:
     training = BEST | training | {"save_steps": 2, "load_best_model_at_end": False}
     whole = new_run(bench, training)
     runs.train(bench.on_ranks, whole, 1)
@@ -168,8 +196,13 @@ def test_evaluation_that_is_made_up_ends_a_run_early(bench: Bench) -> None:
 
 
 def test_step_of_the_checkpoint_is_evaluated_once(bench: Bench) -> None:
-    """`eval_on_start` is for a start at step 0: a second evaluation of a step would be one without improvement for early stopping."""
-    training: dict[str, Any] = {"early_stopping": {"patience": 1}, "eval_on_start": True, "learning_rate": 1e-3}
+    """`eval_on_start` is for a start at step 0: a second evaluation of a step would be one without
+    improvement for early stopping."""
+    training: dict[str, Any] = {
+        "early_stopping": {"patience": 1},
+        "eval_on_start": True,
+        "learning_rate": 1e-3,
+    }
     run = resumed(bench, donor(bench, **training), 4, eval_rows="eval", **training)
     assert steps(run, "eval_loss") == [0, 2, 4, 6, 8]
     assert steps(run, "loss")[-1] == 8

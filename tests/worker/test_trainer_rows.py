@@ -1,4 +1,5 @@
-"""The rows that ranks train in a run of several attempts, with other ranks, micro-batches, accumulation and global batches each."""
+"""The rows that ranks train in a run of several attempts, with other ranks, micro-batches, accumulation and
+global batches each."""
 
 from __future__ import annotations
 
@@ -50,10 +51,21 @@ def train_and_note_rows(path: str) -> dict[str, Any]:
 
 
 def attempt(
-    bench: Bench, changes: dict[str, Any], ranks: int, *, packed: bool, donor: RunDir | None, step: int, skipped: tuple[SkippedRow, ...]
+    bench: Bench,
+    changes: dict[str, Any],
+    ranks: int,
+    *,
+    packed: bool,
+    donor: RunDir | None,
+    step: int,
+    skipped: tuple[SkippedRow, ...],
 ) -> tuple[RunDir, dict[int, list[int]]]:
     """Train from a checkpoint of `donor`, in a directory of its own. Returns the rows of each step."""
-    recipe = {"model": {"name_or_path": str(bench.model("llama-16"))}, "data": {"packing": packed}, "launch": {"num_processes": ranks}}
+    recipe = {
+        "model": {"name_or_path": str(bench.model("llama-16"))},
+        "data": {"packing": packed},
+        "launch": {"num_processes": ranks},
+    }
     run = bench.written_run(runs.merged(recipe, changes), packed=packed)
     prepared = Prepared.read(run.data_json)
     assert prepared is not None
@@ -73,9 +85,15 @@ def drawn(dice: random.Random) -> tuple[dict[str, Any], int]:
     ranks = dice.choice([1, 2, 2, 4])
     sequence = dice.choice([1, 2]) if ranks > 1 else 1
     micro_batch, accumulation = dice.choice([3, 4, 5, 8]), dice.choice([1, 2, 3])
-    training: dict[str, Any] = {"per_device_train_batch_size": micro_batch, "gradient_accumulation_steps": accumulation}
+    training: dict[str, Any] = {
+        "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": accumulation,
+    }
     if dice.random() < 0.25:
-        training = {"global_batch_size": dice.choice([12, 16, 20]), "per_device_train_batch_tokens": 2 * LONGEST}
+        training = {
+            "global_batch_size": dice.choice([12, 16, 20]),
+            "per_device_train_batch_tokens": 2 * LONGEST,
+        }
     return {"parallelism": {"sp_size": sequence}, "training": training}, ranks
 
 
@@ -95,7 +113,9 @@ def check_sequence(bench: Bench, seed: int) -> None:
         step += dice.randint(1, steps)  # killed there, or continued from an older checkpoint
         seen = {at: rows for at, rows in (seen | found).items() if at < step}
         donor = run
-        epochs = max(epochs, 1 + int(runs.loss_lines(run)[step - 1]["epoch"]))  # the end is not behind the checkpoint
+        epochs = max(
+            epochs, 1 + int(runs.loss_lines(run)[step - 1]["epoch"])
+        )  # the end is not behind the checkpoint
         if not packed and dice.random() < 0.4:
             skipped = (*skipped, SkippedRow("hand-made", dice.randint(1, TRAIN_ROWS), step))
     changes, ranks = drawn(dice)
@@ -120,17 +140,24 @@ def check_record(run: RunDir, seen: dict[int, list[int]]) -> None:
     record = RowRecord.from_dict(manifest.facts[ROWS_FACT])
     prepared, recipe = Prepared.read(run.data_json), Recipe.model_validate_json(run.recipe_json.read_bytes())
     assert prepared is not None
-    replace(prepared, attempts=record.attempts, skipped=record.skipped or ()).write(run.data_json)  # as the command writes it
+    replace(prepared, attempts=record.attempts, skipped=record.skipped or ()).write(
+        run.data_json
+    )  # as the command writes it
     for at, rows in seen.items():
         trained = prepared.continued(recipe.global_batch_size, len(seen), record)
         batch = trained.order(recipe, RowStore(prepared.train)).batch_after(at).tolist()
         assert sorted(batch) == rows
         left_out = [each.origin for each in trained.skipped if each.step <= at]
-        assert rows_of_step(run.data_json, recipe, at + 1) == RowStore(prepared.train, left_out).describe_rows(batch)
+        assert rows_of_step(run.data_json, recipe, at + 1) == RowStore(
+            prepared.train, left_out
+        ).describe_rows(batch)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("seed", [*FAST, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 31) if seed not in FAST)])
+@pytest.mark.parametrize(
+    "seed",
+    [*FAST, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 31) if seed not in FAST)],
+)
 def test_ranks_train_each_row_of_an_epoch_once_over_several_attempts(bench: Bench, seed: int) -> None:
     check_sequence(bench, seed)
 
@@ -140,9 +167,25 @@ def test_ranks_train_each_row_of_an_epoch_once_over_several_attempts(bench: Benc
 def test_resume_with_another_batch_after_the_last_row_trains_no_step(bench: Bench) -> None:
     """Such as a run that was killed between its last save and its outcome."""
     limits = {"eval_strategy": "no", "num_train_epochs": 1, "max_steps": -1, "gradient_accumulation_steps": 1}
-    run, seen = attempt(bench, {"training": limits | {"per_device_train_batch_size": 8}}, 2, packed=False, donor=None, step=0, skipped=())
+    run, seen = attempt(
+        bench,
+        {"training": limits | {"per_device_train_batch_size": 8}},
+        2,
+        packed=False,
+        donor=None,
+        step=0,
+        skipped=(),
+    )
     last = len(seen)
     assert last == -(-TRAIN_ROWS // 16)
-    run, seen = attempt(bench, {"training": limits | {"per_device_train_batch_size": 4}}, 2, packed=False, donor=run, step=last, skipped=())
+    run, seen = attempt(
+        bench,
+        {"training": limits | {"per_device_train_batch_size": 4}},
+        2,
+        packed=False,
+        donor=run,
+        step=last,
+        skipped=(),
+    )
     assert not seen
     assert runs.loss_lines(run)[-1]["epoch"] == 1.0

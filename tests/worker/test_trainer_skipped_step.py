@@ -25,12 +25,15 @@ CASES = [
     pytest.param(Case("gpt2-dropout", strategy="HYBRID_SHARD", ranks=4), marks=pytest.mark.slow),
     pytest.param(Case("gpt2-dropout", strategy="HYBRID_SHARD_ZERO2", ranks=4), marks=pytest.mark.slow),
     pytest.param(Case("gpt2-dropout", ranks=4, fsdp=(("reshard_after_forward", 2),)), marks=pytest.mark.slow),
-    pytest.param(Case("gpt2-dropout", training=(("optim_args", "state_dtype=bf16"),)), marks=pytest.mark.slow),
+    pytest.param(
+        Case("gpt2-dropout", training=(("optim_args", "state_dtype=bf16"),)), marks=pytest.mark.slow
+    ),
 ]
 
 
 def train(path: str, *, nonfinite: bool) -> dict[str, Any]:
-    """On a rank: the worker. At `BAD_STEP` odd ranks have a NaN gradient, or all ranks leave out `optimizer.step`."""
+    """On a rank: the worker. At `BAD_STEP` odd ranks have a NaN gradient, or all ranks leave out
+    `optimizer.step`."""
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
@@ -46,8 +49,13 @@ def train(path: str, *, nonfinite: bool) -> dict[str, Any]:
         return get_batch_samples(self, *arguments)
 
     def before_update(self: Any, step: int, max_norm: Any, optimizer: Any, batches: Any) -> Any:
-        # Gradients are reduced already: replicas (all ranks under DDP, ranks 1 and 3 of a 2x2 mesh) have the same ones.
-        if step == BAD_STEP and nonfinite and (dist.get_rank() % 2 == 1 or isinstance(self.wrapped, DistributedDataParallel)):
+        # Gradients are reduced already: replicas (all ranks under DDP, ranks 1 and 3 of a 2x2 mesh) have the
+        # same ones.
+        if (
+            step == BAD_STEP
+            and nonfinite
+            and (dist.get_rank() % 2 == 1 or isinstance(self.wrapped, DistributedDataParallel))
+        ):
             local = max((p.grad for p in self._trained), key=lambda grad: grad.numel())
             (local.to_local() if hasattr(local, "to_local") else local).view(-1)[0] = torch.nan
         if step == BAD_STEP and not nonfinite:
@@ -75,7 +83,9 @@ def trained(bench: Bench, case: Case, *, nonfinite: bool) -> RunDir:
     }
     recipe = runs.merged(case.recipe(str(bench.model(case.architecture))), {"training": short})
     run = bench.written_run(recipe)
-    for outcome in bench.on_ranks.run(case.ranks, train_with_nan if nonfinite else train_without_update, str(run.path)):
+    for outcome in bench.on_ranks.run(
+        case.ranks, train_with_nan if nonfinite else train_without_update, str(run.path)
+    ):
         assert outcome["exit_reason"] == "finished", outcome["traceback"]
         assert outcome["gathered"] == [[]] * STEPS, "units gathered when a step begins"
     return run
@@ -115,18 +125,31 @@ def train_with_nan_at_first(path: str) -> dict[str, Any]:
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "optimizer",
-    [{"optim_args": "state_dtype=bf16"}, pytest.param({"optim": "sgd", "optim_args": "momentum=0.9"}, marks=pytest.mark.slow)],
+    [
+        {"optim_args": "state_dtype=bf16"},
+        pytest.param({"optim": "sgd", "optim_args": "momentum=0.9"}, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_save_before_first_update_keeps_optimizer_state(optimizer: dict[str, str], bench: Bench) -> None:
     """torch makes state for a checkpoint by a step without gradients, which would count."""
 
     def new_run(*, save_steps: int, probes: bool) -> RunDir:
-        training = {"warmup_steps": 0, "max_steps": 3, "eval_strategy": "no", "on_nonfinite": "skip", "save_steps": save_steps}
+        training = {
+            "warmup_steps": 0,
+            "max_steps": 3,
+            "eval_strategy": "no",
+            "on_nonfinite": "skip",
+            "save_steps": save_steps,
+        }
         changes: dict[str, Any] = {"training": training | optimizer, "checkpoint": {"probe": probes}}
         return bench.written_run(runs.merged(Case().recipe(str(bench.model("llama"))), changes))
 
-    never, early, resumed = new_run(save_steps=3, probes=False), new_run(save_steps=1, probes=True), new_run(save_steps=3, probes=False)
+    never, early, resumed = (
+        new_run(save_steps=3, probes=False),
+        new_run(save_steps=1, probes=True),
+        new_run(save_steps=3, probes=False),
+    )
     for run in (never, early):
         runs.train(bench.on_ranks, run, 2, train_with_nan_at_first)
     runs.resume_from(resumed, early, 1)

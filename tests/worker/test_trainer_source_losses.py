@@ -1,4 +1,5 @@
-"""The training loss of each source in a line equals a plain computation, one example at a time, however the rows are trained."""
+"""The training loss of each source in a line equals a plain computation, one example at a time, however the
+rows are trained."""
 
 from __future__ import annotations
 
@@ -63,7 +64,9 @@ def store(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> Path:
     origins.tofile(folder / "origins.int64")
     (folder / MANIFEST_NAME).unlink()
     files = {name: digest_file(folder / name) for name in list_files(folder)}
-    (folder / MANIFEST_NAME).write_text(Manifest(STORE_KIND, files, {"files": [str(entry["path"]) for entry in TRAIN]}).to_json())
+    (folder / MANIFEST_NAME).write_text(
+        Manifest(STORE_KIND, files, {"files": [str(entry["path"]) for entry in TRAIN]}).to_json()
+    )
     return folder
 
 
@@ -73,7 +76,10 @@ def run_of(case: Case, bench: Bench, store: Path) -> RunDir:
     run = bench.written_run(changes, store, packed=case.packed)
     document = read_object(run.data_json)
     document["report"] = {
-        "inputs": [entry | {"label": entry.get("label"), "set": "train", "files": 1, "tokens": 1, "repeats": 1} for entry in TRAIN]
+        "inputs": [
+            entry | {"label": entry.get("label"), "set": "train", "files": 1, "tokens": 1, "repeats": 1}
+            for entry in TRAIN
+        ]
     }
     run.data_json.write_text(json.dumps(document))
     return run
@@ -97,7 +103,10 @@ def plain_losses(run: RunDir, model: Any, smoothing: float) -> list[dict[str, tu
             stored = store[row]
             ends = np.cumsum(stored.lengths)
             for end, length, (file, _) in zip(ends, stored.lengths, store.origins(row), strict=True):
-                ids, labels = (torch.from_numpy(each[end - length : end].astype(np.int64)) for each in (stored.input_ids, stored.labels))
+                ids, labels = (
+                    torch.from_numpy(each[end - length : end].astype(np.int64))
+                    for each in (stored.input_ids, stored.labels)
+                )
                 with torch.no_grad():
                     logits = model(input_ids=ids.unsqueeze(0)).logits[0, :-1]
                 total = float(F.cross_entropy(logits, labels[1:], reduction="sum", label_smoothing=smoothing))
@@ -113,13 +122,19 @@ def losses(line: dict[str, Any]) -> dict[str, float | None]:
 
 
 def expected_line(steps: list[dict[str, tuple[float, int]]]) -> dict[str, float | None]:
-    sums = {name: [sum(part) for part in zip(*(step.get(name, (0.0, 0)) for step in steps), strict=True)] for name in NAMES}
+    sums = {
+        name: [sum(part) for part in zip(*(step.get(name, (0.0, 0)) for step in steps), strict=True)]
+        for name in NAMES
+    }
     return {name: total / count if count else None for name, (total, count) in sums.items()}
 
 
 @on_devices
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=[] if case in FAST else pytest.mark.slow) for case in CASES])
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=str(case), marks=[] if case in FAST else pytest.mark.slow) for case in CASES],
+)
 def test_losses_of_sources_equal_a_plain_computation(case: Case, bench: Bench, store: Path) -> None:
     run = run_of(case, bench, store)
     runs.train(bench.on_ranks, run, case.ranks, runs.run_with_kernels)
@@ -128,7 +143,9 @@ def test_losses_of_sources_equal_a_plain_computation(case: Case, bench: Bench, s
 
         model = AutoPeftModelForCausalLM.from_pretrained(bench.adapter(case)).eval()
     else:
-        model = AutoModelForCausalLM.from_pretrained(bench.model(case.architecture), dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_pretrained(
+            bench.model(case.architecture), dtype=torch.float32
+        ).eval()
     steps = plain_losses(run, model, dict(case.training).get("label_smoothing_factor", 0.0))
     tolerance = 2e-2 if case.precision == "bf16" else 1e-5
     for index, line in enumerate(runs.loss_lines(run)):

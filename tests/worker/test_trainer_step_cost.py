@@ -1,4 +1,5 @@
-"""Synchronisations with the device in a step, each of which waits until its queue is empty; micro-batches must not add any."""
+"""Synchronisations with the device in a step, each of which waits until its queue is empty; micro-batches
+must not add any."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "
 
 
 def count_synchronisations(path: str, plant: Sequence[str]) -> dict[str, Any]:
-    """Run the worker on a rank, and add to its outcome how often each step synchronised, in Python (`READS`) or in C++ (a local scalar)."""
+    """Run the worker on a rank, and add to its outcome how often each step synchronised, in Python (`READS`)
+    or in C++ (a local scalar)."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,7 +33,11 @@ def count_synchronisations(path: str, plant: Sequence[str]) -> dict[str, Any]:
 
     class Scalars(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default):
+            if func in (
+                torch.ops.aten._local_scalar_dense.default,
+                torch.ops.aten.nonzero.default,
+                torch.ops.aten.masked_select.default,
+            ):
                 counts[str(func)] += 1
             return func(*args, **(kwargs or {}))
 
@@ -64,7 +70,11 @@ def count_synchronisations(path: str, plant: Sequence[str]) -> dict[str, Any]:
             yield
 
     with ExitStack() as stack:
-        for each in (*map(counted, READS), patch.object(FsdpTrainer, "get_batch_samples", at_the_start), Scalars()):
+        for each in (
+            *map(counted, READS),
+            patch.object(FsdpTrainer, "get_batch_samples", at_the_start),
+            Scalars(),
+        ):
             stack.enter_context(each)
         if plant:
             stack.enter_context(planted())
@@ -72,10 +82,18 @@ def count_synchronisations(path: str, plant: Sequence[str]) -> dict[str, Any]:
     return outcome | {"counts": [dict(after - before) for before, after in itertools.pairwise(steps)]}
 
 
-def synchronisations(bench: Bench, accumulation: int, plant: Sequence[str] = (), *, packed: bool = False) -> dict[str, int]:
+def synchronisations(
+    bench: Bench, accumulation: int, plant: Sequence[str] = (), *, packed: bool = False
+) -> dict[str, int]:
     """Synchronisations of one step between two metrics lines."""
     case = Case(ranks=1, accumulation=accumulation, packed=packed)
-    quiet = {"max_steps": 5, "logging_steps": 1000, "eval_strategy": "no", "save_strategy": "no", "witness": "first"}
+    quiet = {
+        "max_steps": 5,
+        "logging_steps": 1000,
+        "eval_strategy": "no",
+        "save_strategy": "no",
+        "witness": "first",
+    }
     recipe = case.recipe(str(bench.model(case.architecture)))
     run = bench.written_run(runs.merged(recipe, {"training": quiet}), packed=packed)
     [outcome] = bench.on_ranks.run(1, count_synchronisations, str(run.path), plant)

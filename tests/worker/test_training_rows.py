@@ -20,7 +20,9 @@ SPLITS = [(1, 8, 1), (1, 2, 4), (2, 4, 1), (2, 1, 4), (4, 2, 1), (4, 1, 2), (8, 
 
 def order_of(rows: int) -> RowOrder:
     def order(epoch: int, lengths: np.ndarray, size: int) -> np.ndarray:
-        return epoch_order(lengths, seed=3, epoch=epoch, shuffle=True, group_by_length=True, global_batch_size=size)
+        return epoch_order(
+            lengths, seed=3, epoch=epoch, shuffle=True, group_by_length=True, global_batch_size=size
+        )
 
     return RowOrder(order, np.arange(1, rows + 1, dtype=np.int64), [Attempt(0, 8)])
 
@@ -28,7 +30,13 @@ def order_of(rows: int) -> RowOrder:
 def samplers(rows: int, split: tuple[int, int, int]) -> list[MicroBatches]:
     ranks, micro_batch, accumulation = split
     return [
-        MicroBatches(order_of(rows), data_rank=rank, data_size=ranks, micro_batch=micro_batch, accumulation=accumulation)
+        MicroBatches(
+            order_of(rows),
+            data_rank=rank,
+            data_size=ranks,
+            micro_batch=micro_batch,
+            accumulation=accumulation,
+        )
         for rank in range(ranks)
     ]
 
@@ -39,12 +47,21 @@ def steps(rows: int, split: tuple[int, int, int], epoch: int) -> list[list[int]]
     for sampler in ranks:
         sampler.set_epoch(epoch)
     batches = [list(sampler) for sampler in ranks]
-    assert len({len(mine) for mine in batches}) == 1, "a rank with fewer micro-batches would leave the others waiting"
-    assert all(len(mine) == len(sampler) for mine, sampler in zip(batches, ranks, strict=True)), "__len__ must tell the truth"
+    assert len({len(mine) for mine in batches}) == 1, (
+        "a rank with fewer micro-batches would leave the others waiting"
+    )
+    assert all(len(mine) == len(sampler) for mine, sampler in zip(batches, ranks, strict=True)), (
+        "__len__ must tell the truth"
+    )
     accumulation = split[2]
     found = []
     for start in range(0, len(batches[0]), accumulation):
-        step = [row for mine in batches for micro_batch in mine[start : start + accumulation] for row in micro_batch]
+        step = [
+            row
+            for mine in batches
+            for micro_batch in mine[start : start + accumulation]
+            for row in micro_batch
+        ]
         found.append(sorted(row for row in step if row != FILLER))
     return found
 
@@ -89,7 +106,10 @@ def by_tokens(rows: int, ranks: int) -> list[MicroBatches]:
     lengths = np.arange(1, rows + 1, dtype=np.int64)
     kinds = {"micro_batch": LONGEST_ROWS, "accumulation": -(-8 // (LONGEST_ROWS * ranks))}
     cut = ByTokens(BUDGET, lengths)
-    return [MicroBatches(order_of(rows), data_rank=rank, data_size=ranks, by_tokens=cut, **kinds) for rank in range(ranks)]
+    return [
+        MicroBatches(order_of(rows), data_rank=rank, data_size=ranks, by_tokens=cut, **kinds)
+        for rank in range(ranks)
+    ]
 
 
 @given(rows=st.integers(1, 60), ranks=st.integers(1, 5), epoch=st.integers(0, 2))
@@ -98,22 +118,32 @@ def test_token_budget_has_equal_micro_steps_on_all_ranks(rows: int, ranks: int, 
     for sampler in each:
         sampler.set_epoch(epoch)
     places = [list(sampler) for sampler in each]
-    assert {len(mine) for mine in places} == {len(each[0])}, "__len__ must tell the truth, and ranks go in step"
+    assert {len(mine) for mine in places} == {len(each[0])}, (
+        "__len__ must tell the truth, and ranks go in step"
+    )
     for taken in zip(*places, strict=True):
-        assert len({bool(rows_of_rank) for rows_of_rank in taken}) == 1, "a place is empty on every rank or on none"
+        assert len({bool(rows_of_rank) for rows_of_rank in taken}) == 1, (
+            "a place is empty on every rank or on none"
+        )
     of_rows = steps(rows, (1, 8, 1), epoch)
     assert (each[0].order.steps(epoch), each[0].global_batch) == (len(of_rows), 8)
     for step, wanted in enumerate(of_rows):
         assert sorted(row for sampler in each for row in sampler.rows_of_step(step)) == wanted
         at = step * -(-8 // (LONGEST_ROWS * ranks))
         mine = places[0][at : at + -(-len(wanted) // (LONGEST_ROWS * ranks))]
-        assert mine == sorted(mine, key=bool), "empty places come first: a step ends with its last micro-batch, which reduces"
+        assert mine == sorted(mine, key=bool), (
+            "empty places come first: a step ends with its last micro-batch, which reduces"
+        )
         assert mine[-1]
 
 
 @given(rows=st.integers(0, 40), ranks=st.integers(1, 5), micro_batch=st.integers(1, 4))
-def test_evaluation_reads_every_row_once_on_any_number_of_ranks(rows: int, ranks: int, micro_batch: int) -> None:
-    each = [eval_batches(rows, data_rank=rank, data_size=ranks, micro_batch=micro_batch) for rank in range(ranks)]
+def test_evaluation_reads_every_row_once_on_any_number_of_ranks(
+    rows: int, ranks: int, micro_batch: int
+) -> None:
+    each = [
+        eval_batches(rows, data_rank=rank, data_size=ranks, micro_batch=micro_batch) for rank in range(ranks)
+    ]
     assert len({len(batches) for batches in each}) == 1
     assert all(0 < len(batch) <= micro_batch for batches in each for batch in batches)
     read = [row for batches in each for batch in batches for row in batch if row != FILLER]
@@ -154,7 +184,9 @@ def test_loader_yields_batches_in_sampler_order(workers: int, tmp_path) -> None:
 
     store = RowStore(make_store(tmp_path / "store") / "train")
     [sampler] = samplers(40, (1, 2, 4))
-    found = [batch.row_ids for batch in loader(store, sampler, Collator(0, 8), workers=workers, pin_memory=False)]
+    found = [
+        batch.row_ids for batch in loader(store, sampler, Collator(0, 8), workers=workers, pin_memory=False)
+    ]
     assert found == [tuple(rows) for rows in sampler]
 
 
@@ -172,7 +204,8 @@ def test_empty_slot_yields_nothing_batch(workers: int, tmp_path) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_loader_does_not_advance_dropout_generator(workers: int, tmp_path) -> None:
-    """With processes it would draw once per launch, so that a run resumed between two epochs had other masks than one that was not."""
+    """With processes it would draw once per launch, so that a run resumed between two epochs had other masks
+    than one that was not."""
     from fsdp_tune.data.store import RowStore
     from fsdp_tune.worker.rows.batches import loader
     from tests.parity.store import make_store
@@ -194,7 +227,8 @@ def test_loader_does_not_advance_dropout_generator(workers: int, tmp_path) -> No
 def test_places_of_a_resumed_epoch_are_those_that_the_trainer_skips_and_counts(
     rows: int, before: list[tuple[int, int]], ranks: int, micro_batch: int, accumulation: int, by_tokens: bool
 ) -> None:
-    """`Trainer._run_epoch` skips (steps of the epoch × accumulation) places, then takes `accumulation` of them a step."""
+    """`Trainer._run_epoch` skips (steps of the epoch × accumulation) places, then takes `accumulation` of
+    them a step."""
     attempts: tuple[Attempt, ...] = ()
     step = 0
     for steps_of_attempt, size in before:
@@ -204,12 +238,25 @@ def test_places_of_a_resumed_epoch_are_those_that_the_trainer_skips_and_counts(
     lengths = np.arange(1, rows + 1, dtype=np.int64)
 
     def order_of_epoch(epoch: int, of: np.ndarray, size: int) -> np.ndarray:
-        return epoch_order(of, seed=3, epoch=epoch, shuffle=True, group_by_length=True, global_batch_size=size)
+        return epoch_order(
+            of, seed=3, epoch=epoch, shuffle=True, group_by_length=True, global_batch_size=size
+        )
 
     order = RowOrder(order_of_epoch, lengths, attempts)
-    cut = ByTokens(TokenBudget(slots=micro_batch * 64, multiple_of=8, max_length=64), lengths) if by_tokens else None
+    cut = (
+        ByTokens(TokenBudget(slots=micro_batch * 64, multiple_of=8, max_length=64), lengths)
+        if by_tokens
+        else None
+    )
     each = [
-        MicroBatches(order, data_rank=rank, data_size=ranks, micro_batch=micro_batch, accumulation=accumulation, by_tokens=cut)
+        MicroBatches(
+            order,
+            data_rank=rank,
+            data_size=ranks,
+            micro_batch=micro_batch,
+            accumulation=accumulation,
+            by_tokens=cut,
+        )
         for rank in range(ranks)
     ]
     epoch, index = order.locate(step)
@@ -217,8 +264,12 @@ def test_places_of_a_resumed_epoch_are_those_that_the_trainer_skips_and_counts(
         sampler.set_epoch(epoch)
     places = [list(sampler) for sampler in each]
     assert {len(mine) for mine in places} == {len(each[0])}
-    assert -(-len(each[0]) // accumulation) == order.steps(epoch), "the Trainer counts the steps of an epoch by its places"
+    assert -(-len(each[0]) // accumulation) == order.steps(epoch), (
+        "the Trainer counts the steps of an epoch by its places"
+    )
     for at in range(index, order.steps(epoch)):
         taken = [mine[at * accumulation : (at + 1) * accumulation] for mine in places]
-        seen = sorted(row for mine in taken for micro_batch_rows in mine for row in micro_batch_rows if row != FILLER)
+        seen = sorted(
+            row for mine in taken for micro_batch_rows in mine for row in micro_batch_rows if row != FILLER
+        )
         assert seen == sorted(order.batch_after(order.first_step(epoch) + at))

@@ -1,11 +1,14 @@
-"""A run below a URL: which of its folders are complete, how one becomes complete or disappears, and how one is downloaded.
+"""A run below a URL: which of its folders are complete, how one becomes complete or disappears, and how one
+is downloaded.
 
-An object store has no rename, so a folder exists for readers from the moment its manifest.json is there, which is written last and removed
-first. Before its first file and after its manifest, pending.json lists the same files: what this tool wrote and nothing else is ever
-removed, also after a crash. A checkpoint needs two folders: `checkpoint-N.run` with the files of the run that a resume reads, and
-`checkpoint-N`, which is completed after it.
+An object store has no rename, so a folder exists for readers from the moment its manifest.json is there,
+which is written last and removed first. Before its first file and after its manifest, pending.json lists the
+same files: what this tool wrote and nothing else is ever removed, also after a crash. A checkpoint needs two
+folders: `checkpoint-N.run` with the files of the run that a resume reads, and `checkpoint-N`, which is
+completed after it.
 
-A download goes into a hidden stage that an interrupted download leaves for the next one; it is verified, then renamed.
+A download goes into a hidden stage that an interrupted download leaves for the next one; it is verified, then
+renamed.
 """
 
 from __future__ import annotations
@@ -22,7 +25,15 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from fsdp_tune.cluster.mirror.writer import WRITERS
-from fsdp_tune.core.atomic import DISK, STAGE_MARK, fsync_tree, needs_filling, publish, staged_directory, write_file
+from fsdp_tune.core.atomic import (
+    DISK,
+    STAGE_MARK,
+    fsync_tree,
+    needs_filling,
+    publish,
+    staged_directory,
+    write_file,
+)
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.core.files import is_inside
 from fsdp_tune.run.directory import CHECKPOINT_KIND, CHECKPOINT_NAME, RunDir
@@ -31,14 +42,26 @@ from fsdp_tune.run.records import Document
 from fsdp_tune.run.remote_files import PACKAGES, ContentError, RemoteDirectory, RemoteEntry, UrlError
 
 PENDING_NAME = "pending.json"
-"""Next to the files of a folder that is not complete: a manifest of what this tool wrote there or is about to write."""
+"""Next to the files of a folder that is not complete: a manifest of what this tool wrote there or is about to
+write."""
 MISSING_NAME = "missing.json"
-"""In a folder that is not complete: the names of the files that the first machine does not have, for the other machines to send."""
+"""In a folder that is not complete: the names of the files that the first machine does not have, for the
+other machines to send."""
 IDENTITY_NAME = "mirror.json"
 RUN_FILES_KIND = "fsdp-tune run files"
 MODEL_KIND = "fsdp-tune model"
-RUN_FILES = ("recipe.yaml", "recipe.json", "data.json", "environment.json", "plan.json", "readback.json", "trackers.json", "metrics.jsonl")
-"""What a resume and a merge read, next to the files in `model/`. Not launch.json, which has the variables of this machine, and no logs."""
+RUN_FILES = (
+    "recipe.yaml",
+    "recipe.json",
+    "data.json",
+    "environment.json",
+    "plan.json",
+    "readback.json",
+    "trackers.json",
+    "metrics.jsonl",
+)
+"""What a resume and a merge read, next to the files in `model/`. Not launch.json, which has the variables of
+this machine, and no logs."""
 NAME_BYTES = 255
 """Limit of file systems for one component of a path."""
 PROBE = ".probe-"
@@ -59,7 +82,8 @@ class MirrorIdentity(Document):
 
 
 def read_identity(run: RunDir) -> str | None:
-    """Return the id of a run in its mirror, or None if it has none yet. Raises: usage error for a damaged file."""
+    """Return the id of a run in its mirror, or None if it has none yet. Raises: usage error for a damaged
+    file."""
     found = MirrorIdentity.read(run.mirror_json)
     return found.run if found is not None else None
 
@@ -83,14 +107,15 @@ Listing = Mapping[str, RemoteEntry]
 
 
 class RemoteRun:
-    """The copy of one run: the directory `name` below the URL of the recipe. One machine writes manifests; all may send files."""
+    """The copy of one run: the directory `name` below the URL of the recipe. One machine writes manifests;
+    all may send files."""
 
     def __init__(self, url: str, name: str) -> None:
         """Connects to nothing. Raises: UrlError if a package is missing."""
         self.directory = RemoteDirectory(f"{url.rstrip('/')}/{name}")
         self.check: Callable[[], object] = lambda: None
-        """Called before a folder becomes complete or incomplete, and before anything is removed; raises UrlError if the mirror is another
-        command's (`Writer.check`)."""
+        """Called before a folder becomes complete or incomplete, and before anything is removed; raises
+        UrlError if the mirror is another command's (`Writer.check`)."""
 
     @property
     def url(self) -> str:
@@ -99,7 +124,9 @@ class RemoteRun:
     def probe(self) -> None:
         """Write, read and remove a small file. Raises: UrlError."""
         if not self.directory.has_place():
-            raise UrlError(f"there is no directory {self.directory.url.rpartition('/')[0]}: is it mounted?", "absent")
+            raise UrlError(
+                f"there is no directory {self.directory.url.rpartition('/')[0]}: is it mounted?", "absent"
+            )
         name, data = f"{PROBE}{secrets.token_hex(6)}", secrets.token_bytes(64)
         self.directory.write(name, data, PROBE_WAITS)
         if self.directory.read(name) != data:
@@ -121,17 +148,33 @@ class RemoteRun:
 
     def complete_steps(self, listing: Listing) -> list[int]:
         """Return the steps whose checkpoints have their manifests, newest first; no file is read."""
-        found = (CHECKPOINT_NAME.fullmatch(name.partition("/")[0]) for name in listing if name.endswith(f"/{MANIFEST_NAME}"))
+        found = (
+            CHECKPOINT_NAME.fullmatch(name.partition("/")[0])
+            for name in listing
+            if name.endswith(f"/{MANIFEST_NAME}")
+        )
         steps = {int(match[1]) for match in found if match is not None}
-        return sorted((step for step in steps if f"{run_folder(f'checkpoint-{step}')}/{MANIFEST_NAME}" in listing), reverse=True)
+        return sorted(
+            (step for step in steps if f"{run_folder(f'checkpoint-{step}')}/{MANIFEST_NAME}" in listing),
+            reverse=True,
+        )
 
     def usable_steps(self, listing: Listing) -> list[int]:
         """Return those of `complete_steps` whose manifests can be read, newest first. Raises: UrlError."""
-        return [step for step in self.complete_steps(listing) if isinstance(self.checkpoint(step), RemoteCheckpoint)]
+        return [
+            step
+            for step in self.complete_steps(listing)
+            if isinstance(self.checkpoint(step), RemoteCheckpoint)
+        ]
 
     def pending_steps(self, listing: Listing) -> list[int]:
-        """Return the steps of checkpoints that this tool has started or taken back, newest first. Their run's files come first."""
-        folders = (name.partition("/")[0].removesuffix(run_folder("")) for name in listing if name.endswith(f"/{PENDING_NAME}"))
+        """Return the steps of checkpoints that this tool has started or taken back, newest first. Their run's
+        files come first."""
+        folders = (
+            name.partition("/")[0].removesuffix(run_folder(""))
+            for name in listing
+            if name.endswith(f"/{PENDING_NAME}")
+        )
         found = (CHECKPOINT_NAME.fullmatch(folder) for folder in folders)
         steps = {int(match[1]) for match in found if match is not None}
         return sorted(steps - set(self.complete_steps(listing)), reverse=True)
@@ -148,7 +191,10 @@ class RemoteRun:
         assert isinstance(run_files, Manifest)
         if manifest.facts.get("step") != step or run_files.facts.get("step") != step:
             return f"its manifest is of step {_shown(str(manifest.facts.get('step')))}"
-        if strange := next((name for name in run_files.files if name not in RUN_FILES and not name.startswith("model/")), None):
+        if strange := next(
+            (name for name in run_files.files if name not in RUN_FILES and not name.startswith("model/")),
+            None,
+        ):
             return f"its run has a file that no run has, `{strange[:80]}`"
         return RemoteCheckpoint(step, manifest, run_files)
 
@@ -168,20 +214,26 @@ class RemoteRun:
         return self.manifest(folder, manifest.kind) == manifest
 
     def begin(self, folder: str, manifest: Manifest, listing: Listing) -> None:
-        """Make a folder incomplete and list what is going to be there. Files that an earlier manifest lists otherwise are removed."""
+        """Make a folder incomplete and list what is going to be there. Files that an earlier manifest lists
+        otherwise are removed."""
         self.check()
         for name, entries in sorted(self._take_back(folder, manifest.kind, listing).items()):
-            if entries != {manifest.files.get(name)}:  # also of the same size: another machine goes by the size
+            if entries != {
+                manifest.files.get(name)
+            }:  # also of the same size: another machine goes by the size
                 self.directory.remove(f"{folder}/{name}")
         self.directory.write(f"{folder}/{PENDING_NAME}", manifest.to_json().encode())
 
     def finish(self, folder: str, manifest: Manifest) -> None:
-        """Complete a folder whose files are there. Raises: UrlError if a file is missing or has another size."""
+        """Complete a folder whose files are there. Raises: UrlError if a file is missing or has another
+        size."""
         listing = self.directory.list(folder)
         for name, entry in manifest.files.items():
             found = listing.get(f"{folder}/{name}")
             if found is None or found.size_bytes != entry.size_bytes:
-                size = "missing" if found is None else f"{found.size_bytes} bytes instead of {entry.size_bytes}"
+                size = (
+                    "missing" if found is None else f"{found.size_bytes} bytes instead of {entry.size_bytes}"
+                )
                 raise UrlError(f"{folder}/{name} was sent and is {size}")
         self.check()
         self.directory.write(f"{folder}/{MANIFEST_NAME}", manifest.to_json().encode())
@@ -214,7 +266,8 @@ class RemoteRun:
         return written
 
     def remove(self, step: int, listing: Listing) -> None:
-        """Remove a checkpoint: first its manifest, then the files that this tool wrote, then what lists them."""
+        """Remove a checkpoint: first its manifest, then the files that this tool wrote, then what lists
+        them."""
         self.check()
         name = f"checkpoint-{step}"
         for folder, kind in ((name, CHECKPOINT_KIND), (run_folder(name), RUN_FILES_KIND)):
@@ -225,7 +278,8 @@ class RemoteRun:
             self.directory.remove_empty_folders(folder)
 
     def remove_stages(self, listing: Listing) -> None:
-        """Remove the halves of files that killed owners of the mirror leave on a disk, but not what other commands may be writing."""
+        """Remove the halves of files that killed owners of the mirror leave on a disk, but not what other
+        commands may be writing."""
         for name in listing:
             folder, _, file = name.rpartition("/")
             if file.startswith(".") and STAGE_MARK in file and folder != WRITERS and PROBE not in file:
@@ -240,9 +294,11 @@ class RemoteRun:
                 self.remove(step, listing)
 
     def rotate(self, keep: int | None, *, kept: Collection[int], listing: Listing) -> list[int]:
-        """Remove the oldest complete checkpoints beyond `keep`, and incomplete ones that a newer complete one replaces.
+        """Remove the oldest complete checkpoints beyond `keep`, and incomplete ones that a newer complete one
+        replaces.
 
-        `kept`: steps that stay, those of the local disk. The newest complete one always stays. Returns the steps removed.
+        `kept`: steps that stay, those of the local disk. The newest complete one always stays. Returns the
+        steps removed.
         """
         complete = self.usable_steps(listing)
         old = [] if keep is None else complete[max(keep, 1) :]
@@ -280,7 +336,7 @@ def _is_file_name(name: str) -> bool:
 
 
 def _shown(name: str) -> str:
-    return f"`{name[:80].encode('unicode_escape' if not name.isprintable() else 'utf-8', errors='backslashreplace').decode()}`"
+    return f"`{name[:80].encode('unicode_escape' if not name.isprintable() else 'utf-8', errors='backslashreplace').decode()}`"  # noqa: E501
 
 
 def is_there(listing: Listing, name: str, entry: FileEntry) -> bool:
@@ -289,9 +345,12 @@ def is_there(listing: Listing, name: str, entry: FileEntry) -> bool:
 
 
 def mirror_error(url: str, error: UrlError, where: Where | None = None) -> FsdpTuneError:
-    """Return the usage error (exit 2) for a store that cannot be used at the start of a command. `where`: None for `checkpoint.mirror`."""
+    """Return the usage error (exit 2) for a store that cannot be used at the start of a command. `where`:
+    None for `checkpoint.mirror`."""
     message, named = (
-        (f"it cannot be read: {error}", "the URL") if where else (f"the mirror {url} cannot be used: {error}", "`checkpoint.mirror`")
+        (f"it cannot be read: {error}", "the URL")
+        if where
+        else (f"the mirror {url} cannot be used: {error}", "`checkpoint.mirror`")
     )
     where = where or Where(key="checkpoint.mirror")
     match error.refusal:
@@ -302,17 +361,27 @@ def mirror_error(url: str, error: UrlError, where: Where | None = None) -> FsdpT
             return usage_error("mirror-package", message, where=where, hint=hint)
         case "absent":
             parent = url.removeprefix("file://").rpartition("/")[0]
-            hint = f"`mkdir -p {shlex.quote(parent)}`, mount it" if url.startswith("file://") else "create the bucket or container"
+            hint = (
+                f"`mkdir -p {shlex.quote(parent)}`, mount it"
+                if url.startswith("file://")
+                else "create the bucket or container"
+            )
             hint += f", or correct {named}"
             return usage_error("mirror-missing", message, where=where, hint=hint)
         case "clock":
-            hint = "set the clock of this machine (`timedatectl set-ntp true`): signed requests are valid for 15 minutes"
+            hint = (
+                "set the clock of this machine (`timedatectl set-ntp true`): signed requests are valid "
+                "for 15 minutes"
+            )
             return usage_error("mirror-clock", message, where=where, hint=hint)
         case "full":
-            return usage_error("mirror-full", message, where=where, hint=f"free space there, or correct {named}")
+            return usage_error(
+                "mirror-full", message, where=where, hint=f"free space there, or correct {named}"
+            )
         case "credentials" | "other":
             hint = (
-                "log in as the store's own tools do (`aws configure`, AWS_PROFILE, `gcloud auth application-default login`, `az login`), "
+                "log in as the store's own tools do (`aws configure`, AWS_PROFILE, `gcloud auth "
+                "application-default login`, `az login`), "
             )
             hint += f"with the rights to list, read, write and delete; or correct {named}"
             return usage_error("mirror-refused", message, where=where, hint=hint)
@@ -326,7 +395,8 @@ STREAMS = 4
 
 
 def for_each_file(act: Callable[[str], object], names: Iterable[str]) -> None:
-    """Call `act` with each name, in their order, several at a time. After the first error none is started any more, and it is raised."""
+    """Call `act` with each name, in their order, several at a time. After the first error none is started any
+    more, and it is raised."""
     with ThreadPoolExecutor(STREAMS) as pool:
         pending = [pool.submit(act, name) for name in sorted(names)]
         try:
@@ -341,8 +411,11 @@ RUN_FILES_PRIVATE = frozenset({"recipe.yaml", "recipe.json", "environment.json"}
 Advance = Callable[[int], object]
 
 
-def fetch_checkpoint(remote: RemoteRun, found: RemoteCheckpoint, run: RunDir, advance: Advance, *, identity: str | None = None) -> Path:
-    """Download a checkpoint into a run directory, which is created with the files of the run if there is none. Returns its path.
+def fetch_checkpoint(
+    remote: RemoteRun, found: RemoteCheckpoint, run: RunDir, advance: Advance, *, identity: str | None = None
+) -> Path:
+    """Download a checkpoint into a run directory, which is created with the files of the run if there is
+    none. Returns its path.
 
     A damaged checkpoint of the same step is replaced. `identity`: of the run, for a directory
     that is created. Raises: ContentError if the mirror's files are damaged; UrlError; OSError.
@@ -356,14 +429,18 @@ def fetch_checkpoint(remote: RemoteRun, found: RemoteCheckpoint, run: RunDir, ad
         return final
     stage = _stage_of_run(run)
     built = stage / "run"
-    if (built / final.name).is_dir() and not (stage / final.name).exists():  # of a process that was killed before the last rename
+    if (built / final.name).is_dir() and not (
+        stage / final.name
+    ).exists():  # of a process that was killed before the last rename
         DISK.rename(built / final.name, stage / final.name)
     _fill(remote, found.name, found.manifest, stage / final.name, advance)
     DISK.mkdir(stage / run_folder(found.name))
     (stage / run_folder(found.name)).chmod(0o700)  # the recipe and the environment are private
     _fill(remote, run_folder(found.name), found.run_files, stage / run_folder(found.name), advance)
     fills = needs_filling(run.path)
-    with staged_directory(run.path, last=run.recipe_json.name) if fills else _built(built, run.path) as inside:
+    with (
+        staged_directory(run.path, last=run.recipe_json.name) if fills else _built(built, run.path) as inside
+    ):
         DISK.mkdir(RunDir(inside).logs)
         if identity is not None:
             MirrorIdentity(identity).write(RunDir(inside).mirror_json)
@@ -374,7 +451,8 @@ def fetch_checkpoint(remote: RemoteRun, found: RemoteCheckpoint, run: RunDir, ad
 
 
 def _link_files(folder: Path, manifest: Manifest, stage: Path) -> None:
-    """Use what this machine has of a checkpoint, whose digests are compared like those of files that an interrupted download left."""
+    """Use what this machine has of a checkpoint, whose digests are compared like those of files that an
+    interrupted download left."""
     for name in manifest.files:
         if (folder / name).is_file() and not (folder / name).is_symlink() and not (stage / name).exists():
             DISK.mkdir((stage / name).parent)
@@ -384,7 +462,8 @@ def _link_files(folder: Path, manifest: Manifest, stage: Path) -> None:
 
 @contextmanager
 def _built(stage: Path, final: Path) -> Iterator[Path]:
-    """Yield an empty directory and publish it, as `staged_directory`; that of a killed process is used again."""
+    """Yield an empty directory and publish it, as `staged_directory`; that of a killed process is used
+    again."""
     shutil.rmtree(stage, ignore_errors=True)
     DISK.mkdir(stage)
     yield stage
@@ -412,7 +491,12 @@ def _fill(remote: RemoteRun, folder: str, manifest: Manifest, stage: Path, advan
 
     def fetch(name: str) -> None:
         entry, target = manifest.files[name], stage / name
-        if target.is_file() and not target.is_symlink() and target.stat().st_size == entry.size_bytes and digest_file(target) == entry:
+        if (
+            target.is_file()
+            and not target.is_symlink()
+            and target.stat().st_size == entry.size_bytes
+            and digest_file(target) == entry
+        ):
             advance(entry.size_bytes)
             return
         DISK.mkdir(target.parent)
@@ -427,7 +511,11 @@ def _fill(remote: RemoteRun, folder: str, manifest: Manifest, stage: Path, advan
                     raise
 
     for_each_file(fetch, manifest.files)
-    for path in [path for path in stage.rglob("*") if path.is_file() and path.relative_to(stage).as_posix() not in manifest.files]:
+    for path in [
+        path
+        for path in stage.rglob("*")
+        if path.is_file() and path.relative_to(stage).as_posix() not in manifest.files
+    ]:
         DISK.unlink(path)
     if bad := damage(stage, manifest, digests=False):
         raise ContentError(f"{stage}: {bad[0]}")

@@ -2,11 +2,12 @@
 
     python -m fsdp_tune.cluster.mirror.send RUN URL MACHINE MACHINES KEEP START CLAIM DIRECTORY
 
-follows the run directory until its standard input ends, then sends what is left and ends: with 0 if the mirror has everything, else with 1.
-One such process runs on each machine. That of the first writes the manifests and rotates; the others send the files that the first does not
-have, which is none on a shared disk. KEEP is `training.save_total_limit` or `all`, START the step from which the run continues.
-CLAIM is the command's claim on the mirror (`Writer.key`), or `none` if it has not tried. DIRECTORY is `own` if each machine has its
-own run directory, else `shared`.
+follows the run directory until its standard input ends, then sends what is left and ends: with 0 if the
+mirror has everything, else with 1. One such process runs on each machine. That of the first writes the
+manifests and rotates; the others send the files that the first does not have, which is none on a shared disk.
+KEEP is `training.save_total_limit` or `all`, START the step from which the run continues.
+CLAIM is the command's claim on the mirror (`Writer.key`), or `none` if it has not tried. DIRECTORY is `own`
+if each machine has its own run directory, else `shared`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,15 @@ from fsdp_tune.core.files import is_inside, read_regular
 from fsdp_tune.core.secrets import mask_text
 from fsdp_tune.run.directory import CHECKPOINT_KIND, MERGE_RECORD, RunDir, best_so_far, checkpoint_step
 from fsdp_tune.run.events import MetricsEvent, Mirrored, MirrorFailed
-from fsdp_tune.run.manifest import MANIFEST_NAME, FileEntry, Manifest, digest_data, digest_file, list_files, read_manifest
+from fsdp_tune.run.manifest import (
+    MANIFEST_NAME,
+    FileEntry,
+    Manifest,
+    digest_data,
+    digest_file,
+    list_files,
+    read_manifest,
+)
 from fsdp_tune.run.metrics_file import append_event
 from fsdp_tune.run.mirror_state import MirrorState, state_path
 from fsdp_tune.run.remote_files import ContentError, UrlError, Verified
@@ -57,7 +66,8 @@ NEWER_SECONDS = 60.0
 RETRY_SECONDS = (5.0, 15.0, 30.0, 60.0)
 """Pauses after a folder could not be sent; the last one repeats."""
 PINS = ".mirror"
-"""Folder of the run with hard links to the checkpoint that is being sent, so that a rotation does not remove its files."""
+"""Folder of the run with hard links to the checkpoint that is being sent, so that a rotation does not remove
+its files."""
 
 
 class SentFiles:
@@ -77,7 +87,9 @@ class SentFiles:
 
     def has(self, listing: Listing, name: str, entry: FileEntry) -> bool:
         found = listing.get(name)
-        is_known = found is not None and found.stamp != "" and self._sent.get(name) == (entry.digest, found.stamp)
+        is_known = (
+            found is not None and found.stamp != "" and self._sent.get(name) == (entry.digest, found.stamp)
+        )
         return is_known and is_there(listing, name, entry)
 
     def add(self, name: str, entry: FileEntry, stamp: str) -> None:
@@ -100,7 +112,8 @@ class Sender:
         keep: int | None = None,
         claim: str | None = None,
     ) -> None:
-        """`claim`: that of the command, `Writer.key`; None if it has not tried. Machines other than the first have none."""
+        """`claim`: that of the command, `Writer.key`; None if it has not tried. Machines other than the first
+        have none."""
         self._has_others = has_others
         self._writer = Writer(remote.directory, run.path)
         if claim is not None:
@@ -113,16 +126,19 @@ class Sender:
         self._lock = threading.Lock()
         self._written_at = 0.0
         self._done: dict[str, tuple[int, int] | None] = {}
-        """Identity of the file that completes a local folder, for those that the mirror has or that are damaged."""
+        """Identity of the file that completes a local folder, for those that the mirror has or that are
+        damaged."""
         self._refused: dict[str, str] = {}
         self._verified: set[Verified] = set()
         """How the files of the folder that is being sent were compared."""
         self._there: set[str] = set()
-        """Checkpoints that were complete in the mirror when it was opened: they are compared again, and are not reported as missing."""
+        """Checkpoints that were complete in the mirror when it was opened: they are compared again, and are
+        not reported as missing."""
         self._note()
 
     def open(self, start_step: int | None) -> None:
-        """Take back checkpoints of steps that the run trains again, and remove what a killed process left. Raises: UrlError."""
+        """Take back checkpoints of steps that the run trains again, and remove what a killed process left.
+        Raises: UrlError."""
         self._claim()
         shutil.rmtree(self._run.path / PINS, ignore_errors=True)
         own, there = read_identity(self._run), self._remote.identity()
@@ -133,11 +149,17 @@ class Sender:
         listing = self._remote.directory.list()
         self._remote.remove_stages(listing)
         steps = self._remote.complete_steps(listing)
-        later = [] if start_step is None else [step for step in steps if step > start_step and not self._run.checkpoint(step).is_dir()]
+        later = (
+            []
+            if start_step is None
+            else [step for step in steps if step > start_step and not self._run.checkpoint(step).is_dir()]
+        )
         for step in later:
             self._remote.take_back(step, listing)
         self._there = {f"checkpoint-{step}" for step in steps if step not in later}
-        self._note(newest_step=next((step for step in self._remote.usable_steps(listing) if step not in later), None))
+        self._note(
+            newest_step=next((step for step in self._remote.usable_steps(listing) if step not in later), None)
+        )
 
     def _claim(self) -> None:
         """Own the mirror from now on. Raises: UrlError while another command does."""
@@ -153,7 +175,8 @@ class Sender:
         self._writer.release()
 
     def waiting(self) -> list[str]:
-        """Return the names of the local folders that the mirror does not have: the newest checkpoint first, models last."""
+        """Return the names of the local folders that the mirror does not have: the newest checkpoint first,
+        models last."""
         found: list[tuple[int, str]] = []
         for path in self._run.path.glob(f"checkpoint-*/{MANIFEST_NAME}"):
             if (step := checkpoint_step(path.parent)) is not None:
@@ -169,7 +192,9 @@ class Sender:
         step = checkpoint_step(Path(name))
         try:
             with self._pinned(self._run.path / name) as folder:
-                size_bytes = self._send_model(name, folder) if step is None else self._send_checkpoint(step, folder)
+                size_bytes = (
+                    self._send_model(name, folder) if step is None else self._send_checkpoint(step, folder)
+                )
         except (ContentError, FileNotFoundError) as error:
             if self._identity(name) != identity:  # replaced or rotated meanwhile
                 return
@@ -183,7 +208,15 @@ class Sender:
         self._done[name] = identity
         self._refused.pop(name, None)
         if size_bytes:
-            self._event(Mirrored(step or 0, name, time.monotonic() - started, size_bytes, " and ".join(sorted(self._verified)) or None))
+            self._event(
+                Mirrored(
+                    step or 0,
+                    name,
+                    time.monotonic() - started,
+                    size_bytes,
+                    " and ".join(sorted(self._verified)) or None,
+                )
+            )
 
     def _send_model(self, name: str, folder: Path) -> int:
         with as_content_errors(name):
@@ -204,16 +237,24 @@ class Sender:
         if isinstance(there, str) or there.manifest != manifest:
             sent = self._send_run_files(step) + self._send_folder(name, manifest, folder)
         listing = self._remote.directory.list()
-        local = {each for path in self._run.path.glob("checkpoint-*") if (each := checkpoint_step(path)) is not None}
+        local = {
+            each
+            for path in self._run.path.glob("checkpoint-*")
+            if (each := checkpoint_step(path)) is not None
+        }
         best = best_so_far(folder)
-        self._remote.rotate(self._keep, kept=local | {step} | ({best.step} if best is not None else set()), listing=listing)
+        self._remote.rotate(
+            self._keep, kept=local | {step} | ({best.step} if best is not None else set()), listing=listing
+        )
         self._note(newest_step=next(iter(self._remote.usable_steps(listing)), None))
         return sent
 
     def _send_run_files(self, step: int) -> int:
         with as_content_errors("model"):
             contents, private = read_run_files(self._run)
-        manifest = Manifest(RUN_FILES_KIND, {file: digest_data(data) for file, data in contents.items()}, {"step": step})
+        manifest = Manifest(
+            RUN_FILES_KIND, {file: digest_data(data) for file, data in contents.items()}, {"step": step}
+        )
         folder = run_folder(f"checkpoint-{step}")
         self._remote.begin(folder, manifest, self._remote.directory.list(folder))
         for name, data in contents.items():
@@ -228,7 +269,11 @@ class Sender:
             return 0
         self._remote.begin(name, manifest, self._remote.directory.list(name))
         listing = self._remote.directory.list(name)
-        left = {file: entry for file, entry in manifest.files.items() if not self._ledger.has(listing, f"{name}/{file}", entry)}
+        left = {
+            file: entry
+            for file, entry in manifest.files.items()
+            if not self._ledger.has(listing, f"{name}/{file}", entry)
+        }
         here = {file: entry for file, entry in left.items() if is_inside(file) and (folder / file).is_file()}
         missing = sorted(left.keys() - here.keys())
         if missing and not self._has_others:
@@ -239,10 +284,14 @@ class Sender:
         self._remote.finish(name, manifest)
         return sum(entry.size_bytes for entry in here.values())
 
-    def _send_files(self, name: str, folder: Path, files: dict[str, FileEntry], check: Callable[[], object]) -> None:
+    def _send_files(
+        self, name: str, folder: Path, files: dict[str, FileEntry], check: Callable[[], object]
+    ) -> None:
         def send(file: str) -> None:
             remote = f"{name}/{file}"
-            self._verified.add(self._remote.directory.send(folder / file, remote, files[file], self._advance, check))
+            self._verified.add(
+                self._remote.directory.send(folder / file, remote, files[file], self._advance, check)
+            )
             if (found := self._remote.directory.entry(remote)) is not None:
                 self._ledger.add(remote, files[file], found.stamp)
 
@@ -257,12 +306,18 @@ class Sender:
                 return
             if (there := len(listing)) != seen:
                 seen, seen_at = there, time.monotonic()
-            if time.monotonic() - seen_at > (OTHERS_SECONDS if self.waiting()[:1] == [name] else NEWER_SECONDS):
-                raise UrlError(f"{len(missing)} files of {name} are on no machine that sends to the mirror, such as {missing[0]}")
+            if time.monotonic() - seen_at > (
+                OTHERS_SECONDS if self.waiting()[:1] == [name] else NEWER_SECONDS
+            ):
+                raise UrlError(
+                    f"{len(missing)} files of {name} are on no machine that sends to the mirror, "
+                    f"such as {missing[0]}"
+                )
             time.sleep(POLL_SECONDS)
 
     def send_missing(self) -> bool:
-        """Send the files that the first machine misses and this one has. Returns whether there was one. Raises: UrlError, OSError."""
+        """Send the files that the first machine misses and this one has. Returns whether there was one.
+        Raises: UrlError, OSError."""
         listing, is_found = self._remote.directory.list(), False
         for marker in [name for name in listing if name.endswith(f"/{MISSING_NAME}")]:
             folder = marker.partition("/")[0]
@@ -271,10 +326,19 @@ class Sender:
             if raw is None or not isinstance(manifest, Manifest):
                 continue
             wanted = {str(file) for file in json.loads(raw)} & manifest.files.keys()
-            here = {file: manifest.files[file] for file in wanted if (self._run.path / folder / file).is_file()}
-            left = {file: entry for file, entry in here.items() if not is_there(listing, f"{folder}/{file}", entry)}
+            here = {
+                file: manifest.files[file] for file in wanted if (self._run.path / folder / file).is_file()
+            }
+            left = {
+                file: entry
+                for file, entry in here.items()
+                if not is_there(listing, f"{folder}/{file}", entry)
+            }
             self._send_files(
-                folder, self._run.path / folder, left, lambda folder=folder, manifest=manifest: self._require(folder, manifest)
+                folder,
+                self._run.path / folder,
+                left,
+                lambda folder=folder, manifest=manifest: self._require(folder, manifest),
             )
             is_found = is_found or bool(left)
         return is_found
@@ -324,14 +388,21 @@ class Sender:
         text = mask_text(str(error))
         is_damage = isinstance(error, ContentError)
         if self._state.failed_since is None or is_damage:
-            self._event(MirrorFailed(self._state.newest_step or 0, text if is_damage else f"{self._remote.url}: {text}"))
+            self._event(
+                MirrorFailed(
+                    self._state.newest_step or 0, text if is_damage else f"{self._remote.url}: {text}"
+                )
+            )
         if self._state.failed_since is None:
             self._note(failed_since=time.time())
         self._note(error=text, is_refused=isinstance(error, UrlError) and error.refusal is not None)
 
     def note_progress(self, waiting: list[str]) -> None:
         waiting = [name for name in waiting if name not in self._there]
-        sizes = [sum(path.stat().st_size for path in (self._run.path / name).rglob("*") if path.is_file()) for name in waiting]
+        sizes = [
+            sum(path.stat().st_size for path in (self._run.path / name).rglob("*") if path.is_file())
+            for name in waiting
+        ]
         self._note(waiting=waiting, left_bytes=sum(sizes))
 
     def succeeded(self) -> None:
@@ -339,7 +410,11 @@ class Sender:
 
     def refused(self) -> dict[str, str]:
         """Return the local folders that are damaged and not in the mirror, with the reason."""
-        return {name: reason for name, reason in self._refused.items() if self._done.get(name) == self._identity(name)}
+        return {
+            name: reason
+            for name, reason in self._refused.items()
+            if self._done.get(name) == self._identity(name)
+        }
 
     def _hashed(self, count: int) -> None:
         self._count(hashed_bytes=count)
@@ -349,7 +424,10 @@ class Sender:
 
     def _count(self, **bytes_more: int) -> None:
         with self._lock:
-            self._state = replace(self._state, **{name: getattr(self._state, name) + count for name, count in bytes_more.items()})
+            self._state = replace(
+                self._state,
+                **{name: getattr(self._state, name) + count for name, count in bytes_more.items()},
+            )
             is_due = time.monotonic() - self._written_at > POLL_SECONDS
         if is_due:
             self._note()
@@ -366,8 +444,11 @@ class Sender:
             append_event(self._run, event)
 
 
-def follow(sender: Sender, is_ending: Callable[[], bool], start_step: int | None, wait: Callable[[float], object]) -> bool:
-    """Send folders as they are completed, until `is_ending` and nothing is left. Returns whether everything was sent."""
+def follow(
+    sender: Sender, is_ending: Callable[[], bool], start_step: int | None, wait: Callable[[float], object]
+) -> bool:
+    """Send folders as they are completed, until `is_ending` and nothing is left. Returns whether everything
+    was sent."""
     failures, is_open = 0, False
     while True:
         is_last = is_ending()  # before looking: what was complete then is sent
@@ -397,9 +478,15 @@ def follow(sender: Sender, is_ending: Callable[[], bool], start_step: int | None
 
 
 def follow_first_machine(
-    sender: Sender, run: RunDir, is_ending: Callable[[], bool], wait: Callable[[float], object], *, has_own_directory: bool = False
+    sender: Sender,
+    run: RunDir,
+    is_ending: Callable[[], bool],
+    wait: Callable[[float], object],
+    *,
+    has_own_directory: bool = False,
 ) -> None:
-    """Send what the first machine misses, until `is_ending`; from an own directory, until the mirror has its newest checkpoint.
+    """Send what the first machine misses, until `is_ending`; from an own directory, until the mirror has its
+    newest checkpoint.
 
     Ends at once on a disk that the first machine shares. The caller ends a process that makes no progress.
     """
@@ -444,7 +531,9 @@ def main(arguments: list[str]) -> int:
         follow_first_machine(sender, run, ending.is_set, ending.wait, has_own_directory=directory == "own")
         return 0
     try:
-        return 0 if follow(sender, ending.is_set, None if start == "unknown" else int(start), ending.wait) else 1
+        return (
+            0 if follow(sender, ending.is_set, None if start == "unknown" else int(start), ending.wait) else 1
+        )
     finally:
         sender.close()
 

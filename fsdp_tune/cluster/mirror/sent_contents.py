@@ -23,11 +23,14 @@ def as_content_errors(folder: str) -> Iterator[None]:
         yield
     except FailedError as error:
         names = [f"{Path(str(each.where.source)).name}: {each.message}" for each in error.problems]
-        raise ContentError(f"{folder}/{names[0]}" + (f" (and {len(names) - 1} more)" if names[1:] else "")) from error
+        raise ContentError(
+            f"{folder}/{names[0]}" + (f" (and {len(names) - 1} more)" if names[1:] else "")
+        ) from error
 
 
 def read_run_files(run: RunDir) -> tuple[dict[str, bytes], set[str]]:
-    """Return the small files of a run, and which only their owner may read. Lines of metrics.jsonl that are being written are left out."""
+    """Return the small files of a run, and which only their owner may read. Lines of metrics.jsonl that are
+    being written are left out."""
     contents: dict[str, bytes] = {}
     private: set[str] = set()
     names = [*RUN_FILES, *(f"model/{name}" for name in [*list_files(model_files(run)), MANIFEST_NAME])]

@@ -1,16 +1,18 @@
 """The claim of the one command that writes to a mirror, on stores that have neither locks nor renames.
 
-Claims are the files `writers/00000001.json`, …. A command claims a mirror by creating the next number on condition that there is no
-such file, which succeeds for exactly one of several; the highest number is in force, and nothing is decided by removing or replacing
-a file. The owner rewrites its file every few seconds, and looks for a higher number before it completes a file, writes a manifest or
-removes anything.
+Claims are the files `writers/00000001.json`, …. A command claims a mirror by creating the next number on
+condition that there is no such file, which succeeds for exactly one of several; the highest number is in
+force, and nothing is decided by removing or replacing a file. The owner rewrites its file every few seconds,
+and looks for a higher number before it completes a file, writes a manifest or removes anything.
 
-An owner has ended if it recorded that, if its process would be visible here and is not, if it was an earlier command of this process, or
-if its process is not visible here and its file stays as it is for `SILENCE_SECONDS`. That is measured by the clock of the store against
-itself, or by waiting; the clocks of the machines are not compared.
+An owner has ended if it recorded that, if its process would be visible here and is not, if it was an earlier
+command of this process, or if its process is not visible here and its file stays as it is for
+`SILENCE_SECONDS`. That is measured by the clock of the store against itself, or by waiting; the clocks of the
+machines are not compared.
 
-Not excluded: a request of an owner that was silent for so long and is executed after it was taken over (a suspended machine), a store that
-ignores conditions and two commands that start within seconds. Each file that is damaged so is found by its digest when it is downloaded.
+Not excluded: a request of an owner that was silent for so long and is executed after it was taken over (a
+suspended machine), a store that ignores conditions and two commands that start within seconds. Each file that
+is damaged so is found by its digest when it is downloaded.
 """
 
 from __future__ import annotations
@@ -52,7 +54,12 @@ class WriterRecord:
     has_ended: bool = False
 
     def to_json(self) -> bytes:
-        return (json.dumps({**asdict(self.owner), "run": self.run, "beat": self.beat, "has_ended": self.has_ended}) + "\n").encode()
+        return (
+            json.dumps(
+                {**asdict(self.owner), "run": self.run, "beat": self.beat, "has_ended": self.has_ended}
+            )
+            + "\n"
+        ).encode()
 
     @classmethod
     def from_json(cls, raw: bytes) -> WriterRecord | None:
@@ -60,7 +67,9 @@ class WriterRecord:
         if owner is None:
             return None
         fields = json.loads(raw)
-        return cls(owner, str(fields.get("run")), int(fields.get("beat") or 0), fields.get("has_ended") is True)
+        return cls(
+            owner, str(fields.get("run")), int(fields.get("beat") or 0), fields.get("has_ended") is True
+        )
 
     def __str__(self) -> str:
         return f"{self.owner} (run {self.run})"
@@ -74,7 +83,8 @@ class MirrorInUseError(Exception):
         self.record = record
         """None if it cannot be read."""
         self.is_certain = is_certain
-        """Whether the other one certainly lives. If not, the same call may succeed within `SILENCE_SECONDS`."""
+        """Whether the other one certainly lives. If not, the same call may succeed within
+        `SILENCE_SECONDS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +120,8 @@ class Writer:
         return f"{self._number or 0}:{self._record.owner.claim}"
 
     def adopt(self, key: str) -> None:
-        """Write under the claim of the process that started this one, which keeps it, or claim in its place if it has not succeeded."""
+        """Write under the claim of the process that started this one, which keeps it, or claim in its place
+        if it has not succeeded."""
         number, _, claim = key.partition(":")
         self._number = int(number) or None
         self._record = replace(self._record, owner=replace(self._record.owner, claim=claim))
@@ -118,13 +129,16 @@ class Writer:
     def claim(self) -> WriterRecord | None:
         """Claim the mirror and keep it. Returns the record of an owner that ended without giving it back.
 
-        Raises: MirrorInUseError, UrlError. Calls after an uncertain `MirrorInUseError` succeed once the other owner has been silent.
+        Raises: MirrorInUseError, UrlError. Calls after an uncertain `MirrorInUseError` succeed once the other
+        owner has been silent.
         """
         numbers, taken = self._numbers(), None
         if number := max(numbers, default=0):
             raw = self._directory.read(_name(number))
             other = WriterRecord.from_json(raw) if raw is not None else None
-            is_own = other is not None and other.owner.claim == self._record.owner.claim  # whose answer was lost
+            is_own = (
+                other is not None and other.owner.claim == self._record.owner.claim
+            )  # whose answer was lost
             if not is_own and (other is None or not other.has_ended):
                 self._require_dead(number, raw, other)
                 taken = other
@@ -142,7 +156,8 @@ class Writer:
         return taken
 
     def claim_patiently(self, waits_for: Callable[[WriterRecord | None], object]) -> WriterRecord | None:
-        """Claim the mirror; `waits_for` is called once if it takes a while to see whether an owner lives. Raises as `claim`."""
+        """Claim the mirror; `waits_for` is called once if it takes a while to see whether an owner lives.
+        Raises as `claim`."""
         is_waiting = False
         while True:
             try:
@@ -167,10 +182,13 @@ class Writer:
                     self._create(number)
             self._is_lost = (highest or number) != number or not self._is_mine(number)
         if self._is_lost:
-            raise UrlError("another command has taken it over, since this one was silent for a minute", "other")
+            raise UrlError(
+                "another command has taken it over, since this one was silent for a minute", "other"
+            )
 
     def release(self) -> None:
-        """Stop writing, and record it. Does nothing without a claim of its own; a store that does not respond is left as it is."""
+        """Stop writing, and record it. Does nothing without a claim of its own; a store that does not respond
+        is left as it is."""
         self._ended.set()
         if self._beats is not None:
             self._beats.join(RELEASE_SECONDS)
@@ -196,7 +214,8 @@ class Writer:
         self._directory.write(_name(self._number), self._record.to_json(), ())
 
     def _create(self, number: int) -> bool:
-        """Create a claim. Returns whether the store made sure that there was none. Raises: MirrorInUseError, UrlError."""
+        """Create a claim. Returns whether the store made sure that there was none. Raises: MirrorInUseError,
+        UrlError."""
         data = self._record.to_json()
         try:
             if self._directory.create(_name(number), data) or self._is_mine(number):  # its answer was lost
@@ -212,12 +231,18 @@ class Writer:
         return record is not None and record.owner.claim == self._record.owner.claim
 
     def _require_dead(self, number: int, raw: bytes | None, other: WriterRecord | None) -> None:
-        """Raises: MirrorInUseError unless the owner of claim `number` has ended. `raw`: its file. `other`: the record in it, if it has one.
+        """Raises: MirrorInUseError unless the owner of claim `number` has ended. `raw`: its file. `other`:
+        the record in it, if it has one.
 
-        It has ended if its process would be visible here and is not; if it is a command of this process that has released its claim, which
-        the store may not have recorded; or if its process would not be visible here and the file has stayed the same for `SILENCE_SECONDS`.
+        It has ended if its process would be visible here and is not; if it is a command of this process that
+        has released its claim, which the store may not have recorded; or if its process would not be visible
+        here and the file has stayed the same for `SILENCE_SECONDS`.
         """
-        if other is not None and self._record.owner.is_same_process(other.owner) and other.owner.claim not in _KEPT:
+        if (
+            other is not None
+            and self._record.owner.is_same_process(other.owner)
+            and other.owner.claim not in _KEPT
+        ):
             return
         runs = is_running(other.owner) if other is not None else None
         if runs:
@@ -234,7 +259,8 @@ class Writer:
             raise MirrorInUseError(other, is_certain=False)
 
     def _age(self, number: int) -> float:
-        """Return the seconds since a claim was written: by the clock of the store, which stamps another file for it now."""
+        """Return the seconds since a claim was written: by the clock of the store, which stamps another file
+        for it now."""
         probe = f"{WRITERS}/{self._record.owner.claim}.clock"
         self._directory.write(probe, b"")
         now, written = self._directory.modified(probe), self._directory.modified(_name(number))
@@ -242,7 +268,9 @@ class Writer:
         return max(0.0, now - written) if now is not None and written is not None else 0.0
 
     def _numbers(self) -> list[int]:
-        return sorted(int(match[1]) for name in self._directory.list(WRITERS) if (match := _NAME.fullmatch(name)))
+        return sorted(
+            int(match[1]) for name in self._directory.list(WRITERS) if (match := _NAME.fullmatch(name))
+        )
 
 
 def _name(number: int) -> str:

@@ -1,1 +1,2 @@
-"""Turn a run into a job of a cluster's engine. Values in, text out: the engines are called by `jobs/submit.py`."""
+"""Turn a run into a job of a cluster's engine. Values in, text out: the engines are called by
+`jobs/submit.py`."""

@@ -1,4 +1,5 @@
-"""A run as a job of a cluster: what an engine has to know of it, and how long before its end it is told to stop."""
+"""A run as a job of a cluster: what an engine has to know of it, and how long before its end it is told to
+stop."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from fsdp_tune.run.events import CheckpointSaved, number, read_event
 from fsdp_tune.run.job_files import JobFiles
 
 LEAST_LEAD_SECONDS = 120
-"""Also for a model that is saved in a moment: signals and file systems of clusters may be late by tens of seconds."""
+"""Also for a model that is saved in a moment: signals and file systems of clusters may be late by tens of
+seconds."""
 UNKNOWN_LEAD_SECONDS = 600
 UNMEASURED_BYTES_PER_SECOND = 100e6
 """A shared file system that has much else to do."""
@@ -74,7 +76,8 @@ class ClusterJob:
 
 
 def cores_of_machine(recipe: Recipe) -> int:
-    """Return the cores of each machine: one for each rank and each of its loaders. Slurm's default is one for all of them."""
+    """Return the cores of each machine: one for each rank and each of its loaders. Slurm's default is one for
+    all of them."""
     loaders = int(training_value(recipe.training, "dataloader_num_workers") or 0)
     return recipe.local_world_size * (1 + loaders)
 
@@ -82,7 +85,11 @@ def cores_of_machine(recipe: Recipe) -> int:
 def measured_lead(lines: Sequence[Mapping[str, object]]) -> Lead | None:
     """Return the lead from the metrics of an earlier start of the run; None if it has saved no checkpoint."""
     # Earlier versions wrote `seconds` without the stall.
-    saves = [max(event.seconds, event.stall_seconds) for line in lines if isinstance(event := read_event(line), CheckpointSaved)]
+    saves = [
+        max(event.seconds, event.stall_seconds)
+        for line in lines
+        if isinstance(event := read_event(line), CheckpointSaved)
+    ]
     saves = saves[-MEASURED_LINES:]
     if not saves:
         return None
@@ -101,7 +108,8 @@ def _last(values: Sequence[float | None]) -> list[float]:
 
 
 def estimated_lead(checkpoint_bytes: float | None) -> Lead:
-    """Return the lead of a run that has saved nothing yet, from the size of its checkpoint, or for an unknown size."""
+    """Return the lead of a run that has saved nothing yet, from the size of its checkpoint, or for an unknown
+    size."""
     if checkpoint_bytes is None:
         return Lead(UNKNOWN_LEAD_SECONDS, "no save was measured, and the size of a checkpoint is unknown")
     rate = f"{UNMEASURED_BYTES_PER_SECOND / 1e6:.0f} MB/s"

@@ -1,16 +1,20 @@
-"""Files by which engines start the containers of a run: Kubernetes manifests, and tasks of SkyPilot and dstack.
+"""Files by which engines start the containers of a run: Kubernetes manifests, and tasks of SkyPilot and
+dstack.
 
-SkyPilot and dstack start machines in clouds and in Kubernetes; the recipe is a here-document in the command. A Kubernetes manifest is a
-plain Indexed Job, a JobSet (jobset.x-k8s.io), or a TrainJob of Kubeflow Trainer with its runtime.
+SkyPilot and dstack start machines in clouds and in Kubernetes; the recipe is a here-document in the command.
+A Kubernetes manifest is a plain Indexed Job, a JobSet (jobset.x-k8s.io), or a TrainJob of Kubeflow Trainer
+with its runtime.
 
-How each kind of manifest starts a run again. A run is all of its machines: they vote on a stop and all end with 143; if one is lost, the
-others end with 5.
-- Job: each pod that ended is replaced, once it has ended (`podReplacementPolicy: Failed`, which a podFailurePolicy needs). With a
-  backoffLimitPerIndex the job would continue without a machine, so the limit is that of the job, restarts × machines, since all pods of
-  a lost run fail. A machine that has finished is not started again with the others.
-- JobSet (a TrainJob makes one): the first failed pod fails its Job (`backoffLimit: 0`), and the JobSet removes and creates all pods.
-  It decides by the reason and the message of the Job's failure (Kubernetes, pkg/controller/job/pod_failure_policy.go): "Pod NS/NAME has
-  condition DisruptionTarget matching FailJob rule at index 0", "Container C for pod NS/NAME failed with exit code 143 matching …".
+How each kind of manifest starts a run again. A run is all of its machines: they vote on a stop and all end
+with 143; if one is lost, the others end with 5.
+- Job: each pod that ended is replaced, once it has ended (`podReplacementPolicy: Failed`, which a
+  podFailurePolicy needs). With a backoffLimitPerIndex the job would continue without a machine, so the limit
+  is that of the job, restarts × machines, since all pods of a lost run fail. A machine that has finished is
+  not started again with the others.
+- JobSet (a TrainJob makes one): the first failed pod fails its Job (`backoffLimit: 0`), and the JobSet
+  removes and creates all pods. It decides by the reason and the message of the Job's failure (Kubernetes,
+  pkg/controller/job/pod_failure_policy.go): "Pod NS/NAME has condition DisruptionTarget matching FailJob rule
+  at index 0", "Container C for pod NS/NAME failed with exit code 143 matching …".
   A message that is worded otherwise ends the run, instead of restarting a mistake for ever.
 """
 
@@ -32,7 +36,8 @@ GROUP = "node"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 TRAINER_LABEL = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
 STATUS_VARIABLE = "KUBEFLOW_TRAINER_SERVER_URL"
-"""In the pods of a TrainJob, if the controller collects progress (feature gate TrainJobStatus). transformers' KubeflowCallback reads it."""
+"""In the pods of a TrainJob, if the controller collects progress (feature gate TrainJobStatus). transformers'
+KubeflowCallback reads it."""
 INTERFACE = "eth0"
 """The interface of a pod, by the convention of CNI plugins."""
 INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -66,7 +71,9 @@ def manifest(job: ContainerJob, pod: PodSettings, kind: Kind, file: str = "FILE"
         "trainjob": _trainjob,
     }
     documents = [_recipe_map(job, pod), *makers[kind](job, pod)]
-    return "\n".join(_manifest_header(job, pod, kind, file)) + "\n---\n" + "---\n".join(map(as_yaml, documents))
+    return (
+        "\n".join(_manifest_header(job, pod, kind, file)) + "\n---\n" + "---\n".join(map(as_yaml, documents))
+    )
 
 
 def _pod_selector(job: ContainerJob, kind: Kind) -> str:
@@ -88,23 +95,34 @@ def manifest_commands(job: ContainerJob, pod: PodSettings, kind: Kind, file: str
 
 def _manifest_header(job: ContainerJob, pod: PodSettings, kind: Kind, file: str) -> list[str]:
     where = f" -n {pod.namespace}" if pod.namespace else ""
-    needs = {"job": "Kubernetes 1.31", "jobset": "JobSet 0.10", "trainjob": "Kubeflow Trainer 2.1 (with JobSet 0.10)"}[kind]
+    needs = {
+        "job": "Kubernetes 1.31",
+        "jobset": "JobSet 0.10",
+        "trainjob": "Kubeflow Trainer 2.1 (with JobSet 0.10)",
+    }[kind]
     lines = [
         f"# {job.name}: {job.size} of fsdp-tune. Needs {needs} or newer.",
         *(f"#   {command}" for command in manifest_commands(job, pod, kind, file)),
-        "# The same file again changes nothing. A deleted run saves first, and continues when it is submitted again.",
+        "# The same file again changes nothing. A deleted run saves first, and continues when it is "
+        "submitted again.",
         f"# Time to save: {job.cluster.lead.seconds} s ({job.cluster.lead.reason}).",
-        f"# Claims that must exist, writable from all nodes: {', '.join(mount.volume for mount in job.mounts)}.",
+        "# Claims that must exist, writable from all nodes: "
+        f"{', '.join(mount.volume for mount in job.mounts)}.",
     ]
     for name in dict.fromkeys(each.secret for each in pod.secrets):
         keys = " ".join(f"--from-literal={each.key}=…" for each in pod.secrets if each.secret == name)
         lines.append(f"#   kubectl create secret generic {name}{where} {keys}")
     if kind == "trainjob":
-        lines.append(f"# Progress is in `.status.trainerStatus` if the controller sets {STATUS_VARIABLE} (feature gate TrainJobStatus).")
+        lines.append(
+            f"# Progress is in `.status.trainerStatus` if the controller sets {STATUS_VARIABLE} "
+            "(feature gate TrainJobStatus)."
+        )
     return lines
 
 
-def _metadata(job: ContainerJob, pod: PodSettings, *, name: str | None = None, queued: bool = False) -> dict[str, object]:
+def _metadata(
+    job: ContainerJob, pod: PodSettings, *, name: str | None = None, queued: bool = False
+) -> dict[str, object]:
     labels = {"app.kubernetes.io/name": "fsdp-tune", "app.kubernetes.io/instance": job.name}
     if queued and pod.queue is not None:
         labels[QUEUE_LABEL] = pod.queue
@@ -115,13 +133,20 @@ def _metadata(job: ContainerJob, pod: PodSettings, *, name: str | None = None, q
 
 
 def _recipe_name(job: ContainerJob) -> str:
-    """Return the name of the recipe's ConfigMap: another recipe is another map, so that no restart reads a changed one."""
+    """Return the name of the recipe's ConfigMap: another recipe is another map, so that no restart reads a
+    changed one."""
     return f"{job.name}-recipe-{job.digest[:8]}"
 
 
 def _recipe_map(job: ContainerJob, pod: PodSettings) -> dict[str, object]:
     metadata = _metadata(job, pod, name=_recipe_name(job))
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "immutable": True, "data": {RECIPE_FILE: job.recipe_text}}
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata,
+        "immutable": True,
+        "data": {RECIPE_FILE: job.recipe_text},
+    }
 
 
 def _job(job: ContainerJob, pod: PodSettings) -> Sequence[Mapping[str, object]]:
@@ -147,16 +172,30 @@ def _job(job: ContainerJob, pod: PodSettings) -> Sequence[Mapping[str, object]]:
             "ports": [{"name": "rendezvous", "port": job.port}],
         },
     }
-    made = {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(job, pod, queued=True), "spec": spec}
+    made = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": _metadata(job, pod, queued=True),
+        "spec": spec,
+    }
     return [service, made] if job.machines > 1 else [made]
 
 
 def _jobset(job: ContainerJob, pod: PodSettings) -> Sequence[Mapping[str, object]]:
     metadata = _metadata(job, pod, queued=True)
-    return [{"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": _jobset_spec(job, pod)}]
+    return [
+        {
+            "apiVersion": "jobset.x-k8s.io/v1alpha2",
+            "kind": "JobSet",
+            "metadata": metadata,
+            "spec": _jobset_spec(job, pod),
+        }
+    ]
 
 
-def _jobset_spec(job: ContainerJob, pod: PodSettings, labels: Mapping[str, str] | None = None, more: str = "") -> dict[str, object]:
+def _jobset_spec(
+    job: ContainerJob, pod: PodSettings, labels: Mapping[str, str] | None = None, more: str = ""
+) -> dict[str, object]:
     spec = _job_spec(job, pod, f"{job.name}-{GROUP}-0-0.{job.name}", more=more) | {
         "backoffLimit": 0,
         "podReplacementPolicy": "Failed",
@@ -192,7 +231,8 @@ def _jobset_spec(job: ContainerJob, pod: PodSettings, labels: Mapping[str, str] 
 
 
 def _trainjob(job: ContainerJob, pod: PodSettings) -> Sequence[Mapping[str, object]]:
-    """Return a runtime for this run and its TrainJob: only a runtime has volumes, a failure policy and a security context."""
+    """Return a runtime for this run and its TrainJob: only a runtime has volumes, a failure policy and a
+    security context."""
     trackers = ",".join(dict.fromkeys([*job.reported_to, "kubeflow"]))
     more = f'${{{STATUS_VARIABLE}:+--set "training.report_to=[{trackers}]"}}'
     spec = _jobset_spec(job, pod, TRAINER_LABEL, more)
@@ -219,7 +259,9 @@ def _in(codes: list[int]) -> dict[str, object]:
     return {"containerName": GROUP, "operator": "In", "values": [int(code) for code in codes]}
 
 
-def _job_spec(job: ContainerJob, pod: PodSettings, first: str, *, subdomain: str | None = None, more: str = "") -> dict[str, object]:
+def _job_spec(
+    job: ContainerJob, pod: PodSettings, first: str, *, subdomain: str | None = None, more: str = ""
+) -> dict[str, object]:
     spec = _pod_spec(job, pod, first, more)
     if subdomain is not None and job.machines > 1:
         spec = {"subdomain": subdomain} | spec
@@ -228,7 +270,9 @@ def _job_spec(job: ContainerJob, pod: PodSettings, first: str, *, subdomain: str
         "completions": job.machines,
         "parallelism": job.machines,
         "template": {
-            "metadata": {"labels": {"app.kubernetes.io/name": "fsdp-tune", "app.kubernetes.io/instance": job.name}},
+            "metadata": {
+                "labels": {"app.kubernetes.io/name": "fsdp-tune", "app.kubernetes.io/instance": job.name}
+            },
             "spec": spec,
         },
     }
@@ -240,7 +284,10 @@ def _pod_spec(job: ContainerJob, pod: PodSettings, first: str, more: str) -> dic
     volumes: list[dict[str, object]] = [
         {"name": "recipe", "configMap": {"name": _recipe_name(job)}},
         {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": f"{-(-shared // GIB)}Gi"}},
-        *({"name": f"claim-{index}", "persistentVolumeClaim": {"claimName": claim}} for index, claim in enumerate(claims)),
+        *(
+            {"name": f"claim-{index}", "persistentVolumeClaim": {"claimName": claim}}
+            for index, claim in enumerate(claims)
+        ),
     ]
     names = {claim: f"claim-{index}" for index, claim in enumerate(claims)}
     return {
@@ -262,7 +309,9 @@ def _pod_spec(job: ContainerJob, pod: PodSettings, first: str, more: str) -> dic
     }
 
 
-def _container(job: ContainerJob, pod: PodSettings, first: str, more: str, volumes: Mapping[str, str]) -> dict[str, object]:
+def _container(
+    job: ContainerJob, pod: PodSettings, first: str, more: str, volumes: Mapping[str, str]
+) -> dict[str, object]:
     command = job.shell_command('"$JOB_COMPLETION_INDEX"', more)
     variables = dict(job.cluster.environment)
     if job.machines > 1:
@@ -276,7 +325,10 @@ def _container(job: ContainerJob, pod: PodSettings, first: str, more: str, volum
         "command": ["sh", "-c", command.replace("$", "$$")],
         "env": [
             *({"name": name, "value": value} for name, value in variables.items()),
-            *({"name": each.variable, "valueFrom": {"secretKeyRef": {"name": each.secret, "key": each.key}}} for each in pod.secrets),
+            *(
+                {"name": each.variable, "valueFrom": {"secretKeyRef": {"name": each.secret, "key": each.key}}}
+                for each in pod.secrets
+            ),
         ],
         **({"resources": resources} if resources else {}),
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
@@ -304,7 +356,8 @@ class CloudSettings:
     spot: bool = False
     secrets: tuple[SecretReference, ...] = ()
     restarts: int = 0
-    """After errors, mistakes included, which the engines cannot tell from others. Preempted machines do not count."""
+    """After errors, mistakes included, which the engines cannot tell from others. Preempted machines do not
+    count."""
 
 
 def task(job: ContainerJob, settings: CloudSettings, engine: Engine, file: str = "FILE") -> str:
@@ -313,20 +366,27 @@ def task(job: ContainerJob, settings: CloudSettings, engine: Engine, file: str =
     return "\n".join(_task_header(job, settings, engine, file)) + "\n" + as_yaml(made)
 
 
-def task_commands(job: ContainerJob, settings: CloudSettings, engine: Engine, file: str = "FILE") -> list[str]:
+def task_commands(
+    job: ContainerJob, settings: CloudSettings, engine: Engine, file: str = "FILE"
+) -> list[str]:
     """Return the commands that submit, follow and stop the job."""
     quoted = shlex.quote(file)
     if engine == "dstack":
         return [f"dstack apply -f {quoted}", f"dstack logs {job.name}", f"dstack stop {job.name}"]
     secrets = "".join(f" --secret {each.variable}" for each in settings.secrets)
-    return [f"sky jobs launch{secrets} {quoted}", f"sky jobs logs -n {job.name}", f"sky jobs cancel -n {job.name}"]
+    return [
+        f"sky jobs launch{secrets} {quoted}",
+        f"sky jobs logs -n {job.name}",
+        f"sky jobs cancel -n {job.name}",
+    ]
 
 
 def _task_header(job: ContainerJob, settings: CloudSettings, engine: Engine, file: str) -> list[str]:
     lines = [
         f"# {job.name}: {job.size} of fsdp-tune. Recipe: sha256 {job.digest}.",
         *(f"#   {command}" for command in task_commands(job, settings, engine, file)),
-        f"# Volumes that must exist: {', '.join(mount.volume for mount in job.mounts)}. No mounted bucket: checkpoints are renamed.",
+        f"# Volumes that must exist: {', '.join(mount.volume for mount in job.mounts)}. No mounted "
+        "bucket: checkpoints are renamed.",
     ]
     if engine == "dstack":
         lines.extend(f"#   dstack secret set {each.secret} …" for each in settings.secrets)
@@ -350,7 +410,10 @@ def _skypilot(job: ContainerJob, settings: CloudSettings) -> dict[str, object]:
         resources["image_id"] = f"docker:{settings.image}"
     if settings.spot:
         resources["use_spot"] = True
-    resources["job_recovery"] = {"max_restarts_on_errors": settings.restarts, "recover_on_exit_codes": [int(ExitCode.PREEMPTED)]}
+    resources["job_recovery"] = {
+        "max_restarts_on_errors": settings.restarts,
+        "recover_on_exit_codes": [int(ExitCode.PREEMPTED)],
+    }
     made: dict[str, object] = {
         "name": job.name,
         "num_nodes": job.machines,
@@ -379,7 +442,10 @@ def _dstack(job: ContainerJob, settings: CloudSettings) -> dict[str, object]:
         "volumes": [f"{mount.volume}:{mount.path}" for mount in job.mounts],
         "resources": resources,
         "spot_policy": "spot" if settings.spot else "on-demand",
-        "retry": {"on_events": ["interruption", "no-capacity", *(["error"] if settings.restarts else [])], "duration": "1d"},
+        "retry": {
+            "on_events": ["interruption", "no-capacity", *(["error"] if settings.restarts else [])],
+            "duration": "1d",
+        },
         "stop_duration": f"{job.cluster.lead.seconds}s",
     }
     return {key: value for key, value in made.items() if value is not None}

@@ -1,7 +1,8 @@
-"""A run in containers: the recipe travels inside the job's file, everything else is on volumes, in the image or on the hub.
+"""A run in containers: the recipe travels inside the job's file, everything else is on volumes, in the image
+or on the hub.
 
-A path of the recipe means a file in the container. So a relative one is refused, and the run directory must be on a volume, or each
-restart would begin without checkpoints.
+A path of the recipe means a file in the container. So a relative one is refused, and the run directory must
+be on a volume, or each restart would begin without checkpoints.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _KEY = re.compile(r"[-._a-zA-Z0-9]+")
 _NCCL_SHARED_BYTES = 512 * MIB
-"""Of one rank without peer access: two neighbours × 32 channels × 8 MiB of buffers (NCCL_BUFFSIZE and those of LL and LL128)."""
+"""Of one rank without peer access: two neighbours × 32 channels × 8 MiB of buffers (NCCL_BUFFSIZE and those
+of LL and LL128)."""
 _BYTES_OF_TOKEN = 4 * 8
 """Ids, labels, positions and rows of a batch, 64 bits each."""
 _PREFETCHED_BATCHES = 2
@@ -64,7 +66,8 @@ class SecretReference:
 
 @dataclass(frozen=True, slots=True)
 class ContainerJob:
-    """A run in containers of any engine. Paths of `cluster` are those in the containers; its name is a label of DNS."""
+    """A run in containers of any engine. Paths of `cluster` are those in the containers; its name is a label
+    of DNS."""
 
     cluster: ClusterJob
     recipe_text: str
@@ -97,17 +100,24 @@ class ContainerJob:
         return f"{self.machines} × {self.ranks} rank{'s'[: self.ranks > 1]}"
 
     def shell_command(self, machine_rank: str, more: str = "") -> str:
-        """Return the command line of one machine. `machine_rank` and `more` are shell words with variables of the engine."""
+        """Return the command line of one machine. `machine_rank` and `more` are shell words with variables of
+        the engine."""
         rank = f" --machine-rank {machine_rank}" if self.machines > 1 else ""
-        return f"exec {shlex.join((*self.cluster.program, *self.cluster.arguments))}{rank}{more and f' {more}'}"
+        return (
+            f"exec {shlex.join((*self.cluster.program, *self.cluster.arguments))}{rank}{more and f' {more}'}"
+        )
 
 
-_NO_TEXT_ELSEWHERE = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?|[-+]?0[oObBxX][0-9a-fA-F_]+|[yYnN]")
-"""What the parsers of engines read as a number or truth value where PyYAML's, of YAML 1.1 without `y` and `1e3`, reads a text."""
+_NO_TEXT_ELSEWHERE = re.compile(
+    r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?|[-+]?0[oObBxX][0-9a-fA-F_]+|[yYnN]"
+)
+"""What the parsers of engines read as a number or truth value where PyYAML's, of YAML 1.1 without `y` and
+`1e3`, reads a text."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes a text of several lines line by line, and as a text for YAML 1.1, 1.2 and Go's mixture of both."""
+    """Writes a text of several lines line by line, and as a text for YAML 1.1, 1.2 and Go's mixture of
+    both."""
 
 
 def _represent_text(_dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -126,36 +136,63 @@ def as_yaml(document: Mapping[str, object]) -> str:
 def parse_mount(text: str, option: str) -> Mount:
     """Parse `NAME:/path`. Raises: usage error."""
     volume, _, path = text.partition(":")
-    if not is_subdomain(volume) or not path.startswith("/") or PurePosixPath(path) == PurePosixPath("/") or ".." in path.split("/"):
-        raise usage_error("usage", f"`{option} {text}` does not name a volume and its directory", hint=f"`{option} NAME:/checkpoints`")
+    if (
+        not is_subdomain(volume)
+        or not path.startswith("/")
+        or PurePosixPath(path) == PurePosixPath("/")
+        or ".." in path.split("/")
+    ):
+        raise usage_error(
+            "usage",
+            f"`{option} {text}` does not name a volume and its directory",
+            hint=f"`{option} NAME:/checkpoints`",
+        )
     return Mount(volume, PurePosixPath(path))
 
 
 def parse_secret(text: str) -> SecretReference:
-    """Parse `VARIABLE=SECRET[:KEY]`. Raises: usage error, which does not repeat what may be the value of a secret."""
+    """Parse `VARIABLE=SECRET[:KEY]`. Raises: usage error, which does not repeat what may be the value of a
+    secret."""
     variable, _, rest = text.partition("=")
     secret, _, key = rest.partition(":")
     key = key or variable
-    if not _VARIABLE.fullmatch(variable) or not is_subdomain(secret) or has_secret_shape(secret) or not _KEY.fullmatch(key):
-        message = "`--secret` takes a variable and the name of the cluster's secret that has its value, and never the value"
-        raise usage_error("usage", message, hint="`--secret HF_TOKEN=my-secret` or `--secret HF_TOKEN=my-secret:KEY`")
+    if (
+        not _VARIABLE.fullmatch(variable)
+        or not is_subdomain(secret)
+        or has_secret_shape(secret)
+        or not _KEY.fullmatch(key)
+    ):
+        message = (
+            "`--secret` takes a variable and the name of the cluster's secret that has its value, and "
+            "never the value"
+        )
+        raise usage_error(
+            "usage", message, hint="`--secret HF_TOKEN=my-secret` or `--secret HF_TOKEN=my-secret:KEY`"
+        )
     return SecretReference(variable, secret, key)
 
 
 def parse_variable(text: str) -> SecretReference:
-    """Parse the name of a variable whose secret has the same name. Raises: usage error, which does not repeat what may be its value."""
+    """Parse the name of a variable whose secret has the same name. Raises: usage error, which does not repeat
+    what may be its value."""
     if not _VARIABLE.fullmatch(text) or has_secret_shape(text):
-        raise usage_error("usage", "`--secret` takes the name of a variable, and never its value", hint="`--secret HF_TOKEN`")
+        raise usage_error(
+            "usage",
+            "`--secret` takes the name of a variable, and never its value",
+            hint="`--secret HF_TOKEN`",
+        )
     return SecretReference(text, text, text)
 
 
 def is_subdomain(text: str) -> bool:
-    """Return whether `text` is a name of an object in Kubernetes: labels of DNS (RFC 1123) with dots between them."""
+    """Return whether `text` is a name of an object in Kubernetes: labels of DNS (RFC 1123) with dots between
+    them."""
     return len(text) <= 253 and all(_LABEL.fullmatch(each) for each in text.split("."))
 
 
 def job_name(name: str) -> str:
-    """Return a label of DNS that begins with a letter, for the name of a run; a long one is cut and gets a digest."""
+    """Return a label of DNS that begins with a letter, for the name of a run; a long one is cut and gets a
+    digest."""
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     label = label if label[:1].isalpha() else f"run-{label}".rstrip("-")
     if len(label) > LONGEST_NAME:
@@ -175,14 +212,20 @@ def container_job(
 ) -> ContainerJob:
     """Return the job of a recipe.
 
-    `directory`: of the recipe in the containers. `name`: of the job, if it is not the run's. `options`: further ones of `train`.
+    `directory`: of the recipe in the containers. `name`: of the job, if it is not the run's. `options`:
+    further ones of `train`.
     `volume_option`: the one of the engine's command that mounts a volume.
     Raises: FsdpTuneError with every reason why the recipe cannot run in containers.
     """
     recipe = loaded.recipe
     output = output_in_container(recipe)
     ranks, machines = recipe.launch.num_processes, recipe.launch.num_machines
-    problems = [*_output(output, mounts, volume_option), *_paths(recipe, mounts), *_address(recipe), *_size(recipe)]
+    problems = [
+        *_output(output, mounts, volume_option),
+        *_paths(recipe, mounts),
+        *_address(recipe),
+        *_size(recipe),
+    ]
     if problems or ranks == "auto":
         raise FsdpTuneError(*problems)
     overrides = [word for override in loaded.overrides for word in ("--set", override)]
@@ -215,18 +258,30 @@ def container_job(
 def notices_of(loaded: LoadedRecipe, mounts: Sequence[Mount]) -> Iterator[Notice]:
     """Yield what a user should know about a recipe in containers that does not stop the job."""
     if mask_text(loaded.text) != loaded.text:
-        message = f"{loaded.path} has a comment with what looks like a secret; the job's file gets `{MASK}` instead"
+        message = (
+            f"{loaded.path} has a comment with what looks like a secret; the job's file gets `{MASK}` instead"
+        )
         yield Notice("secret-not-written", message)
     for key, value in _named_files(loaded.recipe):
         if value.startswith("/") and not any(mount.holds(PurePosixPath(value)) for mount in mounts):
-            yield Notice("not-on-a-volume", f"`{key}: {value}` is on no volume: the image must have it", Where(key=key))
+            yield Notice(
+                "not-on-a-volume", f"`{key}: {value}` is on no volume: the image must have it", Where(key=key)
+            )
     if loaded.recipe.launch.max_runtime is not None:
-        message = "a run that `launch.max_runtime` ends has exit code 143, and the engine starts it again at once"
-        yield Notice("runtime-restarts", message, Where(key="launch.max_runtime"), "leave it out, or give the engine a time limit")
+        message = (
+            "a run that `launch.max_runtime` ends has exit code 143, and the engine starts it again at once"
+        )
+        yield Notice(
+            "runtime-restarts",
+            message,
+            Where(key="launch.max_runtime"),
+            "leave it out, or give the engine a time limit",
+        )
 
 
 def shared_memory(recipe: Recipe, ranks: int) -> int:
-    """Return the bytes of /dev/shm that NCCL and the data loaders of `ranks` ranks may fill, rounded up to GiB."""
+    """Return the bytes of /dev/shm that NCCL and the data loaders of `ranks` ranks may fill, rounded up to
+    GiB."""
     training = recipe.training
     processes = training_value(training, "dataloader_num_workers")
     loaders = processes if isinstance(processes, int) else 0
@@ -242,12 +297,16 @@ def output_in_container(recipe: Recipe) -> PurePosixPath:
 
 def _output(output: PurePosixPath, mounts: Sequence[Mount], volume_option: str) -> Iterator[Problem]:
     if ".." in output.parts or not any(mount.holds(output) for mount in mounts):
-        message = f"`output_dir` is `{output}`, which is on no volume: every restart would begin without checkpoints"
+        message = (
+            f"`output_dir` is `{output}`, which is on no volume: every restart would begin without "
+            "checkpoints"
+        )
         where = f"{mounts[0].path}/runs/{{name}}" if mounts else "/checkpoints/runs/{name}"
         hint = (
             f"`--set output_dir='{where}'`"
             if mounts
-            else f"name a volume that all machines share (`{volume_option} NAME:/checkpoints`), and `--set output_dir='{where}'`"
+            else f"name a volume that all machines share (`{volume_option} NAME:/checkpoints`), and "
+            f"`--set output_dir='{where}'`"
         )
         yield Problem("not-on-a-volume", message, Where(key="output_dir"), hint)
 
@@ -261,9 +320,21 @@ def _paths(recipe: Recipe, mounts: Sequence[Mount]) -> Iterator[Problem]:
             hint = "put it on a volume and write its path there, or a URL or a hub id"
             yield Problem("path-not-in-container", message, Where(key=key), hint)
     cache = recipe.data.cache_dir
-    if cache is not None and recipe.launch.num_machines > 1 and not any(mount.holds(PurePosixPath(cache)) for mount in mounts):
-        message = f"`data.cache_dir: {cache}` is on no volume, and every machine reads the rows that the first one prepares"
-        yield Problem("not-on-a-volume", message, Where(key="data.cache_dir"), "leave it out: the volume of `output_dir` is taken")
+    if (
+        cache is not None
+        and recipe.launch.num_machines > 1
+        and not any(mount.holds(PurePosixPath(cache)) for mount in mounts)
+    ):
+        message = (
+            f"`data.cache_dir: {cache}` is on no volume, and every machine reads the rows that the first "
+            "one prepares"
+        )
+        yield Problem(
+            "not-on-a-volume",
+            message,
+            Where(key="data.cache_dir"),
+            "leave it out: the volume of `output_dir` is taken",
+        )
 
 
 def _named_files(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -283,17 +354,32 @@ def _named_files(recipe: Recipe) -> Iterator[tuple[str, str]]:
             found.append((f"{key}.path", source.path))
         else:
             files = source.data_files
-            found.extend((f"{key}.data_files", name) for name in (files if isinstance(files, list) else [files]))
-    yield from ((key, value) for key, value in found if isinstance(value, str) and not value.startswith("builtin:"))
+            found.extend(
+                (f"{key}.data_files", name) for name in (files if isinstance(files, list) else [files])
+            )
+    yield from (
+        (key, value) for key, value in found if isinstance(value, str) and not value.startswith("builtin:")
+    )
 
 
 def _address(recipe: Recipe) -> Iterator[Problem]:
     if recipe.launch.num_machines > 1 and recipe.launch.main_process_ip is not None:
-        message = f"`launch.main_process_ip: {recipe.launch.main_process_ip}` is fixed, and the engine gives the first machine its address"
+        message = (
+            f"`launch.main_process_ip: {recipe.launch.main_process_ip}` is fixed, and the engine gives "
+            "the first machine its address"
+        )
         yield Problem("address-of-engine", message, Where(key="launch.main_process_ip"), "leave it out")
 
 
 def _size(recipe: Recipe) -> Iterator[Problem]:
     if recipe.launch.num_processes == "auto":
-        message = "the recipe starts a rank for each GPU of a node (`launch.num_processes: auto`), and how many it has is unknown here"
-        yield Problem("submit-size", message, Where(key="launch.num_processes"), "`--gpus-per-node N`, or write `launch.num_processes`")
+        message = (
+            "the recipe starts a rank for each GPU of a node (`launch.num_processes: auto`), and how "
+            "many it has is unknown here"
+        )
+        yield Problem(
+            "submit-size",
+            message,
+            Where(key="launch.num_processes"),
+            "`--gpus-per-node N`, or write `launch.num_processes`",
+        )

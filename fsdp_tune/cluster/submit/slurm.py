@@ -1,7 +1,8 @@
 """Slurm: the batch script of a run, and whether the allocation of a step is that of the recipe.
 
-The script is bash alone, so that the ledger and the decision to start again also work where the tool is inside a container. Slurm signals
-the tasks of the step; the script survives the signal, writes down the end, and requeues the job.
+The script is bash alone, so that the ledger and the decision to start again also work where the tool is
+inside a container. Slurm signals the tasks of the step; the script survives the signal, writes down the end,
+and requeues the job.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from fsdp_tune.cluster.submit.cluster_job import ClusterJob
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem
 from fsdp_tune.recipe.schema.recipe import Recipe
 
-BLOCK_BEGIN = "# >>> yours: kept when this file is written again. First more #SBATCH lines, then commands of the first node."
+BLOCK_BEGIN = (
+    "# >>> yours: kept when this file is written again. First more #SBATCH lines, then commands of the "
+    "first node."
+)
 BLOCK_END = "# <<< yours"
 EMPTY_BLOCK = """\
 #   module load cuda
 #   srun_options=(--container-image=image.sqsh --container-mounts=/shared)    # of the `srun` below
 #   program=(fsdp-tune)                                                       # in the container, in place of that of the host
 #   train_options=(--ignore-plan)                                             # of `fsdp-tune train`
-"""
+"""  # noqa: E501
 LONGEST_LEAD_SECONDS = 65_535
 """Of `--signal`."""
 FIRST_PORT, PORTS = 20_000, 12_000
@@ -33,7 +37,8 @@ _QUOTABLE = re.compile(r"[A-Za-z0-9._/@:+,=~^ ()\[\]{}&;-]+")
 
 
 def render(job: ClusterJob, site: Mapping[str, str], block: str | None = None) -> str:
-    """Return the batch script. `site`: further options of `sbatch` by name, such as partition. `block` is the user's, from `user_block`;
+    """Return the batch script. `site`: further options of `sbatch` by name, such as partition. `block` is the
+    user's, from `user_block`;
     None: one with comments alone.
 
     Raises: usage error (exit 2) for each value that cannot be written in a line of `#SBATCH`.
@@ -41,13 +46,16 @@ def render(job: ClusterJob, site: Mapping[str, str], block: str | None = None) -
     head = "".join(f"#SBATCH {line}\n" for line in _directives(job, site))
     lead = f"# Signalled {job.lead.seconds} s before the time limit: {job.lead.reason}.\n"
     values = _body_values(job)
-    body = _FIELD.sub(lambda found: values[found[1]], _BODY)  # in one pass: a name may contain what looks like a field
+    body = _FIELD.sub(
+        lambda found: values[found[1]], _BODY
+    )  # in one pass: a name may contain what looks like a field
     own = EMPTY_BLOCK if block is None else block
     return f"#!/bin/bash\n{_ABOUT}{head}{lead}\n{BLOCK_BEGIN}\n{own}{BLOCK_END}\n\n{body}"
 
 
 def parse_time(text: str) -> int:
-    """Return the seconds of a time limit of Slurm: `M`, `M:S`, `H:M:S`, `D-H`, `D-H:M` or `D-H:M:S`. Raises: ValueError."""
+    """Return the seconds of a time limit of Slurm: `M`, `M:S`, `H:M:S`, `D-H`, `D-H:M` or `D-H:M:S`. Raises:
+    ValueError."""
     found = _TIME.fullmatch(text)
     if found is None:
         raise ValueError(f"`{text}` is not a time limit of Slurm")
@@ -63,10 +71,15 @@ def parse_time(text: str) -> int:
 
 
 def user_block(script: str) -> str | None:
-    """Return the lines between the marks of an earlier script, with their line ends. Raises: ValueError if a mark is missing."""
+    """Return the lines between the marks of an earlier script, with their line ends. Raises: ValueError if a
+    mark is missing."""
     lines = script.splitlines(keepends=True)
     plain = [line.rstrip() for line in lines]
-    if plain.count(BLOCK_BEGIN) != 1 or plain.count(BLOCK_END) != 1 or plain.index(BLOCK_END) < plain.index(BLOCK_BEGIN):
+    if (
+        plain.count(BLOCK_BEGIN) != 1
+        or plain.count(BLOCK_END) != 1
+        or plain.index(BLOCK_END) < plain.index(BLOCK_BEGIN)
+    ):
         raise ValueError(f"it does not have the lines `{BLOCK_BEGIN}` and `{BLOCK_END}` once")
     own = "".join(lines[plain.index(BLOCK_BEGIN) + 1 : plain.index(BLOCK_END)])
     return None if own == EMPTY_BLOCK else own
@@ -88,15 +101,25 @@ def _directives(job: ClusterJob, site: Mapping[str, str]) -> list[str]:
         "open-mode": "append",
         "comment": job.files.mark,
     }
-    problems = [problem for name, value in values.items() if (problem := _unwritable(name, str(value or "-"))) is not None]
+    problems = [
+        problem
+        for name, value in values.items()
+        if (problem := _unwritable(name, str(value or "-"))) is not None
+    ]
     if problems:
         raise FsdpTuneError(*problems)
-    return ["--requeue", *(f"--{name}={_quoted(str(value))}" for name, value in values.items() if value is not None)]
+    return [
+        "--requeue",
+        *(f"--{name}={_quoted(str(value))}" for name, value in values.items() if value is not None),
+    ]
 
 
 def _unwritable(name: str, value: str) -> Problem | None:
     plain = value.removesuffix("/slurm-%j.out") if name == "output" else value
-    if _QUOTABLE.fullmatch(re.sub(r"[|*!]", "&", plain) if name == "constraint" else plain) and len(value) <= 1000:
+    if (
+        _QUOTABLE.fullmatch(re.sub(r"[|*!]", "&", plain) if name == "constraint" else plain)
+        and len(value) <= 1000
+    ):
         return None
     what = {"output": "the run directory", "chdir": "the working directory"}.get(name, f"`--{name}`")
     way = {"output": "`--set output_dir=DIR`", "chdir": "another directory"}.get(name, f"`--{name} NAME`")
@@ -149,7 +172,7 @@ def _wrapped(words: Sequence[str]) -> str:
 
 _ABOUT = """\
 # Written by `fsdp-tune submit slurm`, which writes it again at each call. `sbatch` on this file submits the same job.
-"""
+"""  # noqa: E501
 
 _BODY = """\
 @RUN@
@@ -246,19 +269,22 @@ else
 fi
 record ended "$(newest_step)" "\\"exit_code\\": $code, \\"then\\": \\"$next\\""
 exit "$code"
-"""
+"""  # noqa: E501
 
 
 def check_allocation(recipe: Recipe, environment: Mapping[str, str]) -> list[Notice]:
     """Compare a resolved recipe with the Slurm step that this process is a task of; [] outside of one.
 
-    Returns notices about GPUs that stay idle. Raises: FsdpTuneError (exit 2) if nodes, tasks or GPUs are not those of the recipe.
+    Returns notices about GPUs that stay idle. Raises: FsdpTuneError (exit 2) if nodes, tasks or GPUs are not
+    those of the recipe.
     """
     if "SLURM_STEP_ID" not in environment:
         return []
     machines, local = recipe.launch.num_machines, recipe.local_world_size
     nodes = _number(environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES"))
-    tasks = _most_tasks(environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_NTASKS_PER_NODE") or "")
+    tasks = _most_tasks(
+        environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_NTASKS_PER_NODE") or ""
+    )
     gpus = _number(environment.get("SLURM_GPUS_ON_NODE")) if recipe.launch.device != "cpu" else None
     own = "or pass `--machine-rank 0` if each task trains a run of its own"
     problems: list[Problem] = []
@@ -266,18 +292,31 @@ def check_allocation(recipe: Recipe, environment: Mapping[str, str]) -> list[Not
         message = f"srun started {tasks} tasks on a node, and one command starts all ranks of its node"
         problems.append(Problem("allocation-mismatch", message, hint=f"`srun --ntasks-per-node=1`, {own}"))
     if nodes is not None and nodes != machines:
-        message = f"srun started this step on {nodes} nodes, and the recipe is for {machines} (`launch.num_machines`)"
+        message = (
+            f"srun started this step on {nodes} nodes, and the recipe is for {machines} "
+            "(`launch.num_machines`)"
+        )
         hint = f"`srun --nodes={machines}`, or `--set launch.num_machines={nodes}`, {own}"
         problems.append(Problem("allocation-mismatch", message, hint=hint))
     if gpus is not None and gpus < local:
-        message = f"Slurm gave this node {gpus} GPUs, and the recipe has {local} ranks on it (`launch.num_processes`)"
+        message = (
+            f"Slurm gave this node {gpus} GPUs, and the recipe has {local} ranks on it "
+            "(`launch.num_processes`)"
+        )
         hint = f"`--gpus-per-node={local}`, or `--set launch.num_processes={gpus * machines}`"
         problems.append(Problem("allocation-mismatch", message, hint=hint))
     if problems:
         raise FsdpTuneError(*problems)
     if gpus is not None and gpus > local:
-        message = f"Slurm gave this node {gpus} GPUs, of which {local} are used (`launch.num_processes: {recipe.world_size}`)"
-        return [Notice("gpus-idle", message, hint=f"`--set launch.num_processes={gpus * machines}` uses all of them")]
+        message = (
+            f"Slurm gave this node {gpus} GPUs, of which {local} are used (`launch.num_processes: "
+            f"{recipe.world_size}`)"
+        )
+        return [
+            Notice(
+                "gpus-idle", message, hint=f"`--set launch.num_processes={gpus * machines}` uses all of them"
+            )
+        ]
     return []
 
 

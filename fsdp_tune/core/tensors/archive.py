@@ -1,12 +1,13 @@
 """Read archives of `torch.save` and pickles of checkpoints without running anything that they name.
 
-An archive is a zip file with uncompressed members, whose ranges can be copied. The layout is that of torch's `PyTorchStreamWriter`:
-`data.pkl` describes the tensors, `data/<key>` are their storages, aligned, each with the CRC-32 of its bytes (zero in all members when
-`set_crc32_options(False)` was used).
+An archive is a zip file with uncompressed members, whose ranges can be copied. The layout is that of torch's
+`PyTorchStreamWriter`: `data.pkl` describes the tensors, `data/<key>` are their storages, aligned, each with
+the CRC-32 of its bytes (zero in all members when `set_crc32_options(False)` was used).
 
-`load` is Python's own interpreter of pickles with a closed list of opcodes and of names. Nothing is imported, and the opcodes that
-could allocate more than the file holds, change a class, or overflow the C stack (by hashing nested tuples) are left out or replaced.
-The interpreter in C is not used, because its opcodes cannot be restricted.
+`load` is Python's own interpreter of pickles with a closed list of opcodes and of names. Nothing is imported,
+and the opcodes that could allocate more than the file holds, change a class, or overflow the C stack (by
+hashing nested tuples) are left out or replaced. The interpreter in C is not used, because its opcodes cannot
+be restricted.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ class Refused(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class AllowedGlobal:
-    """The replacement of a global name: a `value`, a function called with data (`call`), or a class of `Record`s with `fields`."""
+    """The replacement of a global name: a `value`, a function called with data (`call`), or a class of
+    `Record`s with `fields`."""
 
     name: str
     value: Any = None
@@ -106,7 +108,8 @@ class AllowedGlobal:
 class Record:
     """Stands in for an object of an allowed class: the fields in use, and nothing else.
 
-    `state` is a tuple in the order of the class's fields, since a checkpoint of many ranks has hundreds of thousands of records.
+    `state` is a tuple in the order of the class's fields, since a checkpoint of many ranks has hundreds of
+    thousands of records.
     """
 
     __slots__ = ("kind", "state")
@@ -116,12 +119,14 @@ class Record:
         self.state: tuple[Any, ...] | None = None
 
     def set_state(self, state: object) -> None:
-        """Take the fields from a dataclass's dictionary, or from the tuple that `TensorProperties.__getstate__` returns."""
+        """Take the fields from a dataclass's dictionary, or from the tuple that
+        `TensorProperties.__getstate__` returns."""
         fields, found = self.kind.fields or (), type(state).__name__
         if isinstance(state, dict):
             by_name = cast("dict[object, object]", state)
             self.state = tuple(by_name.get(name) for name in fields)
-            by_name.clear()  # the memo keeps it alive to the end, and nothing that torch writes refers to it again
+            # the memo keeps it alive to the end, and nothing that torch writes refers to it again
+            by_name.clear()
             return
         values = cast("tuple[object, ...] | None", state if isinstance(state, tuple) else None)
         if values is None or len(values) < len(fields):
@@ -138,14 +143,16 @@ _HASHABLE = (str, int, Record, type(None))
 
 
 class _Memo(list[object]):
-    """The values that a pickle refers back to. A dictionary would double the memory for the metadata of many ranks."""
+    """The values that a pickle refers back to. A dictionary would double the memory for the metadata of many
+    ranks."""
 
     def __setitem__(self, index: Any, value: Any) -> None:
         if index == len(self):
             self.append(value)
         elif index < len(self):
             super().__setitem__(index, value)
-        # Indices count up in what torch writes. A value at any other index is not stored, and cannot be recalled.
+        # Indices count up in what torch writes. A value at any other index is not stored, and cannot be
+        # recalled.
 
 
 class _Unpickler(_PythonUnpickler):
@@ -160,7 +167,9 @@ class _Unpickler(_PythonUnpickler):
     def find_class(self, module: str, name: str) -> AllowedGlobal:
         allowed = self._names.get((module, name))
         if allowed is None:
-            raise Refused(f"it names `{module}.{name}`, which a checkpoint of tensors does not need; nothing was run")
+            raise Refused(
+                f"it names `{module}.{name}`, which a checkpoint of tensors does not need; nothing was run"
+            )
         return allowed
 
     def persistent_load(self, pid: object) -> object:
@@ -178,7 +187,9 @@ class _Unpickler(_PythonUnpickler):
         state, target = self.stack.pop(), self.stack[-1]
         if isinstance(target, Record) and target.state is None:
             target.set_state(state)
-        elif not isinstance(target, dict):  # attributes of an OrderedDict, such as the `_metadata` of a state dict, are not used
+        elif not isinstance(
+            target, dict
+        ):  # attributes of an OrderedDict, such as the `_metadata` of a state dict, are not used
             raise Refused(f"it sets the state of {_describe(target)}")
 
     def load_setitem(self) -> None:
@@ -246,7 +257,8 @@ class StoredTensor:
 
 
 class Ends:
-    """An archive's bytes. Its first and last kilobyte are read at once: they hold all that describes one tensor."""
+    """An archive's bytes. Its first and last kilobyte are read at once: they hold all that describes one
+    tensor."""
 
     def __init__(self, files: ReadableFiles, file: str, start: int, length_bytes: int) -> None:
         self.files, self.file, self.start, self.length_bytes = files, file, start, length_bytes
@@ -343,7 +355,8 @@ def open_archive(files: ReadableFiles, file: str, start: int, length_bytes: int)
     return Archive(ends, members, has_checksums=any(member.CRC for member in members.values()))
 
 
-# --------------------------------------------------------------------------------------------------------- data.pkl
+# ---------------------------------------------------------------------------------------------------------
+# data.pkl
 
 
 def _storage(identifier: object) -> tuple[DType | None, str]:
@@ -372,7 +385,11 @@ def _tensor(arguments: tuple[Any, ...], dtype_at: int | None) -> StoredTensor:
         wanted = arguments[dtype_at] if len(arguments) > dtype_at else None
         dtype = wanted.value if isinstance(wanted, AllowedGlobal) else None
     numbers = (offset, *sizes, *strides)
-    if not isinstance(dtype, DType) or any(type(number) is not int or number < 0 for number in numbers) or len(sizes) != len(strides):
+    if (
+        not isinstance(dtype, DType)
+        or any(type(number) is not int or number < 0 for number in numbers)
+        or len(sizes) != len(strides)
+    ):
         raise Refused("it describes a tensor in an unknown way")
     return StoredTensor(dtype, key, offset, sizes, strides)
 
@@ -389,7 +406,9 @@ def _empty_mapping(arguments: tuple[object, ...]) -> dict[object, object]:
     return {}
 
 
-def _call(module: str, name: str, function: Callable[[tuple[object, ...]], object]) -> tuple[tuple[str, str], AllowedGlobal]:
+def _call(
+    module: str, name: str, function: Callable[[tuple[object, ...]], object]
+) -> tuple[tuple[str, str], AllowedGlobal]:
     return (module, name), AllowedGlobal(f"{module}.{name}", call=function)
 
 
@@ -402,7 +421,10 @@ NAMES: dict[tuple[str, str], AllowedGlobal] = {
             _call("collections", "OrderedDict", _empty_mapping),
         ]
     ),
-    **{("torch", name): AllowedGlobal(f"torch.{name}", value=dtype) for name, dtype in (OF_STORAGE | DTYPES).items()},
+    **{
+        ("torch", name): AllowedGlobal(f"torch.{name}", value=dtype)
+        for name, dtype in (OF_STORAGE | DTYPES).items()
+    },
     ("torch.storage", "UntypedStorage"): AllowedGlobal("torch.storage.UntypedStorage"),
 }
 
@@ -424,7 +446,8 @@ def read_pickle(archive: Archive) -> object:
 
 @lru_cache(maxsize=1024)
 def _one_tensor(data: bytes) -> object:
-    """Parse the pickle of one tensor. Cached, since slices of one shape have the same bytes on every rank: do not modify the result."""
+    """Parse the pickle of one tensor. Cached, since slices of one shape have the same bytes on every rank: do
+    not modify the result."""
     return load(data, NAMES, persistent=_storage)
 
 

@@ -1,7 +1,8 @@
-"""Read `.metadata` of a torch.distributed.checkpoint (DCP) directory: which tensors it holds, and in which ranges of which files.
+"""Read `.metadata` of a torch.distributed.checkpoint (DCP) directory: which tensors it holds, and in which
+ranges of which files.
 
-The format is `torch.distributed.checkpoint.filesystem` 1.0.0: a pickle of `Metadata`, whose `storage_data` maps
-(name, offset) to (file, offset, length), and files that hold one `torch.save` archive after the other.
+The format is `torch.distributed.checkpoint.filesystem` 1.0.0: a pickle of `Metadata`, whose `storage_data`
+maps (name, offset) to (file, offset, length), and files that hold one `torch.save` archive after the other.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ MAX_METADATA_BYTES = 256 << 20  # 1.8 million slices
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """The box at `offsets` of shape `sizes` (both in elements): one `torch.save` archive at byte `start` of `file`."""
+    """The box at `offsets` of shape `sizes` (both in elements): one `torch.save` archive at byte `start` of
+    `file`."""
 
     offsets: Shape
     sizes: Shape
@@ -47,10 +49,18 @@ def _names() -> dict[tuple[str, str], AllowedGlobal]:
             "MetadataIndex": ("fqn", "offset"),
             "StorageMeta": (),
         },
-        "torch.distributed.checkpoint.filesystem": {"_StorageInfo": ("relative_path", "offset", "length", "transform_descriptors")},
-        "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties": ("dtype",)},  # torch up to 2.2
+        "torch.distributed.checkpoint.filesystem": {
+            "_StorageInfo": ("relative_path", "offset", "length", "transform_descriptors")
+        },
+        "torch.distributed._shard.sharded_tensor.metadata": {
+            "TensorProperties": ("dtype",)
+        },  # torch up to 2.2
     }
-    names = {(module, name): AllowedGlobal(name, fields=fields) for module, kinds in records.items() for name, fields in kinds.items()}
+    names = {
+        (module, name): AllowedGlobal(name, fields=fields)
+        for module, kinds in records.items()
+        for name, fields in kinds.items()
+    }
     calls: dict[tuple[str, str], Callable[[tuple[object, ...]], object]] = {
         ("torch", "Size"): lambda arguments: _tuple_of_sizes(*arguments),
         ("torch.serialization", "_get_layout"): lambda _: None,
@@ -60,10 +70,14 @@ def _names() -> dict[tuple[str, str], AllowedGlobal]:
     }
     # The path that the checkpoint was written to, which is not used.
     calls |= {
-        (module, kind): lambda _: None for module in ("pathlib", "pathlib._local") for kind in ("PosixPath", "PurePosixPath", "WindowsPath")
+        (module, kind): lambda _: None
+        for module in ("pathlib", "pathlib._local")
+        for kind in ("PosixPath", "PurePosixPath", "WindowsPath")
     }
     names |= {key: AllowedGlobal(".".join(key), call=function) for key, function in calls.items()}
-    return names | {("torch", name): AllowedGlobal(f"torch.{name}", value=dtype) for name, dtype in DTYPES.items()}
+    return names | {
+        ("torch", name): AllowedGlobal(f"torch.{name}", value=dtype) for name, dtype in DTYPES.items()
+    }
 
 
 NAMES = _names()
@@ -78,7 +92,8 @@ class ChunkedTensor(NamedTuple):
 
 
 class DcpMetadata:
-    """The contents of one `.metadata`. Raises: Refused if it is damaged or names anything but tensors' metadata."""
+    """The contents of one `.metadata`. Raises: Refused if it is damaged or names anything but tensors'
+    metadata."""
 
     def __init__(self, raw: bytes) -> None:
         metadata = load(raw, NAMES)
@@ -97,12 +112,20 @@ class DcpMetadata:
         """Return one entry. Raises: Refused if it is damaged or its bytes have no location."""
         entry, chunks = self.entries[name], list[StoredChunk]()
         for item in _field(entry, "TensorStorageMetadata", "chunks", list):
-            offsets, sizes = _shape(item, "ChunkStorageMetadata", "offsets"), _shape(item, "ChunkStorageMetadata", "sizes")
+            offsets, sizes = (
+                _shape(item, "ChunkStorageMetadata", "offsets"),
+                _shape(item, "ChunkStorageMetadata", "sizes"),
+            )
             found = self._ranges.get((name, offsets)) or self._ranges.get((name, ()))
             if found is None:
                 raise Refused(f"it does not give the location of the part of `{name}` at {list(offsets)}")
             chunks.append(StoredChunk(offsets, sizes, *found))
-        dtype = _field(_field(entry, "TensorStorageMetadata", "properties", Record), "TensorProperties", "dtype", AllowedGlobal).value
+        dtype = _field(
+            _field(entry, "TensorStorageMetadata", "properties", Record),
+            "TensorProperties",
+            "dtype",
+            AllowedGlobal,
+        ).value
         if not isinstance(dtype, DType):
             raise Refused(f"it does not give the element type of `{name}`")
         return ChunkedTensor(dtype, _shape(entry, "TensorStorageMetadata", "size"), chunks)
@@ -114,10 +137,13 @@ def _ranges(stored: dict[Any, Any]) -> dict[tuple[str, Shape], tuple[str, int, i
     for index, info in stored.items():
         name, offsets = _field(index, "MetadataIndex", "fqn", str), _tuple_of_sizes(index.get("offset") or ())
         file, start, length = (
-            _field(info, "_StorageInfo", key, kind) for key, kind in (("relative_path", str), ("offset", int), ("length", int))
+            _field(info, "_StorageInfo", key, kind)
+            for key, kind in (("relative_path", str), ("offset", int), ("length", int))
         )
         if info.get("transform_descriptors"):
-            raise Refused(f"`{name}` was written through {info.get('transform_descriptors')}, which is not supported")
+            raise Refused(
+                f"`{name}` was written through {info.get('transform_descriptors')}, which is not supported"
+            )
         if start < 0 or length < 0:
             raise Refused(f"the location of `{name}` is not a range of a file")
         ranges[name, offsets] = file, start, length

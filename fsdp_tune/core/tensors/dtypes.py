@@ -1,4 +1,5 @@
-"""The element types of stored tensors: torch's name, safetensors' name, bytes, and the numpy type; and where the elements are in a file."""
+"""The element types of stored tensors: torch's name, safetensors' name, bytes, and the numpy type; and where
+the elements are in a file."""
 
 from __future__ import annotations
 
@@ -51,7 +52,11 @@ DTYPES: dict[str, DType] = {
     )
 }
 OF_SAFETENSORS: dict[str, DType] = {dtype.safetensors: dtype for dtype in DTYPES.values()}
-OF_OPTION: dict[str, DType] = {"bf16": DTYPES["bfloat16"], "fp16": DTYPES["float16"], "fp32": DTYPES["float32"]}
+OF_OPTION: dict[str, DType] = {
+    "bf16": DTYPES["bfloat16"],
+    "fp16": DTYPES["float16"],
+    "fp32": DTYPES["float32"],
+}
 
 # `torch.FloatStorage` and its like, the element types that `torch.save` writes in its older layout.
 OF_STORAGE: dict[str, DType] = {
@@ -68,7 +73,8 @@ OF_STORAGE: dict[str, DType] = {
     "ComplexFloatStorage": DTYPES["complex64"],
 }
 
-# NF4, the 4-bit NormalFloat of QLoRA (arXiv:2305.14314, appendix E): a weight is one of 16 values times the scale of its block.
+# NF4, the 4-bit NormalFloat of QLoRA (arXiv:2305.14314, appendix E): a weight is one of 16 values times the
+# scale of its block.
 NF4_BLOCK = 64
 """Weights of one row that share a scale, as in bitsandbytes."""
 NF4_VALUES = (
@@ -89,7 +95,8 @@ NF4_VALUES = (
     0.7229568362236023,
     1.0,
 )
-"""In fp32, by code (bitsandbytes 0.50, `functional.get_4bit_type`). A weight gets the nearest one, the lower one between two."""
+"""In fp32, by code (bitsandbytes 0.50, `functional.get_4bit_type`). A weight gets the nearest one, the lower
+one between two."""
 NF4_SMALLEST_SCALE = 1e-38
 """Bound of a scale in the division, so that a block of zeros is not divided by zero."""
 
@@ -101,7 +108,8 @@ Shape = tuple[int, ...]
 class Extent:
     """Elements: the first at byte `first_byte` of `file`, the others by `strides` (in elements).
 
-    `storage_start` and `storage_bytes` bound the block of bytes that `crc32` (None: not recorded) was taken over.
+    `storage_start` and `storage_bytes` bound the block of bytes that `crc32` (None: not recorded) was taken
+    over.
     """
 
     file: str
@@ -122,7 +130,9 @@ def row_major(shape: Shape) -> Shape:
 
 
 def is_row_major(sizes: Shape, strides: Shape) -> bool:
-    """Return whether elements are contiguous in row-major order. Strides of dimensions of size 1 are ignored."""
+    """Return whether elements are contiguous in row-major order. Strides of dimensions of size 1 are
+    ignored."""
     return math.prod(sizes) == 0 or all(
-        size == 1 or stride == wanted for size, stride, wanted in zip(sizes, strides, row_major(sizes), strict=True)
+        size == 1 or stride == wanted
+        for size, stride, wanted in zip(sizes, strides, row_major(sizes), strict=True)
     )

@@ -1,11 +1,14 @@
-"""A quantised weight of files: the tensors that it is decoded from, by a rule, and the arithmetic of each rule.
+"""A quantised weight of files: the tensors that it is decoded from, by a rule, and the arithmetic of each
+rule.
 
-`scaled`: codes in fp8 or int8, times the scale of their block, row or tensor (DeepSeek, Qwen FP8, MXFP8; compressed-tensors
-`float-quantized`, `int-quantized`, `naive-quantized`). `packed`: integers of 2, 4 or 8 bits in words of 32, less the zero point of
-their group, times its scale (compressed-tensors `pack-quantized`). `fp4`: two values of 4 bits a byte, times the scale of their group
-(experts of DeepSeek V4). `nvfp4`: the same with scales in fp8, which have a scale of the tensor (NVIDIA's ModelOpt; compressed-tensors
-`nvfp4-pack-quantized`). `mxfp4`: stacks of experts, times a power of two for each 32 (gpt-oss). `gptq`, `awq`: integers in words of 32
-with zero points, [in, out], by groups of inputs. Pure, in numpy: ranks and merges decode the same values.
+`scaled`: codes in fp8 or int8, times the scale of their block, row or tensor (DeepSeek, Qwen FP8, MXFP8;
+compressed-tensors `float-quantized`, `int-quantized`, `naive-quantized`). `packed`: integers of 2, 4 or 8
+bits in words of 32, less the zero point of their group, times its scale (compressed-tensors
+`pack-quantized`). `fp4`: two values of 4 bits a byte, times the scale of their group (experts of DeepSeek
+V4). `nvfp4`: the same with scales in fp8, which have a scale of the tensor (NVIDIA's ModelOpt;
+compressed-tensors `nvfp4-pack-quantized`). `mxfp4`: stacks of experts, times a power of two for each 32
+(gpt-oss). `gptq`, `awq`: integers in words of 32 with zero points, [in, out], by groups of inputs. Pure, in
+numpy: ranks and merges decode the same values.
 """
 
 from __future__ import annotations
@@ -125,9 +128,11 @@ class Encoded:
         tensor_scale: Array | None = None,
         groups: Array | None = None,
     ) -> Array:
-        """Return a box of the weight in fp32. `codes`: those of `box_of_codes`, of `codes_dtype`; the other tensors in full.
+        """Return a box of the weight in fp32. `codes`: those of `box_of_codes`, of `codes_dtype`; the other
+        tensors in full.
 
-        Raises: usage error for a `g_idx` with groups that have no scales, or that are of different sizes (`packed`, `scaled`).
+        Raises: usage error for a `g_idx` with groups that have no scales, or that are of different sizes
+        (`packed`, `scaled`).
         """
         if self.is_read_in_full:
             assert zero_points is not None
@@ -135,12 +140,16 @@ class Encoded:
         if self.rule == "mxfp4":
             return self._decode_mxfp4(start, sizes, codes, scales)
         if self.rule in ("packed", "fp4", "nvfp4"):
-            values = _unpacked(codes, self.bits) if self.rule == "packed" else _unpacked_fp4(codes.view(np.uint8))
+            values = (
+                _unpacked(codes, self.bits) if self.rule == "packed" else _unpacked_fp4(codes.view(np.uint8))
+            )
             skipped = start[-1] % self._values_of_a_code
             values = values[..., skipped : skipped + sizes[-1]]
         else:
             values = _as_float(codes)
-        by_dimension = [np.arange(at, at + size) // step for at, size, step in zip(start, sizes, self.block, strict=True)]
+        by_dimension = [
+            np.arange(at, at + size) // step for at, size, step in zip(start, sizes, self.block, strict=True)
+        ]
         if groups is not None:
             by_dimension[-1] = self._ordered_groups(groups)[start[-1] : start[-1] + sizes[-1]]
         index = np.ix_(*by_dimension)
@@ -153,11 +162,15 @@ class Encoded:
         return self._rounded(values * factors, scales)
 
     def _rounded(self, product: Array, scales: Array) -> Array:
-        return product.astype(scales.dtype).astype(np.float32) if self.rounds_to_scales and scales.dtype.itemsize == 2 else product
+        return (
+            product.astype(scales.dtype).astype(np.float32)
+            if self.rounds_to_scales and scales.dtype.itemsize == 2
+            else product
+        )
 
     def _zeros(self, stored: Array, index: tuple[Array, ...]) -> Array:
-        """Return the zero point of each element of a box. `pack-quantized` packs those of a column in words, the first in the lowest
-        bits; `index`: of rows and columns in the scales."""
+        """Return the zero point of each element of a box. `pack-quantized` packs those of a column in words,
+        the first in the lowest bits; `index`: of rows and columns in the scales."""
         if stored.dtype != np.int32:
             return _grid(stored, self.shape)[index].astype(np.float32)
         rows, columns = index
@@ -166,7 +179,8 @@ class Encoded:
         return _as_signed(words & np.uint32((1 << self.bits) - 1), self.bits)[:, columns[0]]
 
     def _ordered_groups(self, groups: Array) -> Array:
-        """Return the group of each input (`_process_group` of compressed-tensors: -1 means that the order was not used).
+        """Return the group of each input (`_process_group` of compressed-tensors: -1 means that the order was
+        not used).
 
         Raises: usage error for groups of different sizes, which its sort would take apart.
         """
@@ -174,15 +188,25 @@ class Encoded:
         if (groups == -1).any():
             return consecutive
         if not np.array_equal(np.sort(groups), consecutive):
-            message = f"`{self.groups}` does not have {self.block[1]} inputs in each of {consecutive[-1] + 1} groups"
+            message = (
+                f"`{self.groups}` does not have {self.block[1]} inputs in each of "
+                f"{consecutive[-1] + 1} groups"
+            )
             raise usage_error("model-quantised", message, hint=_HINT_OF_GROUPS)
         return groups
 
     def _decode_by_inputs(
-        self, start: Sequence[int], sizes: Sequence[int], codes: Array, scales: Array, zero_points: Array, groups: Array | None
+        self,
+        start: Sequence[int],
+        sizes: Sequence[int],
+        codes: Array,
+        scales: Array,
+        zero_points: Array,
+        groups: Array | None,
     ) -> Array:
-        """(code - zero point) * scale, each zero point and scale of a group of inputs and an output (`dequantize_weight` of GPTQModel,
-        `dequantize_gemm` of AutoAWQ). `codes`: GPTQ packs inputs, [in * bits / 32, out], and AWQ outputs, [in, out * bits / 32]."""
+        """(code - zero point) * scale, each zero point and scale of a group of inputs and an output
+        (`dequantize_weight` of GPTQModel, `dequantize_gemm` of AutoAWQ). `codes`: GPTQ packs inputs, [in *
+        bits / 32, out], and AWQ outputs, [in, out * bits / 32]."""
         outputs, inputs = (slice(at, at + size) for at, size in zip(start, sizes, strict=True))
         if self.rule == "gptq":
             values = self._from_words(np.ascontiguousarray(codes[:, outputs].T), inputs)
@@ -190,18 +214,25 @@ class Encoded:
             values = self._from_words(codes[inputs], outputs).T
         words = zero_points.view(np.uint32) + np.uint32(self._ones) if self.adds_one else zero_points
         of_group = self._group_of_each(groups, len(scales))[inputs]
-        zeros, factors = self._from_words(words, outputs)[of_group].T, _as_scales(scales[:, outputs])[of_group].T
+        zeros, factors = (
+            self._from_words(words, outputs)[of_group].T,
+            _as_scales(scales[:, outputs])[of_group].T,
+        )
         return self._rounded((values - zeros) * factors, scales)
 
     def _group_of_each(self, groups: Array | None, count: int) -> Array:
-        """Return the group of each input. A `g_idx` of zeros for several groups was not filled: kernels that need no order (exllama) read
+        """Return the group of each input. A `g_idx` of zeros for several groups was not filled: kernels that
+        need no order (exllama) read
         consecutive groups then. Raises: usage error for groups that have no scales."""
         inputs = self.shape[1]
         is_unfilled = groups is not None and count > 1 and not groups.any()
         if groups is None or (is_unfilled and self.block[1] * count >= inputs):
             return np.arange(inputs) // self.block[1]
         if is_unfilled or groups.min() < 0 or groups.max() >= count:
-            message = f"`{self.groups}` has groups from {groups.min()} to {groups.max()}, and there are scales for {count}"
+            message = (
+                f"`{self.groups}` has groups from {groups.min()} to {groups.max()}, and there are scales "
+                f"for {count}"
+            )
             raise usage_error("model-quantised", message, hint=_HINT_OF_GROUPS)
         return groups
 
@@ -217,7 +248,8 @@ class Encoded:
 
     @property
     def _ones(self) -> int:
-        """A word with one in each of its values: GPTQModel subtracts it when it saves, and borrows between them (`sym: false`)."""
+        """A word with one in each of its values: GPTQModel subtracts it when it saves, and borrows between
+        them (`sym: false`)."""
         return sum(1 << at for at in range(0, 32, self.bits))
 
     def _decode_mxfp4(self, start: Sequence[int], sizes: Sequence[int], codes: Array, scales: Array) -> Array:
@@ -276,7 +308,9 @@ def _grid_shape(scales: Shape, shape: Shape) -> Shape | None:
     """Return the shape of scales with as many dimensions as the weight; None if they do not fit."""
     if math.prod(scales) == 1:
         return (1,) * len(shape)
-    if len(scales) == 2 * len(shape) and set(scales[1::2]) == {1}:  # FP8_PB_WO of ModelOpt: [rows, 1, columns, 1]
+    if len(scales) == 2 * len(shape) and set(scales[1::2]) == {
+        1
+    }:  # FP8_PB_WO of ModelOpt: [rows, 1, columns, 1]
         scales = scales[::2]
     if len(scales) == 1 and scales[0] == shape[0]:
         return (scales[0], *(1,) * (len(shape) - 1))
@@ -284,7 +318,8 @@ def _grid_shape(scales: Shape, shape: Shape) -> Shape | None:
 
 
 def blocks_of(shape: Shape, scales: Shape, configured: Sequence[int]) -> Shape | None:
-    """Return the elements that share a scale, by dimension; None if the scales do not fit. `configured`: of the last dimensions.
+    """Return the elements that share a scale, by dimension; None if the scales do not fit. `configured`: of
+    the last dimensions.
 
     The last block may be shorter: 576 rows have 5 scales for blocks of 128.
     """

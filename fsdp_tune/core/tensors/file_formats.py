@@ -1,7 +1,9 @@
-"""File formats of models and adapters: the header of a safetensors file, and PEFT's adapter files (PEFT 0.21).
+"""File formats of models and adapters: the header of a safetensors file, and PEFT's adapter files (PEFT
+0.21).
 
-A header is read and validated, and written, for ranks and for merges. The format is https://github.com/huggingface/safetensors: eight
-bytes of length, a JSON object, and the tensors' bytes without a hole. The caller maps element types to those of torch or numpy.
+A header is read and validated, and written, for ranks and for merges. The format is
+https://github.com/huggingface/safetensors: eight bytes of length, a JSON object, and the tensors' bytes
+without a hole. The caller maps element types to those of torch or numpy.
 
 Of PEFT: names of files and of tensors, and the fields of LoraConfig that decide the arithmetic.
 """
@@ -38,29 +40,43 @@ class HeaderEntry:
     size_bytes: int
 
 
-def read_header(read: Callable[[int, int], bytes], size_bytes: int, item_bytes: Mapping[str, int]) -> list[HeaderEntry]:
-    """Return the tensors of a file of `size_bytes`, in the order of their bytes. `read(offset, count)` returns bytes of the file.
+def read_header(
+    read: Callable[[int, int], bytes], size_bytes: int, item_bytes: Mapping[str, int]
+) -> list[HeaderEntry]:
+    """Return the tensors of a file of `size_bytes`, in the order of their bytes. `read(offset, count)`
+    returns bytes of the file.
 
     `item_bytes` is the size of an element by the name of its type; sizes of other types are not checked.
     Raises: DamagedHeader for holes, overlaps, duplicates and wrong sizes.
     """
     header, base = _header(read, size_bytes)
-    entries = [_entry(name, value, base, item_bytes) for name, value in header.items() if name != "__metadata__"]
+    entries = [
+        _entry(name, value, base, item_bytes) for name, value in header.items() if name != "__metadata__"
+    ]
     entries.sort(key=lambda entry: (entry.first_byte, entry.size_bytes))
     at = base
     for entry in entries:
         if entry.first_byte != at:
-            raise DamagedHeader(f"`{entry.name}` begins at byte {entry.first_byte:,} where byte {at:,} is due (a hole or an overlap)")
+            raise DamagedHeader(
+                f"`{entry.name}` begins at byte {entry.first_byte:,} where byte {at:,} is due (a "
+                "hole or an overlap)"
+            )
         at += entry.size_bytes
     if at != size_bytes:
         raise DamagedHeader(f"it is {size_bytes:,} bytes long where its header describes {at:,}")
     return entries
 
 
-def header_bytes(tensors: Iterable[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str], *, alignment_bytes: int = 8) -> bytes:
+def header_bytes(
+    tensors: Iterable[tuple[str, str, Sequence[int], int]],
+    metadata: Mapping[str, str],
+    *,
+    alignment_bytes: int = 8,
+) -> bytes:
     """Return the start of a file up to the first tensor, which begins at a multiple of `alignment_bytes`.
 
-    `tensors` are (name, safetensors' name of the type, shape, bytes), in the order in which their bytes follow.
+    `tensors` are (name, safetensors' name of the type, shape, bytes), in the order in which their bytes
+    follow.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     at = 0
@@ -114,7 +130,9 @@ def _entry(name: str, value: Any, base: int, item_bytes: Mapping[str, int]) -> H
         raise DamagedHeader(f"the header of `{name}` is not understood") from error
     if any(type(number) is not int or number < 0 for number in (*shape, start, end)) or end < start:
         raise DamagedHeader(f"the header of `{name}` is not understood")
-    if dtype in item_bytes and end - start != math.prod(shape) * item_bytes[dtype]:  # Python's integers do not overflow
+    if (
+        dtype in item_bytes and end - start != math.prod(shape) * item_bytes[dtype]
+    ):  # Python's integers do not overflow
         raise DamagedHeader(f"`{name}` of shape {list(shape)} cannot be {end - start:,} bytes long")
     return HeaderEntry(name, dtype, shape, base + start, end - start)
 
@@ -135,21 +153,58 @@ _OTHER_ARITHMETIC = (
     "trainable_token_indices",
     "layer_replication",
 )
-# What is stored is LoRA, and what trains it is not: other gradients, or a bias of B, which runs of this package do not have.
+# What is stored is LoRA, and what trains it is not: other gradients, or a bias of B, which runs of this
+# package do not have.
 _OTHER_TRAINING = ("velora_config", "lora_bias")
 # Fields that `lora:`, a merge or both read.
 _READ = (
-    *("peft_type", "base_model_name_or_path", "revision", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern"),
-    *("target_modules", "target_parameters", "layers_to_transform", "modules_to_save", "bias", "lora_dropout", "init_lora_weights"),
+    *(
+        "peft_type",
+        "base_model_name_or_path",
+        "revision",
+        "r",
+        "lora_alpha",
+        "use_rslora",
+        "use_dora",
+        "rank_pattern",
+        "alpha_pattern",
+    ),
+    *(
+        "target_modules",
+        "target_parameters",
+        "layers_to_transform",
+        "modules_to_save",
+        "bias",
+        "lora_dropout",
+        "init_lora_weights",
+    ),
     *("fan_in_fan_out", "ensure_weight_tying"),
 )
-# Fields without a meaning for the stored tensors: which modules were found is in the names of the tensors, and the rest was used once.
+# Fields without a meaning for the stored tensors: which modules were found is in the names of the tensors,
+# and the rest was used once.
 _UNUSED = (
-    *("task_type", "auto_mapping", "peft_version", "inference_mode", "exclude_modules", "layers_pattern", "runtime_config"),
-    *("megatron_config", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
+    *(
+        "task_type",
+        "auto_mapping",
+        "peft_version",
+        "inference_mode",
+        "exclude_modules",
+        "layers_pattern",
+        "runtime_config",
+    ),
+    *(
+        "megatron_config",
+        "megatron_core",
+        "loftq_config",
+        "eva_config",
+        "corda_config",
+        "lora_ga_config",
+        "qalora_group_size",
+    ),
 )
 KNOWN_FIELDS = frozenset((*_OTHER_ARITHMETIC, *_OTHER_TRAINING, *_READ, *_UNUSED))
-# Initialisations that subtract something from the base weights when training starts: the factors fit only the remainder.
+# Initialisations that subtract something from the base weights when training starts: the factors fit only the
+# remainder.
 _CHANGES_THE_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 _TRAINS_OTHERWISE = ("mica",)
 """Initialisations after which B stays frozen."""
@@ -158,37 +213,49 @@ INITIALISATIONS = (*_CHANGES_THE_BASE, *_TRAINS_OTHERWISE, *_ONLY_VALUES)
 
 
 def other_arithmetic(config: Mapping[str, object]) -> str | None:
-    """Return the first field of an `adapter_config.json` that makes it something else than LoRA or DoRA, or None."""
+    """Return the first field of an `adapter_config.json` that makes it something else than LoRA or DoRA, or
+    None."""
     return next((name for name in _OTHER_ARITHMETIC if config.get(name)), None)
 
 
 def other_training(config: Mapping[str, object]) -> str | None:
-    """Return what makes the training of an adapter differ from that of LoRA, by its `adapter_config.json`, or None."""
+    """Return what makes the training of an adapter differ from that of LoRA, by its `adapter_config.json`, or
+    None."""
     if str(config.get("init_lora_weights")).lower().startswith(_TRAINS_OTHERWISE):
         return f"init_lora_weights: {config['init_lora_weights']}"
     return next((name for name in _OTHER_TRAINING if config.get(name)), None)
 
 
 def unknown_field_notices(config: Mapping[str, object], path: Path) -> list[Notice]:
-    """Return a notice about the fields and the initialisation of an `adapter_config.json` that PEFT 0.21 does not have."""
+    """Return a notice about the fields and the initialisation of an `adapter_config.json` that PEFT 0.21 does
+    not have."""
     names = sorted(name for name, value in config.items() if value and name not in KNOWN_FIELDS)
     if not str(config.get("init_lora_weights", True)).lower().startswith(INITIALISATIONS):
         names.append(f"init_lora_weights: {config['init_lora_weights']}")
     if not names:
         return []
     listed = ", ".join(f"`{name}`" for name in names)
-    message = f"{listed}: set in the adapter's config, unknown here, and taken for a setting that does not change what the adapter computes"
-    return [Notice("adapter-field-unknown", message, where=Where(str(path)), hint="compare the result with PEFT's")]
+    message = (
+        f"{listed}: set in the adapter's config, unknown here, and taken for a setting that does not "
+        "change what the adapter computes"
+    )
+    return [
+        Notice(
+            "adapter-field-unknown", message, where=Where(str(path)), hint="compare the result with PEFT's"
+        )
+    ]
 
 
 def initialisation_that_changes_base(config: Mapping[str, object]) -> str | None:
-    """Return `init_lora_weights` of an `adapter_config.json` if it changed the base under the adapter, or None."""
+    """Return `init_lora_weights` of an `adapter_config.json` if it changed the base under the adapter, or
+    None."""
     start = str(config.get("init_lora_weights")).lower()
     return start if start.startswith(_CHANGES_THE_BASE) else None
 
 
 def pattern_matches(pattern: str, module: str) -> bool:
-    """Return whether a key of `rank_pattern` or `alpha_pattern` matches the end of a module name (`get_pattern_key`). Raises: re.error."""
+    """Return whether a key of `rank_pattern` or `alpha_pattern` matches the end of a module name
+    (`get_pattern_key`). Raises: re.error."""
     return re.match(rf"(.*\.)?({pattern})$", module) is not None
 
 
@@ -198,7 +265,8 @@ def value_for(module: str, patterns: Mapping[str, Value], default: Value) -> Val
 
 
 def is_trained_in_full(config: Mapping[str, object], weight: str) -> bool:
-    """Return whether a weight of the base belongs to a module of `modules_to_save`, by the `adapter_config.json`."""
+    """Return whether a weight of the base belongs to a module of `modules_to_save`, by the
+    `adapter_config.json`."""
     saved: Any = config.get("modules_to_save") or []
     module = weight.rpartition(".")[0]
     return any(module == each or module.endswith(f".{each}") for each in saved if isinstance(each, str))
@@ -207,8 +275,8 @@ def is_trained_in_full(config: Mapping[str, object], weight: str) -> bool:
 def without_copies(names: Iterable[str]) -> dict[str, str]:
     """Return {the name that PEFT reads: name} of the tensors of an adapter's file.
 
-    With `save_embedding_layers` PEFT writes the wrapper of an embedding or head of `modules_to_save` too: the frozen original, which is
-    left out here, and the trained weight for a second time.
+    With `save_embedding_layers` PEFT writes the wrapper of an embedding or head of `modules_to_save` too: the
+    frozen original, which is left out here, and the trained weight for a second time.
     """
     found: dict[str, str] = {}
     copies: dict[str, str] = {}
@@ -222,14 +290,16 @@ def without_copies(names: Iterable[str]) -> dict[str, str]:
 
 
 def tensor_name(module: str, part: str) -> str:
-    """`lora_B.bias` of `M` → `base_model.model.M.lora_B.bias`; the tensors of embeddings and DoRA's magnitudes have no `.weight`."""
+    """`lora_B.bias` of `M` → `base_model.model.M.lora_B.bias`; the tensors of embeddings and DoRA's
+    magnitudes have no `.weight`."""
     has_no_end = part.startswith(("lora_embedding", "lora_magnitude")) or part.endswith(".bias")
     return f"{PREFIX}{module}.{part}{'' if has_no_end else '.weight'}"
 
 
 # ---- Names of tensors, read from `get_peft_model_state_dict` and `BaseTuner._remove_adapter_name_from_key`.
-# Inside a model (the names of its state dict, as a sharded checkpoint holds them) the adapter's name stands before the last part:
-# `base_model.model.M.lora_A.default.weight`; the file of an adapter is without it. M is the module in the base model.
+# Inside a model (the names of its state dict, as a sharded checkpoint holds them) the adapter's name stands
+# before the last part: `base_model.model.M.lora_A.default.weight`; the file of an adapter is without it. M is
+# the module in the base model.
 
 MAGNITUDE = ".lora_magnitude_vector"
 _FACTOR = re.compile(r"(?P<module>.+)\.(?P<part>lora_[AB])(\.(?P<adapter>[^.]+))?\.(?P<what>weight|bias)")
@@ -239,7 +309,8 @@ _OTHER = re.compile(
 )
 _SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.+)")
 _COPY = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<rest>[^.]+)")
-"""In an adapter's own file: `save_embedding_layers` writes the wrapper of a trained embedding too, without the adapter's name."""
+"""In an adapter's own file: `save_embedding_layers` writes the wrapper of a trained embedding too, without
+the adapter's name."""
 _ORIGINAL = re.compile(r".+\.(original_module|token_adapter\.base_layer)\..+")
 _OF_TRAINING = re.compile(r"\.lora_velora_\w+(\.|$)")
 """VeLoRA's projection of activations, which only the backward uses."""
@@ -251,8 +322,9 @@ class PeftNames:
     """The keys of a checkpoint by what they are; modules and weights by their names in the base model.
 
     `factors`: {module: {"lora_A" | "lora_B" | "lora_B.bias" | "lora_embedding_A" | "lora_embedding_B": key}};
-    `weights`: {name: key} of what stands for a tensor of the base model, trained or not; `wrapped`: those names among them that
-    were found under an adapter's layer; `saved`: those that come from `modules_to_save`;
+    `weights`: {name: key} of what stands for a tensor of the base model, trained or not; `wrapped`: those
+    names among them that were found under an adapter's layer; `saved`: those that come from
+    `modules_to_save`;
     `others`: {name in the adapter's file: key} of what is no plain LoRA, such as the magnitudes of DoRA.
     """
 
@@ -264,11 +336,13 @@ class PeftNames:
     adapters: set[str] = field(default_factory=set[str])
     twice: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     copies: dict[str, str] = field(default_factory=dict[str, str])
-    """{name: key} of trained weights that the file usually holds under their own name too, which PEFT reads."""
+    """{name: key} of trained weights that the file usually holds under their own name too, which PEFT
+    reads."""
 
 
 def sort_names(keys: Iterable[str], where: Where) -> PeftNames:
-    """Classify keys. Raises: FailedError for two adapters in one checkpoint, and for two keys with the same name."""
+    """Classify keys. Raises: FailedError for two adapters in one checkpoint, and for two keys with the same
+    name."""
     found = PeftNames()
     for key in keys:
         _sort(found, key, key.removeprefix(PREFIX))

@@ -14,15 +14,15 @@ from fsdp_tune.data.read.row_files import ColumnError, RowError, kind_of, parse_
 Message = dict[str, Any]
 
 FUNCTION_CALL = "function_call"
-"""LLaMA-Factory's role for a function call as JSON text; converted to an assistant's message with `tool_calls`. Also OpenAI's key of a
-message for one call."""
+"""LLaMA-Factory's role for a function call as JSON text; converted to an assistant's message with
+`tool_calls`. Also OpenAI's key of a message for one call."""
 TOOL_CALL = "tool_call"
 """The same in ms-swift, where calls that are made together are messages in a row."""
 FUNCTIONS = "functions"
 """OpenAI's older column for `tools`."""
 VARIABLES, THINKING = "chat_template_kwargs", "enable_thinking"
 RESERVED_VARIABLES = (
-    "messages", "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict",
+    "messages", "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict",  # noqa: E501
     "return_assistant_tokens_mask",
 )  # fmt: skip
 """Arguments of transformers' `apply_chat_template` that the package sets."""
@@ -39,7 +39,10 @@ ROLES = {
     "developer": "developer",
     **dict.fromkeys(("user", "human"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "model", "bot"), "assistant"),
-    **dict.fromkeys(("tool", "function", "observation", "observations", "tool_response", "function_response", "ipython"), "tool"),
+    **dict.fromkeys(
+        ("tool", "function", "observation", "observations", "tool_response", "function_response", "ipython"),
+        "tool",
+    ),
     **dict.fromkeys((FUNCTION_CALL, TOOL_CALL), FUNCTION_CALL),
 }
 """Roles in the rows of several tools, under `role` and under `from`, and what they are for chat templates."""
@@ -60,7 +63,12 @@ PAIRS = (("human", "assistant"), ("input", "output"))
 """Keys of a question and its answer in one object: of ms-swift, and of Capybara."""
 PART_KEYS = {"type": "", "text": "", "value": "", "content": "", **dict.fromkeys(MARKS, MEANING)}
 USE_KEYS = {"type": "", "id": "the id of a call", "name": "", "input": "the arguments of a call"}
-RESULT_KEYS = {"type": "", "tool_use_id": "the id of a call", "content": "the result of a call", **dict.fromkeys(MARKS, MEANING)}
+RESULT_KEYS = {
+    "type": "",
+    "tool_use_id": "the id of a call",
+    "content": "the result of a call",
+    **dict.fromkeys(MARKS, MEANING),
+}
 REASONING_KEYS = PART_KEYS | dict.fromkeys(REASONING_PARTS, "reasoning")
 FUNCTION_KEYS = {"name": "", "arguments": ""}
 CALL_KEYS = {"id": "", "type": "", "function": "", **FUNCTION_KEYS}
@@ -85,7 +93,8 @@ class MessageReader:
     names_in_file: Mapping[str, str]
 
     def read(self, row: dict[str, object], column: str) -> list[Message]:
-        """Return messages with `role` and `content`, after that of a column `system`. Turns may have `from` and `value` instead.
+        """Return messages with `role` and `content`, after that of a column `system`. Turns may have `from`
+        and `value` instead.
 
         A message with a mark of what is trained has it as `train`, whatever its name in the row.
         """
@@ -93,7 +102,11 @@ class MessageReader:
         given = _turns(row, column)
         if isinstance(row.get("system"), list) and row["system"]:  # parts, as Anthropic's
             row, given = row | {"system": None}, [{"role": "system", "content": row["system"]}, *given]
-        turns = [turn for index, value in enumerate(given, 1) for turn in self._turns_of(_object(value, index), path)]
+        turns = [
+            turn
+            for index, value in enumerate(given, 1)
+            for turn in self._turns_of(_object(value, index), path)
+        ]
         messages: list[Message] = []
         for index, turn in enumerate(turns, 1):
             message = self._message(turn, index, path)
@@ -104,20 +117,25 @@ class MessageReader:
         return after_system(messages, row)
 
     def _is_call_alone(self, turn: Message) -> bool:
-        """Return whether a turn is a call by its role, which continues an answer of the turn before it, as in ms-swift."""
+        """Return whether a turn is a call by its role, which continues an answer of the turn before it, as in
+        ms-swift."""
         spoken: object = turn.get("role", turn.get("from"))
         return isinstance(spoken, str) and (ROLES | dict(self.roles)).get(spoken) == FUNCTION_CALL
 
     def _turns_of(self, turn: Message, path: str) -> list[Message]:
-        """Return a turn without the keys that are not read; two for a question and its answer in one object."""
+        """Return a turn without the keys that are not read; two for a question and its answer in one
+        object."""
         keys = next((keys for keys in PAIRS if all(key in turn for key in keys)), None)
         if keys is not None and not any(key in turn for key in ("role", "from")):
             pair = self._closed(turn, dict.fromkeys(keys, ""), path)
-            return [{"from": speaker, "value": pair.get(key)} for speaker, key in zip(PAIRS[0], keys, strict=True)]
+            return [
+                {"from": speaker, "value": pair.get(key)} for speaker, key in zip(PAIRS[0], keys, strict=True)
+            ]
         return list(self._with_results(self._closed(turn, MESSAGE_KEYS, path), path))
 
     def _with_results(self, turn: Message, path: str) -> Iterator[Message]:
-        """Yield a turn; for Anthropic's results in a message of the user, a message for each, and those of the text between them."""
+        """Yield a turn; for Anthropic's results in a message of the user, a message for each, and those of
+        the text between them."""
         name = "value" if "value" in turn else "content"
         content: object = turn.get(name)
         parts = cast(list[Any], content) if isinstance(content, list) else []
@@ -131,7 +149,9 @@ class MessageReader:
                 continue
             for part in group:
                 # An error is described by the content, which is what the model receives.
-                metadata = NESTED_METADATA | {"is_error"} if part.get("is_error") is False else NESTED_METADATA
+                metadata = (
+                    NESTED_METADATA | {"is_error"} if part.get("is_error") is False else NESTED_METADATA
+                )
                 closed = self.account.close(part, RESULT_KEYS, path=f"{path}{name}.", metadata=metadata)
                 call = {"tool_call_id": closed["tool_use_id"]} if "tool_use_id" in closed else {}
                 own = {mark: closed[mark] for mark in MARKS if mark in closed}
@@ -146,7 +166,10 @@ class MessageReader:
         spoken: object = message.get("role")
         role = known.get(spoken) if isinstance(spoken, str) else None
         if role is None:
-            raise RowError(f"message {index} has the unknown role `{spoken}`; known: {', '.join(known)} (`data.roles` maps others)")
+            raise RowError(
+                f"message {index} has the unknown role `{spoken}`; known: {', '.join(known)} "
+                "(`data.roles` maps others)"
+            )
         mark = take_mark(message, MARKS, f"message {index}: ", path, self.account.ignored)
         content = cast(object, message.get("content"))
         calls = self._calls(message, index, path)
@@ -158,7 +181,10 @@ class MessageReader:
             marked.append(parts)
             for name, inside in (("tool_calls", parts.calls), ("reasoning_content", parts.reasoning)):
                 if inside and (calls if name == "tool_calls" else message.get(name)):
-                    raise RowError(f"message {index} has `{name}`, and a part of `content` that means the same; remove one of them")
+                    raise RowError(
+                        f"message {index} has `{name}`, and a part of `content` that means the same; "
+                        "remove one of them"
+                    )
             calls = calls or parts.calls
             message |= {"reasoning_content": parts.reasoning} if parts.reasoning else {}
         mark = _mark_of_message(marked, index, own=mark, is_answer=role in ("assistant", FUNCTION_CALL))
@@ -170,13 +196,19 @@ class MessageReader:
         if content is None and calls:
             content = ""
         if not isinstance(content, str):
-            raise RowError(f"message {index}: `content` holds {kind_of(cast(object, content))} instead of text")
+            raise RowError(
+                f"message {index}: `content` holds {kind_of(cast(object, content))} instead of text"
+            )
         if role == "assistant" and not content.strip() and not calls:
-            raise RowError(f"message {index}: the answer is empty; remove the message, or give it `content` or `tool_calls`")
+            raise RowError(
+                f"message {index}: the answer is empty; remove the message, or give it `content` or "
+                "`tool_calls`"
+            )
         return message | {"role": role, "content": content} | ({"tool_calls": calls} if calls else {})
 
     def _calls(self, message: Message, index: int, path: str) -> list[Message]:
-        """Remove the calls of a message and return them: `tool_calls`, or the `function_call` of OpenAI's older format."""
+        """Remove the calls of a message and return them: `tool_calls`, or the `function_call` of OpenAI's
+        older format."""
         calls = self._closed_calls(_tool_calls(message.pop("tool_calls", None), index), f"{path}tool_calls.")
         older = message.pop(FUNCTION_CALL, None)
         if older is None:
@@ -200,20 +232,28 @@ class MessageReader:
         return found
 
     def _parts(self, parts: list[object], index: int, path: str, name: str = "content") -> _Parts:
-        """Return the text, the reasoning and the calls in a list of parts, which must have this order. Parts of reasoning are all text."""
+        """Return the text, the reasoning and the calls in a list of parts, which must have this order. Parts
+        of reasoning are all text."""
         found = _Parts(name)
         last = 0
-        orders = (REASONING_PARTS, TEXT_PARTS, CALL_PARTS) if name == "content" else ((*REASONING_PARTS, *TEXT_PARTS),)
+        orders = (
+            (REASONING_PARTS, TEXT_PARTS, CALL_PARTS)
+            if name == "content"
+            else ((*REASONING_PARTS, *TEXT_PARTS),)
+        )
         for number, part in enumerate(parts, 1):
             where = f"message {index}: part {number}"
             fields = cast(dict[str, object], part) if isinstance(part, dict) else {"text": part}
             kind: object = fields.get("type", "text")
             order = next((order for order, kinds in enumerate(orders) if kind in kinds), None)
             if order is None:
-                raise RowError(f"{where} of `{name}` is of type `{kind}`; only text is supported, so leave such rows out")
+                raise RowError(
+                    f"{where} of `{name}` is of type `{kind}`; only text is supported, so leave such rows out"
+                )
             if order < last:
                 raise RowError(
-                    f"{where} of `content` is of type `{kind}`, after one of another type: reasoning, text and calls have this order"
+                    f"{where} of `content` is of type `{kind}`, after one of another type: "
+                    "reasoning, text and calls have this order"
                 )
             last = order
             if kind == USE_PART:
@@ -221,21 +261,30 @@ class MessageReader:
                 found.marks.append(None)
                 continue
             known = REASONING_KEYS if kind in REASONING_PARTS else PART_KEYS
-            # Parts are joined to text, so the template does not receive their keys, though it may read them of messages.
+            # Parts are joined to text, so the template does not receive their keys, though it may read them
+            # of messages.
             closed = self.account.close(fields, known, path=f"{path}{name}.")
             found.mark_names += [mark for mark in MARKS if mark in closed and mark not in found.mark_names]
             found.marks.append(take_mark(closed, MARKS, f"{where}: ", f"{path}{name}.", self.account.ignored))
             given = [key for key in known if key != "type" and closed.get(key) not in (None, "")]
             if len(given) > 1:
-                raise RowError(f"{where} of `{name}` has both `{given[0]}` and `{given[1]}`; remove one of them")
+                raise RowError(
+                    f"{where} of `{name}` has both `{given[0]}` and `{given[1]}`; remove one of them"
+                )
             value: object = (
-                closed[given[0]] if given else next((closed[key] for key in ("text", "value", "content") if key in closed), None)
+                closed[given[0]]
+                if given
+                else next((closed[key] for key in ("text", "value", "content") if key in closed), None)
             )
             if kind in CALL_PARTS:
-                found.calls += self._function_calls(value, index, f"{path}content.{given[0] if given else 'value'}.")
+                found.calls += self._function_calls(
+                    value, index, f"{path}content.{given[0] if given else 'value'}."
+                )
                 continue
             if not isinstance(value, str):
-                raise RowError(f"{where} of `{name}` is not text; only text is supported, so leave such rows out")
+                raise RowError(
+                    f"{where} of `{name}` is not text; only text is supported, so leave such rows out"
+                )
             if kind in REASONING_PARTS and name == "content":
                 found.reasoning += value
             else:
@@ -247,22 +296,39 @@ class MessageReader:
         closed = self.account.close(part, USE_KEYS, path=path)
         if not isinstance(closed.get("name"), str) or not isinstance(closed.get("input", {}), dict):
             raise RowError(f"{where} of `content` is a call, with `name` as text and `input` as an object")
-        call = {"type": "function", "function": {"name": closed["name"], "arguments": closed.get("input", {})}}
+        call = {
+            "type": "function",
+            "function": {"name": closed["name"], "arguments": closed.get("input", {})},
+        }
         return {"id": closed["id"], **call} if "id" in closed else call
 
     def _function_calls(self, content: object, index: int, path: str) -> list[Message]:
-        """Return the calls of LLaMA-Factory's `function_call`, stored as the JSON of one object or of a list."""
+        """Return the calls of LLaMA-Factory's `function_call`, stored as the JSON of one object or of a
+        list."""
         why = f"message {index}: a function call is JSON with `name` and `arguments`"
         value = _json(content, why) if isinstance(content, str) else content
         calls = cast(list[object], value) if isinstance(value, list) else [value]
-        if not calls or not all(isinstance(call, dict) and isinstance(cast(Message, call).get("name"), str) for call in calls):
+        if not calls or not all(
+            isinstance(call, dict) and isinstance(cast(Message, call).get("name"), str) for call in calls
+        ):
             raise RowError(why)
-        return [{"type": "function", "function": _with_arguments(self._closed(without_nulls(call), FUNCTION_KEYS, path))} for call in calls]
+        return [
+            {
+                "type": "function",
+                "function": _with_arguments(self._closed(without_nulls(call), FUNCTION_KEYS, path)),
+            }
+            for call in calls
+        ]
 
     def _closed_calls(self, calls: list[Message], path: str) -> list[Message]:
         """Return calls without the keys that are not read."""
         return [
-            closed | {"function": _with_arguments(self._closed(closed["function"], FUNCTION_KEYS, f"{path}function."))}
+            closed
+            | {
+                "function": _with_arguments(
+                    self._closed(closed["function"], FUNCTION_KEYS, f"{path}function.")
+                )
+            }
             if isinstance((closed := self._closed(call, CALL_KEYS, path)).get("function"), dict)
             else _with_arguments(closed)
             for call in calls
@@ -282,7 +348,8 @@ class _Parts:
 
 
 def _join_call(answer: Message, call: Message, index: int) -> None:
-    """Add message `index`, which is a call alone, to the answer before it. Raises: RowError if their marks differ."""
+    """Add message `index`, which is a call alone, to the answer before it. Raises: RowError if their marks
+    differ."""
     marks = [message.get("train") for message in (answer, call)]
     if False in marks and marks != [False, False]:
         raise RowError(
@@ -295,7 +362,8 @@ def _join_call(answer: Message, call: Message, index: int) -> None:
 
 
 def _mark_of_message(lists: list[_Parts], index: int, *, own: bool | None, is_answer: bool) -> bool | None:
-    """Return the mark of a message, from its own and those of its lists of parts. Raises: RowError if parts of an answer differ."""
+    """Return the mark of a message, from its own and those of its lists of parts. Raises: RowError if parts
+    of an answer differ."""
     if not lists:
         return own
     marks = [mark for parts in lists for mark in parts.marks]
@@ -316,12 +384,15 @@ def after_system(messages: list[Message], row: dict[str, object]) -> list[Messag
     if messages[0]["role"] != "system":
         return [{"role": "system", "content": system}, *messages]
     if messages[0]["content"] != system:
-        raise ColumnError("system", "differs from the first message of the conversation, which is from `system`")
+        raise ColumnError(
+            "system", "differs from the first message of the conversation, which is from `system`"
+        )
     return messages
 
 
 def read_template_variables(row: dict[str, object]) -> dict[str, object]:
-    """Return the object in the column `chat_template_kwargs` (as in TRL), which may be JSON text; {} if it is empty."""
+    """Return the object in the column `chat_template_kwargs` (as in TRL), which may be JSON text; {} if it is
+    empty."""
     variables = parsed_column(row, VARIABLES)
     thinking: object = row.get(THINKING)
     if thinking is not None and not isinstance(thinking, bool):
@@ -351,9 +422,14 @@ def parsed_column(row: dict[str, object], column: str) -> object:
 
 
 def without_nulls(value: object) -> Any:
-    """Return `value` without keys whose value is null: Arrow gives each struct of a column the keys of all structs."""
+    """Return `value` without keys whose value is null: Arrow gives each struct of a column the keys of all
+    structs."""
     if isinstance(value, dict):
-        return {key: without_nulls(part) for key, part in cast(dict[str, object], value).items() if part is not None}
+        return {
+            key: without_nulls(part)
+            for key, part in cast(dict[str, object], value).items()
+            if part is not None
+        }
     if isinstance(value, list):
         return [without_nulls(part) for part in cast(list[object], value)]
     return value
@@ -367,9 +443,15 @@ def _turns(row: dict[str, object], column: str) -> list[object]:
             value = parse_text(value)
         except ValueError as error:
             what = f"holds text that is not JSON: {error}"
-            raise ColumnError(column, what, hint="write it with `json.dumps`, not with `str`, or as a list of objects") from error
+            raise ColumnError(
+                column, what, hint="write it with `json.dumps`, not with `str`, or as a list of objects"
+            ) from error
     if not isinstance(value, list) or not value:
-        raise ColumnError(column, f"holds {'an empty list' if value == [] else kind_of(cast(object, value))} instead of a list of messages")
+        raise ColumnError(
+            column,
+            f"holds {'an empty list' if value == [] else kind_of(cast(object, value))} instead of a "
+            "list of messages",
+        )
     return cast(list[object], value)
 
 
@@ -392,16 +474,23 @@ def _renamed_turn(turn: Message, index: int) -> Message:
 def _tool_calls(value: object, index: int) -> list[Any]:
     """Return the list of tool calls, which some data sets store as JSON text; [] for null or blank text."""
     if isinstance(value, str):
-        value = None if not value.strip() else _json(value, f"message {index}: `tool_calls` holds text that is not JSON")
+        value = (
+            None
+            if not value.strip()
+            else _json(value, f"message {index}: `tool_calls` holds text that is not JSON")
+        )
     if value is None:
         return []
     if not isinstance(value, list) or not all(isinstance(call, dict) for call in cast(list[object], value)):
-        raise RowError(f"message {index}: `tool_calls` holds {kind_of(cast(object, value))} instead of a list of objects")
+        raise RowError(
+            f"message {index}: `tool_calls` holds {kind_of(cast(object, value))} instead of a list of objects"
+        )
     return without_nulls(cast(list[object], value))
 
 
 def _with_arguments(function: Message) -> Message:
-    """Return a called function with an empty object as arguments if it has none: a template would write nothing in their place."""
+    """Return a called function with an empty object as arguments if it has none: a template would write
+    nothing in their place."""
     given: object = function.get("arguments")
     is_blank = given is None or (isinstance(given, str) and not given.strip())
     return function | {"arguments": {}} if is_blank and "name" in function else function

@@ -28,7 +28,8 @@ from fsdp_tune.recipe.schema.row_formats import ROW_FORMATS
 
 
 def read_tools(row: dict[str, object]) -> list[object] | None:
-    """Return the list in the column `tools`, which may be JSON text, or the functions of OpenAI's older format; None if it is empty."""
+    """Return the list in the column `tools`, which may be JSON text, or the functions of OpenAI's older
+    format; None if it is empty."""
     tools, functions = parsed_column(row, "tools"), parsed_column(row, FUNCTIONS)
     if tools and functions:
         raise ColumnError(FUNCTIONS, "means the same as the column `tools`; remove one of them")
@@ -41,18 +42,26 @@ def read_tools(row: dict[str, object]) -> list[object] | None:
     if not isinstance(tools, list):
         raise ColumnError("tools", f"holds {kind_of(tools)} instead of a list")
     column = FUNCTIONS if functions else "tools"
-    return without_nulls([_read_tool(tool, column, number) for number, tool in enumerate(cast(list[object], tools), 1)])
+    return without_nulls(
+        [_read_tool(tool, column, number) for number, tool in enumerate(cast(list[object], tools), 1)]
+    )
 
 
 def _read_tool(value: object, column: str, number: int) -> Message:
-    """Return tool `number` of a column as an object. It, its function and its parameters may be JSON text, as Arrow's columns require."""
+    """Return tool `number` of a column as an object. It, its function and its parameters may be JSON text, as
+    Arrow's columns require."""
     tool = _parsed_object(value)
-    function = tool if tool is None or "function" not in tool else _parsed_object(cast(object, tool["function"]))
+    function = (
+        tool if tool is None or "function" not in tool else _parsed_object(cast(object, tool["function"]))
+    )
     parameters: object = None if function is None else function.get("parameters")
     is_text = isinstance(parameters, str) and bool(parameters.strip())
     schema = _parsed_object(parameters) if is_text else None
     if tool is None or function is None or (is_text and schema is None):
-        raise ColumnError(column, f"holds at position {number} something other than a function, as an object or its JSON text")
+        raise ColumnError(
+            column,
+            f"holds at position {number} something other than a function, as an object or its JSON text",
+        )
     function = function | {"parameters": schema} if is_text else function
     if "input_schema" in function and "parameters" not in function:  # Anthropic's
         renamed = {"parameters" if key == "input_schema" else key: part for key, part in function.items()}
@@ -80,7 +89,8 @@ def tool_names(tools: list[object]) -> Iterator[str | None]:
 
 
 def check_tool_messages(messages: list[Message], tools: list[object] | None) -> bool:
-    """Check that results follow calls, and that `tools` defines every function that is called, if the row has tools.
+    """Check that results follow calls, and that `tools` defines every function that is called, if the row has
+    tools.
 
     Return whether the row has calls and no tools. Raises: RowError.
     """
@@ -90,19 +100,27 @@ def check_tool_messages(messages: list[Message], tools: list[object] | None) -> 
         before = messages[index - 2]["role"] if index > 1 else None
         if message["role"] == "tool" and before not in ("assistant", "tool"):
             where = f"follows a message from `{before}`" if before else "is the first message"
-            raise RowError(f"message {index}: the result of a tool {where}; it must follow the assistant's call")
+            raise RowError(
+                f"message {index}: the result of a tool {where}; it must follow the assistant's call"
+            )
         for call in tool_calls(message):
             has_calls = True
             name: object = call.get("name")
             if name is not None and not isinstance(name, str):
-                raise RowError(f"message {index}: the name of a called function holds {kind_of(name)} instead of text")
+                raise RowError(
+                    f"message {index}: the name of a called function holds {kind_of(name)} instead of text"
+                )
             if defined is not None and None not in defined and name not in defined:
-                raise RowError(f"message {index} calls `{name}`, which `tools` does not define; add its schema to the row's `tools`")
+                raise RowError(
+                    f"message {index} calls `{name}`, which `tools` does not define; add its schema "
+                    "to the row's `tools`"
+                )
     return has_calls and tools is None
 
 
 def odd_arguments(messages: list[Message]) -> Iterator[str]:
-    """Yield what the arguments of each call are that are neither an object nor its JSON text: a template writes them as they are."""
+    """Yield what the arguments of each call are that are neither an object nor its JSON text: a template
+    writes them as they are."""
     for message in messages:
         for call in tool_calls(message):
             given: object = call.get("arguments")
@@ -142,14 +160,16 @@ STANFORD_WITH_INPUT = (
     "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:"
 )
 STANFORD_WITHOUT_INPUT = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "Below is an instruction that describes a task. Write a response that appropriately completes "
+    "the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """`prompt` and `completion`, to be concatenated unchanged; the completion is trained, the prompt only with `train_prompt`."""
+    """`prompt` and `completion`, to be concatenated unchanged; the completion is trained, the prompt only
+    with `train_prompt`."""
 
     prompt: str
     completion: str
@@ -213,14 +233,17 @@ class FormatSettings:
     """Columns of another format, which the recipe has not chosen for rows that fit both."""
 
     def example(self, row: dict[str, object], uses: set[KeyUse] | None = None) -> Example:
-        """Convert a row, and add how each of its keys is used to `uses`. Raises: RowError if the row does not fit the format."""
+        """Convert a row, and add how each of its keys is used to `uses`. Raises: RowError if the row does not
+        fit the format."""
         account = RowAccount(self.ignored)
         template = self.template if ROW_FORMATS[self.format].holds == "chat" else None
         try:
             example = self._example(row, account)
         except ColumnError as error:
             account.finish(self.format, template)
-            raise RowError(f"column `{self.names_in_file.get(error.column, error.column)}` {error.what}", hint=error.hint) from error
+            raise RowError(
+                f"column `{self.names_in_file.get(error.column, error.column)}` {error.what}", hint=error.hint
+            ) from error
         except RowError:
             account.finish(self.format, template)
             raise
@@ -230,14 +253,20 @@ class FormatSettings:
         return NOTHING_TRAINED if self._is_left_out(row) else example
 
     def _is_left_out(self, row: dict[str, object]) -> bool:
-        """Return whether a mark of the row excludes it. Raises: RowError if a mark is neither trained nor not."""
-        names = [name for name in MARKS if row.get(name) is not None and not (self.format == "tokenized" and name in TOKENIZED_KEYS)]
+        """Return whether a mark of the row excludes it. Raises: RowError if a mark is neither trained nor
+        not."""
+        names = [
+            name
+            for name in MARKS
+            if row.get(name) is not None and not (self.format == "tokenized" and name in TOKENIZED_KEYS)
+        ]
         given = {self.names_in_file.get(name, name): row[name] for name in names}
         marks = {name: value for name, value in given.items() if name not in self.ignored}
         return take_mark(marks, list(marks), "", "", self.ignored) is False
 
     def encodes_special_tokens_as_text(self, example: Example) -> bool:
-        """Return whether a special token in the content is encoded as ordinary text; by default where a template surrounds the content."""
+        """Return whether a special token in the content is encoded as ordinary text; by default where a
+        template surrounds the content."""
         if self.special_tokens == "auto":
             return isinstance(example, Chat) or ROW_FORMATS[self.format].surrounds is not None
         return self.special_tokens == "text"
@@ -261,10 +290,14 @@ class FormatSettings:
             case _:
                 raise AssertionError(f"rows of the format {self.format} are not read")
 
-    def _read(self, row: dict[str, object], account: RowAccount, known: Mapping[str, str]) -> dict[str, object]:
+    def _read(
+        self, row: dict[str, object], account: RowAccount, known: Mapping[str, str]
+    ) -> dict[str, object]:
         """Return the row without the columns that are not read."""
         known = dict.fromkeys(MARKS, MEANING) | dict(known)
-        return account.close(row, known, metadata=METADATA, names=self.names_in_file, other=self.other_columns)
+        return account.close(
+            row, known, metadata=METADATA, names=self.names_in_file, other=self.other_columns
+        )
 
     def _messages(self, account: RowAccount) -> MessageReader:
         return MessageReader(account, self.roles, self.template, self.names_in_file)
@@ -273,11 +306,16 @@ class FormatSettings:
         known = {"prompt": "", "completion": ""}
         if isinstance(row.get("completion"), dict):  # one message, as the better answers of LLaMA-Factory
             row = row | {"completion": [row["completion"]]}
-        if isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), str):  # the answer's text, as in Nemotron
+        if isinstance(row.get("prompt"), list) and isinstance(
+            row.get("completion"), str
+        ):  # the answer's text, as in Nemotron
             row = row | {"completion": [{"role": "assistant", "content": row["completion"]}]}
         kinds = [isinstance(row.get(column), list) for column in known]
         if kinds in ([True, False], [False, True]):
-            hint = 'write both as messages: `[{"role": "user", "content": …}]` and `[{"role": "assistant", "content": …}]`'
+            hint = (
+                'write both as messages: `[{"role": "user", "content": …}]` and `[{"role": "assistant", '
+                '"content": …}]`'
+            )
             raise RowError("`prompt` and `completion` must both be text, or both messages", hint=hint)
         if all(kinds):  # both are chats, as in TRL
             row = self._read(row, account, known | CHAT_KEYS)
@@ -295,15 +333,24 @@ class FormatSettings:
         name = self.names_in_file.get("segments", "segments")
         segments: object = row.get("segments")
         if not isinstance(segments, list) or not segments:
-            raise ColumnError("segments", f"holds {kind_of(cast(object, segments))} instead of a list of objects with `text` and `label`")
+            raise ColumnError(
+                "segments",
+                f"holds {kind_of(cast(object, segments))} instead of a list of objects with `text` "
+                "and `label`",
+            )
         found: list[tuple[str, bool]] = []
         for number, segment in enumerate(cast(list[object], segments), 1):
             if not isinstance(segment, dict):
-                raise RowError(f"segment {number} is {kind_of(segment)} instead of an object with `text` and `label`")
+                raise RowError(
+                    f"segment {number} is {kind_of(segment)} instead of an object with `text` and `label`"
+                )
             closed = account.close(cast(dict[str, object], segment), SEGMENT_KEYS, path=f"{name}.")
             text, label = closed.get("text"), closed.get("label")
             if not isinstance(text, str) or label not in (0, 1) or isinstance(label, float):
-                raise RowError(f"segment {number}: `text` is text and `label` true or false; they are {kind_of(text)} and {label!r}")
+                raise RowError(
+                    f"segment {number}: `text` is text and `label` true or false; they are "
+                    f"{kind_of(text)} and {label!r}"
+                )
             if found and found[-1][1] == bool(label):
                 text = found.pop()[0] + text
             found.append((text, bool(label)))
@@ -320,20 +367,30 @@ class FormatSettings:
             raise RowError(f"the {answer} is empty")
         if self.template is not None:
             asked = f"{instruction}\n\n{more}" if more else instruction
-            messages = [*_earlier_turns(row), {"role": "user", "content": asked}, {"role": "assistant", "content": output}]
+            messages = [
+                *_earlier_turns(row),
+                {"role": "user", "content": asked},
+                {"role": "assistant", "content": output},
+            ]
             return self._chat(after_system(messages, row), row)
         for column in more_keys:
             if row.get(column) not in (None, "", [], {}):
-                hint = f"set `{self.template_key}`, for example to `plain`; `fsdp-tune templates` lists the bundled ones"
+                hint = (
+                    f"set `{self.template_key}`, for example to `plain`; `fsdp-tune templates` lists the "
+                    "bundled ones"
+                )
                 raise ColumnError(column, "needs a chat template, and the tokenizer has none", hint=hint)
         prompt = STANFORD_WITH_INPUT if more else STANFORD_WITHOUT_INPUT
         filled = prompt.format_map({"instruction": instruction, "input": more})
         return Text(filled + self.separator, output, train_prompt=self.loss_on == "all", fixed_prompt=True)
 
     def _chat(self, messages: list[Message], row: dict[str, object], first_answer: int = 0) -> Chat:
-        """Answers before message `first_answer` are context. Messages after the last answer are dropped unless all is trained."""
+        """Answers before message `first_answer` are context. Messages after the last answer are dropped
+        unless all is trained."""
         marks: list[bool | None] = [message.pop("train", None) for message in messages]
-        answers = [index for index in range(first_answer, len(messages)) if messages[index]["role"] == "assistant"]
+        answers = [
+            index for index in range(first_answer, len(messages)) if messages[index]["role"] == "assistant"
+        ]
         if not answers:
             raise RowError("no message is from the assistant: there is no answer to train on")
         tools = read_tools(row)
@@ -343,12 +400,19 @@ class FormatSettings:
         found += self._unread_variables(variables)
         if self.loss_on == "all":
             if False in marks:
-                raise RowError(f"message {marks.index(False) + 1} is marked as not trained, and `loss_on: all` trains every message")
+                raise RowError(
+                    f"message {marks.index(False) + 1} is marked as not trained, and `loss_on: all` "
+                    "trains every message"
+                )
             return Chat(messages, None, tools, variables, tuple(dict.fromkeys(found)))
         wanted = answers[-1:] if self.loss_on == "last_assistant" else answers
         kept = messages[: answers[-1] + 1]
         trained = tuple(index in wanted and marks[index] is not False for index in range(len(kept)))
-        notes = [Note("mark-without-effect", f"`{messages[at]['role']}`") for at, mark in enumerate(marks) if mark and at not in wanted]
+        notes = [
+            Note("mark-without-effect", f"`{messages[at]['role']}`")
+            for at, mark in enumerate(marks)
+            if mark and at not in wanted
+        ]
         notes += found
         if lacks_tools:
             notes.append(Note("tools-missing", "tool calls"))
@@ -359,20 +423,33 @@ class FormatSettings:
     def _unread_variables(self, variables: Mapping[str, object]) -> tuple[Note, ...]:
         """Return a note for each variable that the chat template does not have."""
         template = self.template or ""
-        return tuple(Note("not-rendered", f"variable `{name}`") for name in variables if not names_variable(template, name))
+        return tuple(
+            Note("not-rendered", f"variable `{name}`")
+            for name in variables
+            if not names_variable(template, name)
+        )
 
     def _ids(self, row: dict[str, object]) -> Ids:
         ids = _numbers(row, "input_ids")
         outside = next((number for number in ids if not 0 <= number < self.vocabulary_size), None)
         if outside is not None:
-            raise ColumnError("input_ids", f"holds {outside}, and the tokenizer has {self.vocabulary_size} tokens")
-        if not all(_numbers(row, "attention_mask", len(ids)) if row.get("attention_mask") is not None else ()):
+            raise ColumnError(
+                "input_ids", f"holds {outside}, and the tokenizer has {self.vocabulary_size} tokens"
+            )
+        if not all(
+            _numbers(row, "attention_mask", len(ids)) if row.get("attention_mask") is not None else ()
+        ):
             raise ColumnError("attention_mask", "holds zeros: leave the padding out of `input_ids`")
         _check_one_example(row, len(ids))
         trained = [True] * len(ids)
         for column in TOKEN_MASKS:
             if row.get(column) is not None:  # a token is trained if all masks and labels select it, as in TRL
-                trained = [one and other for one, other in zip(trained, read_token_mask(column, row[column], len(ids)), strict=True)]
+                trained = [
+                    one and other
+                    for one, other in zip(
+                        trained, read_token_mask(column, row[column], len(ids)), strict=True
+                    )
+                ]
         if row.get("labels") is None:
             return Ids(ids, trained)
         labels = _numbers(row, "labels", len(ids))
@@ -387,11 +464,16 @@ class FormatSettings:
 
 
 def matching_formats(columns: Collection[str]) -> list[str]:
-    return [name for name, each in ROW_FORMATS.items() if any(all(column in columns for column in needed) for needed in each.columns)]
+    return [
+        name
+        for name, each in ROW_FORMATS.items()
+        if any(all(column in columns for column in needed) for needed in each.columns)
+    ]
 
 
 def needed_columns(format_: str, columns: Collection[str]) -> tuple[str, ...]:
-    """Return the columns that a format needs, in the first spelling that `columns` have; the first of all if they have none."""
+    """Return the columns that a format needs, in the first spelling that `columns` have; the first of all if
+    they have none."""
     spellings = ROW_FORMATS[format_].columns
     return next((needed for needed in spellings if all(column in columns for column in needed)), spellings[0])
 
@@ -399,7 +481,9 @@ def needed_columns(format_: str, columns: Collection[str]) -> tuple[str, ...]:
 def other_columns(format_: str, columns: Collection[str]) -> tuple[str, ...]:
     """Return the columns that other formats need, if `columns` fit them too."""
     others = [needed_columns(name, columns) for name in matching_formats(columns) if name != format_]
-    return tuple(column for needed in others for column in needed if column not in needed_columns(format_, columns))
+    return tuple(
+        column for needed in others for column in needed if column not in needed_columns(format_, columns)
+    )
 
 
 def _earlier_turns(row: dict[str, object]) -> list[Message]:
@@ -410,7 +494,10 @@ def _earlier_turns(row: dict[str, object]) -> list[Message]:
     for number, turn in enumerate(turns, 1):
         pair = cast(list[Any], turn) if isinstance(turn, list) else []
         if len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-            raise ColumnError("history", f"holds at position {number} something other than a question and its answer, as two texts")
+            raise ColumnError(
+                "history",
+                f"holds at position {number} something other than a question and its answer, as two texts",
+            )
         if not pair[1].strip():
             raise ColumnError("history", f"holds at position {number} a question without an answer")
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
@@ -418,15 +505,24 @@ def _earlier_turns(row: dict[str, object]) -> list[Message]:
 
 
 def _check_one_example(row: dict[str, object], length: int) -> None:
-    """Check that columns about packed examples describe one example of `length` tokens. Raises: ColumnError."""
+    """Check that columns about packed examples describe one example of `length` tokens. Raises:
+    ColumnError."""
     positions = _numbers(row, "position_ids", length) if row.get("position_ids") is not None else []
     wrong = next((at for at, position in enumerate(positions) if position != at), None)
     if wrong is not None:
-        raise ColumnError("position_ids", f"holds {positions[wrong]} at position {wrong}: the row is packed", hint=PACKED)
+        raise ColumnError(
+            "position_ids", f"holds {positions[wrong]} at position {wrong}: the row is packed", hint=PACKED
+        )
     if row.get("seq_lengths") is not None and (lengths := _numbers(row, "seq_lengths")) != [length]:
-        raise ColumnError("seq_lengths", f"holds {lengths}, and `input_ids` {length} ids: the row is packed", hint=PACKED)
+        raise ColumnError(
+            "seq_lengths", f"holds {lengths}, and `input_ids` {length} ids: the row is packed", hint=PACKED
+        )
     if row.get("token_type_ids") is not None and any(_numbers(row, "token_type_ids", length)):
-        raise ColumnError("token_type_ids", "holds types other than 0, which causal models do not have", hint="remove the column")
+        raise ColumnError(
+            "token_type_ids",
+            "holds types other than 0, which causal models do not have",
+            hint="remove the column",
+        )
 
 
 def _text(row: dict[str, object], column: str) -> str:
@@ -445,7 +541,9 @@ def _numbers(row: dict[str, object], column: str, length: int | None = None) -> 
     numbers = cast(list[Any], value)
     wrong = next((at for at, number in enumerate(numbers) if type(number) is not int), None)
     if wrong is not None:
-        raise ColumnError(column, f"holds {kind_of(numbers[wrong])} at position {wrong}: all entries must be whole numbers")
+        raise ColumnError(
+            column, f"holds {kind_of(numbers[wrong])} at position {wrong}: all entries must be whole numbers"
+        )
     if length is not None and len(numbers) != length:
         raise ColumnError(column, f"holds {len(numbers)} numbers, and `input_ids` holds {length}")
     return numbers

@@ -1,4 +1,5 @@
-"""What is recorded of a row while it is converted: the use of its keys, marks of what is trained, and notes."""
+"""What is recorded of a row while it is converted: the use of its keys, marks of what is trained, and
+notes."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ from fsdp_tune.data.read.row_files import RowError
 from fsdp_tune.data.report import KeyAccount
 from fsdp_tune.recipe.schema.row_formats import ROW_FORMATS
 
-# ---- The account of a row: each of its keys is read, is metadata, is ignored by the recipe, or the row is refused.
+# ---- The account of a row: each of its keys is read, is metadata, is ignored by the recipe, or the row is
+# refused.
 #
-# Keys below the row are written as paths: `messages.name`, `messages.content.cache_control`, `messages.tool_calls.function.arguments`.
+# Keys below the row are written as paths: `messages.name`, `messages.content.cache_control`,
+# `messages.tool_calls.function.arguments`.
 
 IGNORE_KEY = "data.ignore_columns"
 
@@ -25,38 +28,40 @@ IGNORE_KEY = "data.ignore_columns"
 # fmt: off
 METADATA = frozenset((
     # which row it is
-    "id", "_id", "idx", "index", "uid", "uuid", "guid", "row_id", "sample_id", "example_id", "item_id", "doc_id", "document_id",
-    "conversation_id", "conv_id", "chat_id", "session_id", "thread_id", "message_id", "parent_id", "prompt_id", "question_id", "qid",
+    "id", "_id", "idx", "index", "uid", "uuid", "guid", "row_id", "sample_id", "example_id", "item_id", "doc_id", "document_id",  # noqa: E501
+    "conversation_id", "conv_id", "chat_id", "session_id", "thread_id", "message_id", "parent_id", "prompt_id", "question_id", "qid",  # noqa: E501
     "task_id", "problem_id", "request_id", "trace_id", "hash", "md5", "sha1", "sha256", "__index_level_0__",
     "Unnamed: 0", "", "__key__", "__url__",
     # where it is from
-    "source", "sources", "source_dataset", "source_name", "data_source", "dataset", "dataset_name", "_dataset_name", "dataset_id",
-    "subset", "split", "origin", "provenance", "url", "uri", "link", "domain", "dump", "crawl", "repo", "repo_name", "file_path",
-    "redpajama_set_name", "license", "license_type", "author", "annotator", "contributor", "generator", "model", "model_name",
+    "source", "sources", "source_dataset", "source_name", "data_source", "dataset", "dataset_name", "_dataset_name", "dataset_id",  # noqa: E501
+    "subset", "split", "origin", "provenance", "url", "uri", "link", "domain", "dump", "crawl", "repo", "repo_name", "file_path",  # noqa: E501
+    "redpajama_set_name", "license", "license_type", "author", "annotator", "contributor", "generator", "model", "model_name",  # noqa: E501
     "version", "revision", "channel",
     # when
     "timestamp", "time", "date", "created", "created_at", "created_utc", "updated_at", "create_time",
     # what it is about
-    "language", "lang", "locale", "language_code", "category", "categories", "topic", "topics", "subject", "ability", "tag", "tags",
+    "language", "lang", "locale", "language_code", "category", "categories", "topic", "topics", "subject", "ability", "tag", "tags",  # noqa: E501
     "keywords", "title", "meta", "metadata", "extra_info",
     # how good and how long it is
-    "score", "int_score", "language_score", "quality", "quality_score", "rating", "difficulty", "complexity", "perplexity",
-    "token_count", "num_tokens", "n_tokens", "num_turns", "n_turns", "turn_count", "length", "len", "char_count", "word_count",
+    "score", "int_score", "language_score", "quality", "quality_score", "rating", "difficulty", "complexity", "perplexity",  # noqa: E501
+    "token_count", "num_tokens", "n_tokens", "num_turns", "n_turns", "turn_count", "length", "len", "char_count", "word_count",  # noqa: E501
     # an option of a request
     "parallel_tool_calls", "tool_choice",
 ))
 # fmt: on
-"""Keys of a row that never change what is trained: they are ignored and listed. docs/guide/data-formats.md has the same list."""
+"""Keys of a row that never change what is trained: they are ignored and listed. docs/guide/data-formats.md
+has the same list."""
 
 
 # fmt: off
 NESTED_METADATA = frozenset((
-    "id", "_id", "idx", "index", "uid", "uuid", "message_id", "parent_id", "turn_id", "hash", "source", "model", "model_name",
-    "timestamp", "time", "date", "created", "created_at", "create_time", "updated_at", "language", "lang", "score", "rating",
-    "metadata", "meta", "extra_info", "cache_control", "signature", "annotations", "token_count", "num_tokens",
+    "id", "_id", "idx", "index", "uid", "uuid", "message_id", "parent_id", "turn_id", "hash", "source", "model", "model_name",  # noqa: E501
+    "timestamp", "time", "date", "created", "created_at", "create_time", "updated_at", "language", "lang", "score", "rating",  # noqa: E501
+    "metadata", "meta", "extra_info", "cache_control", "signature", "annotations", "token_count", "num_tokens",  # noqa: E501
 ))
 # fmt: on
-"""The same for messages, parts of `content`, and calls. A chat template may read any of them; then they are not ignored."""
+"""The same for messages, parts of `content`, and calls. A chat template may read any of them; then they are
+not ignored."""
 
 
 MEDIA = "only text is supported: leave such rows out"
@@ -86,11 +91,26 @@ EARLIER = "write the earlier turns as messages"
 MASKED = "write `train: false` for what is not trained"
 
 
-TOKEN_MARKS = "marks of tokens need `input_ids`: write the row tokenized, or mark messages with `train: false`"
+TOKEN_MARKS = (
+    "marks of tokens need `input_ids`: write the row tokenized, or mark messages with `train: false`"
+)
 
 
 ADVICE = {
-    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios", "objects", "pixel_values", "image_grid_thw"), MEDIA),
+    **dict.fromkeys(
+        (
+            "image",
+            "images",
+            "video",
+            "videos",
+            "audio",
+            "audios",
+            "objects",
+            "pixel_values",
+            "image_grid_thw",
+        ),
+        MEDIA,
+    ),
     **dict.fromkeys((".jpg", ".jpeg", ".png", ".webp", ".gif", ".mp3", ".wav", ".flac", ".mp4"), MEDIA),
     **dict.fromkeys(("chosen", "chosen_messages", "preferred_output"), BETTER),
     **dict.fromkeys(WORSE_ANSWERS, WORSE),
@@ -98,9 +118,20 @@ ADVICE = {
     **dict.fromkeys(("position_ids", "seq_lengths", "sequence_ids", "cu_seqlens"), PACKED),
     **dict.fromkeys(("system", "tools", "functions", "chat_template_kwargs", "enable_thinking"), NEEDS_CHAT),
     "history": EARLIER,
-    **dict.fromkeys(("mask", "masked", "ignore", "ignored", "skip", "exclude", "no_loss", "train_detail"), MASKED),
     **dict.fromkeys(
-        ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask", "labels", "attention_mask", "response_mask"), TOKEN_MARKS
+        ("mask", "masked", "ignore", "ignored", "skip", "exclude", "no_loss", "train_detail"), MASKED
+    ),
+    **dict.fromkeys(
+        (
+            "completion_mask",
+            "assistant_masks",
+            "assistant_mask",
+            "loss_mask",
+            "labels",
+            "attention_mask",
+            "response_mask",
+        ),
+        TOKEN_MARKS,
     ),
     "parameters": "a call has `name` and `arguments`",
     "refusal": "write the text of the refusal as `content`",
@@ -150,10 +181,11 @@ class RowAccount:
         names: Mapping[str, str] | None = None,
         other: Collection[str] = (),
     ) -> dict[str, Any]:
-        """Return `values` without the keys that are not read. Keys that are neither known nor metadata are refused by `finish`.
+        """Return `values` without the keys that are not read. Keys that are neither known nor metadata are
+        refused by `finish`.
 
-        `known`: what each key is read as. Keys that `template` reads are read too. `names`: the names of columns in the file. `other`:
-        columns of a format that the recipe has not chosen.
+        `known`: what each key is read as. Keys that `template` reads are read too. `names`: the names of
+        columns in the file. `other`: columns of a format that the recipe has not chosen.
         """
         kept: dict[str, object] = {}
         for key, value in values.items():
@@ -178,14 +210,26 @@ class RowAccount:
         return kept
 
     def _ways_out(self, unknown: Sequence[str], format_: str, template: str | None) -> Iterator[str]:
-        """Yield what can be done about the keys that are not read; for those in `unknown`, no format has advice."""
+        """Yield what can be done about the keys that are not read; for those in `unknown`, no format has
+        advice."""
         by_advice: dict[str, list[str]] = {}
         for name, advice in self._unread.items():
             by_advice.setdefault(advice, []).append(name)
         yield from (f"{listed_keys(names)}: {advice}" for advice, names in by_advice.items() if advice)
-        messages = next((use.key for use in self.uses if use.how == "read" and not use.meaning and "." not in use.key), None)
-        if ROW_FORMATS[format_].holds == "chat" and messages and "chosen" in self._unread and "prompt" not in self._unread:
-            yield f"to train it after messages that end with the question, `rename_columns: {{{messages}: prompt, chosen: completion}}`"
+        messages = next(
+            (use.key for use in self.uses if use.how == "read" and not use.meaning and "." not in use.key),
+            None,
+        )
+        if (
+            ROW_FORMATS[format_].holds == "chat"
+            and messages
+            and "chosen" in self._unread
+            and "prompt" not in self._unread
+        ):
+            yield (
+                f"to train it after messages that end with the question, `rename_columns: {{{messages}: "
+                f"prompt, chosen: completion}}`"
+            )
         for name in unknown if template is not None else ():
             if name.isidentifier() and names_variable(template, name):
                 yield f'the chat template reads `{name}`: write it as `chat_template_kwargs: {{"{name}": …}}`'
@@ -193,14 +237,20 @@ class RowAccount:
         if unknown:
             yield ignoring_hint(names)
         else:
-            yield f"`{ignoring_option(names)}` ignores {'it' if len(self._unread) == 1 else 'them'} all the same"
+            yield (
+                f"`{ignoring_option(names)}` ignores {'it' if len(self._unread) == 1 else 'them'} all "
+                "the same"
+            )
 
     def finish(self, format_: str, template: str | None) -> None:
         """Raise a RowError that names every key that was not read, if there are any."""
         if not self._unread:
             return
         unknown = [name for name, advice in self._unread.items() if not advice]
-        reason = f"{listed_keys(self._unread)} {'is' if len(self._unread) == 1 else 'are'} not read by the format {format_}"
+        reason = (
+            f"{listed_keys(self._unread)} {'is' if len(self._unread) == 1 else 'are'} not read by the "
+            f"format {format_}"
+        )
         hint = "; ".join(self._ways_out(unknown, format_, template))
         only_unknown = len(unknown) == len(self._unread)
         raise RowError(reason, hint=hint, unread=(*self.ignored, *unknown) if only_unknown else ())
@@ -214,12 +264,15 @@ def key_account(keys: Counter[tuple[int, KeyUse]], source: int) -> tuple[KeyAcco
 
 
 def account_line(keys: Sequence[KeyAccount]) -> str:
-    """Describe the account of a source in one line; keys that every row of a format has below its columns are left out."""
+    """Describe the account of a source in one line; keys that every row of a format has below its columns are
+    left out."""
     shown: dict[tuple[str, str], list[str]] = {}
     for each in keys:
         if each.how != "read" or each.meaning or "." not in each.key:
             shown.setdefault((each.how, each.meaning), []).append(each.key)
-    return "; ".join(f"{listed_keys(names)} {describe_use(how, meaning)}" for (how, meaning), names in shown.items())
+    return "; ".join(
+        f"{listed_keys(names)} {describe_use(how, meaning)}" for (how, meaning), names in shown.items()
+    )
 
 
 def describe_use(how: str, meaning: str) -> str:
@@ -240,7 +293,11 @@ def listed_keys(names: Iterable[str]) -> str:
 def ignoring_hint(names: Iterable[str]) -> str:
     """Return a hint with the option that ignores keys, quoted for a shell."""
     names = list(dict.fromkeys(names))
-    other = "remove them" if all("." in name for name in names) else "rename them with `rename_columns` to what the format reads"
+    other = (
+        "remove them"
+        if all("." in name for name in names)
+        else "rename them with `rename_columns` to what the format reads"
+    )
     return f"{other}, or ignore them: `{ignoring_option(names)}`"
 
 
@@ -258,14 +315,18 @@ def _is_plain(name: str) -> bool:
 
 
 def _is_empty(value: object) -> bool:
-    """Return whether a value has no content: Arrow gives each row the keys of all others, with null or an empty list."""
+    """Return whether a value has no content: Arrow gives each row the keys of all others, with null or an
+    empty list."""
     return value is None or value in ("", [], {})
 
 
 @lru_cache(maxsize=1024)
 def is_named(template: str, key: str) -> bool:
     """Return whether a chat template reads `key` of an object: as an attribute or in quotes."""
-    return re.search(rf"\.\s*{re.escape(key)}\b|(['\"]){re.escape(key)}\1", _without_comments(template)) is not None
+    return (
+        re.search(rf"\.\s*{re.escape(key)}\b|(['\"]){re.escape(key)}\1", _without_comments(template))
+        is not None
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -1,4 +1,5 @@
-"""Notes about rows: conditions that are allowed but reported, counted by kind and detail, with the first rows of each."""
+"""Notes about rows: conditions that are allowed but reported, counted by kind and detail, with the first rows
+of each."""
 
 from __future__ import annotations
 

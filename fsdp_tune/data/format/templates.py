@@ -1,4 +1,5 @@
-"""Resolve `data.chat_template` to the text of a chat template: one of the package, a file, or that of a model."""
+"""Resolve `data.chat_template` to the text of a chat template: one of the package, a file, or that of a
+model."""
 
 from __future__ import annotations
 
@@ -40,7 +41,15 @@ SYSTEM_AND_TOOLS: frozenset[Part] = frozenset({"system", "tools"})
 SYSTEM: frozenset[Part] = frozenset({"system"})
 CHATML = ("<|im_start|>", "<|im_end|>")
 LLAMA3 = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
-MISTRAL = ("[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]")
+MISTRAL = (
+    "[INST]",
+    "[/INST]",
+    "[AVAILABLE_TOOLS]",
+    "[/AVAILABLE_TOOLS]",
+    "[TOOL_CALLS]",
+    "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]",
+)
 GLM = ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 
 BUNDLED: dict[str, BundledTemplate] = {
@@ -48,7 +57,9 @@ BUNDLED: dict[str, BundledTemplate] = {
     "qwen2.5": BundledTemplate("Qwen 2.5", SYSTEM_AND_TOOLS, CHATML, ("<tool_call>",)),
     "llama3.1": BundledTemplate("Llama 3.1, 3.2 and 3.3", SYSTEM_AND_TOOLS, LLAMA3, ("<|eom_id|>",)),
     "llama3": BundledTemplate("Llama 3", SYSTEM, LLAMA3),
-    "mistral-v7": BundledTemplate("Mistral Small 3 (v7, tekken)", SYSTEM, ("[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]")),
+    "mistral-v7": BundledTemplate(
+        "Mistral Small 3 (v7, tekken)", SYSTEM, ("[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]")
+    ),
     "mistral": BundledTemplate("Mistral Nemo, Ministral (v3, tekken)", SYSTEM_AND_TOOLS, MISTRAL),
     "gemma3": BundledTemplate("Gemma 2 and 3", SYSTEM, ("<start_of_turn>", "<end_of_turn>")),
     "glm4.5": BundledTemplate("GLM 4.5", ALL, GLM),
@@ -70,11 +81,13 @@ BUNDLED: dict[str, BundledTemplate] = {
 
 _IN_CODE = {
     "chatml": (
-        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] "
+        "}}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     ),
     "plain": (
-        "{% for message in messages %}{% if message['role'] == 'assistant' %}Assistant: {{ message['content'] }}{{ eos_token }}\n"
+        "{% for message in messages %}{% if message['role'] == 'assistant' %}Assistant: {{ "
+        "message['content'] }}{{ eos_token }}\n"
         "{% else %}{{ message['role'] | capitalize }}: {{ message['content'] }}\n{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}Assistant:{% endif %}"
     ),
@@ -85,11 +98,18 @@ def bundled_text(name: str) -> str:
     """Return the Jinja text of a bundled template."""
     if name in _IN_CODE:
         return _IN_CODE[name]
-    return resources.files("fsdp_tune.data.format").joinpath("bundled", f"{name}.jinja").read_text(encoding="utf-8")
+    return (
+        resources.files("fsdp_tune.data.format")
+        .joinpath("bundled", f"{name}.jinja")
+        .read_text(encoding="utf-8")
+    )
 
 
-def fitting_templates(encode: Callable[[list[str]], list[list[int]]], parts: Collection[Part] = ()) -> list[str]:
-    """Return the bundled templates whose tokens a vocabulary has and that render `parts`, the most specific first."""
+def fitting_templates(
+    encode: Callable[[list[str]], list[list[int]]], parts: Collection[Part] = ()
+) -> list[str]:
+    """Return the bundled templates whose tokens a vocabulary has and that render `parts`, the most specific
+    first."""
     tokens = sorted({token for template in BUNDLED.values() for token in (*template.tokens, *template.signs)})
     present = {token for token, ids in zip(tokens, encode(tokens), strict=True) if len(ids) == 1}
     return [
@@ -109,11 +129,15 @@ def suggestion(encode: Callable[[list[str]], list[list[int]]], key: str = KEY) -
     """Return a hint for conversations without a chat template: what fits the vocabulary."""
     first, *others = fitting_templates(encode)
     also = f"; {', '.join(f'`{name}`' for name in others)} fit too" if others else ""
-    return f"set `{key}: {first}` ({BUNDLED[first].purpose}), which fits the vocabulary{also}; {LIST}. A .jinja file is possible too"
+    return (
+        f"set `{key}: {first}` ({BUNDLED[first].purpose}), which fits the vocabulary{also}; {LIST}. A "
+        ".jinja file is possible too"
+    )
 
 
 def template_of_source(name: str | None, key: str, otherwise: str | None) -> str | None:
-    """Return the Jinja text for the rows of a source; `otherwise`, that of all rows, if it names none. None: they have none.
+    """Return the Jinja text for the rows of a source; `otherwise`, that of all rows, if it names none. None:
+    they have none.
 
     Raises: usage error (exit 2).
     """
@@ -123,7 +147,8 @@ def template_of_source(name: str | None, key: str, otherwise: str | None) -> str
 
 
 def resolve_template(name: str, key: str = KEY) -> str:
-    """Return the Jinja text of a bundled name, a file, a hub model, or itself. Raises: usage error (exit 2) for other names."""
+    """Return the Jinja text of a bundled name, a file, a hub model, or itself. Raises: usage error (exit 2)
+    for other names."""
     if name in BUNDLED:
         return bundled_text(name)
     if is_jinja(name):
@@ -134,7 +159,9 @@ def resolve_template(name: str, key: str = KEY) -> str:
     if path.is_dir():
         return _from_files(name, path / "chat_template.jinja", path / "tokenizer_config.json", key)
     if can_only_be_a_path(name):
-        raise usage_error("no-such-template", f"there is no chat template file `{name}`", hint=LIST, where=Where(key=key))
+        raise usage_error(
+            "no-such-template", f"there is no chat template file `{name}`", hint=LIST, where=Where(key=key)
+        )
     if "/" not in name:
         raise not_bundled(name, key)
     return _from_hub(name, key)
@@ -165,22 +192,38 @@ def _similar(name: str) -> list[str]:
 
 def _read(path: Path) -> str:
     if path.stat().st_size > MAX_TEMPLATE_BYTES:
-        raise usage_error("no-such-template", f"{path} has more than {MAX_TEMPLATE_BYTES} bytes, too many for a chat template")
+        raise usage_error(
+            "no-such-template",
+            f"{path} has more than {MAX_TEMPLATE_BYTES} bytes, too many for a chat template",
+        )
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise usage_error("no-such-template", f"{path}: a chat template must be UTF-8: {error.reason} at byte {error.start}") from error
+        raise usage_error(
+            "no-such-template", f"{path}: a chat template must be UTF-8: {error.reason} at byte {error.start}"
+        ) from error
 
 
 def _from_files(name: str, template: Path | None, config: Path | None, key: str) -> str:
     if template is not None and template.is_file():
         return _read(template)
-    contents: dict[str, object] = json.loads(config.read_bytes()) if config is not None and config.is_file() else {}
+    contents: dict[str, object] = (
+        json.loads(config.read_bytes()) if config is not None and config.is_file() else {}
+    )
     found: object = contents.get("chat_template")
     if isinstance(found, list):  # several templates, as a list of {name, template}
-        found = next((entry["template"] for entry in cast(list[dict[str, object]], found) if entry.get("name") == "default"), None)
+        found = next(
+            (
+                entry["template"]
+                for entry in cast(list[dict[str, object]], found)
+                if entry.get("name") == "default"
+            ),
+            None,
+        )
     if not isinstance(found, str):
-        raise usage_error("no-such-template", f"`{name}` has no chat template", hint=LIST, where=Where(key=key))
+        raise usage_error(
+            "no-such-template", f"`{name}` has no chat template", hint=LIST, where=Where(key=key)
+        )
     return found
 
 
@@ -197,7 +240,9 @@ def _from_hub(name: str, key: str) -> str:
         except FsdpTuneError:  # a signal that ends the command may arrive here
             raise
         except Exception as error:
-            model_has_none = isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError)
+            model_has_none = isinstance(error, EntryNotFoundError) and not isinstance(
+                error, LocalEntryNotFoundError
+            )
             if model_has_none or (isinstance(error, LocalEntryNotFoundError) and not reachable):
                 continue
             if (problem := wanted.problem(error)) is None:

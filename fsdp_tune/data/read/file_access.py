@@ -1,15 +1,19 @@
-"""Open the files that a source names: local files with their digests, files at URLs, and the data set of the package.
+"""Open the files that a source names: local files with their digests, files at URLs, and the data set of the
+package.
 
-A file at a URL is read in blocks, which grow the longer it is read in sequence; a request that fails is repeated after a wait. HTTP uses
-`urllib`. Other protocols are file systems of `fsspec`, most of which need a package, such as s3fs for s3.
+A file at a URL is read in blocks, which grow the longer it is read in sequence; a request that fails is
+repeated after a wait. HTTP uses `urllib`. Other protocols are file systems of `fsspec`, most of which need a
+package, such as s3fs for s3.
 
-Digests of local files are stored, so that an unchanged file is not read again at each start. A digest is reused while the file has the
-size, modification time, status change time and inode that it had when it was hashed. Programs that write a file and then restore its
-modification time (rsync, tar) cannot restore the status change time.
+Digests of local files are stored, so that an unchanged file is not read again at each start. A digest is
+reused while the file has the size, modification time, status change time and inode that it had when it was
+hashed. Programs that write a file and then restore its modification time (rsync, tar) cannot restore the
+status change time.
 
-`builtin:arithmetic` is a data set of sums in words with its tokenizer, generated without a download: `thirty seven plus four is` →
-` forty one`, a number below a hundred plus a number below ten. A tenth of the thousand sums is held out: the splits `train` and `test`
-share no question, so exact match on `test` measures addition and not memorisation.
+`builtin:arithmetic` is a data set of sums in words with its tokenizer, generated without a download:
+`thirty seven plus four is` → ` forty one`, a number below a hundred plus a number below ten. A tenth of the
+thousand sums is held out: the splits `train` and `test` share no question, so exact match on `test` measures
+addition and not memorisation.
 """
 
 from __future__ import annotations
@@ -63,18 +67,26 @@ def url_path(url: str) -> PurePosixPath:
 
 
 def check_protocol(url: str, where: Where) -> None:
-    """Raises: usage error (exit 2) if rows are not read by the protocol of `url`, or if it needs a package."""
+    """Raises: usage error (exit 2) if rows are not read by the protocol of `url`, or if it needs a
+    package."""
     match = _URL.match(url)
     protocol = match["protocol"].lower() if match else ""
     if protocol not in PROTOCOLS or "::" in url:
         name = f"{protocol}::" if match and match[2] == "::" else f"{protocol}://"
         hint = f"protocols are: {', '.join(PROTOCOLS)}; a local file is given by its path"
-        raise usage_error("data-unreadable", f"`{url}`: files are not read by `{name}` or by chained protocols", where=where, hint=hint)
+        raise usage_error(
+            "data-unreadable",
+            f"`{url}`: files are not read by `{name}` or by chained protocols",
+            where=where,
+            hint=hint,
+        )
     try:
         _file_system(url)
     except ImportError as error:
         package = PACKAGES.get(protocol, "fsspec")
-        raise usage_error("data-unreadable", f"`{url}`: {first_line(error)}", where=where, hint=f"`pip install {package}`") from error
+        raise usage_error(
+            "data-unreadable", f"`{url}`: {first_line(error)}", where=where, hint=f"`pip install {package}`"
+        ) from error
 
 
 def find_urls(pattern: str) -> list[str]:
@@ -129,7 +141,10 @@ class RemoteFile(io.RawIOBase):
             if self._at >= self._size:
                 return 0
             self._length = min(2 * self._length, LARGEST_BLOCK) if self._at == end else FIRST_BLOCK
-            self._start, self._block = self._at, self._fetch(self._at, min(self._at + max(self._length, len(buffer)), self._size))
+            self._start, self._block = (
+                self._at,
+                self._fetch(self._at, min(self._at + max(self._length, len(buffer)), self._size)),
+            )
         part = self._block[self._at - self._start :][: len(buffer)]
         buffer[: len(part)] = part
         self._at += len(part)
@@ -158,7 +173,9 @@ def _file_system(url: str) -> tuple[Any, str]:
 
 def _http_range(url: str, start: int, end: int) -> tuple[bytes, RemoteInfo]:
     """Return the bytes from `start` to `end`, with size and stamp of the file."""
-    request = urllib.request.Request(url, headers={"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"})
+    request = urllib.request.Request(
+        url, headers={"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
+    )
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
             status, headers = response.status, response.headers
@@ -181,13 +198,15 @@ def _http_stamp(headers: Any) -> str:
 DIGESTS = "digests"
 """Folder below `data.cache_dir`: one JSON file for each directory that holds source files."""
 SETTLED_SECONDS = 2.0
-"""Resolution of file times. A file that changed less than this before it was hashed could change again without a new time."""
+"""Resolution of file times. A file that changed less than this before it was hashed could change again
+without a new time."""
 
 Stamp = tuple[int, int, int, int]
 
 
 def stamp(path: Path) -> Stamp:
-    """Size in bytes, modification time and status change time in nanoseconds, inode: changes whenever the file is written to."""
+    """Size in bytes, modification time and status change time in nanoseconds, inode: changes whenever the
+    file is written to."""
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
@@ -231,16 +250,20 @@ class FileDigests:
 
 
 def _read(record: Path) -> dict[str, list[Any]]:
-    """Return entries by file name: the four numbers of a stamp, and the digest. Unreadable records are ignored."""
+    """Return entries by file name: the four numbers of a stamp, and the digest. Unreadable records are
+    ignored."""
     try:
         files = json.loads(record.read_bytes())["files"]
-        return {str(name): entry for name, entry in files.items() if len(entry) == 5 and isinstance(entry[4], str)}
+        return {
+            str(name): entry for name, entry in files.items() if len(entry) == 5 and isinstance(entry[4], str)
+        }
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return {}
 
 
 def _remember(record: Path, content: dict[str, object]) -> None:
-    """Store a record. Best effort: if the cache cannot be written (full, read-only), the next start hashes the files again."""
+    """Store a record. Best effort: if the cache cannot be written (full, read-only), the next start hashes
+    the files again."""
     try:
         DISK.mkdir(record.parent)
         write_json(record, content)
@@ -278,11 +301,14 @@ def is_builtin(name: str) -> bool:
 
 
 def builtin_name(path: str) -> str:
-    """Return `arithmetic` for `builtin:arithmetic`. Raises: usage error (exit 2) for a name that the package does not have."""
+    """Return `arithmetic` for `builtin:arithmetic`. Raises: usage error (exit 2) for a name that the package
+    does not have."""
     name = path.removeprefix(PREFIX)
     if name not in NAMES:
         raise usage_error(
-            "unknown-builtin", f"there is no `{path}`", hint=f"the package has: {', '.join(PREFIX + known for known in NAMES)}"
+            "unknown-builtin",
+            f"there is no `{path}`",
+            hint=f"the package has: {', '.join(PREFIX + known for known in NAMES)}",
         )
     return name
 
@@ -302,14 +328,23 @@ def builtin_rows(path: str, split: str) -> list[dict[str, object]]:
     """Return the rows of a split, with `prompt` and `completion`; always the same rows in the same order."""
     builtin_name(path)
     if split not in SPLITS:
-        raise usage_error("no-such-split", f"`{path}` has no split `{split}`", hint=f"its splits are: {', '.join(SPLITS)}")
+        raise usage_error(
+            "no-such-split", f"`{path}` has no split `{split}`", hint=f"its splits are: {', '.join(SPLITS)}"
+        )
     held_out = split == "test"
-    return [{"prompt": prompt, "completion": answer} for prompt, answer in _questions() if _is_held_out(prompt) == held_out]
+    return [
+        {"prompt": prompt, "completion": answer}
+        for prompt, answer in _questions()
+        if _is_held_out(prompt) == held_out
+    ]
 
 
 def held_out_prompts(count: int | None = None) -> list[tuple[str, str]]:
-    """Return the first `count` (prompt, answer) pairs that are in no training row, in a hashed order; an answer starts with a space."""
-    pairs = sorted((pair for pair in _questions() if _is_held_out(pair[0])), key=lambda pair: digest_number(pair[0]))
+    """Return the first `count` (prompt, answer) pairs that are in no training row, in a hashed order; an
+    answer starts with a space."""
+    pairs = sorted(
+        (pair for pair in _questions() if _is_held_out(pair[0])), key=lambda pair: digest_number(pair[0])
+    )
     return pairs[:count]
 
 
@@ -324,7 +359,8 @@ def _is_held_out(prompt: str) -> bool:
 
 
 def builtin_tokenizer(path: str) -> Tokenizer:
-    """Return a byte-level BPE tokenizer: each word of the task is one token, other text is encoded as bytes, so all text round-trips."""
+    """Return a byte-level BPE tokenizer: each word of the task is one token, other text is encoded as bytes,
+    so all text round-trips."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     builtin_name(path)
@@ -332,7 +368,9 @@ def builtin_tokenizer(path: str) -> Tokenizer:
     words = [*_UNITS, *_TENS, *_OTHER_WORDS]
     pieces = [*letters, *words, *(f"Ġ{word}" for word in words)]  # Ġ is how byte-level BPE writes a space
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))  # a full word is looked up first, then its bytes
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=[], ignore_merges=True)
+    )  # a full word is looked up first, then its bytes
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     for token in (EOS, PAD, TURN_END, *(f"<|{role}|>" for role in ROLES)):

@@ -17,39 +17,60 @@ from fsdp_tune.recipe.schema.sections import DataSource
 
 
 def load_saved(path: Path, split: str, where: Where) -> Any:
-    """Return the `datasets.Dataset`, or one split, of a directory written by `save_to_disk`. Raises: usage error."""
+    """Return the `datasets.Dataset`, or one split, of a directory written by `save_to_disk`. Raises: usage
+    error."""
     datasets: Any = import_module("datasets")
     try:
         saved = datasets.load_from_disk(str(path), keep_in_memory=False)
     except FsdpTuneError:  # a signal that ends the command may arrive here
         raise
     except Exception as error:
-        raise usage_error("data-unreadable", f"`{path}` cannot be read as a saved data set: {first_line(error)}", where=where) from error
+        raise usage_error(
+            "data-unreadable",
+            f"`{path}` cannot be read as a saved data set: {first_line(error)}",
+            where=where,
+        ) from error
     if not isinstance(saved, datasets.DatasetDict):
         if split != "train":
-            raise usage_error("no-such-split", f"`{path}` is a data set without splits", where=where, hint=f"leave `split: {split}` out")
+            raise usage_error(
+                "no-such-split",
+                f"`{path}` is a data set without splits",
+                where=where,
+                hint=f"leave `split: {split}` out",
+            )
         return saved
     if split not in saved:
-        raise usage_error("no-such-split", f"`{path}` has no split `{split}`", where=where, hint=f"its splits are: {', '.join(saved)}")
+        raise usage_error(
+            "no-such-split",
+            f"`{path}` has no split `{split}`",
+            where=where,
+            hint=f"its splits are: {', '.join(saved)}",
+        )
     return saved[split]
 
 
 def load_from_hub(entry: DataSource, where: Where) -> Any:
-    """Return the `datasets.Dataset` of a hub id. Raises: usage error if it is unreachable, missing or gated, or has no such split."""
+    """Return the `datasets.Dataset` of a hub id. Raises: usage error if it is unreachable, missing or gated,
+    or has no such split."""
     return _query_hub("load_dataset", entry, where, split=entry.split, keep_in_memory=False)
 
 
 def list_hub_files(entry: DataSource, where: Where) -> list[str]:
-    """Return the files of a split as `hf://` URLs that name a commit, as `datasets` resolves them; nothing is downloaded.
+    """Return the files of a split as `hf://` URLs that name a commit, as `datasets` resolves them; nothing is
+    downloaded.
 
     Raises: usage error, as `load_from_hub`.
     """
     splits: dict[str, list[str]] | None = _query_hub("load_dataset_builder", entry, where).config.data_files
     if not splits:
-        raise usage_error("data-unreadable", f"the data set `{entry.path}` is not stored in data files", where=where)
+        raise usage_error(
+            "data-unreadable", f"the data set `{entry.path}` is not stored in data files", where=where
+        )
     if entry.split not in splits:
         hint = f"its splits are: {', '.join(splits)}"
-        raise usage_error("no-such-split", f"`{entry.path}` has no split `{entry.split}`", where=where, hint=hint)
+        raise usage_error(
+            "no-such-split", f"`{entry.path}` has no split `{entry.split}`", where=where, hint=hint
+        )
     return [str(url) for url in splits[entry.split]]
 
 
@@ -74,13 +95,16 @@ def _query_hub(function: str, entry: DataSource, where: Where, **options: Any) -
 
 def _problem(error: Exception, entry: DataSource, where: Where, *, reachable: bool) -> FsdpTuneError:
     kinds = {kind.__name__ for kind in type(error).__mro__}
-    if not reachable and isinstance(error, ValueError):  # a configuration or split that the cached copy does not have
+    if not reachable and isinstance(
+        error, ValueError
+    ):  # a configuration or split that the cached copy does not have
         lines = "; ".join(str(error).strip().splitlines()[:2])
         return usage_error(
             "data-unreadable",
             f"the cached copy of the data set `{entry.path}` cannot be loaded: {lines}",
             where=where,
-            hint=f"the hub cannot be reached: correct `{where.key}.name` or `.split`, or download it on a machine with network access",
+            hint=f"the hub cannot be reached: correct `{where.key}.name` or `.split`, or download it on a "
+            "machine with network access",
         )
     if not reachable or "ConnectionError" in kinds:
         problem = unreachable("the data set", entry.path, f"{where.key}.path", is_data_set=True).problems[0]
@@ -99,4 +123,6 @@ def _problem(error: Exception, entry: DataSource, where: Where, *, reachable: bo
             where=where,
             hint="correct the path, or log in with `hf auth login` if the data set is private",
         )
-    return usage_error("data-unreadable", f"the data set `{entry.path}` cannot be loaded: {first_line(error)}", where=where)
+    return usage_error(
+        "data-unreadable", f"the data set `{entry.path}` cannot be loaded: {first_line(error)}", where=where
+    )

@@ -1,7 +1,8 @@
-"""Read the rows of one file, with the line number of each. An unreadable row is returned as a `BadRow`; it does not stop the read.
+"""Read the rows of one file, with the line number of each. An unreadable row is returned as a `BadRow`; it
+does not stop the read.
 
-A `Part` selects rows, so that several readers can share a file: every n-th row, or the lines that begin in a range of bytes.
-Lines end only at
+A `Part` selects rows, so that several readers can share a file: every n-th row, or the lines that begin in a
+range of bytes. Lines end only at
  (or
 ): U+2028 and U+0085 are part of the text. Memory is bounded by the longest row.
 """
@@ -23,7 +24,16 @@ from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.data.read.file_access import RemoteFile, UrlError, url_path
-from fsdp_tune.data.read.row_files import ALL_ROWS, BadRow, NumberedRow, Part, arrow_rows, document_rows, json_row, parquet_rows
+from fsdp_tune.data.read.row_files import (
+    ALL_ROWS,
+    BadRow,
+    NumberedRow,
+    Part,
+    arrow_rows,
+    document_rows,
+    json_row,
+    parquet_rows,
+)
 from fsdp_tune.data.read.tar_rows import tar_rows
 
 MAX_ROW_BYTES = 256 << 20
@@ -48,8 +58,8 @@ Rows = Iterator[NumberedRow | BadRow]
 def read_rows(path: Path | str, kind: str, part: Part = ALL_ROWS) -> Rows:
     """Yield the rows of a file or, if `path` is a str, of a URL.
 
-    `kind`: lines (one JSON object per line) | json (lines or one list) | csv | tsv | text | tar | parquet | arrow.
-    The lines of a range of bytes are numbered from the first line of the range.
+    `kind`: lines (one JSON object per line) | json (lines or one list) | csv | tsv | text | tar | parquet |
+    arrow. The lines of a range of bytes are numbered from the first line of the range.
     Raises: usage error (exit 2) if the file itself cannot be read.
     """
     number = 0
@@ -58,7 +68,9 @@ def read_rows(path: Path | str, kind: str, part: Part = ALL_ROWS) -> Rows:
             number = row.number if isinstance(row, BadRow) else row[0]
             yield row
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise _unreadable(path, f"its compressed data are damaged or cut off (after row {number}): {error}") from error
+        raise _unreadable(
+            path, f"its compressed data are damaged or cut off (after row {number}): {error}"
+        ) from error
     except tarfile.TarError as error:
         raise _unreadable(path, f"the archive is damaged or cut off (after row {number}): {error}") from error
     except UrlError as error:
@@ -77,7 +89,11 @@ def _rows(path: Path | str, kind: str, part: Part) -> Rows:
         yield from arrow_rows(path, part)
     else:
         with _open_binary(path) as plain, _open_text(plain, path, part) as file:
-            yield from tar_rows(file, part, MAX_ROW_BYTES) if kind == "tar" else _TEXT_READERS[kind](file, path, part)
+            yield from (
+                tar_rows(file, part, MAX_ROW_BYTES)
+                if kind == "tar"
+                else _TEXT_READERS[kind](file, path, part)
+            )
 
 
 def _open_binary(path: Path | str) -> io.RawIOBase:
@@ -85,7 +101,8 @@ def _open_binary(path: Path | str) -> io.RawIOBase:
 
 
 def is_plain_lines(path: Path | str, kind: str) -> bool:
-    """Return whether the rows of a file are its lines, without compression, so that it can be divided at any byte."""
+    """Return whether the rows of a file are its lines, without compression, so that it can be divided at any
+    byte."""
     if kind not in ("lines", "text"):
         return False
     if isinstance(path, str):
@@ -104,14 +121,17 @@ def count_lines(path: Path, end: int) -> int:
 
 
 def count_rows(path: Path, kind: str, part: Part = ALL_ROWS) -> int:
-    """Return the number of rows, bad ones included, that `read_rows` yields. Raises: usage error if the file cannot be read."""
+    """Return the number of rows, bad ones included, that `read_rows` yields. Raises: usage error if the file
+    cannot be read."""
     if kind not in ("lines", "text"):
         return sum(1 for _ in read_rows(path, kind, part))
     try:
         with _open_binary(path) as plain, _open_text(plain, path, part) as file:
             return sum(1 for _ in _raw_lines(file, part))
     except (OSError, EOFError, zlib.error):
-        return sum(1 for _ in read_rows(path, kind, part))  # raises the error, with the row after which it occurs
+        return sum(
+            1 for _ in read_rows(path, kind, part)
+        )  # raises the error, with the row after which it occurs
 
 
 def _raw_lines(file: io.BufferedReader, part: Part) -> Iterator[bytes]:
@@ -128,16 +148,23 @@ def _raw_lines(file: io.BufferedReader, part: Part) -> Iterator[bytes]:
             yield raw
 
 
-def _unreadable(path: Path | str, why: str, hint: str | None = None, line: int | None = None) -> FsdpTuneError:
+def _unreadable(
+    path: Path | str, why: str, hint: str | None = None, line: int | None = None
+) -> FsdpTuneError:
     return usage_error("data-unreadable", f"cannot be read: {why}", where=Where(str(path), line), hint=hint)
 
 
 def _open_text(plain: io.RawIOBase, path: Path | str, part: Part) -> io.BufferedReader:
-    """Return an open file without its byte-order mark. It is decompressed if its first bytes are those of gzip or zstd."""
+    """Return an open file without its byte-order mark. It is decompressed if its first bytes are those of
+    gzip or zstd."""
     head = plain.read(4) or b""
     plain.seek(0)
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise _unreadable(path, "it is UTF-16; data must be UTF-8", f"convert it: `iconv -f UTF-16 -t UTF-8 {Path(path).name}`")
+        raise _unreadable(
+            path,
+            "it is UTF-16; data must be UTF-8",
+            f"convert it: `iconv -f UTF-16 -t UTF-8 {Path(path).name}`",
+        )
     if head == PARQUET_MAGIC:
         raise _unreadable(path, "it is a Parquet file under another name", "rename it to end in .parquet")
     if part.end_byte is not None and head.startswith((GZIP_MAGIC, ZSTD_MAGIC)):
@@ -154,7 +181,9 @@ def _open_text(plain: io.RawIOBase, path: Path | str, part: Part) -> io.Buffered
     return file
 
 
-def _lines(file: io.BufferedReader, blank: bytes | None = None, part: Part = ALL_ROWS) -> Iterator[tuple[int, str] | BadRow]:
+def _lines(
+    file: io.BufferedReader, blank: bytes | None = None, part: Part = ALL_ROWS
+) -> Iterator[tuple[int, str] | BadRow]:
     """Yield the decoded lines that begin in the range of bytes of `part`, with their numbers.
 
     Lines that consist of bytes of `blank` (None: any white space) are left out.
@@ -201,13 +230,16 @@ def _json_lines(file: io.BufferedReader, path: Path | str, part: Part) -> Rows: 
 def _json(file: io.BufferedReader, path: Path | str, part: Part) -> Rows:
     """Yield the rows of a `.json` file, which is either a list of objects or one object per line.
 
-    A list is read completely, by each of the readers that share its file, which together may hold MAX_DOCUMENT_BYTES.
+    A list is read completely, by each of the readers that share its file, which together may hold
+    MAX_DOCUMENT_BYTES.
     """
     head = file.peek(PEEK_BYTES).lstrip()
     if not head.startswith(b"["):
         if head.split(b"\n", 1)[0].strip() == b"{":
             raise _unreadable(
-                path, "it holds one object over several lines", "write a list of objects, or one object a line (`jq -c '.data[]'`)"
+                path,
+                "it holds one object over several lines",
+                "write a list of objects, or one object a line (`jq -c '.data[]'`)",
             )
         yield from _json_lines(file, path, part)
         return
@@ -215,7 +247,11 @@ def _json(file: io.BufferedReader, path: Path | str, part: Part) -> Rows:
     raw = file.read(most + 1)
     if len(raw) > most:
         readers = f", which {part.step} lanes of a stream would hold" if part.step > 1 else ""
-        raise _unreadable(path, f"one JSON list of more than {most >> 20} MiB{readers}", "write one object a line (`jq -c '.[]'`)")
+        raise _unreadable(
+            path,
+            f"one JSON list of more than {most >> 20} MiB{readers}",
+            "write one object a line (`jq -c '.[]'`)",
+        )
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -226,7 +262,8 @@ def _json(file: io.BufferedReader, path: Path | str, part: Part) -> Rows:
 
 
 class _Lines:
-    """Lines of a file. `ended` is set when a line after the last is requested, which only happens inside an incomplete row."""
+    """Lines of a file. `ended` is set when a line after the last is requested, which only happens inside an
+    incomplete row."""
 
     def __init__(self, text: io.TextIOWrapper) -> None:
         self._text, self.ended = text, False
@@ -249,7 +286,8 @@ def _csv(file: io.BufferedReader, path: Path | str, part: Part) -> Rows:
 def _all_csv(file: io.BufferedReader, path: Path | str) -> Rows:
     """Yield the rows of a CSV file. A quoted field may contain commas and line ends (RFC 4180)."""
     csv.field_size_limit(MAX_ROW_BYTES)
-    # Bytes that are not UTF-8 become lone surrogates, so that their rows can be reported and the other rows read.
+    # Bytes that are not UTF-8 become lone surrogates, so that their rows can be reported and the other rows
+    # read.
     with io.TextIOWrapper(file, encoding="utf-8", errors="surrogateescape", newline="") as text:
         lines = _Lines(text)
         reader = csv.reader(lines, strict=True)
@@ -261,10 +299,14 @@ def _all_csv(file: io.BufferedReader, path: Path | str) -> Rows:
             except StopIteration:
                 return
             except csv.Error as error:
-                if lines.ended:  # the open quote takes in all following rows, so skipping this row would skip them too
+                if (
+                    lines.ended
+                ):  # the open quote takes in all following rows, so skipping this row would skip them too
                     rest = f"lines {line} to {reader.line_num} are one field"
                     hint = 'close it; a quote inside a field is written `""`'
-                    raise _unreadable(path, f"a quote that begins here is never closed: {rest}", hint, line) from error
+                    raise _unreadable(
+                        path, f"a quote that begins here is never closed: {rest}", hint, line
+                    ) from error
                 yield BadRow(line, f"not CSV: {error}")
                 continue
             if not fields:
@@ -277,7 +319,12 @@ def _all_csv(file: io.BufferedReader, path: Path | str) -> Rows:
 
 def _header(fields: list[str], path: Path | str, line: int) -> list[str]:
     if any(_NOT_UTF8.search(name) for name in fields):
-        raise _unreadable(path, "the names of its columns are not UTF-8", f"convert it: `iconv -f LATIN1 -t UTF-8 {Path(path).name}`", line)
+        raise _unreadable(
+            path,
+            "the names of its columns are not UTF-8",
+            f"convert it: `iconv -f LATIN1 -t UTF-8 {Path(path).name}`",
+            line,
+        )
     twice = {name for name, number in Counter(fields).items() if number > 1}
     if twice:
         raise _unreadable(path, f"its first line names a column twice: {', '.join(sorted(twice))}", line=line)
@@ -298,8 +345,9 @@ def _tsv(file: io.BufferedReader, path: Path | str, part: Part) -> Rows:
 
 
 def _all_tsv(file: io.BufferedReader, path: Path | str) -> Rows:
-    """Yield the rows of a TSV file, one per line. A field may be quoted as in CSV but may not contain a line end: in most TSV files a
-    quote is text, and one at the beginning of a field would otherwise include the following lines, up to the next quote."""
+    """Yield the rows of a TSV file, one per line. A field may be quoted as in CSV but may not contain a line
+    end: in most TSV files a quote is text, and one at the beginning of a field would otherwise include the
+    following lines, up to the next quote."""
     csv.field_size_limit(MAX_ROW_BYTES)
     header: list[str] | None = None
     for line in _lines(file, b"\r"):
@@ -318,7 +366,10 @@ def _tsv_fields(number: int, text: str) -> tuple[int, list[str]] | BadRow:
     except csv.Error as error:
         if '"' not in text:
             return BadRow(number, f"not TSV: {error}")
-        rule = 'a field that begins with a quote must end with one on its line, inner quotes doubled (`"""Yes"" she said"`)'
+        rule = (
+            "a field that begins with a quote must end with one on its line, inner quotes doubled "
+            '(`"""Yes"" she said"`)'
+        )
         return BadRow(number, f"{rule}: {error}")
 
 

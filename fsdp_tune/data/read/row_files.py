@@ -1,7 +1,7 @@
 """Read rows of files: JSON text, Parquet and Arrow.
 
-JSON with duplicate keys, NaN, unpaired surrogates, oversized numbers or excessive nesting is refused. Rows of Parquet and Arrow are
-counted from 1, and a few megabytes of them at a time are converted to Python objects.
+JSON with duplicate keys, NaN, unpaired surrogates, oversized numbers or excessive nesting is refused. Rows of
+Parquet and Arrow are counted from 1, and a few megabytes of them at a time are converted to Python objects.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from fsdp_tune.data.read.file_access import RemoteFile, UrlError
 SPACE = re.compile(r"[ \t\r\n]*")
 MOST_NESTED = 100
 """Levels of objects and lists in a row; templates and this package walk through them recursively."""
-UNPAIRED = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}")
+UNPAIRED = re.compile(
+    r"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A row that cannot be used. `number` is the line in a text file, else the row; `column` counts characters from 1."""
+    """A row that cannot be used. `number` is the line in a text file, else the row; `column` counts
+    characters from 1."""
 
     number: int
     reason: str
@@ -38,7 +41,8 @@ class BadRow:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows of a file: those with index `first`, `first + step`, …, counted from 0 at the beginning of the file or of the range of bytes."""
+    """Rows of a file: those with index `first`, `first + step`, …, counted from 0 at the beginning of the
+    file or of the range of bytes."""
 
     first: int = 0
     step: int = 1
@@ -86,7 +90,8 @@ def json_row(number: int, text: str) -> NumberedRow | BadRow:
 
 
 def document_rows(text: str, path: Path | str) -> Iterator[NumberedRow | BadRow]:
-    """Yield the elements of one JSON list, each with the number of its first line, or its index from 1 if all are on one line.
+    """Yield the elements of one JSON list, each with the number of its first line, or its index from 1 if all
+    are on one line.
 
     Raises: usage error (exit 2) if the list itself is malformed.
     """
@@ -132,7 +137,14 @@ def kind_of(value: object) -> str:
     """Return the name of a value's type for messages."""
     if value is None:
         return "null"
-    names: dict[type, str] = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
+    names: dict[type, str] = {
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        str: "text",
+        list: "a list",
+        dict: "an object",
+    }
     return names.get(type(value), f"of type {type(value).__name__}")
 
 
@@ -152,7 +164,9 @@ def _checked(number: int, value: object, text: str) -> NumberedRow | BadRow:
     if _is_nested_too_deeply(row, text):
         return BadRow(number, "nested too deeply")
     if "\\u" in text and (escape := UNPAIRED.search(text)) is not None and not _is_encodable(row):
-        return BadRow(number, f"`{escape[0]}` is half of a surrogate pair and not a character", escape.start() + 1)
+        return BadRow(
+            number, f"`{escape[0]}` is half of a surrogate pair and not a character", escape.start() + 1
+        )
     return number, row
 
 
@@ -161,9 +175,15 @@ def _is_nested_too_deeply(value: Any, text: str) -> bool:
 
     def is_deeper(part: Any, levels: int) -> bool:
         inner = list(cast(dict[str, Any], part).values()) if isinstance(part, dict) else cast(list[Any], part)
-        return not levels or any(is_deeper(each, levels - 1) for each in inner if isinstance(each, (dict, list)))
+        return not levels or any(
+            is_deeper(each, levels - 1) for each in inner if isinstance(each, (dict, list))
+        )
 
-    return text.count("[") + text.count("{") > MOST_NESTED and isinstance(value, (dict, list)) and is_deeper(value, MOST_NESTED)
+    return (
+        text.count("[") + text.count("{") > MOST_NESTED
+        and isinstance(value, (dict, list))
+        and is_deeper(value, MOST_NESTED)
+    )
 
 
 def _skip(text: str, at: int) -> int:
@@ -185,11 +205,14 @@ def _no_json(error: json.JSONDecodeError) -> str:
 def _why(error: BaseException) -> str:
     if isinstance(error, RecursionError):
         return "nested too deeply"
-    return str(error) if isinstance(error, _NotJsonError) else "a number of too many digits"  # `int` raises a plain ValueError
+    return (
+        str(error) if isinstance(error, _NotJsonError) else "a number of too many digits"
+    )  # `int` raises a plain ValueError
 
 
 class _NotJsonError(ValueError):
-    """Python's parser accepts the text, but the JSON standard or this package does not. The message gives the reason."""
+    """Python's parser accepts the text, but the JSON standard or this package does not. The message gives the
+    reason."""
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -241,7 +264,8 @@ def parquet_rows(path: Path | str, part: Part) -> Iterator[NumberedRow]:
 
 
 def parquet_row_count(path: Path | str) -> int:
-    """Return the number of rows in the footer of a Parquet file. Raises: usage error (exit 2) if it has none."""
+    """Return the number of rows in the footer of a Parquet file. Raises: usage error (exit 2) if it has
+    none."""
     parquet = _untyped("pyarrow.parquet")
     try:
         with parquet.ParquetFile(_buffered(path) if isinstance(path, str) else path) as file:
@@ -257,7 +281,9 @@ def _group_rows(file: Any, group: int, start: int, end: int) -> Iterator[dict[st
     if start >= end:
         return
     before = 0
-    for batch in file.iter_batches(batch_size=_batch_rows(file.metadata.row_group(group)), row_groups=[group]):
+    for batch in file.iter_batches(
+        batch_size=_batch_rows(file.metadata.row_group(group)), row_groups=[group]
+    ):
         after = before + batch.num_rows
         first, last = max(start, before), min(end, after)
         if first < last:
@@ -268,7 +294,8 @@ def _group_rows(file: Any, group: int, start: int, end: int) -> Iterator[dict[st
 
 
 def arrow_row_count(path: Path) -> int:
-    """Return the number of rows in the record batches of an Arrow file. Raises: usage error (exit 2) if it is damaged."""
+    """Return the number of rows in the record batches of an Arrow file. Raises: usage error (exit 2) if it is
+    damaged."""
     pyarrow = _untyped("pyarrow")
     with pyarrow.memory_map(str(path)) as source:
         try:
@@ -281,7 +308,11 @@ def arrow_rows(path: Path | str, part: Part) -> Iterator[NumberedRow]:
     """Yield the rows of an Arrow file in the file or the streaming format; `datasets` writes the latter."""
     number = 0
     pyarrow = _untyped("pyarrow")
-    with pyarrow.PythonFile(_buffered(path), mode="r") if isinstance(path, str) else pyarrow.memory_map(str(path)) as source:
+    with (
+        pyarrow.PythonFile(_buffered(path), mode="r")
+        if isinstance(path, str)
+        else pyarrow.memory_map(str(path)) as source
+    ):
         try:
             for batch in _batches(source):
                 first = part.first - number if number < part.first else (part.first - number) % part.step
@@ -323,7 +354,8 @@ def _batch_rows(group: Any) -> int:
 
 
 def _rows(batch: Any) -> Iterator[dict[str, object]]:
-    """Yield the rows of a record batch or table as dicts; it is halved until each part has at most BATCH_BYTES or one row."""
+    """Yield the rows of a record batch or table as dicts; it is halved until each part has at most
+    BATCH_BYTES or one row."""
     if batch.num_rows > 1 and max(batch.nbytes, _decoded_bytes(batch)) > BATCH_BYTES:
         half = batch.num_rows // 2
         yield from _rows(batch.slice(0, half))
@@ -333,7 +365,8 @@ def _rows(batch: Any) -> Iterator[dict[str, object]]:
 
 
 def _decoded_bytes(batch: Any) -> int:
-    """Return an upper bound of the texts of dictionary columns: a text that all rows share is stored once, and each row gets its own."""
+    """Return an upper bound of the texts of dictionary columns: a text that all rows share is stored once,
+    and each row gets its own."""
     pa = _untyped("pyarrow")
     total = 0
     for column in batch.columns:
@@ -341,7 +374,11 @@ def _decoded_bytes(batch: Any) -> int:
             continue
         for chunk in getattr(column, "chunks", [column]):
             if pa.types.is_string(column.type.value_type) or pa.types.is_large_string(column.type.value_type):
-                longest = _untyped("pyarrow.compute").max(_untyped("pyarrow.compute").binary_length(chunk.dictionary)).as_py()
+                longest = (
+                    _untyped("pyarrow.compute")
+                    .max(_untyped("pyarrow.compute").binary_length(chunk.dictionary))
+                    .as_py()
+                )
                 total += len(chunk) * (longest or 0)
     return total
 

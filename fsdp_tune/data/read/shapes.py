@@ -16,15 +16,25 @@ _MOST_BYTES = 64 << 20
 _COLUMNS = "to_entries as $c | ($c[0].value | keys_unsorted[]) as $i | $c | map({(.key): .value[$i]}) | add"
 """jq's program that makes rows of columns, each a list or an object by index."""
 _OF_MESSAGES = frozenset({"role", "from"})
-_DELIMITED = "import csv, sys; csv.writer(sys.stdout).writerows(csv.reader(open({name!r}, newline=''), delimiter={sign!r}))"
+_DELIMITED = (
+    "import csv, sys; csv.writer(sys.stdout).writerows(csv.reader(open({name!r}, newline=''), "
+    "delimiter={sign!r}))"
+)
 
 
-def shape_hint(path: Path | str, kind: str, is_row: Callable[[Collection[str]], bool], split: str = "train") -> str | None:
+def shape_hint(
+    path: Path | str, kind: str, is_row: Callable[[Collection[str]], bool], split: str = "train"
+) -> str | None:
     """Return how to make rows of a file of JSON; None if it holds rows, or is not JSON or too large.
 
     `is_row`: whether columns fit a format; `split`: the part that is read of a document with several.
     """
-    if kind not in ("lines", "json") or isinstance(path, str) or path.suffix in (".gz", ".zst") or path.stat().st_size > _MOST_BYTES:
+    if (
+        kind not in ("lines", "json")
+        or isinstance(path, str)
+        or path.suffix in (".gz", ".zst")
+        or path.stat().st_size > _MOST_BYTES
+    ):
         return None
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -36,19 +46,37 @@ def shape_hint(path: Path | str, kind: str, is_row: Callable[[Collection[str]], 
         return f"write each object on one line: {_jq('.', path)}" if is_multi_line else None
     if isinstance(value, list):
         return (
-            f"it is one list, which `{{path: json, data_files: {path}}}` reads; or rename it to end in .json" if kind == "lines" else None
+            f"it is one list, which `{{path: json, data_files: {path}}}` reads; or rename it to end in .json"
+            if kind == "lines"
+            else None
         )
-    return _hint_of_object(cast("dict[str, object]", value), path, is_row, split) if isinstance(value, dict) and value else None
+    return (
+        _hint_of_object(cast("dict[str, object]", value), path, is_row, split)
+        if isinstance(value, dict) and value
+        else None
+    )
 
 
-def _hint_of_object(value: Mapping[str, object], path: Path, is_row: Callable[[Collection[str]], bool], split: str) -> str | None:
-    lists = {key: cast("list[object]", each) for key, each in value.items() if isinstance(each, list) and each}
-    inside = [key for key, each in lists.items() if all(isinstance(item, dict) and not item.keys() & _OF_MESSAGES for item in each)]
+def _hint_of_object(
+    value: Mapping[str, object], path: Path, is_row: Callable[[Collection[str]], bool], split: str
+) -> str | None:
+    lists = {
+        key: cast("list[object]", each) for key, each in value.items() if isinstance(each, list) and each
+    }
+    inside = [
+        key
+        for key, each in lists.items()
+        if all(isinstance(item, dict) and not item.keys() & _OF_MESSAGES for item in each)
+    ]
     if is_row(value) and not _are_columns(value):
         return None  # a file of one row
     if inside:
         key = split if split in inside else inside[0]
-        others = f" (and the same for {', '.join(f'`{each}`' for each in inside if each != key)})" if len(inside) > 1 else ""
+        others = (
+            f" (and the same for {', '.join(f'`{each}`' for each in inside if each != key)})"
+            if len(inside) > 1
+            else ""
+        )
         return f"its rows are the list `{key}`: {_jq(f'.[{json.dumps(key)}][]', path)}{others}"
     objects = [cast("dict[str, object]", each) for each in value.values() if isinstance(each, dict)]
     if objects and len(objects) == len(value) and is_row(objects[0]):
@@ -57,27 +85,42 @@ def _hint_of_object(value: Mapping[str, object], path: Path, is_row: Callable[[C
 
 
 def _are_columns(value: Mapping[str, object]) -> bool:
-    """Return whether every value is a column: a list, or an object by index as pandas writes it, of the same length."""
-    columns = cast("list[list[object] | dict[str, object]]", [each for each in value.values() if isinstance(each, list | dict)])
+    """Return whether every value is a column: a list, or an object by index as pandas writes it, of the same
+    length."""
+    columns = cast(
+        "list[list[object] | dict[str, object]]",
+        [each for each in value.values() if isinstance(each, list | dict)],
+    )
     items: list[object] = []
     for column in columns:
         items += column.values() if isinstance(column, dict) else column
     shapes = {(isinstance(column, dict), len(column)) for column in columns}
-    return len(columns) == len(value) and len(shapes) == 1 and not any(isinstance(item, dict) for item in items)
+    return (
+        len(columns) == len(value) and len(shapes) == 1 and not any(isinstance(item, dict) for item in items)
+    )
 
 
 def delimiter_hint(path: Path | str, sign: str) -> str:
     """Return how to read a table whose fields are separated by another sign than its ending says."""
     name = Path(path)
     if sign == "\t":
-        return f"its fields are separated by tabs: `mv {shlex.quote(str(path))} {shlex.quote(str(name.with_suffix('.tsv')))}`"
+        return (
+            f"its fields are separated by tabs: `mv {shlex.quote(str(path))} "
+            f"{shlex.quote(str(name.with_suffix('.tsv')))}`"
+        )
     program = _DELIMITED.format(name=str(path), sign=sign)
     new = name.with_name(f"{name.stem}-comma.csv")
     quoted = shlex.quote(program) if re.search(r'["$`\\\\]', program) else f'"{program}"'
-    return f"its fields are separated by `{sign}`: `python -c {quoted} > {shlex.quote(str(new))}`, and read that file"
+    return (
+        f"its fields are separated by `{sign}`: `python -c {quoted} > {shlex.quote(str(new))}`, and read "
+        "that file"
+    )
 
 
 def _jq(program: str, path: Path) -> str:
     """Return the command that writes rows to a new file."""
     new = path.with_name(f"{path.stem}-rows.jsonl")
-    return f"`jq -c {shlex.quote(program)} {shlex.quote(str(path))} > {shlex.quote(str(new))}`, and read that file"
+    return (
+        f"`jq -c {shlex.quote(program)} {shlex.quote(str(path))} > {shlex.quote(str(new))}`, and read "
+        "that file"
+    )

@@ -1,4 +1,5 @@
-"""Find the source of an entry of `data.train` or `data.eval`: local files, a saved `datasets` directory, a hub or a built-in data set."""
+"""Find the source of an entry of `data.train` or `data.eval`: local files, a saved `datasets` directory, a
+hub or a built-in data set."""
 
 from __future__ import annotations
 
@@ -15,7 +16,17 @@ from typing import Any, cast
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.core.hub import hub_is_reachable
-from fsdp_tune.data.read.file_access import Stamp, UrlError, builtin_rows, check_protocol, find_urls, is_builtin, is_url, stamp, url_path
+from fsdp_tune.data.read.file_access import (
+    Stamp,
+    UrlError,
+    builtin_rows,
+    check_protocol,
+    find_urls,
+    is_builtin,
+    is_url,
+    stamp,
+    url_path,
+)
 from fsdp_tune.data.read.hub_sets import list_hub_files, load_from_hub, load_saved
 from fsdp_tune.data.read.readers import read_rows
 from fsdp_tune.data.read.row_files import BadRow, NumberedRow, dataset_rows
@@ -60,7 +71,8 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class RowSource:
-    """The source of one entry. Rows are numbered within each of `names`, which are file names if the source is files."""
+    """The source of one entry. Rows are numbered within each of `names`, which are file names if the source
+    is files."""
 
     entry: DataSource
     key: str
@@ -73,7 +85,8 @@ class RowSource:
     load: Callable[..., Iterable[Any]] | None = None
     """A user's loader, called with the path and the options each time the rows are read."""
     head: int | None = None
-    """Rows that `read` yields of a source that is streamed; its files are known by their stamps and not hashed. None = all."""
+    """Rows that `read` yields of a source that is streamed; its files are known by their stamps and not
+    hashed. None = all."""
 
     def read(self) -> Iterator[tuple[int, NumberedRow | BadRow]]:
         """Yield rows, each with the index of its file in `names`."""
@@ -115,12 +128,14 @@ class RowSource:
         return f"{OF_ROWS}:{digester.entry().digest}", rows
 
     def stamps(self) -> list[Stamp]:
-        """Return the stamps of the files, which change when a file is written to, to detect a change while rows are read."""
+        """Return the stamps of the files, which change when a file is written to, to detect a change while
+        rows are read."""
         return [stamp(path) for path in self.stored_in]
 
 
 def find_source(entry: DataSource, key: str, *, streaming: bool = False) -> RowSource:
-    """Find the source of an entry; `key` is its recipe key. Raises: usage error (exit 2) if there is none, or if it is ambiguous.
+    """Find the source of an entry; `key` is its recipe key. Raises: usage error (exit 2) if there is none, or
+    if it is ambiguous.
 
     With `streaming`, the files may be at URLs, and those of a hub data set are not downloaded.
     """
@@ -140,7 +155,9 @@ def find_source(entry: DataSource, key: str, *, streaming: bool = False) -> RowS
     try:
         is_directory, is_there = path.is_dir(), path.exists()
     except OSError as error:  # in a directory that may not be entered
-        raise usage_error("data-unreadable", f"`{path}` cannot be read: {error.strerror}", where=where) from error
+        raise usage_error(
+            "data-unreadable", f"`{path}` cannot be read: {error.strerror}", where=where
+        ) from error
     if is_directory:
         return _directory_source(entry, key, path)
     if is_there or glob.has_magic(entry.path):
@@ -155,14 +172,20 @@ def find_source(entry: DataSource, key: str, *, streaming: bool = False) -> RowS
 
 def _loader_source(entry: DataSource, key: str, loader: str) -> RowSource:
     where = Where(key=key)
-    given = [name for name in ("name", "data_dir", "data_files", "revision") if getattr(entry, name) is not None]
+    given = [
+        name for name in ("name", "data_dir", "data_files", "revision") if getattr(entry, name) is not None
+    ]
     if given:
         message = f"`{given[0]}` has no meaning for rows from a `loader`"
         raise usage_error("contradiction", message, where=where, hint="pass it in `loader_options`")
-    return RowSource(entry, key, (f"{entry.path} ({loader})",), load=find_extension("loaders", loader, where).load(where))
+    return RowSource(
+        entry, key, (f"{entry.path} ({loader})",), load=find_extension("loaders", loader, where).load(where)
+    )
 
 
-def _loaded_rows(load: Callable[..., Iterable[object]], entry: DataSource, key: str) -> Iterator[NumberedRow | BadRow]:
+def _loaded_rows(
+    load: Callable[..., Iterable[object]], entry: DataSource, key: str
+) -> Iterator[NumberedRow | BadRow]:
     """Yield the rows of a user's loader, numbered from 1. Raises: usage error if the loader fails."""
     try:
         for number, row in enumerate(load(entry.path, dict(entry.loader_options)), 1):
@@ -181,7 +204,11 @@ def _builder_source(entry: DataSource, key: str, *, streaming: bool) -> RowSourc
     where = Where(key=key)
     patterns = [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files
     if not patterns:
-        raise usage_error("data-not-found", f"`path: {entry.path}` reads the files in `data_files`, which is unset", where=where)
+        raise usage_error(
+            "data-not-found",
+            f"`path: {entry.path}` reads the files in `data_files`, which is unset",
+            where=where,
+        )
     if streaming and any(is_url(pattern) for pattern in patterns):
         return _url_source(entry, key, patterns, entry.path, streaming=streaming)
     if any("://" in pattern for pattern in patterns):
@@ -199,17 +226,30 @@ def _directory_source(entry: DataSource, key: str, path: Path) -> RowSource:
     if entry.data_files:
         patterns = [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files
         return _file_source(entry, key, _expand([str(root / pattern) for pattern in patterns], where), None)
-    found = sorted(file for file in root.rglob("*") if _kind(file) is not None and file.is_file() and not _is_hidden(file, root))
+    found = sorted(
+        file
+        for file in root.rglob("*")
+        if _kind(file) is not None and file.is_file() and not _is_hidden(file, root)
+    )
     if not found:
-        raise usage_error("data-not-found", f"`{root}` holds no data files", hint=f"known endings: {' '.join(KIND_OF_SUFFIX)}", where=where)
+        raise usage_error(
+            "data-not-found",
+            f"`{root}` holds no data files",
+            hint=f"known endings: {' '.join(KIND_OF_SUFFIX)}",
+            where=where,
+        )
     return _file_source(entry, key, _of_split(found, root, entry.split, where), None)
 
 
-def _url_source(entry: DataSource, key: str, patterns: Sequence[str], kind: str | None, *, streaming: bool) -> RowSource:
+def _url_source(
+    entry: DataSource, key: str, patterns: Sequence[str], kind: str | None, *, streaming: bool
+) -> RowSource:
     where = Where(key=key)
     if not streaming:
         hint = "set `data.streaming: true`, or download the file and give its path"
-        raise usage_error("data-not-found", f"`{patterns[0]}` is a URL, which only a stream reads", where=where, hint=hint)
+        raise usage_error(
+            "data-not-found", f"`{patterns[0]}` is a URL, which only a stream reads", where=where, hint=hint
+        )
     _refuse(entry, where, "split", given=entry.split != "train")
     found: list[str] = []
     for pattern in patterns:
@@ -217,7 +257,9 @@ def _url_source(entry: DataSource, key: str, patterns: Sequence[str], kind: str 
         try:
             urls = find_urls(pattern)
         except UrlError as error:
-            raise usage_error("data-unreadable", f"`{pattern}` cannot be read: {error}", where=where) from error
+            raise usage_error(
+                "data-unreadable", f"`{pattern}` cannot be read: {error}", where=where
+            ) from error
         is_directory = urls != [pattern] and not glob.has_magic(pattern)
         urls = [url for url in urls if _kind(url_path(url)) is not None] if is_directory else urls
         if not urls:
@@ -246,7 +288,11 @@ def _source_of_files(entry: DataSource, key: str, paths: Sequence[Path | str], k
             hint="select files by a glob, such as `data/*.jsonl`, or use a separate entry for each kind",
         )
     return RowSource(
-        entry, key, tuple(str(path) for path in paths), tuple(files), stored_in=tuple(path for path in paths if isinstance(path, Path))
+        entry,
+        key,
+        tuple(str(path) for path in paths),
+        tuple(files),
+        stored_in=tuple(path for path in paths if isinstance(path, Path)),
     )
 
 
@@ -285,17 +331,27 @@ def _known_kind(name: Path | str, where: Where) -> str:
             "data-unreadable",
             f"`{name}`: the format cannot be derived from the ending",
             where=where,
-            hint=f"rename it to one of {' '.join(KIND_OF_SUFFIX)}, or name the kind: `{{path: json, data_files: {path.name}}}`",
+            hint=f"rename it to one of {' '.join(KIND_OF_SUFFIX)}, or name the kind: `{{path: json, "
+            f"data_files: {path.name}}}`",
         )
     return kind
 
 
 def _of_split(files: list[Path], root: Path, split: str, where: Where) -> list[Path]:
-    """Return the files of one split if their names contain words of splits, as in `datasets`; otherwise all files are `train`."""
-    by_split = {name: [file for file in files if _names_split(file.relative_to(root), words)] for name, words in SPLIT_WORDS.items()}
+    """Return the files of one split if their names contain words of splits, as in `datasets`; otherwise all
+    files are `train`."""
+    by_split = {
+        name: [file for file in files if _names_split(file.relative_to(root), words)]
+        for name, words in SPLIT_WORDS.items()
+    }
     present = {name: found for name, found in by_split.items() if found} or {"train": files}
     if split not in present:
-        raise usage_error("no-such-split", f"`{root}` has no split `{split}`", where=where, hint=f"its splits are: {', '.join(present)}")
+        raise usage_error(
+            "no-such-split",
+            f"`{root}` has no split `{split}`",
+            where=where,
+            hint=f"its splits are: {', '.join(present)}",
+        )
     return present[split]
 
 
@@ -326,4 +382,9 @@ def _refuse(entry: DataSource, where: Where, option: str, *, given: bool) -> Non
     """Refuse a key of hub data sets that has no meaning for plain files. Raises: usage error."""
     if given:
         hint = "choose the files by `path` or `data_files`" if option == "split" else f"leave `{option}` out"
-        raise usage_error("no-such-split", f"`{entry.path}` is files: `{option}` has no meaning for them", where=where, hint=hint)
+        raise usage_error(
+            "no-such-split",
+            f"`{entry.path}` is files: `{option}` has no meaning for them",
+            where=where,
+            hint=hint,
+        )

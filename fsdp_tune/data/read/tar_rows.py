@@ -1,4 +1,5 @@
-"""Read rows of a tar archive as the webdataset library writes it: members with one base name are a row, counted from 1.
+"""Read rows of a tar archive as the webdataset library writes it: members with one base name are a row,
+counted from 1.
 
  A `.json` member holds the fields of the row, a `.txt` member its `text`. Other members are columns named
 by their ending (`.jpg`), which no format reads; none is ever unpickled.
@@ -20,13 +21,20 @@ Member = tuple[str, str, bytes | None]
 def tar_rows(file: IO[bytes], part: Part, max_bytes: int) -> Iterator[NumberedRow | BadRow]:
     """Yield the rows of an open archive; a member of more than `max_bytes` is a bad row."""
     with tarfile.open(fileobj=file, mode="r|") as archive:
-        samples = enumerate((list(members) for _, members in groupby(_members(archive, max_bytes), key=lambda member: member[0])), 1)
+        samples = enumerate(
+            (
+                list(members)
+                for _, members in groupby(_members(archive, max_bytes), key=lambda member: member[0])
+            ),
+            1,
+        )
         for number, members in islice(samples, part.first, None, part.step):
             yield _row(number, members, max_bytes)
 
 
 def _members(archive: tarfile.TarFile, max_bytes: int) -> Iterator[Member]:
-    """Yield the files of an archive in their order; only those that hold rows are read. An ending begins at the first dot of a name."""
+    """Yield the files of an archive in their order; only those that hold rows are read. An ending begins at
+    the first dot of a name."""
     while (member := archive.next()) is not None:
         archive.members.clear()  # type: ignore[attr-defined]  it would grow by an entry for each member
         folder, slash, file_name = member.name.rpartition("/")
@@ -35,7 +43,8 @@ def _members(archive: tarfile.TarFile, max_bytes: int) -> Iterator[Member]:
             continue
         content = archive.extractfile(member) if ending in ("json", "txt") else None
         yield folder + slash + name, ending, None if content is None else content.read(max_bytes + 1)
-    # tarfile ends without an error where a file is cut off between two members; a complete archive ends with a block of zeros.
+    # tarfile ends without an error where a file is cut off between two members; a complete archive ends with
+    # a block of zeros.
     if archive.fileobj.tell() <= archive.offset:  # type: ignore[attr-defined,union-attr]
         raise tarfile.ReadError("it has no end mark")
 

@@ -1,1 +1,2 @@
-"""Training rows that are read, tokenised and packed while a run trains, in an order that ranks, workers and stops do not change."""
+"""Training rows that are read, tokenised and packed while a run trains, in an order that ranks, workers and
+stops do not change."""

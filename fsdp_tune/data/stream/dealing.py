@@ -1,7 +1,9 @@
-"""The arithmetic of a stream, without files: which rows of a source a lane reads in a pass, and which source each row of a run is from.
+"""The arithmetic of a stream, without files: which rows of a source a lane reads in a pass, and which source
+each row of a run is from.
 
-Row j of all passes over a source, counted from 0, belongs to lane j mod `lanes` and to pass j // rows. So the lanes together read each
-row of a pass once, and their amounts differ by at most one row. Within a pass the rows of a lane are consecutive.
+Row j of all passes over a source, counted from 0, belongs to lane j mod `lanes` and to pass j // rows. So the
+lanes together read each row of a pass once, and their amounts differ by at most one row. Within a pass the
+rows of a lane are consecutive.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ def _before(end: int, lanes: int, lane: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The source of each row of a run, so that each prefix has the shares of the sources and each lane has them too."""
+    """The source of each row of a run, so that each prefix has the shares of the sources and each lane has
+    them too."""
 
     shares: tuple[float, ...]
     lanes: int
@@ -46,14 +49,17 @@ class Schedule:
         if sum(share > 0 for share in self.shares) == 1:
             return np.full(count, int(np.argmax(self.shares)))
         blocks = range(start // BLOCK_ROUNDS, -(-(start + count) // BLOCK_ROUNDS))
-        found = np.concatenate([np.zeros(0, np.int64), *(_block(self.shares, self.lanes, block)[:, lane] for block in blocks)])
+        found = np.concatenate(
+            [np.zeros(0, np.int64), *(_block(self.shares, self.lanes, block)[:, lane] for block in blocks)]
+        )
         begin = start % BLOCK_ROUNDS
         return found[begin : begin + count]
 
 
 @lru_cache(maxsize=8)
 def _block(shares: tuple[float, ...], lanes: int, block: int) -> npt.NDArray[np.int64]:
-    """Return the sources [rounds, lanes] of a block: a round has the sources that are most behind, in the lanes that had least of them."""
+    """Return the sources [rounds, lanes] of a block: a round has the sources that are most behind, in the
+    lanes that had least of them."""
     wanted, start = np.array(shares) / sum(shares), block * BLOCK_ROUNDS * lanes
     counts = _counts_before(wanted, start, lanes)
     left = _counts_before(wanted, start + BLOCK_ROUNDS * lanes, lanes) - counts
@@ -84,7 +90,8 @@ def _block(shares: tuple[float, ...], lanes: int, block: int) -> npt.NDArray[np.
 
 
 def _counts_before(wanted: npt.NDArray[np.float64], rows: int, lanes: int) -> npt.NDArray[np.int64]:
-    """Return the rows of each source before a block, less than one from its share; they never fall from a block to the next."""
+    """Return the rows of each source before a block, less than one from its share; they never fall from a
+    block to the next."""
     exact = wanted * rows
     rare = wanted * BLOCK_ROUNDS * lanes < 2
     counts = np.floor(exact + 0.5 * rare).astype(np.int64)
@@ -96,7 +103,8 @@ def _counts_before(wanted: npt.NDArray[np.float64], rows: int, lanes: int) -> np
 
 
 def _round(need: npt.NDArray[np.float64], left: npt.NDArray[np.int64], lanes: int) -> npt.NDArray[np.int64]:
-    """Return how many rows of each source a round has, at whose end the sources are `need` rows behind and the block has `left` of them."""
+    """Return how many rows of each source a round has, at whose end the sources are `need` rows behind and
+    the block has `left` of them."""
     taken = np.minimum(np.maximum(np.floor(need), 0).astype(np.int64), left)
     while taken.sum() < lanes:
         taken[int(np.argmax(np.where(taken < left, need - taken, -np.inf)))] += 1
@@ -106,35 +114,47 @@ def _round(need: npt.NDArray[np.float64], left: npt.NDArray[np.int64], lanes: in
 
 
 def planned_sources(
-    shares: Sequence[float], drawn: Sequence[float], lengths: Sequence[float], live: Sequence[int], phases: Sequence[float], count: int
+    shares: Sequence[float],
+    drawn: Sequence[float],
+    lengths: Sequence[float],
+    live: Sequence[int],
+    phases: Sequence[float],
+    count: int,
 ) -> list[int]:
-    """Return the sources of the next `count` rows of one lane: always the one whose next row is due first (the divisor method of
-    Sainte-Laguë, over rows of different lengths).
+    """Return the sources of the next `count` rows of one lane: always the one whose next row is due first
+    (the divisor method of Sainte-Laguë, over rows of different lengths).
 
-    `drawn` are rows or tokens of each source so far, `lengths` those of its mean row, `phases` in rows what keeps lanes from drawing a
-    source at the same time.
+    `drawn` are rows or tokens of each source so far, `lengths` those of its mean row, `phases` in rows what
+    keeps lanes from drawing a source at the same time.
     """
     amounts = list(drawn)
     chosen: list[int] = []
     for _ in range(count):
-        first = min(live, key=lambda source: due(shares[source], amounts[source], lengths[source], phases[source]))
+        first = min(
+            live, key=lambda source: due(shares[source], amounts[source], lengths[source], phases[source])
+        )
         amounts[first] += lengths[first]
         chosen.append(first)
     return chosen
 
 
 def due(share: float, before: Any, length: Any, phase: float) -> Any:
-    """Return when a row is due, in rows or tokens of all sources: when the share of its source reaches the middle of the row."""
+    """Return when a row is due, in rows or tokens of all sources: when the share of its source reaches the
+    middle of the row."""
     return (before + length * (0.5 + phase)) / share
 
 
 def balanced(
-    order: npt.NDArray[np.int64], amounts: npt.NDArray[np.float64], shares: Sequence[float], ahead: npt.NDArray[np.float64]
+    order: npt.NDArray[np.int64],
+    amounts: npt.NDArray[np.float64],
+    shares: Sequence[float],
+    ahead: npt.NDArray[np.float64],
 ) -> npt.NDArray[np.int64]:
-    """Return packed rows in an order whose prefixes have the shares of the sources: always the one of the next `CANDIDATES` in `order` that
-    leaves the sources closest to them.
+    """Return packed rows in an order whose prefixes have the shares of the sources: always the one of the
+    next `CANDIDATES` in `order` that leaves the sources closest to them.
 
-    `amounts` are rows or tokens of each source in each packed row, `ahead` those by which the sources are ahead of their shares.
+    `amounts` are rows or tokens of each source in each packed row, `ahead` those by which the sources are
+    ahead of their shares.
     """
     wanted = np.array(shares) / sum(shares)
     scale = np.sqrt(np.where(wanted > 0, wanted, 1))
@@ -145,12 +165,15 @@ def balanced(
         off = off + errors[pool[best]]
         chosen.append(int(pool[best]))
         coming = next(following, None)
-        pool = np.delete(pool, best) if coming is None else np.where(np.arange(len(pool)) == best, coming, pool)
+        pool = (
+            np.delete(pool, best) if coming is None else np.where(np.arange(len(pool)) == best, coming, pool)
+        )
     return np.array(chosen, np.int64)
 
 
 def phases_of(lane: int, shares: Sequence[float], lanes: int) -> list[float]:
-    """Return an offset in (-0.5, 0.5) for each source, evenly spread over the lanes; 0 for the source with the largest share."""
+    """Return an offset in (-0.5, 0.5) for each source, evenly spread over the lanes; 0 for the source with
+    the largest share."""
     largest = int(np.argmax(shares))
     ranks = [int(np.argsort(shuffled(lanes, source))[lane]) for source in range(len(shares))]
     return [0.0 if source == largest else (rank + 0.5) / lanes - 0.5 for source, rank in enumerate(ranks)]

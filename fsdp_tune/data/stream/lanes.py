@@ -1,10 +1,13 @@
-"""Lanes of a stream: each reads its own part of every source, window by window, and gives its rows one by one.
+"""Lanes of a stream: each reads its own part of every source, window by window, and gives its rows one by
+one.
 
-Row n of a run is the next row of lane n mod `lanes`. So the order is a function of the recipe and the files, and a rank needs only its
-own lanes. `dealing.py` has the arithmetic. A window is a function of the positions at which it begins (`LaneState`): rows are drawn from
-the sources by their shares, tokenised, shuffled among those of the same source and pass, and packed among themselves. A resumed lane
-builds its window again, and leaves out the rows that were trained.
-`datasets.IterableDataset` is not used: on resume the rows of its shuffle buffer are lost, and a line that is not JSON ends its file.
+Row n of a run is the next row of lane n mod `lanes`. So the order is a function of the recipe and the files,
+and a rank needs only its own lanes. `dealing.py` has the arithmetic. A window is a function of the positions
+at which it begins (`LaneState`): rows are drawn from the sources by their shares, tokenised, shuffled among
+those of the same source and pass, and packed among themselves. A resumed lane builds its window again, and
+leaves out the rows that were trained.
+`datasets.IterableDataset` is not used: on resume the rows of its shuffle buffer are lost, and a line that is
+not JSON ends its file.
 """
 
 from __future__ import annotations
@@ -30,14 +33,16 @@ from fsdp_tune.data.stream.row_stream import Cursor, LaneState, RowStream
 from fsdp_tune.data.tokenise.rows import RawRow, Tokenised
 
 PLANNED_ROWS, PLANNED_BY_TOKENS = 64, 8
-"""Rows that a lane plans, draws and measures together, by rows and by tokens, whose number is known once they are drawn."""
+"""Rows that a lane plans, draws and measures together, by rows and by tokens, whose number is known once they
+are drawn."""
 PACKED_WINDOW = 100
-"""Rows of `max_length` tokens in a window that is packed: its last rows, which may stay short, are few among them."""
+"""Rows of `max_length` tokens in a window that is packed: its last rows, which may stay short, are few among
+them."""
 MOST_UNTRAINED = 10_000
 """Rows without a trained token that a lane reads in turn before it ends the run."""
 EMPTY_PASSES = 32
-"""Passes, times lanes, in which a lane finds no row of a source that was not counted before it takes it for empty. The rows of a small
-source are in few lanes in each pass, and in others in the next."""
+"""Passes, times lanes, in which a lane finds no row of a source that was not counted before it takes it for
+empty. The rows of a small source are in few lanes in each pass, and in others in the next."""
 NO_UNIT = -1
 FEWEST_ROWS = 1000
 """Rows from which on the share of bad rows of a lane is judged."""
@@ -49,7 +54,8 @@ UNITS, EXAMPLES, ROWS = range(3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamRow(Row):
-    """A row of a stream. Its `row_id` is its number in the run. A lane that has no row left gives empty rows, until the run ends."""
+    """A row of a stream. Its `row_id` is its number in the run. A lane that has no row left gives empty rows,
+    until the run ends."""
 
     origins: tuple[str, ...]
     """`file:row` of each example; none in an empty row."""
@@ -80,8 +86,8 @@ class Lane:
         self._readers = [_Reader(stream, index, number, cursor) for index, cursor in enumerate(state.cursors)]
 
     def __iter__(self) -> Iterator[StreamRow]:
-        """Yield rows without end, empty ones once no source has rows left. Raises: FsdpTuneError where a row is bad or a file cannot be
-        read."""
+        """Yield rows without end, empty ones once no source has rows left. Raises: FsdpTuneError where a row
+        is bad or a file cannot be read."""
         untrained, bad = 0, ()
         while True:
             window = _Window(self._stream, self._number, self._state, self._readers, bad)
@@ -120,7 +126,8 @@ class _Reader:
         return self.cursor.unit == NO_UNIT or (repeats is not None and self.cursor.passes >= repeats)
 
     def take(self, count: int) -> tuple[list[RawRow], list[tuple[int, BadRow]]]:
-        """Return up to `count` rows of one pass, and the bad ones between them with the number of their file."""
+        """Return up to `count` rows of one pass, and the bad ones between them with the number of their
+        file."""
         rows: list[RawRow] = []
         bad: list[tuple[int, BadRow]] = []
         while len(rows) + len(bad) < count and not self.has_ended:
@@ -130,14 +137,19 @@ class _Reader:
                     break  # the next pass
                 self._next_part()
                 continue
-            self.cursor, self._has_rows = replace(self.cursor, row=self.cursor.row + 1, read=self.cursor.read + 1), True
+            self.cursor, self._has_rows = (
+                replace(self.cursor, row=self.cursor.row + 1, read=self.cursor.read + 1),
+                True,
+            )
             unit, row = found
             unit += self._source.first_unit
             try:
                 if isinstance(row, BadRow):
                     bad.append((unit, row))
                 else:
-                    rows.append(RawRow(self._index, unit, row[0], kept_columns(row[1], self._source.opened.entry)))
+                    rows.append(
+                        RawRow(self._index, unit, row[0], kept_columns(row[1], self._source.opened.entry))
+                    )
             except RowError as error:
                 bad.append((unit, error.bad_row(row.number if isinstance(row, BadRow) else row[0])))
             if self._source.rows is not None and self.cursor.row == self._part[1] - self._part[0]:
@@ -146,7 +158,8 @@ class _Reader:
         return rows, bad
 
     def _begin_pass(self) -> None:
-        """Open the lane's part of the pass at the cursor; passes over a counted source in which the lane has no row are left out."""
+        """Open the lane's part of the pass at the cursor; passes over a counted source in which the lane has
+        no row are left out."""
         source, lanes = self._source, self._stream.lanes
         if source.rows == 0:
             self.cursor = replace(self.cursor, unit=NO_UNIT)
@@ -162,10 +175,19 @@ class _Reader:
             self._rows = self._open()
 
     def _units_of_pass(self) -> list[int]:
-        """Return the units of a counted source in the order of the pass, or the lane's own units of another source."""
+        """Return the units of a counted source in the order of the pass, or the lane's own units of another
+        source."""
         stream, count, passes = self._stream, len(self._source.units), self.cursor.passes
-        order = shuffled(count, stream.seed, UNITS, self._index, passes).tolist() if stream.shuffle else list(range(count))
-        return order if self._source.rows is not None else order[(self._lane + passes) % stream.lanes :: stream.lanes]
+        order = (
+            shuffled(count, stream.seed, UNITS, self._index, passes).tolist()
+            if stream.shuffle
+            else list(range(count))
+        )
+        return (
+            order
+            if self._source.rows is not None
+            else order[(self._lane + passes) % stream.lanes :: stream.lanes]
+        )
 
     def _open(self) -> Iterator[tuple[int, NumberedRow | BadRow]]:
         source, cursor = self._source, self.cursor
@@ -188,7 +210,8 @@ class _Reader:
             before += unit.rows
 
     def _next_part(self) -> None:
-        """Open the next unit of the pass, or begin the next pass; a source in which no pass finds a row has ended."""
+        """Open the next unit of the pass, or begin the next pass; a source in which no pass finds a row has
+        ended."""
         cursor = self.cursor
         if self._source.rows is None and cursor.unit + 1 < len(self._units):
             self.cursor = replace(cursor, unit=cursor.unit + 1, row=0)
@@ -205,7 +228,12 @@ class _Window:
     """The rows of one window, in order."""
 
     def __init__(
-        self, stream: RowStream, lane: int, state: LaneState, readers: Sequence[_Reader], bad: tuple[tuple[str, BadRow], ...]
+        self,
+        stream: RowStream,
+        lane: int,
+        state: LaneState,
+        readers: Sequence[_Reader],
+        bad: tuple[tuple[str, BadRow], ...],
     ) -> None:
         """`bad`: rows that were skipped in the windows without rows before it."""
         self._stream, self._lane, self._state = stream, lane, state
@@ -221,7 +249,10 @@ class _Window:
         self.rows_read = found.counts["rows"]
         self.bad = (*bad, *((stream.names[file], row) for file, row in found.bad))
         self._untrained = found.untrained[:1]
-        self._tokens, self._trained = np.concatenate([*tokens, np.zeros(0, np.int32)]), np.concatenate([*trained, np.zeros(0, np.uint8)])
+        self._tokens, self._trained = (
+            np.concatenate([*tokens, np.zeros(0, np.int32)]),
+            np.concatenate([*trained, np.zeros(0, np.uint8)]),
+        )
         self._examples = found.examples()
         examples = self._examples.take(self._order_of_examples())
         pieces = self._cut(examples, self._trained)
@@ -231,9 +262,20 @@ class _Window:
             state.rows_truncated + len(pieces.truncated),
             state.rows_evaluated + self._also_evaluated(),
         )
-        self.after = LaneState(tuple(reader.cursor for reader in readers), drawn, self._base, stage, state.window + 1, 0, 0, *counts)
+        self.after = LaneState(
+            tuple(reader.cursor for reader in readers),
+            drawn,
+            self._base,
+            stage,
+            state.window + 1,
+            0,
+            0,
+            *counts,
+        )
         packing = stream.packing is not None and len(pieces.segments) > 0
-        _, self._rows = packed(pieces, self._trained, stream.max_length, packing=packing, strategy=stream.packing or "")
+        _, self._rows = packed(
+            pieces, self._trained, stream.max_length, packing=packing, strategy=stream.packing or ""
+        )
         self.order = self._order_of_packed() if packing else np.arange(len(self._rows.rows) - 1)
 
     def row(self, index: int, after: LaneState) -> StreamRow:
@@ -241,12 +283,19 @@ class _Window:
         segments = self._rows.segments[self._rows.rows[at] : self._rows.rows[at + 1]]
         is_trained = self._is_trained(segments)
         segments = segments[is_trained]
-        row = row_of(self._tokens, self._trained, segments, (self._state.emitted + index) * self._stream.lanes + self._lane)
+        row = row_of(
+            self._tokens,
+            self._trained,
+            segments,
+            (self._state.emitted + index) * self._stream.lanes + self._lane,
+        )
         owners = self._owners(segments)
         names = self._stream.names
         return StreamRow(
             *(row.input_ids, row.labels, row.lengths, row.row_id),
-            origins=tuple(f"{names[file]}:{number}" for file, number in self._examples.origins[owners].tolist()),
+            origins=tuple(
+                f"{names[file]}:{number}" for file, number in self._examples.origins[owners].tolist()
+            ),
             sources=tuple(self._examples.sources[owners].tolist()),
             after=after,
             bad=self.bad if index == 0 else (),
@@ -265,11 +314,17 @@ class _Window:
         """Yield rows without tokens until another stage begins."""
         none = np.zeros(0, np.int32)
         for number in count(self._state.emitted):
-            is_first, after = number == self._state.emitted, replace(self.after, window=self._state.window, emitted=number + 1)
+            is_first, after = (
+                number == self._state.emitted,
+                replace(self.after, window=self._state.window, emitted=number + 1),
+            )
             if not is_first and self._stream.stage_of(number) != after.stage:
                 return
             yield StreamRow(
-                *(none, none, (), number * self._stream.lanes + self._lane), origins=(), after=after, bad=self.bad if is_first else ()
+                *(none, none, (), number * self._stream.lanes + self._lane),
+                origins=(),
+                after=after,
+                bad=self.bad if is_first else (),
             )
 
     def _read(self, readers: Sequence[_Reader]) -> _ReadRows:
@@ -281,8 +336,12 @@ class _Window:
         least_tokens = size * PACKED_WINDOW * stream.max_length if stream.packing is not None else 0
         found, tokens, trained, kept, useful = TokenisedRows(), list[Int32](), list[Mask](), 0, 0
         drawn = list(state.drawn)
-        while found.counts["rows"] < least_rows or (kept < least_tokens and found.counts["rows"] - useful < MOST_UNTRAINED):
-            live = [source for source, reader in enumerate(readers) if shares[source] > 0 and not reader.has_ended]
+        while found.counts["rows"] < least_rows or (
+            kept < least_tokens and found.counts["rows"] - useful < MOST_UNTRAINED
+        ):
+            live = [
+                source for source, reader in enumerate(readers) if shares[source] > 0 and not reader.has_ended
+            ]
             if not live:
                 self.has_ended = True
                 break
@@ -314,10 +373,15 @@ class _Window:
         return _ReadRows(found, tokens, trained, tuple(drawn))
 
     def _planned(
-        self, shares: Sequence[float], live: Sequence[int], drawn: Sequence[float], readers: Sequence[_Reader], rows: int
+        self,
+        shares: Sequence[float],
+        live: Sequence[int],
+        drawn: Sequence[float],
+        readers: Sequence[_Reader],
+        rows: int,
     ) -> list[int]:
-        """Return the sources of the next rows to draw. Shares of rows follow the schedule of all lanes, until a source of it has ended;
-        shares of tokens, and what follows such an end, are smooth in each lane."""
+        """Return the sources of the next rows to draw. Shares of rows follow the schedule of all lanes, until
+        a source of it has ended; shares of tokens, and what follows such an end, are smooth in each lane."""
         stream = self._stream
         if len(live) == 1:
             return [live[0]] * rows
@@ -329,12 +393,14 @@ class _Window:
             sampled = [source.mean_tokens for source in stream.sources]
             read = [reader.cursor.read for reader in readers]
             lengths = [
-                (SAMPLED_ROWS * mean + amount) / (SAMPLED_ROWS + seen) for mean, amount, seen in zip(sampled, drawn, read, strict=True)
+                (SAMPLED_ROWS * mean + amount) / (SAMPLED_ROWS + seen)
+                for mean, amount, seen in zip(sampled, drawn, read, strict=True)
             ]
         return planned_sources(shares, here, lengths, live, phases_of(self._lane, shares, stream.lanes), rows)
 
     def _order_of_examples(self) -> Int64:
-        """Return the order of the examples: sources as planned, and the examples of each source shuffled within their pass."""
+        """Return the order of the examples: sources as planned, and the examples of each source shuffled
+        within their pass."""
         sources, total = self._examples.sources, len(self._examples)
         if not self._stream.shuffle and self._stream.packing is not None and len(self._stream.sources) == 1:
             return np.arange(total)
@@ -355,7 +421,8 @@ class _Window:
         return by_pass[np.argsort(at[by_pass], kind="stable")]
 
     def _order_of_packed(self) -> Int64:
-        """Return the order of the packed rows: shuffled, but so that those of all sources follow each other by their shares."""
+        """Return the order of the packed rows: shuffled, but so that those of all sources follow each other
+        by their shares."""
         state, shares = self._state, np.array(self._shares)
         order = self._shuffled(len(self._rows.rows) - 1, ROWS)
         if np.count_nonzero(shares) == 1:
@@ -363,7 +430,11 @@ class _Window:
         amounts = np.zeros((len(order), len(shares)))
         row_of = np.repeat(np.arange(len(order)), np.diff(self._rows.rows))
         owners = self._owners(self._rows.segments)
-        np.add.at(amounts, (row_of, self._examples.sources[owners]), self._rows.segments[:, 1] if self._stream.weighs_tokens else 1)
+        np.add.at(
+            amounts,
+            (row_of, self._examples.sources[owners]),
+            self._rows.segments[:, 1] if self._stream.weighs_tokens else 1,
+        )
         here = np.array(state.drawn) - np.array(self._base)
         return balanced(order, amounts, self._shares, here - shares / shares.sum() * here.sum())
 
@@ -375,7 +446,11 @@ class _Window:
         """Return the tokens of examples of a source, or those that `overlong` leaves of them."""
         lengths, most = self._examples.lengths[examples], self._stream.max_length
         overlong = self._stream.sources[source].opened.overlong
-        return lengths if overlong == "split" else np.where(lengths > most, 0 if overlong == "drop" else most, lengths)
+        return (
+            lengths
+            if overlong == "split"
+            else np.where(lengths > most, 0 if overlong == "drop" else most, lengths)
+        )
 
     def _also_evaluated(self) -> int:
         """Return the number of rows whose content an evaluation row has."""
@@ -385,7 +460,8 @@ class _Window:
         return len(np.unique(keys[found], axis=0))  # a row may be several examples
 
     def _kept_tokens(self, chunk: Tokenised) -> int:
-        """Return the tokens of a chunk that `overlong` leaves in rows: all pieces of a row that is split, none of one that is dropped."""
+        """Return the tokens of a chunk that `overlong` leaves in rows: all pieces of a row that is split,
+        none of one that is dropped."""
         if not (chunk.lengths > self._stream.max_length).any():
             return int(chunk.lengths.sum())
         found = TokenisedRows()
@@ -394,7 +470,13 @@ class _Window:
 
     def _cut(self, examples: Examples, trained: Mask) -> Cut:
         stream = self._stream
-        return cut(examples, [source.opened.overlong for source in stream.sources], stream.max_length, trained, stream.names)
+        return cut(
+            examples,
+            [source.opened.overlong for source in stream.sources],
+            stream.max_length,
+            trained,
+            stream.names,
+        )
 
     def _refuse(self, bad: Sequence[tuple[int, BadRow]]) -> None:
         if bad and not self._stream.skips_bad_rows:
@@ -409,4 +491,9 @@ class _Window:
         """Return the error of a lane that has read `untrained` rows in turn without a trained token."""
         where = Where(self._stream.names[self._untrained[0][0] if self._untrained else 0])
         message = f"none of {untrained:,} rows that were read in turn has a token to train"
-        return usage_error("no-supervised-tokens", message, where=where, hint="check `loss_on`, and that `max_length` reaches the answers")
+        return usage_error(
+            "no-supervised-tokens",
+            message,
+            where=where,
+            hint="check `loss_on`, and that `max_length` reaches the answers",
+        )

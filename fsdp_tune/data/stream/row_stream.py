@@ -28,9 +28,11 @@ class Cursor:
     passes: int = 0
     """Complete passes over the lane's part of the source."""
     unit: int = 0
-    """Among the units of the lane in this pass, 0 if the source is counted; NO_UNIT if the source is empty."""
+    """Among the units of the lane in this pass, 0 if the source is counted; NO_UNIT if the source is
+    empty."""
     row: int = 0
-    """Rows read, bad ones included: of the unit, or of the lane's part of the pass if the source is counted."""
+    """Rows read, bad ones included: of the unit, or of the lane's part of the pass if the source is
+    counted."""
     read: int = 0
     """Rows read of all passes, bad ones included."""
 
@@ -61,7 +63,15 @@ class LaneState:
     def as_list(self) -> list[object]:
         """Return the state in plain values, for a checkpoint."""
         cursors = [[cursor.passes, cursor.unit, cursor.row, cursor.read] for cursor in self.cursors]
-        counts = [self.window, self.emitted, self.next, self.rows_read, self.rows_bad, self.rows_truncated, self.rows_evaluated]
+        counts = [
+            self.window,
+            self.emitted,
+            self.next,
+            self.rows_read,
+            self.rows_bad,
+            self.rows_truncated,
+            self.rows_evaluated,
+        ]
         return [cursors, list(self.drawn), list(self.base), self.stage, *counts]
 
     @classmethod
@@ -81,7 +91,8 @@ class StreamSource:
     rows: int | None
     """Of all units; None if they were not counted."""
     first_lane: int
-    """Lane of its first row. With `repeats` the sources follow each other, so that the lanes have the same number of rows."""
+    """Lane of its first row. With `repeats` the sources follow each other, so that the lanes have the same
+    number of rows."""
     mean_tokens: float
     """Of a row of the sample."""
 
@@ -90,7 +101,9 @@ class StreamSource:
         name = self.opened.entry.label or self.opened.entry.path
         if self.rows is None or self.repeats is None:
             return f"{rows:,} rows of `{name}` were read, in {passes:,} passes"
-        return f"{rows:,} of {self.rows * self.repeats:,} rows of `{name}` were read (`repeats: {self.repeats}`)"
+        return (
+            f"{rows:,} of {self.rows * self.repeats:,} rows of `{name}` were read (`repeats: {self.repeats}`)"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +133,8 @@ class RowStream:
     names: tuple[str, ...]
     """Names of all units, by the numbers that rows carry."""
     skipped: frozenset[Origin] = frozenset()
-    """Rows that the run leaves out, by the names of their units. They keep their places, so that no other row moves."""
+    """Rows that the run leaves out, by the names of their units. They keep their places, so that no other row
+    moves."""
 
     def stamps(self) -> dict[str, str]:
         """Return the stamps of the files, and the digests of rows that are in none."""
@@ -133,7 +147,12 @@ class RowStream:
     def bad_row(self, unit: int, row: BadRow) -> Problem:
         """Return the problem of a bad row, with its line in the file."""
         source = [each for each in self.sources if each.first_unit <= unit][-1]
-        return Problem("bad-row", row.reason, source.units[unit - source.first_unit].locate(row.number, row.column), hint=row.hint)
+        return Problem(
+            "bad-row",
+            row.reason,
+            source.units[unit - source.first_unit].locate(row.number, row.column),
+            hint=row.hint,
+        )
 
     def stage_of(self, row: int) -> int:
         """Return the index in `shares` of the stage in which a lane gives its row number `row`."""
@@ -142,10 +161,15 @@ class RowStream:
 
 
 def open_stream(
-    recipe: Recipe, encoder: Encoder, counts: Mapping[str, int], evaluated: UInt64 | None = None, mean_tokens: Sequence[float] = ()
+    recipe: Recipe,
+    encoder: Encoder,
+    counts: Mapping[str, int],
+    evaluated: UInt64 | None = None,
+    mean_tokens: Sequence[float] = (),
 ) -> RowStream:
-    """Return the stream of a resolved recipe. `counts`: rows of each unit by its name; units that it lacks are counted now. `evaluated`:
-    sorted hashes of the rows of the evaluation sets. `mean_tokens`: of a row of each source, in a sample; else taken as equal.
+    """Return the stream of a resolved recipe. `counts`: rows of each unit by its name; units that it lacks
+    are counted now. `evaluated`: sorted hashes of the rows of the evaluation sets. `mean_tokens`: of a row of
+    each source, in a sample; else taken as equal.
 
     Raises: FsdpTuneError if a source cannot be opened.
     """
@@ -185,4 +209,6 @@ def shares_by_step(recipe: Recipe) -> tuple[tuple[int, tuple[float, ...]], ...]:
     stages = recipe.data.curriculum
     starts = [0, *(stage.until_step for stage in stages)]
     weights = [tuple(stage.weights) for stage in stages]
-    return tuple(zip(starts, [*weights, tuple(source.weight or 1.0 for source in recipe.data.train)], strict=True))
+    return tuple(
+        zip(starts, [*weights, tuple(source.weight or 1.0 for source in recipe.data.train)], strict=True)
+    )

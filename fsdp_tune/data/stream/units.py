@@ -1,8 +1,10 @@
-"""Divide a source of a stream into units: files, or pieces of files, that are read independently, each from any row.
+"""Divide a source of a stream into units: files, or pieces of files, that are read independently, each from
+any row.
 
-The rows of a unit are counted before a run starts: from the footer of a Parquet file, in other local files and of a loader by reading
-them once. Files at URLs other than Parquet are not counted. They are divided into pieces of similar size instead: ranges of bytes of a
-file of lines without compression; of any other file, piece p of n has the rows p, p + n, … and skips the others.
+The rows of a unit are counted before a run starts: from the footer of a Parquet file, in other local files
+and of a loader by reading them once. Files at URLs other than Parquet are not counted. They are divided into
+pieces of similar size instead: ranges of bytes of a file of lines without compression; of any other file,
+piece p of n has the rows p, p + n, … and skips the others.
 """
 
 from __future__ import annotations
@@ -16,7 +18,14 @@ from pathlib import Path
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.data.read.file_access import remote_info
 from fsdp_tune.data.read.readers import UTF8_BOM, count_lines, count_rows, is_plain_lines, read_rows
-from fsdp_tune.data.read.row_files import BadRow, NumberedRow, Part, arrow_row_count, dataset_rows, parquet_row_count
+from fsdp_tune.data.read.row_files import (
+    BadRow,
+    NumberedRow,
+    Part,
+    arrow_row_count,
+    dataset_rows,
+    parquet_row_count,
+)
 from fsdp_tune.data.read.sources import RowSource, SourceFile
 
 UNITS_OF_LANE = 8
@@ -42,7 +51,8 @@ class FileStamp:
 
     size_bytes: int
     mark: str | None
-    """Modification time of a local file; ETag, or what its server has for that, of a file at a URL; None if the server has neither."""
+    """Modification time of a local file; ETag, or what its server has for that, of a file at a URL; None if
+    the server has neither."""
 
     @property
     def text(self) -> str:
@@ -71,7 +81,11 @@ class StreamUnit:
     def name(self) -> str:
         """Name of the file, with the range of bytes in which its rows are numbered."""
         name = self.source.names[self.number]
-        return name if self.piece == 0 or self.file_bytes is None else f"{name} (part {self.piece + 1} of {self.pieces})"
+        return (
+            name
+            if self.piece == 0 or self.file_bytes is None
+            else f"{name} (part {self.piece + 1} of {self.pieces})"
+        )
 
     @property
     def file(self) -> SourceFile | None:
@@ -79,16 +93,21 @@ class StreamUnit:
         return self.source.files[self.number] if self.source.files else None
 
     def read(self, start: int = 0) -> Iterator[NumberedRow | BadRow]:
-        """Yield the rows of the unit after the first `start`. Those of a range of bytes are numbered from its first line: see `locate`.
+        """Yield the rows of the unit after the first `start`. Those of a range of bytes are numbered from its
+        first line: see `locate`.
 
-        Raises: usage error (exit 2) if a file cannot be read, or has changed when the unit has been read to its end.
+        Raises: usage error (exit 2) if a file cannot be read, or has changed when the unit has been read to
+        its end.
         """
         yield from self._rows(start)
         self._check_stamps()
 
     def _check_stamps(self) -> None:
         """Raises: usage error if a file has changed since the unit was created."""
-        refuse_changed_files(stream_stamps([self]), stream_stamps([replace(self, stamps=_file_stamps(self.source, self.number))]))
+        refuse_changed_files(
+            stream_stamps([self]),
+            stream_stamps([replace(self, stamps=_file_stamps(self.source, self.number))]),
+        )
 
     def _rows(self, start: int) -> Iterator[NumberedRow | BadRow]:
         file, dataset = self.file, self.source.dataset
@@ -117,13 +136,17 @@ class StreamUnit:
         elif isinstance(file.path, str):
             return self
         else:
-            rows = arrow_row_count(file.path) if file.kind == "arrow" else count_rows(file.path, file.kind, self._part(0))
+            rows = (
+                arrow_row_count(file.path)
+                if file.kind == "arrow"
+                else count_rows(file.path, file.kind, self._part(0))
+            )
         self._check_stamps()
         return replace(self, rows=rows)
 
     def locate(self, row: int, column: int | None = None) -> Where:
-        """Return the position in the file of a row of `read`. The lines before a range of a local file are counted now; in a file at a URL
-        the position names the byte from which lines are counted."""
+        """Return the position in the file of a row of `read`. The lines before a range of a local file are
+        counted now; in a file at a URL the position names the byte from which lines are counted."""
         name, file = self.source.names[self.number], self.file
         if file is None or self.file_bytes is None or (start := self._first_byte(self.piece)) == 0:
             return Where(name, row, column)
@@ -139,7 +162,8 @@ class StreamUnit:
 
 
 def stream_units(source: RowSource, lanes: int) -> tuple[StreamUnit, ...]:
-    """Return the units of a source in the order of its files, which are not counted. Raises: usage error if a file is unreachable."""
+    """Return the units of a source in the order of its files, which are not counted. Raises: usage error if a
+    file is unreachable."""
     if not source.files and source.stored_in:
         return (StreamUnit(source, 0, stamps=_file_stamps(source, 0), rows=len(source.dataset)),)
     if not source.files:
@@ -160,7 +184,8 @@ def stream_units(source: RowSource, lanes: int) -> tuple[StreamUnit, ...]:
 
 
 def count_units(units: Sequence[StreamUnit], known: Mapping[str, int]) -> tuple[StreamUnit, ...]:
-    """Return the units with the numbers of their rows, from `known` by their names where it has them: of files alone, since other sources
+    """Return the units with the numbers of their rows, from `known` by their names where it has them: of
+    files alone, since other sources
     may have the same name. Raises: usage error if a file cannot be read."""
 
     def counted(unit: StreamUnit) -> StreamUnit:
@@ -179,7 +204,8 @@ def rows_of(units: Sequence[StreamUnit]) -> int | None:
 
 
 def stream_stamps(units: Sequence[StreamUnit]) -> dict[str, str]:
-    """Return the stamps of each file as text, to record them, and the digests of the rows of each source without files."""
+    """Return the stamps of each file as text, to record them, and the digests of the rows of each source
+    without files."""
     found: dict[str, dict[str, None]] = {}
     for unit in units:
         for name, stamp in unit.stamps.items():
@@ -197,12 +223,14 @@ def refuse_changed_files(recorded: Mapping[str, str], now: Mapping[str, str]) ->
 
 
 def unstamped_files(stamps: Mapping[str, str]) -> list[str]:
-    """Return the files of which only a change of size is detected, since their server returns neither an ETag nor a time."""
+    """Return the files of which only a change of size is detected, since their server returns neither an ETag
+    nor a time."""
     return [name for name, stamp in stamps.items() if stamp.partition(":")[2] == NO_MARK]
 
 
 def _file_stamps(source: RowSource, number: int) -> dict[str, FileStamp]:
-    """Return the stamps of a file of a source, or of all files of a data set, by their names as they are now."""
+    """Return the stamps of a file of a source, or of all files of a data set, by their names as they are
+    now."""
     paths = [source.files[number].path] if source.files else source.stored_in
     return {str(path): _stamp(path) for path in paths}
 
@@ -216,9 +244,14 @@ def _stamp(path: Path | str) -> FileStamp:
         stat = path.stat()
         return FileStamp(stat.st_size, str(stat.st_mtime_ns))
     except OSError as error:
-        raise usage_error("data-unreadable", f"cannot be read: {error.strerror or error}", where=Where(str(path))) from error
+        raise usage_error(
+            "data-unreadable", f"cannot be read: {error.strerror or error}", where=Where(str(path))
+        ) from error
 
 
 def _changed(name: str) -> FsdpTuneError:
-    hint = "restore it, or start over with `--overwrite`: the rows of a run must not change while it is trained or resumed"
+    hint = (
+        "restore it, or start over with `--overwrite`: the rows of a run must not change while it is "
+        "trained or resumed"
+    )
     return usage_error("data-changed", "it has changed since the run started", hint=hint, where=Where(name))

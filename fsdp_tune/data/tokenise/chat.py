@@ -1,7 +1,8 @@
 """Render conversations as text, with the borders of their trained answers.
 
-A template may render earlier messages differently once more messages follow, for example without their reasoning. Each
-answer whose context would differ from that at inference becomes an example of its own: the conversation up to it.
+A template may render earlier messages differently once more messages follow, for example without their
+reasoning. Each answer whose context would differ from that at inference becomes an example of its own: the
+conversation up to it.
 """
 
 from __future__ import annotations
@@ -46,13 +47,18 @@ class RenderedText:
     ends_trained: bool
     """Whether an end-of-sequence token after the last message is trained."""
     is_complete: bool = True
-    """Whether the end of sequence may follow. False where the template has ended a turn inside the conversation, for example a call."""
+    """Whether the end of sequence may follow. False where the template has ended a turn inside the
+    conversation, for example a call."""
 
     @property
     def pieces(self) -> list[str]:
-        """The complete text, and its parts between the borders of answers: the texts that `chat_tokens` needs encoded."""
+        """The complete text, and its parts between the borders of answers: the texts that `chat_tokens` needs
+        encoded."""
         ends = [border for answer in self.answers or () for border in answer]
-        return [self.whole, *(self.whole[begin:end] for begin, end in zip([0, *ends], [*ends, len(self.whole)], strict=True))]
+        return [
+            self.whole,
+            *(self.whole[begin:end] for begin, end in zip([0, *ends], [*ends, len(self.whole)], strict=True)),
+        ]
 
     @property
     def end(self) -> int:
@@ -64,7 +70,8 @@ def limit_characters(count: int, characters: int) -> None:
     """Raises: RowError if the examples of one conversation are too long together."""
     if characters > MOST_CHARACTERS:
         raise RowError(
-            f"the conversation needs {count} examples, each with the context of its answer at inference, with {characters:,} characters "
+            f"the conversation needs {count} examples, each with the context of its answer at "
+            f"inference, with {characters:,} characters "
             "(`loss_on: last_assistant` trains the last answer only)"
         )
 
@@ -82,21 +89,27 @@ def render_chat(chat: Chat, template: str, encoder: Encoder, *, check_repeat: bo
     """Render a conversation as text, with the borders of its trained answers.
 
     Raises: RowError if the template raises, runs too long, differs from call to call (`check_repeat`), is not
-    prefix-stable at a trained answer, or leaves out a part of one; usage error outside the main thread, as `template_time_limit`.
+    prefix-stable at a trained answer, or leaves out a part of one; usage error outside the main thread, as
+    `template_time_limit`.
     """
     with template_time_limit():
         rendering = Rendering(chat, template, encoder)
         if check_repeat and rendering.whole != rendering.render(len(chat.messages)):
             raise RowError("the chat template renders the same conversation differently each time")
-        answers = {index: rendering.answer(index) for index, trained in enumerate(chat.trained or ()) if trained}
+        answers = {
+            index: rendering.answer(index) for index, trained in enumerate(chat.trained or ()) if trained
+        }
         notes = find_unrendered(chat, template, rendering, answers)
         if chat.trained is None:
             return RenderedChat((RenderedText(rendering.whole, None, ends_trained=True),), notes)
-        return RenderedChat(_examples(rendering, list(answers.values()), ends_trained=chat.trained[-1]), notes)
+        return RenderedChat(
+            _examples(rendering, list(answers.values()), ends_trained=chat.trained[-1]), notes
+        )
 
 
 def template_for(chat: Chat, encoder: Encoder, rejected: str) -> str | None:
-    """Return the name of a bundled template that renders a chat, with tokens that the vocabulary has; None if there is none.
+    """Return the name of a bundled template that renders a chat, with tokens that the vocabulary has; None if
+    there is none.
 
     It renders every content, function and call; fields such as the id of a call may be left out.
     """
@@ -117,7 +130,9 @@ def _examples(rendering: Rendering, answers: list[Answer], *, ends_trained: bool
     """Distribute the answers over as few texts as have the context that each answer has at inference."""
     found: dict[str, list[Answer]] = {rendering.whole: []}
     for answer in reversed(answers):
-        inside = next((inside for text in found if (inside := rendering.within(answer, text)) is not None), answer)
+        inside = next(
+            (inside for text in found if (inside := rendering.within(answer, text)) is not None), answer
+        )
         found.setdefault(inside.text, []).insert(0, inside)
     if len(found) > 1:
         limit_characters(len(found), sum(map(len, found)))
@@ -137,8 +152,8 @@ def _examples(rendering: Rendering, answers: list[Answer], *, ends_trained: bool
 def template_time_limit() -> Iterator[None]:
     """Interrupt Python code (which a template becomes) after TEMPLATE_SECONDS of CPU time.
 
-    CPU time is measured, so that the load of the machine does not change which rows are bad. Raises: RowError at the limit; usage error
-    outside the main thread, which alone receives signals.
+    CPU time is measured, so that the load of the machine does not change which rows are bad. Raises: RowError
+    at the limit; usage error outside the main thread, which alone receives signals.
     """
     if threading.current_thread() is not threading.main_thread():
         message = "chat templates are rendered under a time limit, which needs the main thread of a process"
@@ -155,19 +170,24 @@ def template_time_limit() -> Iterator[None]:
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     except _TemplateTimeoutError:
-        raise RowError(f"the chat template runs for more than {TEMPLATE_SECONDS:.0f} seconds of CPU time") from None
+        raise RowError(
+            f"the chat template runs for more than {TEMPLATE_SECONDS:.0f} seconds of CPU time"
+        ) from None
     finally:
         signal.signal(signal.SIGVTALRM, before)
 
 
-# ---- Find parts of a conversation that a chat template omits, by searching the rendered text for each value of the row.
+# ---- Find parts of a conversation that a chat template omits, by searching the rendered text for each value
+# of the row.
 #
-# Templates format values in different ways (trimmed, as JSON, one word per line), so each string and number of a message is
-# searched for separately, in the forms that templates write. A short value may occur elsewhere by chance: calls and reasoning of
-# trained answers are therefore also rendered with a mark at the end of each text, and the marks are searched for.
+# Templates format values in different ways (trimmed, as JSON, one word per line), so each string and number
+# of a message is searched for separately, in the forms that templates write. A short value may occur
+# elsewhere by chance: calls and reasoning of trained answers are therefore also rendered with a mark at the
+# end of each text, and the marks are searched for.
 #
-# A trained answer that lacks its text, its reasoning or its tool call is an error, since the model would learn to answer without it.
-# Context that is missing (tools, a system prompt, fields such as `name`) is noted and counted.
+# A trained answer that lacks its text, its reasoning or its tool call is an error, since the model would
+# learn to answer without it. Context that is missing (tools, a system prompt, fields such as `name`) is noted
+# and counted.
 
 NOT_RENDERED = "not-rendered"
 
@@ -183,7 +203,9 @@ MOST_SHOWN = 40
 """Number of characters of a missing value to show in a message."""
 
 
-def find_unrendered(chat: Chat, template: str, rendering: Rendering, answers: Mapping[int, Answer]) -> tuple[Note, ...]:
+def find_unrendered(
+    chat: Chat, template: str, rendering: Rendering, answers: Mapping[int, Answer]
+) -> tuple[Note, ...]:
     """Return notes about context that is not in the rendered conversation.
 
     `answers` are the trained answers by the index of their message; if it is empty, every answer is trained.
@@ -210,14 +232,17 @@ def find_unrendered(chat: Chat, template: str, rendering: Rendering, answers: Ma
                 notes[Note(NOT_RENDERED, f"`{name}` of `{role}` messages")] = None
         begin = max(begin, text.find(message["content"].strip(), begin))
     tools = chat.tools or []
-    names = [name or json.dumps(tool, default=str) for name, tool in zip(tool_names(tools), tools, strict=True)]
+    names = [
+        name or json.dumps(tool, default=str) for name, tool in zip(tool_names(tools), tools, strict=True)
+    ]
     if not any(all(_is_rendered(context, name, 0, len(context)) for name in names) for context in contexts):
         notes[Note(NOT_RENDERED, "tools")] = None
     return tuple(notes)
 
 
 def is_field(note: Note) -> bool:
-    """Return whether a note is about a field of messages, such as `name`, rather than content, calls or tools."""
+    """Return whether a note is about a field of messages, such as `name`, rather than content, calls or
+    tools."""
     return note.detail.startswith("`")
 
 
@@ -226,24 +251,37 @@ def _refuse_incomplete(index: int, message: Message, answer: Answer, rendering: 
     text = answer.text
     missing = _missing_of_answer(text, message, answer.begin, answer.end)
     if missing is not None:  # parts of an answer may be in the generation prompt
-        missing = _missing_of_answer(text, message, common_length(rendering.render(index), text) if index else 0, len(text))
+        missing = _missing_of_answer(
+            text, message, common_length(rendering.render(index), text) if index else 0, len(text)
+        )
     if missing is not None:
         raise RowError(f"message {index + 1}: the chat template omits {_shown(missing)}")
-    if any(message.get(name) for name in ("tool_calls", *REASONING_FIELDS)) and (missing := _missing_mark(index, rendering)) is not None:
+    if (
+        any(message.get(name) for name in ("tool_calls", *REASONING_FIELDS))
+        and (missing := _missing_mark(index, rendering)) is not None
+    ):
         raise RowError(f"message {index + 1}: the chat template omits {_shown(missing)}")
 
 
 def _missing_mark(index: int, rendering: Rendering) -> str | None:
-    """Return the first text of an answer, its calls or its reasoning whose mark is not rendered; None if all are, or none can be."""
+    """Return the first text of an answer, its calls or its reasoning whose mark is not rendered; None if all
+    are, or none can be."""
     marks = _Marks(rendering.unused_character())
     message = marks.in_message(rendering.messages[index])
     try:
         text = rendering.render_messages([*rendering.messages[:index], message])
     except RowError:  # the template checks what it renders
         return None
-    missing = {mark: value for mark, value in marks.values.items() if not any(form in text for form in _forms(mark))}
-    reasoning = {marks.values[mark] for mark in marks.of_reasoning if mark not in missing}  # rows may have it under two names
-    return next((value for mark, value in missing.items() if not (mark in marks.of_reasoning and value in reasoning)), None)
+    missing = {
+        mark: value for mark, value in marks.values.items() if not any(form in text for form in _forms(mark))
+    }
+    reasoning = {
+        marks.values[mark] for mark in marks.of_reasoning if mark not in missing
+    }  # rows may have it under two names
+    return next(
+        (value for mark, value in missing.items() if not (mark in marks.of_reasoning and value in reasoning)),
+        None,
+    )
 
 
 class _Marks:
@@ -256,7 +294,11 @@ class _Marks:
         self._character = character
 
     def in_message(self, message: Message) -> Message:
-        marked = {name: self.in_value(message[name]) for name in REASONING_FIELDS if isinstance(message.get(name), str)}
+        marked = {
+            name: self.in_value(message[name])
+            for name in REASONING_FIELDS
+            if isinstance(message.get(name), str)
+        }
         self.of_reasoning = set(self.values)
         marked["content"] = self.in_value(message["content"])
         calls = [self._in_call(call) for call in message.get("tool_calls") or []]
@@ -286,7 +328,8 @@ class _Marks:
 
 
 def _missing_of_answer(text: str, message: Message, begin: int, end: int) -> str | None:
-    """Return the first part of an answer's content or tool calls that is missing in `text[begin:end]`; None if all are there."""
+    """Return the first part of an answer's content or tool calls that is missing in `text[begin:end]`; None
+    if all are there."""
     content = message["content"].strip()
     if text.find(content, begin, end) < 0 and not _is_rendered(text, content, begin, end):
         return _first_missing(text, content, begin, end)
@@ -298,8 +341,12 @@ def _missing_of_answer(text: str, message: Message, begin: int, end: int) -> str
 
 
 def _is_rendered(text: str, value: str, begin: int, end: int) -> bool:
-    """Return whether `text[begin:end]` contains `value` unchanged, escaped, or word by word with other white space."""
-    return any(text.find(form, begin, end) >= 0 for form in _forms(value)) or _first_missing(text, value, begin, end) is None
+    """Return whether `text[begin:end]` contains `value` unchanged, escaped, or word by word with other white
+    space."""
+    return (
+        any(text.find(form, begin, end) >= 0 for form in _forms(value))
+        or _first_missing(text, value, begin, end) is None
+    )
 
 
 def _forms(value: str) -> Iterator[str]:
@@ -313,7 +360,8 @@ def _forms(value: str) -> Iterator[str]:
 
 
 def _first_missing(text: str, value: str, begin: int, end: int) -> str | None:
-    """Return the rest of `value` from its first word that is missing in `text[begin:end]`; None if all words follow in order."""
+    """Return the rest of `value` from its first word that is missing in `text[begin:end]`; None if all words
+    follow in order."""
     words = value.split()
     for number, word in enumerate(words):
         at = text.find(word, begin, end)
@@ -324,7 +372,8 @@ def _first_missing(text: str, value: str, begin: int, end: int) -> str | None:
 
 
 def _missing_of_calls(text: str, message: Message, begin: int, end: int) -> str | None:
-    """Return the first function name, argument or value that is not rendered. Call ids are not checked: few templates write them."""
+    """Return the first function name, argument or value that is not rendered. Call ids are not checked: few
+    templates write them."""
     for function in tool_calls(message):
         for leaf in (str(function.get("name", "")), *_leaves(_parsed(function.get("arguments")))):
             if not _is_rendered(text, leaf, begin, end):
@@ -343,7 +392,8 @@ def _parsed(value: object) -> object:
 
 
 def _leaves(value: object) -> Iterator[str]:
-    """Yield every key and value below `value` as text, except null, true and false, which templates write differently or not at all."""
+    """Yield every key and value below `value` as text, except null, true and false, which templates write
+    differently or not at all."""
     for leaf in leaves(value):
         if isinstance(leaf, str):
             yield leaf
@@ -352,9 +402,12 @@ def _leaves(value: object) -> Iterator[str]:
 
 
 def _is_field_rendered(text: str, template: str, name: str, value: object) -> bool:
-    """Return whether template or text names the field, and the text contains its values, except numbers, which may occur by chance."""
+    """Return whether template or text names the field, and the text contains its values, except numbers,
+    which may occur by chance."""
     is_named = name in template or f'"{name}"' in text or f"'{name}'" in text
-    return is_named and all(_is_rendered(text, leaf, 0, len(text)) for leaf in _leaves(value) if not leaf.isdigit())
+    return is_named and all(
+        _is_rendered(text, leaf, 0, len(text)) for leaf in _leaves(value) if not leaf.isdigit()
+    )
 
 
 def _shown(missing: str) -> str:

@@ -1,4 +1,5 @@
-"""A hash of the content of an example, equal for equal rows regardless of how a file or a recipe writes them."""
+"""A hash of the content of an example, equal for equal rows regardless of how a file or a recipe writes
+them."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from fsdp_tune.run.manifest import digest_number
 
 
 def content_hash(example: Example) -> int:
-    """Return a 64-bit hash of text, messages or ids alone: not of the order of keys, the trained parts or the tokenizer."""
+    """Return a 64-bit hash of text, messages or ids alone: not of the order of keys, the trained parts or the
+    tokenizer."""
     text = json.dumps(_content(example), sort_keys=True, default=repr)
     return digest_number(text)
 
@@ -21,6 +23,11 @@ def _content(example: Example) -> list[object]:
         case LabelledText():
             return ["text", "".join(text for text, _ in example.texts)]
         case Chat():
-            return ["chat", example.messages, example.tools or [], *([example.variables] if example.variables else [])]
+            return [
+                "chat",
+                example.messages,
+                example.tools or [],
+                *([example.variables] if example.variables else []),
+            ]
         case Ids():
             return ["ids", list(example.input_ids)]

@@ -1,4 +1,5 @@
-"""The interface of tokenizers in `data/`: a protocol, so that tests can use a small substitute and do not load transformers."""
+"""The interface of tokenizers in `data/`: a protocol, so that tests can use a small substitute and do not
+load transformers."""
 
 from __future__ import annotations
 
@@ -23,7 +24,11 @@ class SpecialToken:
     @property
     def pattern(self) -> str:
         """A regular expression for the text that is encoded as this token."""
-        return (r"\s*" if self.strips_left else "") + re.escape(self.text) + (r"\s*" if self.strips_right else "")
+        return (
+            (r"\s*" if self.strips_left else "")
+            + re.escape(self.text)
+            + (r"\s*" if self.strips_right else "")
+        )
 
 
 class TextEncoder(Protocol):
@@ -76,13 +81,24 @@ class Encoder(TextEncoder, Protocol):
         ...
 
     def render(
-        self, messages: list[dict[str, object]], template: str, *, tools: list[object] | None, generation_prompt: bool, **variables: object
+        self,
+        messages: list[dict[str, object]],
+        template: str,
+        *,
+        tools: list[object] | None,
+        generation_prompt: bool,
+        **variables: object,
     ) -> str:
         """Render a conversation as text. Exceptions of the template are not caught."""
         ...
 
     def render_marked(
-        self, messages: list[dict[str, object]], template: str, *, tools: list[object] | None, **variables: object
+        self,
+        messages: list[dict[str, object]],
+        template: str,
+        *,
+        tools: list[object] | None,
+        **variables: object,
     ) -> tuple[str, list[tuple[int, int]]]:
         """Render a conversation as text, with begin and end of each text inside generation markers."""
         ...

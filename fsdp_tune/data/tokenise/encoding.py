@@ -1,4 +1,5 @@
-"""Encode rendered chats, texts, and prompts with their completions as token ids, with a flag for each trained token."""
+"""Encode rendered chats, texts, and prompts with their completions as token ids, with a flag for each trained
+token."""
 
 from __future__ import annotations
 
@@ -24,9 +25,9 @@ from fsdp_tune.data.tokenise.special_tokens import (
 
 # ---- The border between the text that a model receives and the text that it must generate.
 #
-# One rule for prompts with completions and for the answers of chats: the tokens before the border are those of the received text
-# alone, because the model receives these at inference. If the tokenizer would join characters of both into one token, the text after
-# the border is encoded separately.
+# One rule for prompts with completions and for the answers of chats: the tokens before the border are those
+# of the received text alone, because the model receives these at inference. If the tokenizer would join
+# characters of both into one token, the text after the border is encoded separately.
 
 TOKENISED_APART, TEXT_CHANGED = "tokenised-apart", "text-changed"
 """Codes of notices: what was encoded separately, and what could not be without a change of the text."""
@@ -49,11 +50,14 @@ class Continuation(NamedTuple):
     """Whether the ids decode to the text of the row."""
 
 
-def continuation(received: list[int], joined: list[int], generated: str, encode: Encode, decode: Decode) -> Continuation:
-    """Return the ids of a received text, followed by those of `generated`. `joined` are the ids of both as one text.
+def continuation(
+    received: list[int], joined: list[int], generated: str, encode: Encode, decode: Decode
+) -> Continuation:
+    """Return the ids of a received text, followed by those of `generated`. `joined` are the ids of both as
+    one text.
 
-    Some tokenizers add a space before every text. The generated text is then encoded after another text (a guard), so that the ids
-    decode to the text of the row.
+    Some tokenizers add a space before every text. The generated text is then encoded after another text (a
+    guard), so that the ids decode to the text of the row.
     """
     if joined[: len(received)] == received:
         return Continuation(joined, is_apart=False)
@@ -84,7 +88,10 @@ def encode_texts(
     """
     spelled = [_special_tokens_of(text, settings, special) for text, settings in texts]
     ordinary = _encoded(
-        [text for (text, _), (_, as_text) in zip(texts, spelled, strict=True) if not as_text], encoder.encode, encoder, counts
+        [text for (text, _), (_, as_text) in zip(texts, spelled, strict=True) if not as_text],
+        encoder.encode,
+        encoder,
+        counts,
     )
     for (text, _), (meant, as_text) in zip(texts, spelled, strict=True):
         kind = AS_TEXT
@@ -95,11 +102,18 @@ def encode_texts(
                 encoded = _with_text(text, as_text, encoder, special, counts, keeps_others=bool(meant))
             except RowError:
                 encoded, kind = next(_encoded([text], encoder.encode, encoder, counts)), INSEPARABLE
-        yield EncodedText(encoded.ids, encoded.trained, (*encoded.notes, *notes_of(AS_CONTROL, meant), *notes_of(kind, as_text)))
+        yield EncodedText(
+            encoded.ids,
+            encoded.trained,
+            (*encoded.notes, *notes_of(AS_CONTROL, meant), *notes_of(kind, as_text)),
+        )
 
 
-def encode_segments(example: LabelledText, settings: FormatSettings, encoder: Encoder, special: SpecialTokens) -> EncodedText:
-    """Return ids and trained flags of segments, without a prefix. Each has the ids that follow those of the text before it."""
+def encode_segments(
+    example: LabelledText, settings: FormatSettings, encoder: Encoder, special: SpecialTokens
+) -> EncodedText:
+    """Return ids and trained flags of segments, without a prefix. Each has the ids that follow those of the
+    text before it."""
     spelled = special.spelled_in([text for text, _ in example.texts])
     if not settings.encodes_special_tokens_as_text(example):
         return _encoded_segments(example, encoder.encode, encoder, notes_of(AS_CONTROL, spelled))
@@ -109,31 +123,46 @@ def encode_segments(example: LabelledText, settings: FormatSettings, encoder: En
         return _encoded_segments(example, encoder.encode, encoder, notes_of(INSEPARABLE, spelled))
 
 
-def _encoded_segments(example: LabelledText, encode: Encode, encoder: Encoder, notes: tuple[Note, ...]) -> EncodedText:
+def _encoded_segments(
+    example: LabelledText, encode: Encode, encoder: Encoder, notes: tuple[Note, ...]
+) -> EncodedText:
     text, ids, trained, found_notes = "", list[int](), list[bool](), list[Note]()
     for segment, is_trained in example.texts:
         text += segment
         found = continuation(ids, encode([text])[0], segment, encode, encoder.decode)
         trained += [is_trained] * (len(found.ids) - len(ids))
         ids = found.ids
-        found_notes += [Note(TOKENISED_APART, "segments")] * found.is_apart + [Note(TEXT_CHANGED, "between segments")] * (
-            not found.is_exact
-        )
+        found_notes += [Note(TOKENISED_APART, "segments")] * found.is_apart + [
+            Note(TEXT_CHANGED, "between segments")
+        ] * (not found.is_exact)
     return EncodedText(ids, trained, (*dict.fromkeys(found_notes), *notes))
 
 
-def _special_tokens_of(text: Text, settings: FormatSettings, special: SpecialTokens) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the special tokens in a row that are encoded as such, and those that are encoded as ordinary text."""
+def _special_tokens_of(
+    text: Text, settings: FormatSettings, special: SpecialTokens
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the special tokens in a row that are encoded as such, and those that are encoded as ordinary
+    text."""
     content = [text.prompt, text.completion]
     spelled = special.spelled_in(content)
     if not settings.encodes_special_tokens_as_text(text):
         return spelled, ()
-    meant = tuple(token for token in spelled if special.is_for_rows(token)) if settings.special_tokens == "auto" else ()
+    meant = (
+        tuple(token for token in spelled if special.is_for_rows(token))
+        if settings.special_tokens == "auto"
+        else ()
+    )
     return meant, tuple(token for token in spelled if token not in meant)
 
 
 def _with_text(
-    text: Text, as_text: tuple[str, ...], encoder: Encoder, special: SpecialTokens, counts: Counter[str], *, keeps_others: bool
+    text: Text,
+    as_text: tuple[str, ...],
+    encoder: Encoder,
+    special: SpecialTokens,
+    counts: Counter[str],
+    *,
+    keeps_others: bool,
 ) -> EncodedText:
     """Encode the special tokens `as_text` as ordinary text. Raises: RowError if the tokenizer cannot."""
     if not keeps_others:
@@ -142,7 +171,9 @@ def _with_text(
     return next(_encoded([marked], RestoringEncoder(encoder, special, placeholders).encode, encoder, counts))
 
 
-def _encoded(texts: list[Text], encode: Encode, encoder: Encoder, counts: Counter[str]) -> Iterator[EncodedText]:
+def _encoded(
+    texts: list[Text], encode: Encode, encoder: Encoder, counts: Counter[str]
+) -> Iterator[EncodedText]:
     alone = iter(encode([text.prompt for text in texts if text.prompt]))
     joined = encode([text.prompt + text.completion for text in texts])
     for text, ids in zip(texts, joined, strict=True):
@@ -151,12 +182,16 @@ def _encoded(texts: list[Text], encode: Encode, encoder: Encoder, counts: Counte
         notes = [Note(TOKENISED_APART, "prompts and completions")] * found.is_apart
         notes += [Note(TEXT_CHANGED, "between prompt and completion")] * (not found.is_exact)
         if text.prompt:
-            counts["no_space"] += not (text.fixed_prompt or text.prompt[-1:].isspace() or text.completion[:1].isspace())
+            counts["no_space"] += not (
+                text.fixed_prompt or text.prompt[-1:].isspace() or text.completion[:1].isspace()
+            )
         trained = [text.train_prompt] * len(prompt_ids) + [True] * (len(found.ids) - len(prompt_ids))
         yield EncodedText(*_with_prefix(found.ids, trained, encoder.prefix_ids), tuple(notes))
 
 
-def _with_prefix(ids: list[int], trained: list[bool], prefix: tuple[int, ...]) -> tuple[list[int], list[bool]]:
+def _with_prefix(
+    ids: list[int], trained: list[bool], prefix: tuple[int, ...]
+) -> tuple[list[int], list[bool]]:
     if not prefix or tuple(ids[: len(prefix)]) == prefix or not ids:
         return ids, trained
     return [*prefix, *ids], [False] * len(prefix) + trained

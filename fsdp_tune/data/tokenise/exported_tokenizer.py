@@ -38,7 +38,8 @@ class SavedTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenizerOrigin:
-    """A tokenizer as it was loaded: what a recipe may change, and its files (None if it has none, as a bundled one)."""
+    """A tokenizer as it was loaded: what a recipe may change, and its files (None if it has none, as a
+    bundled one)."""
 
     folder: Path | None = None
     special_tokens: dict[str, str] = field(default_factory=dict[str, str])
@@ -49,12 +50,19 @@ class TokenizerOrigin:
 def describe_origin(tokenizer: SavedTokenizer, folder: Path | None) -> TokenizerOrigin:
     templates = tokenizer.chat_template
     return TokenizerOrigin(
-        folder, _named_special_tokens(tokenizer), templates.get("default") if isinstance(templates, dict) else templates, len(tokenizer)
+        folder,
+        _named_special_tokens(tokenizer),
+        templates.get("default") if isinstance(templates, dict) else templates,
+        len(tokenizer),
     )
 
 
 def _named_special_tokens(tokenizer: SavedTokenizer) -> dict[str, str]:
-    return {name: str(token) for name, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)}
+    return {
+        name: str(token)
+        for name, token in tokenizer.special_tokens_map.items()
+        if not isinstance(token, list)
+    }
 
 
 def save_tokenizer(directory: Path, tokenizer: SavedTokenizer, origin: TokenizerOrigin) -> None:
@@ -67,15 +75,29 @@ def save_tokenizer(directory: Path, tokenizer: SavedTokenizer, origin: Tokenizer
         if (directory / CONFIG).is_file():
             write_json(directory / CONFIG, _old_spelling(_read_object(directory / CONFIG)))
         return
-    contents = {name: path.read_bytes() for name, path in files.items() if not (has_grown and name in (VOCABULARY, ADDED))}
-    special = {name: token for name, token in _named_special_tokens(tokenizer).items() if origin.special_tokens.get(name) != token}
+    contents = {
+        name: path.read_bytes()
+        for name, path in files.items()
+        if not (has_grown and name in (VOCABULARY, ADDED))
+    }
+    special = {
+        name: token
+        for name, token in _named_special_tokens(tokenizer).items()
+        if origin.special_tokens.get(name) != token
+    }
     changes: dict[str, object] = dict(special)
     config = _read_object(files[CONFIG]) if CONFIG in files else {}
     if has_grown and "added_tokens_decoder" in config:
-        changes["added_tokens_decoder"] = config["added_tokens_decoder"] | _added_tokens(directory / VOCABULARY)
+        changes["added_tokens_decoder"] = config["added_tokens_decoder"] | _added_tokens(
+            directory / VOCABULARY
+        )
     template = tokenizer.chat_template
     if template != origin.chat_template:
-        contents = {name: text for name, text in contents.items() if not name.startswith(("chat_template.", "additional_chat_templates/"))}
+        contents = {
+            name: text
+            for name, text in contents.items()
+            if not name.startswith(("chat_template.", "additional_chat_templates/"))
+        }
         contents[TEMPLATE] = str(template).encode()
         changes |= {"chat_template": template} if "chat_template" in config else {}
     if (exported := _old_spelling(config | changes)) != config:
@@ -103,7 +125,9 @@ def _old_spelling(config: dict[str, object]) -> dict[str, Any]:
     """Return a tokenizer_config.json of transformers 5 with the names of transformers 4."""
     old = dict(config)
     if old.get("tokenizer_class") == "TokenizersBackend":
-        old = {name: value for name, value in old.items() if name not in _OF_ONE_MACHINE} | {"tokenizer_class": "PreTrainedTokenizerFast"}
+        old = {name: value for name, value in old.items() if name not in _OF_ONE_MACHINE} | {
+            "tokenizer_class": "PreTrainedTokenizerFast"
+        }
     if isinstance(old.get("extra_special_tokens"), list):
         old["additional_special_tokens"] = old.pop("extra_special_tokens")
     return old
@@ -123,5 +147,10 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
     for path in sorted([*folder.glob("*"), *folder.glob("additional_chat_templates/*")]):
         name = path.relative_to(folder).as_posix()
         is_wanted = COMPANION.fullmatch(name) or (has_code and CODE.fullmatch(name))
-        if is_wanted and name != "generation_config.json" and path.is_file() and resolves_inside(path, folder):
+        if (
+            is_wanted
+            and name != "generation_config.json"
+            and path.is_file()
+            and resolves_inside(path, folder)
+        ):
             yield name, path

@@ -51,11 +51,13 @@ NUMBER_BYTES = 8
 
 
 ALONE_CHUNKS = 10
-"""Number of chunks before other processes are started, since starting them takes a second and small data do not need them."""
+"""Number of chunks before other processes are started, since starting them takes a second and small data do
+not need them."""
 
 
 REPEATED_RENDERINGS = 4
-"""Number of chats per chunk that are rendered twice, to detect a template whose text differs from call to call."""
+"""Number of chats per chunk that are rendered twice, to detect a template whose text differs from call to
+call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,8 @@ class Tokenised:
     origins: Int64
     """[examples, 2]: file, row in the file."""
     hashes: np.ndarray[Any, np.dtype[np.uint64]]
-    """Hash of each row's content, which decides whether it is held out, independent of order, seed and tokenizer."""
+    """Hash of each row's content, which decides whether it is held out, independent of order, seed and
+    tokenizer."""
     token_hashes: np.ndarray[Any, np.dtype[np.uint64]]
     """Hash of the tokens and targets of each example's row, by which duplicates are found."""
     bad: list[tuple[int, BadRow]] = field(default_factory=list[tuple[int, BadRow]])
@@ -89,8 +92,8 @@ class Tokenised:
     untrained: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """File and row of examples without a trained token."""
     counts: Counter[str] = field(default_factory=Counter[str])
-    """rows, unencoded, bad_unencoded, eos_supervised, eos_appended_to_chat, bos_once, bos_more, bos_repeated_in_text,
-    bos_missing_in_chat, no_space, split_rows, split_examples."""
+    """rows, unencoded, bad_unencoded, eos_supervised, eos_appended_to_chat, bos_once, bos_more,
+    bos_repeated_in_text, bos_missing_in_chat, no_space, split_rows, split_examples."""
     keys: Counter[tuple[int, KeyUse]] = field(default_factory=Counter[tuple[int, KeyUse]])
     """Rows of each source by the use of a key."""
     notes: RowNotes = field(default_factory=RowNotes)
@@ -105,7 +108,8 @@ class Tokeniser:
     """One entry per source."""
 
     def chunk(self, rows: list[RawRow], *, check_only: bool = False) -> Tokenised:
-        """Tokenise a chunk. With `check_only`, only count bad rows and encode nothing: an earlier chunk already had one."""
+        """Tokenise a chunk. With `check_only`, only count bad rows and encode nothing: an earlier chunk
+        already had one."""
         work = _Chunk(self.encoder, self.settings)
         examples: list[tuple[RawRow, Example]] = []
         for row in rows:
@@ -169,19 +173,32 @@ class _Chunk:
         self.notes = RowNotes()
 
     def encode_texts(self, texts: list[tuple[RawRow, Text]]) -> Iterator[EncodedText]:
-        return encode_texts([(text, self._settings[row.source]) for row, text in texts], self._encoder, self._special, self.counts)
+        return encode_texts(
+            [(text, self._settings[row.source]) for row, text in texts],
+            self._encoder,
+            self._special,
+            self.counts,
+        )
 
     def encode_segments(self, row: RawRow, example: LabelledText) -> EncodedText:
         return encode_segments(example, self._settings[row.source], self._encoder, self._special)
 
     def encode_chats(self, chats: list[tuple[RawRow, Chat]]) -> Iterator[_EncodedChat | None]:
-        """Render all conversations, then encode them in one call, which uses all cores; yield None for one that cannot be rendered."""
-        rendered = [self._rendered(row, chat, check_repeat=at < REPEATED_RENDERINGS) for at, (row, chat) in enumerate(chats)]
-        ordinary = [text for chat in rendered if chat is not None and not chat.ids for text in chat.rendered.examples]
+        """Render all conversations, then encode them in one call, which uses all cores; yield None for one
+        that cannot be rendered."""
+        rendered = [
+            self._rendered(row, chat, check_repeat=at < REPEATED_RENDERINGS)
+            for at, (row, chat) in enumerate(chats)
+        ]
+        ordinary = [
+            text for chat in rendered if chat is not None and not chat.ids for text in chat.rendered.examples
+        ]
         pieces = iter(self._encoder.encode([piece for text in ordinary for piece in text.pieces]))
         for chat in rendered:
             if chat is not None and not chat.ids:
-                chat = replace(chat, ids=[list(islice(pieces, len(text.pieces))) for text in chat.rendered.examples])
+                chat = replace(
+                    chat, ids=[list(islice(pieces, len(text.pieces))) for text in chat.rendered.examples]
+                )
             yield chat
 
     def _rendered(self, row: RawRow, chat: Chat, *, check_repeat: bool) -> _EncodedChat | None:
@@ -194,34 +211,53 @@ class _Chunk:
             self.bad.append((row.file, error.bad_row(row.number, hint=self._way_out(chat, settings))))
             return None
         if not settings.encodes_special_tokens_as_text(chat):
-            return _EncodedChat(rendered, self._encoder, notes=notes_of(AS_CONTROL, self._special.spelled_in([chat.messages, chat.tools])))
+            return _EncodedChat(
+                rendered,
+                self._encoder,
+                notes=notes_of(AS_CONTROL, self._special.spelled_in([chat.messages, chat.tools])),
+            )
         texts = [text.whole for text in rendered.examples]
-        inside = self._special.in_chat(chat, settings.template, texts, keeps_added=settings.special_tokens == "auto")
+        inside = self._special.in_chat(
+            chat, settings.template, texts, keeps_added=settings.special_tokens == "auto"
+        )
         notes = notes_of(AS_CONTROL, inside.kept)
         if not inside.as_text:
             return _EncodedChat(rendered, self._encoder, notes=notes)
         try:
             found = self._with_text(chat, settings.template, texts, inside)
         except RowError:
-            return _EncodedChat(rendered, self._encoder, notes=(*notes, *notes_of(INSEPARABLE, inside.as_text)))
+            return _EncodedChat(
+                rendered, self._encoder, notes=(*notes, *notes_of(INSEPARABLE, inside.as_text))
+            )
         return replace(found, notes=(*notes, *found.notes))
 
     def _way_out(self, chat: Chat, settings: FormatSettings) -> str | None:
-        """Return a hint that names a bundled template for a rejected chat; for the first alone, since each takes many renderings."""
+        """Return a hint that names a bundled template for a rejected chat; for the first alone, since each
+        takes many renderings."""
         if self._has_way_out or settings.template is None:
             return None
         self._has_way_out = True
         name = template_for(chat, self._encoder, settings.template)
-        return None if name is None else f"`{settings.template_key}: {name}` renders this row ({BUNDLED[name].purpose})"
+        return (
+            None
+            if name is None
+            else f"`{settings.template_key}: {name}` renders this row ({BUNDLED[name].purpose})"
+        )
 
     def _with_text(self, chat: Chat, template: str, texts: list[str], inside: InChat) -> _EncodedChat:
-        """Encode special tokens in the content of a chat as text. Raises: RowError if template or tokenizer cannot separate them."""
+        """Encode special tokens in the content of a chat as text. Raises: RowError if template or tokenizer
+        cannot separate them."""
         replaced, placeholders = self._special.with_placeholders(chat, inside, "".join(texts))
         marked = render_chat(replaced, template, self._encoder, check_repeat=False)
         if [placeholders.restore(text.whole) for text in marked.examples] != texts:
             raise InseparableError
         encoder = RestoringEncoder(self._encoder, self._special, placeholders)
-        return _EncodedChat(marked, encoder, [encoder.encode(text.pieces) for text in marked.examples], notes_of(AS_TEXT, inside.as_text))
+        return _EncodedChat(
+            marked,
+            encoder,
+            [encoder.encode(text.pieces) for text in marked.examples],
+            notes_of(AS_TEXT, inside.as_text),
+        )
 
     def add_chat(self, row: RawRow, chat: Chat, encoded: _EncodedChat | None) -> None:
         if encoded is None:
@@ -266,8 +302,11 @@ class _Chunk:
         self._hashes.append(content_hash(example))
         return True
 
-    def _ended(self, ids: list[int], trained: list[bool], settings: FormatSettings) -> tuple[list[int], list[bool]]:
-        """Append the end-of-sequence token, trained, unless the row has its own, before white space or not; that is not trained then.
+    def _ended(
+        self, ids: list[int], trained: list[bool], settings: FormatSettings
+    ) -> tuple[list[int], list[bool]]:
+        """Append the end-of-sequence token, trained, unless the row has its own, before white space or not;
+        that is not trained then.
 
         An empty text stays empty and is dropped later.
         """
@@ -289,14 +328,20 @@ class _Chunk:
 
     def _count(self, ids: list[int], trained: list[bool], *, is_chat: bool) -> None:
         encoder = self._encoder
-        backwards = zip(reversed(ids), reversed(trained), strict=True)  # searched from the end, where it usually is
+        backwards = zip(
+            reversed(ids), reversed(trained), strict=True
+        )  # searched from the end, where it usually is
         self.counts["eos_supervised"] += any(flag and token == encoder.eos_id for token, flag in backwards)
         if encoder.bos_id is not None and encoder.bos_id != encoder.eos_id:
             found = ids.count(encoder.bos_id)
             self.counts["bos_once"] += found == 1
             self.counts["bos_more"] += found > 1
-            self.counts["bos_repeated_in_text"] += found > 1 and not is_chat  # in a chat the template writes them
-            self.counts["bos_missing_in_chat"] += not found and is_chat and encoder.bos_id in encoder.prefix_ids
+            self.counts["bos_repeated_in_text"] += (
+                found > 1 and not is_chat
+            )  # in a chat the template writes them
+            self.counts["bos_missing_in_chat"] += (
+                not found and is_chat and encoder.bos_id in encoder.prefix_ids
+            )
 
     def finish(self) -> Tokenised:
         columns = np.array(self._rows, np.int64).reshape(-1, 5).T
@@ -323,7 +368,8 @@ class _Chunk:
 def tokenise(
     rows: Iterator[RawRow], tokeniser: Tokeniser, processes: int, *, check_only: Callable[[], bool]
 ) -> Generator[Tokenised, None, None]:
-    """Yield chunks in the order of the rows, regardless of the number of processes. `check_only` is called before each chunk."""
+    """Yield chunks in the order of the rows, regardless of the number of processes. `check_only` is called
+    before each chunk."""
     chunks = _chunks(rows)
     for chunk, _ in islice(chunks, ALONE_CHUNKS if processes > 1 else None):
         yield tokeniser.chunk(chunk, check_only=check_only())
@@ -333,7 +379,8 @@ def tokenise(
 
 
 def _chunks(rows: Iterator[RawRow]) -> Iterator[tuple[list[RawRow], int]]:
-    """Yield chunks of at most CHUNK_ROWS rows and CHUNK_BYTES bytes, or of one longer row, each with its bytes."""
+    """Yield chunks of at most CHUNK_ROWS rows and CHUNK_BYTES bytes, or of one longer row, each with its
+    bytes."""
     chunk: list[RawRow] = []
     chunk_bytes = 0
     for row in rows:
@@ -352,7 +399,9 @@ def content_bytes(value: object) -> int:
     if isinstance(value, (str, bytes)):
         return len(value)
     if isinstance(value, dict):
-        return sum(len(str(key)) + content_bytes(item) for key, item in cast(dict[object, object], value).items())
+        return sum(
+            len(str(key)) + content_bytes(item) for key, item in cast(dict[object, object], value).items()
+        )
     if isinstance(value, list):
         items = cast(list[object], value)
         if items and isinstance(items[0], (int, float)):
@@ -362,15 +411,23 @@ def content_bytes(value: object) -> int:
 
 
 def _in_processes(
-    chunks: Iterator[tuple[list[RawRow], int]], tokeniser: Tokeniser, processes: int, check_only: Callable[[], bool]
+    chunks: Iterator[tuple[list[RawRow], int]],
+    tokeniser: Tokeniser,
+    processes: int,
+    check_only: Callable[[], bool],
 ) -> Generator[Tokenised, None, None]:
-    executor = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(tokeniser,))
+    executor = ProcessPoolExecutor(
+        processes, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(tokeniser,)
+    )
     pending: deque[tuple[Future[Tokenised], int]] = deque()
     bytes_pending = 0
     try:
         for chunk, size in chunks:
-            # Enough chunks that no process waits, and few enough to bound memory: chunks of a single large row are submitted one by one.
-            while pending and (len(pending) >= 3 * processes or bytes_pending + size > 3 * processes * CHUNK_BYTES):
+            # Enough chunks that no process waits, and few enough to bound memory: chunks of a single large
+            # row are submitted one by one.
+            while pending and (
+                len(pending) >= 3 * processes or bytes_pending + size > 3 * processes * CHUNK_BYTES
+            ):
                 done, freed = pending.popleft()
                 bytes_pending -= freed
                 yield done.result()
@@ -403,7 +460,8 @@ def _begin(tokeniser: Tokeniser) -> None:
 
 
 def _die_with(parent: Any) -> None:
-    """Exit when the parent ends. A killed parent cannot end its children, which would otherwise wait for work forever."""
+    """Exit when the parent ends. A killed parent cannot end its children, which would otherwise wait for work
+    forever."""
     parent.join()
     os._exit(1)
 

@@ -22,12 +22,17 @@ from fsdp_tune.data.tokenise.answers import FIRST_MARK, FIRST_NUMBER, LAST_MARK
 from fsdp_tune.data.tokenise.chat import leaves
 from fsdp_tune.data.tokenise.encoder import Encoder
 
-AS_TEXT, AS_CONTROL, INSEPARABLE = "special-tokens-as-text", "special-tokens-as-control", "special-tokens-inseparable"
+AS_TEXT, AS_CONTROL, INSEPARABLE = (
+    "special-tokens-as-text",
+    "special-tokens-as-control",
+    "special-tokens-inseparable",
+)
 """How special tokens in the content were encoded; codes of notices."""
 
 
 GUARDS = ("", "\n", ":", "a")
-"""Texts to encode before a segment. Some tokenizers add a space before every text, but not after other text."""
+"""Texts to encode before a segment. Some tokenizers add a space before every text, but not after other
+text."""
 
 
 BRANCH_LENGTH = 4
@@ -42,7 +47,10 @@ class InseparableError(RowError):
     """Special tokens in the content of a row cannot be encoded as text."""
 
     def __init__(self) -> None:
-        super().__init__("special tokens in its content cannot be encoded as text (`data.special_tokens_in_content: control` keeps them)")
+        super().__init__(
+            "special tokens in its content cannot be encoded as text "
+            "(`data.special_tokens_in_content: control` keeps them)"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +64,15 @@ class Placeholders:
     """Those of `tokens` that `insert` replaces."""
 
     def insert(self, pattern: re.Pattern[str], value: object) -> object:
-        """Return `value` with placeholders in all of its texts; `pattern` finds special tokens, those without a placeholder stay."""
+        """Return `value` with placeholders in all of its texts; `pattern` finds special tokens, those without
+        a placeholder stay."""
 
         def placeholder(match: re.Match[str]) -> str:
-            return self.mark + chr(FIRST_NUMBER + self.tokens.index(match[0])) if match[0] in self.replaced else match[0]
+            return (
+                self.mark + chr(FIRST_NUMBER + self.tokens.index(match[0]))
+                if match[0] in self.replaced
+                else match[0]
+            )
 
         return _with_changed_texts(value, lambda text: pattern.sub(placeholder, text))
 
@@ -97,7 +110,14 @@ class SpecialTokens:
 
     def spelled_in(self, value: object) -> tuple[str, ...]:
         """Return the special tokens that occur in the texts of `value`, each once."""
-        return tuple(dict.fromkeys(token for text in _texts(value) if self._spelled.search(text) for token in self._spelled.findall(text)))
+        return tuple(
+            dict.fromkeys(
+                token
+                for text in _texts(value)
+                if self._spelled.search(text)
+                for token in self._spelled.findall(text)
+            )
+        )
 
     def is_for_rows(self, token: str) -> bool:
         """Return whether the recipe added a token (`model.tokens.add`)."""
@@ -106,11 +126,14 @@ class SpecialTokens:
     def in_chat(self, chat: Chat, template: str, rendered: list[str], *, keeps_added: bool) -> InChat:
         """Decide about the special tokens in a chat; `rendered` are the texts of its examples.
 
-        With `keeps_added`, tokens that the recipe added for the rows stay tokens, but not those of the template, so that no content forges
-        a turn. In answers, which are what the model learns to write, these are the tokens that the template writes there itself
-        (the end of a turn); elsewhere also those that its text contains (`<tool_response>`).
+        With `keeps_added`, tokens that the recipe added for the rows stay tokens, but not those of the
+        template, so that no content forges a turn. In answers, which are what the model learns to write,
+        these are the tokens that the template writes there itself (the end of a turn); elsewhere also those
+        that its text contains (`<tool_response>`).
         """
-        count = max(rendered, key=len).count  # the examples repeat their context, so that all together would count it twice
+        count = max(
+            rendered, key=len
+        ).count  # the examples repeat their context, so that all together would count it twice
         content = [chat.messages, chat.tools]
 
         def is_kept(token: str, *, is_answer: bool) -> bool:
@@ -120,7 +143,9 @@ class SpecialTokens:
             return not is_written and (is_answer or token not in template)
 
         answers = self.spelled_in([message for message in chat.messages if message["role"] == "assistant"])
-        others = self.spelled_in([[message for message in chat.messages if message["role"] != "assistant"], chat.tools])
+        others = self.spelled_in(
+            [[message for message in chat.messages if message["role"] != "assistant"], chat.tools]
+        )
         return InChat(
             answers=tuple(token for token in answers if not is_kept(token, is_answer=True)),
             others=tuple(token for token in others if not is_kept(token, is_answer=False)),
@@ -135,28 +160,39 @@ class SpecialTokens:
         )
 
     def with_placeholders(self, chat: Chat, inside: InChat, rendered: str) -> tuple[Chat, Placeholders]:
-        """Return the chat with a placeholder for each special token that is text; `rendered` is its text without placeholders."""
+        """Return the chat with a placeholder for each special token that is text; `rendered` is its text
+        without placeholders."""
         placeholders = _placeholders([chat.messages, chat.tools], inside.as_text, rendered)
-        of_answers, of_others = replace(placeholders, replaced=inside.answers), replace(placeholders, replaced=inside.others)
+        of_answers, of_others = (
+            replace(placeholders, replaced=inside.answers),
+            replace(placeholders, replaced=inside.others),
+        )
         messages = [
-            (of_answers if message["role"] == "assistant" else of_others).insert(self._spelled, message) for message in chat.messages
+            (of_answers if message["role"] == "assistant" else of_others).insert(self._spelled, message)
+            for message in chat.messages
         ]
-        return replace(chat, messages=messages, tools=of_others.insert(self._spelled, chat.tools)), placeholders
+        return replace(
+            chat, messages=messages, tools=of_others.insert(self._spelled, chat.tools)
+        ), placeholders
 
     def with_placeholders_in_text(self, text: Text, spelled: tuple[str, ...]) -> tuple[Text, Placeholders]:
         placeholders = _placeholders([text.prompt, text.completion], spelled, "")
-        prompt, completion = (placeholders.insert(self._spelled, part) for part in (text.prompt, text.completion))
+        prompt, completion = (
+            placeholders.insert(self._spelled, part) for part in (text.prompt, text.completion)
+        )
         return replace(text, prompt=prompt, completion=completion), placeholders
 
     def encode_as_text(self, texts: list[str]) -> list[list[int]]:
-        """Return ids without control tokens. Raises: InseparableError if the tokenizer cannot encode a text otherwise."""
+        """Return ids without control tokens. Raises: InseparableError if the tokenizer cannot encode a text
+        otherwise."""
         encoded = self._encoder.encode_as_text(texts)
         if not all(self._control_ids.isdisjoint(ids) for ids in encoded):
             raise InseparableError
         return encoded
 
     def encode_restored(self, text: str, placeholders: Placeholders) -> list[int]:
-        """Return the ids of a rendered text whose placeholders represent text that must not become a control token."""
+        """Return the ids of a rendered text whose placeholders represent text that must not become a control
+        token."""
         ids: list[int] = []
         expected = self._encoder.encode([text])[0]
         at = 0
@@ -178,7 +214,8 @@ class SpecialTokens:
         return ids
 
     def _segments(self, text: str) -> Iterator[tuple[str, bool]]:
-        """Yield text between special tokens, and special tokens with the white space that they include; the flag is True for the latter."""
+        """Yield text between special tokens, and special tokens with the white space that they include; the
+        flag is True for the latter."""
         at = 0
         for match in self._controls.finditer(text):
             if match.start() > at:
@@ -228,17 +265,22 @@ def encode_after(guard: str, text: str, encode: Callable[[list[str]], list[list[
 
 
 def _any_of(texts: list[str]) -> str:
-    """Return a pattern for any of the texts. Texts with equal beginnings share a branch, since a tokenizer may have a thousand of them."""
+    """Return a pattern for any of the texts. Texts with equal beginnings share a branch, since a tokenizer
+    may have a thousand of them."""
     branches: dict[str, list[str]] = {}
     for text in texts:
         branches.setdefault(text[:BRANCH_LENGTH], []).append(re.escape(text[BRANCH_LENGTH:]))
-    ordered = sorted(branches.items(), key=lambda branch: -len(branch[0]))  # a short text may begin a longer one
+    ordered = sorted(
+        branches.items(), key=lambda branch: -len(branch[0])
+    )  # a short text may begin a longer one
     return "|".join(f"{re.escape(begin)}(?:{'|'.join(ends)})" for begin, ends in ordered) or NOTHING
 
 
 def _placeholders(values: list[object], spelled: tuple[str, ...], rendered: str) -> Placeholders:
     present = set(rendered).union(*_texts(values))
-    return Placeholders(next(chr(code) for code in range(FIRST_MARK, LAST_MARK) if chr(code) not in present), spelled, spelled)
+    return Placeholders(
+        next(chr(code) for code in range(FIRST_MARK, LAST_MARK) if chr(code) not in present), spelled, spelled
+    )
 
 
 def notes_of(kind: str, spelled: tuple[str, ...]) -> tuple[Note, ...]:
@@ -253,7 +295,10 @@ def _with_changed_texts(value: object, change: Callable[[str], str]) -> object:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {change(key): _with_changed_texts(part, change) for key, part in cast(Mapping[str, object], value).items()}
+        return {
+            change(key): _with_changed_texts(part, change)
+            for key, part in cast(Mapping[str, object], value).items()
+        }
     if isinstance(value, list):
         return [_with_changed_texts(part, change) for part in cast(list[object], value)]
     return value

@@ -1,7 +1,8 @@
-"""Load the recipe's tokenizer with its special tokens and chat template, and wrap it as the encoder of `data/`.
+"""Load the recipe's tokenizer with its special tokens and chat template, and wrap it as the encoder of
+`data/`.
 
-`builtin:NAME` needs no torch (from transformers 5.23 on). Any other tokenizer goes through AutoTokenizer, which imports
-torch in transformers 5 (its configuration module does), about two seconds once.
+`builtin:NAME` needs no torch (from transformers 5.23 on). Any other tokenizer goes through AutoTokenizer,
+which imports torch in transformers 5 (its configuration module does), about two seconds once.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from fsdp_tune.core.hub import HubResource, cached_model_file, hub_is_reachable
 from fsdp_tune.core.library_errors import as_os_error
 from fsdp_tune.data.format.templates import BUNDLED, fitting_templates, missing_tokens, resolve_template
 from fsdp_tune.data.format.templates import KEY as KEY_OF_TEMPLATE
-from fsdp_tune.data.read.file_access import CHAT_TEMPLATE, EOS, MODEL_MAX_LENGTH, PAD, builtin_tokenizer, is_builtin
+from fsdp_tune.data.read.file_access import (
+    CHAT_TEMPLATE,
+    EOS,
+    MODEL_MAX_LENGTH,
+    PAD,
+    builtin_tokenizer,
+    is_builtin,
+)
 from fsdp_tune.data.tokenise.encoder import SpecialToken
 from fsdp_tune.data.tokenise.exported_tokenizer import TokenizerOrigin, describe_origin
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -30,7 +38,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-PAD_NAMES = ("<pad>", "<|pad|>", "[PAD]", "<PAD>", "<|PAD|>", "<|padding|>", "<|finetune_right_pad_id|>", "<|fim_pad|>")
+PAD_NAMES = (
+    "<pad>",
+    "<|pad|>",
+    "[PAD]",
+    "<PAD>",
+    "<|PAD|>",
+    "<|padding|>",
+    "<|finetune_right_pad_id|>",
+    "<|fim_pad|>",
+)
 
 
 SPARE_TOKEN = re.compile(r"reserved|unused|<extra_id_|<dummy|\[control_", re.IGNORECASE)
@@ -57,12 +74,15 @@ class LoadedTokenizer:
 def open_tokenizer(recipe: Recipe) -> LoadedTokenizer:
     """Load the tokenizer, with EOS, padding and added tokens and chat template as in the recipe.
 
-    Raises: usage error (exit 2) if it is not found, the hub is unreachable, or it has no end-of-sequence token.
+    Raises: usage error (exit 2) if it is not found, the hub is unreachable, or it has no end-of-sequence
+    token.
     """
     name = recipe.model.tokenizer or recipe.model.name_or_path
     if name is None:
         raise usage_error(
-            "no-tokenizer", "the recipe names no tokenizer", hint=f"set `{KEY}`: a hub id, a directory or `builtin:arithmetic`"
+            "no-tokenizer",
+            "the recipe names no tokenizer",
+            hint=f"set `{KEY}`: a hub id, a directory or `builtin:arithmetic`",
         )
     tokenizer = _builtin(name) if is_builtin(name) else _from_pretrained(name, recipe)
     origin = describe_origin(tokenizer, None if is_builtin(name) else _folder_of(name, recipe))
@@ -78,31 +98,38 @@ def open_tokenizer(recipe: Recipe) -> LoadedTokenizer:
 
 def load_encoder(recipe: Recipe) -> TokenizerEncoder:
     loaded = open_tokenizer(recipe)
-    encoder = TokenizerEncoder(loaded.tokenizer, loaded.notices, added=recipe.model.tokens.add, origin=loaded.origin)
+    encoder = TokenizerEncoder(
+        loaded.tokenizer, loaded.notices, added=recipe.model.tokens.add, origin=loaded.origin
+    )
     encoder.notices += tuple(_missing_template_tokens(recipe, encoder))
     return encoder
 
 
 def stand_in_encoder() -> TokenizerEncoder:
-    """Return an encoder for reading rows without their tokenizer: it has a chat template, and every id is in its vocabulary."""
+    """Return an encoder for reading rows without their tokenizer: it has a chat template, and every id is in
+    its vocabulary."""
     encoder = TokenizerEncoder(_builtin(STAND_IN))
     encoder.vocabulary_size = sys.maxsize
     return encoder
 
 
 def _missing_template_tokens(recipe: Recipe, encoder: TokenizerEncoder) -> Iterator[Notice]:
-    """Report tokens of a bundled template that the vocabulary lacks: they would be encoded as text, a letter or a syllable at a time."""
+    """Report tokens of a bundled template that the vocabulary lacks: they would be encoded as text, a letter
+    or a syllable at a time."""
     keys = {KEY_OF_TEMPLATE: recipe.data.chat_template} | {
         f"{key}.chat_template": entry.chat_template for key, entry in recipe.data.sources
     }
     for key, name in keys.items():
         missing = missing_tokens(name, encoder.encode) if name is not None and name in BUNDLED else []
         if name is not None and missing:
-            fitting = fitting_templates(encoder.encode, BUNDLED[name].parts) or fitting_templates(encoder.encode)
+            fitting = fitting_templates(encoder.encode, BUNDLED[name].parts) or fitting_templates(
+                encoder.encode
+            )
             names = ", ".join(f"`{each}`" for each in fitting)
             yield Notice(
                 "template-tokens-missing",
-                f"the chat template `{name}` writes {', '.join(f'`{token}`' for token in missing)}, which the vocabulary does not have: "
+                f"the chat template `{name}` writes {', '.join(f'`{token}`' for token in missing)}, "
+                "which the vocabulary does not have: "
                 "they are encoded as text",
                 where=Where(key=key),
                 hint=f"add them (`model.tokens.add`), or use a template that fits the vocabulary: {names}",
@@ -110,7 +137,8 @@ def _missing_template_tokens(recipe: Recipe, encoder: TokenizerEncoder) -> Itera
 
 
 class TokenizerEncoder:
-    """Implementation of `data.tokenise.encoder.Encoder`. Picklable, so that other processes can encode too."""
+    """Implementation of `data.tokenise.encoder.Encoder`. Picklable, so that other processes can encode
+    too."""
 
     def __init__(
         self,
@@ -126,8 +154,12 @@ class TokenizerEncoder:
         self.eos_token = str(tokenizer.eos_token)
         self.eos_id: int = _id(tokenizer, self.eos_token)
         self.pad_id: int = _id(tokenizer, str(tokenizer.pad_token))
-        self.bos_id: int | None = None if tokenizer.bos_token is None else _id(tokenizer, str(tokenizer.bos_token))
-        self.chat_template: str | None = cast("str | None", tokenizer.chat_template)  # a single template: `open_tokenizer` has selected it
+        self.bos_id: int | None = (
+            None if tokenizer.bos_token is None else _id(tokenizer, str(tokenizer.bos_token))
+        )
+        self.chat_template: str | None = cast(
+            "str | None", tokenizer.chat_template
+        )  # a single template: `open_tokenizer` has selected it
         self.prefix_ids = _prefix_ids(tokenizer)
         self.special_tokens = _special_tokens(tokenizer, added)
         self._backend = _plain_backend(tokenizer)
@@ -136,7 +168,9 @@ class TokenizerEncoder:
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text, without special tokens that the text does not contain."""
         if self._backend is not None:
-            return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+            return [
+                encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)
+            ]
         return _encode(self.tokenizer, texts) if texts else []
 
     def encode_as_text(self, texts: list[str]) -> list[list[int]]:
@@ -155,11 +189,23 @@ class TokenizerEncoder:
         return text
 
     def render(
-        self, messages: list[dict[str, Any]], template: str, *, tools: list[Any] | None, generation_prompt: bool, **variables: Any
+        self,
+        messages: list[dict[str, Any]],
+        template: str,
+        *,
+        tools: list[Any] | None,
+        generation_prompt: bool,
+        **variables: Any,
     ) -> str:
-        """Render a conversation as text in transformers' sandbox. Exceptions of the template are not caught."""
+        """Render a conversation as text in transformers' sandbox. Exceptions of the template are not
+        caught."""
         rendered = self.tokenizer.apply_chat_template(
-            messages, tools=tools, chat_template=template, add_generation_prompt=generation_prompt, tokenize=False, **variables
+            messages,
+            tools=tools,
+            chat_template=template,
+            add_generation_prompt=generation_prompt,
+            tokenize=False,
+            **variables,
         )
         assert isinstance(rendered, str)
         return rendered
@@ -172,17 +218,30 @@ class TokenizerEncoder:
 
         render: Any = render_jinja_template  # annotated as returning a str
         given = {**self.tokenizer.special_tokens_map, **variables}
-        texts, marked = render([messages], tools=tools, chat_template=template, return_assistant_tokens_mask=True, **given)
+        texts, marked = render(
+            [messages], tools=tools, chat_template=template, return_assistant_tokens_mask=True, **given
+        )
         return texts[0], marked[0]
 
     def _digest(self) -> str:
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        contents = backend.to_str() if backend is not None else json.dumps(sorted(self.tokenizer.get_vocab().items()))
+        contents = (
+            backend.to_str()
+            if backend is not None
+            else json.dumps(sorted(self.tokenizer.get_vocab().items()))
+        )
         parts = [
             type(self.tokenizer).__name__,
             contents,
             json.dumps(self.tokenizer.special_tokens_map, sort_keys=True, default=str),
-            json.dumps([self.prefix_ids, self.eos_id, self.bos_id, [token.text for token in self.special_tokens if token.is_added]]),
+            json.dumps(
+                [
+                    self.prefix_ids,
+                    self.eos_id,
+                    self.bos_id,
+                    [token.text for token in self.special_tokens if token.is_added],
+                ]
+            ),
             self.chat_template or "",
         ]
         return digest(*parts, size=16)
@@ -221,7 +280,9 @@ def _from_pretrained(name: str, recipe: Recipe) -> PreTrainedTokenizerBase:
 
 def _revision(recipe: Recipe) -> str:
     model = recipe.model
-    return model.tokenizer_revision or (model.revision if model.tokenizer in (None, model.name_or_path) else "main")
+    return model.tokenizer_revision or (
+        model.revision if model.tokenizer in (None, model.name_or_path) else "main"
+    )
 
 
 def _folder_of(name: str, recipe: Recipe) -> Path | None:
@@ -233,11 +294,16 @@ def _folder_of(name: str, recipe: Recipe) -> Path | None:
 
 
 def _directory(name: str) -> Path | None:
-    """Return the directory with the tokenizer's files: a model, or the `model/` of a run or checkpoint; None for a hub id."""
+    """Return the directory with the tokenizer's files: a model, or the `model/` of a run or checkpoint; None
+    for a hub id."""
     path = Path(name).expanduser()
     if not path.is_dir():
         if path.is_absolute() or name.startswith(("./", "../", "~")):
-            raise usage_error("tokenizer-not-found", f"there is no tokenizer directory `{name}`", hint=f"set `{KEY}` to one that exists")
+            raise usage_error(
+                "tokenizer-not-found",
+                f"there is no tokenizer directory `{name}`",
+                hint=f"set `{KEY}` to one that exists",
+            )
         return None
     for candidate in (path, path / "model", path.parent / "model"):
         if any((candidate / file).is_file() for file in TOKENIZER_FILES):
@@ -250,9 +316,15 @@ def _directory(name: str) -> Path | None:
 
 
 def _load_problem(error: Exception, name: str, directory: Path | None) -> FsdpTuneError:
-    hub_problem = None if directory is not None else HubResource("tokenizer", name, KEY, "tokenizer-not-found").problem(error)
+    hub_problem = (
+        None
+        if directory is not None
+        else HubResource("tokenizer", name, KEY, "tokenizer-not-found").problem(error)
+    )
     first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return hub_problem or usage_error("tokenizer-unreadable", f"the tokenizer of `{name}` cannot be loaded: {first_line}")
+    return hub_problem or usage_error(
+        "tokenizer-unreadable", f"the tokenizer of `{name}` cannot be loaded: {first_line}"
+    )
 
 
 def _set_special_tokens(tokenizer: PreTrainedTokenizerBase, recipe: Recipe, name: str) -> list[Notice]:
@@ -266,17 +338,23 @@ def _set_special_tokens(tokenizer: PreTrainedTokenizerBase, recipe: Recipe, name
     if tokenizer.eos_token_id is None:
         raise usage_error(
             "no-eos",
-            f"the tokenizer of `{name}` has no end-of-sequence token: a model trained with it would never stop",
+            f"the tokenizer of `{name}` has no end-of-sequence token: a model trained with it would "
+            "never stop",
             hint="name one: `model.tokens.eos`, an entry of the vocabulary or one of `model.tokens.add`",
         )
     if tokenizer.pad_token_id is not None:
         return []
     tokenizer.pad_token = _spare_token(tokenizer) or tokenizer.eos_token
-    what = "its end-of-sequence token" if tokenizer.pad_token == tokenizer.eos_token else "an unused token of its vocabulary"
+    what = (
+        "its end-of-sequence token"
+        if tokenizer.pad_token == tokenizer.eos_token
+        else "an unused token of its vocabulary"
+    )
     return [
         Notice(
             "pad-chosen",
-            f"the tokenizer of `{name}` has no padding token: `{tokenizer.pad_token}` is used, {what}; padding is never trained",
+            f"the tokenizer of `{name}` has no padding token: `{tokenizer.pad_token}` is used, "
+            f"{what}; padding is never trained",
             hint="set another with `model.tokens.pad`",
         )
     ]
@@ -288,15 +366,27 @@ def _known(tokenizer: PreTrainedTokenizerBase, token: str, key: str) -> str:
         return token
     special = [str(added) for added in tokenizer.added_tokens_decoder.values()]
     close = difflib.get_close_matches(token, special, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(f'`{match}`' for match in close)}?" if close else "`model.tokens.add` adds new ones"
-    raise usage_error("unknown-token", f"`{token}` is not in the tokenizer's vocabulary", hint=hint + f" (key `model.tokens.{key}`)")
+    hint = (
+        f"did you mean {' or '.join(f'`{match}`' for match in close)}?"
+        if close
+        else "`model.tokens.add` adds new ones"
+    )
+    raise usage_error(
+        "unknown-token",
+        f"`{token}` is not in the tokenizer's vocabulary",
+        hint=hint + f" (key `model.tokens.{key}`)",
+    )
 
 
 def _spare_token(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Return a special token that training does not use, for padding; None if there is none."""
     special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     for candidate in (*PAD_NAMES, *(token for token in special if SPARE_TOKEN.search(token))):
-        if candidate in special and candidate not in (tokenizer.eos_token, tokenizer.bos_token, tokenizer.unk_token):
+        if candidate in special and candidate not in (
+            tokenizer.eos_token,
+            tokenizer.bos_token,
+            tokenizer.unk_token,
+        ):
             return candidate
     return None
 
@@ -305,22 +395,39 @@ def _one_template(templates: dict[str, str], name: str) -> str:
     if "default" not in templates:
         raise usage_error(
             "several-chat-templates",
-            f"the tokenizer of `{name}` has chat templates {', '.join(f'`{key}`' for key in templates)}, and none is the default",
+            f"the tokenizer of `{name}` has chat templates "
+            f"{', '.join(f'`{key}`' for key in templates)}, and none is the default",
             hint="choose one by `data.chat_template: file.jinja`",
         )
     return templates["default"]
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, split_special_tokens: bool = False) -> list[list[int]]:
+def _encode(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], *, split_special_tokens: bool = False
+) -> list[list[int]]:
     return tokenizer(
-        texts, add_special_tokens=False, return_attention_mask=False, verbose=False, split_special_tokens=split_special_tokens
+        texts,
+        add_special_tokens=False,
+        return_attention_mask=False,
+        verbose=False,
+        split_special_tokens=split_special_tokens,
     )["input_ids"]
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase, added: Sequence[str]) -> tuple[SpecialToken, ...]:
-    for_rows = set(added) - {str(token) for token in (tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token, tokenizer.unk_token)}
+    for_rows = set(added) - {
+        str(token)
+        for token in (tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token, tokenizer.unk_token)
+    }
     return tuple(
-        SpecialToken(str(token), number, str(token) == str(tokenizer.unk_token), token.lstrip, token.rstrip, str(token) in for_rows)
+        SpecialToken(
+            str(token),
+            number,
+            str(token) == str(tokenizer.unk_token),
+            token.lstrip,
+            token.rstrip,
+            str(token) in for_rows,
+        )
         for number, token in tokenizer.added_tokens_decoder.items()
         if token.special
     )
@@ -333,23 +440,32 @@ def _id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
 
 
 def _prefix_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the ids that the tokenizer adds before a text: BOS for Llama, none for GPT-2 (although it has a BOS)."""
-    bare, whole = _encode(tokenizer, ["a"])[0], tokenizer(["a"], return_attention_mask=False, verbose=False)["input_ids"][0]
+    """Return the ids that the tokenizer adds before a text: BOS for Llama, none for GPT-2 (although it has a
+    BOS)."""
+    bare, whole = (
+        _encode(tokenizer, ["a"])[0],
+        tokenizer(["a"], return_attention_mask=False, verbose=False)["input_ids"][0],
+    )
     for length in range(len(whole) - len(bare) + 1):
         if whole[length : length + len(bare)] == bare:
             return tuple(whole[:length])
     raise usage_error(
-        "tokenizer-changes-text", "the tokenizer changes a text when it adds its special tokens, so their position cannot be determined"
+        "tokenizer-changes-text",
+        "the tokenizer changes a text when it adds its special tokens, so their position cannot be "
+        "determined",
     )
 
 
 def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Return the Rust tokenizer, which takes half the time of transformers' wrapper; None if the wrapper gives other ids."""
+    """Return the Rust tokenizer, which takes half the time of transformers' wrapper; None if the wrapper
+    gives other ids."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
     backend.no_truncation()
     backend.no_padding()
     probe = f"It's  3.14 é你 {tokenizer.eos_token}\n x"
-    same = backend.encode_batch_fast([probe], add_special_tokens=False)[0].ids == _encode(tokenizer, [probe])[0]
+    same = (
+        backend.encode_batch_fast([probe], add_special_tokens=False)[0].ids == _encode(tokenizer, [probe])[0]
+    )
     return backend if same else None

@@ -1,21 +1,23 @@
 """Build the exact command and environment that start the ranks of one machine, without relying on defaults.
 
-Variables left over from another job would change the stack silently (Accelerate reads RANK, PMI_RANK and FSDP_*; torchrun reads PET_*),
-so they are removed and named in `launch.json`.
+Variables left over from another job would change the stack silently (Accelerate reads RANK, PMI_RANK and
+FSDP_*; torchrun reads PET_*), so they are removed and named in `launch.json`.
 
 How `accelerate launch` 1.15 reads command and environment (accelerate/commands/launch.py):
-- `_validate_launch_command` reads the user's default config file unless `--config_file` is given, and uses a given
-  file only for what the command line leaves unset. So both are given and agree.
-- `launch_command` reaches `multi_gpu_launcher`, the only one that spawns ranks (through torch.distributed.run), for
-  `args.use_fsdp and not args.cpu`, whatever the device: on CPU `--use_fsdp` spawns, `--cpu` falls through to
-  `simple_launcher`, which starts one process. NO_SHARD (plain DDP) therefore starts with `--use_fsdp` too; the worker
-  sets the variables of the libraries (`recipe.fsdp_arguments.environment`) before it imports them.
-- `_filter_args` builds torchrun's arguments from torchrun's own parser, whose defaults come from PET_* variables. That is
-  the only way to set what accelerate has no option for: PET_SIGNALS_TO_HANDLE (torch's launch_agent overwrites
-  TORCHELASTIC_SIGNALS_TO_HANDLE), PET_RDZV_ENDPOINT, PET_RDZV_ID, PET_LOCAL_ADDR. torch's LaunchConfig reads
-  TORCH_ELASTIC_SHUTDOWN_TIMEOUT from 2.12 on; 2.11 kills ranks 30 s after a signal (`env` reports it).
-- One machine uses the c10d rendezvous on 127.0.0.1: port 0 chooses and binds in one call, so that two runs never collide.
-  Several machines use the static one, which keeps `--machine-rank` the order of the ranks.
+- `_validate_launch_command` reads the user's default config file unless `--config_file` is given, and uses a
+  given file only for what the command line leaves unset. So both are given and agree.
+- `launch_command` reaches `multi_gpu_launcher`, the only one that spawns ranks (through
+  torch.distributed.run), for `args.use_fsdp and not args.cpu`, whatever the device: on CPU `--use_fsdp`
+  spawns, `--cpu` falls through to `simple_launcher`, which starts one process. NO_SHARD (plain DDP) therefore
+  starts with `--use_fsdp` too; the worker sets the variables of the libraries
+  (`recipe.fsdp_arguments.environment`) before it imports them.
+- `_filter_args` builds torchrun's arguments from torchrun's own parser, whose defaults come from PET_*
+  variables. That is the only way to set what accelerate has no option for: PET_SIGNALS_TO_HANDLE (torch's
+  launch_agent overwrites TORCHELASTIC_SIGNALS_TO_HANDLE), PET_RDZV_ENDPOINT, PET_RDZV_ID, PET_LOCAL_ADDR.
+  torch's LaunchConfig reads TORCH_ELASTIC_SHUTDOWN_TIMEOUT from 2.12 on; 2.11 kills ranks 30 s after a signal
+  (`env` reports it).
+- One machine uses the c10d rendezvous on 127.0.0.1: port 0 chooses and binds in one call, so that two runs
+  never collide. Several machines use the static one, which keeps `--machine-rank` the order of the ranks.
 """
 
 from __future__ import annotations
@@ -67,10 +69,38 @@ SLURM_STEP_MARK = "SLURM_STEP_ID"
 
 # Variables that change how ranks run, and are recorded. No other variable of the user is.
 RECORDED_PREFIXES = (
-    *("CUDA_", "NVIDIA_", "HIP_", "ROCR_", "ZE_", "ASCEND_", "NCCL_", "GLOO_", "UCX_", "FI_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "KMP_"),
-    *("HF_", "TRANSFORMERS_", "TOKENIZERS_", "DATASETS_", "XDG_", "SLURM_", "PYTHON", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX"),
+    *(
+        "CUDA_",
+        "NVIDIA_",
+        "HIP_",
+        "ROCR_",
+        "ZE_",
+        "ASCEND_",
+        "NCCL_",
+        "GLOO_",
+        "UCX_",
+        "FI_",
+        "TORCH",
+        "PYTORCH_",
+        "OMP_",
+        "MKL_",
+        "KMP_",
+    ),
+    *(
+        "HF_",
+        "TRANSFORMERS_",
+        "TOKENIZERS_",
+        "DATASETS_",
+        "XDG_",
+        "SLURM_",
+        "PYTHON",
+        "LD_LIBRARY_PATH",
+        "VIRTUAL_ENV",
+        "CONDA_PREFIX",
+    ),
 )
-# Inherited variables whose values are listed, next to those that a recipe may set (`is_plain_setting`): paths, hosts, numbers and switches.
+# Inherited variables whose values are listed, next to those that a recipe may set (`is_plain_setting`):
+# paths, hosts, numbers and switches.
 _SHOWN = frozenset(
     {
         *(
@@ -83,13 +113,54 @@ _SHOWN = frozenset(
             "PYTHONNOUSERSITE",
             "PYTHONSAFEPATH",
         ),
-        *("PYTHONUSERBASE", "PYTHONPYCACHEPREFIX", "PYTHONIOENCODING", "PYTHONUTF8", "PYTHONOPTIMIZE", "PYTHONMALLOC", "PYTHONDEVMODE"),
-        *("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "CUDA_VERSION", "CUDA_CACHE_PATH", "CUDA_MPS_PIPE_DIRECTORY"),
+        *(
+            "PYTHONUSERBASE",
+            "PYTHONPYCACHEPREFIX",
+            "PYTHONIOENCODING",
+            "PYTHONUTF8",
+            "PYTHONOPTIMIZE",
+            "PYTHONMALLOC",
+            "PYTHONDEVMODE",
+        ),
+        *(
+            "CUDA_VISIBLE_DEVICES",
+            "CUDA_HOME",
+            "CUDA_PATH",
+            "CUDA_VERSION",
+            "CUDA_CACHE_PATH",
+            "CUDA_MPS_PIPE_DIRECTORY",
+        ),
         *("NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "NVIDIA_PRODUCT_NAME"),
-        *("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES", "ASCEND_HOME_PATH"),
-        *("NCCL_NET_PLUGIN", "NCCL_TUNER_PLUGIN", "NCCL_CONF_FILE", "NCCL_DEBUG_FILE", "NCCL_TUNER_CONFIG_PATH", "NCCL_HOME"),
-        *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM", "UCX_MEMTYPE_CACHE", "UCX_RNDV_THRESH", "UCX_MODULE_DIR"),
-        *("FI_PROVIDER_PATH", "FI_CXI_DISABLE_HOST_REGISTER", "FI_MR_CACHE_MONITOR", "FI_CXI_ATS", "FI_CXI_RX_MATCH_MODE"),
+        *(
+            "HIP_VISIBLE_DEVICES",
+            "ROCR_VISIBLE_DEVICES",
+            "ZE_AFFINITY_MASK",
+            "ASCEND_RT_VISIBLE_DEVICES",
+            "ASCEND_HOME_PATH",
+        ),
+        *(
+            "NCCL_NET_PLUGIN",
+            "NCCL_TUNER_PLUGIN",
+            "NCCL_CONF_FILE",
+            "NCCL_DEBUG_FILE",
+            "NCCL_TUNER_CONFIG_PATH",
+            "NCCL_HOME",
+        ),
+        *(
+            "OMP_NUM_THREADS",
+            "MKL_NUM_THREADS",
+            "TOKENIZERS_PARALLELISM",
+            "UCX_MEMTYPE_CACHE",
+            "UCX_RNDV_THRESH",
+            "UCX_MODULE_DIR",
+        ),
+        *(
+            "FI_PROVIDER_PATH",
+            "FI_CXI_DISABLE_HOST_REGISTER",
+            "FI_MR_CACHE_MONITOR",
+            "FI_CXI_ATS",
+            "FI_CXI_RX_MATCH_MODE",
+        ),
         *(
             "TORCH_HOME",
             "TORCH_LOGS",
@@ -106,8 +177,23 @@ _SHOWN = frozenset(
             "TORCHINDUCTOR_FX_GRAPH_CACHE",
             "TORCHINDUCTOR_MAX_AUTOTUNE",
         ),
-        *("TORCHINDUCTOR_COMPILE_THREADS", "PYTORCH_KERNEL_CACHE_PATH", "PYTORCH_JIT", "PYTORCH_NVML_BASED_CUDA_CHECK", "PYTORCH_VERSION"),
-        *("HF_HOME", "HF_HUB_CACHE", "HF_XET_CACHE", "HF_ASSETS_CACHE", "HF_DATASETS_CACHE", "HF_MODULES_CACHE", "HF_ENDPOINT", "HF_DEBUG"),
+        *(
+            "TORCHINDUCTOR_COMPILE_THREADS",
+            "PYTORCH_KERNEL_CACHE_PATH",
+            "PYTORCH_JIT",
+            "PYTORCH_NVML_BASED_CUDA_CHECK",
+            "PYTORCH_VERSION",
+        ),
+        *(
+            "HF_HOME",
+            "HF_HUB_CACHE",
+            "HF_XET_CACHE",
+            "HF_ASSETS_CACHE",
+            "HF_DATASETS_CACHE",
+            "HF_MODULES_CACHE",
+            "HF_ENDPOINT",
+            "HF_DEBUG",
+        ),
         *(
             "HF_HUB_DISABLE_TELEMETRY",
             "HF_HUB_DISABLE_IMPLICIT_TOKEN",
@@ -115,17 +201,72 @@ _SHOWN = frozenset(
             "HF_HUB_DISABLE_EXPERIMENTAL_WARNING",
         ),
         *("TRANSFORMERS_CACHE", "TRANSFORMERS_NO_TF", "TRANSFORMERS_NO_FLAX", "DATASETS_CACHE"),
-        *("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME", "XDG_RUNTIME_DIR", "XDG_SESSION_TYPE", "XDG_DATA_DIRS"),
+        *(
+            "XDG_CACHE_HOME",
+            "XDG_CONFIG_HOME",
+            "XDG_DATA_HOME",
+            "XDG_STATE_HOME",
+            "XDG_RUNTIME_DIR",
+            "XDG_SESSION_TYPE",
+            "XDG_DATA_DIRS",
+        ),
         *("XDG_CONFIG_DIRS", "XDG_SESSION_ID", "XDG_SESSION_CLASS"),
     }
     | {
         f"SLURM_{name}"
         for name in (
-            *("JOB_ID", "JOBID", "JOB_NAME", "JOB_NODELIST", "JOB_NUM_NODES", "JOB_PARTITION", "JOB_QOS", "JOB_GPUS", "JOB_CPUS_PER_NODE"),
-            *("JOB_START_TIME", "JOB_END_TIME", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "CLUSTER_NAME", "CPUS_ON_NODE", "CPUS_PER_TASK"),
-            *("GPUS", "GPUS_ON_NODE", "GPUS_PER_NODE", "GPUS_PER_TASK", "GTIDS", "LOCALID", "MEM_PER_CPU", "MEM_PER_GPU", "MEM_PER_NODE"),
-            *("NNODES", "NODEID", "NODELIST", "NPROCS", "NTASKS", "NTASKS_PER_NODE", "PROCID", "RESTART_COUNT", "STEP_ID", "STEPID"),
-            *("STEP_GPUS", "STEP_NODELIST", "STEP_NUM_NODES", "STEP_NUM_TASKS", "STEP_TASKS_PER_NODE", "SUBMIT_DIR", "SUBMIT_HOST"),
+            *(
+                "JOB_ID",
+                "JOBID",
+                "JOB_NAME",
+                "JOB_NODELIST",
+                "JOB_NUM_NODES",
+                "JOB_PARTITION",
+                "JOB_QOS",
+                "JOB_GPUS",
+                "JOB_CPUS_PER_NODE",
+            ),
+            *(
+                "JOB_START_TIME",
+                "JOB_END_TIME",
+                "ARRAY_JOB_ID",
+                "ARRAY_TASK_ID",
+                "CLUSTER_NAME",
+                "CPUS_ON_NODE",
+                "CPUS_PER_TASK",
+            ),
+            *(
+                "GPUS",
+                "GPUS_ON_NODE",
+                "GPUS_PER_NODE",
+                "GPUS_PER_TASK",
+                "GTIDS",
+                "LOCALID",
+                "MEM_PER_CPU",
+                "MEM_PER_GPU",
+                "MEM_PER_NODE",
+            ),
+            *(
+                "NNODES",
+                "NODEID",
+                "NODELIST",
+                "NPROCS",
+                "NTASKS",
+                "NTASKS_PER_NODE",
+                "PROCID",
+                "RESTART_COUNT",
+                "STEP_ID",
+                "STEPID",
+            ),
+            *(
+                "STEP_GPUS",
+                "STEP_NODELIST",
+                "STEP_NUM_NODES",
+                "STEP_NUM_TASKS",
+                "STEP_TASKS_PER_NODE",
+                "SUBMIT_DIR",
+                "SUBMIT_HOST",
+            ),
             *("TASKS_PER_NODE", "TASK_PID", "TOPOLOGY_ADDR", "CPU_BIND", "DISTRIBUTION", "SRUN_COMM_HOST"),
         )
     }
@@ -148,24 +289,30 @@ def clean(environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
 
 
 def recorded_variables(environment: Mapping[str, str]) -> dict[str, str | None]:
-    """Return the inherited variables that matter to a run, sorted by name, masked, with None for a value that is not known to be plain."""
+    """Return the inherited variables that matter to a run, sorted by name, masked, with None for a value that
+    is not known to be plain."""
     names = [name for name in sorted(environment) if name.startswith(RECORDED_PREFIXES)]
     return {name: masked(name, environment[name]) if _is_shown(name) else None for name in names}
 
 
 def _is_shown(name: str) -> bool:
     """Return whether the value is listed: nobody knows what a variable with another name contains."""
-    return name in _SHOWN or is_plain_setting(name) or has_secret_name(name)  # the value of a secret name is the mask
+    return (
+        name in _SHOWN or is_plain_setting(name) or has_secret_name(name)
+    )  # the value of a secret name is the mask
 
 
 def masked_variables(environment: Mapping[str, str]) -> list[str]:
     """Return the names of recorded variables whose values are masked as secrets, sorted."""
     recorded = recorded_variables(environment).items()
-    return [name for name, value in recorded if value is not None and MASK in value and value != environment[name]]
+    return [
+        name for name, value in recorded if value is not None and MASK in value and value != environment[name]
+    ]
 
 
 def relevant_variables(environment: Mapping[str, str]) -> dict[str, object]:
-    """Return, for `env`, the variables that ranks would inherit, masked, and those that a launch would remove."""
+    """Return, for `env`, the variables that ranks would inherit, masked, and those that a launch would
+    remove."""
     kept, removed = clean(environment)
     return {"inherited": recorded_variables(kept), "removed_at_launch": removed}
 
@@ -184,7 +331,8 @@ EARLY = "--early"
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """The launch on this machine. `env` is the complete environment of the launcher; `settings` is what this tool added to it."""
+    """The launch on this machine. `env` is the complete environment of the launcher; `settings` is what this
+    tool added to it."""
 
     argv: tuple[str, ...]
     env: dict[str, str]
@@ -200,7 +348,8 @@ class LaunchPlan:
     first_machine: Address | None = None
     """Of a run over several machines."""
     route: Route | None = None
-    """To the first machine; its interface is that of gloo and NCCL unless the user has set another. None on a single machine."""
+    """To the first machine; its interface is that of gloo and NCCL unless the user has set another. None on a
+    single machine."""
 
     @property
     def has_all_ranks(self) -> bool:
@@ -210,17 +359,25 @@ class LaunchPlan:
     @property
     def launcher_log(self) -> Path:
         """The log of the launcher: one for each machine, since machines may share the directory."""
-        return self.run.launcher_log if self.machine_rank == 0 else self.run.logs / f"launcher-{self.machine_rank:02d}.log"
+        return (
+            self.run.launcher_log
+            if self.machine_rank == 0
+            else self.run.logs / f"launcher-{self.machine_rank:02d}.log"
+        )
 
     @property
     def screen_log(self) -> Path:
         """The file with the lines that this machine's command prints."""
-        return self.run.logs / ("train.log" if self.machine_rank == 0 else f"train-{self.machine_rank:02d}.log")
+        return self.run.logs / (
+            "train.log" if self.machine_rank == 0 else f"train-{self.machine_rank:02d}.log"
+        )
 
     def early_argv(self, files: EarlyStart) -> list[str]:
         """Return the command of ranks that wait for the run directory, which does not exist yet."""
         *before, module, run = self.argv
-        words = [str(files.accelerate_yaml) if word == str(self.run.accelerate_yaml) else word for word in before]
+        words = [
+            str(files.accelerate_yaml) if word == str(self.run.accelerate_yaml) else word for word in before
+        ]
         return [*words, module, EARLY, str(files.path), run]
 
     def to_json(self) -> dict[str, Any]:
@@ -228,7 +385,9 @@ class LaunchPlan:
         return {
             "argv": [mask_text(word) for word in self.argv],
             "environment": {name: masked(name, value) for name, value in sorted(self.settings.items())},
-            "inherited": recorded_variables({name: value for name, value in self.env.items() if name not in self.settings}),
+            "inherited": recorded_variables(
+                {name: value for name, value in self.env.items() if name not in self.settings}
+            ),
             "removed": list(self.removed),
             "allowed_variables": list(self.allowed_variables),
             "machine_rank": self.machine_rank,
@@ -238,7 +397,9 @@ class LaunchPlan:
 
     def masked_variables(self) -> list[str]:
         """Return the inherited variables whose values launch.json masks as secrets."""
-        return masked_variables({name: value for name, value in self.env.items() if name not in self.settings})
+        return masked_variables(
+            {name: value for name, value in self.env.items() if name not in self.settings}
+        )
 
     def quoted_argv(self) -> list[str]:
         return [shlex.quote(mask_text(word)) for word in self.argv]
@@ -256,15 +417,17 @@ def launch_plan(
 ) -> LaunchPlan:
     """Return the launch of a resolved recipe.
 
-    `inherited` is the environment to start from; None: that of this process. `unknown_address` replaces the address of the first machine
-    where nothing is started and it is not known yet. Raises: usage error (exit 2) if the recipe decides an argument or variable.
+    `inherited` is the environment to start from; None: that of this process. `unknown_address` replaces the
+    address of the first machine where nothing is started and it is not known yet. Raises: usage error (exit
+    2) if the recipe decides an argument or variable.
     """
     extra = check_extra(extra)
     machines = recipe.launch.num_machines
     if not 0 <= machine_rank < machines:
         raise usage_error(
             "machine-rank-out-of-range",
-            f"--machine-rank {machine_rank} is not one of 0 to {machines - 1} (`launch.num_machines: {machines}`)",
+            f"--machine-rank {machine_rank} is not one of 0 to {machines - 1} (`launch.num_machines: "
+            f"{machines}`)",
         )
     inherited = os.environ if inherited is None else inherited
     kept, removed = clean(inherited)
@@ -272,7 +435,11 @@ def launch_plan(
     if machines > 1 and inherited.get(FIRST_MACHINE) == address.ip:
         removed.remove(FIRST_MACHINE)  # it is of this job
     route = route_to(address.ip, address.port) if machines > 1 else None
-    settings = _allocator_settings(recipe, kept) | interface_settings(route, {*recipe.launch.env, *kept}) | _settings(recipe, run, address)
+    settings = (
+        _allocator_settings(recipe, kept)
+        | interface_settings(route, {*recipe.launch.env, *kept})
+        | _settings(recipe, run, address)
+    )
     return LaunchPlan(
         argv=_argv(recipe, run, address, worker_module, machine_rank, extra),
         env=kept | settings,
@@ -288,23 +455,33 @@ def launch_plan(
     )
 
 
-def main_process_address(recipe: Recipe, environment: Mapping[str, str], *, unknown: str | None = None) -> Address:
-    """Return where the machine of rank 0 listens: for several machines, from the recipe or variables of Kubernetes or Slurm."""
+def main_process_address(
+    recipe: Recipe, environment: Mapping[str, str], *, unknown: str | None = None
+) -> Address:
+    """Return where the machine of rank 0 listens: for several machines, from the recipe or variables of
+    Kubernetes or Slurm."""
     port = recipe.launch.main_process_port
     if recipe.launch.num_machines == 1:
         return Address(LOOPBACK, 0 if port == "auto" else port)
-    ip = recipe.launch.main_process_ip or environment.get(FIRST_MACHINE) or environment.get("SLURM_LAUNCH_NODE_IPADDR") or unknown
+    ip = (
+        recipe.launch.main_process_ip
+        or environment.get(FIRST_MACHINE)
+        or environment.get("SLURM_LAUNCH_NODE_IPADDR")
+        or unknown
+    )
     if not ip:
         raise usage_error(
             "no-main-process-ip",
-            "several machines (`launch.num_machines`) need the address of the first one, and neither Kubernetes nor Slurm provides it",
+            "several machines (`launch.num_machines`) need the address of the first one, and neither "
+            "Kubernetes nor Slurm provides it",
             hint="set `launch.main_process_ip`, the same on every machine",
         )
     return Address(ip, DEFAULT_MULTI_MACHINE_PORT if port == "auto" else port)
 
 
 def machine_rank_of(recipe: Recipe, given: int | None, environment: Mapping[str, str]) -> int:
-    """Return `--machine-rank`, or the number of this node in a Slurm step. Raises: usage error (exit 2) if neither is known."""
+    """Return `--machine-rank`, or the number of this node in a Slurm step. Raises: usage error (exit 2) if
+    neither is known."""
     if given is not None:
         return given
     if recipe.launch.num_machines == 1:
@@ -314,11 +491,14 @@ def machine_rank_of(recipe: Recipe, given: int | None, environment: Mapping[str,
     raise usage_error(
         "no-machine-rank",
         f"the recipe is for {recipe.launch.num_machines} machines, and the rank of this one is unknown",
-        hint="pass `--machine-rank N`, 0 on the machine of `launch.main_process_ip`; inside `srun` it comes from Slurm",
+        hint="pass `--machine-rank N`, 0 on the machine of `launch.main_process_ip`; inside `srun` it "
+        "comes from Slurm",
     )
 
 
-def _argv(recipe: Recipe, run: RunDir, address: Address, worker_module: str, machine_rank: int, extra: Sequence[str]) -> tuple[str, ...]:
+def _argv(
+    recipe: Recipe, run: RunDir, address: Address, worker_module: str, machine_rank: int, extra: Sequence[str]
+) -> tuple[str, ...]:
     threads = recipe.launch.num_cpu_threads_per_process
     assert threads != "auto", "the recipe is not resolved"
     options = {
@@ -337,7 +517,17 @@ def _argv(recipe: Recipe, run: RunDir, address: Address, worker_module: str, mac
     if not any(word.startswith(("--log_dir", "--log-dir", "--tee", "-t")) for word in extra):
         options["--log_dir"] = os.devnull  # otherwise torchrun leaves a directory in TMPDIR for each launch
     words = [str(word) for pair in options.items() for word in pair]
-    return (sys.executable, "-m", LAUNCHER_MODULE, "--use_fsdp", *words, *extra, "-m", worker_module, str(run.path))
+    return (
+        sys.executable,
+        "-m",
+        LAUNCHER_MODULE,
+        "--use_fsdp",
+        *words,
+        *extra,
+        "-m",
+        worker_module,
+        str(run.path),
+    )
 
 
 # Names of torch for the settings of the allocator. A value that is already set is kept.
@@ -346,7 +536,9 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORC
 
 def _allocator_settings(recipe: Recipe, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return expandable segments for CUDA: they avoid fragmentation, and `plan` assumes them."""
-    if recipe.launch.device != "cuda" or any(name in recipe.launch.env or name in inherited for name in _ALLOCATOR_VARIABLES):
+    if recipe.launch.device != "cuda" or any(
+        name in recipe.launch.env or name in inherited for name in _ALLOCATOR_VARIABLES
+    ):
         return {}
     return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
@@ -355,9 +547,11 @@ def _settings(recipe: Recipe, run: RunDir, address: Address) -> dict[str, str]:
     settings = library_environment(recipe) | {
         "OMP_NUM_THREADS": str(recipe.launch.num_cpu_threads_per_process),
         "PET_SIGNALS_TO_HANDLE": ",".join(number.name for number in without_ignored(SIGNALS_TO_HANDLE)),
-        "PYTHONSAFEPATH": "1",  # otherwise ranks import a `datasets.py` of the working directory instead of the library
+        # otherwise ranks import a `datasets.py` of the working directory instead of the library
+        "PYTHONSAFEPATH": "1",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(AGENT_SHUTDOWN_SECONDS),
-        # torch 2.15 makes another implementation of NCCL groups by default, whose flight recorder and time limits no run here has shown.
+        # torch 2.15 makes another implementation of NCCL groups by default, whose flight recorder and
+        # time limits no run here has shown.
         "TORCH_DIST_USE_NCCL2": "0",
     }
     if recipe.launch.num_machines == 1:
@@ -366,11 +560,14 @@ def _settings(recipe: Recipe, run: RunDir, address: Address) -> dict[str, str]:
             "PET_RDZV_ID": digest(str(run.path)),
             "PET_LOCAL_ADDR": LOOPBACK,  # otherwise ranks get the host name, which may not resolve
         }
-    return recipe.launch.env | settings  # recipe.rules refuses variables that this tool sets; ours have precedence
+    return (
+        recipe.launch.env | settings
+    )  # recipe.rules refuses variables that this tool sets; ours have precedence
 
 
 def check_port(recipe: Recipe, machine_rank: int = 0) -> None:
-    """Check that the port of the recipe is free on the machine that listens. Raises: FailedError (exit 1), instead of a later time-out."""
+    """Check that the port of the recipe is free on the machine that listens. Raises: FailedError (exit 1),
+    instead of a later time-out."""
     port = recipe.launch.main_process_port
     if port == "auto" or machine_rank != 0:
         return
@@ -378,22 +575,32 @@ def check_port(recipe: Recipe, machine_rank: int = 0) -> None:
         raise failed_error(
             "port-taken",
             f"port {port} (`launch.main_process_port`) cannot be used: {error.strerror}",
-            hint="set another port" + (", the same on every machine" if recipe.launch.num_machines > 1 else ", or `auto` for a free one"),
+            hint="set another port"
+            + (
+                ", the same on every machine"
+                if recipe.launch.num_machines > 1
+                else ", or `auto` for a free one"
+            ),
         )
 
 
 def manual_commands(recipe: Recipe, run: RunDir) -> tuple[str, ...]:
-    """Return the command lines that start a run directory written by `--no-start`; `N` stands for the machine's number."""
+    """Return the command lines that start a run directory written by `--no-start`; `N` stands for the
+    machine's number."""
     path = shlex.quote(str(run.path))
     machines = nodes = ""
     if recipe.launch.num_machines > 1:
         address = main_process_address(recipe, os.environ, unknown="IP")
         ip, count = shlex.quote(address.ip), recipe.launch.num_machines
-        machines = f"--num_machines {count} --machine_rank N --main_process_ip {ip} --main_process_port {address.port} "
+        machines = (
+            f"--num_machines {count} --machine_rank N --main_process_ip {ip} --main_process_port "
+            f"{address.port} "
+        )
         nodes = f"--nnodes {count} --node-rank N --master-addr {ip} --master-port {address.port} "
     config = shlex.quote(str(run.accelerate_yaml))
     return (
-        f"accelerate launch --config_file {config} --use_fsdp --num_processes {recipe.world_size} {machines}-m fsdp_tune.worker {path}",
+        f"accelerate launch --config_file {config} --use_fsdp --num_processes {recipe.world_size} "
+        f"{machines}-m fsdp_tune.worker {path}",
         f"torchrun {nodes}--nproc-per-node {recipe.local_world_size} -m fsdp_tune.worker {path}",
     )
 
@@ -455,14 +662,20 @@ OWNER: dict[str, str] = {
 
 
 def check_extra(extra: Sequence[str]) -> tuple[str, ...]:
-    """Return the arguments unchanged. Raises: FsdpTuneError with one problem for each argument that the recipe sets."""
+    """Return the arguments unchanged. Raises: FsdpTuneError with one problem for each argument that the
+    recipe sets."""
     problems: list[Problem] = []
     words = list(extra)
     while words:
         word = words.pop(0)
         name, equals, _ = word.partition("=")
         if not name.startswith("--") and name not in SHORT:
-            problems.append(Problem("launch-argument-unknown", f"`{word}` after `--` is not an argument of `accelerate launch`"))
+            problems.append(
+                Problem(
+                    "launch-argument-unknown",
+                    f"`{word}` after `--` is not an argument of `accelerate launch`",
+                )
+            )
             continue
         name = SHORT.get(name, name[2:].replace("-", "_"))
         has_value = bool(equals) or (bool(words) and not words[0].startswith("--"))
@@ -486,5 +699,11 @@ def _refusal(word: str, name: str) -> Problem:
                 hint="set it there, so that the recipe describes what runs",
             )
     close = get_close_matches(name, FREE, n=1)
-    hint = f"did you mean `--{close[0]}`?" if close else "may be given: " + ", ".join(f"--{free}" for free in FREE)
-    return Problem("launch-argument-unknown", f"`{word}` after `--` is not passed to accelerate launch", hint=hint)
+    hint = (
+        f"did you mean `--{close[0]}`?"
+        if close
+        else "may be given: " + ", ".join(f"--{free}" for free in FREE)
+    )
+    return Problem(
+        "launch-argument-unknown", f"`{word}` after `--` is not passed to accelerate launch", hint=hint
+    )

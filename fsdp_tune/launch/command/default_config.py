@@ -1,4 +1,5 @@
-"""The default configuration of Accelerate on this machine, which a bare `accelerate launch` uses and fsdp-tune ignores."""
+"""The default configuration of Accelerate on this machine, which a bare `accelerate launch` uses and
+fsdp-tune ignores."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ _NAMES = ("default_config.yaml", "default_config.json")
 
 
 def accelerate_default_config(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return the path and the content of the configuration, or why it cannot be read; None if there is none."""
+    """Return the path and the content of the configuration, or why it cannot be read; None if there is
+    none."""
     home = Path(environment.get("HOME", "~")).expanduser()
     cache = Path(environment.get("XDG_CACHE_HOME") or home / ".cache")
     folder = Path(environment.get("HF_HOME") or cache / "huggingface") / "accelerate"

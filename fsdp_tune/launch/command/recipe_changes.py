@@ -1,4 +1,5 @@
-"""Changes of a recipe between the starts of a run: which may be, which are reported, and which are refused."""
+"""Changes of a recipe between the starts of a run: which may be, which are reported, and which are
+refused."""
 
 from __future__ import annotations
 
@@ -39,23 +40,29 @@ def compare(old: Recipe, new: Recipe) -> list[Change]:
 
 
 def check(changes: Sequence[Change]) -> list[Change]:
-    """Return the changes to report. Raises: FsdpTuneError (exit 2) with one problem for each refused change."""
+    """Return the changes to report. Raises: FsdpTuneError (exit 2) with one problem for each refused
+    change."""
     refused = [change for change in changes if change.kind is OnResume.REFUSED]
     if refused:
         hint = "restore the old value, or start a new run with `--set output_dir=…` or `--overwrite`"
-        raise FsdpTuneError(*(Problem("resume-refused", f"{change} cannot change on resume", hint=hint) for change in refused))
+        raise FsdpTuneError(
+            *(Problem("resume-refused", f"{change} cannot change on resume", hint=hint) for change in refused)
+        )
     return [change for change in changes if change.kind is OnResume.TRAJECTORY]
 
 
 def _class_here(key: str, old: Recipe, new: Recipe) -> OnResume:
     # Rows held out of the training data change what is trained; separate eval sets do not.
-    if key.split(".")[:2] == ["data", "eval"] and not any(isinstance(each.data.eval, EvalFraction | EvalRows) for each in (old, new)):
+    if key.split(".")[:2] == ["data", "eval"] and not any(
+        isinstance(each.data.eval, EvalFraction | EvalRows) for each in (old, new)
+    ):
         return OnResume.FREE
     return class_of_global_batch(new) if key == GLOBAL_BATCH else effect_of(key).on_resume
 
 
 def class_of_global_batch(recipe: Recipe) -> OnResume:
-    """A lane of a stream may have half of a window, whose sources follow from the step at which it began in a curriculum."""
+    """A lane of a stream may have half of a window, whose sources follow from the step at which it began in a
+    curriculum."""
     return OnResume.REFUSED if recipe.data.curriculum else effect_of(GLOBAL_BATCH).on_resume
 
 
@@ -65,5 +72,7 @@ def _values(recipe: Recipe) -> dict[str, object]:
 
 
 def _shown(value: object) -> str:
-    text = json.dumps(value) if value is None or isinstance(value, bool) else str(value)  # as the recipe spells them
+    text = (
+        json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+    )  # as the recipe spells them
     return text if len(text) <= 80 else text[:77] + "…"

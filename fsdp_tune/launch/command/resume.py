@@ -1,4 +1,5 @@
-"""Resolve `--resume` and `--overwrite` for a directory: where the run starts and which changes of its recipe it accepts."""
+"""Resolve `--resume` and `--overwrite` for a directory: where the run starts and which changes of its recipe
+it accepts."""
 
 from __future__ import annotations
 
@@ -97,12 +98,15 @@ def decide_start(
 ) -> Start:
     """Decide where a run starts; reads only. `resume` None: a new run.
 
-    `digests` False skips reading checkpoints, for an immediate answer. `progress` is called with the number of bytes read.
+    `digests` False skips reading checkpoints, for an immediate answer. `progress` is called with the number
+    of bytes read.
     `elsewhere`: what other machines have of their part of checkpoints; None: as much as they wrote.
     Raises: usage error (exit 2) with alternatives, if the directory must not be used like this.
     """
     if run.path.is_symlink() and not run.path.exists():
-        raise usage_error("bad-output-dir", f"{run.path} is a dangling link", hint="remove it, or name another `output_dir`")
+        raise usage_error(
+            "bad-output-dir", f"{run.path} is a dangling link", hint="remove it, or name another `output_dir`"
+        )
     if (checkpoint := enclosing_checkpoint(run.path)) is not None:
         message = f"{run.path} is inside the checkpoint {checkpoint}, and would be removed together with it"
         raise usage_error("output-in-checkpoint", message, hint="name another `output_dir`")
@@ -116,7 +120,13 @@ def decide_start(
     if resume is None:
         start = _fresh(run, overwrite=overwrite)
     elif resume == AUTO:
-        start = _newest(run, recipe, digests=digests and recipe.checkpoint.verify == "digest", progress=progress, elsewhere=elsewhere)
+        start = _newest(
+            run,
+            recipe,
+            digests=digests and recipe.checkpoint.verify == "digest",
+            progress=progress,
+            elsewhere=elsewhere,
+        )
     else:
         start = _explicit(run, recipe, Path(resume), elsewhere)
     if not start.is_finished:
@@ -127,29 +137,43 @@ def decide_start(
 
 
 def _without_missing_inputs(start: Start, recipe: Recipe) -> Start:
-    """Return the start with what it takes from the checkpoint's run, since the files that the recipe names are gone."""
+    """Return the start with what it takes from the checkpoint's run, since the files that the recipe names
+    are gone."""
     if start.checkpoint is None or start.is_finished:
         return start
     kept = start.checkpoint.path.parent / "model"
     gone = missing_start_inputs(recipe)
     notices = [
-        Notice("input-from-run", f"`{key}` is `{name}`, which is not there: {kept} has what the resume needs of it")
+        Notice(
+            "input-from-run",
+            f"`{key}` is `{name}`, which is not there: {kept} has what the resume needs of it",
+        )
         for key, name in gone.items()
     ]
     return replace(start, from_run=tuple(gone), notices=[*start.notices, *notices])
 
 
 def refuse_beyond_end(start: Start, total_steps: int | None) -> None:
-    """Refuse a checkpoint of more steps than the recipe trains: the model of a longer run would be reported as this one's.
+    """Refuse a checkpoint of more steps than the recipe trains: the model of a longer run would be reported
+    as this one's.
 
     `total_steps` None: unknown until the data are prepared. Raises: usage error (exit 2).
     """
     if start.is_finished or start.checkpoint is None or total_steps is None or start.step <= total_steps:
         return
-    earlier = next((one for one in complete_checkpoints(RunDir(start.checkpoint.path.parent))[0] if one.step <= total_steps), None)
+    earlier = next(
+        (
+            one
+            for one in complete_checkpoints(RunDir(start.checkpoint.path.parent))[0]
+            if one.step <= total_steps
+        ),
+        None,
+    )
     ways_out = [f"--set training.max_steps={start.step} or more (or more epochs) trains on from it"]
     if earlier is not None:
-        ways_out.append(f"--resume {earlier.path} --set output_dir=… resumes an earlier checkpoint in a new directory")
+        ways_out.append(
+            f"--resume {earlier.path} --set output_dir=… resumes an earlier checkpoint in a new directory"
+        )
     raise usage_error(
         "checkpoint-beyond-end",
         f"{start.checkpoint.path} is at step {start.step:,}, and the recipe ends at step {total_steps:,}",
@@ -162,7 +186,9 @@ def _refuse_read_only(run: RunDir) -> None:
     there = next(path for path in (run.path, *run.path.parents) if path.exists())
     if not os.access(there, os.W_OK | os.X_OK):
         message = f"{there} is not writable: it is read-only or belongs to another user"
-        raise usage_error("bad-output-dir", message, hint="name another `output_dir`, or change the permission")
+        raise usage_error(
+            "bad-output-dir", message, hint="name another `output_dir`, or change the permission"
+        )
 
 
 def _refuse_open_directory(run: RunDir) -> None:
@@ -178,7 +204,9 @@ def _refuse_open_directory(run: RunDir) -> None:
 
 def _refuse_live_ranks(run: RunDir) -> None:
     """Refuse a directory with live ranks that were started manually, without a command that locks it."""
-    beats = itertools.takewhile(lambda beat: beat is not None, (read_heartbeat(run, rank) for rank in itertools.count()))
+    beats = itertools.takewhile(
+        lambda beat: beat is not None, (read_heartbeat(run, rank) for rank in itertools.count())
+    )
     live = [beat.pid for beat in beats if beat is not None and is_rank_of(run.path, beat.rank, beat.pid)]
     if live:
         raise in_use(run, f"ranks that still run (pid {', '.join(map(str, live))})")
@@ -198,7 +226,8 @@ def _fresh(run: RunDir, *, overwrite: bool) -> Start:
     if run.is_used and needs_filling(run.path):
         raise usage_error(
             "bad-output-dir",
-            f"{run.path} is a mount point, a link, or in a directory that cannot be written: the run in it cannot be moved aside",
+            f"{run.path} is a mount point, a link, or in a directory that cannot be written: the run "
+            "in it cannot be moved aside",
             ways_out=("--set output_dir=… uses another directory, also one inside it", "remove its contents"),
         )
     _refuse_foreign(run)
@@ -209,14 +238,18 @@ def _refuse_foreign(run: RunDir) -> None:
     """Refuse a directory with other files: it is neither filled nor moved aside."""
     if run.is_used:
         return
-    if foreign := occupants(run.path, ignored=("lost+found", run.lock.name)):  # a mount point is locked before it is filled
+    if foreign := occupants(
+        run.path, ignored=("lost+found", run.lock.name)
+    ):  # a mount point is locked before it is filled
         refuse_lost_recipe(run)
         shown = ", ".join(foreign[:3]) + (" …" if len(foreign) > 3 else "")
         what = f"{run.path} is not a run of this tool and not empty ({shown})"
         raise usage_error("directory-not-empty", what, hint="name another `output_dir`")
 
 
-def _newest(run: RunDir, recipe: Recipe, *, digests: bool, progress: Progress | None, elsewhere: Sequence[Held] | None) -> Start:
+def _newest(
+    run: RunDir, recipe: Recipe, *, digests: bool, progress: Progress | None, elsewhere: Sequence[Held] | None
+) -> Start:
     if not run.is_used:
         _refuse_foreign(run)
         return Start()
@@ -226,14 +259,23 @@ def _newest(run: RunDir, recipe: Recipe, *, digests: bool, progress: Progress | 
     checkpoint, rejected = latest_checkpoint(run, digests=digests, progress=progress, elsewhere=elsewhere)
     if checkpoint is None and recipe.checkpoint.mirror is None:  # which may have the files
         refuse_without_files(rejected)
-    notices = [Notice("checkpoint-rejected", f"{bad.path.name} is not used: {bad.reason}") for bad in rejected]
+    notices = [
+        Notice("checkpoint-rejected", f"{bad.path.name} is not used: {bad.reason}") for bad in rejected
+    ]
     if checkpoint is None:
-        notices.append(Notice("no-checkpoint", f"{run.path} has no complete checkpoint: training starts at step 0"))
+        notices.append(
+            Notice("no-checkpoint", f"{run.path} has no complete checkpoint: training starts at step 0")
+        )
     is_finished = ends_here = False
     if checkpoint is not None and not any(change.key in LENGTH_KEYS for change in changes):
         is_finished = checkpoint.step == _finished_step(run)
-        brings = is_finished and recipe.merge.at_end and lacks_weights(run, checkpoint, best=takes_best(recipe))
-        ends_here = brings or (not is_finished and checkpoint.step == (ResumeRequest.read(run.resume_json) or ResumeRequest()).ends_at)
+        brings = (
+            is_finished and recipe.merge.at_end and lacks_weights(run, checkpoint, best=takes_best(recipe))
+        )
+        ends_here = brings or (
+            not is_finished
+            and checkpoint.step == (ResumeRequest.read(run.resume_json) or ResumeRequest()).ends_at
+        )
     return Start(
         checkpoint,
         is_new=False,
@@ -247,7 +289,8 @@ def _newest(run: RunDir, recipe: Recipe, *, digests: bool, progress: Progress | 
 
 
 def refuse_without_files(rejected: Sequence[Rejected]) -> None:
-    """Refuse to start over since files of other machines are missing. Raises: FailedError with the newest checkpoint, and what it lacks."""
+    """Refuse to start over since files of other machines are missing. Raises: FailedError with the newest
+    checkpoint, and what it lacks."""
     lacking = [each for each in rejected if each.is_elsewhere]
     if lacking:
         raise FailedError(missing_files(max(lacking, key=lambda each: checkpoint_step(each.path) or 0)))
@@ -258,7 +301,8 @@ def _explicit(run: RunDir, recipe: Recipe, path: Path, elsewhere: Sequence[Held]
     if recipe.has_own_directories and not _same(run.path, path.parent):
         raise usage_error(
             "checkpoint-unusable",
-            f"--resume {path}: it is not in {run.path}, and each machine has its part in its own run directory",
+            f"--resume {path}: it is not in {run.path}, and each machine has its part in its own run "
+            "directory",
             ways_out=("--resume auto continues the run of `output_dir`", "copy it there on each machine"),
         )
     verdict = inspect_checkpoint(path, digests=False, elsewhere=elsewhere)
@@ -267,26 +311,43 @@ def _explicit(run: RunDir, recipe: Recipe, path: Path, elsewhere: Sequence[Held]
     if not isinstance(verdict, Checkpoint):
         there = RunDir(path if RunDir(path).is_used else path.parent)
         newest, _ = latest_checkpoint(there)
-        hint = f"the newest complete checkpoint there is {newest.path}" if newest else "give a `checkpoint-N` directory, or `auto`"
+        hint = (
+            f"the newest complete checkpoint there is {newest.path}"
+            if newest
+            else "give a `checkpoint-N` directory, or `auto`"
+        )
         raise usage_error("checkpoint-unusable", f"--resume {path}: {verdict.reason}", hint=hint)
     source = RunDir(path.parent)
     if run.is_used and not _same(run.path, source.path):
         raise usage_error(
             "run-directory-used",
             f"{run.path} already holds a run, and {path} belongs to another",
-            ways_out=(f"--set output_dir={source.path} continues in its own run", "--set output_dir=… uses a new directory"),
+            ways_out=(
+                f"--set output_dir={source.path} continues in its own run",
+                "--set output_dir=… uses a new directory",
+            ),
         )
     _refuse_foreign(run)
     trajectory = check(compare(read_resolved(source), recipe)) if source.is_used else []
-    later = [other for other in source.path.iterdir() if (checkpoint_step(other) or 0) > verdict.step] if run.is_used else []
+    later = (
+        [other for other in source.path.iterdir() if (checkpoint_step(other) or 0) > verdict.step]
+        if run.is_used
+        else []
+    )
     if later:
         names = ", ".join(sorted(other.name for other in later))
         raise usage_error(
             "later-checkpoints",
             f"{run.path} has checkpoints after step {verdict.step} ({names}), which the run would overwrite",
-            ways_out=("--resume auto continues from the newest", "--set output_dir=… continues in a new directory", "remove them"),
+            ways_out=(
+                "--resume auto continues from the newest",
+                "--set output_dir=… continues in a new directory",
+                "remove them",
+            ),
         )
-    return Start(verdict, is_new=not run.is_used, trajectory_changes=trajectory, data_key=read_data_key(source))
+    return Start(
+        verdict, is_new=not run.is_used, trajectory_changes=trajectory, data_key=read_data_key(source)
+    )
 
 
 def _revision(run: RunDir) -> RunRevision:
@@ -295,13 +356,16 @@ def _revision(run: RunDir) -> RunRevision:
 
 
 def refuse_when_continued(run: RunDir, start: Start) -> None:
-    """Refuse a directory that was used after `start` was decided. Call it while owning the directory. Raises: usage error."""
+    """Refuse a directory that was used after `start` was decided. Call it while owning the directory. Raises:
+    usage error."""
     if start.is_new:
         return
     _refuse_live_ranks(run)
     if _revision(run) != start.revision:
         message = f"another command continued {run.path} while this one checked its inputs, and has ended"
-        raise usage_error("run-in-use", message, hint="run this command again: it continues from what is there now")
+        raise usage_error(
+            "run-in-use", message, hint="run this command again: it continues from what is there now"
+        )
 
 
 def _same(left: Path, right: Path) -> bool:
@@ -345,10 +409,17 @@ def commands_after(run: RunDir, recipe: Recipe, merged: Path | None) -> list[str
 def commands_of_finished(run: RunDir, recipe: Recipe) -> list[str]:
     """Return at most four next commands for a run that has finished some time ago, with what each does."""
     path = shlex.quote(_short(run.path))
-    report, longer = f"`fsdp-tune report {path}` draws its curves", f"`{_longer(run, recipe)}` trains it for longer"
+    report, longer = (
+        f"`fsdp-tune report {path}` draws its curves",
+        f"`{_longer(run, recipe)}` trains it for longer",
+    )
     if not run.merged.is_dir() and not run.adapter.is_dir():
         return [f"`{merge_command(_short(run.path), recipe)}` makes a model of it", report, longer]
-    evaluates = [f"`fsdp-tune evaluate {path}` evaluates it, with a confidence interval"] if recipe.data.eval is not None else []
+    evaluates = (
+        [f"`fsdp-tune evaluate {path}` evaluates it, with a confidence interval"]
+        if recipe.data.eval is not None
+        else []
+    )
     return [f"`fsdp-tune chat {path}` talks to it", *evaluates, report, longer]
 
 
@@ -367,7 +438,9 @@ def _serving(model: Path, recipe: Recipe | None) -> str:
     served = shlex.quote(_short(model))
     if recipe is None:
         return f"vllm serve {served}"
-    base = shlex.quote(_short(Path(name)) if Path(name := str(recipe.model.name_or_path)).is_absolute() else name)
+    base = shlex.quote(
+        _short(Path(name)) if Path(name := str(recipe.model.name_or_path)).is_absolute() else name
+    )
     return f"vllm serve {base} --enable-lora --lora-modules tuned={served}"
 
 
@@ -385,7 +458,8 @@ def _longer(run: RunDir, recipe: Recipe) -> str:
 
 
 def read_resolved(run: RunDir) -> Recipe:
-    """Return the recipe that a run was last started with. Raises: FsdpTuneError if this version cannot read it."""
+    """Return the recipe that a run was last started with. Raises: FsdpTuneError if this version cannot read
+    it."""
     try:
         recipe = parse_resolved(read_regular(run.recipe_json), str(run.recipe_json))
         read_recipe_json(run)
@@ -395,7 +469,8 @@ def read_resolved(run: RunDir) -> Recipe:
 
 
 def parse_resolved(raw: bytes, source: str) -> Recipe:
-    """Return the recipe in a recipe.json. `source`: its path or URL. Raises: FsdpTuneError if this version cannot read it."""
+    """Return the recipe in a recipe.json. `source`: its path or URL. Raises: FsdpTuneError if this version
+    cannot read it."""
     try:
         recipe = Recipe.model_validate_json(raw)
         if recipe.launch.num_processes == "auto":
@@ -407,7 +482,11 @@ def parse_resolved(raw: bytes, source: str) -> Recipe:
 
 def _unreadable(source: str, error: Exception) -> FsdpTuneError:
     message = f"cannot be read as a recipe of this version: {str(error).splitlines()[0]}"
-    return FsdpTuneError(Problem("run-unreadable", message, Where(source), "continue with the version that wrote it, or start over"))
+    return FsdpTuneError(
+        Problem(
+            "run-unreadable", message, Where(source), "continue with the version that wrote it, or start over"
+        )
+    )
 
 
 def read_data_key(run: RunDir) -> str | None:
@@ -420,23 +499,30 @@ def read_data_key(run: RunDir) -> str | None:
 
 
 def check_data(start: Start, key: str) -> None:
-    """Refuse data other than those of the earlier steps. `key` is `Prepared.key`. Raises: usage error (exit 2)."""
+    """Refuse data other than those of the earlier steps. `key` is `Prepared.key`. Raises: usage error (exit
+    2)."""
     if start.data_key is not None and key != start.data_key:
         raise usage_error(
             "data-changed",
-            "the training data are not those that the run started with: the files, their order or the tokenizer changed",
-            ways_out=("restore the old data", "--overwrite or --set output_dir=… starts a new run on the new data"),
+            "the training data are not those that the run started with: the files, their order or "
+            "the tokenizer changed",
+            ways_out=(
+                "restore the old data",
+                "--overwrite or --set output_dir=… starts a new run on the new data",
+            ),
         )
 
 
 def _finished_step(run: RunDir) -> int | None:
-    """Return the step at which the run finished, or None. Its last checkpoint may have been damaged or removed since."""
+    """Return the step at which the run finished, or None. Its last checkpoint may have been damaged or
+    removed since."""
     outcome = read_outcome(run, 0)
     return outcome.step if outcome is not None and outcome.exit_code == 0 else None
 
 
 def move_aside(run: RunDir) -> Path:
-    """Rename a used directory for `--overwrite`, keeping its contents. Raises: usage error (exit 2) if it is in use."""
+    """Rename a used directory for `--overwrite`, keeping its contents. Raises: usage error (exit 2) if it is
+    in use."""
     aside = name_aside(run.path)
     with locked(run):
         DISK.rename(run.path, aside)

@@ -1,4 +1,5 @@
-"""Write the run directory: all or nothing for a new run; on resume file by file, keeping the old files in history/."""
+"""Write the run directory: all or nothing for a new run; on resume file by file, keeping the old files in
+history/."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ class RunFiles:
 
 
 def write_run(run: RunDir, files: RunFiles) -> None:
-    """Create or update RUN. A reader sees the old files or the new ones; a crash leaves no partial directory."""
+    """Create or update RUN. A reader sees the old files or the new ones; a crash leaves no partial
+    directory."""
     if files.start.is_new:
         _write_new(run, files)
     else:
@@ -69,7 +71,9 @@ def _write_new(run: RunDir, files: RunFiles) -> None:
                 for leftover in stages_inside(run.path):
                     undo_fill(run.path, leftover)
             stage = stack.enter_context(staged_directory(run.path, last=run.recipe_json.name))
-            stage.chmod(stat.S_IMODE(stage.stat().st_mode) & ~stat.S_IWOTH)  # also under umask 0, as in many containers
+            stage.chmod(
+                stat.S_IMODE(stage.stat().st_mode) & ~stat.S_IWOTH
+            )  # also under umask 0, as in many containers
             inside = RunDir(stage)
             inside.model.mkdir()
             inside.logs.mkdir()
@@ -78,17 +82,24 @@ def _write_new(run: RunDir, files: RunFiles) -> None:
             _write_files(inside, files)
     except OSError as error:
         if run.is_used:  # another command filled the directory after the check
-            raise usage_error("run-in-use", f"{run.path} was just created by another command", ways_out=("--set output_dir=…",)) from error
+            raise usage_error(
+                "run-in-use",
+                f"{run.path} was just created by another command",
+                ways_out=("--set output_dir=…",),
+            ) from error
         raise
 
 
 def write_resized(run: RunDir, recipe: Recipe, reasons: Mapping[str, str], plan: LaunchPlan) -> None:
-    """Replace, between two launches of a command, the files of a run that depend on the number of its machines."""
+    """Replace, between two launches of a command, the files of a run that depend on the number of its
+    machines."""
     _keep_earlier(run)
     before = LaunchRecord.read(run.launch_json) or LaunchRecord()
     clear(run, range(before.facts.get("world_size", 0)), with_verdict=True)
     write_file(run.accelerate_yaml, yaml.safe_dump(accelerate_config(recipe), sort_keys=False))
-    replace(before, reasons=dict(reasons), facts=plan.to_json(), recipes=_digests(run, recipe)).write(run.launch_json)
+    replace(before, reasons=dict(reasons), facts=plan.to_json(), recipes=_digests(run, recipe)).write(
+        run.launch_json
+    )
     _write_recipe(run, recipe)
 
 
@@ -111,7 +122,9 @@ def _update(run: RunDir, files: RunFiles) -> None:
         with staged_directory(run.model) as stage:
             files.save_model(stage)
             record_model_files(stage)
-    clear(run, range(files.recipe.world_size), with_verdict=True)  # before the recipe: the next command must not consider this run finished
+    clear(
+        run, range(files.recipe.world_size), with_verdict=True
+    )  # before the recipe: the next command must not consider this run finished
     _write_files(run, files)
     if changes := files.start.trajectory_changes:
         append_event(run, RecipeChanged(files.start.step, [change.answer() for change in changes]))
@@ -124,16 +137,22 @@ def _write_files(run: RunDir, files: RunFiles) -> None:
     files.environment.write(run.environment_json)
     files.data.write(run.data_json)
     command, cwd = [mask_text(word) for word in files.command], str(Path.cwd())
-    facts = files.plan.to_json() | ({"first_machine": dict(files.first_machine)} if files.first_machine is not None else {})
+    facts = files.plan.to_json() | (
+        {"first_machine": dict(files.first_machine)} if files.first_machine is not None else {}
+    )
     recipes = _digests(run, files.recipe)
     boot, boot_seconds = seconds_since_boot()
-    record = LaunchRecord(time.time(), files.profile, dict(files.reasons), command, cwd, facts, boot, boot_seconds, recipes)
+    record = LaunchRecord(
+        time.time(), files.profile, dict(files.reasons), command, cwd, facts, boot, boot_seconds, recipes
+    )
     record.write(run.launch_json)
     checkpoint = files.start.checkpoint
     resume_from = str(checkpoint.path) if checkpoint else None
     start = files.start
     ends_at = start.step if start.ends_here else None
-    ResumeRequest(resume_from, start.digests_checked, list(start.from_run), ends_at, files.saves).write(run.resume_json)
+    ResumeRequest(resume_from, start.digests_checked, list(start.from_run), ends_at, files.saves).write(
+        run.resume_json
+    )
     _write_recipe(run, files.recipe)
 
 
@@ -146,7 +165,8 @@ def _recipe_text(recipe: Recipe) -> str:
 
 
 def _digests(run: RunDir, recipe: Recipe) -> list[str]:
-    """Return the digests of the recipe.json that is written next, and of that which is there: the process may be killed in between."""
+    """Return the digests of the recipe.json that is written next, and of that which is there: the process may
+    be killed in between."""
     before = run.recipe_digest()
     return [digest_of_recipe(_recipe_text(recipe).encode()), *([before] if before is not None else [])]
 

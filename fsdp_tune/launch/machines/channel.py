@@ -1,7 +1,7 @@
 """The command's end of the control channel: its own document, and the last known one of each other machine.
 
-The command imports no torch, so a child (`launch.machines.store`) holds the connection. If the child dies, another one is started; nothing
-is lost, since each machine writes its present state again.
+The command imports no torch, so a child (`launch.machines.store`) holds the connection. If the child dies,
+another one is started; nothing is lost, since each machine writes its present state again.
 """
 
 from __future__ import annotations
@@ -52,10 +52,20 @@ class ChildLink:
     """The exchange in a child process."""
 
     def __init__(self, machine: int, machines: int, address: str, port: int, folder: Path | None) -> None:
-        words = [sys.executable, "-m", "fsdp_tune.launch.machines.store", str(machine), str(machines), address, str(port)]
+        words = [
+            sys.executable,
+            "-m",
+            "fsdp_tune.launch.machines.store",
+            str(machine),
+            str(machines),
+            address,
+            str(port),
+        ]
         words += [str(folder)] if folder is not None else []
         environment = {**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
-        self._child = children.start(words, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        self._child = children.start(
+            words, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
 
     def send(self, line: str) -> None:
         assert self._child.stdin is not None, "it is a pipe"
@@ -128,16 +138,22 @@ class Channel:
         """Return the seconds since the last sign of life of a machine; None before the first one."""
         with self._state:
             known = self._others.get(machine)
-            return None if known is None or known.told_at is None else known.silent_seconds + LIVED.now() - known.told_at
+            return (
+                None
+                if known is None or known.told_at is None
+                else known.silent_seconds + LIVED.now() - known.told_at
+            )
 
     def unchanged_seconds(self, machine: int) -> float:
-        """Return the seconds since the document of a machine last changed, at most those since the channel was opened."""
+        """Return the seconds since the document of a machine last changed, at most those since the channel
+        was opened."""
         with self._state:
             known = self._others.get(machine)
             return LIVED.now() - max(self._began, known.changed_at if known is not None else 0.0)
 
     def idle_seconds(self, machines: Iterable[int]) -> float:
-        """Return the most seconds for which one of these machines has not changed its document, as it does while it counts work."""
+        """Return the most seconds for which one of these machines has not changed its document, as it does
+        while it counts work."""
         return max(map(self.unchanged_seconds, machines), default=0.0)
 
     def clock_seconds(self, machine: int) -> float:
@@ -148,14 +164,18 @@ class Channel:
 
     @property
     def refused_seconds(self) -> float:
-        """Seconds for which the first machine has answered without serving a store; 0 if it serves one, or does not answer."""
+        """Seconds for which the first machine has answered without serving a store; 0 if it serves one, or
+        does not answer."""
         with self._state:
             return self.last.fault_seconds + LIVED.now() - self._last_at if self.last.is_refused else 0.0
 
     def refuse_fatal(self) -> None:
         """Raises: FailedError if the store cannot be served, without which no machine can join."""
         if self.fatal is not None:
-            hint = "end what uses the port, or set another `launch.main_process_port` on all machines (the channel has the port after it)"
+            hint = (
+                "end what uses the port, or set another `launch.main_process_port` on all machines (the "
+                "channel has the port after it)"
+            )
             raise FailedError(Problem("port-taken", self.fatal, hint=hint))
 
     def close(self) -> None:
@@ -184,12 +204,18 @@ class Channel:
                 self._link = link
                 self._state.notify_all()
             for line in link.lines():
-                with contextlib.suppress(ValueError):  # what a machine wrote; without this thread, nothing would be read any more
+                with contextlib.suppress(
+                    ValueError
+                ):  # what a machine wrote; without this thread, nothing would be read any more
                     self._receive(_EXCHANGED.validate_json(line))
             link.kill()
             with self._state:
                 self._link = None
-                if self._is_closing or self.fatal is not None or self._state.wait_for(lambda: self._is_closing, RESPAWN_SECONDS):
+                if (
+                    self._is_closing
+                    or self.fatal is not None
+                    or self._state.wait_for(lambda: self._is_closing, RESPAWN_SECONDS)
+                ):
                     return
 
     def _receive(self, told: Exchanged) -> None:
@@ -207,7 +233,8 @@ class Channel:
                 known.clock_seconds = told.clock_seconds.get(machine, 0.0)
 
     def _write(self) -> None:
-        """Send each new document. A thread of its own: an exchange that is stopped reads nothing, and the command must not wait for it."""
+        """Send each new document. A thread of its own: an exchange that is stopped reads nothing, and the
+        command must not wait for it."""
         while True:
             with self._state:
                 self._state.wait_for(lambda: self._is_closing or self._unsent() is not None)
@@ -230,14 +257,19 @@ class Channel:
 
 
 def open_channel(machine: int, machines: int, address: str, port: int, folder: Path | None = None) -> Channel:
-    """Open the channel of a machine. The first machine serves the store on this port of its address. `folder`: of archives."""
+    """Open the channel of a machine. The first machine serves the store on this port of its address.
+    `folder`: of archives."""
     return Channel(lambda: cast(Link, ChildLink(machine, machines, address, port, folder)))
 
 
 def network_message(route: Route | None, first: str, env: Mapping[str, str]) -> str:
-    """Return the message of the network that gloo and NCCL use. `first`: address of the first machine; `env`: of the ranks."""
+    """Return the message of the network that gloo and NCCL use. `first`: address of the first machine; `env`:
+    of the ranks."""
     if route is None:
-        return f"no interface leads to {first}: gloo and NCCL choose one themselves ({', '.join(INTERFACE_VARIABLES)})"
+        return (
+            f"no interface leads to {first}: gloo and NCCL choose one themselves "
+            f"({', '.join(INTERFACE_VARIABLES)})"
+        )
     set_here = [name for name in INTERFACE_VARIABLES if env.get(name, "").lstrip("=") != route.interface]
     named = f"; {', '.join(f'{name}={env[name]}' for name in set_here)} is set" if set_here else ""
     return f"the network is {route}{named}"

@@ -24,7 +24,8 @@ READ_SECONDS = 0.2
 
 
 VISIBLE_SECONDS = 90.0
-"""Limit for files of the first machine to appear in a shared directory: NFS caches the absence of a name for up to a minute."""
+"""Limit for files of the first machine to appear in a shared directory: NFS caches the absence of a name for
+up to a minute."""
 
 
 ARCHIVE_SECONDS = 600.0
@@ -44,7 +45,12 @@ class SharedDirectory:
     def offer(self) -> dict[str, str]:
         """Return digests of the files of a run that its ranks read at the start, of those that are there."""
         found: dict[str, str] = {}
-        for path in (self._run.recipe_json, self._run.data_json, self._run.launch_json, self._run.resume_json):
+        for path in (
+            self._run.recipe_json,
+            self._run.data_json,
+            self._run.launch_json,
+            self._run.resume_json,
+        ):
             with suppress(OSError):
                 found[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
         return found
@@ -61,12 +67,18 @@ class SharedDirectory:
             time.sleep(READ_SECONDS)
         name = next(name for name in (*theirs, *mine) if theirs.get(name) != mine.get(name))
         how = "is not there" if name not in mine else "is another one"
-        message = f"machine {machine} does not see the run directory of machine 0: {self._run.path / name} {how}"
-        hint = "`output_dir` must be one directory that all machines see; `launch.shared_directory: false` gives each machine its own"
+        message = (
+            f"machine {machine} does not see the run directory of machine 0: {self._run.path / name} {how}"
+        )
+        hint = (
+            "`output_dir` must be one directory that all machines see; `launch.shared_directory: false` "
+            "gives each machine its own"
+        )
         return Problem("run-directory-not-shared", message, hint=hint)
 
     def held(self, progress: Callable[[int], object], *, compares: bool = True) -> tuple[Held, ...] | None:  # noqa: ARG002
-        """Return None: what is here is not of this machine alone. The arguments are those of `OwnDirectory`."""
+        """Return None: what is here is not of this machine alone. The arguments are those of
+        `OwnDirectory`."""
         return None
 
 
@@ -76,22 +88,40 @@ class OwnDirectory:
     The first machine sends the small files that decide the run through the channel, as an archive.
     """
 
-    def __init__(self, run: RunDir, folder: Path, *, digests: bool, install: Callable[[RunDir], Problem | None] | None = None) -> None:
-        """`folder`: where the channel finds or leaves archives. `digests`: compare those of checkpoints. `install`: write this machine's
-        files from those of the first, on a machine other than that."""
+    def __init__(
+        self,
+        run: RunDir,
+        folder: Path,
+        *,
+        digests: bool,
+        install: Callable[[RunDir], Problem | None] | None = None,
+    ) -> None:
+        """`folder`: where the channel finds or leaves archives. `digests`: compare those of checkpoints.
+        `install`: write this machine's files from those of the first, on a machine other than that."""
         self._run, self._folder, self._digests, self._install = run, folder, digests, install
         self._installed: str | None = None
         """Name of the archive from which the files here are."""
 
     def offer(self) -> dict[str, str]:
-        """Make an archive of the files of the run for the other machines. Returns how the channel names it."""
-        names = ["recipe.yaml", "recipe.json", "data.json", "launch.json", "resume.json", "plan.json", "environment.json"]
+        """Make an archive of the files of the run for the other machines. Returns how the channel names
+        it."""
+        names = [
+            "recipe.yaml",
+            "recipe.json",
+            "data.json",
+            "launch.json",
+            "resume.json",
+            "plan.json",
+            "environment.json",
+        ]
         names += [f"model/{name}" for name in [*list_files(self._run.model), MANIFEST_NAME]]
         buffer = io.BytesIO()
         with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
             for name in names:
                 if (self._run.path / name).exists():
-                    archive.writestr(zipfile.ZipInfo(name), (self._run.path / name).read_bytes(), zipfile.ZIP_DEFLATED)
+                    archive.writestr(
+                        zipfile.ZipInfo(name), (self._run.path / name).read_bytes(), zipfile.ZIP_DEFLATED
+                    )
         raw = buffer.getvalue()
         name = digest(raw, size=16)
         write_file(self._folder / name, raw, private=True)
@@ -112,7 +142,10 @@ class OwnDirectory:
                 self._installed = name if problem is None else None
                 return problem
             time.sleep(READ_SECONDS)
-        message = f"machine {machine} has not received the files of the run within {format_seconds(ARCHIVE_SECONDS)}"
+        message = (
+            f"machine {machine} has not received the files of the run within "
+            f"{format_seconds(ARCHIVE_SECONDS)}"
+        )
         return Problem("run-files-missing", message, hint="see the network between the machines")
 
     def _unpack(self, path: Path) -> Problem | None:
@@ -131,10 +164,14 @@ class OwnDirectory:
                         raise ValueError(f"it has a file {name[:80]!r}")
                     target = received.path / name
                     DISK.mkdir(target.parent)
-                    with archive.open(name) as file:  # `archive.read` unpacks a whole file before it compares sizes
+                    with archive.open(
+                        name
+                    ) as file:  # `archive.read` unpacks a whole file before it compares sizes
                         write_file(target, file.read(LARGEST_ARCHIVE_BYTES), private=True)
         except (ValueError, zipfile.BadZipFile) as error:
-            return Problem("run-files-missing", f"the files of the run that machine 0 has sent are damaged: {error}")
+            return Problem(
+                "run-files-missing", f"the files of the run that machine 0 has sent are damaged: {error}"
+            )
         return self._install(received)
 
     def held(self, progress: Callable[[int], object], *, compares: bool = True) -> tuple[Held, ...] | None:

@@ -24,7 +24,17 @@ CLOCK_SECONDS = 60.0
 """Largest difference of two clocks: `launch.max_runtime` and the times in the logs are wall-clock times."""
 
 
-_PACKAGES = ("python", "fsdp-tune", "torch", "transformers", "accelerate", "safetensors", "tokenizers", "numpy", "triton")
+_PACKAGES = (
+    "python",
+    "fsdp-tune",
+    "torch",
+    "transformers",
+    "accelerate",
+    "safetensors",
+    "tokenizers",
+    "numpy",
+    "triton",
+)
 
 
 _COMMUNICATION = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
@@ -42,7 +52,13 @@ _TRANSPORTS = ("NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_NET")
 
 
 _KEYS_OF_LAUNCH = (
-    *("launch.num_machines", "launch.num_processes", "launch.device", "launch.hang_timeout", "launch.max_runtime"),
+    *(
+        "launch.num_machines",
+        "launch.num_processes",
+        "launch.device",
+        "launch.hang_timeout",
+        "launch.max_runtime",
+    ),
     "launch.shared_directory",
 )
 
@@ -52,7 +68,8 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class Identity(Document):
-    """What one machine is, as it publishes it. Values of the recipe are digests: any process that reaches the port can read them."""
+    """What one machine is, as it publishes it. Values of the recipe are digests: any process that reaches the
+    port can read them."""
 
     host: str
     versions: dict[str, str | None]
@@ -70,16 +87,26 @@ class Identity(Document):
 
 
 def identity_of(recipe: Recipe, environment: Mapping[str, str], extensions: Sequence[str] = ()) -> Identity:
-    """Return the identity of this machine. `environment`: that of the ranks; `extensions`: those of the recipe, with their versions."""
+    """Return the identity of this machine. `environment`: that of the ranks; `extensions`: those of the
+    recipe, with their versions."""
     device = str(recipe.launch.device)
     found = versions() | installed_versions(_COMMUNICATION)
-    keys = {key: value for key, value in values_by_key(recipe).items() if key in _KEYS_OF_LAUNCH or _is_equal_everywhere(key)}
-    names = [name for name in sorted(environment) if name.startswith(_VARIABLES) and not name.startswith(_OWN_VARIABLES)]
+    keys = {
+        key: value
+        for key, value in values_by_key(recipe).items()
+        if key in _KEYS_OF_LAUNCH or _is_equal_everywhere(key)
+    }
+    names = [
+        name
+        for name in sorted(environment)
+        if name.startswith(_VARIABLES) and not name.startswith(_OWN_VARIABLES)
+    ]
     names += [name for name in _TRANSPORTS if name in environment and name not in names]
     ports: list[dict[str, str | None]] = [*interconnect()["infiniband"].values()] if device == "cuda" else []
     return Identity(
         host=socket.gethostname(),
-        versions={name: found[name] for name in (*_PACKAGES, *_COMMUNICATION) if name in found} | dict.fromkeys(extensions, "used"),
+        versions={name: found[name] for name in (*_PACKAGES, *_COMMUNICATION) if name in found}
+        | dict.fromkeys(extensions, "used"),
         code=_code_digest(),
         recipe={key: _digest(json.dumps(value, sort_keys=True)) for key, value in keys.items()},
         device=device,
@@ -114,15 +141,32 @@ def difference(machine: int, mine: Identity, first: Identity, clock_seconds: flo
 
     `clock_seconds`: how far the clock of the first machine is ahead.
     """
-    found = [*_of_software(mine, first), *_of_devices(mine, first), *_of_recipe(mine, first), *_of_network(mine, first)]
+    found = [
+        *_of_software(mine, first),
+        *_of_devices(mine, first),
+        *_of_recipe(mine, first),
+        *_of_network(mine, first),
+    ]
     if abs(clock_seconds) > CLOCK_SECONDS:
         way = "behind" if clock_seconds > 0 else "ahead of"
-        found.append(("a clock that is", f"{format_seconds(abs(clock_seconds))} {way} the other", "", "set both by NTP"))
+        found.append(
+            (
+                "a clock that is",
+                f"{format_seconds(abs(clock_seconds))} {way} the other",
+                "",
+                "set both by NTP",
+            )
+        )
     if not found:
         return None
-    listed = [f"{what} {here}" + (f" instead of {there}" if there else "") for what, here, there, _ in found[:_SHOWN]]
+    listed = [
+        f"{what} {here}" + (f" instead of {there}" if there else "")
+        for what, here, there, _ in found[:_SHOWN]
+    ]
     more = f" (and {len(found) - _SHOWN} more differences)" if len(found) > _SHOWN else ""
-    message = f"machine {machine} ({mine.host}) differs from machine 0 ({first.host}): {'; '.join(listed)}{more}"
+    message = (
+        f"machine {machine} ({mine.host}) differs from machine 0 ({first.host}): {'; '.join(listed)}{more}"
+    )
     return Problem("machines-differ", message, hint="; ".join(dict.fromkeys(hint for *_, hint in found)))
 
 
@@ -134,7 +178,12 @@ def _of_software(mine: Identity, first: Identity) -> Iterator[_Difference]:
     for name in sorted(mine.versions.keys() | first.versions.keys()):
         here, there = mine.versions.get(name), first.versions.get(name)
         if here != there:
-            yield f"{name}", here or "(not installed)", there or "(not installed)", "install the same packages on all machines"
+            yield (
+                f"{name}",
+                here or "(not installed)",
+                there or "(not installed)",
+                "install the same packages on all machines",
+            )
     if mine.code != first.code and mine.versions.get("fsdp-tune") == first.versions.get("fsdp-tune"):
         yield "fsdp-tune's source", mine.code, first.code, "install the same fsdp-tune on all machines"
 
@@ -146,9 +195,15 @@ def _of_devices(mine: Identity, first: Identity) -> Iterator[_Difference]:
 
 
 def _of_recipe(mine: Identity, first: Identity) -> Iterator[_Difference]:
-    differing = [key for key in sorted(mine.recipe.keys() | first.recipe.keys()) if mine.recipe.get(key) != first.recipe.get(key)]
+    differing = [
+        key
+        for key in sorted(mine.recipe.keys() | first.recipe.keys())
+        if mine.recipe.get(key) != first.recipe.get(key)
+    ]
     if differing:
-        names = ", ".join(f"`{key}`" for key in differing[:_SHOWN]) + (" …" if len(differing) > _SHOWN else "")
+        names = ", ".join(f"`{key}`" for key in differing[:_SHOWN]) + (
+            " …" if len(differing) > _SHOWN else ""
+        )
         yield "another value of", names, "", "pass the same recipe and `--set` on all machines"
 
 
@@ -160,7 +215,10 @@ def _of_network(mine: Identity, first: Identity) -> Iterator[_Difference]:
             yield name, here or "(unset)", there or "(unset)", hint
     is_chosen = any(name in each.variables for name in _TRANSPORTS for each in (mine, first))
     if mine.ports != first.ports and not is_chosen:
-        hint = "check the ports (`fsdp-tune env`), or choose what NCCL uses by NCCL_IB_HCA or NCCL_IB_DISABLE in `launch.env`"
+        hint = (
+            "check the ports (`fsdp-tune env`), or choose what NCCL uses by NCCL_IB_HCA or "
+            "NCCL_IB_DISABLE in `launch.env`"
+        )
         yield "active InfiniBand ports:", _counted(mine.ports), _counted(first.ports), hint
 
 

@@ -1,11 +1,13 @@
 """Agree on each launch of a run over several machines, and on how it ended.
 
-Each machine publishes one document (`launch.machines.channel`): its current launch, and how that ended there. The first machine judges for
-all and alone decides on another launch. The others read only its document, in which it repeats what they need of each other.
+Each machine publishes one document (`launch.machines.channel`): its current launch, and how that ended there.
+The first machine judges for all and alone decides on another launch. The others read only its document, in
+which it repeats what they need of each other.
 
-A life of the run is one command of the first machine, whose store ends with it. No rank starts before all machines that take part have
-confirmed the launch: they are alike (`launch.machines.machine`), and see the files that the ranks will read. A machine that takes part in
-no launch, since it came after the start of one, waits for the next.
+A life of the run is one command of the first machine, whose store ends with it. No rank starts before all
+machines that take part have
+confirmed the launch: they are alike (`launch.machines.machine`), and see the files that the ranks will read.
+A machine that takes part in no launch, since it came after the start of one, waits for the next.
 """
 
 from __future__ import annotations
@@ -35,19 +37,22 @@ POLL_SECONDS = 1.0  # READ_SECONDS while ranks run
 WORK_SECONDS = 1.0
 """Least time between two counts of work."""
 JOIN_SECONDS = 3600.0
-"""Limit for the first machine to come, and to check its inputs; also before the next launch. Work that it counts extends it."""
+"""Limit for the first machine to come, and to check its inputs; also before the next launch. Work that it
+counts extends it."""
 DECISION_SECONDS = 600.0
 """Limit for the decision of the first machine after a launch."""
 GATHER_SECONDS, SHARE_SECONDS = 90.0, 60.0
 """Limits for the other machines to end their ranks after the first, and to publish where their ranks are."""
 LOST_SECONDS = 300.0
-"""A machine from which nothing has come for this long is lost; if `launch.hang_timeout` is shorter, after that and `LOST_MARGIN_SECONDS`,
-since ranks that wait for it are then reported first."""
+"""A machine from which nothing has come for this long is lost; if `launch.hang_timeout` is shorter, after
+that and `LOST_MARGIN_SECONDS`, since ranks that wait for it are then reported first."""
 LOST_MARGIN_SECONDS = 30.0
 REFUSED_SECONDS = 45.0
-"""A first machine that answers, but serves no store for this long, has no command any more. A child that died is replaced sooner."""
+"""A first machine that answers, but serves no store for this long, has no command any more. A child that died
+is replaced sooner."""
 ATTESTED_SECONDS = 60.0
-"""A command whose ranks make progress changes its document three times in this time, else its machine counts as silent."""
+"""A command whose ranks make progress changes its document three times in this time, else its machine counts
+as silent."""
 UNHEARD_SECONDS = 30.0
 """At the end of a launch, machines that have been silent for longer are not waited for."""
 
@@ -67,7 +72,8 @@ class Machines:
         identity: Identity | None = None,
         directory: OwnDirectory | None = None,
     ) -> None:
-        """`channel` and `identity`: None on a single machine. `directory`: None if all machines see the same."""
+        """`channel` and `identity`: None on a single machine. `directory`: None if all machines see the
+        same."""
         self._directory = directory or SharedDirectory(run)
         self._run, self._machine, self._count = run, machine, count
         self._hang_seconds, self._replacement_seconds = hang_seconds, replacement_seconds
@@ -75,7 +81,9 @@ class Machines:
         """The machines of the launch. Ranks are numbered in this order."""
         self._standby: Standby | None = None
         self._open_channel, self._identity = channel, identity
-        self._report = MachineReport(token=secrets.token_hex(8), life=secrets.token_hex(8) if machine == 0 else None, identity=identity)
+        self._report = MachineReport(
+            token=secrets.token_hex(8), life=secrets.token_hex(8) if machine == 0 else None, identity=identity
+        )
         self._work = 0
         self._work_at = self._polled_at = float("-inf")
         self._reports: dict[int, MachineReport] = {}
@@ -96,7 +104,9 @@ class Machines:
         self._publish()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Publish why this command ends before it has ended a launch, and close the channel."""
         if self._open_channel is None:
             return
@@ -111,7 +121,8 @@ class Machines:
             self._open_channel.close()
 
     def advance(self, n: int = 1) -> None:
-        """Count work before a launch (rows, bytes), so that the others see that the first machine makes progress."""
+        """Count work before a launch (rows, bytes), so that the others see that the first machine makes
+        progress."""
         self._work += n
         if self._open_channel is not None and LIVED.now() - self._work_at >= WORK_SECONDS:
             self._work_at = LIVED.now()
@@ -121,36 +132,54 @@ class Machines:
     # ---- The first machine.
 
     def expected(self) -> list[int]:
-        """Return, on the first machine, those to wait for: the machines of the last launch, and others that wait for the next one."""
+        """Return, on the first machine, those to wait for: the machines of the last launch, and others that
+        wait for the next one."""
         return [machine for machine in range(self._count) if machine in self.members or self._waits(machine)]
 
     def _waits(self, machine: int) -> bool:
         report = self._read(machine)
-        return self._is_there(machine) and report is not None and report.life == self._report.life and report.ended is None
+        return (
+            self._is_there(machine)
+            and report is not None
+            and report.life == self._report.life
+            and report.ended is None
+        )
 
     def _is_there(self, machine: int) -> bool:
         silent_seconds = self._channel.silent_seconds(machine)
         return silent_seconds is not None and silent_seconds < UNHEARD_SECONDS
 
     def gather(
-        self, launch: int, members: Sequence[int] | None = None, is_enough: Callable[[int], bool] | None = None
+        self,
+        launch: int,
+        members: Sequence[int] | None = None,
+        is_enough: Callable[[int], bool] | None = None,
     ) -> Verdict | Fewer | None:
-        """Announce a launch of these machines (None: all) on the first one and wait until every other has confirmed it.
+        """Announce a launch of these machines (None: all) on the first one and wait until every other has
+        confirmed it.
 
-        Returns None once it has started. `is_enough`: whether the run can do with a number of machines. Then those that have not confirmed
-        within `launch.replacement_timeout` are left out, and also, after the first launch, those that failed or were stopped.
-        Without it, they end the run, and how is returned.
+        Returns None once it has started. `is_enough`: whether the run can do with a number of machines. Then
+        those that have not confirmed within `launch.replacement_timeout` are left out, and also, after the
+        first launch, those that failed or were stopped. Without it, they end the run, and how is returned.
         """
         self._begin(launch, range(self._count) if members is None else members)
         if self._open_channel is None:
             return None
         started = LIVED.now()
-        facts: dict[str, object] = {"members": self.members, "files": self._directory.offer(), "relayed": Relayed()}
+        facts: dict[str, object] = {
+            "members": self.members,
+            "files": self._directory.offer(),
+            "relayed": Relayed(),
+        }
         self._publish(launch=launch, state="gathering", ended=None, rank_states=(), is_quiet=False, **facts)
         while True:
             self.advance()  # the others wait for it
             reports = self._read_others()
-            ready = [machine for machine, report in reports.items() if report.state == "ready" and report.launch == launch]
+            ready = [
+                machine
+                for machine, report in reports.items()
+                if report.state == "ready" and report.launch == launch
+            ]
             present = [machine for machine in ready if self._is_there(machine)]
             if len(present) == len(self.others):
                 break
@@ -159,21 +188,36 @@ class Machines:
             is_final = launch == 0 or is_enough is None
             if is_final and (ended := self._ended_before()) is not None:
                 return ended
-            if is_enough is not None and (waited if launch else idle) > self._replacement_seconds and is_enough(1 + len(present)):
+            if (
+                is_enough is not None
+                and (waited if launch else idle) > self._replacement_seconds
+                and is_enough(1 + len(present))
+            ):
                 return Fewer((0, *sorted(present)))
-            if idle > (self._hang_seconds if is_enough is None else max(self._hang_seconds, self._replacement_seconds)):
-                return self._ended_before() or Verdict(ExitCode.FAILED, ExitReason.FAILED, 0, self._missing(present, waited))
+            if idle > (
+                self._hang_seconds
+                if is_enough is None
+                else max(self._hang_seconds, self._replacement_seconds)
+            ):
+                return self._ended_before() or Verdict(
+                    ExitCode.FAILED, ExitReason.FAILED, 0, self._missing(present, waited)
+                )
             time.sleep(READ_SECONDS)
         self._tokens = {machine: reports[machine].token for machine in self.others}
         hosts = [self._report.identity, *(reports[machine].identity for machine in self.others)]
-        write_json(self._run.machines_json, {str(at): identity.host for at, identity in enumerate(hosts) if identity is not None})
+        write_json(
+            self._run.machines_json,
+            {str(at): identity.host for at, identity in enumerate(hosts) if identity is not None},
+        )
         self._publish(state="running")
         return None
 
     def held_elsewhere(self, limit_seconds: float | None = None) -> list[Held]:
-        """Return, on the first machine, what the others have of each checkpoint; [] if all see the same directory.
+        """Return, on the first machine, what the others have of each checkpoint; [] if all see the same
+        directory.
 
-        Waits until all have reported it, or one has counted no work up to a limit; None: as for a launch, after which that is an error.
+        Waits until all have reported it, or one has counted no work up to a limit; None: as for a launch,
+        after which that is an error.
         """
         if self._open_channel is None or isinstance(self._directory, SharedDirectory):
             return []
@@ -191,13 +235,19 @@ class Machines:
                 if ended is None and idle > self._hang_seconds:
                     ended = Verdict(ExitCode.FAILED, ExitReason.FAILED, 0, self._missing(list(found), waited))
                 if ended is not None:
-                    problem = ended.problem or Problem("machine-failed", "another machine was stopped by a signal")
+                    problem = ended.problem or Problem(
+                        "machine-failed", "another machine was stopped by a signal"
+                    )
                     raise FsdpTuneError(problem, exit_code=ended.exit_code)
             time.sleep(READ_SECONDS)
 
     def _held_by(self, machine: int) -> tuple[Held, ...] | None:
         report = self._read(machine)
-        return report.held if report is not None and report.life == self._report.life and self._is_there(machine) else None
+        return (
+            report.held
+            if report is not None and report.life == self._report.life and self._is_there(machine)
+            else None
+        )
 
     def _ended_before(self) -> Verdict | None:
         """Return how the run ends before a launch if a machine has failed or was stopped."""
@@ -211,7 +261,8 @@ class Machines:
         self._publish(state="final", ended=ended.as_dict())
 
     def verdict(self, ended: Verdict) -> Verdict:
-        """Return the verdict of the first machine for all: its own, or the first failure elsewhere that is not a consequence of another."""
+        """Return the verdict of the first machine for all: its own, or the first failure elsewhere that is
+        not a consequence of another."""
         if ended.problem is None or not self.others:
             return ended
         deadline = LIVED.now() + GATHER_SECONDS
@@ -219,20 +270,25 @@ class Machines:
             if not any(self._is_heard(machine) for machine in open_ones):
                 break
             time.sleep(READ_SECONDS)
-        judged = combined(ended, [verdict for report in self._reports.values() if (verdict := report.verdict) is not None])
+        judged = combined(
+            ended, [verdict for report in self._reports.values() if (verdict := report.verdict) is not None]
+        )
         if open_ones and judged.problem is not None and judged.problem.code in ECHO_CODES:
             return replace(judged, problem=self._lost_problem(open_ones[0]))
         return judged
 
     def has_one_left(self) -> bool:
-        """Return whether a machine that this one reads has published how this launch ended there, or is not heard of any more."""
+        """Return whether a machine that this one reads has published how this launch ended there, or is not
+        heard of any more."""
         open_ones, read = self._unreported(), self.others if self._machine == 0 else self.others[:1]
         return any(machine not in open_ones or not self._is_heard(machine) for machine in read)
 
     def _unreported(self) -> list[int]:
         """Return the machines that have not published how this launch ended there."""
         reports = self._read_others()
-        return [machine for machine in self.others if machine not in reports or reports[machine].verdict is None]
+        return [
+            machine for machine in self.others if machine not in reports or reports[machine].verdict is None
+        ]
 
     def _is_heard(self, machine: int) -> bool:
         """Return whether the command that took part in the launch may still report."""
@@ -246,9 +302,16 @@ class Machines:
     def _missing(self, present: Sequence[int], seconds: float) -> Problem:
         absent = [machine for machine in self.others if machine not in present]
         names, count = ", ".join(f"machine {machine}" for machine in absent), len(self.members)
-        message = f"{count - len(absent)} of {count} machines joined within {format_seconds(seconds)}; missing: {names}"
+        message = (
+            f"{count - len(absent)} of {count} machines joined within {format_seconds(seconds)}; "
+            f"missing: {names}"
+        )
         command = train_command(self._run, "--machine-rank", "N")
-        also = "all must see the run directory" if isinstance(self._directory, SharedDirectory) else "if it has ended, see its output there"
+        also = (
+            "all must see the run directory"
+            if isinstance(self._directory, SharedDirectory)
+            else "if it has ended, see its output there"
+        )
         hint = f"start `{command}` on each of them, with the same recipe and as many devices; {also}"
         return Problem("machines-missing", message, hint=hint)
 
@@ -261,7 +324,9 @@ class Machines:
         """
         while self._channel.unchanged_seconds(0) < JOIN_SECONDS:
             first = self._read(0)
-            if first is not None and self._report.life != first.life:  # also that of a command started after the one it had found
+            if (
+                first is not None and self._report.life != first.life
+            ):  # also that of a command started after the one it had found
                 self._publish(life=first.life, held=self._directory.held(self.advance))
             if first is not None and first.state == "final":
                 return before_launch(first.verdict)
@@ -272,7 +337,13 @@ class Machines:
             time.sleep(READ_SECONDS)
         why = f": {fault}" if (fault := self._channel.last.fault) else ", nor counted work for it"
         message = f"the first machine has not started this run within {format_seconds(JOIN_SECONDS)}{why}"
-        return self._failed(Problem("first-machine-missing", message, hint="see the output of its command, and `launch.main_process_ip`"))
+        return self._failed(
+            Problem(
+                "first-machine-missing",
+                message,
+                hint="see the output of its command, and `launch.main_process_ip`",
+            )
+        )
 
     def _failed(self, problem: Problem) -> Verdict:
         """Publish that this machine does not take part."""
@@ -283,20 +354,25 @@ class Machines:
     def _problem_with(self, first: MachineReport) -> Problem | None:
         if self._channel.last.twin is not None:
             message = f"another command takes part in this run as machine {self._machine}"
-            return Problem("machine-twice", message, hint="give each machine a number of its own (`--machine-rank`)")
+            return Problem(
+                "machine-twice", message, hint="give each machine a number of its own (`--machine-rank`)"
+            )
         if first.identity is None or self._identity is None:
             return None
         return difference(self._machine, self._identity, first.identity, self._channel.clock_seconds(0))
 
     def _take_files(self) -> Problem | None:
         """Wait until this machine has the files that ranks read."""
-        return self._directory.take(self._machine, lambda: first.files if (first := self._read(0)) is not None else None)
+        return self._directory.take(
+            self._machine, lambda: first.files if (first := self._read(0)) is not None else None
+        )
 
     def next_launch(self) -> int | Verdict | Standby | None:
         """Wait for the next launch of the first machine and confirm it.
 
-        Returns its number once all its machines have confirmed it, or how the run ended; None if the first machine is gone. The first
-        time that a launch leaves this machine out, returns which machines it has; the next call waits on.
+        Returns its number once all its machines have confirmed it, or how the run ended; None if the first
+        machine is gone. The first time that a launch leaves this machine out, returns which machines it has;
+        the next call waits on.
         """
         confirmed: int | None = None
         while True:
@@ -318,7 +394,9 @@ class Machines:
                     self._publish(launch=first.launch)
                     return self._failed(problem)
                 confirmed = first.launch
-                self._publish(launch=first.launch, state="ready", ended=None, held=None, rank_states=(), is_quiet=False)
+                self._publish(
+                    launch=first.launch, state="ready", ended=None, held=None, rank_states=(), is_quiet=False
+                )
             if first.state == "running" and first.launch == confirmed:
                 self._begin(first.launch, first.members)
                 self._standby = None
@@ -330,11 +408,13 @@ class Machines:
 
     @property
     def launch_id(self) -> str | None:
-        """What distinguishes the ranks of this launch from those of earlier ones, which may still run; None on a single machine."""
+        """What distinguishes the ranks of this launch from those of earlier ones, which may still run; None
+        on a single machine."""
         return f"{self._report.life}-{self._report.launch}" if self.others else None
 
     def environment(self) -> dict[str, str]:
-        """Return variables for the launcher, so that agents of different lives or launches never form one group."""
+        """Return variables for the launcher, so that agents of different lives or launches never form one
+        group."""
         return {"PET_RDZV_ID": self.launch_id} if self.launch_id is not None else {}
 
     def end(self, ended: Verdict) -> None:
@@ -355,7 +435,11 @@ class Machines:
         for machine, report in self._read_others().items():
             if (problem := report.problem) is not None:
                 return Problem("machine-failed", f"machine {machine}: {problem.message}", hint=problem.hint)
-            if machine == 0 and report.relayed.failure is not None and report.relayed.failed_machine != self._machine:
+            if (
+                machine == 0
+                and report.relayed.failure is not None
+                and report.relayed.failed_machine != self._machine
+            ):
                 with suppress(ValueError, KeyError, TypeError):
                     return Problem.from_dict(report.relayed.failure)
         if self._machine > 0:
@@ -363,12 +447,15 @@ class Machines:
         return next((self._lost_problem(machine) for machine in self._tokens if self._is_lost(machine)), None)
 
     def left_out(self) -> Problem | None:
-        """Return, on another machine, that the first one has begun the next launch: it had heard nothing from here for too long."""
+        """Return, on another machine, that the first one has begun the next launch: it had heard nothing from
+        here for too long."""
         first = self._read(0)
         if first is None or first.life != self._report.life or first.launch <= self._report.launch:
             return None
         return Problem(
-            "machine-lost", "machine 0 has ended this launch and started another", hint="the network between the machines failed for a time"
+            "machine-lost",
+            "machine 0 has ended this launch and started another",
+            hint="the network between the machines failed for a time",
         )
 
     def stopped_elsewhere(self) -> ExitReason | None:
@@ -381,36 +468,54 @@ class Machines:
         return None
 
     def share_quiet(self, *, is_quiet: bool) -> bool:
-        """Publish whether the ranks of this machine make no progress. Returns whether those of no other machine make any, as last read."""
+        """Publish whether the ranks of this machine make no progress. Returns whether those of no other
+        machine make any, as last read."""
         if self.others and is_quiet != self._report.is_quiet:
             self._publish(is_quiet=is_quiet)
         if self.others and not is_quiet and LIVED.now() - self._work_at >= ATTESTED_SECONDS / 3:
             self.advance()
-        return self._are_quiet() and (self._machine == 0 or not self._attests(0) or self._reports[0].relayed.are_quiet)
+        return self._are_quiet() and (
+            self._machine == 0 or not self._attests(0) or self._reports[0].relayed.are_quiet
+        )
 
     def _attests(self, machine: int) -> bool:
-        """Return whether the command of a machine says that its ranks make progress, or whether they do. One that hangs itself does not."""
+        """Return whether the command of a machine says that its ranks make progress, or whether they do. One
+        that hangs itself does not."""
         return self._is_there(machine) and self._channel.unchanged_seconds(machine) < ATTESTED_SECONDS
 
     def _are_quiet(self) -> bool:
         """Return whether no machine that this one reads reports progress."""
-        reports = ((machine, self._reports.get(machine)) for machine in ([0] if self._machine > 0 else self.others))
-        return all(not self._attests(machine) or (report is not None and report.makes_no_progress) for machine, report in reports)
+        reports = (
+            (machine, self._reports.get(machine)) for machine in ([0] if self._machine > 0 else self.others)
+        )
+        return all(
+            not self._attests(machine) or (report is not None and report.makes_no_progress)
+            for machine, report in reports
+        )
 
     def silent_seconds_elsewhere(self) -> float | None:
-        """Return the seconds without progress if another machine has detected a hang and waits for the rank_states of this one."""
+        """Return the seconds without progress if another machine has detected a hang and waits for the
+        rank_states of this one."""
         reports = self._read_others().values()
         direct = [report.silent_seconds for report in reports if report.rank_states]
-        return max([*direct, *(each for report in reports if (each := report.relayed.silent_seconds) is not None)], default=None)
+        return max(
+            [*direct, *(each for report in reports if (each := report.relayed.silent_seconds) is not None)],
+            default=None,
+        )
 
     def share(self, rank_states: Sequence[RankState], silent_seconds: float) -> list[RankState]:
-        """Publish the rank_states of this machine and wait for those of the others. Returns all known rank_states by rank."""
+        """Publish the rank_states of this machine and wait for those of the others. Returns all known
+        rank_states by rank."""
         self._publish(rank_states=tuple(rank_states), silent_seconds=silent_seconds)
         deadline = LIVED.now() + SHARE_SECONDS
         while not self._has_all_states() and LIVED.now() < deadline:
             time.sleep(READ_SECONDS)
         reports = self._read_others().values()
-        every = {each.rank: each for report in reports for each in (*report.relayed.rank_states, *report.rank_states)}
+        every = {
+            each.rank: each
+            for report in reports
+            for each in (*report.relayed.rank_states, *report.rank_states)
+        }
         every |= {each.rank: each for each in rank_states}
         return [every[rank] for rank in sorted(every)]
 
@@ -421,7 +526,8 @@ class Machines:
         return 0 in reports and bool(reports[0].rank_states) and reports[0].relayed.is_complete
 
     def _is_lost(self, machine: int) -> bool:
-        """Return whether a machine that takes part in the launch is gone. One that has published its end may leave."""
+        """Return whether a machine that takes part in the launch is gone. One that has published its end may
+        leave."""
         if machine in self._reports and self._reports[machine].verdict is not None:
             return False
         limit_seconds = min(LOST_SECONDS, self._hang_seconds + LOST_MARGIN_SECONDS)
@@ -442,7 +548,11 @@ class Machines:
     def lost_first(self) -> Problem | None:
         """Return, on another machine, why it cannot follow the first any more, or None."""
         first = self._read(0)
-        if first is None or self._report.life is None or (first.state == "final" and first.life == self._report.life):
+        if (
+            first is None
+            or self._report.life is None
+            or (first.state == "final" and first.life == self._report.life)
+        ):
             return None
         if first.life != self._report.life or self._is_lost(0):
             return self._lost_problem(0) if first.life == self._report.life else started_again(first)
@@ -462,7 +572,8 @@ class Machines:
             self._open_channel.publish(json_safe(self._report.as_dict()))
 
     def _read_others(self) -> dict[int, MachineReport]:
-        """Return the last report of each machine in this launch. A machine in the next launch has ended this one."""
+        """Return the last report of each machine in this launch. A machine in the next launch has ended this
+        one."""
         for machine in self.others if self._machine == 0 else [0] if self.others else []:
             report = self._read(machine)
             if report is None or report.launch not in (self._report.launch, NOT_STARTED):
@@ -476,7 +587,8 @@ class Machines:
         return self._reports
 
     def _failed_before_joining(self, machine: int, report: MachineReport) -> bool:
-        """Return, on the first machine, whether one that has not joined the first launch has failed: it has not read which life this is."""
+        """Return, on the first machine, whether one that has not joined the first launch has failed: it has
+        not read which life this is."""
         is_first = self._machine == 0 and self._report.launch <= 0 and machine not in self._tokens
         return is_first and report.life is None and report.problem is not None
 

@@ -55,8 +55,8 @@ class MachineReport(Document):
     members: tuple[int, ...] = ()
     """On the first machine: those that take part in its launch. Ranks are numbered in this order."""
     state: State = "waiting"
-    """waiting: to join. ready: for this launch. running. ended: this launch, on this machine. On the first machine only: gathering (waits
-    for the others), and final (there is no other launch)."""
+    """waiting: to join. ready: for this launch. running. ended: this launch, on this machine. On the first
+    machine only: gathering (waits for the others), and final (there is no other launch)."""
     ended: dict[str, object] | None = None
     """The verdict on its launch."""
     rank_states: tuple[RankState, ...] = ()
@@ -65,9 +65,11 @@ class MachineReport(Document):
     is_quiet: bool = False
     """Whether its ranks have made no progress for a while."""
     files: dict[str, str] | None = None
-    """On the first machine: digests of the files that ranks read, or the archive with them (`OwnDirectory.offer`)."""
+    """On the first machine: digests of the files that ranks read, or the archive with them
+    (`OwnDirectory.offer`)."""
     held: tuple[Held, ...] | None = None
-    """What this machine has of each checkpoint, if each has its own run directory; None until it is known, and while ranks run."""
+    """What this machine has of each checkpoint, if each has its own run directory; None until it is known,
+    and while ranks run."""
     relayed: Relayed = field(default_factory=Relayed)
 
     @property
@@ -104,14 +106,27 @@ class Standby:
 
 def relay(reports: Mapping[int, MachineReport], machines: int, *, are_quiet: bool) -> Relayed:
     """Return what the first machine repeats of its `machines` others, by those that have reported."""
-    failed = next(((machine, problem) for machine, report in sorted(reports.items()) if (problem := report.problem) is not None), None)
-    named = None if failed is None else replace(failed[1], code="machine-failed", message=f"machine {failed[0]}: {failed[1].message}")
+    failed = next(
+        (
+            (machine, problem)
+            for machine, report in sorted(reports.items())
+            if (problem := report.problem) is not None
+        ),
+        None,
+    )
+    named = (
+        None
+        if failed is None
+        else replace(failed[1], code="machine-failed", message=f"machine {failed[0]}: {failed[1].message}")
+    )
     verdicts = [verdict for report in reports.values() if (verdict := report.verdict) is not None]
     return Relayed(
         failed_machine=None if failed is None else failed[0],
         failure=None if named is None else named.as_dict(),
         stop_reason=next((verdict.reason for verdict in verdicts if verdict.is_stop), None),
-        silent_seconds=max((report.silent_seconds for report in reports.values() if report.rank_states), default=None),
+        silent_seconds=max(
+            (report.silent_seconds for report in reports.values() if report.rank_states), default=None
+        ),
         rank_states=tuple(each for report in reports.values() for each in report.rank_states),
         is_complete=len(reports) == machines and all(report.rank_states for report in reports.values()),
         are_quiet=are_quiet,

@@ -1,4 +1,5 @@
-"""The route of a machine to the first one: its address, and the network interface that libraries are to use."""
+"""The route of a machine to the first one: its address, and the network interface that libraries are to
+use."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class Route:
 
 
 def route_to(first: str, port: int) -> Route | None:
-    """Return the route to the first machine; None if its name cannot be resolved, or no interface has the address of the route."""
+    """Return the route to the first machine; None if its name cannot be resolved, or no interface has the
+    address of the route."""
     try:
         family, _, _, _, there = socket.getaddrinfo(first, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -60,12 +62,17 @@ def route_to(first: str, port: int) -> Route | None:
 
 
 def _owner_of(address: str) -> str | None:
-    """Return the interface that has an address. All of 127.0.0.0/8 is on loopback, which lists one address."""
+    """Return the interface that has an address. All of 127.0.0.0/8 is on loopback, which lists one
+    address."""
     interfaces = psutil.net_if_addrs()
     for name, addresses in interfaces.items():
         if any(each.address.partition("%")[0] == address for each in addresses):
             return name
-    loopback = [name for name, addresses in interfaces.items() if any(each.address == "127.0.0.1" for each in addresses)]
+    loopback = [
+        name
+        for name, addresses in interfaces.items()
+        if any(each.address == "127.0.0.1" for each in addresses)
+    ]
     return loopback[0] if loopback and address.startswith("127.") else None
 
 
@@ -77,7 +84,8 @@ def _numeric(host: str) -> str | None:
 
 
 def interface_settings(route: Route | None, given: Collection[str]) -> dict[str, str]:
-    """Return the variables that name the interface of the route to the first machine, except those that the user has given."""
+    """Return the variables that name the interface of the route to the first machine, except those that the
+    user has given."""
     if route is None:
         return {}
     # NCCL takes a name as the beginning of others: with `=` it is exact.

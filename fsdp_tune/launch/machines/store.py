@@ -1,19 +1,23 @@
-"""The child of a command that exchanges documents with the other machines of the run through torch's TCPStore.
+"""The child of a command that exchanges documents with the other machines of the run through torch's
+TCPStore.
 
     python -m fsdp_tune.launch.machines.store MACHINE MACHINES ADDRESS PORT [FOLDER]
 
-The child of the first machine serves the store. Each line on stdin replaces this machine's document, a JSON object; the end of stdin ends
-the exchange. Each line on stdout is an `Exchanged` as JSON. A module of its own, since it imports torch.
+The child of the first machine serves the store. Each line on stdin replaces this machine's document, a JSON
+object; the end of stdin ends the exchange. Each line on stdout is an `Exchanged` as JSON. A module of its
+own, since it imports torch.
 
-Two keys a machine: `document/N`, and `beat/N`, a few bytes that change each second and name the version of the document. The first machine
-reads the beats of all others in one operation, the others only that of the first, so the operations grow with the number of machines.
-What is in the store is only the present state of the machines, and each of them writes its own again after a lost connection. So the store
-may be served again by another child at any time, and nothing in it outlives the command of the first machine.
+Two keys a machine: `document/N`, and `beat/N`, a few bytes that change each second and name the version of
+the document. The first machine reads the beats of all others in one operation, the others only that of the
+first, so the operations grow with the number of machines. What is in the store is only the present state of
+the machines, and each of them writes its own again after a lost connection. So the store may be served again
+by another child at any time, and nothing in it outlives the command of the first machine.
 
-A document of the first machine may name an archive. Its child puts the file of that name in FOLDER into the store, in chunks, and the
-others write it into their FOLDER when they have all of them.
+A document of the first machine may name an archive. Its child puts the file of that name in FOLDER into the
+store, in chunks, and the others write it into their FOLDER when they have all of them.
 
-The store has no authentication: any process that reaches the port can read and replace the documents. They are JSON of bounded size.
+The store has no authentication: any process that reaches the port can read and replace the documents. They
+are JSON of bounded size.
 """
 
 from __future__ import annotations
@@ -48,7 +52,8 @@ UNSERVED_SECONDS = 10.0
 PRESENT_SECONDS = 15.0
 """A machine whose beat is older is not waited for at the end."""
 LARGEST_BYTES = 4 << 20
-"""Of a document. The store itself refuses values over 8 MiB (torch/csrc/distributed/c10d/TCPStoreLibUvBackend.cpp, MAX_PAYLOAD_LEN)."""
+"""Of a document. The store itself refuses values over 8 MiB
+(torch/csrc/distributed/c10d/TCPStoreLibUvBackend.cpp, MAX_PAYLOAD_LEN)."""
 TOKEN = "token"
 """Field of a document that differs between commands."""
 
@@ -114,7 +119,9 @@ class _Peer:
 class StoreExchange:
     """One machine's part in the exchange. `connect` opens the store, and raises `StoreFault`."""
 
-    def __init__(self, machine: int, machines: int, connect: Callable[[], KeyValueStore], folder: Path | None = None) -> None:
+    def __init__(
+        self, machine: int, machines: int, connect: Callable[[], KeyValueStore], folder: Path | None = None
+    ) -> None:
         """`folder`: of archives; None if there are none."""
         self._machine, self._connect = machine, connect
         self._archives = Archives(folder) if folder is not None else None
@@ -142,12 +149,18 @@ class StoreExchange:
             now = LIVED.now()
             self._faulty_since = now if self._faulty_since is None else self._faulty_since
             is_refused = isinstance(error, StoreFault) and error.is_refused
-            return self._exchanged({}, fault=str(error).partition("\n")[0], is_refused=is_refused, fault_seconds=now - self._faulty_since)
+            return self._exchanged(
+                {},
+                fault=str(error).partition("\n")[0],
+                is_refused=is_refused,
+                fault_seconds=now - self._faulty_since,
+            )
         self._faulty_since = None
         return self._exchanged(documents, twin=twin)
 
     def _publish(self, store: KeyValueStore, document: JsonObject, version: int) -> str | None:
-        """Write the document if it is new, and a beat. Return the token of another command that writes under the same number."""
+        """Write the document if it is new, and a beat. Return the token of another command that writes under
+        the same number."""
         key, token = f"beat/{self._machine}", str(document.get(TOKEN))
         if version != self._published:
             if self._machine == 0 and self._archives is not None:
@@ -160,13 +173,20 @@ class StoreExchange:
             twin = other if other != token else None
         self._beats += 1
         seen = min(peer.seen for peer in self._peers.values())
-        store.set(key, json.dumps({"beat": self._beats, TOKEN: token, "version": version, "seen": seen, "time": time.time()}))
+        store.set(
+            key,
+            json.dumps(
+                {"beat": self._beats, TOKEN: token, "version": version, "seen": seen, "time": time.time()}
+            ),
+        )
         self._wrote_beat = True
         return twin
 
     def _read(self, store: KeyValueStore) -> dict[int, JsonObject]:
         documents: dict[int, JsonObject] = {}
-        for (number, peer), raw in zip(self._peers.items(), store.multi_get([f"beat/{number}" for number in self._peers]), strict=True):
+        for (number, peer), raw in zip(
+            self._peers.items(), store.multi_get([f"beat/{number}" for number in self._peers]), strict=True
+        ):
             beat = _object(raw)
             if raw == peer.beat or TOKEN not in beat:
                 continue
@@ -188,11 +208,14 @@ class StoreExchange:
         seen = {number: peer for number, peer in self._peers.items() if peer.changed_at is not None}
         now = LIVED.now()
         silent = {number: now - (peer.changed_at or now) for number, peer in seen.items()}
-        return Exchanged(documents, silent, {number: peer.clock_seconds for number, peer in seen.items()}, **facts)
+        return Exchanged(
+            documents, silent, {number: peer.clock_seconds for number, peer in seen.items()}, **facts
+        )
 
     def is_told(self, version: int, *, awaits_unseen: bool) -> bool:
-        """Return whether every other machine that is there has read this version of the document, or, on another one than the first,
-        whether it is in the store. A store that was seen and is gone does not come back.
+        """Return whether every other machine that is there has read this version of the document, or, on
+        another one than the first, whether it is in the store. A store that was seen and is gone does not
+        come back.
 
         `awaits_unseen`: whether a machine that was never seen counts as there, since it may be about to come.
         """
@@ -200,7 +223,8 @@ class StoreExchange:
             return self._published == version or self._peers[0].changed_at is not None or not awaits_unseen
         now = LIVED.now()
         return all(
-            peer.seen >= version or (not awaits_unseen if peer.changed_at is None else now - peer.changed_at >= PRESENT_SECONDS)
+            peer.seen >= version
+            or (not awaits_unseen if peer.changed_at is None else now - peer.changed_at >= PRESENT_SECONDS)
             for peer in self._peers.values()
         )
 
@@ -221,11 +245,15 @@ class Archives:
             store.delete_key(f"archive/{self._name}/{number}")
         raw = (self._folder / name).read_bytes()
         for number in range(_chunks(size_bytes)):
-            store.set(f"archive/{name}/{number}", base64.b64encode(raw[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]).decode())
+            store.set(
+                f"archive/{name}/{number}",
+                base64.b64encode(raw[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]).decode(),
+            )
         self._name, self._size_bytes = name, size_bytes
 
     def fetch(self, store: KeyValueStore, document: JsonObject | None) -> None:
-        """Read some more chunks of the archive that the last document names. `document`: a new one, or None."""
+        """Read some more chunks of the archive that the last document names. `document`: a new one, or
+        None."""
         if document is not None:
             name, size_bytes = _archive_of(document)
             if name != self._name:
@@ -300,9 +328,11 @@ def exchange(
     write: Callable[[str], object],
     folder: Path | None = None,
 ) -> None:
-    """Exchange documents until `lines` ends. The first machine then waits until the others have read its last one, and they for its store.
+    """Exchange documents until `lines` ends. The first machine then waits until the others have read its last
+    one, and they for its store.
 
-    Neither waits for one that it has never seen if a signal ended the command: a user or a scheduler wants it to end.
+    Neither waits for one that it has never seen if a signal ended the command: a user or a scheduler wants it
+    to end.
     """
     inbox, own = _Inbox(lines), StoreExchange(machine, machines, connect, folder)
     deadline: float | None = None
@@ -317,7 +347,11 @@ def exchange(
         elif ended:
             return
         if ended:
-            deadline = LIVED.now() + (SERVED_SECONDS if machine == 0 else UNSERVED_SECONDS) if deadline is None else deadline
+            deadline = (
+                LIVED.now() + (SERVED_SECONDS if machine == 0 else UNSERVED_SECONDS)
+                if deadline is None
+                else deadline
+            )
             if LIVED.now() > deadline:
                 return
             time.sleep(PERIOD_SECONDS / 5)
@@ -326,14 +360,16 @@ def exchange(
 
 
 def _is_stopped(document: JsonObject) -> bool:
-    """Return whether a command's last document is that of one ended by a signal, or before it had anything to say."""
+    """Return whether a command's last document is that of one ended by a signal, or before it had anything to
+    say."""
     with contextlib.suppress(KeyError, TypeError):
         return document["ended"]["problem"] is None and document["ended"]["exit_reason"] != "finished"
     return True
 
 
 def _object(raw: bytes) -> JsonObject:
-    """Return the JSON object in a value of the store; {} for anything else, which this program has not written."""
+    """Return the JSON object in a value of the store; {} for anything else, which this program has not
+    written."""
     try:
         value: Any = json.loads(raw) if len(raw) <= LARGEST_BYTES else None
     except (ValueError, RecursionError):
@@ -347,7 +383,8 @@ def _object(raw: bytes) -> JsonObject:
 def listening_socket(address: str, port: int) -> tuple[socket.socket, str | None]:
     """Return a socket that listens on the interface of `address` only, and None.
 
-    If the address is not one of this machine (behind a translation of addresses), it listens on all interfaces and a notice is returned.
+    If the address is not one of this machine (behind a translation of addresses), it listens on all
+    interfaces and a notice is returned.
     Raises: OSError.
     """
     family, _, _, _, there = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
@@ -361,7 +398,9 @@ def listening_socket(address: str, port: int) -> tuple[socket.socket, str | None
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
             listener.bind(("", port))
-            notice = f"{address} is not an address of this machine: port {port} is open on all of its interfaces"
+            notice = (
+                f"{address} is not an address of this machine: port {port} is open on all of its interfaces"
+            )
         listener.listen(1024)
     except OSError:
         listener.close()
@@ -370,19 +409,25 @@ def listening_socket(address: str, port: int) -> tuple[socket.socket, str | None
 
 
 def serve(listener: socket.socket, machines: int) -> KeyValueStore:
-    """Serve a store on a listening socket, and return a connection to it. Keys of other machines exist, so that reading never waits.
+    """Serve a store on a listening socket, and return a connection to it. Keys of other machines exist, so
+    that reading never waits.
 
-    The store takes the socket over: `listener` is of no use afterwards, also after an error. Raises: RuntimeError.
+    The store takes the socket over: `listener` is of no use afterwards, also after an error. Raises:
+    RuntimeError.
     """
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented, and not in `__all__`
 
     address, port, *_ = listener.getsockname()
     host = str({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address))
     limit = timedelta(seconds=OPERATION_SECONDS)
-    store = TCPStore(host, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
+    store = TCPStore(
+        host, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
     for machine in range(machines):
         for key in (f"beat/{machine}", f"document/{machine}"):
-            store.compare_set(key, "", "{}")  # only a key that does not exist: another machine may have been quicker
+            store.compare_set(
+                key, "", "{}"
+            )  # only a key that does not exist: another machine may have been quicker
     return cast(KeyValueStore, store)
 
 
@@ -405,7 +450,9 @@ def connect_to(address: str, port: int) -> KeyValueStore:
 def main(arguments: Sequence[str]) -> int:
     machine, machines, address, port = int(arguments[0]), int(arguments[1]), arguments[2], int(arguments[3])
     folder = Path(arguments[4]) if len(arguments) > 4 else None
-    os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # a lost connection is reported as a fault, without torch's stack traces
+    os.environ["TORCH_CPP_LOG_LEVEL"] = (
+        "FATAL"  # a lost connection is reported as a fault, without torch's stack traces
+    )
 
     def write(line: str) -> None:
         sys.stdout.write(line + "\n")
@@ -417,7 +464,11 @@ def main(arguments: Sequence[str]) -> int:
     try:
         listener, notice = listening_socket(address, port)
     except OSError as error:
-        write(json.dumps(asdict(Exchanged(fatal=f"port {port} of {address} cannot be used: {error.strerror or error}"))))
+        write(
+            json.dumps(
+                asdict(Exchanged(fatal=f"port {port} of {address} cannot be used: {error.strerror or error}"))
+            )
+        )
         return 1
     if notice is not None:
         write(json.dumps(asdict(Exchanged(notice=notice))))

@@ -1,10 +1,11 @@
 """Launch a run, and launch it again from the newest checkpoint after a transient failure.
 
-The supervisor starts the whole `accelerate launch` again. torchrun's own `--max_restarts` is left at 0, because its agent
-(torch/distributed/elastic/agent/server/api.py, `_invoke_run`) restarts after any exit code, those of "saved and stopped",
-"out of memory" and "non-finite" included; it counts restarts but not progress; it ends the other ranks by SIGTERM, which
-our ranks handle as "save, then stop"; and a static rendezvous never informs the agents of other machines. A new launch has a
-new agent and a new store. torchrun keeps the old keys of the store, which makes such restarts fail.
+The supervisor starts the whole `accelerate launch` again. torchrun's own `--max_restarts` is left at 0,
+because its agent (torch/distributed/elastic/agent/server/api.py, `_invoke_run`) restarts after any exit code,
+those of "saved and stopped", "out of memory" and "non-finite" included; it counts restarts but not progress;
+it ends the other ranks by SIGTERM, which our ranks handle as "save, then stop"; and a static rendezvous never
+informs the agents of other machines. A new launch has a new agent and a new store. torchrun keeps the old
+keys of the store, which makes such restarts fail.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ from fsdp_tune.run.rank_files import ECHO_CODES, Verdict, record
 RowsOfStep = Callable[[int], str | None]
 """Return the names of the rows of a step (counted from 1), or None if they are unknown."""
 NewerCopy = Callable[[int, Callable[[int], object]], Path | None]
-"""Download a later checkpoint than a step from elsewhere, counting its bytes, and return its directory, or None if there is none."""
+"""Download a later checkpoint than a step from elsewhere, counting its bytes, and return its directory, or
+None if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,8 @@ class MachineSizes(Protocol):
 
 
 class Attempts:
-    """The launches of one command on one machine. With several machines the first decides and the others follow."""
+    """The launches of one command on one machine. With several machines the first decides and the others
+    follow."""
 
     def __init__(
         self,
@@ -88,8 +91,10 @@ class Attempts:
         newer_copy: NewerCopy | None = None,
         sizes: MachineSizes | None = None,
     ) -> None:
-        """`early`: the launcher of the first launch, if it has already been started. `machines`: None on a single machine.
-        `newer_copy`: where restarts look for a checkpoint that is damaged on this disk. `sizes`: None if the run needs all of its machines.
+        """`early`: the launcher of the first launch, if it has already been started. `machines`: None on a
+        single machine.
+        `newer_copy`: where restarts look for a checkpoint that is damaged on this disk. `sizes`: None if the
+        run needs all of its machines.
         """
         self._newer_copy = newer_copy
         self._early = early
@@ -100,7 +105,8 @@ class Attempts:
         self._sizes = sizes
         self._numbers = itertools.count()
         self._held: Sequence[Held] = ()
-        """What other machines had of each checkpoint at the last decision, if each has its own run directory."""
+        """What other machines had of each checkpoint at the last decision, if each has its own run
+        directory."""
         self._members = self._machines.members
         """The machines for which the files of the run are written, and `_plan` is made."""
 
@@ -142,7 +148,10 @@ class Attempts:
                 return decision
             yield Message(self._prepare_restart(decision, checkpoint))
         except OSError as error:
-            message = f"{ended.problem.message}; it is not restarted, since files of the run cannot be used: {reason_of(error)}"
+            message = (
+                f"{ended.problem.message}; it is not restarted, since files of the run cannot be used: "
+                f"{reason_of(error)}"
+            )
             return replace(ended.problem, message=message)
         return None
 
@@ -151,14 +160,24 @@ class Attempts:
 
         The ranks have saved and stopped. A scheduler that ends the job sends its signal to this machine, too.
         """
-        is_of_other = ended.is_stop and ended.reason is ExitReason.PREEMPTED and not supervisor.signals and bool(self._machines.others)
+        is_of_other = (
+            ended.is_stop
+            and ended.reason is ExitReason.PREEMPTED
+            and not supervisor.signals
+            and bool(self._machines.others)
+        )
         if self._sizes is None or not is_of_other:
             return ended
-        problem = Problem("machine-lost", "another machine was stopped by a signal", hint="its command has the signal in its output")
+        problem = Problem(
+            "machine-lost",
+            "another machine was stopped by a signal",
+            hint="its command has the signal in its output",
+        )
         return replace(ended, exit_code=ExitCode.LOST_RANK, reason=ExitReason.LOST_RANK, problem=problem)
 
     def _gather(self) -> Generator[Event, None, Verdict | None]:
-        """Start the launch on all machines that are there. Returns how the run ended if it cannot be started."""
+        """Start the launch on all machines that are there. Returns how the run ended if it cannot be
+        started."""
         machines: Sequence[int] = self._machines.expected()
         is_enough = self._is_enough if self._sizes is not None else None
         while True:
@@ -171,7 +190,10 @@ class Attempts:
             except OSError as error:
                 message = f"the files of the run cannot be written: {error}"
                 return Verdict(
-                    ExitCode.FAILED, ExitReason.FAILED, 0, Problem("run-not-written", message, hint="see the disk of `output_dir`")
+                    ExitCode.FAILED,
+                    ExitReason.FAILED,
+                    0,
+                    Problem("run-not-written", message, hint="see the disk of `output_dir`"),
                 )
             found = self._machines.gather(next(self._numbers), self._members, is_enough)
             if not isinstance(found, Fewer):
@@ -194,9 +216,14 @@ class Attempts:
         self._plan = resized.plan
         lost = [machine for machine in before if machine not in self._members]
         message = f"continuing on {_named(self._members)}" + (f", without {_named(lost)}" if lost else "")
-        message += f": {_counted(resized.ranks, 'rank')} × {_counted(resized.accumulation, 'micro-batch', 'es')} a step; "
+        message += (
+            f": {_counted(resized.ranks, 'rank')} × "
+            f"{_counted(resized.accumulation, 'micro-batch', 'es')} a step; "
+        )
         message += "the global batch is the same"
-        changed = MachinesChanged(resized.step, list(self._members), resized.ranks, resized.accumulation, message)
+        changed = MachinesChanged(
+            resized.step, list(self._members), resized.ranks, resized.accumulation, message
+        )
         append_event(self._plan.run, changed)
         yield Message(message)
 
@@ -205,47 +232,69 @@ class Attempts:
         while True:
             launch = self._machines.next_launch()
             if isinstance(launch, Standby):
-                yield Message(f"the run continues on {_named(launch.members)}; this machine joins when it is next restarted")
+                yield Message(
+                    f"the run continues on {_named(launch.members)}; this machine joins when it is "
+                    "next restarted"
+                )
                 continue
             if not isinstance(launch, int):
-                if self._machines.left_out() is not None:  # the run has gone on without this machine, and its end counts
+                if (
+                    self._machines.left_out() is not None
+                ):  # the run has gone on without this machine, and its end counts
                     ended = None
                 yield _final(ended, launch, self._machines.lost_first())
                 return
             if self._sizes is not None and self._members != self._machines.members:
                 self._members = self._machines.members
                 self._plan = self._sizes.plan(self._members)
-                yield Message(f"this machine runs {_named(self._plan.ranks, 'rank')} of {self._plan.world_size}")
+                yield Message(
+                    f"this machine runs {_named(self._plan.ranks, 'rank')} of {self._plan.world_size}"
+                )
             supervisor, ended = yield from self._launch()
             self._machines.end(ended)
-            if self._sizes is not None and ended.is_stop and supervisor.signals:  # of this machine; the run may continue without it
+            if (
+                self._sizes is not None and ended.is_stop and supervisor.signals
+            ):  # of this machine; the run may continue without it
                 yield ended
                 return
 
     def _launch(self) -> Generator[Event, None, tuple[Supervisor, Verdict]]:
         early, self._early = self._early, None
-        supervisor = Supervisor(self._plan, hang_timeout_seconds=self._hang_seconds, machines=self._machines, early=early)
+        supervisor = Supervisor(
+            self._plan, hang_timeout_seconds=self._hang_seconds, machines=self._machines, early=early
+        )
         for event in supervisor.events():
             if isinstance(event, Verdict):
                 return supervisor, event
             yield event
         raise AssertionError("a supervisor ends with a verdict")
 
-    def _decide(self, ended: Verdict, *, has_trained: bool) -> Generator[Event, None, tuple[Restart | Problem, Checkpoint | None]]:
+    def _decide(
+        self, ended: Verdict, *, has_trained: bool
+    ) -> Generator[Event, None, tuple[Restart | Problem, Checkpoint | None]]:
         assert ended.problem is not None
         if self._recipe.launch.max_restarts == 0:  # before other machines are asked, one of which may be lost
             return ended.problem, None
         digests = self._recipe.checkpoint.verify == "digest"
         progress = self._machines.advance
-        wait_seconds = parse_seconds(self._recipe.launch.replacement_timeout) if self._sizes is not None else self._hang_seconds
+        wait_seconds = (
+            parse_seconds(self._recipe.launch.replacement_timeout)
+            if self._sizes is not None
+            else self._hang_seconds
+        )
         held = self._held = self._machines.held_elsewhere(wait_seconds)
-        checkpoint, rejected = latest_checkpoint(self._plan.run, digests=digests, progress=progress, elsewhere=held)
+        checkpoint, rejected = latest_checkpoint(
+            self._plan.run, digests=digests, progress=progress, elsewhere=held
+        )
         start = self._start_elsewhere() if checkpoint is None else None
         found = None if start is None else inspect_checkpoint(start, digests=digests, progress=progress)
         usable = checkpoint or (found if isinstance(found, Checkpoint) else None)
         usable = self._newer(usable) or usable
         if isinstance(found, Rejected) and usable is None:
-            message = f"{ended.problem.message}; it is not restarted, since `{start}`, which it continues, cannot be read: {found.reason}"
+            message = (
+                f"{ended.problem.message}; it is not restarted, since `{start}`, which it continues, "
+                f"cannot be read: {found.reason}"
+            )
             return replace(ended.problem, message=message), None
         if usable is None and (lacking := [each for each in rejected if each.is_elsewhere]):
             missing = missing_files(lacking[-1])
@@ -267,7 +316,8 @@ class Attempts:
         return found if isinstance(found, Checkpoint) else None
 
     def _passed_over(self, rejected: Sequence[Rejected], usable: Checkpoint | None) -> list[str]:
-        """Write an event for each newer checkpoint that a restart does not use. Returns the messages to print."""
+        """Write an event for each newer checkpoint that a restart does not use. Returns the messages to
+        print."""
         step = usable.step if usable else 0
         messages: list[str] = []
         for each in rejected:
@@ -275,13 +325,17 @@ class Attempts:
             if rejected_step < step:
                 continue
             replaced = usable is not None and usable.path == each.path
-            message = f"{each.path.name} is {'replaced by the copy of the mirror' if replaced else 'not used'}: {each.reason}"
+            message = (
+                f"{each.path.name} is "
+                f"{'replaced by the copy of the mirror' if replaced else 'not used'}: {each.reason}"
+            )
             append_event(self._plan.run, CheckpointRejected(step, each.path.name, message))
             messages.append(message)
         return messages
 
     def _start_elsewhere(self) -> Path | None:
-        """Return the checkpoint of another directory that the run continues; None if it started at step 0 or from one of its own."""
+        """Return the checkpoint of another directory that the run continues; None if it started at step 0 or
+        from one of its own."""
         request = ResumeRequest.read(self._plan.run.resume_json)
         if request is None or request.resume_from is None:
             return None
@@ -294,8 +348,12 @@ class Attempts:
         before, request = ResumeRequest.read(run.resume_json), ResumeRequest()
         if checkpoint is not None:
             ends_at = checkpoint.step if before is not None and before.ends_at == checkpoint.step else None
-            digests_checked = self._recipe.checkpoint.verify == "digest" and are_verified(checkpoint, self._held)
-            request = ResumeRequest(str(checkpoint.path), digests_checked, list(missing_start_inputs(self._recipe)), ends_at)
+            digests_checked = self._recipe.checkpoint.verify == "digest" and are_verified(
+                checkpoint, self._held
+            )
+            request = ResumeRequest(
+                str(checkpoint.path), digests_checked, list(missing_start_inputs(self._recipe)), ends_at
+            )
         request.write(run.resume_json)
         total = self._recipe.launch.max_restarts
         start_step = checkpoint.step if checkpoint else 0
@@ -315,7 +373,9 @@ class Attempts:
             source = checkpoint.path.name if checkpoint.path.parent == run.path else str(checkpoint.path)
         again = max(0, failure.step - start_step)
         lost = f"; {again} {'steps' if again > 1 else 'step'} will be repeated" if again else ""
-        return f"{failure.problem.message}: restarting from {source} (restart {restart.number} of {total}){lost}"
+        return (
+            f"{failure.problem.message}: restarting from {source} (restart {restart.number} of {total}){lost}"
+        )
 
 
 def _named(numbers: Sequence[int], what: str = "machine") -> str:
@@ -331,7 +391,8 @@ def _counted(number: int, what: str, plural: str = "s") -> str:
 
 
 def _final(mine: Verdict | None, leader: Verdict | None, lost: Problem | None) -> Verdict:
-    """Return the end of a machine other than the first: the problem of the run if its own is only a consequence of that.
+    """Return the end of a machine other than the first: the problem of the run if its own is only a
+    consequence of that.
 
     `lost`: why the first machine decides nothing any more.
     """
@@ -339,9 +400,16 @@ def _final(mine: Verdict | None, leader: Verdict | None, lost: Problem | None) -
         return leader
     if mine is None:
         problem = lost or Problem(
-            "first-machine-missing", "the first machine did not start its ranks", hint="see the output of its command"
+            "first-machine-missing",
+            "the first machine did not start its ranks",
+            hint="see the output of its command",
         )
-        return Verdict(ExitCode.LOST_RANK if lost else ExitCode.FAILED, ExitReason.LOST_RANK if lost else ExitReason.FAILED, 0, problem)
+        return Verdict(
+            ExitCode.LOST_RANK if lost else ExitCode.FAILED,
+            ExitReason.LOST_RANK if lost else ExitReason.FAILED,
+            0,
+            problem,
+        )
     is_echo = mine.problem is None or mine.problem.code in ECHO_CODES
     if leader is None and lost is not None and mine.problem is not None and is_echo:
         return replace(mine, problem=lost)
@@ -395,14 +463,22 @@ class Restart:
 
 def is_transient(ended: Verdict, signals: Sequence[int]) -> bool:
     """Return whether the same command may succeed next time. A signal means that a stop was requested."""
-    return ended.problem is not None and not signals and ended.reason in TRANSIENT_REASONS and ended.problem.code in TRANSIENT_CODES
+    return (
+        ended.problem is not None
+        and not signals
+        and ended.reason in TRANSIENT_REASONS
+        and ended.problem.code in TRANSIENT_CODES
+    )
 
 
-def decide_restart(failures: Sequence[Failure], max_restarts: int, rows_of_step: Callable[[int], str | None]) -> Restart | Problem:
-    """Return the next restart, or the problem that ends the run. `failures`: all of this command, oldest first; each `is_transient`.
+def decide_restart(
+    failures: Sequence[Failure], max_restarts: int, rows_of_step: Callable[[int], str | None]
+) -> Restart | Problem:
+    """Return the next restart, or the problem that ends the run. `failures`: all of this command, oldest
+    first; each `is_transient`.
 
-    Progress is a newer complete checkpoint or a later step than ever before. The run ends after two launches without progress before
-    training, and after three in training, where two may be a coincidence.
+    Progress is a newer complete checkpoint or a later step than ever before. The run ends after two launches
+    without progress before training, and after three in training, where two may be a coincidence.
     """
     last = failures[-1]
     stalled = _without_progress(failures)
@@ -410,28 +486,45 @@ def decide_restart(failures: Sequence[Failure], max_restarts: int, rows_of_step:
         return _same_step(last, stalled, rows_of_step(last.step + 1))
     if stalled >= SAME_STEP_FAILURES or (stalled >= 2 and not last.has_trained):
         where = f"step {last.step}" if last.has_trained else "the start-up"
-        message = f"{last.problem.message}; restarting does not help: {stalled} launches in a row did not get beyond {where}"
+        message = (
+            f"{last.problem.message}; restarting does not help: {stalled} launches in a row did not get "
+            f"beyond {where}"
+        )
         return replace(last.problem, message=message)
     if len(failures) > max_restarts:
         if max_restarts == 0:
             return last.problem
         times = "1 restart" if max_restarts == 1 else f"{max_restarts} restarts"
-        return replace(last.problem, message=f"{last.problem.message}; all {times} (`launch.max_restarts`) are used up")
+        return replace(
+            last.problem, message=f"{last.problem.message}; all {times} (`launch.max_restarts`) are used up"
+        )
     return Restart(len(failures))
 
 
 def _without_progress(failures: Sequence[Failure]) -> int:
-    """Return the number of the last failures without progress on the same machines, including the first of them."""
+    """Return the number of the last failures without progress on the same machines, including the first of
+    them."""
     count, best_step, best_checkpoint, members = 0, -1, -1, tuple[int, ...]()
     for failure in failures:
-        is_new = failure.step > best_step or failure.checkpoint_step > best_checkpoint or failure.members != members
+        is_new = (
+            failure.step > best_step
+            or failure.checkpoint_step > best_checkpoint
+            or failure.members != members
+        )
         count, members = 1 if is_new else count + 1, failure.members
-        best_step, best_checkpoint = max(best_step, failure.step), max(best_checkpoint, failure.checkpoint_step)
+        best_step, best_checkpoint = (
+            max(best_step, failure.step),
+            max(best_checkpoint, failure.checkpoint_step),
+        )
     return count
 
 
 def _same_step(last: Failure, times: int, rows: str | None) -> Problem:
     named = f"; the rows of that step: {rows}" if rows else ""
-    message = f"step {last.step + 1} failed {times} times in a row{named}; the last failure: {last.problem.message}"
-    hint = "check those rows and the logs of the ranks" + (f"; {last.problem.hint}" if last.problem.hint else "")
+    message = (
+        f"step {last.step + 1} failed {times} times in a row{named}; the last failure: {last.problem.message}"
+    )
+    hint = "check those rows and the logs of the ranks" + (
+        f"; {last.problem.hint}" if last.problem.hint else ""
+    )
     return Problem("fails-each-time", message, last.problem.where, hint, last.problem.ways_out)

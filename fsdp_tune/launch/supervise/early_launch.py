@@ -1,7 +1,9 @@
-"""Start the launcher of a run while the command still checks its inputs, so that the ranks import the libraries meanwhile.
+"""Start the launcher of a run while the command still checks its inputs, so that the ranks import the
+libraries meanwhile.
 
-The command, the inspection of the model and the ranks all need seconds of imports. Here the ranks import once and side by side with the
-checks, and the first of them also inspects the model (`worker.__main__`). If the checks fail, everything is killed and nothing is written.
+The command, the inspection of the model and the ranks all need seconds of imports. Here the ranks import once
+and side by side with the checks, and the first of them also inspects the model (`worker.__main__`). If the
+checks fail, everything is killed and nothing is written.
 """
 
 from __future__ import annotations
@@ -40,15 +42,18 @@ class EarlyLaunch:
     files: EarlyStart
     process: subprocess.Popen[str]
     output: FileIO
-    """The launcher's log. It stays readable when the directory is removed, as a clean-up of /tmp does in a long run."""
+    """The launcher's log. It stays readable when the directory is removed, as a clean-up of /tmp does in a
+    long run."""
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the launcher still runs. One that has ended has trained nothing, so that another one can take its place."""
+        """Whether the launcher still runs. One that has ended has trained nothing, so that another one can
+        take its place."""
         return self.process.poll() is None
 
     def inspection(self, limit_seconds: float) -> str:
-        """Wait for the document of the first rank's inspection of the model. Empty if the rank did not make it within the limit."""
+        """Wait for the document of the first rank's inspection of the model. Empty if the rank did not make
+        it within the limit."""
         deadline = LIVED.now() + limit_seconds
         while self.is_waiting and not self.files.inspection_json.exists() and LIVED.now() < deadline:
             time.sleep(EARLY_POLL_SECONDS)
@@ -57,13 +62,15 @@ class EarlyLaunch:
         return ""
 
     def open(self) -> subprocess.Popen[str]:
-        """Let the ranks start: the run directory is complete. The caller watches and ends the launcher from here on."""
+        """Let the ranks start: the run directory is complete. The caller watches and ends the launcher from
+        here on."""
         children.release(self.process)
         DISK.mkdir(self.files.opened)
         return self.process
 
     def copy_log(self, log: Path) -> None:
-        """Append the launcher's new output to a log file. What the disk refuses is left to the next call. Raises: OSError."""
+        """Append the launcher's new output to a log file. What the disk refuses is left to the next call.
+        Raises: OSError."""
         start = self.output.tell()
         while new := self.output.read(PIECE_BYTES):
             try:
@@ -95,7 +102,8 @@ class EarlyLaunch:
 
 @contextlib.contextmanager
 def start_early(plan: LaunchPlan, recipe: Recipe) -> Iterator[EarlyLaunch | None]:
-    """Start the launcher of all ranks. Leaving the block kills what is left of it. None if there is no room for its temporary files.
+    """Start the launcher of all ranks. Leaving the block kills what is left of it. None if there is no room
+    for its temporary files.
 
     Call it in the main thread: the kernel kills the launcher with the thread that started it.
     """
@@ -117,5 +125,7 @@ def _start(plan: LaunchPlan, recipe: Recipe, files: EarlyStart) -> EarlyLaunch:
     write_file(files.recipe_json, recipe.model_dump_json(by_alias=True), private=True)
     with DISK.open_private(files.launcher_log, "ab") as log:
         output = FileIO(str(files.launcher_log))
-        process = children.start(plan.early_argv(files), plan.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        process = children.start(
+            plan.early_argv(files), plan.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
     return EarlyLaunch(files, process, output)

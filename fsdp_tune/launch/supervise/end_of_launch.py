@@ -25,7 +25,8 @@ _AGENT_REPORT = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pi
 
 
 _LAST_LINE_OF_TRACEBACK = re.compile(
-    r"^(?:\[rank\d+\]: ?)?(?!\s)([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning)\b.*)$", re.MULTILINE
+    r"^(?:\[rank\d+\]: ?)?(?!\s)([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning)\b.*)$",
+    re.MULTILINE,
 )
 
 
@@ -75,35 +76,60 @@ class LaunchObservation:
 
     @property
     def all_ended_well(self) -> bool:
-        return len(self.outcomes) == len(self.ranks) and all(outcome.exit_code in GOOD_CODES for outcome in self.outcomes.values())
+        return len(self.outcomes) == len(self.ranks) and all(
+            outcome.exit_code in GOOD_CODES for outcome in self.outcomes.values()
+        )
 
 
 def judge(seen: LaunchObservation) -> Verdict:
-    """Judge by, in order: second signal, hang, failure elsewhere, first failure, stop by signal or clock, finished, no outcome."""
+    """Judge by, in order: second signal, hang, failure elsewhere, first failure, stop by signal or clock,
+    finished, no outcome."""
     step = max([seen.last_step, *(outcome.step for outcome in seen.outcomes.values())])
     first = seen.outcomes.get(seen.ranks.start)
-    if seen.gave_up_saving and not seen.all_ended_well:  # the second signal may arrive after everything is saved
-        message = f"stopped at once by a second signal ({_names(seen.signals)}), at step {step}, without saving"
+    if (
+        seen.gave_up_saving and not seen.all_ended_well
+    ):  # the second signal may arrive after everything is saved
+        message = (
+            f"stopped at once by a second signal ({_names(seen.signals)}), at step {step}, without saving"
+        )
         return _ended(ExitReason.FAILED, step, Problem("stopped-unsaved", message), first)
     if seen.stuck is not None:
         return _ended(ExitReason.LOST_RANK, step, seen.stuck, first)
     failure = _first_failure(seen)
     if step == 0 and failure is not None and (early := _stop_before(seen, failure)) is not None:
         return _ended(early, 0, None, first)
-    if seen.elsewhere is not None and (failure is None or (isinstance(failure, Outcome) and failure.reason is ExitReason.LOST_RANK)):
+    if seen.elsewhere is not None and (
+        failure is None or (isinstance(failure, Outcome) and failure.reason is ExitReason.LOST_RANK)
+    ):
         return _ended(ExitReason.LOST_RANK, step, seen.elsewhere, first)
-    if not isinstance(failure, Outcome) and not seen.outcomes and (silent := _without_outcomes(seen, step)) is not None:
+    if (
+        not isinstance(failure, Outcome)
+        and not seen.outcomes
+        and (silent := _without_outcomes(seen, step)) is not None
+    ):
         return silent
     if failure is not None:
         return _failed(seen, failure, step, first)
     stopped = [outcome.reason for outcome in seen.outcomes.values() if outcome.reason in STOPPED]
     if stopped:
-        return _ended(max(stopped, key=STOPPED.index) if ExitReason.INTERRUPTED in stopped else stopped[0], step, None, first)
+        return _ended(
+            max(stopped, key=STOPPED.index) if ExitReason.INTERRUPTED in stopped else stopped[0],
+            step,
+            None,
+            first,
+        )
     if len(seen.outcomes) == len(seen.ranks):
         return _ended(ExitReason.FINISHED, step, None, first)
     if seen.signals:
-        message = f"stopped by {_names(seen.signals)} at step {step}, and the ranks ended before they had saved"
-        return _ended(ExitReason.FAILED, step, Problem("stopped-unsaved", message, hint=_log_hint(seen.launcher_log)), first)
+        message = (
+            f"stopped by {_names(seen.signals)} at step {step}, and the ranks ended before they had saved"
+        )
+        return _ended(
+            ExitReason.FAILED,
+            step,
+            Problem("stopped-unsaved", message, hint=_log_hint(seen.launcher_log)),
+            first,
+        )
     return _ended(ExitReason.FAILED, step, _launcher_problem(seen), first)
 
 
@@ -112,7 +138,12 @@ def _without_outcomes(seen: LaunchObservation, step: int) -> Verdict | None:
     if seen.refused_variable is not None:
         return Verdict(ExitCode.USAGE, ExitReason.FAILED, step, seen.refused_variable)
     if seen.signals and step == 0:  # no handler was installed yet, and there was nothing to save
-        return _ended(ExitReason.INTERRUPTED if seen.signals[0] == signal.SIGINT else ExitReason.PREEMPTED, 0, None, None)
+        return _ended(
+            ExitReason.INTERRUPTED if seen.signals[0] == signal.SIGINT else ExitReason.PREEMPTED,
+            0,
+            None,
+            None,
+        )
     if seen.launcher_code < 0 and not seen.signals:  # the ranks were killed with their parent
         return _ended(ExitReason.LOST_RANK, step, _launcher_problem(seen), None)
     return None
@@ -123,17 +154,25 @@ def _ended(reason: ExitReason, step: int, problem: Problem | None, first: Outcom
 
 
 def _first_failure(seen: LaunchObservation) -> Outcome | Death | None:
-    """Return the earliest failure. Ranks that only lost their peers, or that the agent ended because of another, sort after it."""
-    reported = {seen.ranks.start + int(local_rank) for _, local_rank, _ in _AGENT_REPORT.findall(seen.launcher_text)}
-    bad: list[Outcome | Death] = [outcome for outcome in seen.outcomes.values() if outcome.exit_code not in GOOD_CODES]
+    """Return the earliest failure. Ranks that only lost their peers, or that the agent ended because of
+    another, sort after it."""
+    reported = {
+        seen.ranks.start + int(local_rank) for _, local_rank, _ in _AGENT_REPORT.findall(seen.launcher_text)
+    }
+    bad: list[Outcome | Death] = [
+        outcome for outcome in seen.outcomes.values() if outcome.exit_code not in GOOD_CODES
+    ]
     bad.extend(seen.deaths)
     if not seen.signals:  # a rank that died between two polls, or that the supervisor killed in the end
         known = {*seen.outcomes, *(death.rank for death in seen.deaths)}
         bad.extend(Death(rank, float("inf") if seen.killed_ranks else 0.0) for rank in reported - known)
 
     def order(end: Outcome | Death) -> tuple[bool, bool, float, int]:
-        # Every rank reports the message of a failed collective action; the rank where it failed has the error itself.
-        is_echo = isinstance(end, Outcome) and (end.reason is ExitReason.LOST_RANK or bool(end.facts.get("echo")))
+        # Every rank reports the message of a failed collective action; the rank where it failed has the error
+        # itself.
+        is_echo = isinstance(end, Outcome) and (
+            end.reason is ExitReason.LOST_RANK or bool(end.facts.get("echo"))
+        )
         is_collateral = isinstance(end, Death) and bool(reported) and end.rank not in reported
         return is_echo, is_collateral, end.time, end.rank
 
@@ -141,13 +180,19 @@ def _first_failure(seen: LaunchObservation) -> Outcome | Death | None:
 
 
 def _stop_before(seen: LaunchObservation, failure: Outcome | Death) -> ExitReason | None:
-    """Return why a rank had stopped before `failure`, which then is the end of a rank that waited for it; None if none had stopped.
+    """Return why a rank had stopped before `failure`, which then is the end of a rank that waited for it;
+    None if none had stopped.
 
-    Before training a rank leaves at the first signal. Others may wait for it in code that runs no handler: they lose their peer, or
-    their agent kills them after 30 s. In training there is something to save, so the same is a failure.
+    Before training a rank leaves at the first signal. Others may wait for it in code that runs no handler:
+    they lose their peer, or their agent kills them after 30 s. In training there is something to save, so the
+    same is a failure.
     """
     is_echo = isinstance(failure, Death) or failure.reason is ExitReason.LOST_RANK
-    before = [outcome for outcome in seen.outcomes.values() if outcome.reason in STOPPED and outcome.time <= failure.time]
+    before = [
+        outcome
+        for outcome in seen.outcomes.values()
+        if outcome.reason in STOPPED and outcome.time <= failure.time
+    ]
     return min(before, key=lambda outcome: outcome.time).reason if before and is_echo else None
 
 
@@ -158,10 +203,16 @@ def _failed(seen: LaunchObservation, failure: Outcome | Death, step: int, first:
         return _ended(reason, step, problem, first)
     known = failure.exit_code in set(ExitCode)
     code = ExitCode(failure.exit_code) if known else EXIT_CODE_OF_REASON[failure.reason]
-    bare = failure.problem or Problem("rank-failed", f"rank {failure.rank} ended with exit code {failure.exit_code} and no message")
+    bare = failure.problem or Problem(
+        "rank-failed", f"rank {failure.rank} ended with exit code {failure.exit_code} and no message"
+    )
     hints = [*([bare.hint] if bare.hint else []), _log_hint(seen.run.rank_log(failure.rank))]
     # An input error is the same on every rank; a failure belongs to one rank and one step.
-    message = bare.message if code is ExitCode.USAGE else f"{bare.message} (rank {failure.rank}, step {failure.step})"
+    message = (
+        bare.message
+        if code is ExitCode.USAGE
+        else f"{bare.message} (rank {failure.rank}, step {failure.step})"
+    )
     return Verdict(code, failure.reason, step, replace(bare, message=message, hint="; ".join(hints)), first)
 
 
@@ -176,7 +227,9 @@ def _death_problem(seen: LaunchObservation, death: Death) -> tuple[Problem, bool
             return replace(failed, hint=f"{failed.hint}; {_log_hint(log)}"), True
         cause = {int(signal.SIGKILL): _MEMORY_HINT, int(signal.SIGXCPU): _CPU_TIME_HINT}.get(-code)
         hint = "; ".join(filter(None, (cause, _log_hint(log))))
-        message = f"rank {death.rank} was killed by {name} at step {seen.last_step}" + (f": {end}" if end else "")
+        message = f"rank {death.rank} was killed by {name} at step {seen.last_step}" + (
+            f": {end}" if end else ""
+        )
         return Problem("rank-killed", message, Where(), hint), True
     own = re.search(rf"^error: rank {death.rank}: (.+)$", seen.launcher_text, re.MULTILINE)
     exception = own[1] if own else seen.disk_refusal or first_exception(seen.launcher_text)
@@ -217,7 +270,8 @@ def first_exception(text: str) -> str | None:
 
 
 def native_end(text: str) -> str | None:
-    """Return why a process called abort(), as NCCL's watchdog or C++ wrote it last in its log; None if neither did."""
+    """Return why a process called abort(), as NCCL's watchdog or C++ wrote it last in its log; None if
+    neither did."""
     found = next(filter(None, ([*pattern.finditer(text)] for pattern in NATIVE_ENDS)), None)
     return None if not found else (found[-1][1] if found[-1].re.groups else found[-1][0]).strip()
 

@@ -1,4 +1,5 @@
-"""Diagnose a hang: where each rank of this machine is, which rank is late, and in which collective the others wait."""
+"""Diagnose a hang: where each rank of this machine is, which rank is late, and in which collective the others
+wait."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ def collect_rank_states(
 ) -> tuple[list[RankState], dict[int, str]]:
     """Return the standing of each rank, and its stacks as text.
 
-    Each rank dumps its stacks on SIGUSR2: faulthandler does so from C, even while the GIL is held. A stopped rank is continued until it
-    has written them; the pending signal is handled before any other work.
+    Each rank dumps its stacks on SIGUSR2: faulthandler does so from C, even while the GIL is held. A stopped
+    rank is continued until it has written them; the pending signal is handled before any other work.
     """
     states = {rank: _state(process) for rank, process in ranks.items()}
     starts = {rank: _size(run.rank_log(rank)) for rank in ranks}
@@ -64,10 +65,13 @@ def collect_rank_states(
     return rank_states, texts
 
 
-def with_launcher_state(rank_states: Sequence[RankState], ranks: range, launcher: psutil.Process) -> list[RankState]:
+def with_launcher_state(
+    rank_states: Sequence[RankState], ranks: range, launcher: psutil.Process
+) -> list[RankState]:
     """Return the rank_states of all `ranks`, with the state of their launcher if it cannot run.
 
-    torchrun's agent starts the ranks and serves the store through which they find each other, so they wait for it.
+    torchrun's agent starts the ranks and serves the store through which they find each other, so they wait
+    for it.
     """
     state = _state(launcher)
     if state not in STATES.values():
@@ -100,7 +104,11 @@ def _signal(process: psutil.Process, number: int) -> None:
 def _dumps_on_request(pid: int) -> bool:
     """Return whether the process handles SIGUSR2; a process that is still importing would die of it."""
     try:
-        caught = next(line.split()[1] for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt:"))
+        caught = next(
+            line.split()[1]
+            for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+            if line.startswith("SigCgt:")
+        )
     except (OSError, StopIteration):
         return False
     return bool(int(caught, 16) & (1 << (signal.SIGUSR2 - 1)))
@@ -135,8 +143,8 @@ def _read_from(path: Path, start: int) -> str:
 def late_ranks(rank_states: Sequence[RankState]) -> list[RankState]:
     """Return the ranks that the others wait for; [] if they cannot be distinguished.
 
-    In order: ranks that cannot run; ranks that do not wait for others, all of them if none does (the others are on another machine);
-    ranks that have entered the fewest collectives.
+    In order: ranks that cannot run; ranks that do not wait for others, all of them if none does (the others
+    are on another machine); ranks that have entered the fewest collectives.
     """
     held = [standing for standing in rank_states if standing.state is not None]
     if held:
@@ -149,20 +157,26 @@ def late_ranks(rank_states: Sequence[RankState]) -> list[RankState]:
     if len(known) == len(rank_states) > 1 and len(groups) == 1:
         (group,) = groups
         entered = [each.entered.get(group, 0) for each in known]
-        late = [standing for standing, number in zip(rank_states, entered, strict=True) if number == min(entered)]
+        late = [
+            standing for standing, number in zip(rank_states, entered, strict=True) if number == min(entered)
+        ]
         return late if len(late) < len(rank_states) else []
     return []
 
 
 def hang_problem(rank_states: Sequence[RankState], silent_seconds: float, report: Path) -> Problem:
-    """Return the problem naming the late ranks, their step and location, and the collective that the others wait in."""
+    """Return the problem naming the late ranks, their step and location, and the collective that the others
+    wait in."""
     late = late_ranks(rank_states)
     lead = f"no progress for {format_seconds(silent_seconds)}"
     if late:
         names = "; ".join(map(str, late[:4])) + (f" and {len(late) - 4} more" if len(late) > 4 else "")
         verb = "is" if len(late) == 1 else "are"
         is_busy = len(late) == len(rank_states) and all(standing.state is None for standing in late)
-        message = f"{lead}: {names} {verb} {'in no collective' if is_busy else 'late' + _waiting(rank_states, late)}"
+        message = (
+            f"{lead}: {names} {verb} "
+            f"{'in no collective' if is_busy else 'late' + _waiting(rank_states, late)}"
+        )
     else:
         message = f"{lead}: {_all_wait(rank_states)}"
     hint = f"the stacks of every rank are in {report}; raise `launch.hang_timeout` to allow more time"
@@ -183,14 +197,21 @@ def _all_wait(rank_states: Sequence[RankState]) -> str:
         return "no rank had started"
     shown = [
         f"{standing} in {standing.waits_in or 'no collective'}"
-        + (f" (number {standing.collective.number}, {standing.collective.name})" if standing.collective else "")
+        + (
+            f" (number {standing.collective.number}, {standing.collective.name})"
+            if standing.collective
+            else ""
+        )
         for standing in rank_states[:4]
     ]
     more = f" and {len(rank_states) - 4} more" if len(rank_states) > 4 else ""
     waits = {standing.waits_in for standing in rank_states}
     if len(waits) > 1:
         return f"the ranks wait in different collectives: {'; '.join(shown)}{more}"
-    return f"every rank waits and none is late: suspect a rank on another machine, or the network: {'; '.join(shown)}{more}"
+    return (
+        "every rank waits and none is late: suspect a rank on another machine, or the network: "
+        f"{'; '.join(shown)}{more}"
+    )
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -209,5 +230,9 @@ def report_text(rank_states: Sequence[RankState], texts: Mapping[int, str], prob
         recorded = f"; {which} {last.name}, number {last.number} of group {last.group}" if last else ""
         lines.append(f"{standing}: {waits}{recorded}")
     for rank, text in sorted(texts.items()):
-        lines += ["", f"── stacks of rank {rank}", text.rstrip() or "no answer: it was where no signal is handled"]
+        lines += [
+            "",
+            f"── stacks of rank {rank}",
+            text.rstrip() or "no answer: it was where no signal is handled",
+        ]
     return "\n".join(lines) + "\n"

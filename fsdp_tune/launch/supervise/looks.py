@@ -1,7 +1,8 @@
-"""What a supervisor cannot look at or write at present. It ends no rank: it is tried again at the next poll, and said once.
+"""What a supervisor cannot look at or write at present. It ends no rank: it is tried again at the next poll,
+and said once.
 
-Permissions change, a file server is away, a ticket expires, a process runs out of descriptors or memory, a user moves a file. The ranks
-notice none of that until they save.
+Permissions change, a file server is away, a ticket expires, a process runs out of descriptors or memory, a
+user moves a file. The ranks notice none of that until they save.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class Looks:
         now = LIVED.now()
         if refusal is not None:
             if name not in self._failed_at:
-                self._news.append(f"{name} fails: {refusal}; it is tried again{meanwhile}, and the ranks continue")
+                self._news.append(
+                    f"{name} fails: {refusal}; it is tried again{meanwhile}, and the ranks continue"
+                )
             self._failed_at[name] = now
         elif name in self._failed_at and now - self._failed_at[name] >= SETTLED_SECONDS:
             del self._failed_at[name]
@@ -66,14 +69,16 @@ def reason_of(error: BaseException) -> str:
 
 
 class HeldDirectory:
-    """A directory and its path. It is held open, so that its inode is its own even where a file system makes up the numbers."""
+    """A directory and its path. It is held open, so that its inode is its own even where a file system makes
+    up the numbers."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
 
     def is_left(self) -> bool:
-        """Return whether the path now leads to another directory, or to none. Raises: OSError if that cannot be seen."""
+        """Return whether the path now leads to another directory, or to none. Raises: OSError if that cannot
+        be seen."""
         try:
             return not os.path.samestat(self._path.stat(), os.fstat(self._descriptor))
         except (FileNotFoundError, NotADirectoryError):

@@ -1,8 +1,9 @@
 """Watch the ranks of one machine: processes, heartbeats, outcomes, and the first failure; and kill them.
 
-Processes are queried at each poll. Files may be on a shared file system, so a few a second are read in turn, whatever the number of
-ranks. That is enough: a heartbeat has the time since its rank last made progress, and when it matters (a rank has ended, all ranks seem
-to hang, a signal was received) every file is read at once.
+Processes are queried at each poll. Files may be on a shared file system, so a few a second are read in turn,
+whatever the number of
+ranks. That is enough: a heartbeat has the time since its rank last made progress, and when it matters (a rank
+has ended, all ranks seem to hang, a signal was received) every file is read at once.
 """
 
 from __future__ import annotations
@@ -22,10 +23,18 @@ from fsdp_tune.launch.supervise.hang_diagnosis import STATES, collect_rank_state
 from fsdp_tune.launch.supervise.looks import REFUSALS, reason_of
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import disk_refusal
-from fsdp_tune.run.rank_files import Heartbeat, Outcome, RankState, read_heartbeat, read_outcome, unreadable_outcome
+from fsdp_tune.run.rank_files import (
+    Heartbeat,
+    Outcome,
+    RankState,
+    read_heartbeat,
+    read_outcome,
+    unreadable_outcome,
+)
 
 UNSEEN_SECONDS = 10.0
-"""The agent starts its ranks together. A rank that is not seen this long after another one started and ended between two polls."""
+"""The agent starts its ranks together. A rank that is not seen this long after another one started and ended
+between two polls."""
 
 
 READS_PER_SECOND = 4.0
@@ -37,7 +46,8 @@ SLOWEST_ROUND_SECONDS = 10.0
 
 
 QUIET_SECONDS = 60.0
-"""After so long without progress of its ranks a machine reports that to the others; half of `launch.hang_timeout` if that is less."""
+"""After so long without progress of its ranks a machine reports that to the others; half of
+`launch.hang_timeout` if that is less."""
 
 
 ALL_ROUND_SECONDS = 2.0
@@ -45,8 +55,9 @@ ALL_ROUND_SECONDS = 2.0
 
 
 STARTUP_SECONDS = 600.0
-"""Limit for a rank until its libraries are imported, unless `launch.hang_timeout` is longer. On a busy machine or a cold file system an
-import takes minutes, and stands still for many seconds, so a short `launch.hang_timeout` does not apply to it."""
+"""Limit for a rank until its libraries are imported, unless `launch.hang_timeout` is longer. On a busy
+machine or a cold file system an import takes minutes, and stands still for many seconds, so a short
+`launch.hang_timeout` does not apply to it."""
 
 
 IMPORTING = "importing"
@@ -60,14 +71,16 @@ ENDED_PHASES = ("finished", "failed")
 
 
 UNWRITTEN_SECONDS = 5.0
-"""After so long without any new heartbeat the watch tries whether they can be written, and again each `TRIAL_SECONDS`."""
+"""After so long without any new heartbeat the watch tries whether they can be written, and again each
+`TRIAL_SECONDS`."""
 
 
 TRIAL_SECONDS = 1.0
 
 
 UNREAD_SECONDS = 60.0
-"""After so long a rank that has ended counts as dead although its outcome, if there is one, cannot be looked at."""
+"""After so long a rank that has ended counts as dead although its outcome, if there is one, cannot be looked
+at."""
 
 
 class HeartbeatTimes:
@@ -76,7 +89,8 @@ class HeartbeatTimes:
     def __init__(self, now: float) -> None:
         self.beat: Heartbeat | None = None
         self.progressed_at = self.written_at = now
-        """When the rank last made progress and when its file last changed, at the latest when that was read."""
+        """When the rank last made progress and when its file last changed, at the latest when that was
+        read."""
         self.refused_at = float("-inf")
         """When its file could last not be looked at. Silence counts from then on."""
         self.refusal: str | None = None
@@ -85,7 +99,9 @@ class HeartbeatTimes:
         try:
             beat, self.refusal = read_heartbeat(run, rank, launch), None
             if beat is None and run.rank_heartbeat(rank).is_dir():  # which the rank cannot replace
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(run.rank_heartbeat(rank)))
+                raise IsADirectoryError(
+                    errno.EISDIR, os.strerror(errno.EISDIR), str(run.rank_heartbeat(rank))
+                )
         except REFUSALS as error:
             self.refused_at, self.refusal = LIVED.now(), reason_of(error)
             return
@@ -98,7 +114,8 @@ class HeartbeatTimes:
 
 
 class RankWatch:
-    """The ranks of one machine. Call `poll` a few times a second. Times are seconds that this process lived through (`core.clocks`)."""
+    """The ranks of one machine. Call `poll` a few times a second. Times are seconds that this process lived
+    through (`core.clocks`)."""
 
     def __init__(self, run: RunDir, ranks: range, launch: str | None = None) -> None:
         """`launch`: files of ranks of another launch are left out; None: there can be none."""
@@ -117,7 +134,8 @@ class RankWatch:
         """Why the outcome of a rank could not be looked at."""
         self._tried_at = self._refused_at = float("-inf")
         self.disk_refusal: str | None = None
-        """Why heartbeats cannot be written at present: a full or read-only disk. Silence counts from the end of that."""
+        """Why heartbeats cannot be written at present: a full or read-only disk. Silence counts from the end
+        of that."""
         self.processes: dict[int, psutil.Process] = {}
         self.outcomes: dict[int, Outcome] = {}
         self.deaths: list[Death] = []
@@ -131,7 +149,8 @@ class RankWatch:
         return self._signs[self._ranks.start].beat
 
     def poll(self, launcher_pid: int) -> None:
-        """Find the ranks of a launcher, and read what they have written and which of them have ended since the last call."""
+        """Find the ranks of a launcher, and read what they have written and which of them have ended since
+        the last call."""
         now = LIVED.now()
         if self._launcher is None and psutil.pid_exists(launcher_pid):
             self._launcher = psutil.Process(launcher_pid)
@@ -144,7 +163,9 @@ class RankWatch:
         for rank in self._ranks:
             if rank not in self._ended and self._is_gone(rank, now):
                 self._note_end(rank, now)
-        if self.failed_at is None and (self.deaths or any(outcome.exit_code not in GOOD_CODES for outcome in self.outcomes.values())):
+        if self.failed_at is None and (
+            self.deaths or any(outcome.exit_code not in GOOD_CODES for outcome in self.outcomes.values())
+        ):
             self.failed_at = now
             self.read_all()
 
@@ -162,7 +183,15 @@ class RankWatch:
     @property
     def refusal(self) -> str | None:
         """Why files of ranks cannot be looked at; None if all can."""
-        return next(iter([*(sign.refusal for sign in self._signs.values() if sign.refusal is not None), *self._unread.values()]), None)
+        return next(
+            iter(
+                [
+                    *(sign.refusal for sign in self._signs.values() if sign.refusal is not None),
+                    *self._unread.values(),
+                ]
+            ),
+            None,
+        )
 
     @property
     def lacks_outcomes(self) -> bool:
@@ -171,10 +200,13 @@ class RankWatch:
 
     def known_ends(self) -> dict[int, Outcome]:
         """Return the outcomes, and a failure for each rank whose outcome cannot be looked at."""
-        return self.outcomes | {rank: unreadable_outcome(self._run, rank, why) for rank, why in self._unread.items()}
+        return self.outcomes | {
+            rank: unreadable_outcome(self._run, rank, why) for rank, why in self._unread.items()
+        }
 
     def _try_disk(self, now: float) -> None:
-        """Without heartbeats, learn whether the disk refuses them: ranks that train on a full disk must not be taken for silent ones."""
+        """Without heartbeats, learn whether the disk refuses them: ranks that train on a full disk must not
+        be taken for silent ones."""
         if now - max(sign.written_at for sign in self._signs.values()) <= UNWRITTEN_SECONDS:
             self.disk_refusal = None
         elif now - self._tried_at >= TRIAL_SECONDS:
@@ -223,7 +255,11 @@ class RankWatch:
 
     def _was_missed(self, rank: int, now: float) -> bool:
         sign = self._signs[rank]
-        return self._first_seen is not None and now - max(self._first_seen, sign.refused_at) > UNSEEN_SECONDS and sign.beat is None
+        return (
+            self._first_seen is not None
+            and now - max(self._first_seen, sign.refused_at) > UNSEEN_SECONDS
+            and sign.beat is None
+        )
 
     @property
     def beats(self) -> dict[int, Heartbeat]:
@@ -257,27 +293,37 @@ class RankWatch:
     def is_starting(self) -> bool:
         """Whether a rank of this machine has not imported its libraries yet."""
         return any(
-            (sign.beat is None or sign.beat.phase == IMPORTING) and rank not in self._ended and rank not in self.outcomes
+            (sign.beat is None or sign.beat.phase == IMPORTING)
+            and rank not in self._ended
+            and rank not in self.outcomes
             for rank, sign in self._signs.items()
         )
 
     def _limit(self, limit_seconds: float) -> float:
-        """Return how long the ranks may make no progress: while one starts, `STARTUP_SECONDS` or more, unless their launcher is stopped."""
+        """Return how long the ranks may make no progress: while one starts, `STARTUP_SECONDS` or more, unless
+        their launcher is stopped."""
         is_slow = self.is_starting and (self._launcher is None or _status(self._launcher) not in HELD)
         return max(limit_seconds, STARTUP_SECONDS) if is_slow else limit_seconds
 
     def is_quiet(self, limit_seconds: float) -> bool:
-        """Return whether the ranks of this machine have made no progress for a while, as it reports to the others."""
-        return self.silent_seconds > (self._limit(limit_seconds) if self.is_starting else min(limit_seconds / 2, QUIET_SECONDS))
+        """Return whether the ranks of this machine have made no progress for a while, as it reports to the
+        others."""
+        return self.silent_seconds > (
+            self._limit(limit_seconds) if self.is_starting else min(limit_seconds / 2, QUIET_SECONDS)
+        )
 
     def hang_seconds(self, limit_seconds: float, *, others_are_quiet: bool) -> float | None:
-        """Return the seconds without progress of ranks that hang, which are beyond the limit; None if none does.
+        """Return the seconds without progress of ranks that hang, which are beyond the limit; None if none
+        does.
 
-        A hang stops every rank: a hanging rank stops the others at their next collective, and ranks that wait for one that makes progress
-        (such as writing a checkpoint to a slow disk) do not hang. So ranks hang when all of this machine are silent and all other machines
-        are quiet. A rank whose process cannot run writes no heartbeat and counts alone, whatever the others do.
+        A hang stops every rank: a hanging rank stops the others at their next collective, and ranks that wait
+        for one that makes progress (such as writing a checkpoint to a slow disk) do not hang. So ranks hang
+        when all of this machine are silent and all other machines are quiet. A rank whose process cannot run
+        writes no heartbeat and counts alone, whatever the others do.
         """
-        if self.failed_at is not None or all(rank in self.outcomes or rank in self._ended for rank in self._ranks):
+        if self.failed_at is not None or all(
+            rank in self.outcomes or rank in self._ended for rank in self._ranks
+        ):
             return None
         if not others_are_quiet or self.silent_seconds <= self._limit(limit_seconds):
             return self._frozen_seconds(limit_seconds)
@@ -291,13 +337,16 @@ class RankWatch:
     def silent_seconds(self) -> float:
         """Seconds since any rank of this machine made progress or ended, or could not have reported that."""
         progressed = (max(sign.progressed_at, sign.refused_at) for sign in self._signs.values())
-        return LIVED.now() - max([*progressed, *self._ended.values(), *self._outcome_seen.values(), self._refused_at])
+        return LIVED.now() - max(
+            [*progressed, *self._ended.values(), *self._outcome_seen.values(), self._refused_at]
+        )
 
     def _frozen_seconds(self, limit_seconds: float) -> float | None:
-        """Return the seconds since the last heartbeat of a rank that is stopped or in the kernel, if beyond the limit.
+        """Return the seconds since the last heartbeat of a rank that is stopped or in the kernel, if beyond
+        the limit.
 
-        Before the first one a rank in the kernel reads its libraries, and only a stopped one counts. While the disk takes no heartbeats
-        none is missed.
+        Before the first one a rank in the kernel reads its libraries, and only a stopped one counts. While
+        the disk takes no heartbeats none is missed.
         """
         now = LIVED.now()
         for rank, sign in self._signs.items():
@@ -313,7 +362,11 @@ class RankWatch:
     def stacks(self) -> tuple[list[RankState], dict[int, str]]:
         """Return the standing and the stacks of every rank of this machine that still runs."""
         self.read_all()
-        there = {rank: process for rank, process in self.processes.items() if is_alive(process) and rank not in self.outcomes}
+        there = {
+            rank: process
+            for rank, process in self.processes.items()
+            if is_alive(process) and rank not in self.outcomes
+        }
         return collect_rank_states(self._run, there, self.beats)
 
 

@@ -1,6 +1,8 @@
-"""Pass a stop signal on to the ranks: through the launcher, whose agent sends it to each, or past a launcher that does not run.
+"""Pass a stop signal on to the ranks: through the launcher, whose agent sends it to each, or past a launcher
+that does not run.
 
-A launcher that is stopped, traced or in the kernel leaves the signal pending, and its ranks would train on to the end.
+A launcher that is stopped, traced or in the kernel leaves the signal pending, and its ranks would train on to
+the end.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ class SignalRelay:
     def help(self, ranks: Iterable[psutil.Process]) -> str | None:
         """Bring a signal that the launcher does not take to the ranks. Returns a message about it, or None.
 
-        A stopped launcher is continued first. Of two deliveries, a rank would take the later one for a second signal and end without
-        saving, so a launcher that was passed over is stopped for good.
+        A stopped launcher is continued first. Of two deliveries, a rank would take the later one for a second
+        signal and end without saving, so a launcher that was passed over is stopped for good.
         """
         number, now = self._number, LIVED.now()
         if number is None or self._is_past_launcher:
@@ -50,21 +52,29 @@ class SignalRelay:
         if now - self._waits_since < PENDING_SECONDS:
             return None
         name, was_continued = signal.Signals(number).name, self._is_continued
-        if is_stopped and not (was_continued and is_left):  # it may have taken the signal, and been stopped before it passed it on
+        if is_stopped and not (
+            was_continued and is_left
+        ):  # it may have taken the signal, and been stopped before it passed it on
             self._is_continued, self._waits_since = True, now
             self.launcher.send_signal(signal.SIGCONT)
-            text = f"the launcher (pid {self.launcher.pid}) was stopped; it is continued, to pass {name} on to the ranks"
+            text = (
+                f"the launcher (pid {self.launcher.pid}) was stopped; it is continued, to pass {name} on "
+                "to the ranks"
+            )
             return None if was_continued else text
         self._is_past_launcher = True
         self.launcher.send_signal(signal.SIGSTOP)
         for rank in ranks:
             with contextlib.suppress(psutil.Error):
                 rank.send_signal(number)
-        return f"the launcher (pid {self.launcher.pid}) does not take {name}, which is sent to the ranks instead"
+        return (
+            f"the launcher (pid {self.launcher.pid}) does not take {name}, which is sent to the ranks instead"
+        )
 
 
 def is_pending(pid: int, number: int) -> bool:
-    """Return whether a process has been sent a signal that it has not taken yet; False where the kernel does not say."""
+    """Return whether a process has been sent a signal that it has not taken yet; False where the kernel does
+    not say."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:

@@ -12,14 +12,16 @@ _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+ .*\(most recent ca
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.+)$')
 
 
-# Frames below the waiting call to search for the collective's name: decorators, tensor subclasses and FSDP are in between.
+# Frames below the waiting call to search for the collective's name: decorators, tensor subclasses and FSDP
+# are in between.
 _DEPTH = 12
 
 
 _PACKAGE = "fsdp_tune/"
 
 
-# Modules that pass work to a process group and wait for it. The vote on stopping waits in C++, directly below our own code.
+# Modules that pass work to a process group and wait for it. The vote on stopping waits in C++, directly below
+# our own code.
 _WAITING_FILES = ("/torch/distributed/", "fsdp_tune/worker/agreement.py")
 
 
@@ -65,7 +67,11 @@ def main_thread(stacks: Sequence[Stack]) -> Stack:
     """
     entered = [stack for stack in stacks if stack[-1].function == "_run_module_as_main"]
     main = (entered or list(stacks) or [()])[-1]
-    saves = [stack for stack in stacks if any(_is_of(frame, _CHECKPOINT_FILE, "_write_reporting") for frame in stack)]
+    saves = [
+        stack
+        for stack in stacks
+        if any(_is_of(frame, _CHECKPOINT_FILE, "_write_reporting") for frame in stack)
+    ]
     joins = any(_is_of(frame, _CHECKPOINT_FILE, "wait") for frame in main)
     return saves[-1] if joins and saves else main
 
@@ -91,19 +97,25 @@ def _collective(stack: Stack) -> str | None:
     if not any(_waits_for_group(frame) for frame in inner[:4]):
         return None
     for frame in inner:
-        if frame.file.endswith("distributed/distributed_c10d.py") and not frame.function.startswith("_") and frame.function != "wait":
+        if (
+            frame.file.endswith("distributed/distributed_c10d.py")
+            and not frame.function.startswith("_")
+            and frame.function != "wait"
+        ):
             return frame.function
     first = next(frame for frame in inner if _waits_for_group(frame))
     return _NAMES.get(first.function, first.function)
 
 
 def _waits_for_group(frame: Frame) -> bool:
-    """Return whether a frame belongs to a module that waits for a process group. DCP modules read and write files instead."""
+    """Return whether a frame belongs to a module that waits for a process group. DCP modules read and write
+    files instead."""
     return any(mark in frame.file for mark in _WAITING_FILES) and _DCP not in frame.file
 
 
 def find_location(stacks: Sequence[Stack]) -> str | None:
-    """Return the innermost call of the main thread, and the innermost call in this package if that is another one."""
+    """Return the innermost call of the main thread, and the innermost call in this package if that is another
+    one."""
     main = main_thread(stacks)
     if not main:
         return None

@@ -1,8 +1,9 @@
 """Run a launch to its end: start it, forward signals, watch its ranks, and leave no process behind.
 
-Yields the lines of metrics.jsonl for the surface to show; the launcher's own output goes to logs/launcher.log. When a rank fails,
-torchrun's agent sends SIGTERM to the others, on which ranks save and stop: they would wait for the dead one. So the supervisor detects
-failures itself and kills the other ranks after a short grace period.
+Yields the lines of metrics.jsonl for the surface to show; the launcher's own output goes to
+logs/launcher.log. When a rank fails, torchrun's agent sends SIGTERM to the others, on which ranks save and
+stop: they would wait for the dead one. So the supervisor detects failures itself and kills the other ranks
+after a short grace period.
 """
 
 from __future__ import annotations
@@ -52,20 +53,23 @@ GRACE_SECONDS = 5.0
 
 
 LINGER_SECONDS = 30.0
-"""From the outcome of a rank, or the end of the last rank, until remaining processes are killed: NCCL may hang in its clean-up."""
+"""From the outcome of a rank, or the end of the last rank, until remaining processes are killed: NCCL may
+hang in its clean-up."""
 
 
 OTHER_MACHINES_SECONDS = 330.0
-"""Agents of torchrun wait 300 s for each other at the end, and do not know that one was stopped or killed and never comes."""
+"""Agents of torchrun wait 300 s for each other at the end, and do not know that one was stopped or killed and
+never comes."""
 
 
 HANG_MARGIN_SECONDS = 3.0
-"""A rank without progress for `launch.hang_timeout` dumps its flight recorder; the report is made this much later. With
-`hang.ANSWER_SECONDS` that is below 10 s. Collectives of the ranks time out later."""
+"""A rank without progress for `launch.hang_timeout` dumps its flight recorder; the report is made this much
+later. With `hang.ANSWER_SECONDS` that is below 10 s. Collectives of the ranks time out later."""
 
 
 ECHO_SECONDS = 0.5
-"""Signals this close together count as one, such as a scheduler's signal to both the group and the process."""
+"""Signals this close together count as one, such as a scheduler's signal to both the group and the
+process."""
 
 
 READING_METRICS = "reading metrics.jsonl"
@@ -80,11 +84,13 @@ LAST_READ_SECONDS = 5.0
 
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Of the stop signals, those that reach the ranks as they are. To a rank SIGUSR2 is a request for stacks; SIGTERM stands for the others."""
+"""Of the stop signals, those that reach the ranks as they are. To a rank SIGUSR2 is a request for stacks;
+SIGTERM stands for the others."""
 
 
 UNUSED = (signal.SIGALRM, signal.SIGIO)
-"""Signals that end a command which does not use them, such as an alarm that its caller has set. Here they stop it."""
+"""Signals that end a command which does not use them, such as an alarm that its caller has set. Here they
+stop it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +124,20 @@ Event = Logged | Message | Position | Verdict
 
 class Supervisor:
     def __init__(
-        self, plan: LaunchPlan, *, hang_timeout_seconds: float, machines: Machines | None = None, early: EarlyLaunch | None = None
+        self,
+        plan: LaunchPlan,
+        *,
+        hang_timeout_seconds: float,
+        machines: Machines | None = None,
+        early: EarlyLaunch | None = None,
     ) -> None:
         """`early`: the launcher, if it has already been started."""
         self._plan = plan
         self._early = early
         self._machines = machines or Machines(plan.run)
-        self._run = RunDir(plan.run.path.resolve())  # as the ranks do: a link on the way may lead elsewhere later
+        self._run = RunDir(
+            plan.run.path.resolve()
+        )  # as the ranks do: a link on the way may lead elsewhere later
         self._launcher_log = self._run.logs / plan.launcher_log.name
         self._looks = Looks()
         self._left_at: float | None = None
@@ -149,7 +162,8 @@ class Supervisor:
     def events(self) -> Generator[Event]:
         """Yield the events of one launch. The last is `Verdict`; no process is left by then.
 
-        Must run in the main thread: Python runs signal handlers there, and the kernel kills the launcher with the thread that started it.
+        Must run in the main thread: Python runs signal handlers there, and the kernel kills the launcher with
+        the thread that started it.
         """
         self._run.logs.mkdir(parents=True, exist_ok=True)
         with HeldDirectory(self._run.path) as place:
@@ -176,20 +190,28 @@ class Supervisor:
         yield from self._looked("copying the launcher's log", lambda: self._copy_early_log(watch))
         yield from self._looked(READING_METRICS, lambda: self._logged(metrics))
         if left:
-            yield Message(f"these processes survive SIGKILL (they wait for a disk or a driver): {', '.join(map(str, left))}")
+            yield Message(
+                "these processes survive SIGKILL (they wait for a disk or a driver): "
+                f"{', '.join(map(str, left))}"
+            )
         ended = judge(self._observe(watch, launcher.returncode, log_starts))
         ended = replace(ended, signal=next(iter(self.signals), None))
         is_left = False
         with contextlib.suppress(OSError):
             is_left = place.is_left() or not run.logs.is_dir()
         if is_left or self._is_directory_gone:
-            ended = replace(ended, exit_code=ExitCode.FAILED, reason=ExitReason.FAILED, problem=_directory_problem(run))
+            ended = replace(
+                ended, exit_code=ExitCode.FAILED, reason=ExitReason.FAILED, problem=_directory_problem(run)
+            )
         if is_first_machine and not is_left and (refusal := record(run, ended)) is not None:
             yield Message(refusal)
         yield ended
 
-    def _polled(self, launcher: subprocess.Popen[str], watch: RankWatch, metrics: Follower, place: HeldDirectory) -> Iterator[Event]:
-        """Look at everything once. Every look of the loop at a file or a process is one of these: none that is refused hinders another."""
+    def _polled(
+        self, launcher: subprocess.Popen[str], watch: RankWatch, metrics: Follower, place: HeldDirectory
+    ) -> Iterator[Event]:
+        """Look at everything once. Every look of the loop at a file or a process is one of these: none that
+        is refused hinders another."""
         yield from self._looked("passing on signals", lambda: self._pass_on_signals(watch))
         yield from self._looked("copying the launcher's log", lambda: self._copy_early_log(watch))
         yield from self._looked("recording a suspension", self._noticed_gaps)
@@ -197,7 +219,11 @@ class Supervisor:
             yield from self._looked(READING_METRICS, lambda: self._logged(metrics))
             yield from self._looked("looking for the run directory", lambda: self._noticed_move(place))
         yield from self._looked("watching the ranks", lambda: watch.poll(launcher.pid))
-        self._looks.note("reading heartbeats and outcomes of ranks", watch.refusal, meanwhile=", no hang is detected until then")
+        self._looks.note(
+            "reading heartbeats and outcomes of ranks",
+            watch.refusal,
+            meanwhile=", no hang is detected until then",
+        )
         yield from self._looked("following the first rank", lambda: self._moved(watch))
         yield from self._noticed_refusal(watch)
         yield from self._looked("judging the ranks", lambda: self._end_if_needed(launcher, watch))
@@ -262,7 +288,9 @@ class Supervisor:
                 signal.signal(number, signal.SIG_IGN)
                 if self._signals:  # no second request
                     return
-            self._signals.append((number, time.monotonic()))  # the clock has a lock, which this thread may hold
+            self._signals.append(
+                (number, time.monotonic())
+            )  # the clock has a lock, which this thread may hold
             self._forward()
 
         unused = [number for number in UNUSED if signal.getsignal(number) is signal.SIG_DFL]
@@ -284,7 +312,10 @@ class Supervisor:
         while self._gaps < len(LIVED.gaps):
             gap = LIVED.gaps[self._gaps]
             self._gaps += 1
-            message = f"this command was stopped or suspended for {format_seconds(gap.seconds)}, which no limit counts, and continues"
+            message = (
+                f"this command was stopped or suspended for {format_seconds(gap.seconds)}, which no "
+                "limit counts, and continues"
+            )
             yield Message(message)
             if self._plan.machine_rank == 0:
                 with contextlib.suppress(OSError):
@@ -293,15 +324,25 @@ class Supervisor:
     def _noticed_move(self, place: HeldDirectory) -> Iterator[Event]:
         """Stop the ranks once the path of the run has led elsewhere, or nowhere, for `MOVED_SECONDS`."""
         self._left_at = (self._left_at or LIVED.now()) if place.is_left() else None
-        if self._left_at is not None and LIVED.now() - self._left_at >= MOVED_SECONDS and not self._is_directory_gone:
+        if (
+            self._left_at is not None
+            and LIVED.now() - self._left_at >= MOVED_SECONDS
+            and not self._is_directory_gone
+        ):
             self._is_directory_gone = True
-            yield Message(f"{_directory_problem(self._run).message}; the ranks are stopped, and save at that path if it is a directory")
+            yield Message(
+                f"{_directory_problem(self._run).message}; the ranks are stopped, and save at that "
+                "path if it is a directory"
+            )
             self._signals.append((signal.SIGTERM, time.monotonic()))
 
     def _noticed_refusal(self, watch: RankWatch) -> Iterator[Event]:
         was_refused, self._is_disk_refused = self._is_disk_refused, watch.disk_refusal is not None
         if self._is_disk_refused and not was_refused:
-            yield Message(f"{watch.disk_refusal}: no heartbeats, and no hang is detected until it can be written; the ranks continue")
+            yield Message(
+                f"{watch.disk_refusal}: no heartbeats, and no hang is detected until it can be "
+                "written; the ranks continue"
+            )
         elif was_refused and not self._is_disk_refused:
             yield Message(f"{self._run.logs} can be written again")
 
@@ -316,7 +357,9 @@ class Supervisor:
             self._is_announced = True
             what = stop_line(list(watch.beats.values()), self._total_steps, self._step_seconds)
             limit = " (the limit of CPU time, `ulimit -t`)" if first == signal.SIGXCPU else ""
-            yield Message(f"{signal.Signals(first).name}{limit}: {what}; a second signal stops at once, without saving")
+            yield Message(
+                f"{signal.Signals(first).name}{limit}: {what}; a second signal stops at once, without saving"
+            )
         if self._relay is not None and (text := self._relay.help(watch.alive)) is not None:
             yield Message(text)
         if not self._gave_up_saving and LIVED.at(last_at) - LIVED.at(first_at) > ECHO_SECONDS:
@@ -326,16 +369,24 @@ class Supervisor:
     def _end_if_needed(self, launcher: subprocess.Popen[str], watch: RankWatch) -> Iterator[Event]:
         now = LIVED.now()
         others_are_quiet = self._machines.share_quiet(is_quiet=watch.is_quiet(self._hang_seconds))
-        silent_seconds = watch.hang_seconds(self._hang_seconds, others_are_quiet=others_are_quiet) if self._stuck is None else None
+        silent_seconds = (
+            watch.hang_seconds(self._hang_seconds, others_are_quiet=others_are_quiet)
+            if self._stuck is None
+            else None
+        )
         if self._machines.is_poll_due():
             silent_seconds = silent_seconds or self._machines.silent_seconds_elsewhere()
             self._elsewhere = self._machines.failure_elsewhere()
             if self._elsewhere is not None and watch.failed_at is None:
                 watch.failed_at = now
             # In training, the ranks agree on the step where they stop.
-            stopped = self._machines.stopped_elsewhere() if not self.has_trained and not self._signals else None
+            stopped = (
+                self._machines.stopped_elsewhere() if not self.has_trained and not self._signals else None
+            )
             if stopped is not None:
-                self._signals.append((signal.SIGINT if stopped is ExitReason.INTERRUPTED else signal.SIGTERM, time.monotonic()))
+                self._signals.append(
+                    (signal.SIGINT if stopped is ExitReason.INTERRUPTED else signal.SIGTERM, time.monotonic())
+                )
         if silent_seconds is not None:
             yield Message("no progress: collecting the stacks of every rank")
             yield from self._report_hang(launcher, watch, silent_seconds)
@@ -344,41 +395,65 @@ class Supervisor:
             return
         if watch.failed_at is not None and now - watch.failed_at > GRACE_SECONDS and (alive := watch.alive):
             yield Message(
-                f"ending the other {len(alive)} ranks of this machine" if len(alive) > 1 else "ending the other rank of this machine"
+                f"ending the other {len(alive)} ranks of this machine"
+                if len(alive) > 1
+                else "ending the other rank of this machine"
             )
             watch.expects_deaths = True
             kill_for_good(alive)  # the agent, which waits for them, then ends too
         if self._elsewhere is not None and now - (watch.failed_at or now) > GRACE_SECONDS:
-            _kill_remaining(launcher, watch)  # its ranks may not have started: it waits for the other machines
+            _kill_remaining(
+                launcher, watch
+            )  # its ranks may not have started: it waits for the other machines
             return
         kill_for_good(watch.lingering(LINGER_SECONDS))
         ended_seconds = now - watch.all_ended_at if watch.all_ended_at is not None else 0.0
-        waits_for_none = ended_seconds > LINGER_SECONDS and (self._plan.has_all_ranks or self._machines.has_one_left())
+        waits_for_none = ended_seconds > LINGER_SECONDS and (
+            self._plan.has_all_ranks or self._machines.has_one_left()
+        )
         if waits_for_none or ended_seconds > OTHER_MACHINES_SECONDS:
             launcher.kill()
 
-    def _report_hang(self, launcher: subprocess.Popen[str], watch: RankWatch, silent_seconds: float) -> Iterator[Event]:
-        """Write RUN/logs/hang.txt: the stacks of all ranks of this machine and the locations of all others. Sets the problem."""
+    def _report_hang(
+        self, launcher: subprocess.Popen[str], watch: RankWatch, silent_seconds: float
+    ) -> Iterator[Event]:
+        """Write RUN/logs/hang.txt: the stacks of all ranks of this machine and the locations of all others.
+        Sets the problem."""
         mine, texts = watch.stacks()
         with contextlib.suppress(*REFUSALS):
             mine = with_launcher_state(mine, self._plan.ranks, psutil.Process(launcher.pid))
         rank_states = self._machines.share(mine, silent_seconds)
-        path = self._run.hang_report if self._plan.machine_rank == 0 else self._run.logs / f"hang-{self._plan.machine_rank:02d}.txt"
+        path = (
+            self._run.hang_report
+            if self._plan.machine_rank == 0
+            else self._run.logs / f"hang-{self._plan.machine_rank:02d}.txt"
+        )
         self._stuck = problem = hang_problem(rank_states, silent_seconds, path)
         text = report_text(rank_states, texts, problem)
         try:
             write_file(path, text, private=True)
         except OSError as error:
-            self._stuck = replace(problem, hint="the stacks of every rank are above; raise `launch.hang_timeout` to allow more time")
+            self._stuck = replace(
+                problem,
+                hint="the stacks of every rank are above; raise `launch.hang_timeout` to allow more time",
+            )
             yield Message(f"{path} cannot be written ({error.strerror}). It would have:\n{text}")
 
-    def _observe(self, watch: RankWatch, launcher_code: int, log_starts: Mapping[Path, int]) -> LaunchObservation:
+    def _observe(
+        self, watch: RankWatch, launcher_code: int, log_starts: Mapping[Path, int]
+    ) -> LaunchObservation:
         launcher = self._relay.launcher if self._relay is not None else None
 
         def written(log: Path) -> str:
-            is_of_early = log == self._launcher_log and self._early is not None and self._early.process is launcher
+            is_of_early = (
+                log == self._launcher_log and self._early is not None and self._early.process is launcher
+            )
             with contextlib.suppress(*REFUSALS):  # where the run directory is gone, that is reported instead
-                return self._early.end_of_log() if self._early is not None and is_of_early else read_end_of_log(log, log_starts[log])
+                return (
+                    self._early.end_of_log()
+                    if self._early is not None and is_of_early
+                    else read_end_of_log(log, log_starts[log])
+                )
             return ""
 
         launcher_text = written(self._launcher_log)
@@ -390,14 +465,20 @@ class Supervisor:
             launcher_text=launcher_text,
             outcomes=watch.known_ends(),
             deaths=watch.deaths,
-            rank_texts={rank: written(self._run.rank_log(rank)) for rank in self._plan.ranks if rank not in watch.outcomes},
+            rank_texts={
+                rank: written(self._run.rank_log(rank))
+                for rank in self._plan.ranks
+                if rank not in watch.outcomes
+            },
             signals=self.signals,
             gave_up_saving=self._gave_up_saving,
             stuck=self._stuck,
             elsewhere=self._elsewhere,
             killed_ranks=watch.expects_deaths,
             last_step=max(watch.last_step, self._last_logged_step),
-            refused_variable=None if watch.outcomes or watch.first_beat else find_refusal(launcher_text, self._plan.env),
+            refused_variable=None
+            if watch.outcomes or watch.first_beat
+            else find_refusal(launcher_text, self._plan.env),
             disk_refusal=disk_refusal(self._run) if len(watch.outcomes) < len(self._plan.ranks) else None,
         )
 
@@ -413,7 +494,8 @@ def _step_of(line: dict[str, object]) -> int:
 
 
 def _kill_remaining(launcher: subprocess.Popen[str], watch: RankWatch) -> list[int]:
-    """Kill the remaining processes of this launch, also if the caller stopped iterating. Returns the pids that do not die."""
+    """Kill the remaining processes of this launch, also if the caller stopped iterating. Returns the pids
+    that do not die."""
     watch.expects_deaths = True
     processes = watch.alive
     if launcher.poll() is None:
@@ -442,15 +524,18 @@ STARTING_PHASES = frozenset({"starting", "importing", "loading the model", "read
 
 
 VOTE_STEPS = 2
-"""Ranks vote after the step in progress and read the votes after the next one (`worker.agreement.StopVote`)."""
+"""Ranks vote after the step in progress and read the votes after the next one
+(`worker.agreement.StopVote`)."""
 
 
 NAMED_SECONDS = 1.0
-"""The step of the stop is named if steps are known to take longer than this: a heartbeat is up to a second old."""
+"""The step of the stop is named if steps are known to take longer than this: a heartbeat is up to a second
+old."""
 
 
 def stop_line(beats: Sequence[Heartbeat], total_steps: int | None, step_seconds: float | None) -> str:
-    """Return the message of where the run stops after a signal. `beats`: the last heartbeat of each rank that has written one."""
+    """Return the message of where the run stops after a signal. `beats`: the last heartbeat of each rank that
+    has written one."""
     if not beats or any(beat.phase in STARTING_PHASES for beat in beats):
         return "stopping; no step has been trained in this launch, so there is nothing to save"
     step = max(beat.step for beat in beats)
@@ -461,4 +546,7 @@ def stop_line(beats: Sequence[Heartbeat], total_steps: int | None, step_seconds:
     if step_seconds is None or step_seconds < NAMED_SECONDS:
         return f"{first}saving a checkpoint within {VOTE_STEPS} more steps, then stopping"
     takes = format_seconds(VOTE_STEPS * step_seconds)
-    return f"{first}stopping after step {step + VOTE_STEPS} ({VOTE_STEPS} more steps, about {takes}) and saving a checkpoint there"
+    return (
+        f"{first}stopping after step {step + VOTE_STEPS} ({VOTE_STEPS} more steps, about {takes}) and "
+        "saving a checkpoint there"
+    )

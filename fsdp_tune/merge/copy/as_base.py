@@ -1,6 +1,8 @@
-"""Write parameters as the files of the base store them: under other names, in one tensor for each expert, or several in one. Pure.
+"""Write parameters as the files of the base store them: under other names, in one tensor for each expert, or
+several in one. Pure.
 
-A tensor of the output is made of boxes of the checkpoint's chunks, so that it is read, summed and written as any other.
+A tensor of the output is made of boxes of the checkpoint's chunks, so that it is read, summed and written as
+any other.
 """
 
 from __future__ import annotations
@@ -23,10 +25,13 @@ class AsBase:
     ordered: tuple[SourceTensor, ...]
 
 
-def as_base(layout: BaseLayout, sources: Sequence[CheckpointTensors], ordered: Sequence[SourceTensor]) -> AsBase:
+def as_base(
+    layout: BaseLayout, sources: Sequence[CheckpointTensors], ordered: Sequence[SourceTensor]
+) -> AsBase:
     """Return the tensors that files of the base have. `ordered`: those to write, by the names of the model.
 
-    A parameter that is missing, or has another shape than the layout, stays as it is, as do those that share a tensor with it.
+    A parameter that is missing, or has another shape than the layout, stays as it is, as do those that share
+    a tensor with it.
     """
     present = {tensor.name: tensor for tensor in ordered}
     of_parameter: dict[str, list[FileTensor]] = defaultdict(list)
@@ -43,13 +48,18 @@ def as_base(layout: BaseLayout, sources: Sequence[CheckpointTensors], ordered: S
                 new = layout.name_of(name)
                 found[new] = replace(source.tensors[name], name=new)
         made.append(found)
-    return AsBase(tuple(replace(source, tensors=tensors) for source, tensors in zip(sources, made, strict=True)), tuple(made[0].values()))
+    return AsBase(
+        tuple(replace(source, tensors=tensors) for source, tensors in zip(sources, made, strict=True)),
+        tuple(made[0].values()),
+    )
 
 
 def _usable(layout: BaseLayout, present: Mapping[str, SourceTensor]) -> list[FileTensor]:
     """Return the tensors that can be made, without those that share a parameter with one that cannot."""
     usable, impossible = [tensor for group in layout.tensors for tensor in group.expanded()], set[str]()
-    while failed := [tensor for tensor in usable if _has_any(tensor, impossible) or not _can_be_made(tensor, present)]:
+    while failed := [
+        tensor for tensor in usable if _has_any(tensor, impossible) or not _can_be_made(tensor, present)
+    ]:
         impossible |= {piece.parameter for tensor in failed for piece in tensor.pieces}
         usable = [tensor for tensor in usable if not _has_any(tensor, impossible)]
     return usable
@@ -64,7 +74,9 @@ def _can_be_made(tensor: FileTensor, present: Mapping[str, SourceTensor]) -> boo
     if len(found) < len(tensor.pieces) or len({parameter.dtype for parameter in found}) > 1:
         return False
     has_update = any(parameter.update is not None for parameter in found)
-    if has_update and (len(found) > 1 or not isinstance(found[0].update, LowRankOfExperts) or tensor.pieces[0].axes != (1, 2)):
+    if has_update and (
+        len(found) > 1 or not isinstance(found[0].update, LowRankOfExperts) or tensor.pieces[0].axes != (1, 2)
+    ):
         return False
     return all(_is_inside(piece, parameter) for piece, parameter in zip(tensor.pieces, found, strict=True))
 
@@ -73,7 +85,9 @@ def _is_inside(piece: Piece, parameter: SourceTensor) -> bool:
     if len(piece.start) != len(parameter.shape):
         return False
     sizes = _sizes_in_parameter(piece)
-    return all(start + size <= limit for start, size, limit in zip(piece.start, sizes, parameter.shape, strict=True))
+    return all(
+        start + size <= limit for start, size, limit in zip(piece.start, sizes, parameter.shape, strict=True)
+    )
 
 
 def _sizes_in_parameter(piece: Piece) -> tuple[int, ...]:
@@ -93,10 +107,15 @@ def _tensor(tensor: FileTensor, parameters: Mapping[str, SourceTensor]) -> Sourc
 
 
 def _chunks(piece: Piece, parameter: SourceTensor) -> Iterator[Chunk]:
-    """Yield the parts of a parameter's chunks that a piece has, at their positions in the tensor of the piece."""
+    """Yield the parts of a parameter's chunks that a piece has, at their positions in the tensor of the
+    piece."""
     box = Box(piece.start, _sizes_in_parameter(piece), 0)
     for chunk in parameter.chunks:
         if (shared := intersection(box, chunk.offsets, chunk.sizes)) is not None:
             in_box, in_chunk, sizes = shared
             offsets = tuple(at + in_box[axis] for at, axis in zip(piece.position, piece.axes, strict=True))
-            yield Chunk(offsets, tuple(sizes[axis] for axis in piece.axes), ChunkPart(chunk.place, chunk.sizes, in_chunk, piece.axes))
+            yield Chunk(
+                offsets,
+                tuple(sizes[axis] for axis in piece.axes),
+                ChunkPart(chunk.place, chunk.sizes, in_chunk, piece.axes),
+            )

@@ -1,4 +1,5 @@
-"""Read boxes of a weight that the files of a base store quantised, decoded as training decodes them (`core.tensors.encoded`)."""
+"""Read boxes of a weight that the files of a base store quantised, decoded as training decodes them
+(`core.tensors.encoded`)."""
 
 from __future__ import annotations
 
@@ -14,13 +15,16 @@ from fsdp_tune.merge.read.reader import EncodedTensor, SourceTensor
 class DecodingReader:
     """Reads boxes of one quantised weight, in its own dtype. `scratch` (BUFFER_BYTES) is clobbered.
 
-    Scales are held in full while the weight is read, of stacked mxfp4 matrices the codes of one expert, and of GPTQ and AWQ all codes.
+    Scales are held in full while the weight is read, of stacked mxfp4 matrices the codes of one expert, and
+    of GPTQ and AWQ all codes.
     """
 
     def __init__(self, encoded: EncodedTensor, scratch: Array) -> None:
         self._encoded, self._scratch = encoded, scratch
         self._scales = read_in_full(encoded.scales, scratch)
-        self._others = [None if tensor is None else read_in_full(tensor, scratch) for tensor in encoded.others]
+        self._others = [
+            None if tensor is None else read_in_full(tensor, scratch) for tensor in encoded.others
+        ]
         self._in_full = read_in_full(encoded.codes, scratch) if encoded.weight.is_read_in_full else None
         self._codes = TensorReader(encoded.codes, scratch, in_order=False)
         self._expert: tuple[int, Array] | None = None
@@ -42,7 +46,8 @@ class DecodingReader:
         return found.reshape(sizes)
 
     def _of_experts(self, start: tuple[int, ...], sizes: tuple[int, ...]) -> Array:
-        """Return codes of mxfp4, whose boxes are not contiguous: a row of the weight has codes in each row of the file."""
+        """Return codes of mxfp4, whose boxes are not contiguous: a row of the weight has codes in each row of
+        the file."""
         full = self._encoded.weight.codes_shape[1:]
         if self._expert is None or self._expert[0] != start[0] or sizes[0] > 1:
             self._expert = start[0], self._read((start[0], 0, 0, 0), (sizes[0], *full))
@@ -54,4 +59,6 @@ class DecodingReader:
 
 def reader_of(tensor: SourceTensor, scratch: Array) -> TensorReader | DecodingReader:
     """Return the reader of a tensor. `scratch` (BUFFER_BYTES) is clobbered by its reads."""
-    return TensorReader(tensor, scratch) if tensor.encoded is None else DecodingReader(tensor.encoded, scratch)
+    return (
+        TensorReader(tensor, scratch) if tensor.encoded is None else DecodingReader(tensor.encoded, scratch)
+    )

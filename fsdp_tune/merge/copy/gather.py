@@ -1,11 +1,12 @@
-"""Gather one tensor of a merge from the files of all ranks, box by box, and what a LoRA adapter adds to it, in bounded memory.
+"""Gather one tensor of a merge from the files of all ranks, box by box, and what a LoRA adapter adds to it,
+in bounded memory.
 
-A tensor is cut into boxes that fit a buffer, in the order of the output, and intersected with chunks. Checksums are compared, values
-converted between float types or rounded to 4 bits, NaN and infinity found.
+A tensor is cut into boxes that fit a buffer, in the order of the output, and intersected with chunks.
+Checksums are compared, values converted between float types or rounded to 4 bits, NaN and infinity found.
 
-The update of an adapter, scaling · B·A in fp32, is computed a slab of rows at a time. The factor that runs along a row of the tensor (A;
-B of a transposed layer) is held whole while the tensor is written, the other is read with the rows. `Budget` bounds what all threads hold
-together.
+The update of an adapter, scaling · B·A in fp32, is computed a slab of rows at a time. The factor that runs
+along a row of the tensor (A; B of a transposed layer) is held whole while the tensor is written, the other is
+read with the rows. `Budget` bounds what all threads hold together.
 """
 
 from __future__ import annotations
@@ -24,14 +25,24 @@ import ml_dtypes
 import numpy as np
 from isal.isal_zlib import crc32  # six times as fast as zlib's, which took as long as the copy itself
 
-from fsdp_tune.core.tensors.dtypes import NF4_BLOCK, NF4_SMALLEST_SCALE, NF4_VALUES, DType, Extent, Shape, is_row_major, row_major
+from fsdp_tune.core.tensors.dtypes import (
+    NF4_BLOCK,
+    NF4_SMALLEST_SCALE,
+    NF4_VALUES,
+    DType,
+    Extent,
+    Shape,
+    is_row_major,
+    row_major,
+)
 from fsdp_tune.merge.read.dcp import damaged_chunk, locate
 from fsdp_tune.merge.read.reader import Chunk, LowRank, LowRankOfExperts, SourceTensor
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Elements `offsets` … `offsets + sizes`, contiguous in the whole tensor; `first` is the linear index of the first."""
+    """Elements `offsets` … `offsets + sizes`, contiguous in the whole tensor; `first` is the linear index of
+    the first."""
 
     offsets: Shape
     sizes: Shape
@@ -52,7 +63,8 @@ def boxes(shape: Shape, most_elements: int, multiple: int = 1) -> Iterator[Box]:
     if not shape:
         yield Box((), (), 0)
         return
-    # Dimensions before `cut` are fixed at one index each, `cut` is taken in ranges, and dimensions after it in full.
+    # Dimensions before `cut` are fixed at one index each, `cut` is taken in ranges, and dimensions after it
+    # in full.
     cut = 0
     while math.prod(shape[cut + 1 :]) > most_elements:
         cut += 1
@@ -63,7 +75,11 @@ def boxes(shape: Shape, most_elements: int, multiple: int = 1) -> Iterator[Box]:
     for fixed in itertools.product(*map(range, shape[:cut])):
         for start in range(0, shape[cut], rows):
             count = min(rows, shape[cut] - start)
-            yield Box((*fixed, start, *(0,) * (len(shape) - cut - 1)), (*(1,) * cut, count, *shape[cut + 1 :]), first)
+            yield Box(
+                (*fixed, start, *(0,) * (len(shape) - cut - 1)),
+                (*(1,) * cut, count, *shape[cut + 1 :]),
+                first,
+            )
             first += count * inner
 
 
@@ -80,7 +96,9 @@ class Intersection(NamedTuple):
 def intersection(box: Box, offsets: Shape, sizes: Shape) -> Intersection | None:
     """Return the intersection of a box and a chunk; None if they have no element in common."""
     lows = tuple(max(a, b) for a, b in zip(box.offsets, offsets, strict=True))
-    highs = tuple(min(a + m, b + n) for a, m, b, n in zip(box.offsets, box.sizes, offsets, sizes, strict=True))
+    highs = tuple(
+        min(a + m, b + n) for a, m, b, n in zip(box.offsets, box.sizes, offsets, sizes, strict=True)
+    )
     if any(low >= high for low, high in zip(lows, highs, strict=True)):
         return None
     in_box = tuple(low - start for low, start in zip(lows, box.offsets, strict=True))
@@ -89,19 +107,29 @@ def intersection(box: Box, offsets: Shape, sizes: Shape) -> Intersection | None:
 
 
 Array = np.ndarray[Any, np.dtype[Any]]
-# The largest finite magnitude of the 16-bit floats, as an integer: comparing bits is 10 times as fast as `isfinite` on them.
+# The largest finite magnitude of the 16-bit floats, as an integer: comparing bits is 10 times as fast as
+# `isfinite` on them.
 _LARGEST_FINITE_BITS = {"bfloat16": 0x7F7F, "float16": 0x7BFF}
-_FLOATS_8_BIT = (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e4m3fnuz, ml_dtypes.float8_e5m2fnuz)
+_FLOATS_8_BIT = (
+    ml_dtypes.float8_e4m3fn,
+    ml_dtypes.float8_e5m2,
+    ml_dtypes.float8_e4m3fnuz,
+    ml_dtypes.float8_e5m2fnuz,
+)
 _NF4 = np.array(NF4_VALUES, np.float32)
 _NF4_EDGES = (_NF4[1:] + _NF4[:-1]) / np.float32(2)
 _NF4_PIECE = 1024
 """Blocks at a time: intermediate values of 256 KiB stay in the core's cache."""
-_NF4_SCALE_DTYPES: dict[str, np.dtype[np.generic]] = {"fp32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
+_NF4_SCALE_DTYPES: dict[str, np.dtype[np.generic]] = {
+    "fp32": np.dtype(np.float32),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+}
 
 
 @dataclass(slots=True)
 class NonFinite:
-    """Counts of one tensor: `nan` and `inf` as they were read, `overflow` finite values that the target type cannot hold."""
+    """Counts of one tensor: `nan` and `inf` as they were read, `overflow` finite values that the target type
+    cannot hold."""
 
     nan: int = 0
     inf: int = 0
@@ -116,7 +144,8 @@ class NonFinite:
 
 
 def all_finite(values: Array, scratch: Array) -> bool:
-    """Return whether every element is finite. `scratch` has at least as many bytes as `values` and is overwritten."""
+    """Return whether every element is finite. `scratch` has at least as many bytes as `values` and is
+    overwritten."""
     name = values.dtype.name
     if name in _LARGEST_FINITE_BITS:
         bits = values.view(np.uint16)
@@ -136,7 +165,8 @@ def count_non_finite(values: Array, counts: NonFinite) -> None:
 
 
 def convert(values: Array, target: Array) -> None:
-    """Round to nearest, ties to even, as torch's `.to` does: float64 goes to the 16-bit types through float32.
+    """Round to nearest, ties to even, as torch's `.to` does: float64 goes to the 16-bit types through
+    float32.
 
     NaN stays NaN; values that are too large become infinite, and the caller counts them.
     """
@@ -146,7 +176,8 @@ def convert(values: Array, target: Array) -> None:
 
 
 def rounded_to_nf4(values: Array, scales_in: Literal["fp32", "bf16"]) -> Array:
-    """Return whole blocks of values, quantised and dequantised, in fp32: what `model.adapters.nf4` makes of them."""
+    """Return whole blocks of values, quantised and dequantised, in fp32: what `model.adapters.nf4` makes of
+    them."""
     rounded = values.astype(np.float32)
     blocks = rounded.reshape(-1, NF4_BLOCK)
     for first in range(0, len(blocks), _NF4_PIECE):
@@ -165,7 +196,9 @@ def is_checked(dtype: DType) -> bool:
     return dtype.numpy.kind in "fc" or dtype.numpy.type in (ml_dtypes.bfloat16, *_FLOATS_8_BIT)
 
 
-BUFFER_BYTES = 2 << 20  # smaller ones cost calls (512 KiB: half as much time again), larger ones leave the core's cache
+BUFFER_BYTES = (
+    2 << 20
+)  # smaller ones cost calls (512 KiB: half as much time again), larger ones leave the core's cache
 _FEW_BYTES = 64 << 10
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _WASTE = 4  # a strided read may fetch at most this many times what it needs
@@ -196,7 +229,10 @@ class TensorReader:
     def _open(self, chunk: Chunk) -> _OpenChunk:
         extent = locate(self._tensor, chunk)
         in_order = is_row_major(chunk.sizes, extent.strides)
-        is_whole = extent.first_byte == extent.storage_start and extent.storage_bytes == chunk.elements * self._item_bytes
+        is_whole = (
+            extent.first_byte == extent.storage_start
+            and extent.storage_bytes == chunk.elements * self._item_bytes
+        )
         has_checksum = not self._files.is_vouched and extent.crc32 is not None
         runs_along = has_checksum and in_order and is_whole and self._in_order
         if has_checksum and not runs_along:
@@ -204,7 +240,8 @@ class TensorReader:
         return _OpenChunk(chunk, extent, in_order, 0 if runs_along else None)
 
     def _check_storage(self, extent: Extent) -> None:
-        """Check a storage that is not read from front to back, in a pass of its own, once for all tensors with parts of it."""
+        """Check a storage that is not read from front to back, in a pass of its own, once for all tensors
+        with parts of it."""
         if (extent.file, extent.storage_start) in self._files.checked:
             return
         crc, buffer = 0, self._scratch.data
@@ -217,22 +254,27 @@ class TensorReader:
 
     def read(self, box: Box, target: Array) -> None:
         """Fill `target` (flat, `box.elements` elements of the tensor's dtype)."""
-        # As words of the same width: moving needs no arithmetic, and numpy moves its own types faster than the 8-bit floats.
+        # As words of the same width: moving needs no arithmetic, and numpy moves its own types faster than
+        # the 8-bit floats.
         shaped = target.view(_WORDS[self._item_bytes]).reshape(box.sizes)
         for part in self._parts:
             shared = intersection(box, part.chunk.offsets, part.chunk.sizes)
             if shared is None:
                 continue
             in_box, in_chunk, sizes = shared
-            # The ellipsis keeps it a view: indexing an array of no dimensions by () alone gives a copy of its value.
-            wanted = shaped[(*(slice(start, start + size) for start, size in zip(in_box, sizes, strict=True)), ...)]
+            # The ellipsis keeps it a view: indexing an array of no dimensions by () alone gives a copy of its
+            # value.
+            wanted = shaped[
+                (*(slice(start, start + size) for start, size in zip(in_box, sizes, strict=True)), ...)
+            ]
             if part.is_row_major:
                 self._read_run(part, in_chunk, sizes, wanted)
             else:
                 self._read_strided(part.extent, in_chunk, sizes, wanted)
 
     def finish(self) -> None:
-        """Compare the checksums that were computed while reading. Raises: FailedError naming the file of the chunk that differs."""
+        """Compare the checksums that were computed while reading. Raises: FailedError naming the file of the
+        chunk that differs."""
         for part in self._parts:
             if part.crc32 is not None:
                 self._compare(part.extent, part.crc32)
@@ -249,7 +291,8 @@ class TensorReader:
         return self._files.root / extent.file
 
     def _read_run(self, part: _OpenChunk, start: Shape, sizes: Shape, wanted: Array) -> None:
-        """Read a box that is contiguous in a row-major chunk: one read, directly into place if the chunk spans full rows."""
+        """Read a box that is contiguous in a row-major chunk: one read, directly into place if the chunk
+        spans full rows."""
         extent, count_bytes = part.extent, math.prod(sizes) * self._item_bytes
         steps = row_major(part.chunk.sizes)
         at = extent.first_byte + sum(a * b for a, b in zip(start, steps, strict=True)) * self._item_bytes
@@ -264,7 +307,8 @@ class TensorReader:
             part.crc32 = crc32(run, part.crc32)
 
     def _read_strided(self, extent: Extent, start: Shape, sizes: Shape, wanted: Array) -> None:
-        """Read a box of any strides: halve it along its widest stride until the span to read wastes little."""
+        """Read a box of any strides: halve it along its widest stride until the span to read wastes
+        little."""
         steps = [(size - 1) * stride for size, stride in zip(sizes, extent.strides, strict=True)]
         span, count = sum(steps) + 1, math.prod(sizes)
         span_bytes = span * self._item_bytes
@@ -279,19 +323,24 @@ class TensorReader:
             self._read_strided(extent, start, first, wanted[(*cut, slice(None, half))])
             self._read_strided(extent, moved, rest, wanted[(*cut, slice(half, None))])
             return
-        at = extent.first_byte + sum(a * b for a, b in zip(start, extent.strides, strict=True)) * self._item_bytes
+        at = (
+            extent.first_byte
+            + sum(a * b for a, b in zip(start, extent.strides, strict=True)) * self._item_bytes
+        )
         self._files.read_into(extent.file, at, self._scratch.data[:span_bytes])
         strides_bytes = tuple(stride * self._item_bytes for stride in extent.strides)
         wanted[...] = np.ndarray(sizes, wanted.dtype, self._scratch[:span_bytes].data, 0, strides_bytes)
 
 
 HELD_BYTES = 64 << 20
-# More rows at once use the held factor better (it does not fit a core's cache): 512 KiB take three times as long.
+# More rows at once use the held factor better (it does not fit a core's cache): 512 KiB take three times as
+# long.
 SLAB_BYTES = 4 << 20
 
 
 class Budget:
-    """A budget of bytes that several threads share. A request larger than the budget waits until it is alone."""
+    """A budget of bytes that several threads share. A request larger than the budget waits until it is
+    alone."""
 
     def __init__(self, total_bytes: int) -> None:
         self._total_bytes, self._used_bytes = total_bytes, 0
@@ -396,14 +445,20 @@ class Delta:
             for index in range(rank):
                 for at in range(0, rows, width):
                     count = min(width, rows - at)
-                    columns[index, at : at + count] = self._read(self._left, factor, Box((index, row + at), (1, count), 0))
+                    columns[index, at : at + count] = self._read(
+                        self._left, factor, Box((index, row + at), (1, count), 0)
+                    )
             return columns.T
         rank = factor.shape[1] if len(factor.shape) > 1 else 1
         wanted = np.empty((rows, rank), self._kind)
         step = max(1, width // rank)
         for at in range(0, rows, step):
             count = min(step, rows - at)
-            box = Box((row + at, 0), (count, rank), 0) if len(factor.shape) > 1 else Box((row + at,), (count,), 0)
+            box = (
+                Box((row + at, 0), (count, rank), 0)
+                if len(factor.shape) > 1
+                else Box((row + at,), (count,), 0)
+            )
             wanted[at : at + count] = self._read(self._left, factor, box).reshape(count, rank)
         return wanted
 
@@ -425,9 +480,16 @@ class ExpertDelta:
     def of(self, box: Box) -> Array:
         """The update of one box of the tensor, flat."""
         update = self._update
-        experts = range(box.offsets[0], box.offsets[0] + box.sizes[0]) if update.expert is None else (update.expert,)
+        experts = (
+            range(box.offsets[0], box.offsets[0] + box.sizes[0])
+            if update.expert is None
+            else (update.expert,)
+        )
         first_row, first_column = box.offsets[-2] + update.first_row, box.offsets[-1]
-        rows, columns = slice(first_row, first_row + box.sizes[-2]), slice(first_column, first_column + box.sizes[-1])
+        rows, columns = (
+            slice(first_row, first_row + box.sizes[-2]),
+            slice(first_column, first_column + box.sizes[-1]),
+        )
         return np.concatenate([self._of_expert(expert, rows, columns).reshape(-1) for expert in experts])
 
     def _of_expert(self, expert: int, rows: slice, columns: slice) -> Array:
@@ -460,7 +522,10 @@ def kind_of(tensor: SourceTensor) -> np.dtype[np.floating]:
 
 def held_bytes(tensor: SourceTensor) -> int:
     """Return the host memory of scales and of the update while the tensor is written."""
-    update, scales_bytes = tensor.update, tensor.encoded.scales.size_bytes if tensor.encoded is not None else 0
+    update, scales_bytes = (
+        tensor.update,
+        tensor.encoded.scales.size_bytes if tensor.encoded is not None else 0,
+    )
     if update is None or update.a is None:
         return scales_bytes
     if isinstance(update, LowRankOfExperts):

@@ -11,7 +11,9 @@ from fsdp_tune.core.tensors.file_formats import header_bytes
 from fsdp_tune.merge.read.reader import SourceTensor
 from fsdp_tune.merge.source import SINGLE_NAME
 
-PAGE_BYTES = 4096  # direct I/O needs offset, length and address in whole blocks of the disk; none has larger ones
+PAGE_BYTES = (
+    4096  # direct I/O needs offset, length and address in whole blocks of the disk; none has larger ones
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +65,9 @@ class Layout:
 def target_dtype(dtype: DType, option: str, *, keeps_fp32: bool = False, is_updated: bool = False) -> DType:
     """Return the output dtype under `--dtype`: floats of 16 bits and more are converted, all others are kept.
 
-    A tensor that the model's class keeps in fp32 (`keeps_fp32`) is not rounded to 16 bits. It leaves as the source stores it, so that
-    what training did not change has the bytes of the base; with an update of an adapter (`is_updated`) it is in fp32, as trained.
+    A tensor that the model's class keeps in fp32 (`keeps_fp32`) is not rounded to 16 bits. It leaves as the
+    source stores it, so that what training did not change has the bytes of the base; with an update of an
+    adapter (`is_updated`) it is in fp32, as trained.
     """
     if option == "keep" or not dtype.converts:
         return dtype
@@ -86,9 +89,11 @@ def plan_layout(
     single_name: str = SINGLE_NAME,
     keeps_fp32: Callable[[str], bool] = _keeps_nothing,
 ) -> Layout:
-    """Assign tensors to files in order, as `save_pretrained` does; a tensor larger than the limit gets its own file.
+    """Assign tensors to files in order, as `save_pretrained` does; a tensor larger than the limit gets its
+    own file.
 
-    `max_shard_bytes` None writes one file. `keeps_fp32(name)`: whether the model's class keeps a tensor in fp32.
+    `max_shard_bytes` None writes one file. `keeps_fp32(name)`: whether the model's class keeps a tensor in
+    fp32.
     """
     shards: list[list[tuple[SourceTensor, DType]]] = [[]]
     filled_bytes = 0
@@ -102,20 +107,37 @@ def plan_layout(
             filled_bytes = 0
         shards[-1].append((tensor, dtype))
         filled_bytes += size_bytes
-    names = [single_name] if len(shards) == 1 else [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+    names = (
+        [single_name]
+        if len(shards) == 1
+        else [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+    )
     files = tuple(_plan_file(name, shard) for name, shard in zip(names, shards, strict=True))
     placed = [tensor for file in files for tensor in file.tensors]
-    total_bytes, parameters = sum(tensor.size_bytes for tensor in placed), sum(tensor.elements for tensor in tensors)
-    return Layout(files, _index(files, total_bytes, parameters) if len(files) > 1 else None, total_bytes, parameters)
+    total_bytes, parameters = (
+        sum(tensor.size_bytes for tensor in placed),
+        sum(tensor.elements for tensor in tensors),
+    )
+    return Layout(
+        files, _index(files, total_bytes, parameters) if len(files) > 1 else None, total_bytes, parameters
+    )
 
 
 def _plan_file(name: str, shard: Sequence[tuple[SourceTensor, DType]]) -> OutputFile:
-    # Tensors of whole pages first, so that each starts at a page and can be written past the page cache; then the widest elements
+    # Tensors of whole pages first, so that each starts at a page and can be written past the page cache; then
+    # the widest elements
     # first: readers map the file, and an element must start at a multiple of its own size.
-    ordered = sorted(shard, key=lambda pair: (pair[0].elements * pair[1].item_bytes % PAGE_BYTES > 0, -pair[1].item_bytes))
+    ordered = sorted(
+        shard, key=lambda pair: (pair[0].elements * pair[1].item_bytes % PAGE_BYTES > 0, -pair[1].item_bytes)
+    )
     sizes = [tensor.elements * dtype.item_bytes for tensor, dtype in ordered]
-    listed = ((tensor.name, dtype.safetensors, tensor.shape, size) for (tensor, dtype), size in zip(ordered, sizes, strict=True))
-    head = header_bytes(listed, {"format": "pt"}, alignment_bytes=PAGE_BYTES)  # tensors of whole pages then begin and end with one
+    listed = (
+        (tensor.name, dtype.safetensors, tensor.shape, size)
+        for (tensor, dtype), size in zip(ordered, sizes, strict=True)
+    )
+    head = header_bytes(
+        listed, {"format": "pt"}, alignment_bytes=PAGE_BYTES
+    )  # tensors of whole pages then begin and end with one
     placed: list[Placed] = []
     at = len(head)
     for (tensor, dtype), size_bytes in zip(ordered, sizes, strict=True):
@@ -126,5 +148,8 @@ def _plan_file(name: str, shard: Sequence[tuple[SourceTensor, DType]]) -> Output
 
 def _index(files: Sequence[OutputFile], total_bytes: int, parameters: int) -> bytes:
     weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
-    value = {"metadata": {"total_parameters": parameters, "total_size": total_bytes}, "weight_map": weight_map}
+    value = {
+        "metadata": {"total_parameters": parameters, "total_size": total_bytes},
+        "weight_map": weight_map,
+    }
     return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()

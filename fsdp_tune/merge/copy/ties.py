@@ -1,7 +1,8 @@
 """Tied weights: sharded checkpoints may store the embedding twice, ordinary model directories once.
 
-transformers ties the output head to the input embedding if `tie_word_embeddings` is true, and restores the head from
-the embedding when the file holds only that. A head is left out only if it is equal, byte for byte, to the embedding.
+transformers ties the output head to the input embedding if `tie_word_embeddings` is true, and restores the
+head from the embedding when the file holds only that. A head is left out only if it is equal, byte for byte,
+to the embedding.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from fsdp_tune.merge.read.reader import SourceTensor
 
 def embedding_of(tensors: Mapping[str, SourceTensor]) -> SourceTensor | None:
     """Return the first input embedding of a model."""
-    return next((tensor for name, tensor in tensors.items() if is_embedding(name) and len(tensor.shape) == 2), None)
+    return next(
+        (tensor for name, tensor in tensors.items() if is_embedding(name) and len(tensor.shape) == 2), None
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,8 @@ def find_ties(config: Mapping[str, object] | None, sources: Sequence[CheckpointT
     if apart:
         notice = Notice(
             "merge-untied",
-            f"`{apart[0]}` and `{pairs[apart[0]]}` differ, so both are written and the config gets `{TIE_KEY}: false`",
+            f"`{apart[0]}` and `{pairs[apart[0]]}` differ, so both are written and the config gets "
+            f"`{TIE_KEY}: false`",
             hint="they were trained apart; if that was not meant, the tie was lost before or during training",
         )
         return Tied({}, {TIE_KEY: False}, (notice,) if tie_setting(config) else ())

@@ -1,7 +1,7 @@
 """Copy tensors into the output in a few threads, with a fixed number of buffers.
 
-Each thread has a buffer for values as read, one for values as written and one for intermediate values (`gather.BUFFER_BYTES`
-each), and one for sums, which takes memory only where tensors are added up.
+Each thread has a buffer for values as read, one for values as written and one for intermediate values
+(`gather.BUFFER_BYTES` each), and one for sums, which takes memory only where tensors are added up.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ class _Buffers:
     @classmethod
     def make(cls) -> _Buffers:
         """Page-aligned, as direct I/O requires."""
-        return cls(*(np.frombuffer(mmap.mmap(-1, size), np.uint8) for size in (*[BUFFER_BYTES] * 3, _SUM_BYTES)))
+        return cls(
+            *(np.frombuffer(mmap.mmap(-1, size), np.uint8) for size in (*[BUFFER_BYTES] * 3, _SUM_BYTES))
+        )
 
 
 @dataclass(slots=True)
@@ -101,12 +103,17 @@ class _Work:
 
 
 def write_tensors(
-    sources: Sequence[CheckpointTensors], layout: Layout, stage: Path, *, read_back: bool, advance: Callable[[int], None]
+    sources: Sequence[CheckpointTensors],
+    layout: Layout,
+    stage: Path,
+    *,
+    read_back: bool,
+    advance: Callable[[int], None],
 ) -> Written:
     """Write the files of `layout` into `stage`. With several `sources`, each tensor is their mean.
 
-    `advance(n)` is called from several threads with the number of bytes that were written. `read_back`: read samples of the output
-    and compare them.
+    `advance(n)` is called from several threads with the number of bytes that were written. `read_back`: read
+    samples of the output and compare them.
     """
     is_direct = takes_direct_writes(stage / layout.files[0].name)
     _create(layout, stage)
@@ -115,7 +122,11 @@ def write_tensors(
         try:
             futures = [pool.submit(_copy, work, placed) for file in layout.files for placed in file.tensors]
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-            failed = [error for future in done if (error := future.exception()) is not None and not isinstance(error, CancelledError)]
+            failed = [
+                error
+                for future in done
+                if (error := future.exception()) is not None and not isinstance(error, CancelledError)
+            ]
             if failed:
                 raise failed[0]
         except BaseException:
@@ -176,28 +187,40 @@ def takes_direct_writes(path: Path) -> bool:
 
 
 def allocate(handle: IO[bytes], size_bytes: int) -> None:
-    """Set the size of a file and reserve its blocks where the system can, so that a full disk fails here and not hours later."""
+    """Set the size of a file and reserve its blocks where the system can, so that a full disk fails here and
+    not hours later."""
     handle.truncate(size_bytes)
-    # Not os.posix_fallocate: where a file system cannot, the C library writes a byte into every block instead.
+    # Not os.posix_fallocate: where a file system cannot, the C library writes a byte into every block
+    # instead.
     fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
     if fallocate is None or not size_bytes:
         return
     fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    if fallocate(handle.fileno(), 0, 0, size_bytes) and (code := ctypes.get_errno()) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if fallocate(handle.fileno(), 0, 0, size_bytes) and (code := ctypes.get_errno()) in (
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EFBIG,
+    ):
         raise OSError(code, os.strerror(code))
 
 
 def _copy(work: _Work, placed: Placed) -> None:
     tensors = [source.tensors[placed.name] for source in work.sources]
     path, found = work.stage / placed.file, _boxes(placed, tensors)
-    is_direct = work.is_direct and placed.first_byte % PAGE_BYTES == 0 and not any(_bytes_of(box, placed) % PAGE_BYTES for box in found)
+    is_direct = (
+        work.is_direct
+        and placed.first_byte % PAGE_BYTES == 0
+        and not any(_bytes_of(box, placed) % PAGE_BYTES for box in found)
+    )
     with (
         DISK.open_direct(path) if is_direct else DISK.open(path, "r+b") as handle,
         work.budget.hold(sum(held_bytes(tensor) for tensor in tensors)),
     ):
         samples = _copy_values(work, placed, tensors, found, handle)
         handle.flush()
-        if work.read_back and not all(_reads_back(handle, work.buffers.scratch, sample) for sample in samples):
+        if work.read_back and not all(
+            _reads_back(handle, work.buffers.scratch, sample) for sample in samples
+        ):
             raise failed_error(
                 "merge-written-differs",
                 f"`{placed.name}` reads back otherwise than it was written",
@@ -256,8 +279,11 @@ def _bytes_of(box: Box, placed: Placed) -> int:
     return box.elements * placed.dtype.item_bytes
 
 
-def _values(placed: Placed, parts: Sequence[_Contribution], box: Box, buffers: _Buffers, counts: NonFinite) -> Array:
-    """Return one box of the output: read, averaged over several sources, checked for NaN and infinity, and converted."""
+def _values(
+    placed: Placed, parts: Sequence[_Contribution], box: Box, buffers: _Buffers, counts: NonFinite
+) -> Array:
+    """Return one box of the output: read, averaged over several sources, checked for NaN and infinity, and
+    converted."""
     dtype = parts[0].tensor.dtype
     size_bytes = box.elements * dtype.item_bytes
     # An update reads its factors through the buffers, so it comes first.
@@ -285,9 +311,14 @@ def _values(placed: Placed, parts: Sequence[_Contribution], box: Box, buffers: _
 
 
 def _sum(
-    parts: Sequence[_Contribution], deltas: Sequence[tuple[Delta | ExpertDelta, Array]], box: Box, values: Array, buffers: _Buffers
+    parts: Sequence[_Contribution],
+    deltas: Sequence[tuple[Delta | ExpertDelta, Array]],
+    box: Box,
+    values: Array,
+    buffers: _Buffers,
 ) -> Array:
-    """Weights and what adapters add to them; over several sources the mean, summed in float64. Rounded once, by the caller."""
+    """Weights and what adapters add to them; over several sources the mean, summed in float64. Rounded once,
+    by the caller."""
     kind = np.dtype(np.float64) if len(parts) > 1 else kind_of(parts[0].tensor)
     total = buffers.sum[: box.elements * kind.itemsize].view(kind)
     np.copyto(total, _as_trained(parts[0], values), casting="unsafe")
@@ -310,7 +341,9 @@ def _as_trained(part: _Contribution, values: Array) -> Array:
     return values if scales is None else rounded_to_nf4(values, scales)
 
 
-def _the_same(placed: Placed, parts: Sequence[_Contribution], box: Box, values: Array, buffers: _Buffers) -> Array:
+def _the_same(
+    placed: Placed, parts: Sequence[_Contribution], box: Box, values: Array, buffers: _Buffers
+) -> Array:
     """Require equal values in all checkpoints of a dtype that has no mean (integers, fp8)."""
     other = buffers.out[: values.nbytes].view(values.dtype)
     for part in parts[1:]:
@@ -318,6 +351,7 @@ def _the_same(placed: Placed, parts: Sequence[_Contribution], box: Box, values: 
         if not np.array_equal(other.view(np.uint8), values.view(np.uint8)):
             raise failed_error(
                 "merge-average-differs",
-                f"the checkpoints cannot be averaged: `{placed.name}` is {placed.dtype.name}, which has no mean, and differs between them",
+                f"the checkpoints cannot be averaged: `{placed.name}` is {placed.dtype.name}, which "
+                "has no mean, and differs between them",
             )
     return values

@@ -1,7 +1,9 @@
-"""LoRA adapters: added to the weights of their base, in the same streaming pass, or written as PEFT's own files.
+"""LoRA adapters: added to the weights of their base, in the same streaming pass, or written as PEFT's own
+files.
 
-A checkpoint of a PEFT model holds factors and base together, an adapter's own directory the factors alone; the base is
-then read from another model directory. docs/guide/merging.md says what is merged and what is refused.
+A checkpoint of a PEFT model holds factors and base together, an adapter's own directory the factors alone;
+the base is then read from another model directory. docs/guide/merging.md says what is merged and what is
+refused.
 """
 
 from __future__ import annotations
@@ -43,13 +45,17 @@ from fsdp_tune.run.written_files import model_files
 if TYPE_CHECKING:
     from fsdp_tune.model.model_files import ModelFacts
 
-_NAMING, _PATTERNS = ("target_modules", "target_parameters", "modules_to_save"), ("rank_pattern", "alpha_pattern")
+_NAMING, _PATTERNS = (
+    ("target_modules", "target_parameters", "modules_to_save"),
+    ("rank_pattern", "alpha_pattern"),
+)
 """Fields of adapter_config.json with names of modules: lists, and the keys of objects."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterOptions:
-    """`export`: `--adapter`. `config`: `--adapter-config`. `base`: `--base`. `weights`: `merge.base`, `--base-weights`."""
+    """`export`: `--adapter`. `config`: `--adapter-config`. `base`: `--base`. `weights`: `merge.base`,
+    `--base-weights`."""
 
     export: bool = False
     weights: BaseWeights = "trained"
@@ -59,8 +65,9 @@ class AdapterOptions:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """The result of handling an adapter. `layers`: their number; `base`: directory of the weights under it, None if the checkpoint
-    has them; `base_name`: the base as the user or the config names it; `base_weights`: of a base that was trained in 4 bits."""
+    """The result of handling an adapter. `layers`: their number; `base`: directory of the weights under it,
+    None if the checkpoint has them; `base_name`: the base as the user or the config names it; `base_weights`:
+    of a base that was trained in 4 bits."""
 
     config: AdapterConfig
     is_exported: bool
@@ -70,7 +77,8 @@ class Adapter:
     base_weights: BaseWeights | None = None
     config_changes: Mapping[str, object] = field(default_factory=dict[str, object])
     renamed: Mapping[str, str] = field(default_factory=dict[str, str])
-    """{name in the model: name in the files of the base} of tensors of the base that have another name there."""
+    """{name in the model: name in the files of the base} of tensors of the base that have another name
+    there."""
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -92,7 +100,10 @@ class Adapter:
         named = {key: value for key in _NAMING if isinstance(value := values.get(key), list)}
         patterns = {key: value for key in _PATTERNS if isinstance(value := values.get(key), dict)}
         values |= {key: [self.published.target_of(name) for name in value] for key, value in named.items()}
-        return values | {key: {self.published.target_of(name): each for name, each in value.items()} for key, value in patterns.items()}
+        return values | {
+            key: {self.published.target_of(name): each for name, each in value.items()}
+            for key, value in patterns.items()
+        }
 
 
 class Adapted(NamedTuple):
@@ -117,22 +128,33 @@ def adapt(stack: ExitStack, contents: Contents, selection: Selection, options: A
     if options.export and len(contents.sources) > 1:
         raise usage_error(
             "merge-average-adapter",
-            "the mean of several adapters is not an adapter of this rank: the mean of the factors is not the factors of the mean",
+            "the mean of several adapters is not an adapter of this rank: the mean of the factors is "
+            "not the factors of the mean",
             hint="leave out `--adapter`: the mean of the merged weights can be written",
         )
-    places = [weights.root for weights in selection.weights] + [weights.checkpoint for weights in selection.weights]
+    places = [weights.root for weights in selection.weights] + [
+        weights.checkpoint for weights in selection.weights
+    ]
     places += [weights.root.parent for weights in selection.weights if weights.root.name == SHARD_FOLDER]
-    config = find_config(options.config, [*places, *([model_files(selection.run)] if selection.run is not None else [])])
+    config = find_config(
+        options.config, [*places, *([model_files(selection.run)] if selection.run is not None else [])]
+    )
     if config is None:
         raise usage_error(
             "merge-adapter-config",
             f"the checkpoint holds a LoRA adapter and no {CONFIG_FILE}, which says how much of it to add",
             where=Where(str(selection.weights[0].root)),
-            ways_out=(f"give the {CONFIG_FILE} that PEFT wrote: `--adapter-config FILE`", *_file_to_write(contents, selection.weights[0])),
+            ways_out=(
+                f"give the {CONFIG_FILE} that PEFT wrote: `--adapter-config FILE`",
+                *_file_to_write(contents, selection.weights[0]),
+            ),
         )
-    contents = replace(contents, notices=(*contents.notices, *unknown_field_notices(config.values, config.path)))
+    contents = replace(
+        contents, notices=(*contents.notices, *unknown_field_notices(config.values, config.path))
+    )
     names = [
-        sort_names(source.tensors, Where(str(weights.root))) for source, weights in zip(contents.sources, selection.weights, strict=True)
+        sort_names(source.tensors, Where(str(weights.root)))
+        for source, weights in zip(contents.sources, selection.weights, strict=True)
     ]
     if options.export:
         return _export(contents, selection, names[0], config, options)
@@ -140,18 +162,24 @@ def adapt(stack: ExitStack, contents: Contents, selection: Selection, options: A
 
 
 def _file_to_write(contents: Contents, weights: Weights) -> tuple[str, ...]:
-    """Return the way out where no program wrote a config, as transformers' Trainer does not next to its sharded checkpoints."""
+    """Return the way out where no program wrote a config, as transformers' Trainer does not next to its
+    sharded checkpoints."""
     tensors = contents.sources[0].tensors
-    derived = derive_config(sort_names(tensors, Where(str(weights.root))), {name: tensor.shape for name, tensor in tensors.items()})
+    derived = derive_config(
+        sort_names(tensors, Where(str(weights.root))),
+        {name: tensor.shape for name, tensor in tensors.items()},
+    )
     if derived is None:
         return ()
     return (
-        f"if none was written, write this to {weights.checkpoint / CONFIG_FILE}, with the lora_alpha of the training for ALPHA, "
+        f"if none was written, write this to {weights.checkpoint / CONFIG_FILE}, with the lora_alpha "
+        "of the training for ALPHA, "
         f"and `use_rslora: true` if it had that: {derived}",
     )
 
 
-# -------------------------------------------------------------------------------------------------------------- merged
+# --------------------------------------------------------------------------------------------------------------  # noqa: E501
+# merged
 
 
 def _merge(
@@ -168,10 +196,16 @@ def _merge(
     trained: BaseModel | None = None
     renamed: dict[str, str] = {}
     if is_whole:
-        base, base_name, companions = None, options.base or config.base, find_companions(selection, options.base)
+        base, base_name, companions = (
+            None,
+            options.base or config.base,
+            find_companions(selection, options.base),
+        )
         below: dict[str, SourceTensor] | None = None
     else:
-        record = selection.run.base_json if selection.run is not None else selection.weights[0].root / BASE_FILE
+        record = (
+            selection.run.base_json if selection.run is not None else selection.weights[0].root / BASE_FILE
+        )
         of_adapter = open_base(config.values, record, given=options.base)
         trained = of_adapter.trained
         base_name, base = _fetch_base(config, options, of_adapter)
@@ -179,45 +213,81 @@ def _merge(
         if not companions.is_of_run:
             companions = companions.with_tokenizer_of([w.root for w in selection.weights])
             if companions.config is not None:
-                companions = replace(companions, config=with_changes(companions.config, of_adapter.config_changes))
+                companions = replace(
+                    companions, config=with_changes(companions.config, of_adapter.config_changes)
+                )
         of_base = read_base(stack, base)
         record_of_tensors = record_of_base(selection)
         of_model = without_others(of_base, record_of_tensors)
         if not record_of_tensors.counts:  # of another tool
             of_model = without_foreign_biases(of_model, base)
         below, renamed = _with_names_of_model(of_model, _layout_of(selection))
-        notices += dropped_notices(of_base.of_activations, Where(str(base))) if selection.run is None else ()  # a run has reported it
+        notices += (
+            dropped_notices(of_base.of_activations, Where(str(base))) if selection.run is None else ()
+        )  # a run has reported it
         if trained is not None and trained.nf4_scales is not None and options.weights == "trained":
             below |= _in_4_bits(below, trained, base)
         if options.base is None and selection.run is None:
-            notices.append(Notice("merge-adapter-base", f"the weights under the adapter are those of `{base_name}`, as {CONFIG_FILE} says"))
+            notices.append(
+                Notice(
+                    "merge-adapter-base",
+                    f"the weights under the adapter are those of `{base_name}`, as {CONFIG_FILE} says",
+                )
+            )
     added: list[Layers] = []
     for source, found, weights in zip(contents.sources, names, selection.weights, strict=True):
         layers = _layers(source.tensors, found, below, base or weights.root, config)
         if layers.magnitudes and len(contents.sources) > 1:
-            raise config.unsupported("the mean of several checkpoints of DoRA is not supported", "merge one of them: `--step N`")
+            raise config.unsupported(
+                "the mean of several checkpoints of DoRA is not supported", "merge one of them: `--step N`"
+            )
         added.append(add_layers(layers, config, companions.config))
-    sources = tuple(replace(source, tensors=layers.tensors) for source, layers in zip(contents.sources, added, strict=True))
+    sources = tuple(
+        replace(source, tensors=layers.tensors)
+        for source, layers in zip(contents.sources, added, strict=True)
+    )
     must_agree(sources, selection.weights)
     scalings = sorted({scaling for layers in added for scaling in layers.scalings})
     count = len(names[0].factors)
     shown = ", ".join(f"{scaling:g}" for scaling in scalings[:4])
     base_weights = options.weights if trained is not None and trained.nf4_scales is not None else None
-    below_it = {"trained": " of 4 bits that it was trained on", "original": ", which it was not trained on: those were in 4 bits"}
+    below_it = {
+        "trained": " of 4 bits that it was trained on",
+        "original": ", which it was not trained on: those were in 4 bits",
+    }
     to_what = f"the weights{below_it[base_weights] if base_weights is not None else ''}"
-    notices.append(Notice("merge-adapter", f"a LoRA adapter of {count} layers, scaled by {shown or 'nothing'}, was added to {to_what}"))
+    notices.append(
+        Notice(
+            "merge-adapter",
+            f"a LoRA adapter of {count} layers, scaled by {shown or 'nothing'}, was added to {to_what}",
+        )
+    )
     adapter = Adapter(config, False, count, base, base_name, base_weights, added[0].config_changes, renamed)
     ordered = tuple(sources[0].tensors.values())
-    return Adapted(replace(contents, sources=sources, ordered=ordered, notices=(*contents.notices, *notices)), companions, adapter)
+    return Adapted(
+        replace(contents, sources=sources, ordered=ordered, notices=(*contents.notices, *notices)),
+        companions,
+        adapter,
+    )
 
 
 def _layers(
-    tensors: Mapping[str, SourceTensor], names: PeftNames, below: Mapping[str, SourceTensor] | None, place: Path, config: AdapterConfig
+    tensors: Mapping[str, SourceTensor],
+    names: PeftNames,
+    below: Mapping[str, SourceTensor] | None,
+    place: Path,
+    config: AdapterConfig,
 ) -> Layers:
     """Return what is added to the base `below` of an adapter, or to that in the checkpoint itself (None)."""
     own = {name: replace(tensors[key], name=name) for name, key in names.weights.items()}
-    factors = {module: {part: tensors[key] for part, key in parts.items()} for module, parts in names.factors.items()}
-    magnitudes = {name.removesuffix(MAGNITUDE): tensors[key] for name, key in names.others.items() if name.endswith(MAGNITUDE)}
+    factors = {
+        module: {part: tensors[key] for part, key in parts.items()} for module, parts in names.factors.items()
+    }
+    magnitudes = {
+        name.removesuffix(MAGNITUDE): tensors[key]
+        for name, key in names.others.items()
+        if name.endswith(MAGNITUDE)
+    }
     if others := [key for name, key in names.others.items() if not name.endswith(MAGNITUDE)]:
         raise config.unsupported(f"the checkpoint holds `{others[0]}`")
     base, replaced = (own, {}) if below is None else (below, own)
@@ -225,7 +295,8 @@ def _layers(
 
 
 def merge_problems(recipe: Recipe, facts: ModelFacts) -> list[Problem]:
-    """Plan the merge of an adapter before it is trained, by names and shapes alone, and return why it would be refused.
+    """Plan the merge of an adapter before it is trained, by names and shapes alone, and return why it would
+    be refused.
 
     Only of a base whose files are on this machine.
     """
@@ -236,34 +307,55 @@ def merge_problems(recipe: Recipe, facts: ModelFacts) -> list[Problem]:
     where = Where(key="lora.target_modules")
     try:
         with ExitStack() as stack:
-            below, _ = _with_names_of_model(without_others(read_base(stack, folder), facts.tensors), facts.base_layout)
+            below, _ = _with_names_of_model(
+                without_others(read_base(stack, folder), facts.tensors), facts.base_layout
+            )
             files = SourceFiles(folder)
-            tensors = {name: SourceTensor(name, DTYPES["float32"], shape, (), files) for name, shape in facts.adapter_tensors.items()}
+            tensors = {
+                name: SourceTensor(name, DTYPES["float32"], shape, (), files)
+                for name, shape in facts.adapter_tensors.items()
+            }
             of_peft = AdapterConfig(folder / CONFIG_FILE, config)
-            add_layers(_layers(tensors, sort_names(tensors, where), below, folder, of_peft), of_peft, facts.exported_config)
+            add_layers(
+                _layers(tensors, sort_names(tensors, where), below, folder, of_peft),
+                of_peft,
+                facts.exported_config,
+            )
     except FsdpTuneError as error:
         hint = "`merge: {adapter: adapter}` trains the adapter and writes it without merging"
-        return [Problem(each.code, f"the trained adapter could not be merged: {each.message}", where, hint) for each in error.problems]
+        return [
+            Problem(each.code, f"the trained adapter could not be merged: {each.message}", where, hint)
+            for each in error.problems
+        ]
     return []
 
 
 def _is_whole(names: PeftNames, weights: Weights) -> bool:
-    """Return whether the checkpoint includes the base. An adapter's own file may hold an embedding next to its factors, but no model."""
+    """Return whether the checkpoint includes the base. An adapter's own file may hold an embedding next to
+    its factors, but no model."""
     has_base = all(f"{module}.weight" in names.weights for module in names.factors)
-    rest = [name for name in names.weights if name not in names.wrapped | names.saved and not name.endswith(".bias")]
+    rest = [
+        name
+        for name in names.weights
+        if name not in names.wrapped | names.saved and not name.endswith(".bias")
+    ]
     return has_base and bool(rest) and weights.format not in (Format.PEFT, Format.PEFT_PICKLE)
 
 
 def _fetch_base(config: AdapterConfig, options: AdapterOptions, base: AdapterBase) -> tuple[str, Path]:
-    """Return name and directory of the base. Raises: FailedError for weights that are known not to be those of the training."""
+    """Return name and directory of the base. Raises: FailedError for weights that are known not to be those
+    of the training."""
     if base.name is None:
         raise usage_error(
             "merge-adapter-base",
-            "the checkpoint holds only an adapter, and its config does not name the model that it was trained on",
+            "the checkpoint holds only an adapter, and its config does not name the model that it "
+            "was trained on",
             where=Where(str(config.path)),
             ways_out=("give the model: `--base MODEL`", "write the adapter alone: `--adapter`"),
         )
-    folder = fetch_model(base.name, revision=base.revision, named_in=config.path if options.base is None else None)
+    folder = fetch_model(
+        base.name, revision=base.revision, named_in=config.path if options.base is None else None
+    )
     if base.has_other_weights(folder):
         assert base.trained is not None
         raise failed_error(
@@ -278,8 +370,11 @@ def _fetch_base(config: AdapterConfig, options: AdapterOptions, base: AdapterBas
     return base.name, folder
 
 
-def _in_4_bits(below: Mapping[str, SourceTensor], trained: BaseModel, folder: Path) -> dict[str, SourceTensor]:
-    """Return the tensors of the base that the run held in 4 bits, marked so. Raises: FailedError if the base has other names."""
+def _in_4_bits(
+    below: Mapping[str, SourceTensor], trained: BaseModel, folder: Path
+) -> dict[str, SourceTensor]:
+    """Return the tensors of the base that the run held in 4 bits, marked so. Raises: FailedError if the base
+    has other names."""
     found: dict[str, SourceTensor] = {}
     for name in trained.nf4_weights:
         known = next((each for each in (name, name.partition(".")[2]) if each in below), None)
@@ -298,31 +393,47 @@ def _in_4_bits(below: Mapping[str, SourceTensor], trained: BaseModel, folder: Pa
 
 
 def _layout_of(selection: Selection) -> BaseLayout:
-    return (BaseLayout.read(selection.run.base_layout_json) if selection.run is not None else None) or BaseLayout()
+    return (
+        BaseLayout.read(selection.run.base_layout_json) if selection.run is not None else None
+    ) or BaseLayout()
 
 
-def _with_names_of_model(below: dict[str, SourceTensor], layout: BaseLayout) -> tuple[dict[str, SourceTensor], dict[str, str]]:
-    """Return the tensors of a run's base by the names that the adapter's modules have in the model, and those names: {new: old}."""
+def _with_names_of_model(
+    below: dict[str, SourceTensor], layout: BaseLayout
+) -> tuple[dict[str, SourceTensor], dict[str, str]]:
+    """Return the tensors of a run's base by the names that the adapter's modules have in the model, and those
+    names: {new: old}."""
     found = {new: old for new, old in layout.renamed.items() if old in below and new not in below}
     if (prefixes := layout.prefixes()) is not None:  # of a base of several modalities, for experts too
         ours, theirs = prefixes
         taken = set(found.values())
-        found |= {ours + old.removeprefix(theirs): old for old in below if old.startswith(theirs) and old not in taken}
+        found |= {
+            ours + old.removeprefix(theirs): old
+            for old in below
+            if old.startswith(theirs) and old not in taken
+        }
     names = {old: new for new, old in found.items()}
     return {(name := names.get(old, old)): replace(tensor, name=name) for old, tensor in below.items()}, found
 
 
-# ------------------------------------------------------------------------------------------------------------ exported
+# ------------------------------------------------------------------------------------------------------------
+# exported
 
 
-def _export(contents: Contents, selection: Selection, names: PeftNames, config: AdapterConfig, options: AdapterOptions) -> Adapted:
+def _export(
+    contents: Contents, selection: Selection, names: PeftNames, config: AdapterConfig, options: AdapterOptions
+) -> Adapted:
     tensors, weights = contents.sources[0].tensors, selection.weights[0]
     for module, parts in names.factors.items():
         key = parts.get("lora_A") or parts.get("lora_embedding_A")
         has_experts = bool(config.parameters_of(unwrapped(module)))  # whose factors are beside each other
         if key is not None and tensors[key].shape and not has_experts:
             config.scaling(module, tensors[key].shape[0])
-    keys = {tensor_name(module, part): key for module, parts in names.factors.items() for part, key in parts.items()}
+    keys = {
+        tensor_name(module, part): key
+        for module, parts in names.factors.items()
+        for part, key in parts.items()
+    }
     keys |= {PREFIX + name: key for name, key in names.others.items()}
     for name, key in names.weights.items():
         if name in names.saved or not _is_whole(names, weights) or _is_trained_bias(name, names, config):
@@ -331,18 +442,29 @@ def _export(contents: Contents, selection: Selection, names: PeftNames, config: 
     published = _layout_of(selection).published
     if published is not None:
         keys = {PREFIX + published.name_of(name.removeprefix(PREFIX)): key for name, key in keys.items()}
-    source = CheckpointTensors({name: replace(tensors[key], name=name) for name, key in keys.items()}, contents.sources[0].is_vouched)
-    adapter = Adapter(config, True, len(names.factors), None, options.base or config.base, published=published)
+    source = CheckpointTensors(
+        {name: replace(tensors[key], name=name) for name, key in keys.items()}, contents.sources[0].is_vouched
+    )
+    adapter = Adapter(
+        config, True, len(names.factors), None, options.base or config.base, published=published
+    )
     companions = Companions().with_tokenizer_of([weights.root, weights.checkpoint, weights.root.parent])
     if selection.run is not None:
         companions = companions.with_tokenizer_of([selection.run.model])
         if selection.run.base_json.exists():
-            records = {path.name: path for path in (selection.run.base_json, selection.run.tensors_json) if path.exists()}
+            records = {
+                path.name: path
+                for path in (selection.run.base_json, selection.run.tensors_json)
+                if path.exists()
+            }
             companions = replace(companions, files={**companions.files, **records})
-    return Adapted(replace(contents, sources=(source,), ordered=tuple(source.tensors.values())), companions, adapter)
+    return Adapted(
+        replace(contents, sources=(source,), ordered=tuple(source.tensors.values())), companions, adapter
+    )
 
 
 def _is_trained_bias(name: str, names: PeftNames, config: AdapterConfig) -> bool:
-    """`bias: all` trains every bias of the model, `lora_only` those of the layers that the adapter changes."""
+    """`bias: all` trains every bias of the model, `lora_only` those of the layers that the adapter
+    changes."""
     kind = config.values.get("bias", "none")
     return name.endswith(".bias") and (kind == "all" or (kind == "lora_only" and name in names.wrapped))

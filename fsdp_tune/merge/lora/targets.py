@@ -28,7 +28,8 @@ VOCABULARY_KEY = "vocab_size"
 
 @dataclass(slots=True)
 class Layers:
-    """`base`: the model's tensors; `replaced`: what the adapter brings in their place; `factors`: {module: {part: tensor}};
+    """`base`: the model's tensors; `replaced`: what the adapter brings in their place; `factors`: {module:
+    {part: tensor}};
     `place`: the directory of the base; `magnitudes`: DoRA's, by module.
 
     What is added: `tensors` of the output, with their updates, and the `scalings` used."""
@@ -43,14 +44,15 @@ class Layers:
     config_changes: dict[str, object] = field(default_factory=dict[str, object])
 
     def name_in_base(self, name: str) -> str | None:
-        """Directories may name a model without its prefix (`h.0.attn` for `transformer.h.0.attn`), as GPT-2's on the hub does, and the
-        head of GPT-NeoX as transformers 4 does."""
+        """Directories may name a model without its prefix (`h.0.attn` for `transformer.h.0.attn`), as GPT-2's
+        on the hub does, and the head of GPT-NeoX as transformers 4 does."""
         names = (name, name.partition(".")[2], OLD_HEADS.get(name))
         return next((each for each in names if each in self.tensors), None)
 
 
 def add_layers(layers: Layers, config: AdapterConfig, model: Mapping[str, object] | None) -> Layers:
-    """Fills `layers.tensors`. FailedError if base and adapter do not fit, or if the adapter is not plain LoRA.
+    """Fills `layers.tensors`. FailedError if base and adapter do not fit, or if the adapter is not plain
+    LoRA.
 
     `model` is the config.json of the base, where there is one.
     """
@@ -69,30 +71,52 @@ def add_layers(layers: Layers, config: AdapterConfig, model: Mapping[str, object
             continue
         if shared is not None and is_head(f"{module}.weight"):
             layers.tensors.setdefault(f"{module}.weight", replace(shared, name=f"{module}.weight"))
-        _add(layers, config, module, parts, square_is_transposed=config.fan_in_fan_out if is_transposed is None else is_transposed)
+        _add(
+            layers,
+            config,
+            module,
+            parts,
+            square_is_transposed=config.fan_in_fan_out if is_transposed is None else is_transposed,
+        )
     if shared is not None and not config.ties_embeddings:
         _keep_head(layers, shared, model)
     _check_rows(layers)
     return layers
 
 
-def _shared_weight(layers: Layers, config: AdapterConfig, model: Mapping[str, object] | None) -> SourceTensor | None:
-    """Return the weight, under the adapter, that embedding and head share, by the embedding's name; None if the base has both, or no head.
+def _shared_weight(
+    layers: Layers, config: AdapterConfig, model: Mapping[str, object] | None
+) -> SourceTensor | None:
+    """Return the weight, under the adapter, that embedding and head share, by the embedding's name; None if
+    the base has both, or no head.
 
     Of a resized embedding it is in the adapter's file (`save_embedding_layers`), under the name of either.
     """
     embedding = embedding_of(layers.base)
     if embedding is None or any(map(is_head, layers.base)) or not _is_causal(layers, model):
         return None
-    shared = (tensor for name, tensor in layers.replaced.items() if (is_embedding(name) or is_head(name)) and not config.saves(name))
-    return replace(next((tensor for tensor in shared if tensor.shape[1:] == embedding.shape[1:]), embedding), name=embedding.name)
+    shared = (
+        tensor
+        for name, tensor in layers.replaced.items()
+        if (is_embedding(name) or is_head(name)) and not config.saves(name)
+    )
+    return replace(
+        next((tensor for tensor in shared if tensor.shape[1:] == embedding.shape[1:]), embedding),
+        name=embedding.name,
+    )
 
 
 def _is_causal(layers: Layers, model: Mapping[str, Any] | None) -> bool:
     """Return whether the model has a head, by its config; without one, by what the adapter changes."""
     if model is None:
-        return any(is_head(f"{module}.weight") for module in layers.factors) or any(map(is_head, layers.replaced))
-    return any(word in kind for kind in model.get("architectures") or () for word in ("CausalLM", "LMHead", "ConditionalGeneration"))
+        return any(is_head(f"{module}.weight") for module in layers.factors) or any(
+            map(is_head, layers.replaced)
+        )
+    return any(
+        word in kind
+        for kind in model.get("architectures") or ()
+        for word in ("CausalLM", "LMHead", "ConditionalGeneration")
+    )
 
 
 def _replace(layers: Layers, name: str, tensor: SourceTensor, model: Mapping[str, object] | None) -> None:
@@ -106,15 +130,22 @@ def _replace(layers: Layers, name: str, tensor: SourceTensor, model: Mapping[str
         raise _misfit(layers, f"it has no `{name}`, which the adapter replaces")
     old = layers.base[found]
     if old.shape != tensor.shape:
-        has_grown = len(old.shape) == 2 and old.shape[1:] == tensor.shape[1:] and (is_embedding(name) or is_head(name))
+        has_grown = (
+            len(old.shape) == 2
+            and old.shape[1:] == tensor.shape[1:]
+            and (is_embedding(name) or is_head(name))
+        )
         if not has_grown or model is None or model.get(VOCABULARY_KEY) not in (old.shape[0], tensor.shape[0]):
-            raise _misfit(layers, f"its `{found}` is {list(old.shape)}, and the adapter has {list(tensor.shape)} for it")
+            raise _misfit(
+                layers, f"its `{found}` is {list(old.shape)}, and the adapter has {list(tensor.shape)} for it"
+            )
         layers.config_changes[VOCABULARY_KEY] = tensor.shape[0]
     layers.tensors[found] = replace(tensor, name=found)
 
 
 def _vote(layers: Layers) -> bool | None:
-    """Whether the layers are `Conv1D`s, whose weights are [in, out] (GPT-2), by those that are not square; None for no evidence.
+    """Whether the layers are `Conv1D`s, whose weights are [in, out] (GPT-2), by those that are not square;
+    None for no evidence.
 
     PEFT's `fan_in_fan_out` tells the kind of the layer that it wrapped last, which may be the head.
     """
@@ -130,7 +161,14 @@ def _vote(layers: Layers) -> bool | None:
     return seen.pop() if len(seen) == 1 else None
 
 
-def _add(layers: Layers, config: AdapterConfig, module: str, parts: Mapping[str, SourceTensor], *, square_is_transposed: bool) -> None:
+def _add(
+    layers: Layers,
+    config: AdapterConfig,
+    module: str,
+    parts: Mapping[str, SourceTensor],
+    *,
+    square_is_transposed: bool,
+) -> None:
     if "base_layer" in module.split("."):
         raise config.unsupported(f"`{module}` is changed by several adapters, one over the other")
     is_embedding_layer = "lora_embedding_A" in parts or "lora_embedding_B" in parts
@@ -138,13 +176,18 @@ def _add(layers: Layers, config: AdapterConfig, module: str, parts: Mapping[str,
     if a is None or b is None:
         raise _damaged(config, f"`{module}` has one of its two factors alone")
     if 0 in (*a.shape, *b.shape):
-        message = f"the factors of `{module}` are empty ({list(a.shape)} and {list(b.shape)}): saved by a process that held no part of them"
+        message = (
+            f"the factors of `{module}` are empty ({list(a.shape)} and {list(b.shape)}): saved by a "
+            "process that held no part of them"
+        )
         raise _damaged(config, message)
     if len(a.shape) != 2 or len(b.shape) != 2:
         raise config.unsupported(f"the factors of `{module}` are not matrices (a convolution)")
     rank = a.shape[0]
     if b.shape[1] != rank or not 0 < rank <= MOST_RANK:
-        raise _damaged(config, f"the factors of `{module}` do not fit each other: {list(a.shape)} and {list(b.shape)}")
+        raise _damaged(
+            config, f"the factors of `{module}` do not fit each other: {list(a.shape)} and {list(b.shape)}"
+        )
     name = layers.name_in_base(f"{module}.weight")
     if name is None:
         raise _misfit(layers, f"it has no `{module}.weight`, which the adapter changes")
@@ -154,10 +197,16 @@ def _add(layers: Layers, config: AdapterConfig, module: str, parts: Mapping[str,
         raise _misfit(layers, f"its `{name}` is {list(weight.shape)}, and the adapter is for {list(wanted)}")
     for tensor in (weight, a, b):
         if not tensor.dtype.converts:
-            raise config.unsupported(f"`{tensor.name}` is {tensor.dtype.name} (quantised?), to which nothing can be added")
+            raise config.unsupported(
+                f"`{tensor.name}` is {tensor.dtype.name} (quantised?), to which nothing can be added"
+            )
     if config.fan_in_fan_out and weight.encoded is not None and weight.encoded.weight.is_read_in_full:
-        raise config.unsupported(f"`{name}` is decoded as [out, in], and the adapter is of Conv1D, whose weights are [in, out]")
-    is_transposed = is_embedding_layer or weight.shape != shape or (shape[0] == shape[1] and square_is_transposed)
+        raise config.unsupported(
+            f"`{name}` is decoded as [out, in], and the adapter is of Conv1D, whose weights are [in, out]"
+        )
+    is_transposed = (
+        is_embedding_layer or weight.shape != shape or (shape[0] == shape[1] and square_is_transposed)
+    )
     scaling = config.scaling(module, rank)
     layers.scalings.add(scaling)
     magnitude = _magnitude(layers, config, module, wanted, is_transposed=is_transposed)
@@ -167,46 +216,74 @@ def _add(layers: Layers, config: AdapterConfig, module: str, parts: Mapping[str,
 
 
 def _add_to_experts(
-    layers: Layers, config: AdapterConfig, owner: str, parameters: Sequence[str], parts: Mapping[str, SourceTensor]
+    layers: Layers,
+    config: AdapterConfig,
+    owner: str,
+    parameters: Sequence[str],
+    parts: Mapping[str, SourceTensor],
 ) -> None:
-    """`parameters`: those of the module that have adapters. The names of the factors do not tell which one theirs is; the shapes do."""
+    """`parameters`: those of the module that have adapters. The names of the factors do not tell which one
+    theirs is; the shapes do."""
     a, b = parts.get("lora_A"), parts.get("lora_B")
     if a is None or b is None or not len(a.shape) == len(b.shape) == 2 or a.shape[0] != b.shape[1]:
         raise _damaged(config, f"the factors of the experts of `{owner}` do not fit each other")
-    stacks = {name: stack for name in parameters if (stack := find_stack(layers.tensors, layers.name_in_base, owner, name)) is not None}
+    stacks = {
+        name: stack
+        for name in parameters
+        if (stack := find_stack(layers.tensors, layers.name_in_base, owner, name)) is not None
+    }
     for name in parameters:
         found = layers.name_in_base(f"{owner}.{name}")
         if name not in stacks and found is not None:
             sizes = list(layers.tensors[found].shape)
-            raise config.unsupported(f"`{found}`, which `target_parameters` names, is {sizes}, not a stack of matrices")
+            raise config.unsupported(
+                f"`{found}`, which `target_parameters` names, is {sizes}, not a stack of matrices"
+            )
     gate_up = find_stack(layers.tensors, layers.name_in_base, owner, "gate_up_proj")
     shape = (b.shape[0], a.shape[1])
     fitting = {
         name: (stack, transposed)
         for name, stack in stacks.items()
-        if a.shape[0] % stack.experts == 0 and (transposed := are_transposed(stack, shape, gate_up)) is not None
+        if a.shape[0] % stack.experts == 0
+        and (transposed := are_transposed(stack, shape, gate_up)) is not None
     }
-    if len(fitting) > 1 or any(stack.shape == shape == shape[::-1] for name, stack in stacks.items() if name not in fitting):
+    if len(fitting) > 1 or any(
+        stack.shape == shape == shape[::-1] for name, stack in stacks.items() if name not in fitting
+    ):
         named = " and ".join(parameters)
-        raise config.unsupported(f"the shapes of `{owner}` do not tell to which axes of {named} the factors for {list(shape)} belong")
+        raise config.unsupported(
+            f"the shapes of `{owner}` do not tell to which axes of {named} the factors for "
+            f"{list(shape)} belong"
+        )
     if not fitting:
-        raise _misfit(layers, f"`{owner}` has no experts that fit the adapter of {' and '.join(parameters)}, which is for {list(shape)}")
+        raise _misfit(
+            layers,
+            f"`{owner}` has no experts that fit the adapter of {' and '.join(parameters)}, which is "
+            f"for {list(shape)}",
+        )
     ((name, (stack, transposed)),) = fitting.items()
     scaling = config.scaling(f"{owner}.{name}", a.shape[0] // stack.experts)
     layers.scalings.add(scaling)
     for tensor, update in updates(stack, a, b, scaling, is_transposed=transposed).items():
         if not layers.tensors[tensor].dtype.converts:
-            raise config.unsupported(f"`{tensor}` is {layers.tensors[tensor].dtype.name} (quantised?), to which nothing can be added")
+            raise config.unsupported(
+                f"`{tensor}` is {layers.tensors[tensor].dtype.name} (quantised?), to which nothing "
+                "can be added"
+            )
         layers.tensors[tensor] = replace(layers.tensors[tensor], update=update)
 
 
-def _magnitude(layers: Layers, config: AdapterConfig, module: str, shape: tuple[int, ...], *, is_transposed: bool) -> SourceTensor | None:
+def _magnitude(
+    layers: Layers, config: AdapterConfig, module: str, shape: tuple[int, ...], *, is_transposed: bool
+) -> SourceTensor | None:
     magnitude = layers.magnitudes.get(module)
     if magnitude is None and not config.use_dora:
         return None
     if magnitude is None or not config.use_dora:
         raise _damaged(
-            config, f"`{module}` has {'no magnitudes' if magnitude is None else 'magnitudes'}, and `use_dora` is {config.use_dora}"
+            config,
+            f"`{module}` has {'no magnitudes' if magnitude is None else 'magnitudes'}, and "
+            f"`use_dora` is {config.use_dora}",
         )
     if is_transposed or magnitude.shape != shape[:1] or shape[1] * WIDEST_BYTES > BUFFER_BYTES:
         raise config.unsupported(f"`{module}` was trained with DoRA and is not a linear layer of usual size")
@@ -218,14 +295,20 @@ def _add_bias(layers: Layers, config: AdapterConfig, module: str, bias: SourceTe
     name = layers.name_in_base(f"{module}.bias")
     if name is None:
         hint = "load it with PEFT, which cannot merge it either, or export it with `--adapter`"
-        raise config.unsupported(f"the adapter has a bias (`lora_bias`) for `{module}`, which has none in the base", hint)
+        raise config.unsupported(
+            f"the adapter has a bias (`lora_bias`) for `{module}`, which has none in the base", hint
+        )
     if layers.tensors[name].shape != bias.shape:
-        raise _misfit(layers, f"its `{name}` is {list(layers.tensors[name].shape)}, and the adapter's is {list(bias.shape)}")
+        raise _misfit(
+            layers,
+            f"its `{name}` is {list(layers.tensors[name].shape)}, and the adapter's is {list(bias.shape)}",
+        )
     layers.tensors[name] = replace(layers.tensors[name], update=LowRank(scaling, bias, None))
 
 
 def _keep_head(layers: Layers, shared: SourceTensor, model: Mapping[str, object] | None) -> None:
-    """Add a head equal to the weight under the adapter if the embedding alone was trained, or if the run untied the two."""
+    """Add a head equal to the weight under the adapter if the embedding alone was trained, or if the run
+    untied the two."""
     if any(map(is_head, layers.tensors)):
         return
     if layers.tensors[shared.name] != shared or (model is not None and tie_setting(model) is False):
@@ -233,20 +316,28 @@ def _keep_head(layers: Layers, shared: SourceTensor, model: Mapping[str, object]
 
 
 def _check_rows(layers: Layers) -> None:
-    """Refuse an embedding and a head of different vocabularies: the adapter's files lack the new rows of one of them."""
+    """Refuse an embedding and a head of different vocabularies: the adapter's files lack the new rows of one
+    of them."""
     embedding = embedding_of(layers.tensors)
     for name, head in layers.tensors.items():
-        if embedding is None or not is_head(name) or head.shape[0] == embedding.shape[0] or len(head.shape) != 2:
+        if (
+            embedding is None
+            or not is_head(name)
+            or head.shape[0] == embedding.shape[0]
+            or len(head.shape) != 2
+        ):
             continue
         before = layers.base.get(name)
         if before is None or before.shape[0] == layers.base[embedding.name].shape[0]:
             small, large = sorted((head, embedding), key=lambda tensor: tensor.shape[0])
             raise failed_error(
                 "merge-adapter-base",
-                f"the adapter was trained with a vocabulary of {large.shape[0]}, and neither its files nor the base "
+                f"the adapter was trained with a vocabulary of {large.shape[0]}, and neither its "
+                "files nor the base "
                 f"have the new rows of `{small.name}`, which has {small.shape[0]}",
                 where=Where(str(layers.place)),
-                hint="save the resized model that the adapter was trained on (`save_pretrained`) and name it: `--base MODEL`",
+                hint="save the resized model that the adapter was trained on (`save_pretrained`) and name "
+                "it: `--base MODEL`",
             )
 
 
@@ -261,5 +352,8 @@ def _misfit(layers: Layers, why: str) -> FsdpTuneError:
 
 def _damaged(config: AdapterConfig, why: str) -> FsdpTuneError:
     return failed_error(
-        "merge-adapter-damaged", why, where=Where(str(config.path.parent)), hint="save the adapter again from where it was trained"
+        "merge-adapter-damaged",
+        why,
+        where=Where(str(config.path.parent)),
+        hint="save the adapter again from where it was trained",
     )

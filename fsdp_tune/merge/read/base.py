@@ -1,4 +1,5 @@
-"""Read a base's tensors, decoded where they are quantised: those under an adapter, and those that a merge carries over unchanged."""
+"""Read a base's tensors, decoded where they are quantised: those under an adapter, and those that a merge
+carries over unchanged."""
 
 from __future__ import annotations
 
@@ -29,21 +30,23 @@ if TYPE_CHECKING:
 
 
 def record_of_base(selection: Selection) -> BaseRecord:
-    """Return what a run, or the directory of its exported adapter, records of its base's tensors; an empty record if it has none."""
+    """Return what a run, or the directory of its exported adapter, records of its base's tensors; an empty
+    record if it has none."""
     folder = selection.run.model if selection.run is not None else selection.weights[0].root
     return BaseRecord.read(folder / TENSORS_FILE) or BaseRecord()
 
 
 class ReadBase(NamedTuple):
-    """The tensors of a directory by name, each quantised weight as one; `of_activations`: names of those that by their names quantise
-    what layers compute."""
+    """The tensors of a directory by name, each quantised weight as one; `of_activations`: names of those that
+    by their names quantise what layers compute."""
 
     tensors: dict[str, SourceTensor]
     of_activations: tuple[str, ...]
 
 
 def read_base(stack: ExitStack, folder: Path) -> ReadBase:
-    """Return the tensors of a model directory; `stack` closes its files. Raises: usage error if it has none that are read."""
+    """Return the tensors of a model directory; `stack` closes its files. Raises: usage error if it has none
+    that are read."""
     found = find_weights(folder)
     shards = _pickled_shards(folder) if found is None else ()
     if (found is None or found.format in (Format.PEFT, Format.PEFT_PICKLE)) and not shards:
@@ -67,7 +70,8 @@ def has_weights(folder: Path) -> bool:
 
 
 def _pickled_shards(folder: Path) -> tuple[str, ...]:
-    """Return the files of an index of pickled weights, which transformers loads one after the other; none with files of other folders."""
+    """Return the files of an index of pickled weights, which transformers loads one after the other; none
+    with files of other folders."""
     try:
         listed = list_directory(folder)
     except UnusableIndexError:
@@ -81,7 +85,9 @@ def _decoded(tensors: Mapping[str, SourceTensor], folder: Path) -> ReadBase:
     """Return the tensors of a plain model. Raises: FailedError for an encoding that no rule reads."""
     config = read_folder(folder).config or {}
     types = {name: StoredType(tensor.dtype.safetensors, tensor.shape) for name, tensor in tensors.items()}
-    encodings = find_encodings(types, settings_of_files(lambda name: config if name == CONFIG_NAME else _read(folder / name), types))
+    encodings = find_encodings(
+        types, settings_of_files(lambda name: config if name == CONFIG_NAME else _read(folder / name), types)
+    )
     if encodings.unread:
         first = encodings.unread[0]
         raise failed_error(
@@ -92,8 +98,16 @@ def _decoded(tensors: Mapping[str, SourceTensor], folder: Path) -> ReadBase:
         )
     transposed = next((weight for weight in encodings.weights.values() if weight.is_read_in_full), None)
     if transposed is not None and family_of(config.get("model_type")).has_conv1d:
-        message = f"its `{transposed.codes}` ({transposed.rule}) is the weight of a Linear, [out, in], and the model has Conv1D, [in, out]"
-        raise failed_error("merge-adapter-base", message, where=Where(str(folder)), hint="give the same model in 16 bits: `--base MODEL`")
+        message = (
+            f"its `{transposed.codes}` ({transposed.rule}) is the weight of a Linear, [out, in], and the "
+            "model has Conv1D, [in, out]"
+        )
+        raise failed_error(
+            "merge-adapter-base",
+            message,
+            where=Where(str(folder)),
+            hint="give the same model in 16 bits: `--base MODEL`",
+        )
     of_weights = encodings.of_weights
     plain = {name: tensor for name, tensor in tensors.items() if name not in of_weights}
     dtype = _dtype_of(config)
@@ -108,7 +122,11 @@ def _read(path: Path) -> dict[str, object] | None:
 def _dtype_of(config: Mapping[str, object]) -> DType:
     """Return the dtype that a config.json gives the weights that it has quantised."""
     text: object = config.get("text_config")
-    names = [place.get(key) for place in (config, text if isinstance(text, dict) else {}) for key in ("dtype", "torch_dtype")]
+    names = [
+        place.get(key)
+        for place in (config, text if isinstance(text, dict) else {})
+        for key in ("dtype", "torch_dtype")
+    ]
     found = next((DTYPES[name] for name in names if isinstance(name, str) and name in DTYPES), None)
     return found if found is not None and found.converts else DTYPES["bfloat16"]
 
@@ -126,11 +144,16 @@ def without_others(base: ReadBase, record: BaseRecord) -> dict[str, SourceTensor
     """
     is_recorded = bool(record.counts) and len(record.dropped) == record.counts.get("dropped", 0)
     others = {*record.carried, *record.left_out, *(record.dropped if is_recorded else base.of_activations)}
-    return {name: tensor for name, tensor in base.tensors.items() if not others.intersection(_stored_names(tensor))}
+    return {
+        name: tensor
+        for name, tensor in base.tensors.items()
+        if not others.intersection(_stored_names(tensor))
+    }
 
 
 def read_carried(stack: ExitStack, selection: Selection, named: str | None) -> dict[str, SourceTensor]:
-    """Return the tensors that the trained model lacks and a merge writes as the base has them. `named`: the base that the user names.
+    """Return the tensors that the trained model lacks and a merge writes as the base has them. `named`: the
+    base that the user names.
 
     Raises: FailedError if the base cannot be found, is known to be another one, or lacks one of them.
     """
@@ -139,44 +162,87 @@ def read_carried(stack: ExitStack, selection: Selection, named: str | None) -> d
         return {}
     base = record.base
     name = named or (base.name if base is not None else None)
-    where = Where(str(selection.run.tensors_json if selection.run is not None else selection.weights[0].root / TENSORS_FILE))
+    where = Where(
+        str(
+            selection.run.tensors_json
+            if selection.run is not None
+            else selection.weights[0].root / TENSORS_FILE
+        )
+    )
     if name is None:
-        raise failed_error("merge-carried", "it does not name the base with the tensors to carry over", where=where, hint="`--base MODEL`")
-    folder = fetch_model(name, revision=base.revision if base is not None and named is None else None, named_in=Path(where.source or ""))
-    what = f"{len(record.carried):,} tensors of {name} that were not trained, such as `{record.carried[0]}`, are written unchanged"
+        raise failed_error(
+            "merge-carried",
+            "it does not name the base with the tensors to carry over",
+            where=where,
+            hint="`--base MODEL`",
+        )
+    folder = fetch_model(
+        name,
+        revision=base.revision if base is not None and named is None else None,
+        named_in=Path(where.source or ""),
+    )
+    what = (
+        f"{len(record.carried):,} tensors of {name} that were not trained, such as "
+        f"`{record.carried[0]}`, are written unchanged"
+    )
     if base is not None and base.digest is not None and base.differs_from(describe_base(str(folder), None)):
         hint = f"give a copy of the weights of {base.name} as they were: `--base MODEL`"
-        raise failed_error("merge-carried", f"{what}, and its weights have changed since the training", where=Where(str(folder)), hint=hint)
+        raise failed_error(
+            "merge-carried",
+            f"{what}, and its weights have changed since the training",
+            where=Where(str(folder)),
+            hint=hint,
+        )
     return _of_names(read_base(stack, folder), record.carried, folder, what)
 
 
 def carried_problems(recipe: Recipe, facts: ModelFacts) -> list[Problem]:
-    """Return why a merge could not read the tensors that it carries over, before the run starts. Only of files on this machine."""
-    record, is_merged = facts.tensors, recipe.merge.at_end and (recipe.lora is None or recipe.merge.adapter != "adapter")
+    """Return why a merge could not read the tensors that it carries over, before the run starts. Only of
+    files on this machine."""
+    record, is_merged = (
+        facts.tensors,
+        recipe.merge.at_end and (recipe.lora is None or recipe.merge.adapter != "adapter"),
+    )
     if record.base is None or not record.carried or not is_merged:
         return []
     name = record.base.name
-    folder = Path(facts.base_folder) if name == str(recipe.model.name_or_path) and facts.base_folder is not None else Path(name)
+    folder = (
+        Path(facts.base_folder)
+        if name == str(recipe.model.name_or_path) and facts.base_folder is not None
+        else Path(name)
+    )
     if not folder.is_dir() or not has_weights(folder):
         return []
-    what = f"{len(record.carried):,} tensors that are not trained, such as `{record.carried[0]}`, could not be carried over"
+    what = (
+        f"{len(record.carried):,} tensors that are not trained, such as `{record.carried[0]}`, could not "
+        "be carried over"
+    )
     try:
         with ExitStack() as stack:
             _of_names(read_base(stack, folder), record.carried, folder, what)
     except FsdpTuneError as error:
         hint = "convert the weights to safetensors, or leave these tensors out: `model.leave_out`"
-        return [Problem(each.code, f"{what} by a merge: {each.message}", each.where, hint) for each in error.problems]
+        return [
+            Problem(each.code, f"{what} by a merge: {each.message}", each.where, hint)
+            for each in error.problems
+        ]
     return []
 
 
 def _of_names(base: ReadBase, carried: Collection[str], folder: Path, what: str) -> dict[str, SourceTensor]:
     wanted = set(carried).difference(base.of_activations)  # earlier versions recorded these as carried
     stored = base.tensors.items()
-    found = {name: replace(tensor, is_carried=True) for name, tensor in stored if wanted.intersection(_stored_names(tensor))}
+    found = {
+        name: replace(tensor, is_carried=True)
+        for name, tensor in stored
+        if wanted.intersection(_stored_names(tensor))
+    }
     missing = wanted.difference(*(_stored_names(tensor) for tensor in found.values()))
     if lost := sorted(name for name in missing if not is_of_activations(name)):
         hint = "give the base with all its tensors: `--base MODEL`"
-        raise failed_error("merge-carried", f"{what}, and it has no `{lost[0]}`", where=Where(str(folder)), hint=hint)
+        raise failed_error(
+            "merge-carried", f"{what}, and it has no `{lost[0]}`", where=Where(str(folder)), hint=hint
+        )
     return found
 
 

@@ -1,6 +1,8 @@
-"""Read the tables of contents of the checkpoints to merge, and compare them with the files and with each other.
+"""Read the tables of contents of the checkpoints to merge, and compare them with the files and with each
+other.
 
-In a tree of folders that another tool wrote, such as {model, optimizer}, the weights are found by the names of what each folder holds.
+In a tree of folders that another tool wrote, such as {model, optimizer}, the weights are found by the names
+of what each folder holds.
 """
 
 from __future__ import annotations
@@ -11,12 +13,28 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdp_tune.core.errors import FailedError, FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
+from fsdp_tune.core.errors import (
+    FailedError,
+    FsdpTuneError,
+    Notice,
+    Problem,
+    Where,
+    failed_error,
+    usage_error,
+)
 from fsdp_tune.core.files import folders_in
 from fsdp_tune.core.tensors.archive import Refused, StoredTensor, extent, open_archive, read_pickle
 from fsdp_tune.merge.read.dcp import only_optimizer_state, read_dcp
 from fsdp_tune.merge.read.hf_shards import read_hf_shards
-from fsdp_tune.merge.read.reader import ArchiveExtent, Chunk, SourceFiles, SourceTensor, is_peft, model_names, optimizer_state
+from fsdp_tune.merge.read.reader import (
+    ArchiveExtent,
+    Chunk,
+    SourceFiles,
+    SourceTensor,
+    is_peft,
+    model_names,
+    optimizer_state,
+)
 from fsdp_tune.merge.read.safetensors_files import read_safetensors
 from fsdp_tune.merge.source import Format, Selection, Weights, find_weights
 from fsdp_tune.run.directory import RunDir, checkpoint_step, refuse_lost_recipe
@@ -34,7 +52,8 @@ class CheckpointTensors:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """`ordered`: the tensors to write, in the order of the newest checkpoint. `left_out`: {tensor: why it cannot be read}."""
+    """`ordered`: the tensors to write, in the order of the newest checkpoint. `left_out`: {tensor: why it
+    cannot be read}."""
 
     sources: tuple[CheckpointTensors, ...]
     ordered: tuple[SourceTensor, ...]
@@ -53,10 +72,15 @@ def read_contents(stack: ExitStack, selection: Selection, *, allow_incomplete: b
         if others:
             names = ", ".join(others[:_SHOWN])
             notices.append(
-                Notice("merge-not-tensors", f"{len(others)} entries are not tensors and are left out: {names}", Where(str(weights.root)))
+                Notice(
+                    "merge-not-tensors",
+                    f"{len(others)} entries are not tensors and are left out: {names}",
+                    Where(str(weights.root)),
+                )
             )
         missing = missing_parts(files, tensors)
-        # An incomplete LoRA adapter is refused: the missing part would be lost without a trace in the merged weights.
+        # An incomplete LoRA adapter is refused: the missing part would be lost without a trace in the merged
+        # weights.
         if missing and (not allow_incomplete or is_peft(tensor.name for tensor in tensors)):
             raise as_error(missing)
         left_out |= {name: problem.message for name, problem in missing.items()}
@@ -65,17 +89,26 @@ def read_contents(stack: ExitStack, selection: Selection, *, allow_incomplete: b
     if left_out:
         names = ", ".join(sorted(left_out)[:_SHOWN]) + (", …" if len(left_out) > _SHOWN else "")
         notices.append(
-            Notice("merge-incomplete", f"{len(left_out)} tensors are missing from the output, since parts of them are missing: {names}")
+            Notice(
+                "merge-incomplete",
+                f"{len(left_out)} tensors are missing from the output, since parts of them are "
+                f"missing: {names}",
+            )
         )
     must_agree(sources, selection.weights)
     ordered = tuple(tensor for tensor in sources[0].tensors.values() if tensor.name not in left_out)
     if not ordered:
-        raise failed_error("merge-nothing-found", "no tensor is complete", where=Where(str(selection.weights[0].root)))
+        raise failed_error(
+            "merge-nothing-found", "no tensor is complete", where=Where(str(selection.weights[0].root))
+        )
     return Contents(tuple(sources), ordered, left_out, tuple(notices))
 
 
-def read_tensors(files: SourceFiles, kind: Format, file: str, *, may_lack: bool = False) -> tuple[list[SourceTensor], list[str]]:
-    """Return (tensors, names of other entries) of one set of weights. Raises: usage error if it is the state of an optimizer.
+def read_tensors(
+    files: SourceFiles, kind: Format, file: str, *, may_lack: bool = False
+) -> tuple[list[SourceTensor], list[str]]:
+    """Return (tensors, names of other entries) of one set of weights. Raises: usage error if it is the state
+    of an optimizer.
 
     `may_lack`: whether an index may list tensors that no file holds, of which loading says what it needs.
     """
@@ -122,7 +155,8 @@ def _problem_of(files: SourceFiles, place: ArchiveExtent) -> Problem | None:
         return None
     return Problem(
         "merge-shard-truncated",
-        f"`{place.file}` is {size_bytes:,} bytes long, and the checkpoint needs its bytes up to {place.offset + place.length_bytes:,}",
+        f"`{place.file}` is {size_bytes:,} bytes long, and the checkpoint needs its bytes up to "
+        f"{place.offset + place.length_bytes:,}",
         Where(str(files.root / place.file)),
         "copy the file again from where it was written, or merge another checkpoint with `--step N`",
     )
@@ -141,7 +175,8 @@ def must_agree(sources: Sequence[CheckpointTensors], weights: Sequence[Weights])
         if odd := sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name)):
             raise failed_error(
                 "merge-average-differs",
-                f"the checkpoints cannot be averaged: `{odd[0]}` is not the same tensor in both ({len(odd)} differ)",
+                f"the checkpoints cannot be averaged: `{odd[0]}` is not the same tensor in both "
+                f"({len(odd)} differ)",
                 where=Where(str(place.root)),
             )
 
@@ -165,7 +200,9 @@ def read_pickled(files: SourceFiles, file: str) -> tuple[list[SourceTensor], lis
             stored = state[key]
             if isinstance(stored, StoredTensor):
                 chunk = Chunk((0,) * len(stored.sizes), stored.sizes, extent(archive, stored))
-                tensors.append(SourceTensor(name, stored.dtype, stored.sizes, (chunk,) if chunk.elements else (), files))
+                tensors.append(
+                    SourceTensor(name, stored.dtype, stored.sizes, (chunk,) if chunk.elements else (), files)
+                )
         if not tensors:
             raise Refused("it holds no tensor")
     except Refused as refused:
@@ -173,7 +210,8 @@ def read_pickled(files: SourceFiles, file: str) -> tuple[list[SourceTensor], lis
             "merge-damaged-pickle",
             f"it cannot be used: {refused}",
             where=Where(str(files.root / file)),
-            hint="copy it again from where it was written; a file that runs code when it is loaded is not supported",
+            hint="copy it again from where it was written; a file that runs code when it is loaded is not "
+            "supported",
         ) from refused
     taken = {tensor.name for tensor in tensors}
     return tensors, [name for name in names.values() if name not in taken]
@@ -195,7 +233,8 @@ def weights_below(source: Path) -> Path:
         found.sort(key=_step)
         raise usage_error(
             "merge-several-weights",
-            f"{len(found)} folders hold weights: {', '.join(str(folder.relative_to(source)) for folder in found[:_SHOWN])}",
+            f"{len(found)} folders hold weights: "
+            f"{', '.join(str(folder.relative_to(source)) for folder in found[:_SHOWN])}",
             where=Where(str(source)),
             hint=f"give one of them: `{found[-1]}`",
         )
@@ -226,7 +265,8 @@ def _folders(source: Path, depth: int) -> Iterator[Path]:
 
 
 def _holds_weights(folder: Path) -> bool:
-    """Return whether a folder holds anything but the state of an optimizer. A damaged one does: merging it reports the damage."""
+    """Return whether a folder holds anything but the state of an optimizer. A damaged one does: merging it
+    reports the damage."""
     weights = find_weights(folder)
     assert weights is not None
     try:

@@ -1,4 +1,5 @@
-"""The tensors of a torch.distributed.checkpoint (DCP) directory: the model's names, and chunks that cover each tensor exactly once."""
+"""The tensors of a torch.distributed.checkpoint (DCP) directory: the model's names, and chunks that cover
+each tensor exactly once."""
 
 from __future__ import annotations
 
@@ -13,7 +14,15 @@ from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error, usage_erro
 from fsdp_tune.core.tensors.archive import Refused, StoredTensor, extent, open_archive, read_pickle
 from fsdp_tune.core.tensors.dcp_metadata import MAX_METADATA_BYTES, METADATA_NAME, DcpMetadata
 from fsdp_tune.core.tensors.dtypes import Extent, Shape
-from fsdp_tune.merge.read.reader import ArchiveExtent, Chunk, ChunkPart, SourceFiles, SourceTensor, model_names, optimizer_state
+from fsdp_tune.merge.read.reader import (
+    ArchiveExtent,
+    Chunk,
+    ChunkPart,
+    SourceFiles,
+    SourceTensor,
+    model_names,
+    optimizer_state,
+)
 
 MOST_TENSOR_BYTES = 1 << 60
 
@@ -23,7 +32,8 @@ def damaged_metadata(root: Path, why: str) -> FsdpTuneError:
         "merge-damaged-metadata",
         f"the checkpoint's table of contents cannot be used: {why}",
         where=Where(str(root / METADATA_NAME)),
-        hint="copy the complete checkpoint again from where it was written, or merge another one with `--step N`",
+        hint="copy the complete checkpoint again from where it was written, or merge another one with "
+        "`--step N`",
     )
 
 
@@ -50,7 +60,9 @@ def read_dcp(files: SourceFiles) -> tuple[list[SourceTensor], list[str]]:
 
 def _tensors(metadata: DcpMetadata, files: SourceFiles) -> tuple[list[SourceTensor], list[str]]:
     names = model_names(list(metadata.entries), metadata.planner_data, files.root.name)
-    tensors = [_dcp_tensor(files, metadata, key, name) for key, name in names.items() if metadata.is_tensor(key)]
+    tensors = [
+        _dcp_tensor(files, metadata, key, name) for key, name in names.items() if metadata.is_tensor(key)
+    ]
     if not tensors:
         if optimizer_state(list(metadata.entries)):
             raise only_optimizer_state(files.root)
@@ -62,7 +74,12 @@ def _dcp_tensor(files: SourceFiles, metadata: DcpMetadata, key: str, name: str) 
     dtype, shape, stored = metadata.tensor(key)
     if math.prod(shape) * dtype.item_bytes > MOST_TENSOR_BYTES:
         raise Refused(f"`{name}` of shape {list(shape)} is larger than any disk")
-    kept = without_replicas([Chunk(each.offsets, each.sizes, ArchiveExtent(each.file, each.start, each.length_bytes)) for each in stored])
+    kept = without_replicas(
+        [
+            Chunk(each.offsets, each.sizes, ArchiveExtent(each.file, each.start, each.length_bytes))
+            for each in stored
+        ]
+    )
     wrong = gap_or_overlap(shape, kept)
     if wrong is not None:
         raise Refused(f"`{name}`: {wrong}")
@@ -86,7 +103,8 @@ def locate(tensor: SourceTensor, chunk: Chunk) -> Extent:
             raise Refused("it holds no tensor")
         if stored.dtype != tensor.dtype or stored.sizes != chunk.sizes:
             raise Refused(
-                f"it holds {stored.dtype.name} {list(stored.sizes)}, but the table of contents has {tensor.dtype.name} {list(chunk.sizes)}"
+                f"it holds {stored.dtype.name} {list(stored.sizes)}, but the table of contents has "
+                f"{tensor.dtype.name} {list(chunk.sizes)}"
             )
         return extent(archive, stored)
     except Refused as refused:
@@ -106,7 +124,8 @@ def damaged_chunk(path: Path, name: str, offset: int, why: str) -> FsdpTuneError
 
 
 def without_replicas(chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
-    """Keep one chunk for each (offsets, sizes), since under HSDP every replica may have written it, and drop empty chunks."""
+    """Keep one chunk for each (offsets, sizes), since under HSDP every replica may have written it, and drop
+    empty chunks."""
     kept: dict[tuple[Shape, Shape], Chunk] = {}
     for chunk in chunks:
         if chunk.elements:
@@ -121,7 +140,10 @@ def gap_or_overlap(shape: Shape, chunks: Sequence[Chunk]) -> str | None:
             return f"a chunk has {len(chunk.sizes)} dimensions where the tensor has {len(shape)}"
         bounds = zip(chunk.offsets, chunk.sizes, shape, strict=True)
         if any(offset < 0 or size < 0 or offset + size > limit for offset, size, limit in bounds):
-            return f"the chunk at {list(chunk.offsets)} of shape {list(chunk.sizes)} reaches out of the tensor of shape {list(shape)}"
+            return (
+                f"the chunk at {list(chunk.offsets)} of shape {list(chunk.sizes)} reaches out of the "
+                f"tensor of shape {list(shape)}"
+            )
     if _overlaps(chunks):
         return "two chunks overlap"
     covered, wanted = sum(chunk.elements for chunk in chunks), math.prod(shape)

@@ -1,7 +1,8 @@
-"""Sharded safetensors of torch's HuggingFaceStorageWriter (`save_distributed=True`): each rank's slices in a file of its own.
+"""Sharded safetensors of torch's HuggingFaceStorageWriter (`save_distributed=True`): each rank's slices in a
+file of its own.
 
-The metadata of a file has `DCP_SHARDING_INFO`: {tensor: {"saved_offsets": position of the slice}} (torch 2.13,
-`distributed/checkpoint/_hf_utils.py`). The shape of a tensor is where its last slice ends.
+The metadata of a file has `DCP_SHARDING_INFO`: {tensor: {"saved_offsets": position of the slice}} (torch
+2.13, `distributed/checkpoint/_hf_utils.py`). The shape of a tensor is where its last slice ends.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def read_hf_shards(files: SourceFiles) -> list[SourceTensor]:
         for file in names:
             offsets = _offsets(files, file)
             for entry in read_header(files, file):
-                extent = Extent(file, entry.first_byte, row_major(entry.shape), entry.first_byte, entry.size_bytes)
+                extent = Extent(
+                    file, entry.first_byte, row_major(entry.shape), entry.first_byte, entry.size_bytes
+                )
                 chunks[entry.name].append(Chunk(_position(offsets, entry), entry.shape, extent))
                 dtypes[entry.name].add(OF_SAFETENSORS[entry.dtype])
         return [_joined_tensor(files, name, chunks[name], dtypes[name]) for name in chunks]
@@ -50,7 +53,9 @@ def _check_numbers(names: Sequence[str]) -> None:
 
 def _offsets(files: SourceFiles, file: str) -> dict[str, object]:
     try:
-        metadata = header.read_user_metadata(lambda at, count: files.read(file, at, count), files.size_bytes(file))
+        metadata = header.read_user_metadata(
+            lambda at, count: files.read(file, at, count), files.size_bytes(file)
+        )
         found: object = json.loads(metadata[INFO])
     except (header.DamagedHeader, KeyError, ValueError, TypeError, RecursionError) as error:
         raise Refused(f"`{file}` has no usable {INFO} ({error})") from error
@@ -62,17 +67,26 @@ def _offsets(files: SourceFiles, file: str) -> dict[str, object]:
 def _position(offsets: dict[str, object], entry: header.HeaderEntry) -> Shape:
     info = offsets.get(entry.name)
     position = info.get("saved_offsets") if isinstance(info, dict) else None
-    if not isinstance(position, list) or len(position) != len(entry.shape) or any(type(each) is not int or each < 0 for each in position):
+    if (
+        not isinstance(position, list)
+        or len(position) != len(entry.shape)
+        or any(type(each) is not int or each < 0 for each in position)
+    ):
         raise Refused(f"{INFO} has no position of `{entry.name}`")
     return tuple(position)
 
 
-def _joined_tensor(files: SourceFiles, name: str, chunks: Sequence[Chunk], dtypes: set[DType]) -> SourceTensor:
+def _joined_tensor(
+    files: SourceFiles, name: str, chunks: Sequence[Chunk], dtypes: set[DType]
+) -> SourceTensor:
     if len(dtypes) > 1:
         raise Refused(f"the slices of `{name}` have several dtypes")
     if len({len(chunk.sizes) for chunk in chunks}) > 1:
         raise Refused(f"the slices of `{name}` have several numbers of dimensions")
-    shape = tuple(max(chunk.offsets[dimension] + chunk.sizes[dimension] for chunk in chunks) for dimension in range(len(chunks[0].sizes)))
+    shape = tuple(
+        max(chunk.offsets[dimension] + chunk.sizes[dimension] for chunk in chunks)
+        for dimension in range(len(chunks[0].sizes))
+    )
     kept = without_replicas(chunks)
     if math.prod(shape) and (wrong := gap_or_overlap(shape, kept)) is not None:
         raise Refused(f"`{name}`: {wrong}")

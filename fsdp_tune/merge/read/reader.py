@@ -1,7 +1,8 @@
-"""What a source of tensors is: named tensors made of chunks, the location of each chunk's elements, and positional reads of them.
+"""What a source of tensors is: named tensors made of chunks, the location of each chunk's elements, and
+positional reads of them.
 
-Reads are exact and bounded, through descriptors that all threads share. The model's entries of a checkpoint are selected and mapped to
-its parameter names; docs/guide/merging.md has the table.
+Reads are exact and bounded, through descriptors that all threads share. The model's entries of a checkpoint
+are selected and mapped to its parameter names; docs/guide/merging.md has the table.
 """
 
 from __future__ import annotations
@@ -28,11 +29,25 @@ WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_or
 _OF_PEFT = re.compile(r"\.(lora_|modules_to_save\.|token_adapter\.)")
 MODEL_ROOTS = ("model", "state_dict", "module")
 OPTIMIZER_ROOTS = frozenset(
-    {f"{name}{end}" for name in ("optimizer", "optim", "opt") for end in ("", "s", "_state", "_states", "_state_dict")} - {"opt", "opts"}
+    {
+        f"{name}{end}"
+        for name in ("optimizer", "optim", "opt")
+        for end in ("", "s", "_state", "_states", "_state_dict")
+    }
+    - {"opt", "opts"}
 )
 _OPTIMIZER_VALUES = frozenset(
     {
-        *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_diff", "exp_inf", "momentum_buffer"),
+        *(
+            "exp_avg",
+            "exp_avg_sq",
+            "max_exp_avg_sq",
+            "exp_avg_sq_row",
+            "exp_avg_sq_col",
+            "exp_avg_diff",
+            "exp_inf",
+            "momentum_buffer",
+        ),
         *("square_avg", "grad_avg", "acc_delta", "master_param", "param_groups"),
     }
 )
@@ -53,20 +68,25 @@ OTHER_ROOTS = OPTIMIZER_ROOTS | frozenset(
 
 
 def optimizer_state(names: Sequence[str]) -> frozenset[str]:
-    """Return the names that are an optimizer's: under its key, or values of its state with what is next to them (`step`)."""
+    """Return the names that are an optimizer's: under its key, or values of its state with what is next to
+    them (`step`)."""
     parts = {name: name.split(".") for name in names}
     parents = {tuple(split[:-1]) for split in parts.values() if split[-1] in _OPTIMIZER_VALUES}
     return frozenset(
         name
         for name, split in parts.items()
-        if OPTIMIZER_ROOTS.intersection(split[:-1]) or "param_groups" in split or (len(split) > 1 and tuple(split[:-1]) in parents)
+        if OPTIMIZER_ROOTS.intersection(split[:-1])
+        or "param_groups" in split
+        or (len(split) > 1 and tuple(split[:-1]) in parents)
     )
 
 
 def model_names(keys: Sequence[str], planner_data: object, directory: str) -> dict[str, str]:
-    """{key of the checkpoint: the model's name}, in the order of the keys. Refused when two keys get one name.
+    """{key of the checkpoint: the model's name}, in the order of the keys. Refused when two keys get one
+    name.
 
-    `planner_data` is what DCP's default planner leaves: {key: path through the nested dictionaries that were saved}.
+    `planner_data` is what DCP's default planner leaves: {key: path through the nested dictionaries that were
+    saved}.
     """
     paths = _paths(keys, planner_data, directory)
     roots = {root for path in paths.values() if (root := _model_root(path))}
@@ -96,14 +116,18 @@ def _paths(keys: Sequence[str], planner_data: object, directory: str) -> dict[st
         if isinstance(path, tuple) and path:
             paths[key] = tuple(str(part) for part in path)
         elif directory.startswith("pytorch_model_fsdp") and key.startswith("model."):
-            paths[key] = ("model", key.removeprefix("model."))  # Accelerate saves {"model": …}, whichever planner wrote it
+            paths[key] = (
+                "model",
+                key.removeprefix("model."),
+            )  # Accelerate saves {"model": …}, whichever planner wrote it
         else:
             paths[key] = (key,)
     return paths
 
 
 def _model_root(path: tuple[str, ...]) -> tuple[str, ...] | None:
-    """`("app", "model", "norm.weight")` → `("app", "model")`; None for what lies flat or belongs to something else."""
+    """`("app", "model", "norm.weight")` → `("app", "model")`; None for what lies flat or belongs to something
+    else."""
     if path[0] in OTHER_ROOTS:
         return None
     for index, part in enumerate(path[:-1]):
@@ -127,9 +151,11 @@ _SAMPLES = 32
 
 
 class SourceFiles:
-    """Read positional ranges of the files of a checkpoint. Threads share descriptors, since `pread` needs no position.
+    """Read positional ranges of the files of a checkpoint. Threads share descriptors, since `pread` needs no
+    position.
 
-    At most `limit` files stay open in addition to those being read: a checkpoint of a thousand ranks has more files than a process
+    At most `limit` files stay open in addition to those being read: a checkpoint of a thousand ranks has more
+    files than a process
     may open. `is_vouched`: a manifest has digests of the files, so checksums inside them are not compared.
     """
 
@@ -162,7 +188,10 @@ class SourceFiles:
             except OSError as error:
                 raise unreadable(self.root / name, error.strerror or str(error)) from error
             if got == 0:
-                raise unreadable(self.root / name, f"it ends at byte {offset + done}, where {len(buffer) - done} more bytes are due")
+                raise unreadable(
+                    self.root / name,
+                    f"it ends at byte {offset + done}, where {len(buffer) - done} more bytes are due",
+                )
             done += got
 
     def drop_cached(self, name: str, offset: int, count: int) -> None:
@@ -180,15 +209,22 @@ class SourceFiles:
             )
         path = self.root / name
         try:
-            if (path.is_symlink() or "/" in name) and not path.resolve().is_relative_to(_owned_by(self.root.resolve())):
-                raise failed_error("merge-path-traversal", f"`{name}` is a link that leads out of the checkpoint", where=Where(str(path)))
+            if (path.is_symlink() or "/" in name) and not path.resolve().is_relative_to(
+                _owned_by(self.root.resolve())
+            ):
+                raise failed_error(
+                    "merge-path-traversal",
+                    f"`{name}` is a link that leads out of the checkpoint",
+                    where=Where(str(path)),
+                )
             return _File(open_descriptor(path))
         except FileNotFoundError as error:
             raise failed_error(
                 "merge-shard-missing",
                 f"the checkpoint needs `{name}`, which is not there",
                 where=Where(str(path)),
-                hint="copy the file from where the checkpoint was written, or merge another checkpoint with `--step N`",
+                hint="copy the file from where the checkpoint was written, or merge another checkpoint "
+                "with `--step N`",
             ) from error
         except OSError as error:
             raise unreadable(path, error.strerror or str(error)) from error
@@ -208,7 +244,8 @@ class _File:
 def is_cold(descriptor: int) -> bool:
     """Return whether most of a file is not in the page cache; False if the system cannot report it.
 
-    Reads at random positions, since the kernel fetches a page that was missing and a second call must not find it.
+    Reads at random positions, since the kernel fetches a page that was missing and a second call must not
+    find it.
     """
     if not hasattr(os, "RWF_NOWAIT"):
         return False
@@ -230,7 +267,8 @@ def advise(descriptor: int, offset: int, count: int, advice: str) -> None:
 
 
 def _owned_by(root: Path) -> Path:
-    """Return the directory that links may point into: a snapshot in the hub's cache links to the blobs of its repository."""
+    """Return the directory that links may point into: a snapshot in the hub's cache links to the blobs of its
+    repository."""
     repository = root.parent.parent
     return repository if root.parent.name == "snapshots" and (repository / "blobs").is_dir() else root
 
@@ -255,7 +293,8 @@ class ArchiveExtent:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPart:
-    """A box of what is stored at `place` with the shape `sizes`: its first element, and the dimensions that are kept, in their order."""
+    """A box of what is stored at `place` with the shape `sizes`: its first element, and the dimensions that
+    are kept, in their order."""
 
     place: ArchiveExtent | Extent | ChunkPart
     sizes: Shape
@@ -278,7 +317,8 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """One tensor of the model, in `files`. Its chunks cover it exactly: no gap, no overlap, replicas left out."""
+    """One tensor of the model, in `files`. Its chunks cover it exactly: no gap, no overlap, replicas left
+    out."""
 
     name: str
     dtype: DType
@@ -315,10 +355,11 @@ class EncodedTensor:
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """The update of a tensor by a LoRA adapter: scaling · b @ a, its transpose where `is_transposed`; without `a`, scaling · b.
+    """The update of a tensor by a LoRA adapter: scaling · b @ a, its transpose where `is_transposed`; without
+    `a`, scaling · b.
 
-    `a` is [rank, in], `b` is [out, rank]; the tensor is [out, in], or [in, out] where `is_transposed`. `magnitude` [out] is DoRA's:
-    each row of the sum is scaled to this length (arXiv:2402.09353, equation 5).
+    `a` is [rank, in], `b` is [out, rank]; the tensor is [out, in], or [in, out] where `is_transposed`.
+    `magnitude` [out] is DoRA's: each row of the sum is scaled to this length (arXiv:2402.09353, equation 5).
     """
 
     scaling: float
@@ -330,11 +371,12 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class LowRankOfExperts:
-    """The update of stacked matrices by one adapter for all of them (`ParamWrapper.get_delta_weight`, PEFT 0.21).
+    """The update of stacked matrices by one adapter for all of them (`ParamWrapper.get_delta_weight`, PEFT
+    0.21).
 
-    `a` is [experts · rank, in], `b` is [out, rank · experts]: expert e of the tensor [experts, out, in], or [experts, in, out] where
-    `is_transposed`, gets scaling · b[:, e::experts] @ a[e · rank : (e + 1) · rank]. `expert` is that of a tensor that holds one expert
-    alone, from `first_row` of its update.
+    `a` is [experts · rank, in], `b` is [out, rank · experts]: expert e of the tensor [experts, out, in], or
+    [experts, in, out] where `is_transposed`, gets scaling · b[:, e::experts] @ a[e · rank : (e + 1) · rank].
+    `expert` is that of a tensor that holds one expert alone, from `first_row` of its update.
     """
 
     scaling: float

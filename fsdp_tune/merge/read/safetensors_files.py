@@ -1,4 +1,5 @@
-"""Tensors of safetensors files, one or many behind an index; the headers are read by `core.tensors.file_formats`."""
+"""Tensors of safetensors files, one or many behind an index; the headers are read by
+`core.tensors.file_formats`."""
 
 from __future__ import annotations
 
@@ -14,9 +15,12 @@ _ITEM_BYTES = {name: dtype.item_bytes for name, dtype in OF_SAFETENSORS.items()}
 
 
 def read_header(files: SourceFiles, file: str) -> list[header.HeaderEntry]:
-    """Return the tensors of one file in the order of their bytes. Raises: FailedError for gaps, overlaps, duplicates and wrong sizes."""
+    """Return the tensors of one file in the order of their bytes. Raises: FailedError for gaps, overlaps,
+    duplicates and wrong sizes."""
     try:
-        found = header.read_header(lambda at, count: files.read(file, at, count), files.size_bytes(file), _ITEM_BYTES)
+        found = header.read_header(
+            lambda at, count: files.read(file, at, count), files.size_bytes(file), _ITEM_BYTES
+        )
     except header.DamagedHeader as error:
         raise _damaged_file(files, file, str(error)) from error
     if unknown := next((entry for entry in found if entry.dtype not in OF_SAFETENSORS), None):
@@ -24,11 +28,14 @@ def read_header(files: SourceFiles, file: str) -> list[header.HeaderEntry]:
     return found
 
 
-def read_safetensors(files: SourceFiles, first: str = SINGLE_NAME, *, may_lack: bool = False) -> list[SourceTensor]:
-    """Return the tensors of a file, or of the files of an index, whatever it lists for each of them, as loading does.
+def read_safetensors(
+    files: SourceFiles, first: str = SINGLE_NAME, *, may_lack: bool = False
+) -> list[SourceTensor]:
+    """Return the tensors of a file, or of the files of an index, whatever it lists for each of them, as
+    loading does.
 
-    `may_lack`: whether the index may list tensors that no file holds. Raises: FailedError for a tensor that several files hold, if the
-    index names none of them for it.
+    `may_lack`: whether the index may list tensors that no file holds. Raises: FailedError for a tensor that
+    several files hold, if the index names none of them for it.
     """
     if not is_index(first):
         return [_tensor(files, first, entry) for entry in read_header(files, first)]
@@ -37,12 +44,22 @@ def read_safetensors(files: SourceFiles, first: str = SINGLE_NAME, *, may_lack: 
     held = listed.holders({file: {entry.name for entry in found} for file, found in entries.items()})
     if twice := next((each for each in held.twice if each.listed is None), None):
         raise _damaged_file(
-            files, first, f"`{twice.name}` is in both `{twice.files[0]}` and `{twice.files[-1]}`, and it names neither for it"
+            files,
+            first,
+            f"`{twice.name}` is in both `{twice.files[0]}` and `{twice.files[-1]}`, and it names "
+            "neither for it",
         )
     if held.absent and not may_lack:
         name = held.absent[0]
-        raise _damaged_file(files, first, f"it and `{listed.weight_map[name]}` disagree about `{name}`, which no file holds")
-    return [_tensor(files, file, entry) for file, found in entries.items() for entry in found if held.files[entry.name] == file]
+        raise _damaged_file(
+            files, first, f"it and `{listed.weight_map[name]}` disagree about `{name}`, which no file holds"
+        )
+    return [
+        _tensor(files, file, entry)
+        for file, found in entries.items()
+        for entry in found
+        if held.files[entry.name] == file
+    ]
 
 
 def read_index(files: SourceFiles, index: str = INDEX_NAME) -> dict[str, str]:
@@ -55,7 +72,9 @@ def read_index(files: SourceFiles, index: str = INDEX_NAME) -> dict[str, str]:
     except UnusableIndexError as error:
         if error.leaves_directory:
             raise failed_error(
-                "merge-path-traversal", f"the index cannot be used: {error}", where=Where(str(files.root / index))
+                "merge-path-traversal",
+                f"the index cannot be used: {error}",
+                where=Where(str(files.root / index)),
             ) from error
         raise _damaged_file(files, index, str(error)) from error
 

@@ -1,4 +1,5 @@
-"""Read the options of Slurm that a batch script asks for in its `#SBATCH` lines, and the variables that Slurm sets from them."""
+"""Read the options of Slurm that a batch script asks for in its `#SBATCH` lines, and the variables that Slurm
+sets from them."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ _NAMES = {
 }
 """Short options of `sbatch`."""
 COMPONENTS = ("hetjob", "packjob")
-"""The line after which a heterogeneous job has the options of its next component, which are of other nodes."""
+"""The line after which a heterogeneous job has the options of its next component, which are of other
+nodes."""
 _GPUS = re.compile(r"(?:gpu:)?(?:[A-Za-z][\w.-]*:)?(\d+)")
 
 
@@ -42,7 +44,8 @@ class BatchOption(NamedTuple):
 
 
 def batch_options(text: str) -> dict[str, BatchOption]:
-    """Return the options of a script by their long names. Slurm reads them up to the first command; the last of one name counts.
+    """Return the options of a script by their long names. Slurm reads them up to the first command; the last
+    of one name counts.
 
     Those of a heterogeneous job are of its first component.
     """
@@ -64,7 +67,9 @@ def _options(text: str) -> Iterator[tuple[str, BatchOption]]:
             return
         while words:
             word = words.pop(0)
-            name, sign, value = word.partition("=") if word.startswith("--") else (word[:2], word[2:], word[2:])
+            name, sign, value = (
+                word.partition("=") if word.startswith("--") else (word[:2], word[2:], word[2:])
+            )
             takes = not sign and bool(words) and not words[0].startswith("-")
             found = words.pop(0) if takes else value
             name = name.lstrip("-")
@@ -94,7 +99,11 @@ def variables(options: dict[str, BatchOption]) -> dict[str, str]:
         "SLURM_CPUS_PER_TASK": cores and cores.value,
         "SLURM_NTASKS_PER_NODE": tasks and tasks.value,
     }
-    return {name: str(value) for name, value in found.items() if isinstance(value, int) and not isinstance(value, bool)}
+    return {
+        name: str(value)
+        for name, value in found.items()
+        if isinstance(value, int) and not isinstance(value, bool)
+    }
 
 
 def _gpus(value: object) -> int | None:

@@ -1,4 +1,5 @@
-"""Read the command that starts a trainer: the options of the program, those of its launcher, and the variables before both."""
+"""Read the command that starts a trainer: the options of the program, those of its launcher, and the
+variables before both."""
 
 from __future__ import annotations
 
@@ -23,7 +24,24 @@ _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _ASSIGNS = re.compile(r"[A-Za-z_]\w*=")
 _SETS = re.compile(r"\w+\.[\w.]+=")
 """A key of Hydra, `trainer.total_epochs=3`."""
-_SHELL = frozenset({"export", "set", "cd", "echo", "module", "source", "pip", "conda", "mkdir", "if", "fi", "then", "for", "done"})
+_SHELL = frozenset(
+    {
+        "export",
+        "set",
+        "cd",
+        "echo",
+        "module",
+        "source",
+        "pip",
+        "conda",
+        "mkdir",
+        "if",
+        "fi",
+        "then",
+        "for",
+        "done",
+    }
+)
 _TRAINING = ("sft", "pt", "train")
 COMMAND = "command"
 """Key under which the account has ms-swift's word for the method, where it is not `sft`."""
@@ -43,7 +61,9 @@ _OTHER_TRAINING = (
     "megatron",
     "knowledge_distillation",
 )
-_LAUNCHERS = frozenset({"accelerate", "torchrun", "deepspeed", "python", "python3", "uv", "srun", "mpirun", "nohup"})
+_LAUNCHERS = frozenset(
+    {"accelerate", "torchrun", "deepspeed", "python", "python3", "uv", "srun", "mpirun", "nohup"}
+)
 _PROGRAMS = {
     "trl": TRL,
     "axolotl": AXOLOTL,
@@ -58,22 +78,38 @@ _PROGRAMS = {
     "tuning.sft_trainer": FMS,
     "tune": TORCHTUNE,
 }
-_STARTERS = frozenset({"accelerate", "deepspeed", "trl", "axolotl", "megatron", "swift", "llamafactory-cli", "tune"})
+_STARTERS = frozenset(
+    {"accelerate", "deepspeed", "trl", "axolotl", "megatron", "swift", "llamafactory-cli", "tune"}
+)
 STARTS_EACH_RANK = ("srun", "mpirun")
-"""Launchers that start a program once for each rank, on all machines; the account has them as options if they start it directly."""
+"""Launchers that start a program once for each rank, on all machines; the account has them as options if they
+start it directly."""
 _TORCHTUNE_RECIPE = re.compile(r"^[\w/]+_(?:single_device|distributed)(?:\.py)?$")
 """The word after `tune run`, and after the options of torchrun between them."""
 _WRAPPERS = frozenset({"env", "nohup", "exec", "time", "command"})
 """Programs that run the command after them, with the same variables."""
 _SWIFT_MODULE = "swift.cli."
-_SWITCHES = frozenset({"multi_gpu", "standalone", "use_fsdp", "use_deepspeed", "no_python", "module", "m", "no_local_rank", "cpu"})
+_SWITCHES = frozenset(
+    {
+        "multi_gpu",
+        "standalone",
+        "use_fsdp",
+        "use_deepspeed",
+        "no_python",
+        "module",
+        "m",
+        "no_local_rank",
+        "cpu",
+    }
+)
 """Options of launchers that take no value, before the name of a script."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignCommand:
     words: list[str]
-    """The variables that it inherits, as assignments, and its words. Those that are not known are `Unexpanded`."""
+    """The variables that it inherits, as assignments, and its words. Those that are not known are
+    `Unexpanded`."""
     comments: list[str]
     """Lines of comment in the file before the command."""
     unread: list[str]
@@ -99,11 +135,17 @@ def command_in(text: str, known: Mapping[str, str] = MappingProxyType({})) -> Fo
     Raises: usage error for several.
     """
     script = ShellScript(text, known)
-    found = [(statement, _without_marks(script.words(statement))) for statement in script.statements if not statement.is_assignment]
+    found = [
+        (statement, _without_marks(script.words(statement)))
+        for statement in script.statements
+        if not statement.is_assignment
+    ]
     found = [
         (statement, words)
         for statement, words in found
-        if words and _is_program(words) and any(_may_train(word) for word in (*words, *_command_of_shell(words)[1].split()))
+        if words
+        and _is_program(words)
+        and any(_may_train(word) for word in (*words, *_command_of_shell(words)[1].split()))
     ]
     chosen = [each for each in found if _is_training(each[1])] or found
     if len(chosen) > 1:
@@ -123,16 +165,23 @@ def command_in(text: str, known: Mapping[str, str] = MappingProxyType({})) -> Fo
     own = {match[1] for word in words if (match := _VARIABLE.fullmatch(word))}
     variables = [_joined(f"{name}=", value) for name, value in inherited.items() if name not in own]
     written = functools.partial(script.written_file, statement=statement)
-    return ForeignCommand([*variables, *words], _comments_before(script, statement), unread, statement.line, written)
+    return ForeignCommand(
+        [*variables, *words], _comments_before(script, statement), unread, statement.line, written
+    )
 
 
 def _without_marks(words: list[str]) -> list[str]:
     """Return the words without the `@` with which a Makefile does not print a command."""
-    return [words[0][1:], *words[1:]] if words and words[0].startswith("@") and not isinstance(words[0], Unexpanded) else words
+    return (
+        [words[0][1:], *words[1:]]
+        if words and words[0].startswith("@") and not isinstance(words[0], Unexpanded)
+        else words
+    )
 
 
 def _check_end(script: ShellScript, statement: Statement, words: list[str]) -> None:
-    """Refuse a command whose options go on after its end, as after a comment between them, a space after `\\`, or `^` of Windows.
+    """Refuse a command whose options go on after its end, as after a comment between them, a space after
+    `\\`, or `^` of Windows.
 
     Raises: usage error.
     """
@@ -141,7 +190,10 @@ def _check_end(script: ShellScript, statement: Statement, words: list[str]) -> N
     if words[-1] in ("^", "`") or text.startswith("--"):
         line, option = (after[0].line, f"`{text}`") if after else (statement.line, "another line")
         message = f"line {line}: the command ends before {option}, which belongs to no command"
-        hint = "end each line of a command but the last with `\\`: without a space after it, and with no comment between the lines"
+        hint = (
+            "end each line of a command but the last with `\\`: without a space after it, and with no "
+            "comment between the lines"
+        )
         raise usage_error("unknown-foreign-file", message, hint=hint)
 
 
@@ -157,7 +209,9 @@ def _command_of_shell(words: list[str]) -> tuple[list[str], str]:
     return [], ""
 
 
-def _inside(before: list[str], text: str, script: ShellScript, statement: Statement, known: Mapping[str, str]) -> ForeignCommand | None:
+def _inside(
+    before: list[str], text: str, script: ShellScript, statement: Statement, known: Mapping[str, str]
+) -> ForeignCommand | None:
     """Return the command in the text of `bash -c`, with the launcher and the variables outside of it."""
     found = command_in(text, known)
     if found is None:
@@ -192,12 +246,19 @@ def _joined(before: str, value: str) -> str:
 
 
 def _without_loose_words(words: list[str]) -> tuple[list[str], list[str]]:
-    """Remove words that are not known and are the value of no option: each may be any options. Return a sentence for each, too."""
+    """Remove words that are not known and are the value of no option: each may be any options. Return a
+    sentence for each, too."""
     kept: list[str] = []
     unread: list[str] = []
     for word in words:
         is_value = bool(kept) and kept[-1].startswith("-") and "=" not in kept[-1]
-        if not isinstance(word, Unexpanded) or not kept or is_value or _ASSIGNS.match(word) or word.startswith("-"):
+        if (
+            not isinstance(word, Unexpanded)
+            or not kept
+            or is_value
+            or _ASSIGNS.match(word)
+            or word.startswith("-")
+        ):
             kept.append(word)
         else:
             unread.append(f"`{word}` of the command may be options: {word.why}; write what they set")
@@ -206,21 +267,44 @@ def _without_loose_words(words: list[str]) -> tuple[list[str], list[str]]:
 
 def _comments_before(script: ShellScript, statement: Statement) -> list[str]:
     lines = [(line, f"#{text}") for line, text in script.comments if line < statement.line]
-    return [text.lstrip("#").strip() for _, text in lines if not text.startswith(("#!", "#SBATCH")) and text.strip("# ")]
+    return [
+        text.lstrip("#").strip()
+        for _, text in lines
+        if not text.startswith(("#!", "#SBATCH")) and text.strip("# ")
+    ]
 
 
 def _check_method(words: list[str]) -> None:
-    """Refuse a command that trains by another method, since a recipe of its options would train something else. Raises: usage error."""
+    """Refuse a command that trains by another method, since a recipe of its options would train something
+    else. Raises: usage error."""
     rest = _without_variables(words)
     options = next((index for index, word in enumerate(rest) if word.startswith("--")), len(rest))
-    parts = [part for word in rest if "tune" in rest and _TORCHTUNE_RECIPE.search(word) for part in re.split(r"[_/]", word)]
+    parts = [
+        part
+        for word in rest
+        if "tune" in rest and _TORCHTUNE_RECIPE.search(word)
+        for part in re.split(r"[_/]", word)
+    ]
     scripts = [word.rpartition("/")[2].removesuffix(".py") for word in rest if word.endswith(".py")]
-    named = [*rest[:options], *scripts, *(f"{part}_distillation" if part == "knowledge" else part for part in parts)]
+    named = [
+        *rest[:options],
+        *scripts,
+        *(f"{part}_distillation" if part == "knowledge" else part for part in parts),
+    ]
     found = next(
-        (word for word in named if word in _OTHER_TRAINING or word.startswith(tuple(f"{name}_" for name in _OTHER_TRAINING))), None
+        (
+            word
+            for word in named
+            if word in _OTHER_TRAINING or word.startswith(tuple(f"{name}_" for name in _OTHER_TRAINING))
+        ),
+        None,
     )
     if found is not None:
-        raise usage_error("no-counterpart", f"the command trains by `{found}`, which this release does not have", hint=_IMPORTED)
+        raise usage_error(
+            "no-counterpart",
+            f"the command trains by `{found}`, which this release does not have",
+            hint=_IMPORTED,
+        )
     verb = _verb(rest)
     if verb is not None and verb not in _TRAINING:
         raise usage_error("no-counterpart", f"the command does not train, but runs `{verb}`", hint=_IMPORTED)
@@ -230,7 +314,8 @@ _IMPORTED = "only supervised fine-tuning and pre-training of causal language mod
 
 
 def _verb(words: Sequence[str]) -> str | None:
-    """Return what a command of a tool does: the word after its name, or the last part of its script or module."""
+    """Return what a command of a tool does: the word after its name, or the last part of its script or
+    module."""
     for word, after in zip(words, [*words[1:], ""], strict=True):
         name = word.rpartition("/")[2]
         if name in ("trl", "swift", "llamafactory-cli", "axolotl"):
@@ -255,7 +340,9 @@ def _is_training(words: list[str]) -> bool:
     others = (*_TRAINING, *_OTHER_TRAINING)
     if inner := _command_of_shell(words)[1]:
         return any(_is_training(ShellScript(inner).words(each)) for each in ShellScript(inner).statements)
-    return tool is not None and (tool == TORCHTUNE or any(word in others or word.endswith(".py") for word in words))
+    return tool is not None and (
+        tool == TORCHTUNE or any(word in others or word.endswith(".py") for word in words)
+    )
 
 
 def parse_command(words: list[str]) -> ParsedCommand:
@@ -273,7 +360,9 @@ def parse_command(words: list[str]) -> ParsedCommand:
         environment[name] = value if isinstance(value, Unexpanded) or str(value) == text else text
     start, tool = _program(words)
     launcher = _options(words[1:start], is_launcher=True)
-    if starter(words) == "python" and (of_slurm := next((word for word in words[:start] if word in STARTS_EACH_RANK), None)):
+    if starter(words) == "python" and (
+        of_slurm := next((word for word in words[:start] if word in STARTS_EACH_RANK), None)
+    ):
         launcher[of_slurm] = True
     if launcher:
         values[LAUNCHER] = launcher
@@ -283,11 +372,14 @@ def parse_command(words: list[str]) -> ParsedCommand:
         values[COMMAND] = "pt"
     if tool == TORCHTUNE:
         return ParsedCommand(values | _torchtune_options(words[start + 1 :]), tool)
-    return ParsedCommand(values | _without_negations(_options(words[start + 1 :], is_launcher=False), tool), tool)
+    return ParsedCommand(
+        values | _without_negations(_options(words[start + 1 :], is_launcher=False), tool), tool
+    )
 
 
 def starter(words: list[str]) -> str:
-    """Return what starts the ranks of a command: "torchrun", another launcher or the tool's own, or "python" if each is started alone."""
+    """Return what starts the ranks of a command: "torchrun", another launcher or the tool's own, or "python"
+    if each is started alone."""
     _, words = _variables_of(words)
     names = [word.rpartition("/")[2] for word in words[: _program(words)[0] + 1]]
     if any(name == "torchrun" or name.startswith("torch.distributed.") for name in names):
@@ -296,17 +388,25 @@ def starter(words: list[str]) -> str:
 
 
 def _without_negations(options: dict[str, object], tool: str | None) -> dict[str, object]:
-    """Return the options with `--no_NAME` as `NAME: false`, which HfArgumentParser has for each key that is true by default."""
+    """Return the options with `--no_NAME` as `NAME: false`, which HfArgumentParser has for each key that is
+    true by default."""
     negations = {
         name: name[3:]
         for name, value in options.items()
-        if name.startswith("no_") and value is True and name[3:] not in options and is_default_of(tool or "", name[3:], True)
+        if name.startswith("no_")
+        and value is True
+        and name[3:] not in options
+        and is_default_of(tool or "", name[3:], True)
     }
-    return {negations.get(name, name): value if name not in negations else False for name, value in options.items()}
+    return {
+        negations.get(name, name): value if name not in negations else False
+        for name, value in options.items()
+    }
 
 
 def _torchtune_options(words: list[str]) -> dict[str, object]:
-    """Return the words after the recipe's name in `tune run`: `--config FILE`, and `key.inner=value` as in OmegaConf.
+    """Return the words after the recipe's name in `tune run`: `--config FILE`, and `key.inner=value` as in
+    OmegaConf.
 
     Raises: usage error for a key that is given twice.
     """
@@ -329,7 +429,9 @@ def _program(words: list[str]) -> tuple[int, str | None]:
     """Return the position of the last word before the options of the program, and the tool by its name."""
     tool = None
     position = 0
-    if (recipe := next((at for at, word in enumerate(words) if _TORCHTUNE_RECIPE.search(word)), None)) is not None and "tune" in words:
+    if (
+        recipe := next((at for at, word in enumerate(words) if _TORCHTUNE_RECIPE.search(word)), None)
+    ) is not None and "tune" in words:
         return recipe, TORCHTUNE
     for index, word in enumerate(words):
         name = word.rpartition("/")[2]
@@ -346,10 +448,12 @@ def _program(words: list[str]) -> tuple[int, str | None]:
 
 
 def _options(words: list[str], *, is_launcher: bool) -> dict[str, object]:
-    """Return the options: `--name value`, `--name=value`, `--name a b`, `--name` alone, which is true, and `name=value` of a program.
+    """Return the options: `--name value`, `--name=value`, `--name a b`, `--name` alone, which is true, and
+    `name=value` of a program.
 
-    The other words that are no value of an option are left out, except a file of options, as `llamafactory-cli train FILE` takes it.
-    `--` ends the values of an option. An option of a launcher has one value at most.
+    The other words that are no value of an option are left out, except a file of options, as
+    `llamafactory-cli train FILE` takes it. `--` ends the values of an option. An option of a launcher has one
+    value at most.
 
     Raises: usage error for an option that is given twice.
     """
@@ -375,7 +479,9 @@ def _options(words: list[str], *, is_launcher: bool) -> dict[str, object]:
         elif not is_launcher and word.endswith((".yaml", ".yml", ".json")):
             _refuse_second("config", values, "config")
             values["config"] = [word]
-    return {name: True if not parts else parts[0] if len(parts) == 1 else parts for name, parts in values.items()}
+    return {
+        name: True if not parts else parts[0] if len(parts) == 1 else parts for name, parts in values.items()
+    }
 
 
 def _refuse_second(name: str, values: Mapping[str, object], shown: str) -> None:

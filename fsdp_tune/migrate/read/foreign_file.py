@@ -1,4 +1,5 @@
-"""Read the configuration of another tool, with lines and comments: YAML, JSON, TOML, or the command that starts it."""
+"""Read the configuration of another tool, with lines and comments: YAML, JSON, TOML, or the command that
+starts it."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ _PLACEHOLDER = re.compile(r"\$\{[^{}]*\}|\$[A-Za-z_]\w*$")
 """Text that a tool, or the shell, replaces before it is a value."""
 _YAML = (".yaml", ".yml")
 SBATCH, MANIFEST = "sbatch", "manifest"
-"""Keys under which the options of Slurm, and what the manifest of a container engine says of the launch, are in the account."""
+"""Keys under which the options of Slurm, and what the manifest of a container engine says of the launch, are
+in the account."""
 
 
 @dataclass(slots=True)
@@ -49,23 +51,36 @@ class ForeignFile:
     unread: Sequence[str] = ()
     """Parts of a script that are not among the values, one sentence each."""
     named: Path | None = None
-    """The file of options that it names, whose keys are among the values; those that the file has too are under `config`."""
+    """The file of options that it names, whose keys are among the values; those that the file has too are
+    under `config`."""
     written_file: Callable[[str], str | None] = lambda _: None
     """Returns the text of a file that the script itself writes before its command; None if it does not."""
 
 
 def read_foreign(path: Path, tool: str | None = None) -> ForeignFile:
-    """Read a file, and recognise its tool unless it is given. Raises: FsdpTuneError if it has no keys, or those of no tool."""
-    notebook = shell_script(code_cells(read_text(path, most_bytes=MOST_BYTES), path)) if path.suffix == ".ipynb" else ""
+    """Read a file, and recognise its tool unless it is given. Raises: FsdpTuneError if it has no keys, or
+    those of no tool."""
+    notebook = (
+        shell_script(code_cells(read_text(path, most_bytes=MOST_BYTES), path))
+        if path.suffix == ".ipynb"
+        else ""
+    )
     command = command_in(notebook) if notebook else None
     options: dict[str, BatchOption] = {}
     is_command = command is not None and parse_command(command.words).tool is not None
     if path.suffix in SCRIPTS and not is_command:
         if tool not in (None, UNSLOTH):
             hint = "name the file of its options, or the script with its command"
-            raise usage_error("unknown-foreign-file", f"a Python file is not a configuration of {tool}", hint=hint, where=Where(str(path)))
+            raise usage_error(
+                "unknown-foreign-file",
+                f"a Python file is not a configuration of {tool}",
+                hint=hint,
+                where=Where(str(path)),
+            )
         script = read_script(read_text(path, most_bytes=MOST_BYTES), path)
-        return ForeignFile(path, UNSLOTH, script.values, script.lines, {}, script.beside, script.computed, script.unread)
+        return ForeignFile(
+            path, UNSLOTH, script.values, script.lines, {}, script.beside, script.computed, script.unread
+        )
     text = notebook or read_text(path)
     if not notebook and path.suffix not in (*_YAML, ".json", ".toml"):
         command = command_in(text, variables(options := batch_options(text)))
@@ -75,10 +90,22 @@ def read_foreign(path: Path, tool: str | None = None) -> ForeignFile:
     if command is not None:
         values, named = parse_command(command.words)
         above: dict[KeyPath, list[str]] = {(): command.comments}
-        values |= {MANIFEST: machines} if manifest is not None and (machines := _machines(manifest, command)) else {}
+        values |= (
+            {MANIFEST: machines}
+            if manifest is not None and (machines := _machines(manifest, command))
+            else {}
+        )
         values |= {SBATCH: {name: option.value for name, option in options.items()}} if options else {}
         lines: dict[KeyPath, int] = {(SBATCH, name): option.line for name, option in options.items()}
-        found = ForeignFile(path, tool or named or "", values, lines, above, unread=command.unread, written_file=command.written_file)
+        found = ForeignFile(
+            path,
+            tool or named or "",
+            values,
+            lines,
+            above,
+            unread=command.unread,
+            written_file=command.written_file,
+        )
     elif path.suffix == ".json":
         found = ForeignFile(path, tool or "", _json(text, path))
     elif path.suffix == ".toml":
@@ -92,8 +119,16 @@ def read_foreign(path: Path, tool: str | None = None) -> ForeignFile:
     found.tool = found.tool or tool_of(found.values) or ""
     if not found.tool:
         names = ", ".join(OPTION_NAMES)
-        message = f"this is not recognised as the configuration of another trainer; keys that identify one: {tried(found.values)}"
-        raise usage_error("unknown-foreign-file", message, hint=f"name the tool with `--from`: {names}", where=Where(str(path)))
+        message = (
+            "this is not recognised as the configuration of another trainer; keys that identify one: "
+            f"{tried(found.values)}"
+        )
+        raise usage_error(
+            "unknown-foreign-file",
+            message,
+            hint=f"name the tool with `--from`: {names}",
+            where=Where(str(path)),
+        )
     return found
 
 
@@ -106,26 +141,36 @@ def _manifest(text: str, path: Path) -> JobManifest | None:
 
 def _nothing_to_import(manifest: JobManifest, path: Path) -> FsdpTuneError:
     """Return the error of a manifest whose containers start no trainer."""
-    message = f"this is a manifest for {manifest.engine}, and none of its commands starts a trainer with options that can be read"
+    message = (
+        f"this is a manifest for {manifest.engine}, and none of its commands starts a trainer with "
+        "options that can be read"
+    )
     way = f"; `{manifest.way} RECIPE` writes such a manifest" if manifest.way else ""
     hint = f"import the script or the configuration that its command names{way}"
     return usage_error("unknown-foreign-file", message, hint=hint, where=Where(str(path)))
 
 
 def take_unexpanded(values: dict[str, object]) -> dict[KeyPath, str]:
-    """Return why each key has no known value whose text the shell or the tool replaces; `values` then have it as plain text."""
+    """Return why each key has no known value whose text the shell or the tool replaces; `values` then have it
+    as plain text."""
     return dict(_unexpanded(values, ()))
 
 
 def _unexpanded(value: dict[str, Any] | list[Any], path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
-    pairs = cast("list[tuple[Any, Any]]", list(value.items() if isinstance(value, dict) else enumerate(value)))
+    pairs = cast(
+        "list[tuple[Any, Any]]", list(value.items() if isinstance(value, dict) else enumerate(value))
+    )
     is_leaf = isinstance(value, list) and not any(isinstance(item, dict | list) for _, item in pairs)
     for name, inner in pairs:
         place = path if is_leaf else (*path, name)
         if isinstance(inner, Unexpanded):
             yield place, f"{inner.why}: write its value"
             value[name] = str.__str__(inner)
-        elif isinstance(inner, str) and _PLACEHOLDER.search(inner) and not _IS_TEXT.search(str(place[-1] if place else "")):
+        elif (
+            isinstance(inner, str)
+            and _PLACEHOLDER.search(inner)
+            and not _IS_TEXT.search(str(place[-1] if place else ""))
+        ):
             yield place, f"`{inner}` is replaced by the tool or its environment: write its value"
         elif isinstance(inner, dict | list):
             yield from _unexpanded(cast("dict[str, object] | list[object]", inner), place)
@@ -145,7 +190,8 @@ class NamedFile(NamedTuple):
 def named_values(found: ForeignFile, name: object) -> NamedFile | None:
     """Return the place and the values of a YAML or JSON file that another one names; None if it is not here.
 
-    A script may write it; otherwise the name is relative to the script's directory, to one of those above, or to this one.
+    A script may write it; otherwise the name is relative to the script's directory, to one of those above, or
+    to this one.
     Raises: FsdpTuneError for a file that cannot be read.
     """
     if not isinstance(name, str) or Path(name).suffix not in (*_YAML, ".json"):
@@ -153,27 +199,36 @@ def named_values(found: ForeignFile, name: object) -> NamedFile | None:
     if (text := found.written_file(name)) is not None:
         return NamedFile(found.path, _values_of(text, found.path, Path(name).suffix))
     directory = found.path.parent
-    places = [directory / name, Path(name), *(above / name for above in list(directory.resolve().parents)[:3])]
+    places = [
+        directory / name,
+        Path(name),
+        *(above / name for above in list(directory.resolve().parents)[:3]),
+    ]
     place = next((place for place in places if place.is_file()), None)
     return None if place is None else NamedFile(place, read_mapping(place))
 
 
 def _take_named_file(found: ForeignFile) -> None:
-    """Put the keys of the file of options that a command names beside its own, which come first: rules read one from another."""
+    """Put the keys of the file of options that a command names beside its own, which come first: rules read
+    one from another."""
     name = found.values.get("config")
     named = named_values(found, name)
     if named is None:
         return
     found.named, inner = named
     if found.tool == TORCHTUNE:
-        found.values = {"config": name, **_with_dotted(inner, {key: value for key, value in found.values.items() if key != "config"})}
+        found.values = {
+            "config": name,
+            **_with_dotted(inner, {key: value for key, value in found.values.items() if key != "config"}),
+        }
         return
     hidden = {key: value for key, value in inner.items() if key in found.values}
     found.values = {**inner, **found.values, "config": hidden or name}
 
 
 def _with_dotted(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, object]:
-    """Return values with those of `key.inner=value`; a text in the place of a component is its name, as torchtune reads it."""
+    """Return values with those of `key.inner=value`; a text in the place of a component is its name, as
+    torchtune reads it."""
     values = copy.deepcopy(values)
     for name, value in changes.items():
         *sections, last = name.split(".")
@@ -204,7 +259,12 @@ def _json(text: str, path: Path) -> dict[str, object]:
     def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
         names = [name for name, _ in pairs]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            raise usage_error("duplicate-key", f"`{twice}` is written twice", hint="keep one of them", where=Where(str(path)))
+            raise usage_error(
+                "duplicate-key",
+                f"`{twice}` is written twice",
+                hint="keep one of them",
+                where=Where(str(path)),
+            )
         return dict(pairs)
 
     try:
@@ -240,14 +300,24 @@ def _yaml(text: str, path: Path, tool: str) -> ForeignFile:
 
 
 def _machines(manifest: JobManifest, command: ForeignCommand) -> dict[str, int]:
-    """Return the machines that run a command, under the key that says whether they train as one, and the ranks of each."""
+    """Return the machines that run a command, under the key that says whether they train as one, and the
+    ranks of each."""
     containers, started_by = manifest.containers_at(command.line), starter(command.words)
-    found = {"machines" if started_by in manifest.joined else "nodes": containers.machines} if containers.machines > 1 else {}
-    return found | ({"processes": containers.processes} if started_by == "torchrun" and containers.processes is not None else {})
+    found = (
+        {"machines" if started_by in manifest.joined else "nodes": containers.machines}
+        if containers.machines > 1
+        else {}
+    )
+    return found | (
+        {"processes": containers.processes}
+        if started_by == "torchrun" and containers.processes is not None
+        else {}
+    )
 
 
 def _value(node: Node) -> object:
-    """Return a node as values. Other tools read YAML 1.1, in which `yes` is a boolean and `1_000` a number."""
+    """Return a node as values. Other tools read YAML 1.1, in which `yes` is a boolean and `1_000` a
+    number."""
     if isinstance(node, MappingNode):
         return {key: _value(entry.node) for key, entry in node.entries.items()}
     if isinstance(node, ListNode):
@@ -277,7 +347,8 @@ END = ""
 
 
 def _comments(text: str, lines: Mapping[KeyPath, int]) -> tuple[dict[KeyPath, list[str]], dict[KeyPath, str]]:
-    """Return the comments above and beside each key: the outermost one of a line. Those before the first key belong to the file, ()."""
+    """Return the comments above and beside each key: the outermost one of a line. Those before the first key
+    belong to the file, ()."""
     by_line: dict[int, KeyPath] = {}
     for path, line in sorted(lines.items(), key=lambda item: len(item[0])):
         by_line.setdefault(line, path)

@@ -1,4 +1,5 @@
-"""Read the manifest of a container engine as the shell script that its containers run, with the variables that it sets."""
+"""Read the manifest of a container engine as the shell script that its containers run, with the variables
+that it sets."""
 
 from __future__ import annotations
 
@@ -14,12 +15,18 @@ from fsdp_tune.recipe.read.yaml_source import compose_all, plain_value
 _BEGINS = re.compile(r"^(?:apiVersion|services|run|commands)\s*:", re.MULTILINE)
 """Without such a line at the margin, a file is not parsed a second time."""
 _KUBERNETES = re.compile(rf"\$(?:\$|\((?P<name>{NAME})\))")
-"""A `$$`, or a variable as Kubernetes replaces it in a command and in values of variables, also outside of a shell."""
+"""A `$$`, or a variable as Kubernetes replaces it in a command and in values of variables, also outside of a
+shell."""
 _COMPOSE = re.compile(rf"\$(?:\$|\{{(?P<inner>(?P<name>{NAME})[^{{}}]*)\}}|(?P<bare>{NAME}))")
 """A `$$`, or a variable of the host or of `.env` that Docker Compose replaces anywhere in its file."""
 _OF_SKYPILOT = frozenset({"resources", "setup", "num_nodes", "file_mounts", "workdir", "envs"})
-_JOINED = {"PyTorchJob": frozenset({"torchrun", "python"}), "TrainJob": frozenset({"torchrun", "python"}), "MPIJob": frozenset({"python"})}
-"""Kinds that give torchrun the number of machines (`PET_NNODES`) or start each rank of a program, by what starts ranks."""
+_JOINED = {
+    "PyTorchJob": frozenset({"torchrun", "python"}),
+    "TrainJob": frozenset({"torchrun", "python"}),
+    "MPIJob": frozenset({"python"}),
+}
+"""Kinds that give torchrun the number of machines (`PET_NNODES`) or start each rank of a program, by what
+starts ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +36,8 @@ class Containers:
     script: str
     machines: int = 1
     processes: int | None = None
-    """Ranks of each that the engine gives torchrun (`PET_NPROC_PER_NODE`); None if the manifest does not have them."""
+    """Ranks of each that the engine gives torchrun (`PET_NPROC_PER_NODE`); None if the manifest does not have
+    them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +50,8 @@ class JobManifest:
     known: Mapping[str, str] = field(default_factory=dict[str, str])
     """Variables that the engine sets, where the manifest gives their values."""
     joined: frozenset[str] = frozenset()
-    """What starts ranks (`command_line.starter`) as one training on all machines without an option; others need the number."""
+    """What starts ranks (`command_line.starter`) as one training on all machines without an option; others
+    need the number."""
 
     @property
     def script(self) -> str:
@@ -59,7 +68,8 @@ class JobManifest:
 
 
 def manifest_in(text: str, source: str = "") -> JobManifest | None:
-    """Return the manifest in a YAML file; None for a file that is not one. Raises: FsdpTuneError for text that has no tree."""
+    """Return the manifest in a YAML file; None for a file that is not one. Raises: FsdpTuneError for text
+    that has no tree."""
     if _BEGINS.search(text) is None:
         return None
     documents = [as_mapping(plain_value(node)) for node in compose_all(text, source)]
@@ -72,7 +82,9 @@ def manifest_in(text: str, source: str = "") -> JobManifest | None:
         return _dstack(values)
     if is_mapping(values.get("services")):
         scripts = [_of_service(as_mapping(each)) for each in as_mapping(values["services"]).values()]
-        return JobManifest("Docker Compose", "", tuple(Containers(script) for script in dict.fromkeys(scripts) if script))
+        return JobManifest(
+            "Docker Compose", "", tuple(Containers(script) for script in dict.fromkeys(scripts) if script)
+        )
     return None
 
 
@@ -86,7 +98,11 @@ def _variables(variables: object) -> dict[str, str | None]:
         name, _, value = str(each).partition("=")
         pairs.append((each.get("name"), each.get("value")) if is_mapping(each) else (name, value))
     return {
-        str(name): None if value in (None, "") else str(value).lower() if isinstance(value, bool) else str(value)
+        str(name): None
+        if value in (None, "")
+        else str(value).lower()
+        if isinstance(value, bool)
+        else str(value)
         for name, value in pairs
         if re.fullmatch(NAME, str(name))
     }
@@ -94,7 +110,9 @@ def _variables(variables: object) -> dict[str, str | None]:
 
 def _exported(variables: Mapping[str, str | None], quote: Callable[[str], str] = shlex.quote) -> str:
     """Return lines that export the variables that have a value."""
-    return "".join(f"export {name}={quote(value)}\n" for name, value in variables.items() if value is not None)
+    return "".join(
+        f"export {name}={quote(value)}\n" for name, value in variables.items() if value is not None
+    )
 
 
 def _count(value: object) -> int:
@@ -106,7 +124,8 @@ def _count(value: object) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Replaced:
-    """How an engine replaces variables in its manifest: a `$$` is a `$`, and a match is what `expansion` returns, in the shell's words."""
+    """How an engine replaces variables in its manifest: a `$$` is a `$`, and a match is what `expansion`
+    returns, in the shell's words."""
 
     pattern: re.Pattern[str]
     expansion: Callable[[re.Match[str]], str]
@@ -116,7 +135,8 @@ class _Replaced:
         return self.pattern.sub(lambda match: "$" if match[0] == "$$" else self.expansion(match), text)
 
     def word(self, text: str) -> str:
-        """Return a word that no shell reads as the shell would read it: its own text in quotes, with the variables expanded."""
+        """Return a word that no shell reads as the shell would read it: its own text in quotes, with the
+        variables expanded."""
         parts, literal, at = "", "", 0
         for match in self.pattern.finditer(text):
             literal += text[at : match.start()]
@@ -150,28 +170,39 @@ def _kubernetes(documents: list[dict[str, object]]) -> JobManifest:
         groups.setdefault(script, []).append((variables, machines))
         processes.setdefault(script, set()).add(_processes(container, document))
     totals = [sum(machines for _, machines in group) for group in groups.values()]
-    totals = [max(totals)] * len(totals) if "MPIJob" in kinds else totals  # the launcher starts ranks on the workers
+    totals = (
+        [max(totals)] * len(totals) if "MPIJob" in kinds else totals
+    )  # the launcher starts ranks on the workers
     containers = [
-        Containers(_common_variables([variables for variables, _ in group]) + script, total, _only(processes[script]))
+        Containers(
+            _common_variables([variables for variables, _ in group]) + script, total, _only(processes[script])
+        )
         for (script, group), total in zip(groups.items(), totals, strict=True)
     ]
     name = f"Kubernetes {' and '.join(kinds or [str(documents[0].get('kind'))])}"
-    sizes = {size for document in documents if (size := as_mapping(as_mapping(document.get("spec")).get(_GROUP)).get("size"))}
+    sizes = {
+        size
+        for document in documents
+        if (size := as_mapping(as_mapping(document.get("spec")).get(_GROUP)).get("size"))
+    }
     known = _known(LWS_GROUP_SIZE=_count(sizes.pop())) if len(sizes) == 1 else {}
     joined = _JOINED.get(next(iter(kinds)), frozenset[str]()) if len(kinds) == 1 else frozenset[str]()
     return JobManifest(name, "fsdp-tune submit kubernetes", tuple(containers), known, joined)
 
 
 def _only(values: set[int | None]) -> int | None:
-    """Return the ranks of containers with the same commands; None if they differ, since the import asks for them then."""
+    """Return the ranks of containers with the same commands; None if they differ, since the import asks for
+    them then."""
     return next(iter(values)) if len(values) == 1 else None
 
 
 def _processes(container: Mapping[str, object], document: Mapping[str, object]) -> int | None:
-    """Return the ranks of a pod that Kubeflow gives torchrun: `numProcPerNode` of a TrainJob, `nprocPerNode` of a PyTorchJob.
+    """Return the ranks of a pod that Kubeflow gives torchrun: `numProcPerNode` of a TrainJob, `nprocPerNode`
+    of a PyTorchJob.
 
-    Either may be `auto` or `gpu`, which torchrun takes for the GPUs of the pod. Without either, the operator of a PyTorchJob writes that of
-    its `elasticPolicy` or `auto` (`SetDefaults_PyTorchJob` of Kubeflow's training-operator), and a TrainJob has that of its runtime.
+    Either may be `auto` or `gpu`, which torchrun takes for the GPUs of the pod. Without either, the operator
+    of a PyTorchJob writes that of its `elasticPolicy` or `auto` (`SetDefaults_PyTorchJob` of Kubeflow's
+    training-operator), and a TrainJob has that of its runtime.
     """
     spec = as_mapping(document.get("spec"))
     written = container.get("numProcPerNode", spec.get("nprocPerNode"))
@@ -180,17 +211,28 @@ def _processes(container: Mapping[str, object], document: Mapping[str, object]) 
     if str(written).isdecimal():
         return int(str(written))
     resources = as_mapping(container.get("resourcesPerNode") or container.get("resources"))
-    gpus = next((amounts[name] for amounts in map(as_mapping, resources.values()) for name in amounts if str(name).endswith("/gpu")), None)
+    gpus = next(
+        (
+            amounts[name]
+            for amounts in map(as_mapping, resources.values())
+            for name in amounts
+            if str(name).endswith("/gpu")
+        ),
+        None,
+    )
     return int(str(gpus)) if written in ("auto", "gpu") and str(gpus).isdecimal() else None
 
 
 def _of_kubernetes(variables: Mapping[str, object]) -> _Replaced:
     """Variables that a container does not have stay as they are: `$(hostname)` is of the shell."""
-    return _Replaced(_KUBERNETES, lambda match: f"${{{match['name']}}}" if match["name"] in variables else match[0])
+    return _Replaced(
+        _KUBERNETES, lambda match: f"${{{match['name']}}}" if match["name"] in variables else match[0]
+    )
 
 
 def _common_variables(of_each: list[dict[str, str | None]]) -> str:
-    """Return lines that export the variables of containers with the same commands; one whose values differ has none."""
+    """Return lines that export the variables of containers with the same commands; one whose values differ
+    has none."""
     lines = ""
     for name in dict.fromkeys(name for variables in of_each for name in variables):
         values = {variables.get(name) for variables in of_each}
@@ -205,7 +247,8 @@ _GROUP = "leaderWorkerTemplate"
 
 
 def _containers(value: object, machines: int) -> Iterator[tuple[dict[str, object], int]]:
-    """Yield the containers below a part of a manifest, each with how many of it run at once in one training."""
+    """Yield the containers below a part of a manifest, each with how many of it run at once in one
+    training."""
     if is_list(value):
         for item in value:
             yield from _containers(item, machines)
@@ -226,16 +269,23 @@ def _containers(value: object, machines: int) -> Iterator[tuple[dict[str, object
 
 
 def _of_service(service: dict[str, object]) -> str:
-    """Return the command of a service of Docker Compose. A text is split into words, and only `$$` is a `$` of the container."""
+    """Return the command of a service of Docker Compose. A text is split into words, and only `$$` is a `$`
+    of the container."""
     words: list[str] = []
     for each in (service.get(name) for name in ("entrypoint", "command")):
-        words += _split(each) if isinstance(each, str) else [str(word) for word in as_list(each) if word is not None]
+        words += (
+            _split(each)
+            if isinstance(each, str)
+            else [str(word) for word in as_list(each) if word is not None]
+        )
     variables = _variables(service.get("environment"))
 
     def of_the_host(match: re.Match[str]) -> str:
         name = match["name"] or match["bare"]
         is_bound = name in variables or any(re.search(rf"\b{name}=", word) for word in words)
-        return f"${{{name}?}}" if is_bound else f"${{{match['inner'] or name}}}"  # the container's value is another one
+        return (
+            f"${{{name}?}}" if is_bound else f"${{{match['inner'] or name}}}"
+        )  # the container's value is another one
 
     replaced = _Replaced(_COMPOSE, of_the_host)
     return _exported(variables, replaced.word) + replaced.command(words) if words else ""
@@ -259,7 +309,9 @@ def _skypilot(values: dict[str, object]) -> JobManifest:
 def _dstack(values: dict[str, object]) -> JobManifest:
     machines = _count(values.get("nodes"))
     gpus = _gpus(as_mapping(values.get("resources")).get("gpu"))
-    known = _known(DSTACK_NODES_NUM=machines, DSTACK_GPUS_PER_NODE=gpus, DSTACK_GPUS_NUM=gpus and gpus * machines)
+    known = _known(
+        DSTACK_NODES_NUM=machines, DSTACK_GPUS_PER_NODE=gpus, DSTACK_GPUS_NUM=gpus and gpus * machines
+    )
     commands = "\n".join(str(each) for each in as_list(values["commands"]))
     script = f"{_exported(_variables(values.get('env')))}{commands}"
     return JobManifest("dstack", "fsdp-tune submit dstack", (Containers(script, machines),), known)
@@ -270,11 +322,18 @@ def _known(**values: int | None) -> dict[str, str]:
 
 
 def _gpus(value: object) -> int | None:
-    """Return the GPUs of a machine in `H100:8`, `{H100: 8}`, `{name: H100, count: 8}` or `8`; None for a range."""
+    """Return the GPUs of a machine in `H100:8`, `{H100: 8}`, `{name: H100, count: 8}` or `8`; None for a
+    range."""
     if is_mapping(value):
         found = value.get("count", next(iter(value.values()), None) if len(value) == 1 else None)
         return found if isinstance(found, int) else None
     if isinstance(value, int):
         return value
     match = re.fullmatch(r"(?:[^:]*:)?(?:\d+GB:)?(\d+)", str(value))
-    return int(match[1]) if match else 1 if isinstance(value, str) and re.fullmatch(r"[A-Za-z][\w-]*", value) else None
+    return (
+        int(match[1])
+        if match
+        else 1
+        if isinstance(value, str) and re.fullmatch(r"[A-Za-z][\w-]*", value)
+        else None
+    )

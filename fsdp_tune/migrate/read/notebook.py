@@ -25,14 +25,18 @@ def code_cells(text: str, path: Path) -> list[str]:
         cells = json.loads(text)["cells"]
         code = [cell["source"] for cell in cells if cell["cell_type"] == "code"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise usage_error("yaml-syntax", "the file is not a notebook: it has no `cells`", where=Where(str(path))) from error
+        raise usage_error(
+            "yaml-syntax", "the file is not a notebook: it has no `cells`", where=Where(str(path))
+        ) from error
     return [source if isinstance(source, str) else "".join(source) for source in code]
 
 
 def shell_script(cells: list[str]) -> str:
-    """Return the `!` lines, the cells of the shell and the files that cells write as one shell script, in their order.
+    """Return the `!` lines, the cells of the shell and the files that cells write as one shell script, in
+    their order.
 
-    Each command has a shell of its own, so its variables end with it. A name that Python binds has no value in the script.
+    Each command has a shell of its own, so its variables end with it. A name that Python binds has no value
+    in the script.
     """
     return "".join(line for cell in cells for line in _script_of(cell))
 

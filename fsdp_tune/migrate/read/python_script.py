@@ -1,4 +1,5 @@
-"""Read the arguments of a training script or notebook of unsloth from its syntax tree; nothing of it is run."""
+"""Read the arguments of a training script or notebook of unsloth from its syntax tree; nothing of it is
+run."""
 
 from __future__ import annotations
 
@@ -67,7 +68,9 @@ _POSITIONAL: dict[str, tuple[str, ...]] = {
 _MODELS = ("FastLanguageModel", "FastModel")
 
 
-_OTHER_TRAINING = re.compile(r"(?:DPO|ORPO|KTO|GRPO|PPO|CPO|Reward|RLOO)(?:Trainer|Config)|FastVisionModel|FastSentenceTransformer")
+_OTHER_TRAINING = re.compile(
+    r"(?:DPO|ORPO|KTO|GRPO|PPO|CPO|Reward|RLOO)(?:Trainer|Config)|FastVisionModel|FastSentenceTransformer"
+)
 
 
 _MAGIC = re.compile(r"^(\s*)[!%].*$", re.MULTILINE)
@@ -96,18 +99,25 @@ class Script:
 
 
 def read_script(text: str, path: FilePath) -> Script:
-    """Return the arguments of a script or notebook. Raises: usage error for one that is not Python, or that has no model of unsloth."""
+    """Return the arguments of a script or notebook. Raises: usage error for one that is not Python, or that
+    has no model of unsloth."""
     script = Script()
     is_notebook = path.suffix == ".ipynb"
     cells: list[tuple[ast.Module, list[str]]] = []
     broken: list[str] = []
     for number, source in enumerate(code_cells(text, path) if is_notebook else [text], 1):
         try:
-            code = _MAGIC.sub(r"\1pass", _RUNS_OTHER.sub(r"\1from _ import *", source)) if is_notebook else source
+            code = (
+                _MAGIC.sub(r"\1pass", _RUNS_OTHER.sub(r"\1from _ import *", source))
+                if is_notebook
+                else source
+            )
             cells.append((ast.parse(code), source.splitlines()))
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             if not is_notebook:
-                raise usage_error("yaml-syntax", f"the file is not Python: {error}", where=Where(str(path))) from error
+                raise usage_error(
+                    "yaml-syntax", f"the file is not Python: {error}", where=Where(str(path))
+                ) from error
             if any(name in source for name in _CALLS if name != MAP):
                 broken.append(f"cell {number} is not Python that can be read: {error}")
     module = ast.Module([statement for tree, _ in cells for statement in tree.body], [])
@@ -118,10 +128,18 @@ def read_script(text: str, path: FilePath) -> Script:
     script.unread += broken
     if script.other_training is not None:
         hint = "only supervised fine-tuning and pre-training can be imported"
-        raise usage_error("no-counterpart", f"the script trains with `{script.other_training}`", hint=hint, where=Where(str(path)))
+        raise usage_error(
+            "no-counterpart",
+            f"the script trains with `{script.other_training}`",
+            hint=hint,
+            where=Where(str(path)),
+        )
     if MODEL not in script.values:
         message = f"`{path}` calls neither {' nor '.join(f'`{name}.{MODEL}`' for name in _MODELS)}"
-        hint = "scripts are read for unsloth's calls, notebooks also for commands; of other tools name the configuration or the command"
+        hint = (
+            "scripts are read for unsloth's calls, notebooks also for commands; of other tools name the "
+            "configuration or the command"
+        )
         raise usage_error("unknown-foreign-file", message, hint=hint, where=Where(str(path)))
     return script
 
@@ -130,9 +148,17 @@ def _objects_of_calls(module: ast.Module) -> dict[str, str]:
     """Return the names to which the arguments of a trainer are assigned, with their section."""
     found: dict[str, str] = {}
     for node in ast.walk(module):
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and (name := called(node.value)) in _CALLS:
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Call)
+            and (name := called(node.value)) in _CALLS
+        ):
             section = _CALLS[name] or name
-            found |= {each.id: section for each in node.targets if isinstance(each, ast.Name) and section in _ARGUMENT_CLASSES}
+            found |= {
+                each.id: section
+                for each in node.targets
+                if isinstance(each, ast.Name) and section in _ARGUMENT_CLASSES
+            }
     return found
 
 
@@ -143,15 +169,22 @@ class _CallReader:
         """`objects`: names of the objects that a read call makes, with the section of its arguments."""
         self._script, self._names, self._objects = script, names, objects
 
-    def read(self, statements: Sequence[ast.AST], source: Sequence[str], under: str = "", *, has_lines: bool) -> None:
+    def read(
+        self, statements: Sequence[ast.AST], source: Sequence[str], under: str = "", *, has_lines: bool
+    ) -> None:
         """Read calls; the body of a function is read where it is written, and that of `if False:` is not.
 
-        `under`: the condition of the branch that the statements are in, "" if they run whenever the script does.
+        `under`: the condition of the branch that the statements are in, "" if they run whenever the script
+        does.
         """
         self._source, self._has_lines = source, has_lines
         for statement in statements:
             blocks = {
-                name: [each for each in cast("list[Any]", value) if isinstance(each, ast.stmt | ast.ExceptHandler | ast.match_case)]
+                name: [
+                    each
+                    for each in cast("list[Any]", value)
+                    if isinstance(each, ast.stmt | ast.ExceptHandler | ast.match_case)
+                ]
                 for name, value in ast.iter_fields(statement)
                 if isinstance(value, list)
             }
@@ -196,7 +229,9 @@ class _CallReader:
         elif section == ROWS:
             values.setdefault(ROWS, []).append({})
             self._arguments(node, (ROWS, len(values[ROWS]) - 1), values[ROWS][-1])
-        elif section not in values and not (section in _ARGUMENT_CLASSES and _ARGUMENT_CLASSES & values.keys()):
+        elif section not in values and not (
+            section in _ARGUMENT_CLASSES and _ARGUMENT_CLASSES & values.keys()
+        ):
             values[section] = {}
             self._arguments(node, (section,), values[section])
         elif TRAINER not in values or section == TRAINER:
@@ -205,10 +240,17 @@ class _CallReader:
 
     def _arguments(self, node: ast.Call, path: KeyPath, into: dict[str, Any]) -> None:
         names = _POSITIONAL.get(str(path[0]), ())
-        for argument in [*node.args[len(names) :], *(each for each in node.args if isinstance(each, ast.Starred))]:
+        for argument in [
+            *node.args[len(names) :],
+            *(each for each in node.args if isinstance(each, ast.Starred)),
+        ]:
             words = f"`{ast.unparse(argument)}` of `{called(node)}` has no name: write what it sets"
             self._script.unread += [words] if words not in self._script.unread else []
-        given = [(name, value) for name, value in zip(names, node.args, strict=False) if name and not isinstance(value, ast.Starred)]
+        given = [
+            (name, value)
+            for name, value in zip(names, node.args, strict=False)
+            if name and not isinstance(value, ast.Starred)
+        ]
         for name, value in [*given, *((each.arg, each.value) for each in node.keywords)]:
             found = self._names.value(value)
             if name is None and isinstance(found, dict):  # `**arguments` of a known mapping
@@ -224,29 +266,41 @@ class _CallReader:
         into[str(path[-1])] = value
         if self._has_lines:
             self._script.lines[path] = node.lineno
-        line = self._source[(node.end_lineno or 1) - 1].encode()[node.end_col_offset or 0 :].decode(errors="replace")
+        line = (
+            self._source[(node.end_lineno or 1) - 1]
+            .encode()[node.end_col_offset or 0 :]
+            .decode(errors="replace")
+        )
         if match := _BESIDE.fullmatch(line):
             self._script.beside[path] = match[1]
 
     def _attributes(self, statement: ast.AST) -> None:
-        """Read `args.learning_rate = 1e-5`: an argument that is assigned too has no value that can be read."""
-        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+        """Read `args.learning_rate = 1e-5`: an argument that is assigned too has no value that can be
+        read."""
+        targets = (
+            statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+        )
         for target in targets:
             if not isinstance(target, ast.Attribute):
                 continue
             owner = ast.unparse(target.value)
-            section = self._objects.get(owner.removesuffix(".args")) if isinstance(target.value, ast.Name) else None
+            section = (
+                self._objects.get(owner.removesuffix(".args")) if isinstance(target.value, ast.Name) else None
+            )
             if section is None and owner.endswith(".args"):
                 section = next((each for each in self._script.values if each in _ARGUMENT_CLASSES), None)
             if section is None or section not in self._script.values:
                 continue
             arguments: dict[str, Any] = self._script.values[section]
             arguments.setdefault(target.attr, ast.unparse(statement)[:200])
-            self._script.computed[section, target.attr] = f"`{ast.unparse(target)}` is assigned after the call: write its value"
+            self._script.computed[section, target.attr] = (
+                f"`{ast.unparse(target)}` is assigned after the call: write its value"
+            )
 
 
 def _calls(statement: ast.AST, blocks: Sequence[ast.AST]) -> list[ast.Call]:
-    """Return the calls of a statement, without those of its blocks, in the order in which they are written."""
+    """Return the calls of a statement, without those of its blocks, in the order in which they are
+    written."""
     below = {id(node) for block in blocks for node in ast.walk(block)}
     found = [node for node in ast.walk(statement) if isinstance(node, ast.Call) and id(node) not in below]
     return sorted(found, key=lambda node: (node.lineno, node.col_offset))

@@ -1,7 +1,8 @@
 """Read the commands of a shell script, with the variables that have one value, without running it.
 
-A variable has a value at a command if the script binds it once, by a plain assignment that every path to the command passes. Every other
-word with a `$` stays as it is written, as an `Unexpanded`, with what is known of its value.
+A variable has a value at a command if the script binds it once, by a plain assignment that every path to the
+command passes. Every other word with a `$` stays as it is written, as an `Unexpanded`, with what is known of
+its value.
 """
 
 from __future__ import annotations
@@ -22,7 +23,21 @@ _DEFAULT = re.compile(rf"\$\{{({NAME}):?[-=](.*)\}}", re.DOTALL)
 _CHANGES = re.compile(rf"({NAME})\s*(?:(?:[-+*/%&|^]|<<|>>)=|\+\+|--)|(?:\+\+|--)({NAME})")
 """A name that arithmetic changes."""
 _OPERATES = re.compile(r"(?:[-+*/%&|^]|<<|>>)=|(?:\+\+|--)$")
-_READERS = frozenset({"cat", "echo", "head", "ls", "axolotl", "llamafactory-cli", "swift", "trl", "tune", "accelerate", "torchrun"})
+_READERS = frozenset(
+    {
+        "cat",
+        "echo",
+        "head",
+        "ls",
+        "axolotl",
+        "llamafactory-cli",
+        "swift",
+        "trl",
+        "tune",
+        "accelerate",
+        "torchrun",
+    }
+)
 """Programs that do not change a file that they are given."""
 _DECLARES = frozenset({"export", "declare", "typeset", "local", "readonly"})
 _READS = frozenset({"for", "printf", "read", "unset", "mapfile", "readarray", "getopts", "let"})
@@ -30,7 +45,9 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
-    ast.Div: lambda left, right: abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1),  # towards 0
+    ast.Div: lambda left, right: (
+        abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
+    ),  # towards 0
 }
 
 
@@ -86,20 +103,34 @@ class ShellScript:
             if first == "printf":  # `printf -v NAME`
                 names = words[2:3] if len(words) > 2 and words[1].text == "-v" else []
             for word in names:
-                self._bindings.setdefault(re.split(r"\W", word.text)[0], []).append(_Assigned(statement, None))
+                self._bindings.setdefault(re.split(r"\W", word.text)[0], []).append(
+                    _Assigned(statement, None)
+                )
         elif first in _DECLARES or statement.is_assignment:
-            is_exported = first == "export" or (first in _DECLARES and any(word.text == "-x" for word in words))
+            is_exported = first == "export" or (
+                first in _DECLARES and any(word.text == "-x" for word in words)
+            )
             for word in words[1:] if first in _DECLARES else words:
                 self._assign(word, statement, is_plain=is_plain)
-                if is_exported and (name := (word.assigned or re.match(rf"({NAME})$", word.text))) is not None:
+                if (
+                    is_exported
+                    and (name := (word.assigned or re.match(rf"({NAME})$", word.text))) is not None
+                ):
                     self.exported += [name[1]] if name[1] not in self.exported else []
 
     def _bind_in_arithmetic(self, statement: Statement) -> None:
         """Bind the names that `((n *= 2))`, `$((n++))` and the like change."""
         first, *rest = [word.text for word in statement.words]
-        texts = [part.text for word in statement.words for part in word.parts if part.is_expansion and part.text.startswith("$((")]
+        texts = [
+            part.text
+            for word in statement.words
+            for part in word.parts
+            if part.is_expansion and part.text.startswith("$((")
+        ]
         names = [match[1] or match[2] for text in texts for match in _CHANGES.finditer(text)]
-        if not statement.is_assignment and (match := _CHANGES.match(first + (rest[0] if rest and _OPERATES.match(rest[0]) else ""))):
+        if not statement.is_assignment and (
+            match := _CHANGES.match(first + (rest[0] if rest and _OPERATES.match(rest[0]) else ""))
+        ):
             names.append(match[1] or match[2])
         for name in names:
             self._bindings.setdefault(name, []).append(_Assigned(statement, None))
@@ -115,12 +146,18 @@ class ShellScript:
     # ---- Values
 
     def written_file(self, name: str, statement: Statement) -> str | None:
-        """Return the text of a file that the script has written before a statement, by one here-document on every path to it.
+        """Return the text of a file that the script has written before a statement, by one here-document on
+        every path to it.
 
-        An expansion whose value is not known is written `${…}`. None if the script writes no such file, or may write it otherwise.
+        An expansion whose value is not known is written `${…}`. None if the script writes no such file, or
+        may write it otherwise.
         """
         place = posixpath.normpath(name)
-        documents = [each for each in self._documents if posixpath.normpath(self._joined(each.target, each.statement)) == place]
+        documents = [
+            each
+            for each in self._documents
+            if posixpath.normpath(self._joined(each.target, each.statement)) == place
+        ]
         if len(documents) != 1 or documents[0].text is None:
             return None
         (document,) = documents
@@ -145,7 +182,8 @@ class ShellScript:
         return f"${{{re.sub(r'[${}]', '', part.text)}}}" if isinstance(found, str) else " ".join(found)
 
     def words(self, statement: Statement) -> list[str]:
-        """Return the words of a statement with its variables replaced. Words that are not known are `Unexpanded`."""
+        """Return the words of a statement with its variables replaced. Words that are not known are
+        `Unexpanded`."""
         return [text for word in statement.words for text in self._expanded(word, statement)]
 
     def value(self, name: str, statement: Statement) -> str:
@@ -153,7 +191,9 @@ class ShellScript:
         return self._joined(Word([WordPart(f"${name}", is_expansion=True, is_quoted=True)]), statement)
 
     def _joined(self, word: Word, statement: Statement) -> str:
-        found = self._expanded(Word([WordPart(part.text, part.is_expansion, is_quoted=True) for part in word.parts]), statement)
+        found = self._expanded(
+            Word([WordPart(part.text, part.is_expansion, is_quoted=True) for part in word.parts]), statement
+        )
         return found[0] if found else ""
 
     def _expanded(self, word: Word, statement: Statement) -> list[str]:
@@ -188,7 +228,11 @@ class ShellScript:
             default = re.sub(r"^([\"'])(.*)\1$", r"\2", match[2])
             return f"`{match[1]}` of the environment decides, and without it `{default}`"
         inner = re.fullmatch(r"\$\(\((.*)\)\)|\$\(\s*expr\s+(.*)\)|`\s*expr\s+(.*)`", text, re.DOTALL)
-        number = self._computed(next(each for each in inner.groups() if each is not None), statement) if inner else None
+        number = (
+            self._computed(next(each for each in inner.groups() if each is not None), statement)
+            if inner
+            else None
+        )
         return [str(number)] if number is not None else f"only running the script gives `{text}`"
 
     def _variable(self, name: str, statement: Statement) -> list[str] | str:
@@ -200,7 +244,11 @@ class ShellScript:
             return f"`{name}` is bound more than once (lines {lines})"
         bound, value = bindings[0].statement, bindings[0].value
         is_before = bound.order < statement.order and statement.blocks[: len(bound.blocks)] == bound.blocks
-        if value is None or not is_before or any(bound.order < order < statement.order for order in self._sourced):
+        if (
+            value is None
+            or not is_before
+            or any(bound.order < order < statement.order for order in self._sourced)
+        ):
             return f"`{name}` is not bound by a plain assignment on every path to the command"
         words = [value] if value.items is None else value.items
         found = (

@@ -1,4 +1,5 @@
-"""Split a shell script into statements: words with their expansions, blocks, redirections and here-documents."""
+"""Split a shell script into statements: words with their expansions, blocks, redirections and
+here-documents."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ NAME = r"[A-Za-z_]\w*"
 _ASSIGNMENT = re.compile(rf"({NAME})(\+?)=")
 _OPENING = frozenset({"if", "while", "until", "for", "case", "select", "{", "("})
 _NEXT = frozenset({"then", "else", "elif", "do"})
-_CLOSING = {"fi": ("if",), "done": ("while", "until", "for", "select"), "esac": ("case",), "}": ("{",), ")": ("(",)}
+_CLOSING = {
+    "fi": ("if",),
+    "done": ("while", "until", "for", "select"),
+    "esac": ("case",),
+    "}": ("{",),
+    ")": ("(",),
+}
 _SKIPPED = frozenset({"!", "time", "exec", "function"})
 _OPERATOR = re.compile(r"\d*(?:<<<|<<-?|>>|>\||>&|<&|&>>?|<|>)|&&|\|\||;;|[;&|()\n]")
 
@@ -18,7 +25,8 @@ _OPERATOR = re.compile(r"\d*(?:<<<|<<-?|>>|>\||>&|<&|&>>?|<|>)|&&|\|\||;;|[;&|()
 def script_of_shell(words: list[str]) -> str | None:
     """Return the script in the words of `bash -c SCRIPT`; None if they start no shell with one.
 
-    The script is the first word after the options: bash takes `-c -- SCRIPT`, `-ce SCRIPT` and `-c -e SCRIPT` too.
+    The script is the first word after the options: bash takes `-c -- SCRIPT`, `-ce SCRIPT` and `-c -e SCRIPT`
+    too.
     """
     if not words or re.fullmatch(r"(?:.*/)?(?:ba|z|da)?sh", words[0]) is None:
         return None
@@ -151,15 +159,22 @@ class Lexer:
             self._note_document(self._statements[-1])
 
     def _note_document(self, statement: Statement) -> None:
-        """Note the file that a statement writes: `cat > FILE <<END`, `tee FILE <<END`, and any other redirection."""
+        """Note the file that a statement writes: `cat > FILE <<END`, `tee FILE <<END`, and any other
+        redirection."""
         names = [word for word in statement.words[1:] if not word.text.startswith("-")]
         first = statement.words[0].text
         text = self._text_of_document if first in ("cat", "tee") else None
         if self._target is not None:
             target, is_appended = self._target
-            self.documents.append(WrittenFile(statement, target, None if is_appended or (first == "cat" and names) else text))
+            self.documents.append(
+                WrittenFile(statement, target, None if is_appended or (first == "cat" and names) else text)
+            )
         elif first == "tee" and names:
-            self.documents.append(WrittenFile(statement, names[0], text if len(names) == 1 and len(statement.words) == 2 else None))
+            self.documents.append(
+                WrittenFile(
+                    statement, names[0], text if len(names) == 1 and len(statement.words) == 2 else None
+                )
+            )
 
     def _open(self, kind: str) -> None:
         self._count += 1
@@ -232,7 +247,12 @@ class Lexer:
             character = self._text[self._at]
             if self._text.startswith("\\\n", self._at):
                 self._skip(2)
-            elif character == "(" and word.assigned is not None and word.text.endswith("=") and word.items is None:
+            elif (
+                character == "("
+                and word.assigned is not None
+                and word.text.endswith("=")
+                and word.items is None
+            ):
                 word.items = self._array()
             elif character in " \t\r\n;&|()<>":
                 break
@@ -316,7 +336,8 @@ class Lexer:
 
 
 def _expanding(text: str) -> Word:
-    """Return the text of a here-document in which variables are expanded; a quotation mark has no meaning in it."""
+    """Return the text of a here-document in which variables are expanded; a quotation mark has no meaning in
+    it."""
     return Lexer(text.replace('\\"', '\\\\"')).quoted_text()
 
 

@@ -1,6 +1,8 @@
-"""Keys of Accelerate's configuration file, of its launcher and of DeepSpeed's JSON; and fms-hf-tuning, which is launched with them.
+"""Keys of Accelerate's configuration file, of its launcher and of DeepSpeed's JSON; and fms-hf-tuning, which
+is launched with them.
 
-fms-hf-tuning (`tuning.sft_trainer`, or its JSON) has options that mean something of their own, and a file of data sets.
+fms-hf-tuning (`tuning.sft_trainer`, or its JSON) has options that mean something of their own, and a file of
+data sets.
 """
 
 from __future__ import annotations
@@ -48,12 +50,17 @@ _LAUNCH = "the launcher of this package sets it"
 _BY_FSDP2 = "FSDP2 chooses sizes and overlap of its transfers"
 _SHARDED = Drop("sharding is on by default; its keys have the details")
 _WHOLE = Write({"fsdp.sharding_strategy": "NO_SHARD"}, "every rank holds the whole model (DDP)")
-_KINDS = {**dict.fromkeys(("FSDP", "DEEPSPEED"), _SHARDED), **dict.fromkeys(("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU"), _WHOLE)}
+_KINDS = {
+    **dict.fromkeys(("FSDP", "DEEPSPEED"), _SHARDED),
+    **dict.fromkeys(("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU"), _WHOLE),
+}
 """How the ranks share the model."""
 
 
 def _kind(key: FileKey) -> Outcome:
-    return _KINDS.get(str(key.value).upper(), Ask(f"`{key.value}` has no counterpart", "fsdp.sharding_strategy"))
+    return _KINDS.get(
+        str(key.value).upper(), Ask(f"`{key.value}` has no counterpart", "fsdp.sharding_strategy")
+    )
 
 
 def _precision(key: FileKey) -> Outcome:
@@ -80,17 +87,33 @@ _PREFIX = "parallelism_config_"
 def _mesh(key: FileKey) -> Outcome:
     """Sizes of the mesh: replicas of a sharded model are HYBRID_SHARD; a size of 1 is the default."""
     name, replicas = key.name.removeprefix(_PREFIX), key.beside(f"{_PREFIX}dp_replicate_size")
-    hybrid = [Also("fsdp.sharding_strategy", "HYBRID_SHARD", key.name)] if name == "dp_replicate_size" and key.value != 1 else []
+    hybrid = (
+        [Also("fsdp.sharding_strategy", "HYBRID_SHARD", key.name)]
+        if name == "dp_replicate_size" and key.value != 1
+        else []
+    )
     if key.value == 1 or (name == "dp_shard_size" and replicas in (None, 1)):
         return [Drop("all ranks share one model, as they do by default"), *hybrid]
     return [Write({f"parallelism.{name}": key.value}), *hybrid]
 
 
 _PARALLEL: Rules = {
-    **each([f"{_PREFIX}{name}" for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")], _mesh),
-    "parallelism_config_cp_comm_strategy": Drop("the keys and values of a row are exchanged as `sp_size` needs them"),
     **each(
-        ("parallelism_config_sp_backend", "parallelism_config_sp_seq_length_is_variable", "parallelism_config_sp_attn_implementation"),
+        [
+            f"{_PREFIX}{name}"
+            for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
+        ],
+        _mesh,
+    ),
+    "parallelism_config_cp_comm_strategy": Drop(
+        "the keys and values of a row are exchanged as `sp_size` needs them"
+    ),
+    **each(
+        (
+            "parallelism_config_sp_backend",
+            "parallelism_config_sp_seq_length_is_variable",
+            "parallelism_config_sp_attn_implementation",
+        ),
         Drop("`sp_size` is Ulysses, for rows of any length and each attention kernel"),
     ),
 }
@@ -101,13 +124,31 @@ LAUNCHER_RULES: Rules = {
     "num_machines": same("launch.num_machines"),
     "machine_rank": Drop("each machine runs the same command"),
     "main_process_port": _port,
-    **each(("compute_environment", "main_training_function", "debug", "downcast_bf16", "rdzv_backend", "same_network"), Drop(_LAUNCH)),
-    **each(("module", "m", "no_python", "standalone", "monitor_interval", "rdzv_conf", "rdzv_id"), Drop(_LAUNCH)),
-    **each(("tpu_env", "tpu_use_cluster", "tpu_use_sudo", "tpu_name", "tpu_zone"), off_or("off", "TPUs are not supported")),
+    **each(
+        (
+            "compute_environment",
+            "main_training_function",
+            "debug",
+            "downcast_bf16",
+            "rdzv_backend",
+            "same_network",
+        ),
+        Drop(_LAUNCH),
+    ),
+    **each(
+        ("module", "m", "no_python", "standalone", "monitor_interval", "rdzv_conf", "rdzv_id"), Drop(_LAUNCH)
+    ),
+    **each(
+        ("tpu_env", "tpu_use_cluster", "tpu_use_sudo", "tpu_name", "tpu_zone"),
+        off_or("off", "TPUs are not supported"),
+    ),
     "gpu_ids": Drop("`launch.num_processes` counts the ranks; CUDA_VISIBLE_DEVICES selects their GPUs"),
     **each(("ipex_config", "mpirun_config", "megatron_lm_config", "fp8_config"), UNSUPPORTED_SWITCH),
     "distributed_type": _kind,
-    **each(("multi_gpu", "use_fsdp", "use_deepspeed"), Drop("the ranks share the model by `fsdp.sharding_strategy`")),
+    **each(
+        ("multi_gpu", "use_fsdp", "use_deepspeed"),
+        Drop("the ranks share the model by `fsdp.sharding_strategy`"),
+    ),
     "mixed_precision": _precision,
     **each(("dynamo_backend", "dynamo_config"), _compile),
     "use_cpu": implies({"launch.device": "cpu"}),
@@ -129,7 +170,9 @@ def unless_auto(rule: Rule) -> Rule:
 
 def _stage(key: FileKey) -> Outcome:
     if key.value in (1, "1"):
-        return Write({"fsdp.sharding_strategy": "SHARD_GRAD_OP"}, "gradients are sharded too; the numbers are the same")
+        return Write(
+            {"fsdp.sharding_strategy": "SHARD_GRAD_OP"}, "gradients are sharded too; the numbers are the same"
+        )
     return outcome_of(by_synonym("zero_stage"), key)
 
 
@@ -139,8 +182,13 @@ def _offload(key: FileKey) -> Outcome:
     if device in (None, "none"):
         return Drop("off, as it is here")
     if device == "cpu":
-        return Write({"fsdp.offload_params": True}, "parameters, gradients and optimizer state are in host memory")
-    return Ask("there is no offload to disks; `fsdp: {offload_params: true}` is to host memory", "fsdp.offload_params")
+        return Write(
+            {"fsdp.offload_params": True}, "parameters, gradients and optimizer state are in host memory"
+        )
+    return Ask(
+        "there is no offload to disks; `fsdp: {offload_params: true}` is to host memory",
+        "fsdp.offload_params",
+    )
 
 
 def _enabled(dtype: str) -> Rule:
@@ -182,13 +230,18 @@ _TYPE = "training.lr_scheduler_type"
 def _scheduler(key: FileKey) -> Outcome:
     kind = str(key.below("type"))
     if len(key.path) > 1 and (other := _other_schedule(key, _SCHEDULES.get(kind))) is not None:
-        return AskEach(f"DeepSpeed's own schedule is used there, and `{other}` of the file says another: keep one", _TYPE)
+        return AskEach(
+            f"DeepSpeed's own schedule is used there, and `{other}` of the file says another: keep one", _TYPE
+        )
     return Inside({"type": _schedule_name, **_parameters(key, _SCHEDULER)}, only=True)
 
 
 def _other_schedule(key: FileKey, kind: str | None) -> str | None:
-    """Return the key of the file, which includes that of DeepSpeed, that gives another schedule; "auto" takes the file's."""
-    given, warmup = (key.ledger.settings.get(("training", name)) for name in ("lr_scheduler_type", "warmup_steps"))
+    """Return the key of the file, which includes that of DeepSpeed, that gives another schedule; "auto" takes
+    the file's."""
+    given, warmup = (
+        key.ledger.settings.get(("training", name)) for name in ("lr_scheduler_type", "warmup_steps")
+    )
     if given is not None and given.value != kind:
         return given.origins[0]
     of_deepspeed = key.below("params", "warmup_num_steps")
@@ -196,7 +249,8 @@ def _other_schedule(key: FileKey, kind: str | None) -> str | None:
 
 
 def _schedule_name(key: FileKey) -> Outcome:
-    """The schedule, and what DeepSpeed's do where their parameters say nothing (deepspeed/runtime/lr_schedules.py)."""
+    """The schedule, and what DeepSpeed's do where their parameters say nothing
+    (deepspeed/runtime/lr_schedules.py)."""
     kind, warmup = str(key.value), key.beside("params", "warmup_num_steps")
     if kind not in _SCHEDULES:
         return Ask(f"`{kind}` of DeepSpeed is not known here", _TYPE)
@@ -204,7 +258,10 @@ def _schedule_name(key: FileKey) -> Outcome:
     if warmup is None:
         found.append(Also("training.warmup_steps", 1000, f"default of {kind}", Weight.DEFAULT))
     if key.beside("params", "warmup_type") is None and warmup != 0:
-        words = f"without `warmup_type: linear`, `{kind}` warms up by the logarithm of the step; here it is linear"
+        words = (
+            f"without `warmup_type: linear`, `{kind}` warms up by the logarithm of the step; here it "
+            "is linear"
+        )
         found.append(Decide("training.warmup_steps", words))
     if kind != "WarmupCosineLR" and key.beside("params", "warmup_max_lr") is None:
         words = f"without `warmup_max_lr`, `{kind}` rises to 0.001, whatever the optimizer's rate is"
@@ -223,8 +280,12 @@ _SCHEDULER: Rules = {
     "warmup_num_steps": same("training.warmup_steps"),
     "warmup_max_lr": by_synonym("max_lr"),
     "total_num_steps": same("training.max_steps"),
-    "warmup_min_lr": fine_or((0, 0.0), "warm-up begins at 0 here too", "warm-up begins at 0", "training.warmup_steps"),
-    "warmup_type": fine_or(("linear",), "warm-up is linear here too", "warm-up is linear", "training.warmup_steps"),
+    "warmup_min_lr": fine_or(
+        (0, 0.0), "warm-up begins at 0 here too", "warm-up begins at 0", "training.warmup_steps"
+    ),
+    "warmup_type": fine_or(
+        ("linear",), "warm-up is linear here too", "warm-up is linear", "training.warmup_steps"
+    ),
 }
 _ZERO: Rules = {
     "stage": _stage,
@@ -264,8 +325,14 @@ DEEPSPEED_RULES: Rules = {
     "optimizer": _optimizer,
     "scheduler": _scheduler,
     "steps_per_print": _log_interval,
-    **each(("wall_clock_breakdown", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"), Drop("a matter of DeepSpeed's code")),
-    **each(("communication_data_type", "prescale_gradients", "gradient_predivide_factor"), Drop("it is `precision.reduce_dtype`")),
+    **each(
+        ("wall_clock_breakdown", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
+        Drop("a matter of DeepSpeed's code"),
+    ),
+    **each(
+        ("communication_data_type", "prescale_gradients", "gradient_predivide_factor"),
+        Drop("it is `precision.reduce_dtype`"),
+    ),
     "activation_checkpointing": Drop("it is `fsdp.activation_checkpointing`"),
     "sequence_parallel_size": same("parallelism.sp_size"),
     "seq_parallel_communication_data_type": Drop("it is `precision.reduce_dtype`"),
@@ -280,8 +347,14 @@ _PLUGIN: Rules = {
     **each(("offload_optimizer_device", "offload_param_device"), _offload),
     "gradient_accumulation_steps": unless_auto(same("training.gradient_accumulation_steps")),
     "gradient_clipping": unless_auto(by_synonym("gradient_clipping")),
-    **each(("zero3_init_flag", "zero3_save_16bit_model", "deepspeed_multinode_launcher"), Drop("`fsdp:` needs no such switch")),
-    **each(("offload_optimizer_nvme_path", "offload_param_nvme_path", "deepspeed_moe_layer_cls_names"), UNSUPPORTED_SWITCH),
+    **each(
+        ("zero3_init_flag", "zero3_save_16bit_model", "deepspeed_multinode_launcher"),
+        Drop("`fsdp:` needs no such switch"),
+    ),
+    **each(
+        ("offload_optimizer_nvme_path", "offload_param_nvme_path", "deepspeed_moe_layer_cls_names"),
+        UNSUPPORTED_SWITCH,
+    ),
     "deepspeed_config_file": _deepspeed_file,
     "seq_parallel_communication_data_type": Drop("it is `precision.reduce_dtype`"),
 }
@@ -319,7 +392,9 @@ _WRITE_SETS = "write the data sets as `data: {train: [{path: NAME}]}`"
 def _data_config(key: FileKey) -> Outcome:
     if is_mapping(key.value):
         return Inside(_FMS_DATA)
-    return Ask(f"`{key.value}` was not found here: write its data sets as `data: {{train: [{{path: NAME}}]}}`", TRAIN)
+    return Ask(
+        f"`{key.value}` was not found here: write its data sets as `data: {{train: [{{path: NAME}}]}}`", TRAIN
+    )
 
 
 def _files(key: FileKey) -> Outcome:
@@ -342,7 +417,9 @@ def _handler(key: FileKey) -> Outcome:
         contents = {"input_column_name": "prompt", "output_column_name": "completion"}
         given = as_mapping(key.below("arguments", "fn_kwargs"))
         columns = [
-            At((*arguments, "fn_kwargs", argument), rename(here), key.place) for argument, here in contents.items() if argument in given
+            At((*arguments, "fn_kwargs", argument), rename(here), key.place)
+            for argument, here in contents.items()
+            if argument in given
         ]
         return [Inside({"name": Write({(*key.place, "loss_on"): "completion"})}, only=True), *columns, left]
     if name == "apply_tokenizer_chat_template":
@@ -379,13 +456,17 @@ _PROCESSOR: Rules = {
     "chat_template": chat_template,
     "odm": Ask("weights that change while training are `data: {curriculum: …}`", "data.curriculum"),
 }
-_FMS_DATA: Rules = {"dataprocessor": section(_PROCESSOR), "datasets": sources(TRAIN, _FMS_SET, hint=_WRITE_SETS)}
+_FMS_DATA: Rules = {
+    "dataprocessor": section(_PROCESSOR),
+    "datasets": sources(TRAIN, _FMS_SET, hint=_WRITE_SETS),
+}
 _OWN_KERNELS = off_or("off", "kernels are chosen in `kernels:`")
 FMS_RULES: Rules = {
     "model_name_or_path": same("model.name_or_path"),
     "tokenizer_name_or_path": _tokenizer,
     "use_flash_attn": implies(
-        {"model.attn_implementation": "flash_attention_2"}, off="off: `model.attn_implementation` is chosen by the GPU and the model"
+        {"model.attn_implementation": "flash_attention_2"},
+        off="off: `model.attn_implementation` is chosen by the GPU and the model",
     ),
     "flash_attn_implementation": same("model.attn_implementation"),
     "training_data_path": of_the_set("path"),
@@ -393,11 +474,15 @@ FMS_RULES: Rules = {
     "dataset_text_field": _text_field,
     "dataset_conversation_field": lambda key: renamed(str(key.value), "messages", (*TRAIN, 0)),
     **each(("response_template", "instruction_template"), Ask(_SPLIT, TRAIN)),
-    "data_formatter_template": Ask("rows are made of columns by a text: write them as prompt and completion", TRAIN),
+    "data_formatter_template": Ask(
+        "rows are made of columns by a text: write them as prompt and completion", TRAIN
+    ),
     "dataset_image_field": Ask("models with images are not trained here", TRAIN),
     "chat_template": chat_template,
     FMS_DATA_CONFIG: _data_config,
-    "peft_method": lambda key: Write({"lora": {}}) if key.value == "lora" else Drop("no adapter: every weight is trained"),
+    "peft_method": lambda key: (
+        Write({"lora": {}}) if key.value == "lora" else Drop("no adapter: every weight is trained")
+    ),
     "r": same("lora.r"),
     "lora_alpha": same("lora.lora_alpha"),
     "lora_dropout": same("lora.lora_dropout"),
@@ -412,13 +497,20 @@ FMS_RULES: Rules = {
     "trackers": Drop("metrics.jsonl has every value; `training.report_to` names trackers"),
     "tracker": Drop("metrics.jsonl has every value; `training.report_to` names trackers"),
     "log_level": Drop("each rank writes its own log file"),
-    "embedding_size_multiple_of": fine_or((1,), "as it is here", "`model: {resize_embeddings: true}` grows the embedding", "model"),
+    "embedding_size_multiple_of": fine_or(
+        (1,), "as it is here", "`model: {resize_embeddings: true}` grows the embedding", "model"
+    ),
     "add_special_tokens": same("model.tokens.add"),
     "cache_dir": Drop("prepared data are in `data.cache_dir`"),
     **each(("fast_kernels", "fused_lora", "auto_gptq", "fast_moe"), _OWN_KERNELS),
-    **each(("num_train_dataset_shards", "num_eval_dataset_shards", "do_dataprocessing_only"), Drop("`fsdp-tune prepare` does that")),
+    **each(
+        ("num_train_dataset_shards", "num_eval_dataset_shards", "do_dataprocessing_only"),
+        Drop("`fsdp-tune prepare` does that"),
+    ),
     "accelerate_launch_args": section(ACCELERATE_RULES),
-    "trainer_controller_config_file": Ask("rules of the trainer are `training: {early_stopping: …}`", "training"),
+    "trainer_controller_config_file": Ask(
+        "rules of the trainer are `training: {early_stopping: …}`", "training"
+    ),
     **each(("prompt_tuning_init", "num_virtual_tokens", "prompt_tuning_init_text"), Drop("of prompt tuning")),
 }
 """By name; see `settling.settle_key`."""

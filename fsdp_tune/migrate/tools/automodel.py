@@ -37,11 +37,22 @@ from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Write
 from fsdp_tune.recipe.read.tool_detection import AUTOMODEL
 
 TARGET = "_target_"
-_OPTIMIZERS = {"AdamW": "adamw_torch", "Adam": "adamw_torch", "SGD": "sgd", "FusedAdam": "adamw_torch", "Muon": "muon"}
+_OPTIMIZERS = {
+    "AdamW": "adamw_torch",
+    "Adam": "adamw_torch",
+    "SGD": "sgd",
+    "FusedAdam": "adamw_torch",
+    "Muon": "muon",
+}
 _FROM_FILES = Drop("it follows from the files of the model")
 _KERNELS = Drop("kernels of Automodel; here they are chosen in `kernels:` and by `model.attn_implementation`")
 _COLLATION = Drop("rows are padded to the longest of a batch, and packed rows are full")
-_RENAMED = {"context": "instruction", "question": "instruction", "answer": "output", "instruction": "instruction"}
+_RENAMED = {
+    "context": "instruction",
+    "question": "instruction",
+    "answer": "output",
+    "instruction": "instruction",
+}
 
 
 def _last(component: object) -> str:
@@ -53,7 +64,10 @@ def _last(component: object) -> str:
 
 def _model_class(key: FileKey) -> Outcome:
     if str(key.value).endswith("from_config"):
-        words = "the weights are random there: write `model: {from_config: DIR/config.json}` if they are to be so here too"
+        words = (
+            "the weights are random there: write `model: {from_config: DIR/config.json}` if they are to "
+            "be so here too"
+        )
         return Ask(words, "model.from_config")
     if "ImageTextToText" in str(key.value):
         return Ask("models with images are not trained here", "model")
@@ -62,7 +76,11 @@ def _model_class(key: FileKey) -> Outcome:
 
 def _configuration(key: FileKey) -> Outcome:
     """The configuration of a model of random weights, which names its files."""
-    return Inside({name: _CONFIGURATION.get(name, AskEach()) for name in key.mapping}) if key.mapping else AskEach()
+    return (
+        Inside({name: _CONFIGURATION.get(name, AskEach()) for name in key.mapping})
+        if key.mapping
+        else AskEach()
+    )
 
 
 def _configured_model(key: FileKey) -> Outcome:
@@ -95,11 +113,20 @@ _PEFT: Rules = {
     "dropout": same("lora.lora_dropout"),
     "target_modules": _targets,
     "match_all_linear": implies({"lora.target_modules": "all-linear"}),
-    "exclude_modules": Ask("write the modules to adapt as `lora: {target_modules: […]}`", "lora.target_modules"),
+    "exclude_modules": Ask(
+        "write the modules to adapt as `lora: {target_modules: […]}`", "lora.target_modules"
+    ),
     "use_dora": same("lora.use_dora"),
-    "moe_rank_scaling": off_or("off", "write the ranks of the experts as `lora: {rank_pattern: {PATTERN: R}}`"),
-    "lora_A_init": fine_or(("kaiming",), "as here", "A is drawn by `lora.init_lora_weights` here", "lora.init_lora_weights"),
-    **each(("use_triton", "use_memory_efficient_lora", "dropout_position"), Drop("a matter of Automodel's own code")),
+    "moe_rank_scaling": off_or(
+        "off", "write the ranks of the experts as `lora: {rank_pattern: {PATTERN: R}}`"
+    ),
+    "lora_A_init": fine_or(
+        ("kaiming",), "as here", "A is drawn by `lora.init_lora_weights` here", "lora.init_lora_weights"
+    ),
+    **each(
+        ("use_triton", "use_memory_efficient_lora", "dropout_position"),
+        Drop("a matter of Automodel's own code"),
+    ),
     "lora_dtype": Drop("adapters are kept in `model.dtype`"),
 }
 _MODEL: Rules = {
@@ -125,23 +152,31 @@ _OFF = (None, "none", "None", "null", 1, "1")
 def _ranks_of_data(key: FileKey) -> Outcome:
     if key.value in _OFF:
         return Drop("it follows from the ranks")
-    return Ask("write `parallelism: {dp_shard_size: …}`, or leave it out: it follows from the ranks", "parallelism")
+    return Ask(
+        "write `parallelism: {dp_shard_size: …}`, or leave it out: it follows from the ranks", "parallelism"
+    )
 
 
 def _degree(key: FileKey) -> Outcome:
     if key.value in _OFF:
         return Drop("off: one rank, as it is here")
     if not isinstance(key.value, int):
-        return Ask(f"it is not a number of ranks: write `parallelism: {{{key.name}: N}}`", f"parallelism.{key.name}")
+        return Ask(
+            f"it is not a number of ranks: write `parallelism: {{{key.name}: N}}`", f"parallelism.{key.name}"
+        )
     return Write({f"parallelism.{key.name}": key.value}, fate=Fate.KEPT)
 
 
 _strategy = cases(
     "fsdp",
     {"fsdp2": Write({"fsdp.version": 2}), "ddp": Write({"fsdp.sharding_strategy": "NO_SHARD"})},
-    lambda key: Ask(f"`{key.value}` has no counterpart: FSDP2 shards by `fsdp: {{sharding_strategy: FULL_SHARD}}`", "fsdp"),
+    lambda key: Ask(
+        f"`{key.value}` has no counterpart: FSDP2 shards by `fsdp: {{sharding_strategy: FULL_SHARD}}`", "fsdp"
+    ),
 )
-_recomputation = switch(Write({"fsdp.activation_checkpointing": "full"}), Write({"fsdp.activation_checkpointing": "none"}))
+_recomputation = switch(
+    Write({"fsdp.activation_checkpointing": "full"}), Write({"fsdp.activation_checkpointing": "none"})
+)
 
 
 def _only_with_stages(key: FileKey) -> Outcome:
@@ -170,7 +205,9 @@ _PARALLEL: Rules = {
     "strategy": _strategy,
     "dp_size": _ranks_of_data,
     **each(("dp_replicate_size", "tp_size", "cp_size"), _degree),
-    "pp_size": fine_or((1, "none", "None"), "off, as it is here", "there are no pipeline stages here", "parallelism"),
+    "pp_size": fine_or(
+        (1, "none", "None"), "off, as it is here", "there are no pipeline stages here", "parallelism"
+    ),
     "ep_size": expert_ranks,
     "sequence_parallel": off_or("off", "write `parallelism: {sp_size: N}` to divide rows over ranks"),
     "activation_checkpointing": _recomputation,
@@ -178,7 +215,10 @@ _PARALLEL: Rules = {
         {
             "param_dtype": _dtype_of("precision.mixed_precision"),
             "reduce_dtype": _dtype_of("precision.reduce_dtype"),
-            **each((TARGET, "output_dtype", "cast_forward_inputs"), Drop("follows from `precision.mixed_precision`")),
+            **each(
+                (TARGET, "output_dtype", "cast_forward_inputs"),
+                Drop("follows from `precision.mixed_precision`"),
+            ),
         }
     ),
     "autocast_dtype": Drop("the dtype of the computation is `precision.mixed_precision`"),
@@ -186,8 +226,18 @@ _PARALLEL: Rules = {
     "reshard_after_forward": same("fsdp.reshard_after_forward"),
     "pipeline": _only_with_stages,
     "moe": Drop("experts are sharded as `fsdp.ep_size` needs it"),
-    **each(("enable_fsdp2_prefetch", "fsdp2_backward_prefetch_depth", "fsdp2_forward_prefetch_depth"), _ASIDE),
-    **each(("defer_fsdp_grad_sync", "patch_is_packed_sequence", "enable_async_tensor_parallel", "enable_compile"), _ASIDE),
+    **each(
+        ("enable_fsdp2_prefetch", "fsdp2_backward_prefetch_depth", "fsdp2_forward_prefetch_depth"), _ASIDE
+    ),
+    **each(
+        (
+            "defer_fsdp_grad_sync",
+            "patch_is_packed_sequence",
+            "enable_async_tensor_parallel",
+            "enable_compile",
+        ),
+        _ASIDE,
+    ),
 }
 
 # ---- Data
@@ -204,7 +254,9 @@ def _class_of_rows(key: FileKey) -> Outcome:
     name = _last(key.value)
     if name == "ChatDataset" or name.startswith("ColumnMapped"):
         return Write({(*key.place, "format"): "messages" if name == "ChatDataset" else "alpaca"})
-    return Ask(f"`{name}` makes its rows in code: write them as prompt and completion, or as messages", key.place)
+    return Ask(
+        f"`{name}` makes its rows in code: write them as prompt and completion, or as messages", key.place
+    )
 
 
 def _columns(key: FileKey) -> Outcome:
@@ -223,19 +275,28 @@ def _truncation(key: FileKey) -> Outcome:
         return _CUT_TOO
     if key.value in (True, "longest_first", "only_first"):
         return Write({"data.overlong": "truncate"})
-    return Ask("longer rows are not cut there: `data: {overlong: truncate}`, `drop` or `error`", "data.overlong")
+    return Ask(
+        "longer rows are not cut there: `data: {overlong: truncate}`, `drop` or `error`", "data.overlong"
+    )
 
 
 def _length(key: FileKey) -> Outcome:
     if key.place[1] == "eval":
         return _CUT_TOO
-    return Write({"data.max_length": key.value}) if isinstance(key.value, int) else Ask("write `data: {max_length: N}`", "data.max_length")
+    return (
+        Write({"data.max_length": key.value})
+        if isinstance(key.value, int)
+        else Ask("write `data: {max_length: N}`", "data.max_length")
+    )
 
 
 def _tokenizer(key: FileKey) -> Outcome:
     """The tokenizer of a set; a recipe has one for all rows."""
     name = key.mapping.get("pretrained_model_name_or_path")
-    if name is None or name in (key.of_file("model", "pretrained_model_name_or_path"), key.of_recipe("model", "tokenizer")):
+    if name is None or name in (
+        key.of_file("model", "pretrained_model_name_or_path"),
+        key.of_recipe("model", "tokenizer"),
+    ):
         return Drop("it is that of the model")
     if key.of_recipe("model", "tokenizer") is None:
         return Write({"model.tokenizer": name})
@@ -248,13 +309,22 @@ _SET: Rules = {
     **each(("limit_dataset_samples", "num_samples_limit"), in_source("max_rows")),
     "column_mapping": _columns,
     **each(("seq_length", "seq_len"), _length),
-    "answer_only_loss_mask": lambda key: Write({(*key.place, "loss_on"): "completion" if is_on(key.value) else "all"}),
-    "mask_history": switch(lambda key: Write({(*key.place, "loss_on"): "last_assistant"}), Drop("off, as it is here")),
+    "answer_only_loss_mask": lambda key: Write(
+        {(*key.place, "loss_on"): "completion" if is_on(key.value) else "all"}
+    ),
+    "mask_history": switch(
+        lambda key: Write({(*key.place, "loss_on"): "last_assistant"}), Drop("off, as it is here")
+    ),
     "chat_template": chat_template,
     "tokenizer": _tokenizer,
-    **each(("padding", "pad_to_max_length", "unshifted", "align_to_bos"), Drop("rows are padded to the longest of a batch")),
+    **each(
+        ("padding", "pad_to_max_length", "unshifted", "align_to_bos"),
+        Drop("rows are padded to the longest of a batch"),
+    ),
     "truncation": _truncation,
-    **each(("shuffle_seed", "shuffle_files"), Drop("rows are shuffled in each epoch, by `training.data_seed`")),
+    **each(
+        ("shuffle_seed", "shuffle_files"), Drop("rows are shuffled in each epoch, by `training.data_seed`")
+    ),
 }
 
 
@@ -266,13 +336,19 @@ def _packed(key: FileKey) -> Outcome:
 
 _PACKING: Rules = {
     **each(("packed_sequence_size", "pack_size"), _packed),
-    **each(("packing_strategy", "max_packs", "packing_ratio", "num_proc"), Drop("`data.packing` packs all rows")),
-    "split_across_pack": switch(Write({"data.packing_strategy": "wrapped"}), Write({"data.packing_strategy": "bfd"})),
+    **each(
+        ("packing_strategy", "max_packs", "packing_ratio", "num_proc"), Drop("`data.packing` packs all rows")
+    ),
+    "split_across_pack": switch(
+        Write({"data.packing_strategy": "wrapped"}), Write({"data.packing_strategy": "bfd"})
+    ),
 }
 _LOADER: Rules = {
     "shuffle": same("data.shuffle"),
     "num_workers": same("training.dataloader_num_workers"),
-    **each((TARGET, "collate_fn", "drop_last", "pin_memory", "prefetch_factor", "persistent_workers"), _COLLATION),
+    **each(
+        (TARGET, "collate_fn", "drop_last", "pin_memory", "prefetch_factor", "persistent_workers"), _COLLATION
+    ),
     "batch_size": Drop("the micro-batch is `training.per_device_train_batch_size`"),
 }
 _EVAL_LOADER: Rules = {
@@ -286,16 +362,24 @@ _EVAL_LOADER: Rules = {
 
 
 def defaults(ledger: Ledger) -> dict[str, object]:
-    """Return the decay, that of the class in torch, and the schedule: constant without `lr_scheduler`, a cosine with it."""
+    """Return the decay, that of the class in torch, and the schedule: constant without `lr_scheduler`, a
+    cosine with it."""
     is_adamw = decays_by_default(ledger, of_the_class=_last(ledger.value("optimizer", TARGET)) == "AdamW")
     # Adam, SGD and the AdamW of TransformerEngine (`FusedAdam`) have none.
     decay: dict[str, object] = {"training.weight_decay": 0.01} if is_adamw else {}
     if not isinstance(ledger.value("lr_scheduler"), dict):
         return {**decay, "training.lr_scheduler_type": "constant"}
     if ledger.get("training", "warmup_steps") is None:
-        words = "Automodel warms up for a tenth of all steps, at most 1,000, from a tenth of the rate; here it starts at 0"
+        words = (
+            "Automodel warms up for a tenth of all steps, at most 1,000, from a tenth of the rate; here "
+            "it starts at 0"
+        )
         ledger.decide(("training", "warmup_steps"), words)
-    found: dict[str, object] = {**decay, "training.lr_scheduler_type": "cosine_with_min_lr", "training.warmup_steps": 0.1}
+    found: dict[str, object] = {
+        **decay,
+        "training.lr_scheduler_type": "cosine_with_min_lr",
+        "training.warmup_steps": 0.1,
+    }
     kind = ledger.get("training", "lr_scheduler_type")
     rate = ledger.decided(("training", "learning_rate"), ledger.get("training", "learning_rate"))
     if kind in (None, "cosine_with_min_lr") and isinstance(rate, int | float):
@@ -313,7 +397,9 @@ def _betas(key: FileKey) -> Outcome:
 _decay = cases(
     "training.lr_scheduler_type",
     {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine_with_min_lr"},
-    lambda key: Ask(f"`{key.value}` is not known here: cosine, linear, constant …", "training.lr_scheduler_type"),
+    lambda key: Ask(
+        f"`{key.value}` is not known here: cosine, linear, constant …", "training.lr_scheduler_type"
+    ),
 )
 
 
@@ -354,14 +440,23 @@ _WANDB = section(
 )
 _QUANTIZATION: Rules = {
     "load_in_4bit": implies({"quantization.load": "nf4"}),
-    "load_in_8bit": off_or("off, as it is here", "8 bits are not supported: 4 bits are `quantization: {load: nf4}`"),
-    "bnb_4bit_quant_type": fine_or(("nf4",), "4 bits are NF4 here", "4 bits are NF4 here", "quantization.load"),
+    "load_in_8bit": off_or(
+        "off, as it is here", "8 bits are not supported: 4 bits are `quantization: {load: nf4}`"
+    ),
+    "bnb_4bit_quant_type": fine_or(
+        ("nf4",), "4 bits are NF4 here", "4 bits are NF4 here", "quantization.load"
+    ),
     "bnb_4bit_quant_storage": Drop("shards hold the packed bits"),
 }
 _CHECKPOINT: Rules = {
-    "enabled": switch(Drop("on, as it is here"), Write({"training.save_strategy": "no"}, "no checkpoint but the last one")),
+    "enabled": switch(
+        Drop("on, as it is here"), Write({"training.save_strategy": "no"}, "no checkpoint but the last one")
+    ),
     "checkpoint_dir": same("output_dir"),
-    **each(("model_save_format", "save_consolidated", "dequantize_base_checkpoint"), Drop("`merge-checkpoint` makes one model")),
+    **each(
+        ("model_save_format", "save_consolidated", "dequantize_base_checkpoint"),
+        Drop("`merge-checkpoint` makes one model"),
+    ),
 }
 _STEPS: Rules = {
     "global_batch_size": same("training.global_batch_size"),
@@ -383,20 +478,31 @@ _STEP: Rules = {
     "betas": _betas,
     "eps": same("training.adam_epsilon"),
     **each(("foreach", "fused", "capturable"), Drop("the fastest form that the device has is used")),
-    **each(("master_weights", "master_weight_bits", "store_param_remainders"), Drop("the dtype of the weights is `model.dtype`")),
+    **each(
+        ("master_weights", "master_weight_bits", "store_param_remainders"),
+        Drop("the dtype of the weights is `model.dtype`"),
+    ),
     **each(("exp_avg_dtype", "exp_avg_sq_dtype"), Drop("moments are fp32; `adamw_torch_8bit` keeps 8 bits")),
 }
 RULES: Rules = {
     "recipe": Drop("supervised fine-tuning is what `train` does"),
     "step_scheduler": section(_STEPS),
-    "dist_env": Drop("ranks are started by `fsdp-tune train`; one without progress ends after `launch.hang_timeout`"),
-    "rng": section({"seed": same("training.seed"), **each((TARGET, "ranked"), Drop("each rank has a stream of its own"))}),
+    "dist_env": Drop(
+        "ranks are started by `fsdp-tune train`; one without progress ends after `launch.hang_timeout`"
+    ),
+    "rng": section(
+        {"seed": same("training.seed"), **each((TARGET, "ranked"), Drop("each rank has a stream of its own"))}
+    ),
     "model": section(_MODEL),
     "peft": section(_PEFT),
     "tokenizer": _tokenizer,
     "distributed": section(_PARALLEL),
-    "parallelizer": section({TARGET: Drop("ranks are sharded by `fsdp:`"), "activation_checkpointing": _recomputation}),
-    "loss_fn": Drop("the loss is the cross-entropy of the trained tokens; `kernels.loss` chooses how it is computed"),
+    "parallelizer": section(
+        {TARGET: Drop("ranks are sharded by `fsdp:`"), "activation_checkpointing": _recomputation}
+    ),
+    "loss_fn": Drop(
+        "the loss is the cross-entropy of the trained tokens; `kernels.loss` chooses how it is computed"
+    ),
     "dataset": _rows(("data", "train", 0)),
     "validation_dataset": _rows(("data", "eval", 0)),
     "packed_sequence": section(_PACKING),
@@ -411,7 +517,10 @@ RULES: Rules = {
     "compile": section(
         {
             "enabled": same("kernels.compile"),
-            **each(("mode", "fullgraph", "dynamic", "backend", "options", "dynamo_cache_size_limit"), Drop("see `kernels.compile`")),
+            **each(
+                ("mode", "fullgraph", "dynamic", "backend", "options", "dynamo_cache_size_limit"),
+                Drop("see `kernels.compile`"),
+            ),
         }
     ),
     "fp8": section(
@@ -419,7 +528,11 @@ RULES: Rules = {
             "enabled": implies({"precision.mixed_precision": "fp8"}),
             "recipe_name": same("precision.fp8_recipe"),
             **each(
-                ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp", "force_recompute_fp8_weight_in_bwd"),
+                (
+                    "enable_fsdp_float8_all_gather",
+                    "precompute_float8_dynamic_scale_for_fsdp",
+                    "force_recompute_fp8_weight_in_bwd",
+                ),
                 Drop("see `precision.mixed_precision: fp8`"),
             ),
             "filter_fqns": Drop("the head stays in bf16"),

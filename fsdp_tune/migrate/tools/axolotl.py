@@ -1,4 +1,5 @@
-"""Keys of axolotl that mean something of their own. The others are synonyms, or have the same meaning in every tool."""
+"""Keys of axolotl that mean something of their own. The others are synonyms, or have the same meaning in
+every tool."""
 
 from __future__ import annotations
 
@@ -64,8 +65,8 @@ _RENAME_KEYS = "messages have `role` and `content`, or `from` and `value`: renam
 def _type(key: FileKey) -> Outcome:
     """The name of a prompt strategy, or a mapping with the columns of one of the user's own.
 
-    A strategy's plain name is written as the format. A variant, as in `alpaca:chat` and `alpaca.load_no_prompt`, has prompts of its own:
-    a question.
+    A strategy's plain name is written as the format. A variant, as in `alpaca:chat` and
+    `alpaca.load_no_prompt`, has prompts of its own: a question.
     """
     target = (*key.place, "format")
     if isinstance(key.value, dict):
@@ -74,16 +75,30 @@ def _type(key: FileKey) -> Outcome:
         program = prompt_program(key.mapping)
         if program is None:
             return Ask("write the prompts into the rows, as `prompt` and `completion`", target)
-        words = f"write the prompts into the rows: `jq -c {shlex.quote(program)} ROWS.jsonl > NEW.jsonl`, and read `path: NEW.jsonl`"
+        words = (
+            f"write the prompts into the rows: `jq -c {shlex.quote(program)} ROWS.jsonl > NEW.jsonl`, "
+            "and read `path: NEW.jsonl`"
+        )
         return Ask(f'{words}; `data: {{separator: ""}}`', target)
     outcome = OF_A_SOURCE["type"].outcome(key.value)
     if isinstance(outcome, Write):
         # `chat_template` is the type of sharegpt rows too: the names of their keys decide.
-        write = Write({target: in_entry(outcome)[("format",)]}, weight=Weight.IMPLIED if key.value == "chat_template" else Weight.GIVEN)
+        write = Write(
+            {target: in_entry(outcome)[("format",)]},
+            weight=Weight.IMPLIED if key.value == "chat_template" else Weight.GIVEN,
+        )
         if key.value != "alpaca":
             return write
-        template = Also((*key.place, "chat_template"), NO_TEMPLATE, "default of axolotl: by the prompts of Stanford Alpaca")
-        return [write, template, Also("data.separator", "\n", "default of axolotl: the answer is on its own line")]
+        template = Also(
+            (*key.place, "chat_template"),
+            NO_TEMPLATE,
+            "default of axolotl: by the prompts of Stanford Alpaca",
+        )
+        return [
+            write,
+            template,
+            Also("data.separator", "\n", "default of axolotl: the answer is on its own line"),
+        ]
     return Ask(f"`{key.value}` is a prompt strategy of axolotl: {in_words(outcome)}", target)
 
 
@@ -95,11 +110,19 @@ def _builder(key: FileKey) -> Outcome:
 
 
 def _message_keys(key: FileKey) -> Outcome:
-    """How the keys of a message are named: `from` and `value` (sharegpt), or `role` and `content`, are known here."""
+    """How the keys of a message are named: `from` and `value` (sharegpt), or `role` and `content`, are known
+    here."""
     role, content = str(key.mapping.get("role", "role")), key.mapping.get("content", "content")
-    if (role, content) not in (("from", "value"), ("role", "content")) or not set(key.mapping) <= {"role", "content"}:
+    if (role, content) not in (("from", "value"), ("role", "content")) or not set(key.mapping) <= {
+        "role",
+        "content",
+    }:
         return Ask(_RENAME_KEYS, key.place)
-    return Drop("messages have these keys here too") if role == "role" else Write({(*key.place, "format"): "sharegpt"})
+    return (
+        Drop("messages have these keys here too")
+        if role == "role"
+        else Write({(*key.place, "format"): "sharegpt"})
+    )
 
 
 def _messages(key: FileKey) -> Outcome:
@@ -112,7 +135,11 @@ def _message_key(key: FileKey) -> Outcome:
     """The older spelling of `message_property_mappings`, one key for each."""
     if key.value in ("role", "content"):
         return Drop("messages have this key here too")
-    return Write({(*key.place, "format"): "sharegpt"}) if key.value in ("from", "value") else Ask(_RENAME_KEYS, key.place)
+    return (
+        Write({(*key.place, "format"): "sharegpt"})
+        if key.value in ("from", "value")
+        else Ask(_RENAME_KEYS, key.place)
+    )
 
 
 _KNOWN_ROLES = {"human": "user", "gpt": "assistant", "model": "assistant"}
@@ -122,7 +149,9 @@ def _roles(key: FileKey) -> Outcome:
     """{known role: [names in the rows]} is the other way round here."""
     pairs = [(role, name) for role, names in key.mapping.items() for name in as_items(names)]
     written: dict[KeyPath, object] = {
-        ("data", "roles", str(name)): role for role, name in pairs if role not in (name, _KNOWN_ROLES.get(str(name)))
+        ("data", "roles", str(name)): role
+        for role, name in pairs
+        if role not in (name, _KNOWN_ROLES.get(str(name)))
     }
     return Write(written) if written else Drop("these names are known here too")
 
@@ -145,7 +174,9 @@ _SOURCE: Rules = {
         lambda key: (
             Drop("the end of each trained turn is trained, as the chat template renders it")
             if key.value in ("turn", "all", True)
-            else Ask("the end of each trained turn is trained here, as the chat template renders it", key.place)
+            else Ask(
+                "the end of each trained turn is trained here, as the chat template renders it", key.place
+            )
         ),
     ),
     **each(("chat_template", "chat_template_jinja"), chat_template),
@@ -164,14 +195,23 @@ def _share_of_epoch(key: FileKey) -> Outcome:
     synonym, count = SYNONYMS[key.name], key.value
     target, strategy = synonym.key, synonym.key.replace("_steps", "_strategy")
     epochs = key.ledger.decided(("training", "num_train_epochs"), key.of_file("num_epochs"))
-    is_number = isinstance(count, int | float) and not isinstance(count, bool) and isinstance(epochs, int | float) and epochs > 0
+    is_number = (
+        isinstance(count, int | float)
+        and not isinstance(count, bool)
+        and isinstance(epochs, int | float)
+        and epochs > 0
+    )
     if not is_number or isinstance(synonym.outcome(count), Write):
         return by_name(key)
     if count * epochs <= 1:
         reason = f"{count} × {epochs:g} epochs: at the end of each, as axolotl's own default"
         return Write({strategy: "epoch"}, reason, Fate.COMPUTED)
     share = round(1 / (count * epochs), 6)
-    return Write({target: share, strategy: "steps"}, f"1 / ({count} × {epochs:g} epochs), a share of all steps", Fate.COMPUTED)
+    return Write(
+        {target: share, strategy: "steps"},
+        f"1 / ({count} × {epochs:g} epochs), a share of all steps",
+        Fate.COMPUTED,
+    )
 
 
 def _targets(key: FileKey) -> Outcome:
@@ -181,7 +221,11 @@ def _targets(key: FileKey) -> Outcome:
 
 
 def _special_tokens(key: FileKey) -> Outcome:
-    keys = {"pad_token": "model.tokens.pad", "eos_token": "model.tokens.eos", "additional_special_tokens": "model.tokens.add"}
+    keys = {
+        "pad_token": "model.tokens.pad",
+        "eos_token": "model.tokens.eos",
+        "additional_special_tokens": "model.tokens.add",
+    }
     if not key.mapping:
         return Ask("write `model: {tokens: {pad: …, eos: …}}`", "model.tokens")
     return Inside({name: same(keys[name]) if name in keys else _own_token for name in key.mapping})
@@ -199,7 +243,14 @@ def _tokens(key: FileKey) -> Outcome:
 _PLUGINS = {"LigerPlugin": ("kernels.liger", True), "CutCrossEntropyPlugin": ("kernels.loss", "chunked")}
 
 _EXPERTS_PLUGIN = "ExpertParallelPlugin"
-_DISPATCH = ("backend", "num_nvl_bytes", "num_rdma_bytes", "fallback_on_unsupported", "save_dispatch", "dispatch_chunks")
+_DISPATCH = (
+    "backend",
+    "num_nvl_bytes",
+    "num_rdma_bytes",
+    "fallback_on_unsupported",
+    "save_dispatch",
+    "dispatch_chunks",
+)
 
 
 def _plugins(key: FileKey) -> Outcome:
@@ -227,7 +278,9 @@ def _schedule(key: FileKey) -> Outcome:
 def _least_rate(key: FileKey) -> Outcome:
     if key.of_file("lr_scheduler") in (None, "cosine"):  # its default
         kwargs = {"min_lr_rate": key.value}
-        return Write({"training.lr_scheduler_kwargs": kwargs, "training.lr_scheduler_type": "cosine_with_min_lr"})
+        return Write(
+            {"training.lr_scheduler_kwargs": kwargs, "training.lr_scheduler_type": "cosine_with_min_lr"}
+        )
     words = "it is `lr_scheduler_kwargs: {min_lr_rate: …}` of the schedule `cosine_with_min_lr`"
     return Ask(words, "training.lr_scheduler_type")
 
@@ -266,15 +319,22 @@ def _adapter(key: FileKey) -> Outcome:
 
 
 def _batch(key: FileKey) -> Outcome:
-    """Sequences of one device for a step. axolotl 0.19 does not read it, since its accumulation is 1 by default."""
-    if key.value == (key.of_file("micro_batch_size") or 1) * (key.of_file("gradient_accumulation_steps") or 1):
+    """Sequences of one device for a step. axolotl 0.19 does not read it, since its accumulation is 1 by
+    default."""
+    if key.value == (key.of_file("micro_batch_size") or 1) * (
+        key.of_file("gradient_accumulation_steps") or 1
+    ):
         return Drop("it is micro-batch × accumulation")
-    words = "axolotl 0.19 takes micro-batch × accumulation, older ones divided it by the micro-batch: write the sum over all devices"
+    words = (
+        "axolotl 0.19 takes micro-batch × accumulation, older ones divided it by the micro-batch: write "
+        "the sum over all devices"
+    )
     return Ask(words, "training.global_batch_size")
 
 
 def _bf16(key: FileKey) -> Outcome:
-    """axolotl loads the weights in bf16 too, and trains them so. Beside an adapter, frozen matrices are stored in it here too."""
+    """axolotl loads the weights in bf16 too, and trains them so. Beside an adapter, frozen matrices are
+    stored in it here too."""
     is_half = str(key.value).lower() in ("true", "auto", "full")
     loaded = Also("model.dtype", "bf16", f"{key.name}: axolotl loads the weights in it")
     return [*steps(by_name(key)), *([loaded] if is_half else [])]
@@ -295,8 +355,11 @@ def _excess(key: FileKey) -> Outcome:
 
 
 def settle_defaults(ledger: Ledger, defaults: dict[str, Any], *, is_loaded_in_half: bool) -> None:
-    """Change the defaults that other keys decide. Without a key about it, the weights are bf16, as with `bf16: auto`."""
-    if is_loaded_in_half and not any(name in ledger.values for name in ("bf16", "bfloat16", "fp16", "float16", "float32")):
+    """Change the defaults that other keys decide. Without a key about it, the weights are bf16, as with
+    `bf16: auto`."""
+    if is_loaded_in_half and not any(
+        name in ledger.values for name in ("bf16", "bfloat16", "fp16", "float16", "float32")
+    ):
         defaults["model.dtype"] = "bf16"
     if (ledger.get("training", "max_steps") or 0) * defaults["training.warmup_steps"] > _MOST_WARMUP:
         defaults["training.warmup_steps"] = _MOST_WARMUP
@@ -308,11 +371,16 @@ _MOST_WARMUP = 100
 
 
 def _settle_long_rows(ledger: Ledger, defaults: dict[str, object]) -> None:
-    """axolotl cuts texts into pieces of `sequence_len` before its strategy for longer rows, the default of which is to drop them.
+    """axolotl cuts texts into pieces of `sequence_len` before its strategy for longer rows, the default of
+    which is to drop them.
 
     `defaults`: those that are written after this.
     """
-    paths = {target[:3] for target in ledger.settings if target[:2] in (TRAIN, ("data", "eval")) and target[3:] == ("path",)}
+    paths = {
+        target[:3]
+        for target in ledger.settings
+        if target[:2] in (TRAIN, ("data", "eval")) and target[3:] == ("path",)
+    }
     texts = {place for place in paths if ledger.get(*place, "format") == "text"}
     if not texts or ledger.value("pretraining_dataset") is not None or ledger.is_answered(_OVERLONG):
         return
@@ -322,7 +390,10 @@ def _settle_long_rows(ledger: Ledger, defaults: dict[str, object]) -> None:
     if texts == paths or strategy == "truncate":
         ledger.discard(_OVERLONG, "texts are cut into pieces of `sequence_len`, as here")
         return
-    words = f"axolotl cuts texts into pieces, and longer rows of other types follow `{strategy}`; here all are cut, or all follow it"
+    words = (
+        f"axolotl cuts texts into pieces, and longer rows of other types follow `{strategy}`; here all "
+        "are cut, or all follow it"
+    )
     if given is None:
         ledger.decide(_OVERLONG, words)
     else:
@@ -334,19 +405,26 @@ def _in_order(ledger: LedgerView) -> bool:
 
 
 def _curriculum(key: FileKey) -> Outcome:
-    """The sequential sampler, also below packing. Several data sets are shuffled once when they are merged, unless a key says otherwise."""
+    """The sequential sampler, also below packing. Several data sets are shuffled once when they are merged,
+    unless a key says otherwise."""
     several = len(as_list(key.of_file("datasets"))) > 1
     merged = key.of_file("shuffle_merged_datasets")
     if not is_on(key.value):
         return Drop("off: rows are shuffled in each epoch, as here")
-    if several and (merged is None or is_on(merged) or is_on(key.of_file("shuffle_before_merging_datasets") or False)):
-        words = "axolotl shuffles the rows once and keeps that order: shuffle the files and write `data: {shuffle: false}`, or leave it out"
+    if several and (
+        merged is None or is_on(merged) or is_on(key.of_file("shuffle_before_merging_datasets") or False)
+    ):
+        words = (
+            "axolotl shuffles the rows once and keeps that order: shuffle the files and write `data: "
+            "{shuffle: false}`, or leave it out"
+        )
         return Ask(words, "data.shuffle")
     return Write({"data.shuffle": False})
 
 
 def _merged(key: FileKey) -> Outcome:
-    """Rows are shuffled once when data sets are merged, and again in each epoch. A stream has its buffer alone."""
+    """Rows are shuffled once when data sets are merged, and again in each epoch. A stream has its buffer
+    alone."""
     if key.of_file("pretraining_dataset") is not None or is_on(key.of_file("streaming") or False):
         return Write({"data.shuffle": key.value})
     if _in_order(key.ledger):
@@ -356,7 +434,10 @@ def _merged(key: FileKey) -> Outcome:
 
 _OVERLONG: KeyPath = ("data", "overlong")
 _PATTERNS = "write the parameters that are not trained: `model: {freeze: [PATTERN]}`"
-_GROUPS = "parameters with a rate of their own: `training: {parameter_groups: [{match: [PATTERN], learning_rate: …}]}`"
+_GROUPS = (
+    "parameters with a rate of their own: `training: {parameter_groups: [{match: [PATTERN], "
+    "learning_rate: …}]}`"
+)
 _BY_THE_MODEL = "classes follow from the files of model and tokenizer"
 _OTHER_KERNELS = "a kernel of axolotl; kernels are chosen in `kernels:` and by `model.attn_implementation`"
 
@@ -366,11 +447,15 @@ _DFT_SWITCHES = ("use_dft", "use_dynamic_finetuning", "liger_use_token_scaling")
 
 def _fused_loss(key: FileKey) -> Outcome:
     if is_on(key.value) and any(is_on(key.of_file(name)) for name in _DFT_SWITCHES):
-        return Write({"kernels.loss": "chunked"}, "Liger's kernel weights no tokens here; this holds no logits either")
+        return Write(
+            {"kernels.loss": "chunked"}, "Liger's kernel weights no tokens here; this holds no logits either"
+        )
     return outcome_of(implies({"kernels.loss": "liger"}), key)
 
 
-_LIGER = implies({"kernels.liger": True}, off="Liger's kernels are one switch: `kernels.liger`", weight=Weight.IMPLIED)
+_LIGER = implies(
+    {"kernels.liger": True}, off="Liger's kernels are one switch: `kernels.liger`", weight=Weight.IMPLIED
+)
 RULES: Rules = {
     "datasets": _datasets(TRAIN),
     "test_datasets": _datasets(("data", "eval")),
@@ -387,7 +472,17 @@ RULES: Rules = {
     "tokens": _tokens,
     "lora_target_modules": _targets,
     "plugins": _plugins,
-    **each(("liger_rope", "liger_rms_norm", "liger_layer_norm", "liger_glu_activation", "liger_swiglu", "liger_rms_norm_gated"), _LIGER),
+    **each(
+        (
+            "liger_rope",
+            "liger_rms_norm",
+            "liger_layer_norm",
+            "liger_glu_activation",
+            "liger_swiglu",
+            "liger_rms_norm_gated",
+        ),
+        _LIGER,
+    ),
     "liger_fused_linear_cross_entropy": _fused_loss,
     **each(_DFT_SWITCHES, implies({"training.loss": "dft"}, DFT)),
     "cut_cross_entropy": implies({"kernels.loss": "chunked"}, "the logits are not held"),
@@ -406,37 +501,64 @@ RULES: Rules = {
     "batch_size": _batch,
     "eval_batch_size": same("training.per_device_eval_batch_size"),
     "tokenizer_config": same("model.tokenizer"),
-    **each(("model_type", "tokenizer_type", "tokenizer_use_fast", "tokenizer_legacy", "is_llama_derived_model"), Drop(_BY_THE_MODEL)),
-    "processor_type": off_or("off", "models with images or sound are not trained here; a text model in the same files may be"),
+    **each(
+        ("model_type", "tokenizer_type", "tokenizer_use_fast", "tokenizer_legacy", "is_llama_derived_model"),
+        Drop(_BY_THE_MODEL),
+    ),
+    "processor_type": off_or(
+        "off", "models with images or sound are not trained here; a text model in the same files may be"
+    ),
     "pad_to_sequence_len": Drop("rows are padded to the longest of a batch; packed rows are full"),
     **each(
-        ("loss_watchdog_threshold", "loss_watchdog_patience"), Drop("a spike of the loss is an event of metrics.jsonl; NaN stops the run")
+        ("loss_watchdog_threshold", "loss_watchdog_patience"),
+        Drop("a spike of the loss is an event of metrics.jsonl; NaN stops the run"),
     ),
-    **each(("strict", "debug", "skip_prepare_dataset", "experimental_skip_move_to_device"), Drop("a matter of axolotl's own code")),
+    **each(
+        ("strict", "debug", "skip_prepare_dataset", "experimental_skip_move_to_device"),
+        Drop("a matter of axolotl's own code"),
+    ),
     **each(("shuffle_merged_datasets", "shuffle_before_merging_datasets"), _merged),
     "curriculum_sampling": _curriculum,
     "pretrain_multipack_attn": Drop("examples in one row never see each other"),
     **each(
-        ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "flash_attn_cross_entropy", "flash_attn_rms_norm"), Drop(_OTHER_KERNELS)
+        (
+            "lora_mlp_kernel",
+            "lora_qkv_kernel",
+            "lora_o_kernel",
+            "flash_attn_cross_entropy",
+            "flash_attn_rms_norm",
+        ),
+        Drop(_OTHER_KERNELS),
     ),
-    **each(("flash_attn_fuse_mlp", "flash_attn_fuse_qkv", "torchdistx_path", "gptq", "use_kernels"), off_or("off", _OTHER_KERNELS)),
+    **each(
+        ("flash_attn_fuse_mlp", "flash_attn_fuse_qkv", "torchdistx_path", "gptq", "use_kernels"),
+        off_or("off", _OTHER_KERNELS),
+    ),
     "eager_attention": implies({"model.attn_implementation": "eager"}),
     "flex_attention": implies({"model.attn_implementation": "flex_attention"}),
     "eot_tokens": Drop("the end of each trained turn is trained, as the chat template renders it"),
     "unfrozen_parameters": Ask(_PATTERNS, "model.freeze"),
-    **each(("embedding_lr", "embedding_lr_scale", "lr_groups", "loraplus_lr_embedding"), Ask(_GROUPS, "training")),
+    **each(
+        ("embedding_lr", "embedding_lr_scale", "lr_groups", "loraplus_lr_embedding"), Ask(_GROUPS, "training")
+    ),
     "adam_eps": same("training.adam_epsilon"),
     "auto_resume_from_checkpoints": Drop("it is `train --resume auto`"),
     **each(("sequence_parallel_degree", "context_parallel_size"), same("parallelism.sp_size")),
     "experts_implementation": experts_kernel,
     "expert_parallel_size": expert_ranks,
-    "expert_parallel_token_capacity": fine_or((None,), "no token is dropped, as here", "no token is dropped here", "fsdp.ep_size"),
-    **each([f"expert_parallel_{name}" for name in _DISPATCH], Drop("tokens are exchanged by `all_to_all_single`")),
+    "expert_parallel_token_capacity": fine_or(
+        (None,), "no token is dropped, as here", "no token is dropped here", "fsdp.ep_size"
+    ),
+    **each(
+        [f"expert_parallel_{name}" for name in _DISPATCH], Drop("tokens are exchanged by `all_to_all_single`")
+    ),
     "tensor_parallel_size": same("parallelism.tp_size"),
     "fsdp_version": same("fsdp.version"),
     "dataset_exact_deduplication": same("data.drop_duplicates"),
     "qat": AXOLOTL_QAT,
-    "resize_token_embeddings_to_32x": off_or("off", "the embedding grows to the tokenizer alone: `model: {resize_embeddings: true}`"),
+    "resize_token_embeddings_to_32x": off_or(
+        "off", "the embedding grows to the tokenizer alone: `model: {resize_embeddings: true}`"
+    ),
     **each(("use_ray", "s2_attention", "xformers_attention", "relora", "lisa_n_layers"), UNSUPPORTED_SWITCH),
 }
 """By name; see `settling.settle_key`."""
@@ -453,5 +575,9 @@ TOOL = Tool(
     upcasts=True,
     long_rows=DROPPED,  # but of texts, which it cuts
     null_is_default=True,
-    other_training={"rl": "preference tuning", "reward_model": "reward models", "diffusion": "diffusion models"},
+    other_training={
+        "rl": "preference tuning",
+        "reward_model": "reward models",
+        "diffusion": "diffusion models",
+    },
 )

@@ -1,4 +1,5 @@
-"""Write a program for jq that makes the prompts of axolotl's `type: {format: …}` part of the rows: no key of a recipe has such a format."""
+"""Write a program for jq that makes the prompts of axolotl's `type: {format: …}` part of the rows: no key of
+a recipe has such a format."""
 
 from __future__ import annotations
 
@@ -15,11 +16,17 @@ def prompt_program(prompter: Mapping[str, object]) -> str | None:
     with_input = _text(str(prompter["format"]), fields)
     without = _text(str(prompter.get("no_input_format") or prompter["format"]), fields)
     system = str(prompter.get("system_prompt") or "")
-    head = _text(str(prompter.get("system_format") or "{system}").replace("{system}", system) if system else "", fields)
+    head = _text(
+        str(prompter.get("system_format") or "{system}").replace("{system}", system) if system else "", fields
+    )
     if with_input is None or without is None or head is None:
         return None
     key = _key(fields["input"])
-    prompt = with_input if with_input == without else f'(if ({key} // "") == "" then {without} else {with_input} end)'
+    prompt = (
+        with_input
+        if with_input == without
+        else f'(if ({key} // "") == "" then {without} else {with_input} end)'
+    )
     prompt = prompt if head == '""' else f"({head} + {prompt})"
     return f"{{prompt: {prompt}, completion: {_key(fields['output'])}}}"
 

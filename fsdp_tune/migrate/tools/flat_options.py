@@ -1,4 +1,5 @@
-"""Options of TRL, of ms-swift and of transformers' `run_clm.py` that mean something of their own: all take one flat list."""
+"""Options of TRL, of ms-swift and of transformers' `run_clm.py` that mean something of their own: all take
+one flat list."""
 
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ from fsdp_tune.recipe.synonyms import SYNONYMS
 MEDIA = "models with images or sound are not trained here"
 """Said of an option."""
 JOINED = "a row's `input` follows its `instruction` after an empty line here, after one line end there"
-"""Said of rows of Alpaca's format, whose own prompt has an empty line. LLaMA-Factory joins the two in its data/converter.py, ms-swift in
-dataset/preprocessor/core.py."""
+"""Said of rows of Alpaca's format, whose own prompt has an empty line. LLaMA-Factory joins the two in its
+data/converter.py, ms-swift in dataset/preprocessor/core.py."""
 FIRST: KeyPath = (*TRAIN, 0)
 
 
@@ -74,7 +75,10 @@ def _named_datasets(place: KeyPath) -> Rule:
             settings |= {(*place, index, "name"): match["subset"]} if match["subset"] else {}
             if match["rows"]:
                 settings[(*place, index, "max_rows")] = int(match["rows"])
-                words = f"ms-swift draws {match['rows']} rows, and repeats those of a smaller set; here it is the most, from the first on"
+                words = (
+                    f"ms-swift draws {match['rows']} rows, and repeats those of a smaller set; here it "
+                    "is the most, from the first on"
+                )
                 decisions.append(Decide((*place, index, "max_rows"), words))
         from_hub = any("/" in name and not name.startswith((".", "/")) for name in names)
         said = ["ids are of ModelScope there, of the Hugging Face hub here"] if from_hub else []
@@ -86,23 +90,35 @@ def _named_datasets(place: KeyPath) -> Rule:
 
 def _model(key: FileKey) -> Outcome:
     is_id = re.fullmatch(r"[^/.~][^/]*/[^/]+", str(key.value)) is not None
-    written = Write({"model.name_or_path": key.value}, "an id of ModelScope there, of the Hugging Face hub here" if is_id else "")
+    written = Write(
+        {"model.name_or_path": key.value},
+        "an id of ModelScope there, of the Hugging Face hub here" if is_id else "",
+    )
     return remarked(written, said_of_model(key))
 
 
 def _pretraining(key: FileKey) -> Outcome:
     """`swift pt` trains every token of rows without a chat template, whatever the options say."""
-    words = "`swift pt` joins the messages of a row without a chat template: write such rows as `text`, or train them by the template"
-    return [Write({"data.loss_on": "all"}, f"`swift {key.value}` trains every token"), Decide("data.chat_template", words)]
+    words = (
+        "`swift pt` joins the messages of a row without a chat template: write such rows as `text`, or "
+        "train them by the template"
+    )
+    return [
+        Write({"data.loss_on": "all"}, f"`swift {key.value}` trains every token"),
+        Decide("data.chat_template", words),
+    ]
 
 
 def unless_pretraining(rule: Rule, name: str, words: str) -> Rule:
-    """Return a rule for a key that is not read in pre-training. `name`: the key of the method, which is `pt` then."""
+    """Return a rule for a key that is not read in pre-training. `name`: the key of the method, which is `pt`
+    then."""
     return lambda key: Drop(words) if key.of_file(name) == "pt" else outcome_of(rule, key)
 
 
 def _unless_pretraining(rule: Rule) -> Rule:
-    return unless_pretraining(rule, COMMAND, "`swift pt` sets it: every token of rows without a chat template")
+    return unless_pretraining(
+        rule, COMMAND, "`swift pt` sets it: every token of rows without a chat template"
+    )
 
 
 _loss_scale = cases(
@@ -130,7 +146,8 @@ def _interleaved(key: FileKey) -> Outcome:
 
 
 def _half_of(dtype_name: object) -> str:
-    """Return the half precision that ms-swift switches on for weights of a dtype, unless its key says something."""
+    """Return the half precision that ms-swift switches on for weights of a dtype, unless its key says
+    something."""
     return "bf16" if dtype_name in ("bfloat16", "bf16") else "fp16"
 
 
@@ -138,7 +155,10 @@ def _torch_dtype(key: FileKey) -> Outcome:
     half = _half_of(key.value)
     if (given := key.of_file(half)) is not None and not is_on(given):
         return [*steps(dtype(key)), Also("precision.mixed_precision", "no", f"{half}: off")]
-    return [*steps(dtype(key)), Also("precision.mixed_precision", half, f"{key.name}: ms-swift computes in half precision")]
+    return [
+        *steps(dtype(key)),
+        Also("precision.mixed_precision", half, f"{key.name}: ms-swift computes in half precision"),
+    ]
 
 
 def _bf16(key: FileKey) -> Outcome:
@@ -157,7 +177,9 @@ def _sharding(key: FileKey) -> Outcome:
     match = re.fullmatch(r"zero([0-3])(_offload)?", str(key.value))
     if match is None:
         return by_name(key)
-    return Write({"fsdp.sharding_strategy": _STAGES[match[1]], **({"fsdp.offload_params": True} if match[2] else {})})
+    return Write(
+        {"fsdp.sharding_strategy": _STAGES[match[1]], **({"fsdp.offload_params": True} if match[2] else {})}
+    )
 
 
 def _attention(key: FileKey) -> Outcome:
@@ -194,13 +216,24 @@ SWIFT_RULES: Rules = {
     "shuffle_buffer_size": same("data.shuffle_buffer_size"),
     "dataset_shuffle": same("data.shuffle"),
     "train_dataloader_shuffle": same("data.shuffle"),
-    **each(("load_from_cache_file", "add_version", "use_hf", "check_model"), Drop("a matter of ms-swift's own code")),
+    **each(
+        ("load_from_cache_file", "add_version", "use_hf", "check_model"),
+        Drop("a matter of ms-swift's own code"),
+    ),
     **each(("freeze_vit", "freeze_aligner", "vit_lr", "aligner_lr", "max_pixels"), Drop(MEDIA)),
-    "freeze_llm": off_or("off", "the language model is what is trained; `model: {freeze: [PATTERN]}` freezes parts"),
-    "use_chat_template": _unless_pretraining(off_or("rows of text have no template", "chats are rendered by the chat template")),
+    "freeze_llm": off_or(
+        "off", "the language model is what is trained; `model: {freeze: [PATTERN]}` freezes parts"
+    ),
+    "use_chat_template": _unless_pretraining(
+        off_or("rows of text have no template", "chats are rendered by the chat template")
+    ),
     **each(("model_author", "model_name"), Ask("write the name into the rows", TRAIN)),
     "system": Ask("add the system message to the rows", TRAIN),
-    "task_type": fine_or(("causal_lm",), "the models are causal language models", "classifiers and embeddings are not trained here"),
+    "task_type": fine_or(
+        ("causal_lm",),
+        "the models are causal language models",
+        "classifiers and embeddings are not trained here",
+    ),
     "model_type": Drop("classes follow from the files of the model"),
     "quant_method": Drop("4 bits are NF4 here, as in bitsandbytes"),
     "merge_lora": by_synonym("merge_lora"),
@@ -212,7 +245,11 @@ SWIFT_RULES: Rules = {
 
 
 def _optional_adapter(key: FileKey) -> Outcome:
-    return Write({"lora": {}}) if isinstance(SYNONYMS["use_peft"].outcome(key.value), Write) else Drop("off, as it is here")
+    return (
+        Write({"lora": {}})
+        if isinstance(SYNONYMS["use_peft"].outcome(key.value), Write)
+        else Drop("off, as it is here")
+    )
 
 
 def _share_held_out(key: FileKey) -> Outcome:
@@ -258,7 +295,8 @@ EXAMPLE_RULES: Rules = {
 
 
 def pack_texts(ledger: Ledger) -> None:
-    """`run_clm.py` joins all texts and cuts them into full blocks, of 1,024 tokens unless it is told otherwise."""
+    """`run_clm.py` joins all texts and cuts them into full blocks, of 1,024 tokens unless it is told
+    otherwise."""
     origin = "run_clm.py joins texts and fills every block"
     ledger.set(("data", "packing"), True, origin, Weight.DEFAULT)
     ledger.set(("data", "packing_strategy"), "wrapped", origin, Weight.DEFAULT)
@@ -273,7 +311,10 @@ _WRITE_SETS = "write the data sets as `data: {train: [{path: NAME}]}`"
 def _kept_share(key: FileKey) -> Outcome:
     if key.value == 1:
         return Drop("all rows are used here too")
-    return Ask("a share of the rows, drawn once, is used: write their number, `max_rows: N`", (*key.place, "max_rows"))
+    return Ask(
+        "a share of the rows, drawn once, is used: write their number, `max_rows: N`",
+        (*key.place, "max_rows"),
+    )
 
 
 MIXED: Rules = {"id": in_source("path"), "config": in_source("name"), "weight": _kept_share}
@@ -333,7 +374,10 @@ def _eval_split(key: FileKey) -> Outcome:
         return Ask("a mixture has the split `test` alone, by `test_split_size`", "data.eval")
     place: KeyPath = ("data", "eval", 0)
     config = key.of_file("dataset_config")
-    settings: dict[KeyPath, object] = {(*place, "path"): key.of_file("dataset_name") or "NAME", (*place, "split"): key.value}
+    settings: dict[KeyPath, object] = {
+        (*place, "path"): key.of_file("dataset_name") or "NAME",
+        (*place, "split"): key.value,
+    }
     return Write(settings | ({(*place, "name"): config} if config is not None else {}))
 
 
@@ -356,7 +400,9 @@ def _assistant_only(key: FileKey) -> Outcome:
     return SYNONYMS["assistant_only_loss"].outcome(key.value)
 
 
-_OTHER_LOSS = fine_or(("nll", "chunked_nll"), "it is the loss here too", "the loss is `cross_entropy` or `dft`", "training.loss")
+_OTHER_LOSS = fine_or(
+    ("nll", "chunked_nll"), "it is the loss here too", "the loss is `cross_entropy` or `dft`", "training.loss"
+)
 
 
 TRL_RULES: Rules = {
@@ -369,10 +415,16 @@ TRL_RULES: Rules = {
     "datasets": sources(TRAIN, {}, hint=_WRITE_SETS),
     "dataset_mixer": _mixer,
     "dataset_configs": Ask("write `name` of each data set", TRAIN),
-    "dataset_splits": Ask("write `split` of each data set; those with `test` in their names are evaluated", "data.eval"),
+    "dataset_splits": Ask(
+        "write `split` of each data set; those with `test` in their names are evaluated", "data.eval"
+    ),
     "test_split_size": _held_out,
     "dataset_mixture": section(
-        {"datasets": sources(TRAIN, MIXED, hint=_WRITE_SETS), "test_split_size": _held_out, "seed": Drop("see `training.data_seed`")}
+        {
+            "datasets": sources(TRAIN, MIXED, hint=_WRITE_SETS),
+            "test_split_size": _held_out,
+            "seed": Drop("see `training.data_seed`"),
+        }
     ),
     "model_init_kwargs": _init_kwargs,
     "assistant_only_loss": _assistant_only,
@@ -381,16 +433,36 @@ TRL_RULES: Rules = {
     "padding_free": Drop("packed rows have no padding; `data.packing` packs"),
     "dataset_kwargs": Ask("arguments of TRL's preparation of the rows", "data"),
     **each(("use_unsloth", "ignore_bias_buffers"), UNSUPPORTED_SWITCH),
-    "activation_offloading": off_or("off", "with recomputed layers it is `fsdp: {activation_checkpointing_offload: true}`"),
-    "loss_type": lambda key: Write({"training.loss": "dft"}, DFT) if key.value == "dft" else outcome_of(_OTHER_LOSS, key),
+    "activation_offloading": off_or(
+        "off", "with recomputed layers it is `fsdp: {activation_checkpointing_offload: true}`"
+    ),
+    "loss_type": lambda key: (
+        Write({"training.loss": "dft"}, DFT) if key.value == "dft" else outcome_of(_OTHER_LOSS, key)
+    ),
     "shuffle_dataset": Drop("rows are shuffled in each epoch"),
-    "truncation_mode": fine_or(("keep_start",), "rows are cut at their end here too", "rows are cut at their end", "data.overlong"),
+    "truncation_mode": fine_or(
+        ("keep_start",), "rows are cut at their end here too", "rows are cut at their end", "data.overlong"
+    ),
 }
 """By name; see `settling.settle_key`."""
 TRL_UNSUPPORTED = dict.fromkeys(
     (
-        *("reward_funcs", "reward_model_path", "sft_model_path", "num_generations", "ref_model_init_kwargs", "beta"),
-        *("max_prompt_length", "max_completion_length", "precompute_ref_log_probs", "reference_free", "desirable_weight", "cpo_alpha"),
+        *(
+            "reward_funcs",
+            "reward_model_path",
+            "sft_model_path",
+            "num_generations",
+            "ref_model_init_kwargs",
+            "beta",
+        ),
+        *(
+            "max_prompt_length",
+            "max_completion_length",
+            "precompute_ref_log_probs",
+            "reference_free",
+            "desirable_weight",
+            "cpo_alpha",
+        ),
     ),
     "preference tuning",
 ) | {"teacher_model_name_or_path": "distillation"}

@@ -1,4 +1,5 @@
-"""Options of LLaMA-Factory that mean something of their own. Its data sets are entries of `dataset_info.json`, which a file names."""
+"""Options of LLaMA-Factory that mean something of their own. Its data sets are entries of
+`dataset_info.json`, which a file names."""
 
 from __future__ import annotations
 
@@ -62,23 +63,36 @@ LINE_ENDS = frozenset(
         *("minicpm_o", "minicpm_v", "minicpm_v_4_6", "minimax1", "minimax2", "moss_vl", "opencoder"),
         *("paligemma_chat", "phi", "phi_small", "qwen", "qwen2_audio", "qwen2_omni", "qwen2_vl", "qwen3"),
         *("qwen3_5", "qwen3_5_nothink", "qwen3_6", "qwen3_nothink", "qwen3_omni", "qwen3_omni_nothink"),
-        *("qwen3_vl", "qwen3_vl_nothink", "sailor", "smollm", "smollm2", "starchat", "yi", "youtu_vl", "yuan"),
+        *(
+            "qwen3_vl",
+            "qwen3_vl_nothink",
+            "sailor",
+            "smollm",
+            "smollm2",
+            "starchat",
+            "yi",
+            "youtu_vl",
+            "yuan",
+        ),
     )
 )
-"""Templates that end an answer with white space after the token that ends the turn (`format_assistant` in its data/template.py,
-2026-08); `python -m tests.migrate.tool_keys --check` finds new ones."""
+"""Templates that end an answer with white space after the token that ends the turn (`format_assistant` in its
+data/template.py, 2026-08); `python -m tests.migrate.tool_keys --check` finds new ones."""
 _LINE_END = (
-    "LLaMA-Factory also trains the line end that its template writes after the last token of an answer; here it is context, "
+    "LLaMA-Factory also trains the line end that its template writes after the last token of an "
+    "answer; here it is context, "
     "which only labels of your own train (`format: segments` or `tokenized`)"
 )
 _OF_TOKENIZER = (
-    "Without `template`, LLaMA-Factory also trains white space that the tokenizer's template writes after the last token of an answer, "
+    "Without `template`, LLaMA-Factory also trains white space that the tokenizer's template writes "
+    "after the last token of an answer, "
     "as ChatML does; here it is context"
 )
 
 
 def include_info(ledger: Ledger, directory: FilePath) -> None:
-    """Put the entries of `dataset_info.json` that the file names into its account. `directory` is that of the file."""
+    """Put the entries of `dataset_info.json` that the file names into its account. `directory` is that of the
+    file."""
     named = [name for key in ("dataset", "eval_dataset") for name in _names(ledger.value(key))]
     found = _find_info(directory, str(ledger.value("dataset_dir") or "data")) if named else None
     if found is None:
@@ -93,7 +107,8 @@ def include_info(ledger: Ledger, directory: FilePath) -> None:
 
 
 def _find_info(directory: FilePath, data: str) -> FilePath | None:
-    """Return the file beside the configuration, or in `dataset_dir`, which is relative to the directory of the command: one above."""
+    """Return the file beside the configuration, or in `dataset_dir`, which is relative to the directory of
+    the command: one above."""
     above = [directory, *list(directory.resolve().parents)[:3], FilePath()]
     places = [directory / INFO, FilePath(data) / INFO, *(each / data / INFO for each in above)]
     return next((place for place in places if place.is_file()), None)
@@ -109,7 +124,11 @@ def _listed_datasets(place: KeyPath) -> Rule:
 
     def rule(key: FileKey) -> Outcome:
         names = _names(key.value)
-        said = f". {_OF_TOKENIZER}" if place == TRAIN and key.of_file("stage") is None and _is_template_of_tokenizer(key) else ""
+        said = (
+            f". {_OF_TOKENIZER}"
+            if place == TRAIN and key.of_file("stage") is None and _is_template_of_tokenizer(key)
+            else ""
+        )
         first = sum(1 for target in key.ledger.settings if target[:2] == place and target[-1] == "path")
         unknown = [name for name in names if key.of_file(INFO, name) is None]
         if unknown:
@@ -119,7 +138,11 @@ def _listed_datasets(place: KeyPath) -> Rule:
         settings = {(*target, "path"): _path_of(key.of_file(INFO, name)) or "NAME" for name, target in places}
         entries = [At((INFO, name), source(target, _ENTRY)) for name, target in places]
         if key.of_file("stage") == "pt":
-            texts = [step for name, target in places for step in _text_steps(name, as_mapping(key.of_file(INFO, name)), target)]
+            texts = [
+                step
+                for name, target in places
+                for step in _text_steps(name, as_mapping(key.of_file(INFO, name)), target)
+            ]
             return [*texts, Write(settings, f"by {INFO}"), *entries]
         is_alpaca = any((key.of_file(INFO, name, "formatting") or "alpaca") == "alpaca" for name in names)
         return [Write(settings, f"by {INFO}{f'; {JOINED}' if is_alpaca else ''}{said}"), *entries]
@@ -128,14 +151,21 @@ def _listed_datasets(place: KeyPath) -> Rule:
 
 
 def _text_steps(name: str, entry: dict[str, object], place: KeyPath) -> list[Step]:
-    """`stage: pt` reads the text of the first message, without a template: of Alpaca's columns that is `prompt`."""
+    """`stage: pt` reads the text of the first message, without a template: of Alpaca's columns that is
+    `prompt`."""
     columns = as_mapping(entry.get("columns"))
     column = str(columns.get("prompt") or "instruction")
     found: list[Step] = [Also((*place, "format"), "text", "`stage: pt` reads texts", Weight.GIVEN)]
     if entry.get("formatting", "alpaca") != "alpaca" or columns.get("query"):
-        found.append(Decide(place, "`stage: pt` trains the first message of a row, without a template: write it as `text`"))
+        found.append(
+            Decide(
+                place, "`stage: pt` trains the first message of a row, without a template: write it as `text`"
+            )
+        )
     elif column != "text":
-        found.append(Also((*place, "rename_columns", column), "text", "`stage: pt` reads this column", Weight.GIVEN))
+        found.append(
+            Also((*place, "rename_columns", column), "text", "`stage: pt` reads this column", Weight.GIVEN)
+        )
     words = "`stage: pt` reads the text of the first message alone"
     return [*found, *(At((INFO, name, key), Drop(words)) for key in ("formatting", "columns", "tags"))]
 
@@ -151,7 +181,11 @@ def _place(key: FileKey) -> Outcome:
     found = key.of_recipe(*target)
     if found == key.value:
         return Write({target: found})
-    return Ask("write the file or the hub id of the rows", target) if found == "NAME" else Drop(f"the rows are read from `{found}`")
+    return (
+        Ask("write the file or the hub id of the rows", target)
+        if found == "NAME"
+        else Drop(f"the rows are read from `{found}`")
+    )
 
 
 def _formatting(key: FileKey) -> Outcome:
@@ -161,9 +195,16 @@ def _formatting(key: FileKey) -> Outcome:
 
 
 def _columns(key: FileKey) -> Outcome:
-    is_chat = key.of_recipe(*key.place, "format") == "messages" or (key.beside("tags", "role_tag") or "from") == "role"
+    is_chat = (
+        key.of_recipe(*key.place, "format") == "messages"
+        or (key.beside("tags", "role_tag") or "from") == "role"
+    )
     names = _COLUMNS | ({"messages": "messages"} if is_chat else {})
-    return Inside({content: _column(names.get(content)) for content in key.mapping}) if key.mapping else Drop("no columns")
+    return (
+        Inside({content: _column(names.get(content)) for content in key.mapping})
+        if key.mapping
+        else Drop("no columns")
+    )
 
 
 def _column(name: str | None) -> Rule:
@@ -196,11 +237,16 @@ def _tag(key: FileKey) -> Outcome:
         return Drop("that name is known here too")
     if key.name in _ROLES:
         return Write({("data", "roles", str(key.value)): _ROLES[key.name]})
-    return Ask("messages have `role` and `content`, or `from` and `value`: rename the keys in the file", key.place)
+    return Ask(
+        "messages have `role` and `content`, or `from` and `value`: rename the keys in the file", key.place
+    )
 
 
 def _sample(key: FileKey) -> Outcome:
-    words = f"{key.value} rows are drawn at random there, and those of a smaller set are repeated; `max_rows` takes the first ones"
+    words = (
+        f"{key.value} rows are drawn at random there, and those of a smaller set are repeated; "
+        "`max_rows` takes the first ones"
+    )
     return Ask(words, (*key.place, "max_rows"))
 
 
@@ -243,13 +289,18 @@ def _stage(key: FileKey) -> Outcome:
     if (packing := key.of_file("packing")) is None:
         found.append(Also("data.packing", True, origin))
     if packing is None or is_on(packing):
-        found.append(Also("data.packing_strategy", "wrapped", f"{origin}: texts are joined and cut into blocks"))
+        found.append(
+            Also("data.packing_strategy", "wrapped", f"{origin}: texts are joined and cut into blocks")
+        )
     return found
 
 
 def _rows_of_each(key: FileKey) -> Outcome:
     """A limit of every data set."""
-    names = {TRAIN: _names(key.of_file("dataset")) or ["NAME"], ("data", "eval"): _names(key.of_file("eval_dataset"))}
+    names = {
+        TRAIN: _names(key.of_file("dataset")) or ["NAME"],
+        ("data", "eval"): _names(key.of_file("eval_dataset")),
+    }
     places = [(*place, index, "max_rows") for place, named in names.items() for index in range(len(named))]
     return Write(dict.fromkeys(places, key.value))
 
@@ -262,10 +313,28 @@ def _shares(key: FileKey) -> Outcome:
     return Write({(*TRAIN, index, "weight"): weight for index, weight in enumerate(weights)})
 
 
-_CUT = "prompt and answer of a longer row are cut in proportion there; here its end is, and a row without a trained token is left out"
+_CUT = (
+    "prompt and answer of a longer row are cut in proportion there; here its end is, and a row without a "
+    "trained token is left out"
+)
 _PACKED = "examples in one row never see each other here, as with `neat_packing`"
-_OPTIMIZERS = ("use_galore", "use_apollo", "use_badam", "use_adam_mini", "galore_layerwise", "apollo_layerwise")
-_LOSSES = ("use_asft_loss", "use_eaft_loss", "use_llama_pro", "mixture_of_depths", "shift_attn", "pissa_convert", "use_kt")
+_OPTIMIZERS = (
+    "use_galore",
+    "use_apollo",
+    "use_badam",
+    "use_adam_mini",
+    "galore_layerwise",
+    "apollo_layerwise",
+)
+_LOSSES = (
+    "use_asft_loss",
+    "use_eaft_loss",
+    "use_llama_pro",
+    "mixture_of_depths",
+    "shift_attn",
+    "pissa_convert",
+    "use_kt",
+)
 
 
 def _order(key: FileKey) -> Outcome:
@@ -273,8 +342,13 @@ def _order(key: FileKey) -> Outcome:
     if not is_on(key.value):
         return Drop("off: rows are shuffled in each epoch, as here")
     if is_on(key.of_file("streaming") or False) or key.of_file("val_size"):
-        words = "LLaMA-Factory keeps the order of one shuffle, which a held-out part and a stream's buffer need"
-        return Ask(f"{words}: write `data: {{shuffle: false}}` for the order of the files, or leave it out", "data.shuffle")
+        words = (
+            "LLaMA-Factory keeps the order of one shuffle, which a held-out part and a stream's buffer need"
+        )
+        return Ask(
+            f"{words}: write `data: {{shuffle: false}}` for the order of the files, or leave it out",
+            "data.shuffle",
+        )
     return Write({"data.shuffle": False})
 
 
@@ -289,7 +363,10 @@ RULES: Rules = {
     "neat_packing": implies({"data.packing": True}, "examples in one row never see each other"),
     "max_samples": _rows_of_each,
     "cutoff_len": lambda key: Write({"data.max_length": key.value}, _CUT),
-    **each(("use_v1_kernels", "preprocessing_batch_size", "eval_num_beams"), Drop("a matter of LLaMA-Factory's own code")),
+    **each(
+        ("use_v1_kernels", "preprocessing_batch_size", "eval_num_beams"),
+        Drop("a matter of LLaMA-Factory's own code"),
+    ),
     "tokenized_path": Drop("prepared data are named by their content, in `data.cache_dir`"),
     "interleave_probs": _shares,
     "packing": lambda key: Write({"data.packing": key.value}, _PACKED, Fate.KEPT),
@@ -299,11 +376,16 @@ RULES: Rules = {
     "buffer_size": same("data.shuffle_buffer_size"),
     "disable_shuffling": _order,
     "plot_loss": Drop("the run card has the curve of the loss"),
-    "quantization_method": fine_or(("bnb", "bitsandbytes"), "4 bits are NF4 here, as in bitsandbytes", _QUANTISED, "quantization.load"),
+    "quantization_method": fine_or(
+        ("bnb", "bitsandbytes"), "4 bits are NF4 here, as in bitsandbytes", _QUANTISED, "quantization.load"
+    ),
     **each(("use_unsloth", "use_unsloth_gc"), Drop("kernels are chosen in `kernels:`")),
     "use_reentrant_gc": Drop("activation checkpointing is always non-reentrant"),
     "upcast_layernorm": Drop("norms are trained in `model.dtype`, fp32 by default"),
-    **each(_OPTIMIZERS, off_or("off", "this optimizer is not supported: `adamw_torch_8bit` needs less memory too")),
+    **each(
+        _OPTIMIZERS,
+        off_or("off", "this optimizer is not supported: `adamw_torch_8bit` needs less memory too"),
+    ),
     "use_dft_loss": implies({"training.loss": "dft"}, DFT),
     **each(_LOSSES, UNSUPPORTED_SWITCH),
     **each(("image_max_pixels", "video_max_pixels", "video_maxlen", "video_fps"), Drop(MEDIA)),
@@ -311,7 +393,9 @@ RULES: Rules = {
     "default_system": Ask("add the system message to the rows", TRAIN),
     "cp_size": same("parallelism.sp_size"),
     "ray_num_workers": Drop("ranks are started by `fsdp-tune train`"),
-    "predict_with_generate": off_or("off", "write `training: {sample: {every: 500, prompts: […]}}` to see answers while training"),
+    "predict_with_generate": off_or(
+        "off", "write `training: {sample: {every: 500, prompts: […]}}` to see answers while training"
+    ),
 }
 """By name; see `settling.settle_key`."""
 TOOL = Tool(
@@ -324,7 +408,9 @@ TOOL = Tool(
         "training.report_to": [],
     },
     adapter_defaults={"lora.r": 8, "lora.target_modules": "all-linear", "precision.mixed_precision": "bf16"},
-    full_defaults={"precision.mixed_precision": "no"},  # weights are cast to fp32, and computed in it without `bf16`
+    full_defaults={
+        "precision.mixed_precision": "no"
+    },  # weights are cast to fp32, and computed in it without `bf16`
     adapter_switches=("finetuning_type",),
     trains_adapters=True,
     long_rows=CUT_BY_TRL,  # `wrapped`: `stage: pt`

@@ -1,6 +1,7 @@
 """Write what a tool does with rows that are longer than its limit, by the format of the rows and by packing.
 
-A recipe cuts rows before it packs them: `split` keeps every token, as packing that joins texts and cuts the result does.
+A recipe cuts rows before it packs them: `split` keeps every token, as packing that joins texts and cuts the
+result does.
 """
 
 from __future__ import annotations
@@ -27,19 +28,26 @@ SPLIT: LongRows = {False: _SPLIT, "bfd": _SPLIT, "wrapped": _SPLIT}
 
 
 def settle_long_rows(ledger: Ledger, behaviour: LongRows, defaults: dict[str, Any]) -> None:
-    """Add `data.overlong` to the defaults of a tool, unless its file has it. `behaviour`: `Tool.long_rows`."""
+    """Add `data.overlong` to the defaults of a tool, unless its file has it. `behaviour`:
+    `Tool.long_rows`."""
     if ledger.is_answered(_OVERLONG) or ledger.settings.get(_OVERLONG) is not None:
         return
     is_asked = any(row.fate is Fate.QUESTION and _OVERLONG in row.targets for row in ledger.rows)
     if ledger.tool == AUTOMODEL and ledger.value("dataset") is not None and not is_asked:
-        ledger.decide(_OVERLONG, "NeMo Automodel cuts rows only with `truncation`; here longer ones are cut: `truncate`, `drop` or `error`")
+        ledger.decide(
+            _OVERLONG,
+            "NeMo Automodel cuts rows only with `truncation`; here longer ones are cut: `truncate`, "
+            "`drop` or `error`",
+        )
     if not behaviour:
         return
     is_packed = _value(ledger, defaults, "packing") is True
     if ledger.tool == AXOLOTL and _is_stream_of_texts(ledger):
         defaults["data.overlong"] = _CUT
     else:
-        defaults["data.overlong"] = behaviour[str(_value(ledger, defaults, "packing_strategy") or "bfd") if is_packed else False]
+        defaults["data.overlong"] = behaviour[
+            str(_value(ledger, defaults, "packing_strategy") or "bfd") if is_packed else False
+        ]
 
 
 def _value(ledger: Ledger, defaults: dict[str, object], name: str) -> object:
@@ -49,7 +57,9 @@ def _value(ledger: Ledger, defaults: dict[str, object], name: str) -> object:
 
 def _is_stream_of_texts(ledger: Ledger) -> bool:
     """Return whether the rows are those of axolotl's `pretraining_dataset`: the tokenizer cuts each text."""
-    return ledger.value("pretraining_dataset") is not None and any(target[:2] == TRAIN for target in ledger.settings)
+    return ledger.value("pretraining_dataset") is not None and any(
+        target[:2] == TRAIN for target in ledger.settings
+    )
 
 
 def packing_strategy(key: FileKey) -> Outcome:

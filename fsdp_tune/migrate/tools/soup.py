@@ -65,20 +65,43 @@ def _quantization(key: FileKey) -> Outcome:
 def _targets(key: FileKey) -> Outcome:
     if key.value != "auto":
         return lora_targets(key)
-    words = "PEFT adapts a selection of its own for each architecture (Llama: q_proj and v_proj); here it is every linear layer"
+    words = (
+        "PEFT adapts a selection of its own for each architecture (Llama: q_proj and v_proj); here it is "
+        "every linear layer"
+    )
     return Ask(words, "lora.target_modules")
 
 
 def _recomputation(key: FileKey) -> Outcome:
     if key.value in ("selective", "medium", "auto"):
-        words = "write `fsdp: {activation_checkpointing: full}`, or `activation_checkpointing_every: 2` for every other layer"
+        words = (
+            "write `fsdp: {activation_checkpointing: full}`, or `activation_checkpointing_every: 2` for "
+            "every other layer"
+        )
         return Ask(words, "fsdp.activation_checkpointing")
-    return Write({"fsdp.activation_checkpointing": "full" if is_on(key.value) or key.value == "full" else "none"})
+    return Write(
+        {"fsdp.activation_checkpointing": "full" if is_on(key.value) or key.value == "full" else "none"}
+    )
 
 
 _SWITCHES = (
-    *("use_galore", "use_mod", "use_longlora", "lisa_enabled", "stream_layers", "curriculum", "quantization_aware", "warmup_auto"),
-    *("forgetting_detection", "checkpoint_intelligence", "early_stop_on_regression", "convergence_detection", "loss_spike_recovery"),
+    *(
+        "use_galore",
+        "use_mod",
+        "use_longlora",
+        "lisa_enabled",
+        "stream_layers",
+        "curriculum",
+        "quantization_aware",
+        "warmup_auto",
+    ),
+    *(
+        "forgetting_detection",
+        "checkpoint_intelligence",
+        "early_stop_on_regression",
+        "convergence_detection",
+        "loss_spike_recovery",
+    ),
 )
 _LORA: Rules = {
     "r": _off_at_0("lora.r", "no adapter: every weight is trained", Fate.KEPT),
@@ -86,23 +109,45 @@ _LORA: Rules = {
     "dropout": same("lora.lora_dropout"),
     "target_modules": _targets,
     **{name: same(f"lora.{name}") for name in ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern")},
-    **each(("use_vera", "use_olora"), off_or("off", "adapters that are not LoRA, or that change the base, are not supported")),
-    "init_strategy": fine_or(("random",), "as it is here", "adapters that change the base are not supported", "lora.init_lora_weights"),
+    **each(
+        ("use_vera", "use_olora"),
+        off_or("off", "adapters that are not LoRA, or that change the base, are not supported"),
+    ),
+    "init_strategy": fine_or(
+        ("random",),
+        "as it is here",
+        "adapters that change the base are not supported",
+        "lora.init_lora_weights",
+    ),
     **each(("loftq_iter", "loftq_bits"), Drop("no effect without LoftQ")),
 }
 _DATA: Rules = {
     "train": lambda key: Write({(*TRAIN, index, "path"): name for index, name in enumerate(key.items)}),
-    "format": cases("data.format", _FORMATS, lambda key: Ask(f"rows of the format `{key.value}` are not trained here", "data.format")),
+    "format": cases(
+        "data.format",
+        _FORMATS,
+        lambda key: Ask(f"rows of the format `{key.value}` are not trained here", "data.format"),
+    ),
     "val_split": _off_at_0("data.eval.fraction", "nothing is evaluated, as it is here"),
     "max_length": same("data.max_length"),
-    "train_on_responses_only": switch(Drop("prompts are not trained here either"), Write({"data.loss_on": "all"})),
-    "train_on_messages_with_train_field": off_or("off", "messages with a `train` of false are not trained here: leave it in the rows"),
+    "train_on_responses_only": switch(
+        Drop("prompts are not trained here either"), Write({"data.loss_on": "all"})
+    ),
+    "train_on_messages_with_train_field": off_or(
+        "off", "messages with a `train` of false are not trained here: leave it in the rows"
+    ),
     "chat_template": chat_template,
     "streaming": same("data.streaming"),
     "buffer_size": same("data.shuffle_buffer_size"),
-    **{name: by_synonym(name) for name in ("mask_history", "train_on_prompt", "new_special_tokens", "resize_vocab")},
+    **{
+        name: by_synonym(name)
+        for name in ("mask_history", "train_on_prompt", "new_special_tokens", "resize_vocab")
+    },
     **each(("image_dir", "audio_dir", "video_dir", "video_fps", "video_maxlen"), Drop(_MEDIA)),
-    **each(("remove_unused_columns", "skip_prepare_dataset"), Drop("rows are tokenised once; other columns are ignored")),
+    **each(
+        ("remove_unused_columns", "skip_prepare_dataset"),
+        Drop("rows are tokenised once; other columns are ignored"),
+    ),
 }
 _TRAINING: Rules = {
     "epochs": same("training.num_train_epochs"),
@@ -121,7 +166,9 @@ _TRAINING: Rules = {
     "use_cut_ce": implies({"kernels.loss": "chunked"}),
     "gradient_checkpointing": _recomputation,
     "use_ring_attention": off_or("off", "write `parallelism: {sp_size: N}`, the ranks that share a row"),
-    "rope_scaling_type": Ask("write `model: {rope_scaling: {rope_type: …, factor: …}}`", "model.rope_scaling"),
+    "rope_scaling_type": Ask(
+        "write `model: {rope_scaling: {rope_type: …, factor: …}}`", "model.rope_scaling"
+    ),
     "yarn_factor": same("model.rope_scaling.factor"),
     **each(("packing", "multipack"), same("data.packing")),
     "packing_cross_doc_attn_mask": Drop("examples in one row never see each other here"),
@@ -135,8 +182,13 @@ _TRAINING: Rules = {
     **each(_SWITCHES, UNSUPPORTED_SWITCH),
     "early_stop_patience": Drop("no effect without `early_stop_on_regression`"),
     "loss_watchdog": Drop("a loss that is not finite ends the run; spikes are events of it"),
-    **each(("loss_watchdog_threshold", "loss_watchdog_patience"), Drop("spikes are found against the run's own losses")),
-    "hub": fine_or(("hf",), "as it is here", "models are those of the Hugging Face hub", "model.name_or_path"),
+    **each(
+        ("loss_watchdog_threshold", "loss_watchdog_patience"),
+        Drop("spikes are found against the run's own losses"),
+    ),
+    "hub": fine_or(
+        ("hf",), "as it is here", "models are those of the Hugging Face hub", "model.name_or_path"
+    ),
 }
 RULES: Rules = {
     "base": same("model.name_or_path"),
@@ -165,7 +217,12 @@ TOOL = Tool(
         "training.save_steps": 100,
         "data.eval.fraction": 0.1,
     },
-    adapter_defaults={"lora.r": 64, "lora.lora_alpha": 16, "lora.lora_dropout": 0.05, "quantization.load": "nf4"},
+    adapter_defaults={
+        "lora.r": 64,
+        "lora.lora_alpha": 16,
+        "lora.lora_dropout": 0.05,
+        "quantization.load": "nf4",
+    },
     has_adapter=has_adapter,
     long_rows=CUT_BY_TRL,
     method=Method("task", ("sft", "pretrain"), "preference tuning, classifier or other training"),

@@ -41,8 +41,19 @@ COMPONENT = "_component_"
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _PROFILER = Drop("it is `train --profile`, and `metrics.jsonl` has times and memory")
 _FROM_FILES = Drop("it follows from the files of the model")
-_SIZES = ("vocab_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "embed_dim", "intermediate_dim", "norm_eps", "rope_base")
-"""Arguments of a generic builder, as `torchtune.models.qwen2.qwen2`, that a configuration of transformers has too."""
+_SIZES = (
+    "vocab_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "embed_dim",
+    "intermediate_dim",
+    "norm_eps",
+    "rope_base",
+)
+"""Arguments of a generic builder, as `torchtune.models.qwen2.qwen2`, that a configuration of transformers has
+too."""
 _DATASETS = {
     "alpaca_dataset": "tatsu-lab/alpaca",
     "alpaca_cleaned_dataset": "yahma/alpaca-cleaned",
@@ -73,7 +84,8 @@ _MLP = ["gate_proj", "up_proj", "down_proj"]
 
 
 def resolve_references(values: dict[str, object]) -> dict[str, object]:
-    """Replace `${key.inner}` by the value of that key, as OmegaConf does. One that the file does not have is kept as it is written."""
+    """Replace `${key.inner}` by the value of that key, as OmegaConf does. One that the file does not have is
+    kept as it is written."""
 
     def found(name: str) -> object:
         value: Any = values
@@ -105,11 +117,14 @@ def _last_name(component: object) -> str:
 
 
 def _builder(key: FileKey) -> Outcome:
-    """`lora_llama3_8b` and `qlora_…` add an adapter; the model itself is that of the checkpointer's directory."""
+    """`lora_llama3_8b` and `qlora_…` add an adapter; the model itself is that of the checkpointer's
+    directory."""
     name = _last_name(key.value)
     if not name.startswith(("lora_", "qlora_", "dora_")):
         return Drop("the model is that of `checkpointer.checkpoint_dir`")
-    more = {"qlora_": {"quantization.load": "nf4"}, "dora_": {"lora.use_dora": True}}.get(name.partition("_")[0] + "_", {})
+    more = {"qlora_": {"quantization.load": "nf4"}, "dora_": {"lora.use_dora": True}}.get(
+        name.partition("_")[0] + "_", {}
+    )
     return Write({"lora": {}, **more}, weight=Weight.IMPLIED)
 
 
@@ -160,7 +175,8 @@ _HEADERS = {
     "phi3": "`<|assistant|>`, and the line end after an answer",
     "phi4": "`<|im_start|>assistant<|im_sep|>`",
 }
-"""Families of tokenizers that write a header before an answer, which is masked only with the whole message (`message.masked`)."""
+"""Families of tokenizers that write a header before an answer, which is masked only with the whole message
+(`message.masked`)."""
 
 
 def _family(key: FileKey) -> str:
@@ -179,19 +195,26 @@ def _trained_header(key: FileKey) -> str:
 
 
 def _longest(key: FileKey) -> Outcome:
-    """Qwen's tokenizers mask the last token of a row, whether it is cut or not, as soon as there is a limit."""
+    """Qwen's tokenizers mask the last token of a row, whether it is cut or not, as soon as there is a
+    limit."""
     outcome = SYNONYMS["max_seq_len"].outcome(key.value)
-    builders = [_last_name(as_mapping(each).get(COMPONENT)) for each in as_items(key.of_file("dataset") or [])]
+    builders = [
+        _last_name(as_mapping(each).get(COMPONENT)) for each in as_items(key.of_file("dataset") or [])
+    ]
     if _family(key) != "qwen2" or all(name in _TEXTS for name in builders):
         return outcome
-    words = "with a limit, torchtune's tokenizer of Qwen trains the last token of no row, which ends its last answer; here it is trained"
+    words = (
+        "with a limit, torchtune's tokenizer of Qwen trains the last token of no row, which ends its "
+        "last answer; here it is trained"
+    )
     return remarked(outcome, words)
 
 
 _TOKENIZER: Rules = {
     COMPONENT: _FROM_FILES,
     **each(
-        ("path", "merges_file", "merges_path", "vocab_path", "special_tokens_path"), Drop("the tokenizer is that of the model's directory")
+        ("path", "merges_file", "merges_path", "vocab_path", "special_tokens_path"),
+        Drop("the tokenizer is that of the model's directory"),
     ),
     "max_seq_len": _longest,
     "prompt_template": chat_template,
@@ -230,7 +253,9 @@ def _set_builder(key: FileKey) -> Outcome:
     if name in _DATASETS and key.beside("source") is None:
         outcome = Write({(*place, "path"): _DATASETS[name]} | read, _NO_OTHERS if read else "")
     elif name == "instruct_dataset":  # a chat of two messages
-        names: dict[KeyPath, object] = {} if key.beside("column_map") else {(*place, "rename_columns", "input"): "instruction"}
+        names: dict[KeyPath, object] = (
+            {} if key.beside("column_map") else {(*place, "rename_columns", "input"): "instruction"}
+        )
         outcome = Write({(*place, "format"): "alpaca"} | read | names, _NO_OTHERS)
     elif _BUILDERS.get(name):
         outcome = Write({(*place, "format"): _BUILDERS[name]})
@@ -245,7 +270,8 @@ _NO_OTHERS = "no other columns are read there"
 
 
 def _columns(key: FileKey) -> list[str]:
-    """Return the columns of the rows that a builder of chats reads; a recipe reads more where a row has them, as `system`."""
+    """Return the columns of the rows that a builder of chats reads; a recipe reads more where a row has them,
+    as `system`."""
     name, mapped = _last_name(key.value), as_mapping(key.beside("column_map"))
     if name == "instruct_dataset":
         return [str(mapped.get(content) or content) for content in ("input", "output")]
@@ -256,7 +282,8 @@ def _columns(key: FileKey) -> list[str]:
 
 
 def _style(key: FileKey) -> str | None:
-    """Return the style of the conversations of a data set, given one of its keys; None if it has no conversations."""
+    """Return the style of the conversations of a data set, given one of its keys; None if it has no
+    conversations."""
     builder = _last_name(key.beside(COMPONENT))
     given = key.beside("conversation_style")
     return str(given) if given is not None else _CHATS.get(builder, "sharegpt" if builder in _CHATS else None)
@@ -290,7 +317,10 @@ def _conversation(key: FileKey) -> Outcome:
         return renamed(str(key.value), _STYLES[style][1], key.place)
     if key.name == "conversation_style" and key.value in _STYLES:
         return Write({(*key.place, "format"): _STYLES[key.value][0]})
-    words = "conversations are `format: sharegpt`, with `from` and `value`, or `messages`, with `role` and `content`"
+    words = (
+        "conversations are `format: sharegpt`, with `from` and `value`, or `messages`, with `role` and "
+        "`content`"
+    )
     return Ask(words, (*key.place, "format"))
 
 
@@ -302,7 +332,9 @@ _SET: Rules = {
     "source": in_source("path"),
     "subset": in_source("name"),
     **{name: in_source(name, Fate.KEPT) for name in ("split", "name", "data_files", "data_dir", "max_rows")},
-    "packed": lambda key: Write({"data.packing" if key.place[1] == "train" else "data.eval_packing": key.value}),
+    "packed": lambda key: Write(
+        {"data.packing" if key.place[1] == "train" else "data.eval_packing": key.value}
+    ),
     "train_on_input": _trained,
     "column": rename("text"),
     **each(("conversation_column", "conversation_style"), _conversation),
@@ -320,7 +352,8 @@ def _optimizer(key: FileKey) -> Outcome:
 
 
 def has_decay(ledger: LedgerView) -> bool:
-    """Return whether the optimizer decays without a key: AdamW in torch, torchao and bitsandbytes. The default of Adam and SGD is 0."""
+    """Return whether the optimizer decays without a key: AdamW in torch, torchao and bitsandbytes. The
+    default of Adam and SGD is 0."""
     return decays_by_default(ledger, of_the_class="AdamW" in _last_name(ledger.value("optimizer", COMPONENT)))
 
 
@@ -335,7 +368,11 @@ _LOGGERS = {"WandBLogger": ["wandb"], "TensorBoardLogger": ["tensorboard"], "Com
 
 def _logger(key: FileKey) -> Outcome:
     name = str(key.value).rpartition(".")[2]
-    return Write({"training.report_to": _LOGGERS[name]}) if name in _LOGGERS else Drop("metrics.jsonl of the run has every value")
+    return (
+        Write({"training.report_to": _LOGGERS[name]})
+        if name in _LOGGERS
+        else Drop("metrics.jsonl of the run has every value")
+    )
 
 
 def _steps_of_all_epochs(key: FileKey) -> Outcome:
@@ -348,23 +385,33 @@ def _steps_of_all_epochs(key: FileKey) -> Outcome:
 
 
 _DTYPES = {
-    "bf16": Write({"model.dtype": "bf16", "precision.mixed_precision": "bf16"}, "weights are trained in bf16 there"),
+    "bf16": Write(
+        {"model.dtype": "bf16", "precision.mixed_precision": "bf16"}, "weights are trained in bf16 there"
+    ),
     "fp32": Write({"model.dtype": "fp32", "precision.mixed_precision": "no"}),
 }
 
 
 def _dtype(key: FileKey) -> Outcome:
     """torchtune trains weights in this dtype."""
-    return _DTYPES.get(str(key.value), Ask("write `model: {dtype: …}` and `precision: {mixed_precision: …}`", "model.dtype"))
+    return _DTYPES.get(
+        str(key.value), Ask("write `model: {dtype: …}` and `precision: {mixed_precision: …}`", "model.dtype")
+    )
 
 
 def _compile(key: FileKey) -> Outcome:
     is_given = any(key.value.values()) if is_mapping(key.value) else key.value
-    return Write({"kernels.compile": bool(is_given)}, fate=Fate.KEPT if is_given == key.value else Fate.CONVERTED)
+    return Write(
+        {"kernels.compile": bool(is_given)}, fate=Fate.KEPT if is_given == key.value else Fate.CONVERTED
+    )
 
 
 def _shards(key: FileKey) -> Outcome:
-    return Drop("all ranks share one model, as they do by default") if key.value == -1 else Write({"parallelism.dp_shard_size": key.value})
+    return (
+        Drop("all ranks share one model, as they do by default")
+        if key.value == -1
+        else Write({"parallelism.dp_shard_size": key.value})
+    )
 
 
 RULES: Rules = {
@@ -377,13 +424,17 @@ RULES: Rules = {
         {
             COMPONENT: _optimizer,
             "lr": by_synonym("lr"),
-            "betas": lambda key: Write({"training.adam_beta1": key.value[0], "training.adam_beta2": key.value[1]}),
+            "betas": lambda key: Write(
+                {"training.adam_beta1": key.value[0], "training.adam_beta2": key.value[1]}
+            ),
             "eps": same("training.adam_epsilon"),
             "fused": Drop("`training.optim` says so"),
         }
     ),
     "lr_scheduler": section({COMPONENT: _schedule, "num_warmup_steps": by_synonym("num_warmup_steps")}),
-    "loss": Drop("the loss is the cross-entropy of the trained tokens; `kernels.loss` chooses how it is computed"),
+    "loss": Drop(
+        "the loss is the cross-entropy of the trained tokens; `kernels.loss` chooses how it is computed"
+    ),
     "metric_logger": section(
         {
             COMPONENT: _logger,
@@ -393,7 +444,9 @@ RULES: Rules = {
         }
     ),
     "max_steps_per_epoch": _steps_of_all_epochs,
-    "run_val_every_n_steps": lambda key: Write({"training.eval_steps": key.value, "training.eval_strategy": "steps"}),
+    "run_val_every_n_steps": lambda key: Write(
+        {"training.eval_steps": key.value, "training.eval_strategy": "steps"}
+    ),
     "batch_size_val": same("training.per_device_eval_batch_size"),
     "save_every_n_steps": same("training.save_steps"),
     "dtype": _dtype,
@@ -403,13 +456,18 @@ RULES: Rules = {
     "profiler": _PROFILER,
     "enable_activation_offloading": implies({"fsdp.activation_checkpointing_offload": True}),
     "optimizer_in_bwd": off_or(
-        "off", "the optimizer's step is not part of the backward pass; `training: {optim: adamw_torch_8bit}` saves memory"
+        "off",
+        "the optimizer's step is not part of the backward pass; `training: {optim: "
+        "adamw_torch_8bit}` saves memory",
     ),
     "custom_sharded_layers": Drop("the embedding and the head are FSDP units of the root"),
     "tensor_parallel_dim": same("parallelism.tp_size"),
     "data_parallel_replicate_dim": same("parallelism.dp_replicate_size"),
     "data_parallel_shard_dim": _shards,
-    **each(("log_peak_memory_stats", "log_level", "use_output_dir"), Drop("memory is in every line of metrics.jsonl")),
+    **each(
+        ("log_peak_memory_stats", "log_level", "use_output_dir"),
+        Drop("memory is in every line of metrics.jsonl"),
+    ),
     **each(("low_cpu_ram", "memory_efficient_fsdp_wrap"), Drop("no rank ever holds the whole model")),
     "resume_from_checkpoint": Drop("it is `train --resume`"),
     **TORCHTUNE_QAT,
@@ -418,14 +476,22 @@ RULES: Rules = {
 }
 """By name; see `settling.settle_key`."""
 UNSUPPORTED = {
-    **dict.fromkeys(("ref_checkpointer", "ppo_epochs", "grpo_samples", "reward_checkpointer"), "preference tuning"),
+    **dict.fromkeys(
+        ("ref_checkpointer", "ppo_epochs", "grpo_samples", "reward_checkpointer"), "preference tuning"
+    ),
     **dict.fromkeys(("teacher_model", "teacher_checkpointer"), "distillation"),
-    **dict.fromkeys(("prompt", "tasks", "max_new_tokens"), "generation or benchmarks as a configuration of their own"),
+    **dict.fromkeys(
+        ("prompt", "tasks", "max_new_tokens"), "generation or benchmarks as a configuration of their own"
+    ),
 }
 TOOL = Tool(
     TORCHTUNE,
     RULES,
-    defaults={"training.max_grad_norm": 0, "training.lr_scheduler_type": "constant", "training.weight_decay": 0.01},
+    defaults={
+        "training.max_grad_norm": 0,
+        "training.lr_scheduler_type": "constant",
+        "training.weight_decay": 0.01,
+    },
     long_rows=CUT,  # by the tokenizer, before rows are packed
     null_is_default=True,
     other_training=UNSUPPORTED,

@@ -10,7 +10,17 @@ from collections.abc import Mapping
 
 from fsdp_tune.core.values import as_mapping
 from fsdp_tune.migrate.general import chat_template, dtype, sources
-from fsdp_tune.migrate.read.python_script import ADAPTER, ANSWERS, ARGUMENTS, MAP, MODEL, PLAIN_ARGUMENTS, ROWS, TEMPLATE, TRAINER
+from fsdp_tune.migrate.read.python_script import (
+    ADAPTER,
+    ANSWERS,
+    ARGUMENTS,
+    MAP,
+    MODEL,
+    PLAIN_ARGUMENTS,
+    ROWS,
+    TEMPLATE,
+    TRAINER,
+)
 from fsdp_tune.migrate.rules import (
     TRAIN,
     FileKey,
@@ -42,7 +52,9 @@ def has_adapter(values: Mapping[str, object]) -> bool:
 
 def _model(key: FileKey) -> Outcome:
     name = _QUANTISED.sub("", str(key.value))
-    reason = "the weights of 16 bits, which are quantised here when they are read" if name != key.value else ""
+    reason = (
+        "the weights of 16 bits, which are quantised here when they are read" if name != key.value else ""
+    )
     return Write({"model.name_or_path": name}, reason)
 
 
@@ -56,7 +68,9 @@ def _four_bits(key: FileKey) -> Outcome:
 
 def _recomputation(key: FileKey) -> Outcome:
     is_offloaded = key.value == "unsloth"
-    settings: dict[str, object] = {"fsdp.activation_checkpointing": "full" if is_offloaded or is_on(key.value) else "none"}
+    settings: dict[str, object] = {
+        "fsdp.activation_checkpointing": "full" if is_offloaded or is_on(key.value) else "none"
+    }
     settings |= {"fsdp.activation_checkpointing_offload": True} if is_offloaded else {}
     return Write(settings, weight=Weight.IMPLIED)
 
@@ -65,13 +79,19 @@ def _answers(key: FileKey) -> Outcome:
     """The texts before a question and an answer; here the chat template marks the answers."""
     if not key.mapping:
         return Write({"data.loss_on": "assistant"})
-    return Inside(each(tuple(key.mapping), Write({"data.loss_on": "assistant"}, "the chat template marks the answers")))
+    return Inside(
+        each(tuple(key.mapping), Write({"data.loss_on": "assistant"}, "the chat template marks the answers"))
+    )
 
 
 def _text_field(key: FileKey) -> Outcome:
     if key.of_file(MAP):
         return Drop("the column of the rows that the script makes")
-    return Drop("`text` is its name here too") if key.value == "text" else renamed(str(key.value), "text", (*TRAIN, 0))
+    return (
+        Drop("`text` is its name here too")
+        if key.value == "text"
+        else renamed(str(key.value), "text", (*TRAIN, 0))
+    )
 
 
 def _part(name: str) -> Rule:
@@ -88,7 +108,10 @@ _length = same("data.max_length")
 
 _SET: Rules = {
     "streaming": lambda key: Write({"data.streaming": bool(key.value)}),
-    **each(("trust_remote_code", "token", "num_proc", "cache_dir"), Drop("rows are read without code of their own")),
+    **each(
+        ("trust_remote_code", "token", "num_proc", "cache_dir"),
+        Drop("rows are read without code of their own"),
+    ),
 }
 
 
@@ -97,9 +120,13 @@ _MODEL: Rules = {
     "max_seq_length": _length,
     "dtype": dtype,
     "load_in_4bit": _four_bits,
-    "load_in_8bit": off_or("off, as it is here", "8 bits are not supported: 4 bits are `quantization: {load: nf4}`"),
+    "load_in_8bit": off_or(
+        "off, as it is here", "8 bits are not supported: 4 bits are `quantization: {load: nf4}`"
+    ),
     "load_in_16bit": Drop("weights that are not quantised have 16 bits: `model.frozen_dtype`"),
-    "full_finetuning": switch(Drop("every weight is trained if there is no `lora:`"), Drop("off: the file trains an adapter")),
+    "full_finetuning": switch(
+        Drop("every weight is trained if there is no `lora:`"), Drop("off: the file trains an adapter")
+    ),
     "attn_implementation": same("model.attn_implementation"),
     "trust_remote_code": same("model.trust_remote_code"),
     "use_gradient_checkpointing": _recomputation,
@@ -107,11 +134,18 @@ _MODEL: Rules = {
     "gpu_memory_utilization": Drop("of generation with vLLM"),
     "fast_inference": Drop("of generation with vLLM"),
     "device_map": Drop("ranks are placed by `launch:`"),
-    **each(("unsloth_force_compile", "offload_embedding", "auto_model", "fix_tokenizer", "return_logits"), _OWN),
+    **each(
+        ("unsloth_force_compile", "offload_embedding", "auto_model", "fix_tokenizer", "return_logits"), _OWN
+    ),
 }
 
 
-_PARTS = ("finetune_vision_layers", "finetune_language_layers", "finetune_attention_modules", "finetune_mlp_modules")
+_PARTS = (
+    "finetune_vision_layers",
+    "finetune_language_layers",
+    "finetune_attention_modules",
+    "finetune_mlp_modules",
+)
 
 
 _ADAPTER: Rules = {
@@ -139,7 +173,9 @@ _ARGUMENTS: Rules = {
     "packing_strategy": packing_strategy,
     "padding_free": Drop("packed rows have no padding; `data.packing` packs"),
     "dataset_kwargs": Drop("rows are tokenised once; see `data:`"),
-    "embedding_learning_rate": Ask("write `training: {parameter_groups: [{match: […], learning_rate: …}]}`", "training"),
+    "embedding_learning_rate": Ask(
+        "write `training: {parameter_groups: [{match: […], learning_rate: …}]}`", "training"
+    ),
     "eval_strategy": same("training.eval_strategy"),
 }
 
@@ -147,7 +183,9 @@ _ARGUMENTS: Rules = {
 _TRAINER: Rules = {
     **_ARGUMENTS,
     "eval_dataset": Ask("write the rows to evaluate on as `data: {eval: …}`", "data.eval"),
-    "formatting_func": Ask("rows are made by code: write them as messages, or as prompt and completion", TRAIN),
+    "formatting_func": Ask(
+        "rows are made by code: write them as messages, or as prompt and completion", TRAIN
+    ),
     "compute_metrics": Ask("metrics are entry points: `fsdp-tune evaluate --metric`"),
     **each(("model", "tokenizer", "processing_class", "args", "train_dataset", "data_collator"), _OBJECT),
     "peft_config": Ask("write its rank, scale and modules under `lora:`", "lora"),
@@ -166,7 +204,9 @@ RULES: Rules = {
         {
             "chat_template": chat_template,
             "mapping": Drop("`from`, `value` and the usual roles are known here too"),
-            **each(("map_eos_token", "tokenizer", "system_message"), Drop("the tokens of the template are kept")),
+            **each(
+                ("map_eos_token", "tokenizer", "system_message"), Drop("the tokens of the template are kept")
+            ),
         }
     ),
     ANSWERS: _answers,
@@ -174,7 +214,9 @@ RULES: Rules = {
 """By name; see `settling.settle_key`."""
 
 
-OBJECTS = frozenset({"model", "tokenizer", "processing_class", "args", "train_dataset", "data_collator", "token"})
+OBJECTS = frozenset(
+    {"model", "tokenizer", "processing_class", "args", "train_dataset", "data_collator", "token"}
+)
 """Arguments that are objects: their text is not a value that a person has to write."""
 TOOL = Tool(
     UNSLOTH,
@@ -190,7 +232,12 @@ TOOL = Tool(
         "data.max_length": 2048,
         "fsdp.activation_checkpointing": "full",
     },
-    adapter_defaults={"lora.r": 16, "lora.lora_alpha": 16, "lora.lora_dropout": 0.0, "quantization.load": "nf4"},
+    adapter_defaults={
+        "lora.r": 16,
+        "lora.lora_alpha": 16,
+        "lora.lora_dropout": 0.0,
+        "quantization.load": "nf4",
+    },
     has_adapter=has_adapter,
     loads_as_stored=True,
     long_rows=CUT_BY_TRL,

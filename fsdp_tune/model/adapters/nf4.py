@@ -1,9 +1,10 @@
 """Frozen linear layers of the decoder in 4 bits: `quantization: {load: nf4}` (QLoRA, arXiv:2305.14314).
 
-Weights are plain bytes (NF4). A weight [out, in] is two uint8 tensors, `packed` [out, in / 2] with two codes a byte, the first in the
-high bits, and `scales` [out, in / 64 * bytes of a scale], the largest magnitude of each block in fp32 or bf16. A row depends on no other
-row, so FSDP2 shards both tensors by rows like any parameter, and a rank quantises its rows as one process would. They are integers because
-FSDP2 casts floating-point parameters to the compute dtype when it gathers them.
+Weights are plain bytes (NF4). A weight [out, in] is two uint8 tensors, `packed` [out, in / 2] with two codes
+a byte, the first in the high bits, and `scales` [out, in / 64 * bytes of a scale], the largest magnitude of
+each block in fp32 or bf16. A row depends on no other row, so FSDP2 shards both tensors by rows like any
+parameter, and a rank quantises its rows as one process would. They are integers because FSDP2 casts
+floating-point parameters to the compute dtype when it gathers them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from fsdp_tune.model.shard.local import NF4_PACKED, count_elements, elements, ke
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 _PIECE = 4096
-"""Blocks that are converted at a time on a CPU: intermediate values of 1 MiB stay in its cache, which is 8 times as fast."""
+"""Blocks that are converted at a time on a CPU: intermediate values of 1 MiB stay in its cache, which is 8
+times as fast."""
 
 
 @torch.no_grad()
@@ -51,16 +53,20 @@ def quantise(rows: torch.Tensor, scale_dtype: torch.dtype) -> tuple[torch.Tensor
             codes += scaled > edge
         packed[first : first + at_once] = codes[:, ::2] << 4 | codes[:, 1::2]
     columns = rows.shape[1]
-    return packed.view(len(rows), columns // 2), scales.view(torch.uint8).view(len(rows), columns // NF4_BLOCK * scale_dtype.itemsize)
+    return packed.view(len(rows), columns // 2), scales.view(torch.uint8).view(
+        len(rows), columns // NF4_BLOCK * scale_dtype.itemsize
+    )
 
 
 def dequantise(packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weights [out, in]: value times scale in fp32, rounded to `dtype`, as bitsandbytes computes them."""
+    """Return the weights [out, in]: value times scale in fp32, rounded to `dtype`, as bitsandbytes computes
+    them."""
     weight: torch.Tensor = torch.ops.fsdp_tune.dequantise_nf4(packed, scales, dtype)
     return weight
 
 
-# An operator of its own: torch.compile does not break at it, and the planner's trace sees no intermediate values.
+# An operator of its own: torch.compile does not break at it, and the planner's trace sees no intermediate
+# values.
 _LIBRARY = torch.library.Library("fsdp_tune", "DEF")
 _LIBRARY.define("dequantise_nf4(Tensor packed, Tensor scales, ScalarType dtype) -> Tensor")
 
@@ -84,13 +90,18 @@ def _on_cpu(packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> t
     weight = torch.empty(len(blocks), NF4_BLOCK, dtype=dtype)
     for first in range(0, len(blocks), _PIECE):
         piece = slice(first, first + _PIECE)
-        values = _pairs().index_select(0, blocks[piece].reshape(-1).int()).view(torch.float32).view(-1, NF4_BLOCK)
+        values = (
+            _pairs().index_select(0, blocks[piece].reshape(-1).int()).view(torch.float32).view(-1, NF4_BLOCK)
+        )
         weight[piece] = values * by_block[piece, None].float()
     return weight.view(len(packed), 2 * packed.shape[1])
 
 
-def in_one_formula(blocks: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weights [blocks, 64]. Compiled, it is one kernel, which reads the bytes and writes the weights."""
+def in_one_formula(
+    blocks: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the weights [blocks, 64]. Compiled, it is one kernel, which reads the bytes and writes the
+    weights."""
     codes = torch.stack((blocks >> 4, blocks & 15), dim=-1).view(-1, NF4_BLOCK)
     return (values[codes.int()] * scales.float()[:, None]).to(dtype)
 
@@ -113,7 +124,9 @@ def _on_cuda(packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> 
 
 def _elsewhere(packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     blocks, by_block = _blocks(packed, scales)
-    return in_one_formula(blocks, by_block, _values_on(packed.device), dtype).view(len(packed), 2 * packed.shape[1])
+    return in_one_formula(blocks, by_block, _values_on(packed.device), dtype).view(
+        len(packed), 2 * packed.shape[1]
+    )
 
 
 _LIBRARY.impl("dequantise_nf4", _on_cpu, "CPU")
@@ -134,12 +147,18 @@ class _Product(torch.autograd.Function):
     """x @ weightᵀ + bias. Keeps the bytes for the backward, not the weight that is made from them."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         ctx.save_for_backward(packed, scales)
-        return nn.functional.linear(x, dequantise(packed, scales, x.dtype), None if bias is None else bias.to(x.dtype))
+        return nn.functional.linear(
+            x, dequantise(packed, scales, x.dtype), None if bias is None else bias.to(x.dtype)
+        )
 
     @staticmethod
-    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, None, None, torch.Tensor | None]:
+    def backward(
+        ctx: Any, *upstream: torch.Tensor
+    ) -> tuple[torch.Tensor | None, None, None, torch.Tensor | None]:
         (gradient,), (packed, scales) = upstream, ctx.saved_tensors
         of_x = gradient @ dequantise(packed, scales, gradient.dtype) if ctx.needs_input_grad[0] else None
         of_bias = gradient.flatten(0, -2).sum(dim=0) if ctx.needs_input_grad[3] else None
@@ -147,11 +166,16 @@ class _Product(torch.autograd.Function):
 
 
 class Nf4Linear(nn.Module):
-    """A linear layer whose frozen weight [out, in] is in 4 bits. Takes the place of an `nn.Linear`, also on the meta device."""
+    """A linear layer whose frozen weight [out, in] is in 4 bits. Takes the place of an `nn.Linear`, also on
+    the meta device."""
 
     def __init__(self, linear: nn.Linear, scale_dtype: torch.dtype) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.scale_dtype = linear.in_features, linear.out_features, scale_dtype
+        self.in_features, self.out_features, self.scale_dtype = (
+            linear.in_features,
+            linear.out_features,
+            scale_dtype,
+        )
         self.bias = linear.bias
         weight = linear.weight
         if weight.device.type == "meta":
@@ -171,7 +195,8 @@ class Nf4Linear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight in fp32, of a sharded layer this rank's rows: for DoRA and for models that read weights of their layers."""
+        """The weight in fp32, of a sharded layer this rank's rows: for DoRA and for models that read weights
+        of their layers."""
         return dequantise(local_part(self.weight_nf4), local_part(self.weight_scales), torch.float32)
 
     def set_rows(self, first: int, rows: torch.Tensor) -> None:
@@ -181,8 +206,11 @@ class Nf4Linear(nn.Module):
         local_part(self.weight_scales)[first : first + len(rows)] = scales
 
 
-def plan_nf4(model: PreTrainedModel, decoder: Iterable[tuple[str, nn.Module]]) -> tuple[dict[str, nn.Linear], dict[str, str]]:
-    """Return the frozen linear layers of the decoder that can be held in 4 bits and are not yet, and the others with a reason, by name."""
+def plan_nf4(
+    model: PreTrainedModel, decoder: Iterable[tuple[str, nn.Module]]
+) -> tuple[dict[str, nn.Linear], dict[str, str]]:
+    """Return the frozen linear layers of the decoder that can be held in 4 bits and are not yet, and the
+    others with a reason, by name."""
     chosen: dict[str, nn.Linear] = {}
     left: dict[str, str] = {}
     kept = kept_in_fp32(model)
@@ -207,17 +235,28 @@ def plan_nf4(model: PreTrainedModel, decoder: Iterable[tuple[str, nn.Module]]) -
 
 
 def quantise_layers(recipe: Recipe, model: PreTrainedModel) -> None:
-    """Replace the frozen linear layers of the decoder by layers in 4 bits, in place; those of adapters stay around them.
+    """Replace the frozen linear layers of the decoder by layers in 4 bits, in place; those of adapters stay
+    around them.
 
-    The head, embeddings, norms, routers and fused experts keep their dtype. Raises: usage error if nothing can be replaced.
+    The head, embeddings, norms, routers and fused experts keep their dtype. Raises: usage error if nothing
+    can be replaced.
     """
     if recipe.nf4 is None:
         return
     chosen, left = plan_nf4(model, decoder_layers(model, recipe.layer_classes))
     if not chosen:
-        name, why = next(iter(left.items()), ("", "its decoder layers have no nn.Linear (GPT-2, for example, has Conv1D)"))
-        message = f"`{NF4_KEY}: nf4` finds nothing to hold in 4 bits in {type(model).__name__}: {f'`{name}`: ' if name else ''}{why}"
-        raise usage_error("nf4-nothing-to-quantise", message, hint="leave `quantization` out, or train a model with other linear layers")
+        name, why = next(
+            iter(left.items()), ("", "its decoder layers have no nn.Linear (GPT-2, for example, has Conv1D)")
+        )
+        message = (
+            f"`{NF4_KEY}: nf4` finds nothing to hold in 4 bits in {type(model).__name__}: "
+            f"{f'`{name}`: ' if name else ''}{why}"
+        )
+        raise usage_error(
+            "nf4-nothing-to-quantise",
+            message,
+            hint="leave `quantization` out, or train a model with other linear layers",
+        )
     for name, linear in chosen.items():
         model.set_submodule(name, Nf4Linear(linear, SCALE_DTYPE[recipe.nf4.scales]))
 
@@ -241,13 +280,18 @@ def nf4_notices(recipe: Recipe, model: PreTrainedModel) -> list[Notice]:
     """Return a notice if much of the decoder stays in 16 bits: fused experts are not linear layers."""
     if recipe.nf4 is None:
         return []
-    of_layers = [pair for name, layer in decoder_layers(model, recipe.layer_classes) for pair in layer.named_parameters(prefix=name)]
+    of_layers = [
+        pair
+        for name, layer in decoder_layers(model, recipe.layer_classes)
+        for pair in layer.named_parameters(prefix=name)
+    ]
     in_4_bits = sum(elements(name, p) for name, p in of_layers if name.endswith(NF4_PACKED))
     experts = sum(p.numel() for name, p in of_layers if is_stack(name, p))
     if not experts:
         return []
     share = in_4_bits / count_elements(of_layers)
     message = (
-        f"{share:.0%} of the weights of the layers are in 4 bits: fused experts ({experts:,}) are not linear layers and stay in 16 bits"
+        f"{share:.0%} of the weights of the layers are in 4 bits: fused experts ({experts:,}) are not "
+        "linear layers and stay in 16 bits"
     )
     return [Notice("nf4-without-experts", message)]

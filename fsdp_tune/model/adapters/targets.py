@@ -1,4 +1,5 @@
-"""Choose the modules and parameters that get LoRA adapters, and the modules that are trained in full, by the names in `lora:`."""
+"""Choose the modules and parameters that get LoRA adapters, and the modules that are trained in full, by the
+names in `lora:`."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ class Targets:
 def find_targets(recipe: Recipe, model: PreTrainedModel) -> Targets:
     """Return what gets adapters.
 
-    Raises: usage error for a name that hits nothing or a module that LoRA does not adapt, for a tied embedding or head, for a rank that
-    the matrix does not have, and for DoRA on anything but a linear layer.
+    Raises: usage error for a name that hits nothing or a module that LoRA does not adapt, for a tied
+    embedding or head, for a rank that the matrix does not have, and for DoRA on anything but a linear layer.
     """
     lora = recipe.lora
     assert lora is not None
@@ -52,7 +53,11 @@ def find_targets(recipe: Recipe, model: PreTrainedModel) -> Targets:
     if not targets and not parameters:
         raise _no_module("lora.target_modules", str(lora.target_modules), modules)
     _refuse_tied(model, targets, "lora.target_modules")
-    _refuse_tied(model, {owner: modules[owner] for name in parameters for owner in [name.rpartition(".")[0]]}, "lora.target_parameters")
+    _refuse_tied(
+        model,
+        {owner: modules[owner] for name in parameters for owner in [name.rpartition(".")[0]]},
+        "lora.target_parameters",
+    )
     _check_sizes(lora, {name: tuple(module.weight.shape) for name, module in targets.items()})  # type: ignore[arg-type, union-attr]
     _check_sizes(lora, {name: tuple(parameter.shape[1:]) for name, parameter in parameters.items()})
     _check_dora(lora, targets)
@@ -61,36 +66,53 @@ def find_targets(recipe: Recipe, model: PreTrainedModel) -> Targets:
 
 
 def find_saved(recipe: Recipe, model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return the modules of `lora.modules_to_save` by name. Raises: usage error for a name that hits nothing, and for tied weights."""
+    """Return the modules of `lora.modules_to_save` by name. Raises: usage error for a name that hits nothing,
+    and for tied weights."""
     assert recipe.lora is not None
     modules: dict[str, nn.Module] = dict(model.named_modules())
     saved: dict[str, nn.Module] = {}
     for wanted in recipe.lora.modules_to_save:
-        found = {name: module for name, module in modules.items() if ends_with(name, wanted) and any(True for _ in module.parameters())}
+        found = {
+            name: module
+            for name, module in modules.items()
+            if ends_with(name, wanted) and any(True for _ in module.parameters())
+        }
         if not found:
             raise _no_module("lora.modules_to_save", wanted, modules)
         saved |= found
-    if (outside := next((name for name in saved if _is_inside(name, parts_without_text(model))), None)) is not None:
+    if (
+        outside := next((name for name in saved if _is_inside(name, parts_without_text(model))), None)
+    ) is not None:
         raise _without_text("lora.modules_to_save", outside, parts_without_text(model))
     _refuse_tied(model, saved, "lora.modules_to_save")
     return saved
 
 
 def parts_without_text(model: PreTrainedModel) -> list[str]:
-    """Return the modules of a model of several modalities that rows of text do not call, such as `model.vision_tower`."""
+    """Return the modules of a model of several modalities that rows of text do not call, such as
+    `model.vision_tower`."""
     if model.config.get_text_config() is model.config:
         return []
     names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
-    text = [names[module] for module in (model.get_decoder(), model.get_output_embeddings()) if module in names]
+    text = [
+        names[module] for module in (model.get_decoder(), model.get_output_embeddings()) if module in names
+    ]
     if "" in text or not text:
         return []
     enclosing = {".".join(name.split(".")[:end]) for name in text for end in range(len(name.split(".")))}
-    children = [f"{name}.{child}" if name else child for name in enclosing for child, _ in model.get_submodule(name).named_children()]
+    children = [
+        f"{name}.{child}" if name else child
+        for name in enclosing
+        for child, _ in model.get_submodule(name).named_children()
+    ]
     return [child for child in children if child not in enclosing and child not in text]
 
 
 def _without_text(key: str, name: str, others: Sequence[str]) -> FsdpTuneError:
-    message = f"`{key}`: `{name}` is in a part of the model that rows of text do not call, so it would get no gradient"
+    message = (
+        f"`{key}`: `{name}` is in a part of the model that rows of text do not call, so it would get no "
+        "gradient"
+    )
     hint = f"name layers outside of {', '.join(others)}, or leave `target_modules` out"
     return usage_error("lora-target", message, where=Where(key=key), hint=hint)
 
@@ -98,7 +120,11 @@ def _without_text(key: str, name: str, others: Sequence[str]) -> FsdpTuneError:
 def _chosen(lora: Lora, model: PreTrainedModel, modules: dict[str, nn.Module]) -> list[str]:
     if lora.target_modules == ALL_LINEAR:
         head = model.get_output_embeddings()
-        return [name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D) and module is not head]
+        return [
+            name
+            for name, module in modules.items()
+            if isinstance(module, nn.Linear | Conv1D) and module is not head
+        ]
     chosen: list[str] = []
     for wanted in [lora.target_modules] if isinstance(lora.target_modules, str) else lora.target_modules:
         if isinstance(lora.target_modules, str):
@@ -115,7 +141,8 @@ def _chosen(lora: Lora, model: PreTrainedModel, modules: dict[str, nn.Module]) -
             if not isinstance(modules[name], nn.Linear | nn.Embedding | Conv1D):
                 raise usage_error(
                     "lora-target",
-                    f"`lora.target_modules`: `{name}` is a {type(modules[name]).__name__}; LoRA adapts linear layers and embeddings",
+                    f"`lora.target_modules`: `{name}` is a {type(modules[name]).__name__}; LoRA "
+                    "adapts linear layers and embeddings",
                     where=Where(key="lora.target_modules"),
                     hint=_names_of_linears(modules),
                 )
@@ -134,18 +161,30 @@ def _chosen_parameters(recipe: Recipe, model: PreTrainedModel, saved: set[str]) 
         if not found:
             names = dict.fromkeys(".".join(name.split(".")[-3:]) for name in stacks)
             others = (
-                f"its stacked matrices are {', '.join(names)}" if names else "the model has no stacked matrices: name its linear layers"
+                f"its stacked matrices are {', '.join(names)}"
+                if names
+                else "the model has no stacked matrices: name its linear layers"
             )
             raise _hits_nothing(key, wanted, "parameter", stacks, others)
         if (other := next((name for name in found if name not in stacks), None)) is not None:
             message = f"`{key}`: `{other}` is {list(parameters[other].shape)}, not a stack of matrices"
-            raise usage_error("lora-target", message, where=Where(key=key), hint="name linear layers in `lora.target_modules`")
+            raise usage_error(
+                "lora-target",
+                message,
+                where=Where(key=key),
+                hint="name linear layers in `lora.target_modules`",
+            )
         chosen |= set(_in_layers(recipe, model, found))
-    return {name: parameter for name, parameter in parameters.items() if name in chosen and not _is_inside(name, saved)}
+    return {
+        name: parameter
+        for name, parameter in parameters.items()
+        if name in chosen and not _is_inside(name, saved)
+    }
 
 
 def is_stack(name: str, parameter: nn.Parameter) -> bool:
-    """Return whether a parameter stacks the matrices of experts, by its dimensions; those of a convolution have as many."""
+    """Return whether a parameter stacks the matrices of experts, by its dimensions; those of a convolution
+    have as many."""
     return parameter.ndim == 3 and "conv" not in name
 
 
@@ -167,14 +206,16 @@ def _in_layers(recipe: Recipe, model: PreTrainedModel, names: Sequence[str]) -> 
     if beyond := [index for index in indexes if index >= len(layers)]:
         raise usage_error(
             "lora-target",
-            f"`lora.layers_to_transform`: layer {beyond[0]} does not exist; the model has the layers 0 to {len(layers) - 1}",
+            f"`lora.layers_to_transform`: layer {beyond[0]} does not exist; the model has the layers "
+            f"0 to {len(layers) - 1}",
             where=Where(key="lora.layers_to_transform"),
         )
     return [name for name in names if _is_inside(name, [layers[index] for index in indexes])]
 
 
 def _refuse_tied(model: PreTrainedModel, modules: dict[str, nn.Module], key: str) -> None:
-    """Refuse modules that share a weight with another one: a tied embedding or head, Zamba2's shared blocks. Raises: usage error."""
+    """Refuse modules that share a weight with another one: a tied embedding or head, Zamba2's shared blocks.
+    Raises: usage error."""
     owners: dict[int, list[str]] = defaultdict(list)
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
@@ -185,7 +226,8 @@ def _refuse_tied(model: PreTrainedModel, modules: dict[str, nn.Module], key: str
         if other is not None:
             raise usage_error(
                 "lora-tied",
-                f"`{key}`: `{name}` shares its weight with `{other}`, and an adapter would change only one of them",
+                f"`{key}`: `{name}` shares its weight with `{other}`, and an adapter would change "
+                "only one of them",
                 where=Where(key=key),
                 hint=f"leave `{name.rpartition('.')[2]}` out",
             )
@@ -204,7 +246,8 @@ def _check_sizes(lora: Lora, shapes: Mapping[str, tuple[int, ...]]) -> None:
                 "lora-rank",
                 f"`lora.r: {rank}` is above the rank of `{name}`, which is {rows} x {columns}",
                 where=Where(key="lora.r"),
-                hint=f"a rank of at most {min(rows, columns)}" + (f", or `target_modules: [{last_parts(fitting)}]`" if fitting else ""),
+                hint=f"a rank of at most {min(rows, columns)}"
+                + (f", or `target_modules: [{last_parts(fitting)}]`" if fitting else ""),
             )
 
 
@@ -213,7 +256,8 @@ def _check_dora(lora: Lora, targets: dict[str, nn.Module]) -> None:
         if lora.use_dora and not isinstance(module, nn.Linear):
             raise usage_error(
                 "lora-dora",
-                f"`lora.use_dora: true`: `{name}` is a {type(module).__name__}, and DoRA is supported for linear layers only",
+                f"`lora.use_dora: true`: `{name}` is a {type(module).__name__}, and DoRA is "
+                "supported for linear layers only",
                 where=Where(key="lora.use_dora"),
                 hint="write `use_dora: false`, or name linear layers in `lora.target_modules`",
             )
@@ -225,7 +269,10 @@ def last_parts(names: Iterable[str]) -> str:
 
 
 def _check_patterns(lora: Lora, targets: Sequence[str]) -> None:
-    for key, patterns in (("lora.rank_pattern", lora.rank_pattern), ("lora.alpha_pattern", lora.alpha_pattern)):
+    for key, patterns in (
+        ("lora.rank_pattern", lora.rank_pattern),
+        ("lora.alpha_pattern", lora.alpha_pattern),
+    ):
         for pattern in patterns:
             try:
                 hits = any(pattern_matches(pattern, name) for name in targets)
@@ -233,20 +280,32 @@ def _check_patterns(lora: Lora, targets: Sequence[str]) -> None:
                 message = f"`{key}`: `{pattern}` is not a valid regular expression: {error}"
                 raise usage_error("lora-target", message, where=Where(key=key)) from error
             if not hits:
-                raise _hits_nothing(key, pattern, "adapted module", targets, f"adapted are {last_parts(targets)}")
+                raise _hits_nothing(
+                    key, pattern, "adapted module", targets, f"adapted are {last_parts(targets)}"
+                )
 
 
 def _no_module(key: str, wanted: str, modules: dict[str, nn.Module]) -> FsdpTuneError:
-    return _hits_nothing(key, wanted, "module", [name for name in modules if name], _names_of_linears(modules))
+    return _hits_nothing(
+        key, wanted, "module", [name for name in modules if name], _names_of_linears(modules)
+    )
 
 
 def _hits_nothing(key: str, wanted: str, kind: str, names: Iterable[str], others: str) -> FsdpTuneError:
     parts = {name.rpartition(".")[2] for name in names}
     near = difflib.get_close_matches(wanted.rpartition(".")[2], sorted(parts), n=3)
     hint = f"did you mean {' or '.join(f'`{name}`' for name in near)}?" if near else others
-    return usage_error("lora-target", f"`{key}`: `{wanted}` matches no {kind} of the model", where=Where(key=key), hint=hint)
+    return usage_error(
+        "lora-target", f"`{key}`: `{wanted}` matches no {kind} of the model", where=Where(key=key), hint=hint
+    )
 
 
 def _names_of_linears(modules: dict[str, nn.Module]) -> str:
-    names = dict.fromkeys(name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D))
-    return f"its linear layers are {', '.join(list(names)[:_SHOWN])}" if names else "the model has no linear layers (fused experts?)"
+    names = dict.fromkeys(
+        name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D)
+    )
+    return (
+        f"its linear layers are {', '.join(list(names)[:_SHOWN])}"
+        if names
+        else "the model has no linear layers (fused experts?)"
+    )

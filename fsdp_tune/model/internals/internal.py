@@ -1,7 +1,9 @@
-"""An entry for a private name of a library: where it is, what needs it, and what happens in a version without it.
+"""An entry for a private name of a library: where it is, what needs it, and what happens in a version without
+it.
 
-A name is looked up when it is used, never at import: a run that does not use a feature does not need the feature's names. A missing
-name has the fallback of its entry, or is refused with the feature and the installed version.
+A name is looked up when it is used, never at import: a run that does not use a feature does not need the
+feature's names. A missing name has the fallback of its entry, or is refused with the feature and the
+installed version.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ class Internal:
         installed, newest = metadata.version(self.library), self.read_in[-1]
         return usage_error(
             "library-internal-missing",
-            f"{self.feature} needs `{self.path.replace(':', '.')}`, which {self.library} {installed} does not have; "
+            f"{self.feature} needs `{self.path.replace(':', '.')}`, which {self.library} {installed} "
+            "does not have; "
             f"{self.library} {' and '.join((', '.join(self.read_in[:-1]), newest))} have it",
             hint=f'pip install "{self.library}=={newest}.*"',
         )
@@ -88,7 +91,8 @@ class Name(Internal):
 
     @contextlib.contextmanager
     def replaced(self, value: object) -> Iterator[None]:
-        """Give the name another value for the duration of the block. Without the name, nothing is replaced, unless that is refused."""
+        """Give the name another value for the duration of the block. Without the name, nothing is replaced,
+        unless that is refused."""
         self.get()
         if not self.exists():
             yield
@@ -104,7 +108,8 @@ class Name(Internal):
 
 @dataclass(frozen=True, slots=True)
 class Attribute(Internal):
-    """A private attribute of objects, named by their class; many exist only on objects, once those are initialised."""
+    """A private attribute of objects, named by their class; many exist only on objects, once those are
+    initialised."""
 
     fallback: Callable[[Any], Any] | NoFallback = NoFallback.REFUSED
     """The value for an object without the attribute."""
@@ -138,7 +143,8 @@ class Parameter(Internal):
             return False
 
     def value(self, value: object) -> dict[str, Any]:
-        """Return the keyword with a value, for a call. Raises: usage error (exit 2) if the function does not have it."""
+        """Return the keyword with a value, for a call. Raises: usage error (exit 2) if the function does not
+        have it."""
         if not self.exists():
             raise self.refused()
         return {self.last: value}

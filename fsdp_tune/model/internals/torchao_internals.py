@@ -13,6 +13,10 @@ OPERAND = Attribute("torchao.float8.float8_training_tensor:Float8TrainingTensor.
 """The fp8 values of a matrix operand, whose own dtype is bf16."""
 SHARD = Attribute("torchao.float8.fsdp_utils:WeightWithDynamicFloat8CastTensor._tensor", _FP8, READ_IN)
 """The shard of a weight that is gathered in fp8."""
-GATHERED_DTYPE = Attribute("torchao.float8.fsdp_utils:WeightWithDynamicFloat8CastTensor._dtype", _FP8, READ_IN)
-SCALE = Attribute("torchao.float8.fsdp_utils:WeightWithDynamicFloat8CastTensor._precomputed_scale", _FP8, READ_IN)
+GATHERED_DTYPE = Attribute(
+    "torchao.float8.fsdp_utils:WeightWithDynamicFloat8CastTensor._dtype", _FP8, READ_IN
+)
+SCALE = Attribute(
+    "torchao.float8.fsdp_utils:WeightWithDynamicFloat8CastTensor._precomputed_scale", _FP8, READ_IN
+)
 """The dtype in which it is gathered, and the scale of the full weight."""

@@ -1,4 +1,5 @@
-"""Private names of transformers. Each entry: what it is for, what needs it, and what replaces it where a version does not have it."""
+"""Private names of transformers. Each entry: what it is for, what needs it, and what replaces it where a
+version does not have it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ READ_IN = ("5.17", "5.23", "5.24")
 _CHOICE = "the choice of `model.attn_implementation`"
 _MODEL = "transformers:PreTrainedModel"
 
-ATTENTION = Attribute("transformers:PreTrainedConfig._attn_implementation", "reading the attention kernel of a model", READ_IN)
+ATTENTION = Attribute(
+    "transformers:PreTrainedConfig._attn_implementation", "reading the attention kernel of a model", READ_IN
+)
 """The attention kernel of a model, which transformers may have replaced."""
 
 
@@ -27,17 +30,20 @@ def attention_of(config: object) -> str:
 
 
 EXPERTS = Attribute("transformers:PreTrainedConfig._experts_implementation", "`kernels.experts`", READ_IN)
-"""The kernel of stacked experts: their forward looks it up in the configuration that they hold. Setting it sets nested ones too."""
+"""The kernel of stacked experts: their forward looks it up in the configuration that they hold. Setting it
+sets nested ones too."""
 
 
 def forget_kernels(config: object) -> None:
-    """Remove the kernels that a config.json names, so that transformers' defaults apply: it downloads and runs the code of some."""
+    """Remove the kernels that a config.json names, so that transformers' defaults apply: it downloads and
+    runs the code of some."""
     for kernel in (ATTENTION, EXPERTS):
         kernel.set(config, None)
 
 
 def eager_config(folder: Path) -> object:
-    """Return the configuration of a local model with eager attention, which every model supports, and with the default kernel of experts.
+    """Return the configuration of a local model with eager attention, which every model supports, and with
+    the default kernel of experts.
 
     Its config.json may name a kernel that is not installed here, or one that transformers downloads and runs.
     """
@@ -45,18 +51,22 @@ def eager_config(folder: Path) -> object:
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     forget_kernels(config)
-    ATTENTION.set(config, "eager")  # by attribute: `_attn_implementation` in a config.json wins over the argument
+    ATTENTION.set(
+        config, "eager"
+    )  # by attribute: `_attn_implementation` in a config.json wins over the argument
     return config
 
 
 def has_experts_kernel(module: nn.Module) -> bool:
-    """Return whether a module is of a class that `use_experts_implementation` has decorated, by what that gives to its objects."""
+    """Return whether a module is of a class that `use_experts_implementation` has decorated, by what that
+    gives to its objects."""
     given = vars(module)
     return "has_gate" in given and "is_transposed" in given and "config" in given
 
 
 def has_own_gate(experts: nn.Module) -> bool:
-    """Return whether such a class computes its gate itself, instead of by the function that the decorator gives to classes without one."""
+    """Return whether such a class computes its gate itself, instead of by the function that the decorator
+    gives to classes without one."""
     gate: object = getattr(type(experts), "_apply_gate", None)
     return gate is None or not gate.__module__.startswith("transformers.integrations.")
 
@@ -65,34 +75,70 @@ def has_own_gate(experts: nn.Module) -> bool:
 
 SUPPORTS_SDPA = Attribute(f"{_MODEL}._supports_sdpa", _CHOICE, READ_IN, fallback=lambda _: False)
 SUPPORTS_FLASH = Attribute(f"{_MODEL}._supports_flash_attn", _CHOICE, READ_IN, fallback=lambda _: False)
-SUPPORTS_INTERFACE = Attribute(f"{_MODEL}._supports_attention_backend", _CHOICE, READ_IN, fallback=lambda _: False)
+SUPPORTS_INTERFACE = Attribute(
+    f"{_MODEL}._supports_attention_backend", _CHOICE, READ_IN, fallback=lambda _: False
+)
 """Whether a model takes these kernels. Fallback: it does not, so that `auto` chooses a slower one."""
-OWN_FLASH_KERNELS = Attribute(f"{_MODEL}._compatible_flash_implementations", _CHOICE, READ_IN, fallback=lambda _: None)
+OWN_FLASH_KERNELS = Attribute(
+    f"{_MODEL}._compatible_flash_implementations", _CHOICE, READ_IN, fallback=lambda _: None
+)
 """Flash kernels of a model's own. Fallback: it has none."""
-LAYER_CLASSES = Attribute(f"{_MODEL}._no_split_modules", "`fsdp.auto_wrap_policy`", READ_IN, fallback=lambda _: None)
+LAYER_CLASSES = Attribute(
+    f"{_MODEL}._no_split_modules", "`fsdp.auto_wrap_policy`", READ_IN, fallback=lambda _: None
+)
 """Names of the classes of decoder layers. Fallback: the members of the model's largest list of modules."""
-MAY_BE_MISSING = Attribute(f"{_MODEL}._keys_to_ignore_on_load_missing", "the check of a merged model", READ_IN, fallback=lambda _: None)
+MAY_BE_MISSING = Attribute(
+    f"{_MODEL}._keys_to_ignore_on_load_missing",
+    "the check of a merged model",
+    READ_IN,
+    fallback=lambda _: None,
+)
 """Patterns of parameters that files need not have. Fallback: files must have all."""
-DTYPE_PLAN = Attribute(f"{_MODEL}._get_dtype_plan", "`model.dtype` and `precision.mixed_precision` of 16 bits", READ_IN)
+DTYPE_PLAN = Attribute(
+    f"{_MODEL}._get_dtype_plan", "`model.dtype` and `precision.mixed_precision` of 16 bits", READ_IN
+)
 """Given a dtype, the patterns of names that `from_pretrained` loads in fp32 at that dtype."""
 
 # ---- The forward of a model
 
-FIND_PACKED = Name("transformers.masking_utils:find_packed_sequence_indices", "packed rows without synchronisation", READ_IN, fallback=None)
+FIND_PACKED = Name(
+    "transformers.masking_utils:find_packed_sequence_indices",
+    "packed rows without synchronisation",
+    READ_IN,
+    fallback=None,
+)
 IS_PACKED = Name(
-    "transformers.modeling_flash_attention_utils:_is_packed_sequence", "packed rows without synchronisation", READ_IN, fallback=None
+    "transformers.modeling_flash_attention_utils:_is_packed_sequence",
+    "packed rows without synchronisation",
+    READ_IN,
+    fallback=None,
 )
 """Checks of position ids on the device. Fallback: the checks are made, and each waits for the device."""
-FIND_PACKED_IN_PART = Name("transformers.masking_utils:find_packed_sequence_indices", "`parallelism.sp_size`", READ_IN)
-"""The same check, of the tokens of one rank that shares rows with others, where it would find wrong examples."""
-GROUPED_PRODUCT_TAKES = Name("transformers.integrations.moe:_can_use_grouped_mm", "experts of any width", READ_IN, fallback=None)
-"""Whether torch's grouped product takes an input and the weights of experts. Fallback: torch refuses widths that it does not take."""
-SONICMOE_NEEDS = Name("transformers.integrations.sonicmoe:SONICMOE_DEPENDENCIES", "`kernels.experts: sonicmoe`", READ_IN, fallback=None)
+FIND_PACKED_IN_PART = Name(
+    "transformers.masking_utils:find_packed_sequence_indices", "`parallelism.sp_size`", READ_IN
+)
+"""The same check, of the tokens of one rank that shares rows with others, where it would find wrong
+examples."""
+GROUPED_PRODUCT_TAKES = Name(
+    "transformers.integrations.moe:_can_use_grouped_mm", "experts of any width", READ_IN, fallback=None
+)
+"""Whether torch's grouped product takes an input and the weights of experts. Fallback: torch refuses widths
+that it does not take."""
+SONICMOE_NEEDS = Name(
+    "transformers.integrations.sonicmoe:SONICMOE_DEPENDENCIES",
+    "`kernels.experts: sonicmoe`",
+    READ_IN,
+    fallback=None,
+)
 """{package: oldest version} without which SonicMoE does not load. Fallback: any version is taken."""
-RECORDED_OUTPUTS = Name("transformers.modeling_utils:_CAN_RECORD_REGISTRY", "`output_router_logits: true` under FSDP2", READ_IN)
+RECORDED_OUTPUTS = Name(
+    "transformers.modeling_utils:_CAN_RECORD_REGISTRY", "`output_router_logits: true` under FSDP2", READ_IN
+)
 """The outputs of layers that a model can record, by its printed class, which FSDP2 replaces."""
 NO_ERROR_FOR_MISSING = Parameter(
-    "transformers.utils.hub:cached_files._raise_exceptions_for_missing_entries", "reading the weights of a model", READ_IN
+    "transformers.utils.hub:cached_files._raise_exceptions_for_missing_entries",
+    "reading the weights of a model",
+    READ_IN,
 )
 """A keyword that `cached_file` passes on. False: a file that a model does not have is None."""
 
@@ -128,13 +174,15 @@ def require_trainer_hooks() -> None:
 
 @dataclass(frozen=True, slots=True)
 class KernelWithFallback:
-    """A function of a model's module that is an optional package's where that is installed, and plain PyTorch where it is not."""
+    """A function of a model's module that is an optional package's where that is installed, and plain PyTorch
+    where it is not."""
 
     function: str
     package: str
     is_installed: bool
     lengths: frozenset[str]
-    """The parameters of the installed function that take the lengths of packed examples: `cu_seqlens`, `seq_idx`."""
+    """The parameters of the installed function that take the lengths of packed examples: `cu_seqlens`,
+    `seq_idx`."""
 
     @property
     def trains(self) -> bool:
@@ -147,7 +195,8 @@ _LENGTHS = frozenset({"cu_seqlens", "seq_idx"})
 
 
 def kernel_with_fallback(function: object) -> KernelWithFallback | None:
-    """Return what `use_kernel_func_from_hub_with_fallback` has made of a function; None for any other, or in a version without it."""
+    """Return what `use_kernel_func_from_hub_with_fallback` has made of a function; None for any other, or in
+    a version without it."""
     if not inspect.isfunction(function) or not _WRAPPER_VARIABLES.issubset(function.__code__.co_freevars):
         return None
     known = inspect.getclosurevars(function).nonlocals
@@ -158,8 +207,13 @@ def kernel_with_fallback(function: object) -> KernelWithFallback | None:
 
 @contextlib.contextmanager
 def plain_functions(model: nn.Module) -> Iterator[None]:
-    """Within the context, the modules of a model's classes use plain PyTorch in place of the packages' functions, which need a GPU."""
-    modules = {name: sys.modules[name] for name in {type(each).__module__ for each in model.modules()} if name in sys.modules}
+    """Within the context, the modules of a model's classes use plain PyTorch in place of the packages'
+    functions, which need a GPU."""
+    modules = {
+        name: sys.modules[name]
+        for name in {type(each).__module__ for each in model.modules()}
+        if name in sys.modules
+    }
     replaced = [
         (module, name, value)
         for module in modules.values()

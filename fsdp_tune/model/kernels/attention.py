@@ -7,14 +7,24 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_flash_attn_4_available
 
 from fsdp_tune.core.errors import Notice, Where, usage_error
 from fsdp_tune.core.families import has_attention_dropout, layer_types, widest_head
 from fsdp_tune.core.flash_kernels import FLASH_ATTENTION, FlashAttention
 from fsdp_tune.core.units import format_bytes
-from fsdp_tune.model.internals.transformers_internals import OWN_FLASH_KERNELS, SUPPORTS_FLASH, SUPPORTS_SDPA, attention_of
+from fsdp_tune.model.internals.transformers_internals import (
+    OWN_FLASH_KERNELS,
+    SUPPORTS_FLASH,
+    SUPPORTS_SDPA,
+    attention_of,
+)
 from fsdp_tune.model.kernels.varlen import against_torch_varlen
 from fsdp_tune.model.model_files import WRITTEN, KernelChoice
 from fsdp_tune.recipe.schema.attention_kernels import SDPA_OR_EAGER, TORCH_VARLEN, is_flash_kernel
@@ -26,10 +36,11 @@ _LARGE_MASK_BYTES = 2**30
 
 
 def choose_attention(recipe: Recipe, config: PreTrainedConfig) -> KernelChoice:
-    """Choose a kernel: the fastest FlashAttention that is installed and runs on this GPU, else torch's variable-length attention,
-    else SDPA, else eager.
+    """Choose a kernel: the fastest FlashAttention that is installed and runs on this GPU, else torch's
+    variable-length attention, else SDPA, else eager.
 
-    Each is chosen only if it suits the model. Raises: usage error if the recipe sets torch's variable-length attention and it does not.
+    Each is chosen only if it suits the model. Raises: usage error if the recipe sets torch's variable-length
+    attention and it does not.
     """
     requested = recipe.model.attn_implementation
     if requested not in ("auto", TORCH_VARLEN, SDPA_OR_EAGER):
@@ -37,11 +48,17 @@ def choose_attention(recipe: Recipe, config: PreTrainedConfig) -> KernelChoice:
     found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     model_class: Any = found[0] if isinstance(found, tuple) else found
     is_old = requested == SDPA_OR_EAGER
-    against = f"`{_KEY}: {SDPA_OR_EAGER}` excludes FlashAttention" if is_old else _against_flash(recipe, config, model_class)
+    against = (
+        f"`{_KEY}: {SDPA_OR_EAGER}` excludes FlashAttention"
+        if is_old
+        else _against_flash(recipe, config, model_class)
+    )
     if requested == TORCH_VARLEN:
         if reason := against or against_torch_varlen(config, model_class):
             hint = "`auto` chooses a kernel that the model supports"
-            raise usage_error("model-refused", f"`{_KEY}: {requested}`: {reason}", where=Where(key=_KEY), hint=hint)
+            raise usage_error(
+                "model-refused", f"`{_KEY}: {requested}`: {reason}", where=Where(key=_KEY), hint=hint
+            )
         return KernelChoice(requested, WRITTEN)
     if against is None:
         version, against = _flash_version(config)
@@ -80,7 +97,11 @@ def _against_flash(recipe: Recipe, config: PreTrainedConfig, model_class: Any) -
 
 def _is_installed(flash: FlashAttention) -> bool:
     """Return whether the package is installed for a CUDA device, by transformers' own checks."""
-    checks: dict[int, Callable[[], bool]] = {2: is_flash_attn_2_available, 3: is_flash_attn_3_available, 4: is_flash_attn_4_available}
+    checks: dict[int, Callable[[], bool]] = {
+        2: is_flash_attn_2_available,
+        3: is_flash_attn_3_available,
+        4: is_flash_attn_4_available,
+    }
     return bool(checks[flash.version]())
 
 
@@ -106,7 +127,10 @@ def _against_version(flash: FlashAttention, config: PreTrainedConfig) -> str | N
     if not flash.has_dropout and has_attention_dropout(config.get_text_config()):
         return f"FlashAttention {flash.version} has no dropout, and the model's attention uses it"
     if (width := widest_head(config)) > flash.widest_head:
-        return f"FlashAttention {flash.version} takes heads of width {flash.widest_head} at most, and the model's have {width}"
+        return (
+            f"FlashAttention {flash.version} takes heads of width {flash.widest_head} at most, and the "
+            f"model's have {width}"
+        )
     return None
 
 
@@ -118,15 +142,23 @@ def live_attention(recipe: Recipe, model: PreTrainedModel) -> KernelChoice:
     return KernelChoice(live, f"transformers uses it instead of {chosen.value}")
 
 
-def large_mask_notices(recipe: Recipe, config: PreTrainedConfig, layers: int, chosen: KernelChoice) -> list[Notice]:
-    """Return a notice if the masks of packed rows and their copies take more than `_LARGE_MASK_BYTES` on a GPU.
+def large_mask_notices(
+    recipe: Recipe, config: PreTrainedConfig, layers: int, chosen: KernelChoice
+) -> list[Notice]:
+    """Return a notice if the masks of packed rows and their copies take more than `_LARGE_MASK_BYTES` on a
+    GPU.
 
-    transformers makes a boolean mask [rows, 1, tokens, tokens] for each kind of layer; sdpa converts it to the compute dtype in each
-    layer, and autograd saves this copy for the backward, in recomputed layers for one layer at a time.
+    transformers makes a boolean mask [rows, 1, tokens, tokens] for each kind of layer; sdpa converts it to
+    the compute dtype in each layer, and autograd saves this copy for the backward, in recomputed layers for
+    one layer at a time.
     """
     if not recipe.data.packing or recipe.launch.device != "cuda" or chosen.value != "sdpa":
         return []
-    recomputed = 0 if recipe.fsdp.activation_checkpointing == "none" else -(-layers // recipe.fsdp.activation_checkpointing_every)
+    recomputed = (
+        0
+        if recipe.fsdp.activation_checkpointing == "none"
+        else -(-layers // recipe.fsdp.activation_checkpointing_every)
+    )
     copies = layers - recomputed + min(1, recomputed)
     kinds = len(set(layer_types(config) or ["full_attention"]))
     rows, tokens = recipe.training.per_device_train_batch_size, recipe.data.max_length
@@ -134,19 +166,26 @@ def large_mask_notices(recipe: Recipe, config: PreTrainedConfig, layers: int, ch
     if (size := per_pair * tokens**2) <= _LARGE_MASK_BYTES:
         return []
     message = (
-        f"the masks of packed rows of {tokens:,} tokens take {format_bytes(size)} on each GPU, with a float copy in {copies} of {layers} "
+        f"the masks of packed rows of {tokens:,} tokens take {format_bytes(size)} on each GPU, with "
+        f"a float copy in {copies} of {layers} "
         f"layers (sdpa: {chosen.reason})"
     )
     longest, limit = math.isqrt(_LARGE_MASK_BYTES // per_pair), format_bytes(_LARGE_MASK_BYTES)
     auto = "leave `model.attn_implementation` at auto, or " if chosen.reason == WRITTEN else ""
-    return [Notice("attention-mask-large", message, hint=f"{auto}`--set data.max_length={longest}` keeps them at {limit}")]
+    return [
+        Notice(
+            "attention-mask-large",
+            message,
+            hint=f"{auto}`--set data.max_length={longest}` keeps them at {limit}",
+        )
+    ]
 
 
 def stands_for(live: str, kernel: str) -> bool:
     """Return whether `live` is an allowed replacement of the requested `kernel`.
 
-    transformers may replace a flash kernel: by one from the hub if its package is not installed and `kernels` is, or by the
-    model's own (`_check_and_adjust_attn_implementation`).
+    transformers may replace a flash kernel: by one from the hub if its package is not installed and `kernels`
+    is, or by the model's own (`_check_and_adjust_attn_implementation`).
     """
     return live == kernel or (is_flash_kernel(live) and is_flash_kernel(kernel))
 

@@ -1,4 +1,5 @@
-"""Kernels of optional packages that a model's class calls, such as linear attention: which are installed, and what runs without them."""
+"""Kernels of optional packages that a model's class calls, such as linear attention: which are installed, and
+what runs without them."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class ClassKernel:
 
 
 def class_kernels(model: nn.Module) -> tuple[ClassKernel, ...]:
-    """Return the optional packages of a model's classes. transformers replaces each missing function by one in plain PyTorch."""
+    """Return the optional packages of a model's classes. transformers replaces each missing function by one
+    in plain PyTorch."""
     functions: dict[str, set[str]] = defaultdict(set)
     present: dict[str, bool] = {}
     for name in {type(module).__module__ for module in model.modules()}:
@@ -42,15 +44,21 @@ def class_kernels(model: nn.Module) -> tuple[ClassKernel, ...]:
                 continue
             functions[found.package].add(found.function)
             present[found.package] = present.get(found.package, True) and found.is_installed
-    return tuple(ClassKernel(package, tuple(sorted(functions[package])), present[package]) for package in sorted(functions))
+    return tuple(
+        ClassKernel(package, tuple(sorted(functions[package])), present[package])
+        for package in sorted(functions)
+    )
 
 
 def choose_class_kernels(model: nn.Module, device_type: str) -> dict[str, KernelChoice]:
-    """Return for each package whether its kernels run: distribution → `installed` or `MISSING`. They are for GPUs."""
+    """Return for each package whether its kernels run: distribution → `installed` or `MISSING`. They are for
+    GPUs."""
     if device_type != "cuda":
         return {}
     return {
-        kernel.distribution: KernelChoice(INSTALLED if kernel.is_installed else MISSING, ", ".join(kernel.functions))
+        kernel.distribution: KernelChoice(
+            INSTALLED if kernel.is_installed else MISSING, ", ".join(kernel.functions)
+        )
         for kernel in class_kernels(model)
     }
 
@@ -60,12 +68,15 @@ def slow_kernel_notices(model: nn.Module, chosen: Mapping[str, KernelChoice]) ->
 
     `chosen`: the choices of a run, with those of `choose_class_kernels`.
     """
-    missing = {distribution: choice.reason for distribution, choice in chosen.items() if choice.value == MISSING}
+    missing = {
+        distribution: choice.reason for distribution, choice in chosen.items() if choice.value == MISSING
+    }
     if not missing:
         return []
     names, functions = " and ".join(missing), ", ".join(missing.values())
     message = (
-        f"{names} {'is' if len(missing) == 1 else 'are'} not installed here: {type(model).__name__} computes {functions} in plain "
+        f"{names} {'is' if len(missing) == 1 else 'are'} not installed here: {type(model).__name__} "
+        f"computes {functions} in plain "
         "PyTorch, with equal results; such models took 1.7 to 4 times as long in published runs"
     )
     hint = f"`pip install {' '.join(missing)}` where the run is started"

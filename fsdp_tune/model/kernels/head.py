@@ -1,8 +1,11 @@
-"""Compute head and loss together, a slice of the tokens at a time, so that `tokens × vocabulary` logits are never stored.
+"""Compute head and loss together, a slice of the tokens at a time, so that `tokens × vocabulary` logits are
+never stored.
 
-The gradients of a slice are computed in the forward, while its logits exist, as in Liger (arXiv:2410.10989) and in torch's
-`linear_cross_entropy`: no logits are kept or computed twice. torch's function (2.13) is not used: in bf16 it returns a loss rounded
-to bf16 and adds the slices of the weight's gradient in bf16, and it supports neither soft-capping nor label smoothing.
+The gradients of a slice are computed in the forward, while its logits exist, as in Liger (arXiv:2410.10989)
+and in torch's
+`linear_cross_entropy`: no logits are kept or computed twice. torch's function (2.13) is not used: in bf16 it
+returns a loss rounded to bf16 and adds the slices of the weight's gradient in bf16, and it supports neither
+soft-capping nor label smoothing.
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ import torch.nn.functional as F
 from fsdp_tune.data.store import IGNORE_INDEX
 
 SLICE_ELEMENTS = 1 << 27
-"""Logits of one slice, tokens × vocabulary: 512 MiB in fp32. Each slice adds to the gradient of the head's weight, so smaller slices
-would spend their time on that sum: 1,024 tokens with Llama 3's vocabulary take 1.6 TFLOP per product and 2 GiB for the sum."""
+"""Logits of one slice, tokens × vocabulary: 512 MiB in fp32. Each slice adds to the gradient of the head's
+weight, so smaller slices
+would spend their time on that sum: 1,024 tokens with Llama 3's vocabulary take 1.6 TFLOP per product and 2
+GiB for the sum."""
 
 
 _WHOLE_TILES = 128
@@ -26,7 +31,8 @@ _WHOLE_TILES = 128
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """Transformation of the head's output: `softcap · tanh(scale · x / softcap)`, or `scale · x` if softcap is None."""
+    """Transformation of the head's output: `softcap · tanh(scale · x / softcap)`, or `scale · x` if softcap
+    is None."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -34,16 +40,19 @@ class Logits:
 
 @dataclass(frozen=True, slots=True)
 class LossOptions:
-    """Options of the loss. `gradient_scale` is the factor by which the caller will multiply the loss: in fp16 the gradients of the
-    logits, of order 1 / vocabulary, must include it before they are rounded to 16 bits."""
+    """Options of the loss. `gradient_scale` is the factor by which the caller will multiply the loss: in fp16
+    the gradients of the logits, of order 1 / vocabulary, must include it before they are rounded to 16
+    bits."""
 
     logits: Logits = Logits()
     label_smoothing: float = 0.0
     dft: bool = False
-    """Weight the loss of each token by its detached probability (`model.step.token_losses`). Liger's kernel cannot."""
+    """Weight the loss of each token by its detached probability (`model.step.token_losses`). Liger's kernel
+    cannot."""
     gradient_scale: float = 1.0
     token_losses: torch.Tensor | None = None
-    """fp32 [tokens], to be set to the loss of each token; without a gradient. Liger's kernel, which returns only the sum, ignores it."""
+    """fp32 [tokens], to be set to the loss of each token; without a gradient. Liger's kernel, which returns
+    only the sum, ignores it."""
 
 
 def slice_tokens(tokens: int, vocabulary: int) -> int:
@@ -53,12 +62,18 @@ def slice_tokens(tokens: int, vocabulary: int) -> int:
 
 
 def summed_linear_loss(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, options: LossOptions
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    options: LossOptions,
 ) -> torch.Tensor:
-    """Return the loss of `hidden @ weight.T + bias`, summed over the targets that are not -100: an fp32 scalar (nats).
+    """Return the loss of `hidden @ weight.T + bias`, summed over the targets that are not -100: an fp32
+    scalar (nats).
 
-    `hidden` [tokens, width], `weight` [vocabulary, width], `bias` [vocabulary] or None, `targets` [tokens] int64. Products are
-    computed in the dtype of `hidden` (autocast's if enabled), everything else in fp32. Its gradient can be computed only once.
+    `hidden` [tokens, width], `weight` [vocabulary, width], `bias` [vocabulary] or None, `targets` [tokens]
+    int64. Products are computed in the dtype of `hidden` (autocast's if enabled), everything else in fp32.
+    Its gradient can be computed only once.
     """
     device = hidden.device.type
     compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
@@ -102,24 +117,31 @@ class _SummedLinearLoss(torch.autograd.Function):
         assert not getattr(ctx, "spent", False), "the gradients of the chunked loss can be used only once"
         ctx.spent = True
         factor = upstream[0] / ctx.options.gradient_scale
-        hidden, weight, bias = (None if gradient is None else gradient.mul_(factor) for gradient in ctx.saved_tensors)
+        hidden, weight, bias = (
+            None if gradient is None else gradient.mul_(factor) for gradient in ctx.saved_tensors
+        )
         return hidden, weight, bias, None, None, None
 
 
 @dataclass(slots=True)
 class _Gradients:
-    """Gradients of hidden states in their own dtype, and of weight and bias in fp32, since every slice adds to them."""
+    """Gradients of hidden states in their own dtype, and of weight and bias in fp32, since every slice adds
+    to them."""
 
     hidden: torch.Tensor | None
     weight: torch.Tensor | None
     bias: torch.Tensor | None
 
     @classmethod
-    def of(cls, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: tuple[bool, ...]) -> _Gradients:
+    def of(
+        cls, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: tuple[bool, ...]
+    ) -> _Gradients:
         return cls(
             torch.empty_like(hidden) if wanted[0] else None,
             torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wanted[1] else None,
-            torch.zeros(bias.shape, dtype=torch.float32, device=bias.device) if bias is not None and wanted[2] else None,
+            torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
+            if bias is not None and wanted[2]
+            else None,
         )
 
     def add(self, part: slice, logits_gradient: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> None:
@@ -143,8 +165,11 @@ class _Gradients:
         )
 
 
-def _losses_and_gradient(logits: torch.Tensor, targets: torch.Tensor, options: LossOptions, *, differentiate: bool) -> torch.Tensor:
-    """Return the loss of each token. `logits` [tokens, vocabulary], fp32, becomes its gradient times `gradient_scale`, in place."""
+def _losses_and_gradient(
+    logits: torch.Tensor, targets: torch.Tensor, options: LossOptions, *, differentiate: bool
+) -> torch.Tensor:
+    """Return the loss of each token. `logits` [tokens, vocabulary], fp32, becomes its gradient times
+    `gradient_scale`, in place."""
     slope = _shape_logits(logits, options.logits, differentiate=differentiate)
     valid = targets != IGNORE_INDEX
     index = torch.where(valid, targets, 0).unsqueeze(1)
@@ -160,7 +185,9 @@ def _losses_and_gradient(logits: torch.Tensor, targets: torch.Tensor, options: L
         loss = (1 - smoothing) * loss + smoothing * (log_total - of_all)
     weight = torch.where(valid, options.gradient_scale, 0.0).unsqueeze(1) if differentiate else None
     if options.dft:
-        probability = torch.exp(-loss)  # a constant for the gradient, which is therefore that of the cross-entropy times it
+        probability = torch.exp(
+            -loss
+        )  # a constant for the gradient, which is therefore that of the cross-entropy times it
         loss = loss * probability
         weight = None if weight is None else weight * probability.unsqueeze(1)
     if weight is not None:

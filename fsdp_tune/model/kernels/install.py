@@ -25,7 +25,8 @@ from fsdp_tune.recipe.schema.recipe import Recipe
 
 
 def choose_loss(recipe: Recipe, model: PreTrainedModel) -> KernelChoice:
-    """Choose `kernels.loss` for both training and evaluation: auto is chunked if the larger batch of the two needs it.
+    """Choose `kernels.loss` for both training and evaluation: auto is chunked if the larger batch of the two
+    needs it.
 
     Raises: usage error if the recipe sets a chunked loss that the model's forward does not allow.
     """
@@ -42,19 +43,26 @@ def choose_loss(recipe: Recipe, model: PreTrainedModel) -> KernelChoice:
     vocabulary = _head_rows(model)
     if requested == "auto" and tokens * vocabulary <= SLICE_ELEMENTS:
         size, limit = format_bytes(4 * tokens * vocabulary), format_bytes(4 * SLICE_ELEMENTS)
-        return KernelChoice("full", f"{tokens:,} {what} × {vocabulary:,} logits are {size} in fp32, {limit} are one slice")
+        return KernelChoice(
+            "full", f"{tokens:,} {what} × {vocabulary:,} logits are {size} in fp32, {limit} are one slice"
+        )
     try:
         logits_of(model)
     except OpaqueHead as opaque:
         if requested == "auto":
             return KernelChoice("full", str(opaque))
         raise usage_error(
-            "loss-not-chunkable", f"`kernels.loss: {requested}`: {opaque}", hint="leave `kernels.loss` at auto, or write `full`"
+            "loss-not-chunkable",
+            f"`kernels.loss: {requested}`: {opaque}",
+            hint="leave `kernels.loss` at auto, or write `full`",
         ) from opaque
     if requested == "auto":
         part = slice_tokens(tokens, vocabulary)
         size = format_bytes(4 * tokens * vocabulary)
-        return KernelChoice("chunked", f"{tokens:,} {what} × {vocabulary:,} logits would be {size} in fp32; {part:,} tokens at a time")
+        return KernelChoice(
+            "chunked",
+            f"{tokens:,} {what} × {vocabulary:,} logits would be {size} in fp32; {part:,} tokens at a time",
+        )
     return KernelChoice(requested, WRITTEN)
 
 
@@ -65,7 +73,8 @@ def _head_rows(model: PreTrainedModel) -> int:
 
 
 def choose_kernels(recipe: Recipe, model: PreTrainedModel, device_type: str) -> dict[str, KernelChoice]:
-    """Return the choices by recipe key or optional package, for the bare model and the device that it will run on."""
+    """Return the choices by recipe key or optional package, for the bare model and the device that it will
+    run on."""
     require_known_balance(model)
     require_shareable_rows(recipe, model)
     require_divisible_experts(recipe, model)
@@ -87,7 +96,9 @@ _LOSSES = {"chunked": summed_linear_loss, "liger": liger_summed_loss}
 def install_kernels(recipe: Recipe, model: PreTrainedModel, device_type: str) -> dict[str, KernelChoice]:
     """Install the chosen kernels in the bare model, and return the choices."""
     chosen = choose_kernels(recipe, model, device_type)
-    mlps = {} if recipe.kernels.mlp_slice_tokens is None else find_mlps(recipe, model)  # on the CPU, where Liger's kernels cannot run
+    mlps = (
+        {} if recipe.kernels.mlp_slice_tokens is None else find_mlps(recipe, model)
+    )  # on the CPU, where Liger's kernels cannot run
     if chosen["kernels.liger"].value == "true":
         apply_liger(model, rotary=recipe.fsdp.activation_checkpointing != "selective")
     if recipe.kernels.mlp_slice_tokens is not None:

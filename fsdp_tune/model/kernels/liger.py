@@ -1,9 +1,10 @@
 """Liger's Triton kernels for the norms, rotary embedding and gated MLP of a model: `kernels.liger`.
 
-Liger's Triton kernels (arXiv:2410.10989) for RMSNorm, rotary embedding and gated MLP of a model are installed in the model object by
-Liger's own function for the model type. That function also replaces names in modules of transformers; the classes are restored
-afterwards, so that later models of the process are unchanged. The rotary function is not an attribute of the model object, so its
-replacement stays until the next model of the type gets Liger's kernels.
+Liger's Triton kernels (arXiv:2410.10989) for RMSNorm, rotary embedding and gated MLP of a model are installed
+in the model object by Liger's own function for the model type. That function also replaces names in modules
+of transformers; the classes are restored afterwards, so that later models of the process are unchanged. The
+rotary function is not an attribute of the model object, so its replacement stays until the next model of the
+type gets Liger's kernels.
 """
 
 from __future__ import annotations
@@ -42,19 +43,26 @@ def require_liger(key: str) -> None:
     """Check that the package that `key` needs is installed. Raises: usage error (exit 2)."""
     if not has_liger():
         raise usage_error(
-            "liger-not-installed", f"`{key}` needs the package liger-kernel, which is not installed", hint=f"`{_INSTALL_LIGER}`"
+            "liger-not-installed",
+            f"`{key}` needs the package liger-kernel, which is not installed",
+            hint=f"`{_INSTALL_LIGER}`",
         )
 
 
 def choose_liger(recipe: Recipe, model: PreTrainedModel, device_type: str) -> KernelChoice:
-    """Choose `kernels.liger`, as `true` or `false`. Raises: usage error if the recipe sets `true` and it is impossible."""
+    """Choose `kernels.liger`, as `true` or `false`. Raises: usage error if the recipe sets `true` and it is
+    impossible."""
     requested = recipe.kernels.liger
     if requested is False:
         return KernelChoice("false", WRITTEN)
     if recipe.lora is not None and recipe.lora.target_parameters:  # which `recipe.rules` refuses with `true`
-        return KernelChoice("false", "Liger would replace the forward of the adapted experts (`lora.target_parameters`)")
+        return KernelChoice(
+            "false", "Liger would replace the forward of the adapted experts (`lora.target_parameters`)"
+        )
     if recipe.fsdp.ep_size > 1:  # which `recipe.rules` refuses with `true`
-        return KernelChoice("false", "Liger would replace the forward of the experts that ranks divide (`fsdp.ep_size`)")
+        return KernelChoice(
+            "false", "Liger would replace the forward of the experts that ranks divide (`fsdp.ep_size`)"
+        )
     if requested is True:
         require_liger("kernels.liger: true")
     if requested == "auto" and recipe.kernels.compile:
@@ -67,9 +75,13 @@ def choose_liger(recipe: Recipe, model: PreTrainedModel, device_type: str) -> Ke
     if model_type not in _liger_functions():
         if requested is True:
             message = f"`kernels.liger: true`: Liger has no kernels for models of type `{model_type}`"
-            raise usage_error("liger-lacks-model", message, hint="leave `kernels.liger` at auto, or write false")
+            raise usage_error(
+                "liger-lacks-model", message, hint="leave `kernels.liger` at auto, or write false"
+            )
         return KernelChoice("false", f"Liger has no kernels for models of type `{model_type}`")
-    return KernelChoice("true", WRITTEN if requested is True else "liger-kernel is installed and supports this model")
+    return KernelChoice(
+        "true", WRITTEN if requested is True else "liger-kernel is installed and supports this model"
+    )
 
 
 def _liger_functions() -> dict[str, Callable[..., None]]:
@@ -81,15 +93,20 @@ def _liger_functions() -> dict[str, Callable[..., None]]:
 def apply_liger(model: PreTrainedModel, *, rotary: bool) -> None:
     """Install Liger's kernels in a model. Call it before any other change to a `forward`.
 
-    `rotary`: also the rotary embedding. It writes its result over the queries and keys, unseen by autograd. So selective recomputation,
-    which keeps products of matrices for the backward, would rotate them twice.
+    `rotary`: also the rotary embedding. It writes its result over the queries and keys, unseen by autograd.
+    So selective recomputation, which keeps products of matrices for the backward, would rotate them twice.
     """
     apply = _liger_functions()[str(model.config.model_type)]
     wanted = _LOSSES_OFF | {"rope": rotary}
     options = {name: value for name, value in wanted.items() if name in inspect.signature(apply).parameters}
     module = sys.modules[type(model).__module__]
     own = _OWN_ROTARY.setdefault(
-        module.__name__, {name: value for name, value in vars(module).items() if "rotary" in name and inspect.isfunction(value)}
+        module.__name__,
+        {
+            name: value
+            for name, value in vars(module).items()
+            if "rotary" in name and inspect.isfunction(value)
+        },
     )
     vars(module).update(own)
     with _classes_kept(module):
@@ -111,7 +128,8 @@ def _classes_kept(module: ModuleType) -> Iterator[None]:
 
 
 def modules_of_liger(model: torch.nn.Module) -> int:
-    """Return the number of modules of a live model that run one of Liger's `forward` functions; for the read-back."""
+    """Return the number of modules of a live model that run one of Liger's `forward` functions; for the
+    read-back."""
     return sum(_origin(module).startswith(LIGER) for module in model.modules())
 
 
@@ -120,9 +138,14 @@ def _origin(module: torch.nn.Module) -> str:
 
 
 def liger_summed_loss(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, options: LossOptions
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    options: LossOptions,
 ) -> torch.Tensor:
-    """Compute `summed_linear_loss` with Liger. Not for fp16: it rounds the gradients of the logits before the loss scale is applied."""
+    """Compute `summed_linear_loss` with Liger. Not for fp16: it rounds the gradients of the logits before the
+    loss scale is applied."""
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction  # pyright: ignore[reportMissingImports]
 
     shape = options.logits

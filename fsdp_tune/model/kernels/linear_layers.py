@@ -1,14 +1,16 @@
 """How the linear layers of a decoder are computed: in fp8, and MLPs a slice of the row at a time.
 
-`precision.mixed_precision: fp8` replaces Linears of the decoder layers by torchao's, which multiply in fp8; all else stays in bf16.
-Parameters keep their names, values and storage dtype. A weight is cast to fp8 where it is used or, with one scale for the full
-weight (`tensorwise`) under FSDP2, before it is gathered. Accelerate's implementation is not used: it converts everything between
-the first and the last Linear, pads every operand, and refuses to load shard by shard.
+`precision.mixed_precision: fp8` replaces Linears of the decoder layers by torchao's, which multiply in fp8;
+all else stays in bf16. Parameters keep their names, values and storage dtype. A weight is cast to fp8 where
+it is used or, with one scale for the full weight (`tensorwise`) under FSDP2, before it is gathered.
+Accelerate's implementation is not used: it converts everything between the first and the last Linear, pads
+every operand, and refuses to load shard by shard.
 
-With MLPs in slices, inner activations exist for one slice only, as in Arctic's long-sequence training (ALST, arXiv:2506.13996, TiledMLP).
-The forward keeps the input of the MLP alone. The backward computes each slice again, differentiates it, and adds its weight gradients in
-fp32: under bf16 they are rounded once, as in one product over all tokens. It happens inside the layer's `forward`, so FSDP gathers and
-reduces the layer's parameters once.
+With MLPs in slices, inner activations exist for one slice only, as in Arctic's long-sequence training (ALST,
+arXiv:2506.13996, TiledMLP). The forward keeps the input of the MLP alone. The backward computes each slice
+again, differentiates it, and adds its weight gradients in
+fp32: under bf16 they are rounded once, as in one product over all tokens. It happens inside the layer's
+`forward`, so FSDP gathers and reduces the layer's parameters once.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ class Float8Plan:
 
 
 def plan_fp8(recipe: Recipe, model: PreTrainedModel) -> Float8Plan:
-    """Return the plan for a bare model, which is the same before and after conversion. Raises: usage error if nothing can be converted."""
+    """Return the plan for a bare model, which is the same before and after conversion. Raises: usage error if
+    nothing can be converted."""
     layers = decoder_layers(model, recipe.layer_classes)
     ignored = ignored_module_names(recipe, model) if recipe.is_sharded else set[str]()
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
@@ -82,11 +85,16 @@ def plan_fp8(recipe: Recipe, model: PreTrainedModel) -> Float8Plan:
         raise _nothing(model, left)
     shards = recipe.topology.copy_size if gathers_in_fp8(recipe) else 0
     stacked = {id(p): p.numel() for _, layer in layers for p in layer.parameters() if p.ndim == 3}
-    # FSDP pads uneven shards of plain tensors only; for other tensors, ranks would send buffers of different sizes.
-    even = {f"{name}.weight" for name, module in converted.items() if shards and module.out_features % shards == 0}
+    # FSDP pads uneven shards of plain tensors only; for other tensors, ranks would send buffers of different
+    # sizes.
+    even = {
+        f"{name}.weight" for name, module in converted.items() if shards and module.out_features % shards == 0
+    }
     return Float8Plan(
         converted=tuple(converted),
-        gathered=frozenset(name.removesuffix(".weight") for name in even - _alone_on_gloo(recipe, model, even)),
+        gathered=frozenset(
+            name.removesuffix(".weight") for name in even - _alone_on_gloo(recipe, model, even)
+        ),
         left=left,
         layers=len(layers),
         parameters=sum(module.weight.numel() for module in converted.values()),
@@ -96,7 +104,8 @@ def plan_fp8(recipe: Recipe, model: PreTrainedModel) -> Float8Plan:
 
 
 def _alone_on_gloo(recipe: Recipe, model: PreTrainedModel, weights: set[str]) -> set[str]:
-    """Return the `weights` whose unit contains only such weights. FSDP sends it as fp8 and not as bytes, which gloo (CPU) cannot do."""
+    """Return the `weights` whose unit contains only such weights. FSDP sends it as fp8 and not as bytes,
+    which gloo (CPU) cannot do."""
     if not weights or recipe.launch.device != "cpu":
         return set()
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -140,7 +149,8 @@ def _nothing(model: PreTrainedModel, left: dict[str, str]) -> Exception:
 
 
 def choose_fp8(recipe: Recipe, model: PreTrainedModel) -> dict[str, KernelChoice]:
-    """Return the choice by recipe key, in the format of `choose_kernels`; empty unless the recipe sets fp8."""
+    """Return the choice by recipe key, in the format of `choose_kernels`; empty unless the recipe sets
+    fp8."""
     if not computes_in_fp8(recipe):
         return {}
     require_torchao(f"{KEY}: fp8")
@@ -150,7 +160,10 @@ def choose_fp8(recipe: Recipe, model: PreTrainedModel) -> dict[str, KernelChoice
     words.append(_gathering(recipe, plan))
     if not tokens_are_aligned(recipe):
         multiple = _aligned_tokens(recipe)
-        words.append(f"operands are padded, since `data.max_length` or `data.pad_to_multiple_of` is not a multiple of {multiple}")
+        words.append(
+            "operands are padded, since `data.max_length` or `data.pad_to_multiple_of` is not a "
+            f"multiple of {multiple}"
+        )
     return {KEY: KernelChoice("fp8", "; ".join(words))}
 
 
@@ -169,20 +182,30 @@ def _gathering(recipe: Recipe, plan: Float8Plan) -> str:
 
 
 def fp8_notices(recipe: Recipe, model: PreTrainedModel, device_type: str) -> list[Notice]:
-    """Return notices about consequences of fp8 that a user may not expect. The model may be on the meta device."""
+    """Return notices about consequences of fp8 that a user may not expect. The model may be on the meta
+    device."""
     if not computes_in_fp8(recipe):
         return []
     found: list[Notice] = []
     if device_type == "cpu":
-        message = "fp8 is emulated on the CPU: values are rounded as on a GPU and multiplied in fp32, without its speed"
+        message = (
+            "fp8 is emulated on the CPU: values are rounded as on a GPU and multiplied in fp32, without "
+            "its speed"
+        )
         found.append(Notice("fp8-emulated", message))
     elif not recipe.kernels.compile:
-        message = "fp8 without `kernels.compile: true` may be slower than bf16: each cast is a pass over memory that the compiler fuses"
+        message = (
+            "fp8 without `kernels.compile: true` may be slower than bf16: each cast is a pass over "
+            "memory that the compiler fuses"
+        )
         found.append(Notice("fp8-not-compiled", message, hint="write `kernels: {compile: true}`"))
     plan = plan_fp8(recipe, model)
     if plan.of_experts:
         share = plan.parameters / plan.of_layers
-        message = f"fp8 computes with {share:.0%} of the parameters of the layers: stacked experts ({plan.of_experts:,}) are not Linears"
+        message = (
+            f"fp8 computes with {share:.0%} of the parameters of the layers: stacked experts "
+            f"({plan.of_experts:,}) are not Linears"
+        )
         found.append(Notice("fp8-without-experts", message))
     return found
 
@@ -197,7 +220,8 @@ def require_gpu(recipe: Recipe, device: torch.device) -> None:
 
 
 def convert_to_fp8(recipe: Recipe, model: PreTrainedModel, device_type: str) -> dict[str, KernelChoice]:
-    """Convert the planned modules of the bare model, except those already converted, and return the choice."""
+    """Convert the planned modules of the bare model, except those already converted, and return the
+    choice."""
     chosen = choose_fp8(recipe, model)
     if chosen:
         from torchao.float8 import convert_to_float8_training
@@ -207,7 +231,9 @@ def convert_to_fp8(recipe: Recipe, model: PreTrainedModel, device_type: str) -> 
         for names, gathered in ((fresh - plan.gathered, False), (fresh & plan.gathered, True)):
             if names:
                 config = _config(recipe, gathered=gathered, emulate=device_type == "cpu")
-                convert_to_float8_training(model, module_filter_fn=lambda _, name, names=names: name in names, config=config)
+                convert_to_float8_training(
+                    model, module_filter_fn=lambda _, name, names=names: name in names, config=config
+                )
         if not recipe.is_sharded:
             for name in fresh:
                 model.get_submodule(name).register_forward_pre_hook(cast_as_autocast)
@@ -218,11 +244,17 @@ def _config(recipe: Recipe, *, gathered: bool, emulate: bool) -> Float8LinearCon
     from torchao.float8 import Float8LinearConfig
 
     known = Float8LinearConfig.from_recipe_name(recipe.precision.fp8_recipe)
-    return replace(known, enable_fsdp_float8_all_gather=gathered, emulate=emulate, pad_inner_dim=not tokens_are_aligned(recipe))
+    return replace(
+        known,
+        enable_fsdp_float8_all_gather=gathered,
+        emulate=emulate,
+        pad_inner_dim=not tokens_are_aligned(recipe),
+    )
 
 
 def tokens_are_aligned(recipe: Recipe) -> bool:
-    """Return whether a rank's token counts are multiples of 16, as a weight's gradient sums over them. If not, operands are padded."""
+    """Return whether a rank's token counts are multiples of 16, as a weight's gradient sums over them. If
+    not, operands are padded."""
     multiple = _aligned_tokens(recipe)
     return recipe.data.pad_to_multiple_of % multiple == 0 and recipe.data.max_length % multiple == 0
 
@@ -232,40 +264,61 @@ def _aligned_tokens(recipe: Recipe) -> int:
     return FP8_MULTIPLE * recipe.topology.row_parts
 
 
-def cast_as_autocast(_module: nn.Module, args: tuple[torch.Tensor, *tuple[object, ...]]) -> tuple[object, ...] | None:
-    """Cast the input as autocast would. Under DDP torchao only checks CUDA's autocast; the CPU and the planner's device need it too."""
+def cast_as_autocast(
+    _module: nn.Module, args: tuple[torch.Tensor, *tuple[object, ...]]
+) -> tuple[object, ...] | None:
+    """Cast the input as autocast would. Under DDP torchao only checks CUDA's autocast; the CPU and the
+    planner's device need it too."""
     kind = args[0].device.type
-    return (args[0].to(torch.get_autocast_dtype(kind)), *args[1:]) if torch.is_autocast_enabled(kind) else None
+    return (
+        (args[0].to(torch.get_autocast_dtype(kind)), *args[1:]) if torch.is_autocast_enabled(kind) else None
+    )
 
 
 _KEY = "kernels.mlp_slice_tokens"
 _WIDE = 64
 _NARROW = 8
-"""The probe has `_NARROW` dimensions for the common divisor of those from `_WIDE` on; smaller ones (ranks of adapters) are kept."""
+"""The probe has `_NARROW` dimensions for the common divisor of those from `_WIDE` on; smaller ones (ranks of
+adapters) are kept."""
 
 
 def choose_mlp_slices(recipe: Recipe, model: PreTrainedModel) -> KernelChoice:
-    """Choose `kernels.mlp_slice_tokens`. Raises: usage error if no MLP of the model can be computed in slices."""
+    """Choose `kernels.mlp_slice_tokens`. Raises: usage error if no MLP of the model can be computed in
+    slices."""
     tokens = recipe.kernels.mlp_slice_tokens
     if tokens is None:
         return KernelChoice("null", "not requested")
     found, layers = find_mlps(recipe, model), decoder_layers(model, recipe.layer_classes)
     if not found:
-        message = f"`{_KEY}: {tokens}`: no decoder layer of {type(model).__name__} has a dense MLP as a module of its own"
+        message = (
+            f"`{_KEY}: {tokens}`: no decoder layer of {type(model).__name__} has a dense MLP as a module "
+            "of its own"
+        )
         raise usage_error("mlp-not-sliceable", message, where=Where(key=_KEY), hint=f"leave `{_KEY}` out")
     prefixes = tuple(found)
     groups = plan_units(recipe, model).groups if recipe.is_sharded else ()
     if inside := next((name for group in groups for name in group if name.startswith(prefixes)), None):
-        message = f"`{_KEY}: {tokens}` computes an MLP again in the backward pass, and `{inside}` in it is an FSDP unit of its own"
-        raise usage_error(
-            "mlp-not-sliceable", message, where=Where(key=_KEY), hint="write `fsdp: {auto_wrap_policy: TRANSFORMER_BASED_WRAP}`"
+        message = (
+            f"`{_KEY}: {tokens}` computes an MLP again in the backward pass, and `{inside}` in it is an "
+            "FSDP unit of its own"
         )
-    which = "the MLPs of all layers" if len(found) == len(layers) else f"the dense MLPs of {len(found)} of {len(layers)} layers"
+        raise usage_error(
+            "mlp-not-sliceable",
+            message,
+            where=Where(key=_KEY),
+            hint="write `fsdp: {auto_wrap_policy: TRANSFORMER_BASED_WRAP}`",
+        )
+    which = (
+        "the MLPs of all layers"
+        if len(found) == len(layers)
+        else f"the dense MLPs of {len(found)} of {len(layers)} layers"
+    )
     return KernelChoice(str(tokens), f"{which}, {tokens:,} tokens at a time")
 
 
 def install_mlp_slices(mlps: Iterable[nn.Module], tokens: int) -> None:
-    """Make MLPs of decoder layers compute in slices. Call it before recomputation is installed, and before wrapping."""
+    """Make MLPs of decoder layers compute in slices. Call it before recomputation is installed, and before
+    wrapping."""
     for mlp in mlps:
         mlp.forward = _in_slices(mlp, tokens)  # type: ignore[method-assign]
         mlp.slice_tokens = tokens  # type: ignore[assignment]  # for the read-back
@@ -273,11 +326,16 @@ def install_mlp_slices(mlps: Iterable[nn.Module], tokens: int) -> None:
 
 def mlp_slices_of(model: nn.Module) -> dict[str, int]:
     """Return the tokens of a slice by the name of the MLP, for a live model."""
-    return {name: vars(module)["slice_tokens"] for name, module in model.named_modules() if "slice_tokens" in vars(module)}
+    return {
+        name: vars(module)["slice_tokens"]
+        for name, module in model.named_modules()
+        if "slice_tokens" in vars(module)
+    }
 
 
 def find_mlps(recipe: Recipe, model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return the MLPs of the decoder layers by name: children with two linear layers and more that compute each token by itself."""
+    """Return the MLPs of the decoder layers by name: children with two linear layers and more that compute
+    each token by itself."""
     known: dict[str, bool] = {}
     found: dict[str, nn.Module] = {}
     for layer_name, layer in decoder_layers(model, recipe.layer_classes):
@@ -294,7 +352,9 @@ def find_mlps(recipe: Recipe, model: PreTrainedModel) -> dict[str, nn.Module]:
 
 def _has_experts(module: nn.Module) -> bool:
     """Return whether tokens may be routed: weights of stacked experts, or modules in a list."""
-    return any(isinstance(each, nn.ModuleList) for each in module.modules()) or any(p.ndim > 2 for p in module.parameters())
+    return any(isinstance(each, nn.ModuleList) for each in module.modules()) or any(
+        p.ndim > 2 for p in module.parameters()
+    )
 
 
 def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear | Conv1D]:
@@ -302,7 +362,8 @@ def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear | Conv1D]:
 
 
 def _is_position_wise(module: nn.Module) -> bool:
-    """Return whether slices of the tokens give the slices of the output, measured with a narrow copy of the module on random values."""
+    """Return whether slices of the tokens give the slices of the output, measured with a narrow copy of the
+    module on random values."""
     disabled_modes = DISABLE_MODES.get()()
     try:
         # The planner builds the model under a mode in which tensors have no values.
@@ -318,7 +379,8 @@ def _is_position_wise(module: nn.Module) -> bool:
 
 
 def _narrow_copy(module: nn.Module) -> tuple[nn.Module, int]:
-    """Return a copy on the CPU with narrow random weights in the same ratios, in evaluation mode, and the width of its input."""
+    """Return a copy on the CPU with narrow random weights in the same ratios, in evaluation mode, and the
+    width of its input."""
     linears = [each for each in module.modules() if _is_linear(each)]
     widths = [_widths(linear) for linear in linears]
     divisor = math.gcd(*(width for pair in widths for width in pair if width >= _WIDE)) or 1
@@ -351,12 +413,14 @@ def _in_slices(mlp: nn.Module, tokens: int) -> Callable[[torch.Tensor], torch.Te
 
 
 def _trained(mlp: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that are trained, which under FSDP2 are the gathered ones while the layer runs."""
+    """Return the parameters that are trained, which under FSDP2 are the gathered ones while the layer
+    runs."""
     return [parameter for parameter in mlp.parameters() if parameter.requires_grad]
 
 
 def _slices(hidden: torch.Tensor, tokens: int) -> list[tuple[EllipsisType, slice, slice]]:
-    """Return the indexes of the slices of `hidden` [..., tokens, width]. Their number does not depend on the number of rows."""
+    """Return the indexes of the slices of `hidden` [..., tokens, width]. Their number does not depend on the
+    number of rows."""
     return [(..., slice(start, start + tokens), slice(None)) for start in range(0, hidden.shape[-2], tokens)]
 
 
@@ -368,7 +432,12 @@ class _Sliced(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, compute: Callable[..., torch.Tensor], mlp: nn.Module, tokens: int, *_trained: nn.Parameter
+        ctx: Any,
+        hidden: torch.Tensor,
+        compute: Callable[..., torch.Tensor],
+        mlp: nn.Module,
+        tokens: int,
+        *_trained: nn.Parameter,
     ) -> torch.Tensor:
         ctx.compute, ctx.mlp, ctx.tokens = compute, mlp, tokens
         ctx.context = _ForwardContext(hidden, mlp)
@@ -385,7 +454,10 @@ class _Sliced(torch.autograd.Function):
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (hidden,), trained = ctx.saved_tensors, _trained(ctx.mlp)
         of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        sums = [torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device) for parameter in trained]
+        sums = [
+            torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+            for parameter in trained
+        ]
         with ctx.context.restored():
             for part in _slices(hidden, ctx.tokens):
                 x = hidden[part].detach().contiguous().requires_grad_(of_hidden is not None)
@@ -393,13 +465,25 @@ class _Sliced(torch.autograd.Function):
                     output = ctx.compute(x)
                 wanted = [*([x] if of_hidden is not None else []), *trained]
                 gradients = list(
-                    torch.autograd.grad(output, wanted, upstream[0][part].contiguous(), allow_unused=True, materialize_grads=True)
+                    torch.autograd.grad(
+                        output,
+                        wanted,
+                        upstream[0][part].contiguous(),
+                        allow_unused=True,
+                        materialize_grads=True,
+                    )
                 )
                 if of_hidden is not None:
                     of_hidden[part] = gradients.pop(0)
                 for total, gradient in zip(sums, gradients, strict=True):
                     total += gradient
-        return of_hidden, None, None, None, *(total.to(parameter.dtype) for total, parameter in zip(sums, trained, strict=True))
+        return (
+            of_hidden,
+            None,
+            None,
+            None,
+            *(total.to(parameter.dtype) for total, parameter in zip(sums, trained, strict=True)),
+        )
 
 
 class _ForwardContext:
@@ -407,12 +491,21 @@ class _ForwardContext:
 
     def __init__(self, hidden: torch.Tensor, mlp: nn.Module) -> None:
         self._device = hidden.device
-        self._autocast = (torch.is_autocast_enabled(hidden.device.type), torch.get_autocast_dtype(hidden.device.type))
-        draws = mlp.training and any(isinstance(module, nn.Dropout) and module.p > 0 for module in mlp.modules())
+        self._autocast = (
+            torch.is_autocast_enabled(hidden.device.type),
+            torch.get_autocast_dtype(hidden.device.type),
+        )
+        draws = mlp.training and any(
+            isinstance(module, nn.Dropout) and module.p > 0 for module in mlp.modules()
+        )
         self._random = (torch.get_rng_state(), self._generator_state()) if draws else None
 
     def _generator_state(self) -> torch.Tensor | None:
-        return None if self._device.type == "cpu" else torch.get_device_module(self._device).get_rng_state(self._device)
+        return (
+            None
+            if self._device.type == "cpu"
+            else torch.get_device_module(self._device).get_rng_state(self._device)
+        )
 
     def autocast(self) -> torch.autocast:
         enabled, dtype = self._autocast
@@ -425,7 +518,9 @@ class _ForwardContext:
             yield
             return
         on_cpu = self._device.type == "cpu"
-        with torch.random.fork_rng([] if on_cpu else [self._device.index], device_type="cuda" if on_cpu else self._device.type):
+        with torch.random.fork_rng(
+            [] if on_cpu else [self._device.index], device_type="cuda" if on_cpu else self._device.type
+        ):
             torch.set_rng_state(self._random[0])
             if self._random[1] is not None:
                 torch.get_device_module(self._device).set_rng_state(self._random[1], self._device)

@@ -1,11 +1,12 @@
 """Compute the loss inside the model's own head, so that the logits never leave it.
 
-The head's `forward` is replaced by one that computes the loss from hidden states. It runs where the model calls it: inside FSDP's
-hooks, with the weight gathered, whether the head is its own unit, in the last unit with a tied embedding, or in the root. FSDP's
-backward hooks are on the head's output, so the loss itself is passed through the model's outputs.
+The head's `forward` is replaced by one that computes the loss from hidden states. It runs where the model
+calls it: inside FSDP's hooks, with the weight gathered, whether the head is its own unit, in the last unit
+with a tied embedding, or in the root. FSDP's backward hooks are on the head's output, so the loss itself is
+passed through the model's outputs.
 
-This is correct only if the model transforms logits in a way that the kernel repeats, which `logits_of` measures by running the
-model's forward with body and head replaced.
+This is correct only if the model transforms logits in a way that the kernel repeats, which `logits_of`
+measures by running the model's forward with body and head replaced.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from fsdp_tune.model.internals.torch_internals import DISABLE_MODES
 from fsdp_tune.model.kernels.head import Logits, LossOptions
 from fsdp_tune.model.shard.local import bare_model
 
-Kernel = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None", torch.Tensor, LossOptions], torch.Tensor]
+Kernel = Callable[
+    [torch.Tensor, torch.Tensor, "torch.Tensor | None", torch.Tensor, LossOptions], torch.Tensor
+]
 """As `summed_linear_loss`."""
 
 
@@ -50,8 +53,9 @@ class _BodyOutput(BaseModelOutputWithPast):
 
 
 def logits_of(model: PreTrainedModel) -> Logits:
-    """Measure the transformation that `model` applies to its logits by running its forward with given logits. Raises: OpaqueHead if it is
-    not a scale and a soft-cap, or if the model is not a body with a plain linear head."""
+    """Measure the transformation that `model` applies to its logits by running its forward with given logits.
+    Raises: OpaqueHead if it is not a scale and a soft-cap, or if the model is not a body with a plain linear
+    head."""
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         raise OpaqueHead(f"the output embedding of {type(model).__name__} is not a plain linear layer")
@@ -64,16 +68,25 @@ def logits_of(model: PreTrainedModel) -> Logits:
             return _measured(model)
     except OpaqueHead:
         raise
-    except Exception as error:  # the model's own code runs here, and may need outputs that only its real body has
+    except (
+        Exception
+    ) as error:  # the model's own code runs here, and may need outputs that only its real body has
         raise OpaqueHead(_why_opaque(model)) from error
 
 
 def _why_opaque(model: PreTrainedModel) -> str:
     """Describe why the forward of `model` cannot be run without its body and its head."""
     known = (model.base_model, model.get_output_embeddings())
-    others = [name for name, child in model.named_children() if child not in known and any(True for _ in child.parameters())]
+    others = [
+        name
+        for name, child in model.named_children()
+        if child not in known and any(True for _ in child.parameters())
+    ]
     if others:
-        return f"{type(model).__name__} computes its logits with `{others[0]}`, in addition to its body and its output embedding"
+        return (
+            f"{type(model).__name__} computes its logits with `{others[0]}`, in addition to its body and "
+            "its output embedding"
+        )
     return f"the forward of {type(model).__name__} does not run without its body"
 
 
@@ -85,7 +98,9 @@ def _measured(model: PreTrainedModel) -> Logits:
     highest, higher = float(after(ones * 1e9)[0, 0, 0]), float(after(ones * 1e10)[0, 0, 0])
     slope = float(after(ones * _SMALL)[0, 0, 0]) / _SMALL
     # Equal to the factor in the config up to tanh's cubic term, so rounding to fp32 gives the exact value.
-    found = Logits(scale=float(torch.tensor(slope, dtype=torch.float32)), softcap=highest if highest == higher else None)
+    found = Logits(
+        scale=float(torch.tensor(slope, dtype=torch.float32)), softcap=highest if highest == higher else None
+    )
     some = torch.randn(_PROBE, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 8
     expected = some * found.scale
     if found.softcap is not None:
@@ -107,8 +122,13 @@ def _forward_with(model: PreTrainedModel, logits: torch.Tensor) -> torch.Tensor:
         seen.append(tuple(states.shape))
         return logits.clone()
 
-    with _forward_is(body, lambda *_, **__: _BodyOutput(last_hidden_state=hidden)), _forward_is(head, of_head):  # type: ignore[arg-type]
-        output: torch.Tensor = model.forward(input_ids=torch.zeros(rows, tokens, dtype=torch.int64), use_cache=False).logits
+    with (
+        _forward_is(body, lambda *_, **__: _BodyOutput(last_hidden_state=hidden)),
+        _forward_is(head, of_head),
+    ):  # type: ignore[arg-type]
+        output: torch.Tensor = model.forward(
+            input_ids=torch.zeros(rows, tokens, dtype=torch.int64), use_cache=False
+        ).logits
     if seen != [(rows, tokens, head.in_features)]:
         raise OpaqueHead(f"{type(model).__name__} does not call its head once, for every token")
     return output
@@ -128,8 +148,9 @@ def _forward_is(module: nn.Module, forward: Callable[..., object]) -> Iterator[N
 
 
 def install_loss_in_head(model: PreTrainedModel, logits: Logits, kernel: Kernel, name: str) -> None:
-    """Make `model(…, targets=…)` return (summed loss, auxiliary loss or None, token losses or None) without creating logits; without
-    `targets` the model is unchanged. Call it before wrapping. `name` is the name of the kernel for the read-back."""
+    """Make `model(…, targets=…)` return (summed loss, auxiliary loss or None, token losses or None) without
+    creating logits; without `targets` the model is unchanged. Call it before wrapping. `name` is the name of
+    the kernel for the read-back."""
     head: Any = model.get_output_embeddings()
     state = _State()
     plain_head, plain_model = head.forward, model.forward
@@ -141,13 +162,17 @@ def install_loss_in_head(model: PreTrainedModel, logits: Logits, kernel: Kernel,
         assert hidden.shape[:-1] == state.targets.shape, "a target for every position that the head sees"
         if state.keeps_token_losses:
             state.token_losses = torch.zeros(state.targets.numel(), dtype=torch.float32, device=hidden.device)
-        options = LossOptions(logits, state.label_smoothing, state.dft, state.gradient_scale, state.token_losses)
+        options = LossOptions(
+            logits, state.label_smoothing, state.dft, state.gradient_scale, state.token_losses
+        )
         weight, bias = head.weight, head.bias
-        if not torch.is_grad_enabled():  # the kernels compute gradients in the forward for all inputs that require them
+        if (
+            not torch.is_grad_enabled()
+        ):  # the kernels compute gradients in the forward for all inputs that require them
             weight, bias = weight.detach(), None if bias is None else bias.detach()
         loss = kernel(hidden.reshape(-1, hidden.shape[-1]), weight, bias, state.targets.reshape(-1), options)
-        # In the shape of logits, so that the model's operations on logits apply to one number and are discarded. A copy,
-        # since FSDP's hooks do not work on a view.
+        # In the shape of logits, so that the model's operations on logits apply to one number and are
+        # discarded. A copy, since FSDP's hooks do not work on a view.
         state.loss = loss.reshape(1, 1, 1).clone()
         return state.loss
 

@@ -1,6 +1,8 @@
-"""torch's own variable-length FlashAttention as an attention function of transformers: packed rows need no mask and no flash-attn package.
+"""torch's own variable-length FlashAttention as an attention function of transformers: packed rows need no
+mask and no flash-attn package.
 
-`torch.nn.attention.varlen` computes on CUDA in bf16 and fp16. It has no dropout, soft-cap, sinks or position bias.
+`torch.nn.attention.varlen` computes on CUDA in bf16 and fp16. It has no dropout, soft-cap, sinks or position
+bias.
 """
 
 from __future__ import annotations
@@ -17,7 +19,12 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
 from fsdp_tune.core.families import has_attention_dropout, has_attention_soft_cap
-from fsdp_tune.model.internals.transformers_internals import ATTENTION, SUPPORTS_INTERFACE, SUPPORTS_SDPA, attention_of
+from fsdp_tune.model.internals.transformers_internals import (
+    ATTENTION,
+    SUPPORTS_INTERFACE,
+    SUPPORTS_SDPA,
+    attention_of,
+)
 from fsdp_tune.recipe.schema.attention_kernels import TORCH_VARLEN
 
 _AMPERE = (8, 0)
@@ -41,7 +48,10 @@ def against_torch_varlen(config: PreTrainedConfig, model_class: Any) -> str | No
     if has_attention_soft_cap(config.get_text_config()):
         return f"torch's variable-length attention has no soft-cap, and {name} uses one"
     if not SUPPORTS_SDPA.of(model_class):
-        return f"torch's variable-length attention has no sinks and no bias, and {name}, without support for sdpa, may use them"
+        return (
+            f"torch's variable-length attention has no sinks and no bias, and {name}, without support "
+            "for sdpa, may use them"
+        )
     if not SUPPORTS_INTERFACE.of(model_class):
         return f"{name} does not pass the lengths of examples to its attention"
     return None
@@ -65,15 +75,23 @@ def torch_varlen_attention(
     position_bias: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """Return the attention output [batch, tokens, heads, width] of states [batch, heads, tokens, width], and None for the weights.
+    """Return the attention output [batch, tokens, heads, width] of states [batch, heads, tokens, width], and
+    None for the weights.
 
-    `cu_seq_lens_q` [examples + 1] int32 gives the ends of examples in the batch flattened to batch × tokens, none longer than
-    `max_length_q`. Without it, each row is one example; padding at its end is harmless, since attention is causal.
+    `cu_seq_lens_q` [examples + 1] int32 gives the ends of examples in the batch flattened to batch × tokens,
+    none longer than `max_length_q`. Without it, each row is one example; padding at its end is harmless,
+    since attention is causal.
 
     Raises: ValueError if the model uses something that the kernel does not have.
     """
     batch, heads, tokens, width = query.shape
-    used = {"a mask": attention_mask, "dropout": dropout or None, "a soft-cap": softcap, "sinks": s_aux, "a position bias": position_bias}
+    used = {
+        "a mask": attention_mask,
+        "dropout": dropout or None,
+        "a soft-cap": softcap,
+        "sinks": s_aux,
+        "a position bias": position_bias,
+    }
     used["a cache of keys"] = key if key.shape[2] != tokens else None
     if unsupported := [name for name, given in used.items() if given is not None]:
         raise ValueError(f"`attn_implementation: {TORCH_VARLEN}` does not support {', '.join(unsupported)}")
@@ -83,17 +101,23 @@ def torch_varlen_attention(
     options: dict[str, Any] = {"enable_gqa": heads != key.shape[1]} if "enable_gqa" in _OPTIONS else {}
     rows_q, rows_k, rows_v = varlen_rows(query, key, value)
     causal = module.is_causal if is_causal is None else is_causal
-    # transformers includes the token itself in the window; the kernel's window is the number of tokens before it, -1 for all.
+    # transformers includes the token itself in the window; the kernel's window is the number of tokens before
+    # it, -1 for all.
     window = (-1 if sliding_window is None else sliding_window - 1, 0) if causal else (-1, -1)
     scale = width**-0.5 if scaling is None else scaling
     ends, longest = cu_seq_lens_q, max_length_q
-    output = varlen_attn(rows_q, rows_k, rows_v, ends, ends, longest, longest, scale=scale, window_size=window, **options)
+    output = varlen_attn(
+        rows_q, rows_k, rows_v, ends, ends, longest, longest, scale=scale, window_size=window, **options
+    )
     assert isinstance(output, torch.Tensor)
     return output[..., : value.shape[-1]].unflatten(0, (batch, tokens)), None
 
 
-def varlen_rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return states [batch, heads, tokens, width] as the kernel takes them, [batch × tokens, heads, width], all in the dtype of values.
+def varlen_rows(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return states [batch, heads, tokens, width] as the kernel takes them, [batch × tokens, heads, width],
+    all in the dtype of values.
 
     Norms and rotary embeddings may leave queries and keys in fp32; values come from a matrix product.
     """
@@ -104,7 +128,8 @@ def varlen_rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> 
 
 
 def _flattened(states: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return states [batch, heads, tokens, any] as [batch × tokens, heads, `width` rounded up] in `dtype`, filled with zeros.
+    """Return states [batch, heads, tokens, any] as [batch × tokens, heads, `width` rounded up] in `dtype`,
+    filled with zeros.
 
     Values may be narrower than queries (multi-head latent attention).
     """
@@ -120,7 +145,8 @@ AttentionMaskInterface.register(TORCH_VARLEN, AttentionMaskInterface()["flash_at
 
 @contextmanager
 def attention_with_masks(config: PreTrainedConfig) -> Iterator[None]:
-    """Within the context, sdpa replaces torch's variable-length attention, which has no padding on the left and no cache of keys."""
+    """Within the context, sdpa replaces torch's variable-length attention, which has no padding on the left
+    and no cache of keys."""
     kernel = attention_of(config)
     if kernel == TORCH_VARLEN:
         ATTENTION.set(config, "sdpa")

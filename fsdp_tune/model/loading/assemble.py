@@ -1,4 +1,5 @@
-"""Load the weights onto the ranks: build a wrapped model in which each rank holds its shard, with minimal memory on every rank."""
+"""Load the weights onto the ranks: build a wrapped model in which each rank holds its shard, with minimal
+memory on every rank."""
 
 from __future__ import annotations
 
@@ -27,11 +28,23 @@ from fsdp_tune.model.loading.construct import build_empty, build_full, build_wit
 from fsdp_tune.model.loading.nf4_files import refuse_unread
 from fsdp_tune.model.loading.tensor_account import account_for
 from fsdp_tune.model.loading.untie import tie_text, untie
-from fsdp_tune.model.loading.weight_slices import WeightFiles, find_weight_files, first_on_each_machine, fits, read_slices
+from fsdp_tune.model.loading.weight_slices import (
+    WeightFiles,
+    find_weight_files,
+    first_on_each_machine,
+    fits,
+    read_slices,
+)
 from fsdp_tune.model.model_files import KernelChoice
 from fsdp_tune.model.shard.fsdp_units import UnitPlan, decoder_layers, ignored_module_names, plan_units
 from fsdp_tune.model.shard.local import copy_part, count_elements, decayed_names, refresh_scales
-from fsdp_tune.model.shard.process_groups import destroy_group, join_groups, make_groups, make_mesh, untimed_group
+from fsdp_tune.model.shard.process_groups import (
+    destroy_group,
+    join_groups,
+    make_groups,
+    make_mesh,
+    untimed_group,
+)
 from fsdp_tune.model.shard.recompute import recompute_activations
 from fsdp_tune.model.shard.wrap import wrap
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -53,7 +66,8 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A loaded model. `model` is the Hugging Face model, `wrapped` the module to call; under FSDP2 both are the same object."""
+    """A loaded model. `model` is the Hugging Face model, `wrapped` the module to call; under FSDP2 both are
+    the same object."""
 
     model: PreTrainedModel
     wrapped: nn.Module
@@ -75,12 +89,20 @@ class Loaded:
 Way = Literal["own", "slices", "rank 0", "checkpoint"]
 
 
-def load(recipe: Recipe, config: PreTrainedConfig, device: torch.device, *, vocabulary: int | None, local_rank: int = 0) -> Loaded:
+def load(
+    recipe: Recipe,
+    config: PreTrainedConfig,
+    device: torch.device,
+    *,
+    vocabulary: int | None,
+    local_rank: int = 0,
+) -> Loaded:
     """Build, wrap and fill the model of a resolved recipe on every rank of the default process group.
 
-    There are four ways to load: `slices`, each rank reads its part of the safetensors files; `rank 0`, rank 0 reads or draws the
-    weights and broadcasts them; `own`, each rank builds the full model (FSDP1, or `cpu_ram_efficient_loading: false`);
-    `checkpoint`, the weights are loaded later from the shards of another run.
+    There are four ways to load: `slices`, each rank reads its part of the safetensors files; `rank 0`, rank 0
+    reads or draws the weights and broadcasts them; `own`, each rank builds the full model (FSDP1, or
+    `cpu_ram_efficient_loading: false`); `checkpoint`, the weights are loaded later from the shards of another
+    run.
     """
     require_gpu(recipe, device)
     before_kib = _peak_resident_kib()
@@ -90,8 +112,14 @@ def load(recipe: Recipe, config: PreTrainedConfig, device: torch.device, *, voca
     untie(recipe, config)  # the files may be on this machine only now
     tie_text(recipe, config)
     model = build_empty(recipe, config, vocabulary=vocabulary)
-    if files is not None and files.base is not None and (problems := account_for(recipe, config, model, files.base).problems):
-        raise FsdpTuneError(*problems)  # of a model that was not on this machine when the recipe was validated
+    if (
+        files is not None
+        and files.base is not None
+        and (problems := account_for(recipe, config, model, files.base).problems)
+    ):
+        raise FsdpTuneError(
+            *problems
+        )  # of a model that was not on this machine when the recipe was validated
     if not recipe.fsdp.cpu_ram_efficient_loading or recipe.fsdp.version == 1:
         destroy_group(waiting)
         model = build_full(recipe, config, vocabulary=vocabulary)
@@ -99,7 +127,11 @@ def load(recipe: Recipe, config: PreTrainedConfig, device: torch.device, *, voca
         return wrap_whole(recipe, model, mesh, device, before_kib, compiles=recipe.kernels.compile)
     join_groups(model, groups)
     way, files = _choose(recipe, model, files)
-    source = build_full(recipe, config, vocabulary=vocabulary) if way == "rank 0" and dist.get_rank() == 0 else None
+    source = (
+        build_full(recipe, config, vocabulary=vocabulary)
+        if way == "rank 0" and dist.get_rank() == 0
+        else None
+    )
     dist.barrier(group=waiting)
     destroy_group(waiting)
     # Buffers that are in no state dict (rotary frequencies) are only computed by the constructor.
@@ -134,7 +166,9 @@ def _find_files(recipe: Recipe, local_rank: int, waiting: dist.ProcessGroup) -> 
     return first_on_each_machine(lambda: find_weight_files(recipe), local_rank, waiting)
 
 
-def _choose(recipe: Recipe, model: PreTrainedModel, files: WeightFiles | None) -> tuple[Way, WeightFiles | None]:
+def _choose(
+    recipe: Recipe, model: PreTrainedModel, files: WeightFiles | None
+) -> tuple[Way, WeightFiles | None]:
     if recipe.model.from_config is not None:
         return "rank 0", None
     if run_of(Path(str(recipe.model.name_or_path))) is not None:
@@ -147,9 +181,16 @@ def _choose(recipe: Recipe, model: PreTrainedModel, files: WeightFiles | None) -
     return ("slices", files) if can_slice.item() else ("rank 0", None)
 
 
-def _change(recipe: Recipe, model: PreTrainedModel, device: torch.device, *, compiles: bool) -> tuple[dict[str, KernelChoice], UnitPlan]:
-    """Apply all changes that must precede wrapping, each after those that it encloses. Return (kernels, units)."""
-    kernels = convert_to_fp8(recipe, model, device.type) | prepare_quantised(recipe, model) | install_kernels(recipe, model, device.type)
+def _change(
+    recipe: Recipe, model: PreTrainedModel, device: torch.device, *, compiles: bool
+) -> tuple[dict[str, KernelChoice], UnitPlan]:
+    """Apply all changes that must precede wrapping, each after those that it encloses. Return (kernels,
+    units)."""
+    kernels = (
+        convert_to_fp8(recipe, model, device.type)
+        | prepare_quantised(recipe, model)
+        | install_kernels(recipe, model, device.type)
+    )
     recompute_activations(recipe, model)
     if compiles:
         compile_layers(recipe, model)
@@ -157,9 +198,16 @@ def _change(recipe: Recipe, model: PreTrainedModel, device: torch.device, *, com
 
 
 def wrap_whole(
-    recipe: Recipe, model: PreTrainedModel, mesh: DeviceMesh | None, device: torch.device, before_kib: int = 0, *, compiles: bool = False
+    recipe: Recipe,
+    model: PreTrainedModel,
+    mesh: DeviceMesh | None,
+    device: torch.device,
+    before_kib: int = 0,
+    *,
+    compiles: bool = False,
 ) -> Loaded:
-    """Wrap a model that has all its weights on this rank, with the recipe's recomputation. The planner's trace starts here.
+    """Wrap a model that has all its weights on this rank, with the recipe's recomputation. The planner's
+    trace starts here.
 
     The trace does not pass `compiles`: it records operations, which a compiled layer hides.
     """
@@ -198,7 +246,8 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 @torch.no_grad()
 def _receive(model: PreTrainedModel, source: PreTrainedModel | None, device: torch.device) -> None:
-    """Broadcast each tensor from rank 0 and keep this rank's slice, one tensor at a time: at most one full tensor is on the device."""
+    """Broadcast each tensor from rank 0 and keep this rank's slice, one tensor at a time: at most one full
+    tensor is on the device."""
     full = dict(_tensors(source)) if source is not None else {}
     for name, target in _tensors(model):
         if source is not None:
@@ -219,8 +268,8 @@ def _restore_buffers(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
 
 
 def _place_what_fsdp_leaves(recipe: Recipe, model: PreTrainedModel, device: torch.device) -> None:
-    """Move buffers and ignored parameters to the device. With offloading, FSDP2 copies only its units from the host, so all other
-    tensors must already be on the device."""
+    """Move buffers and ignored parameters to the device. With offloading, FSDP2 copies only its units from
+    the host, so all other tensors must already be on the device."""
     for name in ignored_module_names(recipe, model):
         module = model.get_submodule(name)
         if any(parameter.device != device for parameter in module.parameters()):

@@ -1,4 +1,5 @@
-"""Construct the recipe's Hugging Face causal LM: from weights, from a config with random weights, or empty on the meta device."""
+"""Construct the recipe's Hugging Face causal LM: from weights, from a config with random weights, or empty on
+the meta device."""
 
 from __future__ import annotations
 
@@ -43,21 +44,27 @@ from fsdp_tune.run.written_files import model_files
 
 
 def model_config(recipe: Recipe) -> PreTrainedConfig:
-    """Return the model's configuration with `model.config_overrides` and `model.rope_scaling` applied and caching off.
+    """Return the model's configuration with `model.config_overrides` and `model.rope_scaling` applied and
+    caching off.
 
-    Raises: usage error (exit 2) if the model cannot be found, if the class lacks an overridden field, or if it cannot be scaled.
+    Raises: usage error (exit 2) if the model cannot be found, if the class lacks an overridden field, or if
+    it cannot be scaled.
     """
     return _with_overrides(recipe, _base_config(recipe))
 
 
 def config_changes(recipe: Recipe) -> dict[str, object]:
     """Return the fields of the base's configuration that the recipe changes, as in config.json."""
-    before, after = (json.loads(config.to_json_string(use_diff=False)) for config in (_base_config(recipe), model_config(recipe)))
+    before, after = (
+        json.loads(config.to_json_string(use_diff=False))
+        for config in (_base_config(recipe), model_config(recipe))
+    )
     return changed_fields(before, after | {"use_cache": before.get("use_cache")})
 
 
 def config_or_facts(recipe: Recipe) -> tuple[PreTrainedConfig, bool]:
-    """Return `model_config` and False, or a bundled configuration and True if the hub is unreachable. Not for training."""
+    """Return `model_config` and False, or a bundled configuration and True if the hub is unreachable. Not for
+    training."""
     name = recipe.model.name_or_path
     try:
         return model_config(recipe), False
@@ -115,7 +122,9 @@ def _base_config(recipe: Recipe) -> PreTrainedConfig:
                 raise ValueError(f"it holds a {type(mapping).__name__}, not an object")
             return _config_from_mapping(mapping, str(file))
         except (OSError, ValueError) as error:
-            raise usage_error("config-unreadable", f"model.from_config: {file} cannot be read as JSON ({error})") from error
+            raise usage_error(
+                "config-unreadable", f"model.from_config: {file} cannot be read as JSON ({error})"
+            ) from error
     name = recipe.model.name_or_path
     assert name is not None, "the recipe's rules require name_or_path or from_config"
     run = run_of(Path(name))
@@ -136,18 +145,30 @@ def _config_from_mapping(mapping: dict[str, object], origin: str) -> PreTrainedC
     model_type = fields.pop("model_type", None)
     fields.pop("architectures", None)
     if model_type is None:
-        raise usage_error("config-without-model-type", f"{origin} has no `model_type`", hint="add for example `model_type: llama`")
+        raise usage_error(
+            "config-without-model-type",
+            f"{origin} has no `model_type`",
+            hint="add for example `model_type: llama`",
+        )
     try:
         config = AutoConfig.for_model(str(model_type), **fields)
     except (ValueError, TypeError, KeyError) as error:
-        raise usage_error("config-invalid", f"{origin}: transformers rejects this configuration: {error}") from error
-    if "transformers_version" in mapping:  # written by transformers: fields that the class does not declare are for other readers
+        raise usage_error(
+            "config-invalid", f"{origin}: transformers rejects this configuration: {error}"
+        ) from error
+    if (
+        "transformers_version" in mapping
+    ):  # written by transformers: fields that the class does not declare are for other readers
         return config
     known = set(type(config)().to_dict()) | set(getattr(config, "attribute_map", {})) | UNDECLARED
     if "rope_parameters" in known:  # the configuration class moves the fields of transformers 4 there
         known |= {*OLD_ROPE, *family_of(model_type).old_rope_names.values()}
         known |= {OLD_LOCAL_ROPE} if SLIDING in (config.rope_parameters or ()) else set()
-    unknown = sorted(name for name in fields if name not in known and not name.startswith(("_", "torch_dtype", "transformers")))
+    unknown = sorted(
+        name
+        for name in fields
+        if name not in known and not name.startswith(("_", "torch_dtype", "transformers"))
+    )
     if unknown:
         raise usage_error(
             "config-field-unknown",
@@ -165,7 +186,9 @@ def model_not_found(name: str, error: Exception) -> FsdpTuneError:
         ways_out=(
             "give the path of a local Hugging Face model directory",
             "for a gated model, log in with `hf auth login` and accept its terms",
-            "without network, download it first on a machine that has one: `hf download " + name + " --local-dir DIR`",
+            "without network, download it first on a machine that has one: `hf download "
+            + name
+            + " --local-dir DIR`",
         ),
     )
 
@@ -181,7 +204,8 @@ def storage_dtype(recipe: Recipe) -> torch.dtype:
 
 
 def _refused(recipe: Recipe, config: PreTrainedConfig, error: Exception) -> FsdpTuneError:
-    """Return the error for a model that transformers rejects, for an unsupported attention kernel or a missing package."""
+    """Return the error for a model that transformers rejects, for an unsupported attention kernel or a
+    missing package."""
     reason = str(error).splitlines()[0].partition(". ")[0]
     if config.get_text_config() is not config and "configuration class" in reason:
         return of_other_modalities(str(recipe.model.name_or_path), config, recipe.model.revision)
@@ -189,7 +213,9 @@ def _refused(recipe: Recipe, config: PreTrainedConfig, error: Exception) -> Fsdp
     is_of_kernel = kernel != "auto" and (kernel in reason or "attention implementation" in reason)
     key = "model.attn_implementation" if is_of_kernel else "model"
     hint = "`auto` chooses a kernel that is installed and that the model supports" if is_of_kernel else None
-    return FsdpTuneError(Problem("model-refused", f"transformers rejects this model: {reason}", Where(key=key), hint))
+    return FsdpTuneError(
+        Problem("model-refused", f"transformers rejects this model: {reason}", Where(key=key), hint)
+    )
 
 
 def _from_config(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
@@ -199,12 +225,16 @@ def _from_config(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def construct(recipe: Recipe, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Construct the model's class in `dtype` on the current device, as it is. Raises: error for a model that transformers rejects."""
+    """Construct the model's class in `dtype` on the current device, as it is. Raises: error for a model that
+    transformers rejects."""
     # Resizing the embedding writes its size into the model's config, so each model gets a copy.
     own = copy.deepcopy(config)
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            own, dtype=dtype, attn_implementation=attention(recipe, own), trust_remote_code=recipe.model.trust_remote_code
+            own,
+            dtype=dtype,
+            attn_implementation=attention(recipe, own),
+            trust_remote_code=recipe.model.trust_remote_code,
         )
     except (ValueError, ImportError) as error:
         raise _refused(recipe, config, error) from error
@@ -218,8 +248,11 @@ def _settle(recipe: Recipe, model: PreTrainedModel, like: PreTrainedModel | None
     fix_rotary_frequencies(model, recipe.data.max_length)
 
 
-def build_empty(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabulary: int | None = None) -> PreTrainedModel:
-    """Build the model with parameters and buffers on the meta device: names, shapes and dtypes without memory."""
+def build_empty(
+    recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabulary: int | None = None
+) -> PreTrainedModel:
+    """Build the model with parameters and buffers on the meta device: names, shapes and dtypes without
+    memory."""
     with torch.device("meta"):
         model = _from_config(recipe, config or model_config(recipe))
         _finish(recipe, model, vocabulary)
@@ -227,13 +260,15 @@ def build_empty(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocab
 
 
 def build_base(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
-    """Build the model of `build_empty` as its class makes it: without adapters, and with all parameters trained."""
+    """Build the model of `build_empty` as its class makes it: without adapters, and with all parameters
+    trained."""
     with torch.device("meta"):
         return _from_config(recipe, config)
 
 
 def _constructed(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
-    """Return the class in the dtype of the recipe, on the meta device: weights to be quantised are read in fp32."""
+    """Return the class in the dtype of the recipe, on the meta device: weights to be quantised are read in
+    fp32."""
     with torch.device("meta"):
         return construct(recipe, config, storage_dtype(recipe))
 
@@ -244,10 +279,13 @@ def build_with_buffers(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedMo
         return _from_config(recipe, config)
 
 
-def build_full(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabulary: int | None = None) -> PreTrainedModel:
+def build_full(
+    recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabulary: int | None = None
+) -> PreTrainedModel:
     """Build the model with real weights in host memory: read, or drawn from `training.seed`.
 
-    `vocabulary` is the number of tokenizer entries; a smaller embedding grows when `model.resize_embeddings` is set.
+    `vocabulary` is the number of tokenizer entries; a smaller embedding grows when `model.resize_embeddings`
+    is set.
     """
     config = config or model_config(recipe)
     torch.manual_seed(recipe.training.seed)
@@ -271,7 +309,8 @@ def build_full(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabu
 
 
 def _from_files(recipe: Recipe, config: PreTrainedConfig) -> tuple[PreTrainedModel, LoadingInfo]:
-    """Return the model with the weights of its files, and the account of transformers about them (`output_loading_info`)."""
+    """Return the model with the weights of its files, and the account of transformers about them
+    (`output_loading_info`)."""
     name, files = str(recipe.model.name_or_path), None
     options: dict[str, object] = {
         # Rounded to bf16 first, some weights would get other codes in 4 bits.
@@ -324,7 +363,8 @@ class _Lazy:
 
 @torch.no_grad()
 def start_untied_head(model: PreTrainedModel, missing: Collection[str]) -> None:
-    """Copy the embedding into a head that the files lack, since they hold tied weights once. transformers would draw it at random."""
+    """Copy the embedding into a head that the files lack, since they hold tied weights once. transformers
+    would draw it at random."""
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     if head is not None and any(model.get_parameter(name) is head.weight for name in missing):
@@ -334,7 +374,8 @@ def start_untied_head(model: PreTrainedModel, missing: Collection[str]) -> None:
 def _finish(recipe: Recipe, model: PreTrainedModel, vocabulary: int | None) -> None:
     _refuse_layerdrop(model)
     has_grown = resize_embeddings(recipe, model, vocabulary)
-    # Routing biases of mixtures of experts, sinusoidal positions: the read-back must not report them as errors.
+    # Routing biases of mixtures of experts, sinusoidal positions: the read-back must not report them as
+    # errors.
     model.frozen_by_its_code = frozenset(name for name, p in model.named_parameters() if not p.requires_grad)  # type: ignore[assignment]
     if recipe.lora is None:
         freeze(recipe, model)
@@ -353,13 +394,22 @@ def _finish(recipe: Recipe, model: PreTrainedModel, vocabulary: int | None) -> N
 def _refuse_layerdrop(model: PreTrainedModel) -> None:
     """Refuse a model that skips layers at random. Raises: usage error.
 
-    Each rank draws from its own generator, so ranks would skip different layers: FSDP would wait forever for ranks that never
-    gather a layer, and DDP for gradients that are never computed.
+    Each rank draws from its own generator, so ranks would skip different layers: FSDP would wait forever for
+    ranks that never gather a layer, and DDP for gradients that are never computed.
     """
-    rate = max((rate for module in model.modules() if isinstance(rate := getattr(module, "layerdrop", None), int | float)), default=0.0)
+    rate = max(
+        (
+            rate
+            for module in model.modules()
+            if isinstance(rate := getattr(module, "layerdrop", None), int | float)
+        ),
+        default=0.0,
+    )
     if rate <= 0.0:
         return
-    fields = [name for name, value in model.config.to_dict().items() if name.endswith("layerdrop") and value == rate]
+    fields = [
+        name for name, value in model.config.to_dict().items() if name.endswith("layerdrop") and value == rate
+    ]
     name = next((name for name in fields if not name.startswith("encoder")), "layerdrop")
     raise usage_error(
         "layerdrop-not-supported",
@@ -386,8 +436,13 @@ def is_embedding_trained(model: PreTrainedModel) -> bool:
 
 
 def trains_new_tokens(model: PreTrainedModel) -> bool:
-    """Return whether all rows of embedding and head are trained in full: new ones begin with drawn values, which no adapter's file has."""
-    modules = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
+    """Return whether all rows of embedding and head are trained in full: new ones begin with drawn values,
+    which no adapter's file has."""
+    modules = [
+        module
+        for module in (model.get_input_embeddings(), model.get_output_embeddings())
+        if module is not None
+    ]
     return all(module.weight.requires_grad for module in modules)
 
 
@@ -398,7 +453,8 @@ def is_tied(model: PreTrainedModel) -> bool:
 
 
 def resize_embeddings(recipe: Recipe, model: PreTrainedModel, vocabulary: int | None) -> bool:
-    """Grow the embedding to the size of the tokenizer if the recipe allows it; a larger embedding stays. Return whether it grew.
+    """Grow the embedding to the size of the tokenizer if the recipe allows it; a larger embedding stays.
+    Return whether it grew.
 
     Raises: usage error.
     """
@@ -408,57 +464,89 @@ def resize_embeddings(recipe: Recipe, model: PreTrainedModel, vocabulary: int | 
         raise usage_error(
             "vocabulary-larger-than-embedding",
             f"the tokenizer has {vocabulary} entries and the model's embedding {rows} rows",
-            ways_out=("--set model.resize_embeddings=true grows the embedding", "set the tokenizer that belongs to the model"),
+            ways_out=(
+                "--set model.resize_embeddings=true grows the embedding",
+                "set the tokenizer that belongs to the model",
+            ),
         )
-    # mean_resizing draws the new rows from the distribution of the old ones, which have no values on the meta device.
+    # mean_resizing draws the new rows from the distribution of the old ones, which have no values on the meta
+    # device.
     on_meta = model.get_input_embeddings().weight.device.type == "meta"
     model.resize_token_embeddings(vocabulary, mean_resizing=not on_meta)
     return True
 
 
 def freeze(recipe: Recipe, model: nn.Module) -> None:
-    """Stop training parameters that match `model.freeze`. Raises: usage error for a pattern without a match, or if nothing is left."""
+    """Stop training parameters that match `model.freeze`. Raises: usage error for a pattern without a match,
+    or if nothing is left."""
     names = [name for name, _ in model.named_parameters()]
     for pattern in recipe.model.freeze:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             raise usage_error(
-                "freeze-matches-nothing", f"model.freeze: `{pattern}` matches no parameter", hint=f"names look like `{names[0]}`"
+                "freeze-matches-nothing",
+                f"model.freeze: `{pattern}` matches no parameter",
+                hint=f"names look like `{names[0]}`",
             )
     for name in names:
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in recipe.model.freeze):
             model.get_parameter(name).requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise usage_error("nothing-to-train", "model.freeze matches every parameter: nothing is left to train")
+        raise usage_error(
+            "nothing-to-train", "model.freeze matches every parameter: nothing is left to train"
+        )
 
 
 def check_parameter_groups(recipe: Recipe, model: nn.Module) -> None:
-    """Raises: usage error if a pattern of `training.parameter_groups` matches no trained parameter, or only those of earlier entries."""
-    names, key = [name for name, parameter in model.named_parameters() if parameter.requires_grad], "training.parameter_groups"
+    """Raises: usage error if a pattern of `training.parameter_groups` matches no trained parameter, or only
+    those of earlier entries."""
+    names, key = (
+        [name for name, parameter in model.named_parameters() if parameter.requires_grad],
+        "training.parameter_groups",
+    )
     taken: set[str] = set()
     for index, group in enumerate(recipe.training.parameter_groups):
-        matched = {pattern: {name for name in names if fnmatch.fnmatchcase(name, pattern)} for pattern in group.match}
+        matched = {
+            pattern: {name for name in names if fnmatch.fnmatchcase(name, pattern)} for pattern in group.match
+        }
         for pattern, found in matched.items():
             which = f"{key}[{index}].match: `{pattern}` matches"
             if not found:
                 near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
                 hint = f"the nearest names are {', '.join(f'`{name}`' for name in near)}"
-                raise usage_error("parameter-group-matches-nothing", f"{which} no trained parameter", where=Where(key=key), hint=hint)
+                raise usage_error(
+                    "parameter-group-matches-nothing",
+                    f"{which} no trained parameter",
+                    where=Where(key=key),
+                    hint=hint,
+                )
             if found <= taken:
-                message = f"{which} only parameters that earlier entries match, such as `{min(found)}`; the first entry that matches counts"
-                raise usage_error("parameter-group-hidden", message, where=Where(key=key), hint="write narrower entries before wider ones")
+                message = (
+                    f"{which} only parameters that earlier entries match, such as `{min(found)}`; the "
+                    "first entry that matches counts"
+                )
+                raise usage_error(
+                    "parameter-group-hidden",
+                    message,
+                    where=Where(key=key),
+                    hint="write narrower entries before wider ones",
+                )
         taken |= set().union(*matched.values())
 
 
 def _store_frozen(recipe: Recipe, model: PreTrainedModel) -> None:
-    """Store the parameters that the recipe froze in `model.frozen_dtype`; those that the model's own code froze keep their dtype.
+    """Store the parameters that the recipe froze in `model.frozen_dtype`; those that the model's own code
+    froze keep their dtype.
 
-    A frozen parameter in the same module as a trained one keeps its dtype: kernels such as the CPU's layer norm need one dtype for both.
-    So do norms and biases beside layers that are trained in fp32: the autocast of NO_SHARD casts what a matrix multiplies and leaves an
-    fp32 input of a norm as it is, and a checkpoint has the same dtypes under every strategy. With `lora:` no checkpoint has them, and they
-    keep their dtype under NO_SHARD alone: there a norm gets fp32 from a module of `lora.modules_to_save`. What the class keeps in fp32
-    stays so.
+    A frozen parameter in the same module as a trained one keeps its dtype: kernels such as the CPU's layer
+    norm need one dtype for both. So do norms and biases beside layers that are trained in fp32: the autocast
+    of NO_SHARD casts what a matrix multiplies and leaves an fp32 input of a norm as it is, and a checkpoint
+    has the same dtypes under every strategy. With `lora:` no checkpoint has them, and they
+    keep their dtype under NO_SHARD alone: there a norm gets fp32 from a module of `lora.modules_to_save`.
+    What the class keeps in fp32 stays so.
     """
-    frozen_dtype = TORCH_DTYPE[recipe.compute_dtype if recipe.model.frozen_dtype == "auto" else recipe.model.frozen_dtype]
+    frozen_dtype = TORCH_DTYPE[
+        recipe.compute_dtype if recipe.model.frozen_dtype == "auto" else recipe.model.frozen_dtype
+    ]
     keeps_vectors = recipe.lora is None or not recipe.is_sharded
     own, kept = frozen_by_its_code(model), kept_in_fp32(model)
     for owner_name, owner in model.named_modules():
@@ -467,7 +555,9 @@ def _store_frozen(recipe: Recipe, model: PreTrainedModel) -> None:
             continue
         for name, parameter in parameters.items():
             full_name = f"{owner_name}.{name}" if owner_name else name
-            is_kept = full_name in kept or name_in_base(full_name) in own or (keeps_vectors and parameter.ndim < 2)
+            is_kept = (
+                full_name in kept or name_in_base(full_name) in own or (keeps_vectors and parameter.ndim < 2)
+            )
             if parameter.is_floating_point() and not is_kept:
                 parameter.data = parameter.data.to(frozen_dtype)
 

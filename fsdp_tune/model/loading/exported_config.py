@@ -1,6 +1,8 @@
-"""The configuration files of the trained model: what the base wrote and the recipe does not change stays as the base wrote it.
+"""The configuration files of the trained model: what the base wrote and the recipe does not change stays as
+the base wrote it.
 
-transformers 5 writes a configuration that it read from an older file with other fields (`rope_parameters`, `dtype`), which transformers 4
+transformers 5 writes a configuration that it read from an older file with other fields (`rope_parameters`,
+`dtype`), which transformers 4
 does not read: it would compute with default rotary frequencies and report nothing.
 """
 
@@ -44,14 +46,23 @@ _REQUESTS = 8
 
 
 _NOT_COMPARED = (
-    *("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache", "quantization_config"),
+    *(
+        "transformers_version",
+        "_name_or_path",
+        "architectures",
+        "dtype",
+        "torch_dtype",
+        "use_cache",
+        "quantization_config",
+    ),
     NAMED_KEY,
 )
 """Fields that a merge sets, or that do not change the model."""
 
 
 def base_folder(recipe: Recipe) -> Path | None:
-    """Return the directory with the small files of the base: its own, that of the run it comes from, or its snapshot in the hub's cache."""
+    """Return the directory with the small files of the base: its own, that of the run it comes from, or its
+    snapshot in the hub's cache."""
     name = recipe.model.name_or_path
     if name is None or recipe.model.from_config is not None:
         return None
@@ -64,8 +75,9 @@ def base_folder(recipe: Recipe) -> Path | None:
 
 
 def local_tensors(recipe: Recipe) -> BaseTensors | None:
-    """Return the tensors in the safetensors files of a recipe's base, of which the hub is asked for the headers if they are not on this
-    machine, or in its pickled files on this machine. None if it has no such files, or if they cannot be reached.
+    """Return the tensors in the safetensors files of a recipe's base, of which the hub is asked for the
+    headers if they are not on this machine, or in its pickled files on this machine. None if it has no such
+    files, or if they cannot be reached.
 
     Raises: usage error for pickled files with quantised weights, or that torch does not read.
     """
@@ -76,12 +88,22 @@ def local_tensors(recipe: Recipe) -> BaseTensors | None:
     def find(file: str) -> Path | None:
         path = folder / file
         is_of_hub = file == MODELOPT_FILE and not Path(name).is_dir() and hub_is_reachable()
-        return path if path.is_file() else file_of_model(name, recipe.model.revision, file) if is_of_hub else None
+        return (
+            path
+            if path.is_file()
+            else file_of_model(name, recipe.model.revision, file)
+            if is_of_hub
+            else None
+        )
 
     located = locate(find)
     if located.tensors and located.is_complete:
         return base_tensors(located, find)
-    if not Path(name).is_dir() and hub_is_reachable() and (of_hub := _tensors_of_hub(name, recipe.model.revision, folder)) is not None:
+    if (
+        not Path(name).is_dir()
+        and hub_is_reachable()
+        and (of_hub := _tensors_of_hub(name, recipe.model.revision, folder)) is not None
+    ):
         return of_hub
     base = read_pickled(pickled_paths(find))
     if base is not None:
@@ -90,7 +112,8 @@ def local_tensors(recipe: Recipe) -> BaseTensors | None:
 
 
 def _tensors_of_hub(name: str, revision: str, folder: Path) -> BaseTensors | None:
-    """Return the tensors of a repository from the headers of its files. `folder`: its snapshot, which has config.json.
+    """Return the tensors of a repository from the headers of its files. `folder`: its snapshot, which has
+    config.json.
 
     Raises: usage error for quantised weights in files of another kind.
     """
@@ -121,7 +144,9 @@ def _tensors_of_hub(name: str, revision: str, folder: Path) -> BaseTensors | Non
 def _headers_of_hub(name: str, revision: str, files: Sequence[str]) -> dict[str, dict[str, StoredType]]:
     """Return types and shapes of the tensors of each file of a repository."""
     with ThreadPoolExecutor(_REQUESTS) as pool:
-        found = pool.map(lambda file: parse_safetensors_file_metadata(name, file, revision=revision).tensors, files)
+        found = pool.map(
+            lambda file: parse_safetensors_file_metadata(name, file, revision=revision).tensors, files
+        )
         return {
             file: {key: StoredType(info.dtype, tuple(info.shape)) for key, info in tensors.items()}
             for file, tensors in zip(files, found, strict=True)
@@ -135,24 +160,37 @@ def record_of_run(recipe: Recipe) -> BaseRecord:
 
 
 def is_part_of_other(config: PreTrainedConfig, model: PreTrainedModel, tensors: BaseRecord) -> bool:
-    """Return whether the trained model is a part of what a merge writes, which is a model of another class. `config`: that of the base."""
-    return type(config) is not type(model.config) and bool(tensors.carried) and not is_text_alone(config, model, tensors)
+    """Return whether the trained model is a part of what a merge writes, which is a model of another class.
+    `config`: that of the base."""
+    return (
+        type(config) is not type(model.config)
+        and bool(tensors.carried)
+        and not is_text_alone(config, model, tensors)
+    )
 
 
 def is_text_alone(config: PreTrainedConfig, model: PreTrainedModel, tensors: BaseRecord) -> bool:
-    """Return whether the language model is all that is left of a base of several modalities. `config`: that of the base."""
+    """Return whether the language model is all that is left of a base of several modalities. `config`: that
+    of the base."""
     layers = LAYERS.of(config.get_text_config()) or 0
     parts = {part_of(name, layers) for name in tensors.carried}
     return type(config) is not type(model.config) and bool(tensors.left_out) and parts <= {"mtp"}
 
 
 def exported_config(
-    recipe: Recipe, changes: Mapping[str, object], config: PreTrainedConfig, model: PreTrainedModel, tensors: BaseRecord
+    recipe: Recipe,
+    changes: Mapping[str, object],
+    config: PreTrainedConfig,
+    model: PreTrainedModel,
+    tensors: BaseRecord,
 ) -> dict[str, object]:
-    """Return config.json of the trained model. `changes`: the fields of the base that the recipe changes; `config`: that of the run.
+    """Return config.json of the trained model. `changes`: the fields of the base that the recipe changes;
+    `config`: that of the run.
 
-    It describes what a merge writes: of a base of several modalities it is the text's alone if the others are left out.
-    The result is read again: if transformers does not find the run's configuration in it, its own spelling is written instead.
+    It describes what a merge writes: of a base of several modalities it is the text's alone if the others are
+    left out.
+    The result is read again: if transformers does not find the run's configuration in it, its own spelling is
+    written instead.
     """
     if is_text_alone(config, model, tensors):
         found = with_old_spellings(_fields(model.config) | {"use_cache": True})
@@ -163,24 +201,41 @@ def exported_config(
     return without_next_token_layers(found) if has_lost_layers else found
 
 
-def _exported_config(recipe: Recipe, changes: Mapping[str, object], config: PreTrainedConfig) -> dict[str, object]:
+def _exported_config(
+    recipe: Recipe, changes: Mapping[str, object], config: PreTrainedConfig
+) -> dict[str, object]:
     new = _fields(config) | {"use_cache": True}
     candidates = [with_old_spellings(new), new]
     folder = base_folder(recipe)
     if folder is not None and (written := _read_object(folder / "config.json")):
         own = with_changes(written, changes)
-        candidates = [with_old_spellings(own), own, *candidates] if _is_of_transformers_5(written) else [own, *candidates]
+        candidates = (
+            [with_old_spellings(own), own, *candidates]
+            if _is_of_transformers_5(written)
+            else [own, *candidates]
+        )
     # A merged model is not quantised, and its files have the usual names.
-    candidates = [{key: value for key, value in without_quantisation(each).items() if key != NAMED_KEY} for each in candidates]
+    candidates = [
+        {key: value for key, value in without_quantisation(each).items() if key != NAMED_KEY}
+        for each in candidates
+    ]
     return next((candidate for candidate in candidates if _reads_as(candidate, config)), candidates[-1])
 
 
 def _is_of_transformers_5(written: Mapping[str, object]) -> bool:
-    """Return whether a config.json has what transformers 4 does not read: rotary positions, a renamed field, an infinity as an object."""
-    nested = [value for name, value in written.items() if name.endswith("_config") and isinstance(value, dict)]
+    """Return whether a config.json has what transformers 4 does not read: rotary positions, a renamed field,
+    an infinity as an object."""
+    nested = [
+        value for name, value in written.items() if name.endswith("_config") and isinstance(value, dict)
+    ]
     has_new_rope = "rope_parameters" in written and "rope_theta" not in written
     has_new_names = not old_names(written, written).keys() <= written.keys()
-    return has_new_rope or has_new_names or with_floats(written) != written or any(map(_is_of_transformers_5, nested))
+    return (
+        has_new_rope
+        or has_new_names
+        or with_floats(written) != written
+        or any(map(_is_of_transformers_5, nested))
+    )
 
 
 def _fields(config: PreTrainedConfig) -> dict[str, object]:

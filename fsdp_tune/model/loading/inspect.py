@@ -1,9 +1,11 @@
-"""Inspect a recipe's model on the meta device in a separate process, so that the command line never imports torch.
+"""Inspect a recipe's model on the meta device in a separate process, so that the command line never imports
+torch.
 
     python -m fsdp_tune.model.loading.inspect [ENTRY STARTED_NS] < recipe.json
 
-prints a `ModelInspection` as JSON, and keeps it in the file ENTRY if it can be reused (`model.kept_inspections`). STARTED_NS is the time
-before the process was started, in ns since the epoch: files that are imported before `main` may have changed since then.
+prints a `ModelInspection` as JSON, and keeps it in the file ENTRY if it can be reused
+(`model.kept_inspections`). STARTED_NS is the time before the process was started, in ns since the epoch:
+files that are imported before `main` may have changed since then.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ def find_facts(recipe: Recipe) -> ModelInspection:
         account = account_for(recipe, config, model, base) if base is not None else None
         found = _facts(recipe, config, model, base, account, packaged=packaged, has_files=not problems)
         problems += account.problems if account is not None else ()
-        notices += dropped_notices(account.names("dropped") if account is not None else (), Where(key="model.name_or_path"))
+        notices += dropped_notices(
+            account.names("dropped") if account is not None else (), Where(key="model.name_or_path")
+        )
         if recipe.lora is not None:
             found = found.model_copy(update=_adapter(recipe, model))
             notices += [] if packaged else check_base(recipe, found.config_changes)
@@ -81,10 +85,20 @@ def find_facts(recipe: Recipe) -> ModelInspection:
             problems += _optimizer_problems(recipe)
         device = str(recipe.launch.device)
         with collected(problems):
-            kernels = choose_fp8(recipe, model) | choose_quantised(recipe, model) | choose_kernels(recipe, model, device)
-            notices += [*nf4_notices(recipe, model), *fp8_notices(recipe, model, device), *quantised_notices(recipe, model)]
+            kernels = (
+                choose_fp8(recipe, model)
+                | choose_quantised(recipe, model)
+                | choose_kernels(recipe, model, device)
+            )
+            notices += [
+                *nf4_notices(recipe, model),
+                *fp8_notices(recipe, model, device),
+                *quantised_notices(recipe, model),
+            ]
             notices += [*slow_kernel_notices(model, kernels), *packing_notices(kernels.get("data.packing"))]
-            notices += large_mask_notices(recipe, model.config, found.layers, kernels["model.attn_implementation"])
+            notices += large_mask_notices(
+                recipe, model.config, found.layers, kernels["model.attn_implementation"]
+            )
             found = found.model_copy(update={"kernels": kernels})
     except FsdpTuneError as error:
         problems += error.problems
@@ -156,7 +170,9 @@ def _facts(
         layout = base_layout(recipe, model, base, text_alone=is_text_alone(config, model, tensors))
         layout = layout.with_fp32(_kept_by_class(recipe, config))
         if base is not None and account is not None:
-            layout = layout.with_fp32(dict.fromkeys(HALVES, kinds_of_base(base, account, parameters_of(model))))
+            layout = layout.with_fp32(
+                dict.fromkeys(HALVES, kinds_of_base(base, account, parameters_of(model)))
+            )
     if recipe.lora is not None:
         layout = replace(layout, published=published_names(config, model, layout))
     return ModelFacts(
@@ -193,7 +209,8 @@ def _kept_by_class(recipe: Recipe, config: PreTrainedConfig) -> dict[str, tuple[
 
 
 def _kept_notices(recipe: Recipe, model: PreTrainedModel) -> list[Notice]:
-    """Return the notice about parameters that stay in fp32 although the recipe stores the model's parameters in bf16."""
+    """Return the notice about parameters that stay in fp32 although the recipe stores the model's parameters
+    in bf16."""
     from fsdp_tune.model.shard.local import kept_in_fp32
 
     kept = kept_in_fp32(model)
@@ -202,13 +219,21 @@ def _kept_notices(recipe: Recipe, model: PreTrainedModel) -> list[Notice]:
     named = [*model.named_parameters(), *model.named_buffers()]
     size_bytes = sum(tensor.numel() * tensor.element_size() for name, tensor in named if name in kept)
     kinds = sorted({".".join(name.split(".")[-2:]) for name in kept})
-    shown = ", ".join(kinds[:_KINDS_SHOWN]) + (f" and {len(kinds) - _KINDS_SHOWN} more kinds" if len(kinds) > _KINDS_SHOWN else "")
-    message = f"{type(model).__name__} keeps {len(kept):,} tensors in fp32 ({format_bytes(size_bytes)}), as transformers does: {shown}"
+    shown = ", ".join(kinds[:_KINDS_SHOWN]) + (
+        f" and {len(kinds) - _KINDS_SHOWN} more kinds" if len(kinds) > _KINDS_SHOWN else ""
+    )
+    message = (
+        f"{type(model).__name__} keeps {len(kept):,} tensors in fp32 ({format_bytes(size_bytes)}), as "
+        f"transformers does: {shown}"
+    )
     return [Notice("kept-in-fp32", message, where=Where(key="model.dtype"))]
 
 
-def _rounded_notices(recipe: Recipe, model: PreTrainedModel, base: BaseTensors | None, account: TensorAccount | None) -> list[Notice]:
-    """Return the notice about tensors that the base stores in fp32 among others in 16 bits, and a checkpoint of the run in 16 bits.
+def _rounded_notices(
+    recipe: Recipe, model: PreTrainedModel, base: BaseTensors | None, account: TensorAccount | None
+) -> list[Notice]:
+    """Return the notice about tensors that the base stores in fp32 among others in 16 bits, and a checkpoint
+    of the run in 16 bits.
 
     A merge reads what is under an adapter from the base.
     """
@@ -219,16 +244,32 @@ def _rounded_notices(recipe: Recipe, model: PreTrainedModel, base: BaseTensors |
 
     if base is None or account is None:
         return []
-    state = {name: each for name, each in parameters_of(model).items() if recipe.lora is None or each.requires_grad}
-    names = sorted(name for name in fp32_of_base(base, account) & state.keys() if state[name].dtype != torch.float32)
+    state = {
+        name: each for name, each in parameters_of(model).items() if recipe.lora is None or each.requires_grad
+    }
+    names = sorted(
+        name for name in fp32_of_base(base, account) & state.keys() if state[name].dtype != torch.float32
+    )
     if not names:
         return []
     kinds = list(dict.fromkeys(".".join(name.split(".")[-2:]) for name in names))
-    shown = ", ".join(kinds[:_KINDS_SHOWN]) + (f" and {len(kinds) - _KINDS_SHOWN} more kinds" if len(kinds) > _KINDS_SHOWN else "")
-    message = f"the run stores {len(names):,} tensors in 16 bits that the base has in fp32, as transformers would: {shown}"
+    shown = ", ".join(kinds[:_KINDS_SHOWN]) + (
+        f" and {len(kinds) - _KINDS_SHOWN} more kinds" if len(kinds) > _KINDS_SHOWN else ""
+    )
+    message = (
+        f"the run stores {len(names):,} tensors in 16 bits that the base has in fp32, as transformers "
+        f"would: {shown}"
+    )
     is_stored = recipe.model.dtype != "fp32"
     hint = f"`--set model.{'dtype' if is_stored else 'frozen_dtype'}=fp32` keeps them in fp32"
-    return [Notice("fp32-of-base-rounded", message, where=Where(key="model.dtype" if is_stored else "model.frozen_dtype"), hint=hint)]
+    return [
+        Notice(
+            "fp32-of-base-rounded",
+            message,
+            where=Where(key="model.dtype" if is_stored else "model.frozen_dtype"),
+            hint=hint,
+        )
+    ]
 
 
 def _adapter(recipe: Recipe, model: PreTrainedModel) -> dict[str, object]:
@@ -238,7 +279,9 @@ def _adapter(recipe: Recipe, model: PreTrainedModel) -> dict[str, object]:
     return {
         "adapter": adapter_facts(model),
         "adapter_config": adapter_config(recipe, model),
-        "adapter_tensors": {name_in_file(name): tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad},
+        "adapter_tensors": {
+            name_in_file(name): tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad
+        },
         "nf4_weights": tuple(name_in_base(f"{name}.weight") for name in layers_in_4_bits(model)),
         "quantization": describe_nf4(recipe, model) if recipe.nf4 is not None else None,
     }
@@ -257,7 +300,8 @@ def adapter_facts(model: PreTrainedModel) -> AdapterFacts:
 
 
 def _optimizer_problems(recipe: Recipe) -> list[Problem]:
-    """Try an optimizer with arguments; without any, the rules of the recipe have checked everything, and its imports take time."""
+    """Try an optimizer with arguments; without any, the rules of the recipe have checked everything, and its
+    imports take time."""
     if not pairs_of(recipe.training):
         return []
     from fsdp_tune.model.optim.trial import optimizer_problems
@@ -273,14 +317,21 @@ def _untrained_experts(model: PreTrainedModel) -> list[Notice]:
         return []
     names = ", ".join(dict.fromkeys(".".join(name.split(".")[-3:]) for name in stacks))
     share = sum(stacks.values())
-    message = f"{names} of {type(model).__name__} get no adapters: {share:.0%} of the model; `lora.target_parameters` adapts them"
+    message = (
+        f"{names} of {type(model).__name__} get no adapters: {share:.0%} of the model; "
+        "`lora.target_parameters` adapts them"
+    )
     return [Notice("lora-experts-frozen", message)]
 
 
 def _untrained_parts(model: PreTrainedModel) -> list[Notice]:
     from fsdp_tune.model.adapters.targets import parts_without_text
 
-    parts = [name for name in parts_without_text(model) if any(True for _ in model.get_submodule(name).parameters())]
+    parts = [
+        name
+        for name in parts_without_text(model)
+        if any(True for _ in model.get_submodule(name).parameters())
+    ]
     if not parts:
         return []
     message = f"{', '.join(parts)} of {type(model).__name__} get no adapters: rows of text do not call them"
@@ -301,7 +352,9 @@ def _wrapping(recipe: Recipe, model: PreTrainedModel) -> dict[str, object]:
     }
 
 
-def _limits(recipe: Recipe, model: PreTrainedModel, *, packaged: bool, positions: int | None) -> tuple[list[Problem], list[Notice]]:
+def _limits(
+    recipe: Recipe, model: PreTrainedModel, *, packaged: bool, positions: int | None
+) -> tuple[list[Problem], list[Notice]]:
     from fsdp_tune.model.loading.construct import tie_notices
     from fsdp_tune.model.loading.packing import packing_problem
     from fsdp_tune.model.loading.positions import beyond_table_of_positions
@@ -313,17 +366,24 @@ def _limits(recipe: Recipe, model: PreTrainedModel, *, packaged: bool, positions
     if positions is not None and longest > positions:
         if (problem := beyond_table_of_positions(recipe, model)) is not None:
             problems.append(problem)
-        elif recipe.model.rope_scaling is None:  # rotary positions can be computed for any length, so nothing would fail
+        elif (
+            recipe.model.rope_scaling is None
+        ):  # rotary positions can be computed for any length, so nothing would fail
             message = (
-                f"data.max_length is {longest}, and the model's configuration has {positions} positions: it was not trained beyond them"
+                f"data.max_length is {longest}, and the model's configuration has {positions} positions: "
+                "it was not trained beyond them"
             )
             factor = math.ceil(longest / positions)
-            hint = f"lower data.max_length, or stretch rotary positions: `model: {{rope_scaling: {{rope_type: yarn, factor: {factor}.0}}}}`"
+            hint = (
+                f"lower data.max_length, or stretch rotary positions: `model: {{rope_scaling: "
+                f"{{rope_type: yarn, factor: {factor}.0}}}}`"
+            )
             notices.append(Notice("positions-never-trained", message, hint=hint))
     for kind, original in fixed_rotary(model).items():
         if longest > original:
             message = (
-                f"`rope_type: {kind}`: every row uses the rotary frequencies for data.max_length ({longest} tokens); "
+                f"`rope_type: {kind}`: every row uses the rotary frequencies for data.max_length "
+                f"({longest} tokens); "
                 f"transformers uses others for batches of up to {original} tokens"
             )
             notices.append(

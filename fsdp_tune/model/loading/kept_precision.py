@@ -1,14 +1,15 @@
 """The parameters and buffers that stay in fp32 in a model of 16 bits: those of its class, and of its base.
 
-`from_pretrained(dtype=…)` of transformers 5.17 to 5.24 loads a tensor in fp32 if its name matches a pattern of the class
-(`_keep_in_fp32_modules_strict`; for fp16 `_keep_in_fp32_modules` too), and otherwise in the dtype that the constructor gave it
-(`convert_and_load_state_dict_in_model`). Routers of mixtures of experts and their biases are such tensors: in bf16, biases that
-differ become equal, and other experts are chosen. This module is the only reader of that fact. Loading gives the tensors this dtype,
-FSDP2 gathers them in it (`model.shard.fsdp_units`), the read-back expects it, and a merge keeps it (`run.base_model.BaseLayout`).
+`from_pretrained(dtype=…)` of transformers 5.17 to 5.24 loads a tensor in fp32 if its name matches a pattern
+of the class (`_keep_in_fp32_modules_strict`; for fp16 `_keep_in_fp32_modules` too), and otherwise in the
+dtype that the constructor gave it (`convert_and_load_state_dict_in_model`). Routers of mixtures of experts
+and their biases are such tensors: in bf16, biases that differ become equal, and other experts are chosen.
+This module is the only reader of that fact. Loading gives the tensors this dtype, FSDP2 gathers them in it
+(`model.shard.fsdp_units`), the read-back expects it, and a merge keeps it (`run.base_model.BaseLayout`).
 
-Of some families the class keeps none, and the published files have such tensors in fp32 among others in 16 bits all the same
-(`e_score_correction_bias` of MiniMax M2). transformers loads and computes them in the dtype of the model, and so does a run; a merge
-does not round them.
+Of some families the class keeps none, and the published files have such tensors in fp32 among others in 16
+bits all the same (`e_score_correction_bias` of MiniMax M2). transformers loads and computes them in the dtype
+of the model, and so does a run; a merge does not round them.
 """
 
 from __future__ import annotations
@@ -35,13 +36,17 @@ _WIDE = ("F32", "F64")
 _OF_CODES = ("decoded", "dropped")
 
 
-def keep_precision(model: PreTrainedModel, stored: torch.dtype, computed: torch.dtype, like: PreTrainedModel | None = None) -> None:
-    """Give each parameter and persistent buffer of a bare model, constructed in `stored`, the dtype in which `from_pretrained` loads
-    it, and record the names of those that are in fp32 although the model is stored or computes in 16 bits: `kept_in_fp32`.
+def keep_precision(
+    model: PreTrainedModel, stored: torch.dtype, computed: torch.dtype, like: PreTrainedModel | None = None
+) -> None:
+    """Give each parameter and persistent buffer of a bare model, constructed in `stored`, the dtype in which
+    `from_pretrained` loads it, and record the names of those that are in fp32 although the model is stored or
+    computes in 16 bits: `kept_in_fp32`.
 
     `like`: the model constructed in `stored`, if this one is in another dtype for now.
 
-    Weights that are stored in fp32 and computed in 16 bits have the names that the class keeps at the compute dtype.
+    Weights that are stored in fp32 and computed in 16 bits have the names that the class keeps at the compute
+    dtype.
     """
     kept = names_in_fp32(like if like is not None else model, stored) | patterns_in_fp32(model, computed)
     for name, tensor in _state(model):
@@ -57,7 +62,8 @@ def follow_names(model: PreTrainedModel) -> None:
 
 
 def names_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
-    """Return the names of the tensors that `from_pretrained` loads in fp32, of a model that was constructed in `dtype`."""
+    """Return the names of the tensors that `from_pretrained` loads in fp32, of a model that was constructed
+    in `dtype`."""
     if dtype not in (torch.bfloat16, torch.float16):
         return set()
     made = {name for name, tensor in _state(model) if tensor.dtype == torch.float32}
@@ -65,14 +71,16 @@ def names_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
 
 
 def patterns_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[str]:
-    """Return the names of the tensors that match a pattern of the class, searched as transformers does, where `*` is any text."""
+    """Return the names of the tensors that match a pattern of the class, searched as transformers does, where
+    `*` is any text."""
     patterns = [pattern.replace("*", ".*") for pattern in DTYPE_PLAN.of(model)(dtype)]
     found = re.compile("|".join(f"(?:{pattern})" for pattern in patterns) or r"(?!)")
     return {name for name, _ in _state(model) if found.search(name)}
 
 
 def kinds_in_fp32(construct: Callable[[torch.dtype], PreTrainedModel]) -> dict[str, tuple[str, ...]]:
-    """Return {dtype of a recipe: names that the class keeps in fp32 at that dtype}, with `{}` for each number in a name.
+    """Return {dtype of a recipe: names that the class keeps in fp32 at that dtype}, with `{}` for each number
+    in a name.
 
     `construct` returns the bare model in a dtype, on the meta device.
     """
@@ -84,25 +92,43 @@ def kinds_in_fp32(construct: Callable[[torch.dtype], PreTrainedModel]) -> dict[s
 
 
 def fp32_of_base(base: BaseTensors, account: TensorAccount) -> frozenset[str]:
-    """Return the parameters and buffers that a base stores in fp32 while most elements of its files are in 16 bits; none of a base that
-    is in fp32 as a whole. Quantised weights are not counted: their codes say nothing about the others."""
+    """Return the parameters and buffers that a base stores in fp32 while most elements of its files are in 16
+    bits; none of a base that is in fp32 as a whole. Quantised weights are not counted: their codes say
+    nothing about the others."""
     sizes = dict.fromkeys((True, False), 0)
-    plain = {name: stored for name, stored in base.types.items() if stored.is_float and account.fates.get(name) not in _OF_CODES}
+    plain = {
+        name: stored
+        for name, stored in base.types.items()
+        if stored.is_float and account.fates.get(name) not in _OF_CODES
+    }
     for stored in plain.values():
         sizes[stored.dtype in _WIDE] += math.prod(stored.shape)
     if sizes[True] >= sizes[False]:
         return frozenset()
-    return frozenset(account.parameters[name] for name, stored in plain.items() if stored.dtype in _WIDE and name in account.parameters)
+    return frozenset(
+        account.parameters[name]
+        for name, stored in plain.items()
+        if stored.dtype in _WIDE and name in account.parameters
+    )
 
 
-def kinds_of_base(base: BaseTensors, account: TensorAccount, state: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
-    """Return the names of `fp32_of_base` as a layout records them: with `{}` for each number, or in full if the base stores others of the
-    kind in 16 bits. A parameter that is made of several tensors is recorded by its kind. `state`: of the model.
+def kinds_of_base(
+    base: BaseTensors, account: TensorAccount, state: Mapping[str, torch.Tensor]
+) -> tuple[str, ...]:
+    """Return the names of `fp32_of_base` as a layout records them: with `{}` for each number, or in full if
+    the base stores others of the kind in 16 bits. A parameter that is made of several tensors is recorded by
+    its kind. `state`: of the model.
     """
     names = fp32_of_base(base, account)
     others = {kind_of_name(name) for name in state.keys() - names}
-    shapes = {parameter: base.types[name].shape for name, parameter in account.parameters.items() if name in base.types}
-    alone = {name for name in names if kind_of_name(name) in others and shapes[name] == tuple(state[name].shape)}
+    shapes = {
+        parameter: base.types[name].shape
+        for name, parameter in account.parameters.items()
+        if name in base.types
+    }
+    alone = {
+        name for name in names if kind_of_name(name) in others and shapes[name] == tuple(state[name].shape)
+    }
     return tuple(sorted(alone | {kind_of_name(name) for name in names - alone}))
 
 

@@ -1,10 +1,12 @@
-"""Write the language model of a model of several modalities to a directory of its own, if it is one: with the same logits for text.
+"""Write the language model of a model of several modalities to a directory of its own, if it is one: with the
+same logits for text.
 
     python -m fsdp_tune.model.loading.language_model MODEL DIRECTORY
 
-transformers has a causal LM for the configuration of the text, but not for that of the full model. The two classes may compute otherwise:
-`Cohere2ForCausalLM` multiplies its logits by `logit_scale`, `Cohere2VisionForConditionalGeneration` does not (5.24). So the logits are
-compared before anything is written, with the weights themselves.
+transformers has a causal LM for the configuration of the text, but not for that of the full model. The two
+classes may compute otherwise: `Cohere2ForCausalLM` multiplies its logits by `logit_scale`,
+`Cohere2VisionForConditionalGeneration` does not (5.24). So the logits are compared before anything is
+written, with the weights themselves.
 """
 
 from __future__ import annotations
@@ -20,7 +22,14 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from fsdp_tune.core.atomic import staged_directory
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
@@ -32,7 +41,8 @@ from fsdp_tune.model.loading.weight_slices import file_of_model, read_headers
 _MODULE = "fsdp_tune.model.loading.language_model"
 _TOKENS = 8
 _ROUNDINGS = 64
-"""Largest difference of logits in fp32, in units of rounding of the largest: a class may add positions in another order (PaliGemma)."""
+"""Largest difference of logits in fp32, in units of rounding of the largest: a class may add positions in
+another order (PaliGemma)."""
 _SHARE_IN_16_BITS = 0.02
 """Largest norm of the difference of logits in 16 bits, relative to that of the logits."""
 
@@ -49,41 +59,57 @@ def of_other_modalities(name: str, config: PreTrainedConfig, revision: str | Non
 
 
 def write_language_model(name: str, directory: Path, *, revision: str = "main") -> None:
-    """Write the language model of `name`, with its tokenizer, to a directory that does not exist. Raises: usage error."""
+    """Write the language model of `name`, with its tokenizer, to a directory that does not exist. Raises:
+    usage error."""
     if directory.exists():
         raise _refused(str(directory), "it exists", "name a directory that does not exist")
     try:
         config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise _refused(
-            name, f"it cannot be loaded: {_first_line(error)}", "name a model of the hub, or the path of its directory"
+            name,
+            f"it cannot be loaded: {_first_line(error)}",
+            "name a model of the hub, or the path of its directory",
         ) from error
     full = _load(name, revision, config)
     language_model = language_model_of(full, name)
     with staged_directory(directory) as stage:
         language_model.save_pretrained(stage)
         with contextlib.suppress(OSError, ValueError):  # a model without a tokenizer
-            AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False).save_pretrained(stage)
+            AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False).save_pretrained(
+                stage
+            )
 
 
 def _load(name: str, revision: str, config: PreTrainedConfig) -> PreTrainedModel:
     if settings := quantisation_of(config.to_dict()):
-        raise _refused(name, f"its weights are quantised ({method_of(settings)})", "name the model in 16 bits")
+        raise _refused(
+            name, f"its weights are quantised ({method_of(settings)})", "name the model in 16 bits"
+        )
     kind = getattr(transformers, (config.architectures or [""])[0], None)
     if kind is None or not issubclass(kind, PreTrainedModel):
-        raise _refused(name, f"transformers has no class {config.architectures}, which its config.json names", None)
+        raise _refused(
+            name, f"transformers has no class {config.architectures}, which its config.json names", None
+        )
     forget_kernels(config)
-    loaded: Any = kind.from_pretrained(name, config=config, revision=revision, dtype="auto", output_loading_info=True)
+    loaded: Any = kind.from_pretrained(
+        name, config=config, revision=revision, dtype="auto", output_loading_info=True
+    )
     full, loading = loaded
     if codes := _codes_in(name, revision, loading["unexpected_keys"]):
-        raise _refused(name, f"its weights are quantised: its files have {codes}", "name the model in 16 bits")
+        raise _refused(
+            name, f"its weights are quantised: its files have {codes}", "name the model in 16 bits"
+        )
     if lost := sorted({*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}):
-        raise _refused(name, f"its weights lack {len(lost)} parameters of {kind.__name__}, such as `{lost[0]}`", None)
+        raise _refused(
+            name, f"its weights lack {len(lost)} parameters of {kind.__name__}, such as `{lost[0]}`", None
+        )
     return full.eval()
 
 
 def _codes_in(name: str, revision: str, unexpected: Iterable[str]) -> str | None:
-    """Return the first tensor of the files that is a part of a quantised weight, which transformers may load as it is; None without one."""
+    """Return the first tensor of the files that is a part of a quantised weight, which transformers may load
+    as it is; None without one."""
 
     def file(part: str) -> Path | None:
         with contextlib.suppress(OSError):  # the model has no such file
@@ -96,12 +122,17 @@ def _codes_in(name: str, revision: str, unexpected: Iterable[str]) -> str | None
 
 
 def language_model_of(full: PreTrainedModel, name: str) -> PreTrainedModel:
-    """Return the causal LM of a model's text, which shares its weights. Raises: usage error if it is not the same function of text."""
+    """Return the causal LM of a model's text, which shares its weights. Raises: usage error if it is not the
+    same function of text."""
     config = copy.deepcopy(full.config.get_text_config())
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise of_other_modalities(name, full.config)
     embedding, head = full.get_input_embeddings(), full.get_output_embeddings()
-    setattr(config, TIE_KEY, head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", None))
+    setattr(
+        config,
+        TIE_KEY,
+        head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", None),
+    )
     with torch.device("meta"):
         text: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=full.dtype)
     found = full.get_decoder()
@@ -111,11 +142,19 @@ def language_model_of(full: PreTrainedModel, name: str) -> PreTrainedModel:
         setattr(text, text.base_model_prefix, found)
         text.set_output_embeddings(head)
     else:
-        raise _refused(name, f"its language model is a {type(found).__name__}, not that of {type(text).__name__}", _OTHER)
+        raise _refused(
+            name, f"its language model is a {type(found).__name__}, not that of {type(text).__name__}", _OTHER
+        )
     if left := [key for key, value in text.state_dict().items() if value.device.type == "meta"]:
-        raise _refused(name, f"{type(text).__name__} has {len(left)} parameters that it lacks, such as `{left[0]}`", _OTHER)
+        raise _refused(
+            name,
+            f"{type(text).__name__} has {len(left)} parameters that it lacks, such as `{left[0]}`",
+            _OTHER,
+        )
     _require_same_logits(full, text.eval(), name)
-    text.generation_config = copy.deepcopy(full.generation_config)  # it may end a turn by another token than the text's configuration
+    text.generation_config = copy.deepcopy(
+        full.generation_config
+    )  # it may end a turn by another token than the text's configuration
     return text
 
 
@@ -128,21 +167,33 @@ def _require_same_logits(full: PreTrainedModel, text: PreTrainedModel, name: str
     try:
         wanted = full(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
     except Exception as error:  # whatever the class raises
-        why = f"{type(full).__name__} does not run on text alone: {type(error).__name__}: {_first_line(error)}"
+        why = (
+            f"{type(full).__name__} does not run on text alone: {type(error).__name__}: {_first_line(error)}"
+        )
         raise _refused(name, why, _OTHER) from error
     found = text(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
     if found.shape != wanted.shape:
         raise _refused(
-            name, f"{type(text).__name__} has logits {list(found.shape)}, and {type(full).__name__} {list(wanted.shape)}", _OTHER
+            name,
+            f"{type(text).__name__} has logits {list(found.shape)}, and {type(full).__name__} "
+            f"{list(wanted.shape)}",
+            _OTHER,
         )
     largest, difference = float(wanted.abs().max()), float((found - wanted).abs().max())
     if wanted.dtype == torch.float32:
         is_same = difference <= _ROUNDINGS * torch.finfo(wanted.dtype).eps * largest
     else:
-        is_same = float((found.float() - wanted.float()).norm()) <= _SHARE_IN_16_BITS * float(wanted.float().norm())
+        is_same = float((found.float() - wanted.float()).norm()) <= _SHARE_IN_16_BITS * float(
+            wanted.float().norm()
+        )
     if not is_same:
-        what = f"the logits of {type(text).__name__} differ by {difference:.2g} of {largest:.2g} from those of {type(full).__name__}"
-        raise _refused(name, f"{what}: what is trained as the one would compute otherwise as the other", _OTHER)
+        what = (
+            f"the logits of {type(text).__name__} differ by {difference:.2g} of {largest:.2g} from those "
+            f"of {type(full).__name__}"
+        )
+        raise _refused(
+            name, f"{what}: what is trained as the one would compute otherwise as the other", _OTHER
+        )
 
 
 def _tokens_of_text(config: PreTrainedConfig) -> torch.Tensor:
@@ -158,7 +209,9 @@ def _named_tokens(config: dict[str, object]) -> set[int]:
         if isinstance(value, dict):
             found |= _named_tokens(value)
         elif isinstance(value, int | list) and any(end in str(key) for end in ("_id", "_index")):
-            found |= {each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)}
+            found |= {
+                each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)
+            }
     return found
 
 
@@ -171,7 +224,9 @@ def _refused(name: str, why: str, hint: str | None) -> FsdpTuneError:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog=f"python -m {_MODULE}", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {_MODULE}", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("model", help="a model of the hub, or the path of its directory")
     parser.add_argument("directory", type=Path, help="to write; it must not exist")
     parser.add_argument("--revision", default="main")
@@ -179,7 +234,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         write_language_model(options.model, options.directory, revision=options.revision)
     except FsdpTuneError as error:
-        sys.stderr.writelines(f"error: {each.message}\n" + (f"hint: {each.hint}\n" if each.hint else "") for each in error.problems)
+        sys.stderr.writelines(
+            f"error: {each.message}\n" + (f"hint: {each.hint}\n" if each.hint else "")
+            for each in error.problems
+        )
         return int(error.exit_code)
     return 0
 

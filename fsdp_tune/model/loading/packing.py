@@ -1,8 +1,10 @@
-"""Find a model that cannot keep packed examples apart before a rank starts, on its small form with random weights.
+"""Find a model that cannot keep packed examples apart before a rank starts, on its small form with random
+weights.
 
-A model may take position ids and still ignore where examples end: a layer reads across the border with a mask of its own, or positions
-continue over it. No field of a configuration says so. The ranks measure the live model too (`worker.readback.isolation`), which also
-covers kernels that need a GPU, and models of which no small form can be built here.
+A model may take position ids and still ignore where examples end: a layer reads across the border with a mask
+of its own, or positions continue over it. No field of a configuration says so. The ranks measure the live
+model too (`worker.readback.isolation`), which also covers kernels that need a GPU, and models of which no
+small form can be built here.
 """
 
 from __future__ import annotations
@@ -29,9 +31,11 @@ from fsdp_tune.recipe.schema.recipe import Recipe
 
 EXAMPLE_TOKENS = 12
 MOST_PARAMETERS = 80_000_000
-"""A vocabulary of 256 Ki tokens, its head, and some layers. The small form of an unknown architecture may be larger."""
+"""A vocabulary of 256 Ki tokens, its head, and some layers. The small form of an unknown architecture may be
+larger."""
 ALLOWED_DEVIATION = 1e-4
-"""Of the norm of a token's logits, in fp32. Same shapes, same kernels: it is zero, but for experts whose groups change in size."""
+"""Of the norm of a token's logits, in fp32. Same shapes, same kernels: it is zero, but for experts whose
+groups change in size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,8 @@ class PackedDeviations:
 
 
 def packing_problem(recipe: Recipe, model: PreTrainedModel) -> Problem | None:
-    """Return the problem of a recipe with packing whose model lets examples see each other, or computes them differently than alone.
+    """Return the problem of a recipe with packing whose model lets examples see each other, or computes them
+    differently than alone.
 
     None without one, or where it is not known.
     """
@@ -63,25 +68,35 @@ def packing_problem(recipe: Recipe, model: PreTrainedModel) -> Problem | None:
     why = "" if takes_positions else f"{name} takes no position ids, so "
     message = f"{why}positions of packed examples would continue from one to the next"
     if found is not None:
-        message = f"{why}a packed example differs from the example alone: its logits are {found.alone:.2%} off"
-    return Problem("packing-not-isolated", message, Where(key="data.packing"), hint="--set data.packing=false")
+        message = (
+            f"{why}a packed example differs from the example alone: its logits are {found.alone:.2%} off"
+        )
+    return Problem(
+        "packing-not-isolated", message, Where(key="data.packing"), hint="--set data.packing=false"
+    )
 
 
 def leak_problem(deviation: float, model_name: str, kernel: str) -> Problem:
-    """Return the problem of a model whose logits of one example move by `deviation`, of their norm, when another example changes."""
+    """Return the problem of a model whose logits of one example move by `deviation`, of their norm, when
+    another example changes."""
     return Problem(
         "packing-not-isolated",
-        f"{model_name} with attention `{kernel}` lets packed examples see each other: logits of an example move by {deviation:.2%} "
+        f"{model_name} with attention `{kernel}` lets packed examples see each other: logits of an "
+        f"example move by {deviation:.2%} "
         "when another one changes",
         Where(key="data.packing"),
         hint="--set data.packing=false",
     )
 
 
-def small_deviations(config: PreTrainedConfig, kernel: str, *, trusts_code: bool = False) -> PackedDeviations | None:
-    """Return the deviations of the second example of a packed row in the small form of a model; None if they cannot be measured.
+def small_deviations(
+    config: PreTrainedConfig, kernel: str, *, trusts_code: bool = False
+) -> PackedDeviations | None:
+    """Return the deviations of the second example of a packed row in the small form of a model; None if they
+    cannot be measured.
 
-    A kernel with variable lengths keeps examples apart by itself, so the layers besides attention are measured.
+    A kernel with variable lengths keeps examples apart by itself, so the layers besides attention are
+    measured.
     """
     separates = has_variable_lengths(kernel)
     mask_kernel = None if separates or kernel in ("auto", "flex_attention") else kernel
@@ -98,12 +113,21 @@ def small_deviations(config: PreTrainedConfig, kernel: str, *, trusts_code: bool
         return None
 
 
-def _small_model(config: PreTrainedConfig, kernel: str | None, *, trusts_code: bool) -> PreTrainedModel | None:
+def _small_model(
+    config: PreTrainedConfig, kernel: str | None, *, trusts_code: bool
+) -> PreTrainedModel | None:
     text = config.get_text_config()  # of a model of several modalities, whose rows are text
     small = type(text).from_dict(scale_down_config(text.to_dict()))
-    options: dict[str, object] = {"dtype": torch.float32, "attn_implementation": kernel, "trust_remote_code": trusts_code}
+    options: dict[str, object] = {
+        "dtype": torch.float32,
+        "attn_implementation": kernel,
+        "trust_remote_code": trusts_code,
+    }
     with torch.device("meta"):
-        parameters = sum(each.numel() for each in AutoModelForCausalLM.from_config(copy.deepcopy(small), **options).parameters())
+        parameters = sum(
+            each.numel()
+            for each in AutoModelForCausalLM.from_config(copy.deepcopy(small), **options).parameters()
+        )
     if parameters > MOST_PARAMETERS:
         return None
     torch.manual_seed(0)

@@ -1,8 +1,10 @@
-"""Convert a merged model to the quantised one that it was trained as (`quantization.train`). Run as a child process.
+"""Convert a merged model to the quantised one that it was trained as (`quantization.train`). Run as a child
+process.
 
-`python -m fsdp_tune.model.loading.quantised_files < {"recipe": RECIPE, "merged": DIR, "output": DIR, "max_shard_bytes": N}` writes the
-weights and a config.json in the form that transformers loads with torchao, loads them again, and prints one JSON object. Weights are
-rounded from the compute dtype, as in training.
+`python -m fsdp_tune.model.loading.quantised_files < {"recipe":
+RECIPE, "merged": DIR, "output": DIR, "max_shard_bytes": N}`
+writes the weights and a config.json in the form that transformers loads with torchao, loads them again, and
+prints one JSON object. Weights are rounded from the compute dtype, as in training.
 """
 
 from __future__ import annotations
@@ -37,21 +39,29 @@ class Converted:
     left: tuple[str, ...]
     """Linear layers that are not quantised, the head among them."""
     difference: float
-    """Norm of the difference between the logits of the converted and the trained model, over the norm of the logits."""
+    """Norm of the difference between the logits of the converted and the trained model, over the norm of the
+    logits."""
     size_bytes: int
     torchao: str
 
 
 def convert(recipe: Recipe, merged: Path, output: Path, max_shard_bytes: int) -> Converted:
-    """Write the quantised model. At most one model is in memory. Raises: ValueError if transformers does not load what was planned."""
+    """Write the quantised model. At most one model is in memory. Raises: ValueError if transformers does not
+    load what was planned."""
     import torchao
 
     dtype = TORCH_DTYPE[recipe.compute_dtype]
     model = _load(merged, dtype=dtype)
-    keep_precision(model, TORCH_DTYPE[recipe.model.dtype], dtype)  # as in training, since such layers are not quantised
+    keep_precision(
+        model, TORCH_DTYPE[recipe.model.dtype], dtype
+    )  # as in training, since such layers are not quantised
     tied = {*(getattr(model, "all_tied_weights_keys", None) or ())}
     plan = plan_quantised(recipe, model)
-    left = tuple(name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in plan.quantised)
+    left = tuple(
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name not in plan.quantised
+    )
     prepare_quantised(recipe, model)
     trained = _logits(model)
     del model
@@ -63,9 +73,16 @@ def convert(recipe: Recipe, merged: Path, output: Path, max_shard_bytes: int) ->
         raise ValueError(f"transformers drops tensors of the merged model, such as {lost[0]}")
     _complete_config(merged / "config.json", output / "config.json")
     model = _load(output, dtype=dtype)
-    found = {name for name, module in model.named_modules() if type(getattr(module, "weight", None)).__name__ == _KIND}
+    found = {
+        name
+        for name, module in model.named_modules()
+        if type(getattr(module, "weight", None)).__name__ == _KIND
+    }
     if found != {*plan.quantised}:
-        raise ValueError(f"{len(plan.quantised)} layers were trained as quantised, and {len(found)} of the written model are")
+        raise ValueError(
+            f"{len(plan.quantised)} layers were trained as quantised, and {len(found)} of the "
+            "written model are"
+        )
     difference = (_logits(model) - trained).norm() / trained.norm()
     size_bytes = sum(path.stat().st_size for path in output.glob("*.safetensors"))
     return Converted(len(found), left, float(difference), size_bytes, torchao.__version__)
@@ -88,15 +105,18 @@ def _names(folder: Path) -> set[str]:
 def patterns_of(left: Sequence[str], quantised: Collection[str]) -> list[str]:
     """Return patterns for `modules_to_not_convert` that match the layers `left` alone.
 
-    Up to version 5.17 at least, transformers matches a pattern as a prefix of a weight's name: `mlp.gate` also leaves `mlp.gate_proj`.
-    Other tools read the names of layers, so a pattern has `.weight` only where it needs it.
+    Up to version 5.17 at least, transformers matches a pattern as a prefix of a weight's name: `mlp.gate`
+    also leaves `mlp.gate_proj`. Other tools read the names of layers, so a pattern has `.weight` only where
+    it needs it.
     """
     return [f"{name}.weight" if any(each.startswith(name) for each in quantised) else name for name in left]
 
 
 def _load(folder: Path, **options: object) -> PreTrainedModel:
     config = eager_config(folder)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, trust_remote_code=False, output_loading_info=True, **options)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder, config=config, trust_remote_code=False, output_loading_info=True, **options
+    )
     model, report = loaded
     if wrong := {name: sorted(map(str, keys)) for name, keys in report.items() if keys}:
         raise ValueError(f"transformers reports {wrong}")

@@ -1,7 +1,7 @@
 """Tensors in safetensors files: where their elements are, and reading of consecutive ones.
 
-The bytes are read, not mapped: pages of a mapped file count as memory of the rank that accessed them, and a file that is not
-cached would be read in page faults of a few pages.
+The bytes are read, not mapped: pages of a mapped file count as memory of the rank that accessed them, and a
+file that is not cached would be read in page faults of a few pages.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class NestedScales:
     offset: float
 
     def of_rows(self, first: int, codes: torch.Tensor) -> torch.Tensor:
-        """Return the scales of rows [n, columns] of codes, from row `first` on, in fp32 as bytes [n, columns * 4]."""
+        """Return the scales of rows [n, columns] of codes, from row `first` on, in fp32 as bytes [n, columns
+        * 4]."""
         index = torch.arange(codes.numel()) + first * self.columns
         scales = self.values[codes.reshape(-1).int()] * self.of_blocks[index // self.blocksize] + self.offset
         return scales.view(torch.uint8).view(len(codes), -1)
@@ -94,8 +95,11 @@ class Stored:
         return self.dtype if self.codes is None else DTYPES[self.codes.weight.codes_dtype]
 
     def rows_in(self, buffer_bytes: int) -> int:
-        """Return the number of rows to read at a time, of which those in the file, or the decoded ones, take `buffer_bytes` at most."""
-        row_bytes = self.row_elements * self.read_dtype.itemsize or math.prod(self.shape[1:]) * self.dtype.itemsize
+        """Return the number of rows to read at a time, of which those in the file, or the decoded ones, take
+        `buffer_bytes` at most."""
+        row_bytes = (
+            self.row_elements * self.read_dtype.itemsize or math.prod(self.shape[1:]) * self.dtype.itemsize
+        )
         return max(1, buffer_bytes // row_bytes)
 
     @property
@@ -122,15 +126,22 @@ class Codes:
             array = _read_array(self.in_full)
         else:
             _, shape = self.weight.box_of_codes(start, sizes)
-            array = codes.view(torch.uint8).numpy().view(OF_SAFETENSORS[self.weight.codes_dtype].numpy).reshape(shape)
+            array = (
+                codes.view(torch.uint8)
+                .numpy()
+                .view(OF_SAFETENSORS[self.weight.codes_dtype].numpy)
+                .reshape(shape)
+            )
         others = (None if stored is None else _read_array(stored) for stored in self.others)
-        return torch.from_numpy(self.weight.decode(start, sizes, array, _read_array(self.scales), *others)).reshape(-1)
+        return torch.from_numpy(
+            self.weight.decode(start, sizes, array, _read_array(self.scales), *others)
+        ).reshape(-1)
 
 
 @contextmanager
 def decoding() -> Iterator[None]:
-    """Read weights that are decoded. Their scales and codes are in memory up to the end of this context, and not for a later one: files
-    may be other ones then."""
+    """Read weights that are decoded. Their scales and codes are in memory up to the end of this context, and
+    not for a later one: files may be other ones then."""
     try:
         yield
     finally:
@@ -139,13 +150,15 @@ def decoding() -> Iterator[None]:
 
 @functools.lru_cache(maxsize=6)
 def _read_array(stored: Stored) -> npt.NDArray[np.generic]:
-    """Return a tensor, as it is stored, in numpy: parts of one weight are decoded one after the other, and need the same scales."""
+    """Return a tensor, as it is stored, in numpy: parts of one weight are decoded one after the other, and
+    need the same scales."""
     kind = next(OF_SAFETENSORS[name].numpy for name, dtype in DTYPES.items() if dtype == stored.dtype)
     return read_whole(stored).view(torch.uint8).numpy().view(kind).reshape(stored.shape)
 
 
 def decoded(tensors: Mapping[str, Stored], encodings: Encodings) -> dict[str, Stored]:
-    """Return the tensors of a model's files with each quantised weight as one tensor in fp32, which is decoded while it is read.
+    """Return the tensors of a model's files with each quantised weight as one tensor in fp32, which is
+    decoded while it is read.
 
     Those that quantise what layers compute are included: a class may have parameters of their names.
     """
@@ -165,7 +178,8 @@ Find = Callable[[str], Path | None]
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """The tensors in the safetensors files of a model, by name: the file of each and its entry in the header of that.
+    """The tensors in the safetensors files of a model, by name: the file of each and its entry in the header
+    of that.
 
     `problems`: of tensors that several files hold. `is_complete`: whether all files are there.
     """
@@ -184,7 +198,8 @@ class Located:
 
 
 def list_weights(find: Find, *, pickled: bool = True) -> WeightList | None:
-    """Return the files of a model's weights (`core.tensors.weight_files`). Raises: FailedError for an unusable index."""
+    """Return the files of a model's weights (`core.tensors.weight_files`). Raises: FailedError for an
+    unusable index."""
 
     def read(file: str) -> bytes | None:
         return path.read_bytes() if (path := find(file)) is not None else None
@@ -201,28 +216,42 @@ def read_objects(find: Find) -> Callable[[str], Mapping[str, object] | None]:
 
 
 def locate(find: Find) -> Located:
-    """Return the tensors in the safetensors files of a model. Raises: FailedError for an unusable index, and for a damaged header."""
+    """Return the tensors in the safetensors files of a model. Raises: FailedError for an unusable index, and
+    for a damaged header."""
     listed = list_weights(find, pickled=False)
     if listed is None:
         return Located({})
     paths = {file: path for file in listed.files if (path := find(file)) is not None}
     entries = {file: {entry.name: entry for entry in headers_of(path)} for file, path in paths.items()}
     held = listed.holders(entries)
-    tensors = {name: (path, entry) for file, path in paths.items() for name, entry in entries[file].items() if held.files[name] == file}
-    problems = twice_problems(held, find(listed.first) or Path(listed.first), lambda name, file: (paths[file], entries[file][name]))
+    tensors = {
+        name: (path, entry)
+        for file, path in paths.items()
+        for name, entry in entries[file].items()
+        if held.files[name] == file
+    }
+    problems = twice_problems(
+        held, find(listed.first) or Path(listed.first), lambda name, file: (paths[file], entries[file][name])
+    )
     return Located(tensors, problems, is_complete=len(paths) == len(listed.files))
 
 
-def twice_problems(held: Holders, index: Path, place: Callable[[str, str], tuple[Path, HeaderEntry]] | None = None) -> tuple[Problem, ...]:
-    """Return the problem of tensors that several files hold, if no index decides, or if it names a file that transformers does not read.
+def twice_problems(
+    held: Holders, index: Path, place: Callable[[str, str], tuple[Path, HeaderEntry]] | None = None
+) -> tuple[Problem, ...]:
+    """Return the problem of tensors that several files hold, if no index decides, or if it names a file that
+    transformers does not read.
 
-    The latter does no harm to copies that are equal. `place`: the path and entry of a tensor in a file; None where they cannot be read.
+    The latter does no harm to copies that are equal. `place`: the path and entry of a tensor in a file; None
+    where they cannot be read.
     """
     found = {each.name: each for each in held.twice if each.listed is None}
     others = [each for each in held.twice if each.listed not in (None, each.files[-1])]
     if place is not None:
         found |= {
-            each.name: each for each in others if not _are_equal(place(each.name, str(each.listed)), place(each.name, each.files[-1]))
+            each.name: each
+            for each in others
+            if not _are_equal(place(each.name, str(each.listed)), place(each.name, each.files[-1]))
         }
     if not found:
         return ()
@@ -230,10 +259,17 @@ def twice_problems(held: Holders, index: Path, place: Callable[[str, str], tuple
     why = (
         f"{index.name} names neither of them for it"
         if first.listed is None
-        else f"its values differ: {index.name} names `{first.listed}`, and transformers reads `{first.files[-1]}`"
+        else f"its values differ: {index.name} names `{first.listed}`, and transformers reads "
+        f"`{first.files[-1]}`"
     )
-    message = f"`{first.name}` is in both `{first.files[0]}` and `{first.files[-1]}`, and {why} ({len(found):,} such tensors)"
-    hint = "remove the tensor from the file that is wrong and name the other one in the index, or download the model again"
+    message = (
+        f"`{first.name}` is in both `{first.files[0]}` and `{first.files[-1]}`, and {why} "
+        f"({len(found):,} such tensors)"
+    )
+    hint = (
+        "remove the tensor from the file that is wrong and name the other one in the index, or download "
+        "the model again"
+    )
     return (Problem("model-weights-twice", message, Where(str(index), key="model.name_or_path"), hint),)
 
 
@@ -245,7 +281,9 @@ def _are_equal(one: tuple[Path, HeaderEntry], other: tuple[Path, HeaderEntry]) -
     with open(path, "rb") as file, open(other_path, "rb") as second:
         file.seek(entry.first_byte)
         second.seek(other_entry.first_byte)
-        sizes = (min(_COMPARED_BYTES, entry.size_bytes - at) for at in range(0, entry.size_bytes, _COMPARED_BYTES))
+        sizes = (
+            min(_COMPARED_BYTES, entry.size_bytes - at) for at in range(0, entry.size_bytes, _COMPARED_BYTES)
+        )
         return all(file.read(size) == second.read(size) for size in sizes)
 
 
@@ -258,13 +296,16 @@ def headers_of(path: Path) -> list[HeaderEntry]:
             return file.read(count)
 
         try:
-            return read_header(read, path.stat().st_size, {name: dtype.itemsize for name, dtype in DTYPES.items()})
+            return read_header(
+                read, path.stat().st_size, {name: dtype.itemsize for name, dtype in DTYPES.items()}
+            )
         except DamagedHeader as error:
             raise _damaged(path, str(error)) from error
 
 
 def tensors_of(path: Path) -> Iterator[tuple[str, Stored]]:
-    """Yield the tensors of a file by name, except those of a type that is not in DTYPES. Raises: FailedError for a damaged header."""
+    """Yield the tensors of a file by name, except those of a type that is not in DTYPES. Raises: FailedError
+    for a damaged header."""
     for entry in headers_of(path):
         if (dtype := DTYPES.get(entry.dtype)) is not None:
             yield entry.name, Stored(path, dtype, entry.shape, entry.first_byte)

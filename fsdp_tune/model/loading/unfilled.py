@@ -1,9 +1,11 @@
-"""Parameters of a model that the files of its base do not fill: no tensor has them, or one of another shape has their name.
+"""Parameters of a model that the files of its base do not fill: no tensor has them, or one of another shape
+has their name.
 
-transformers draws such parameters at random with a warning, so a truncated base, or one that is quantised under names that no rule
-knows (`W_q`, `codes`, `bitmask`), would train as a partly random model. The law does not depend on names: whatever the files hold, each
-parameter has the elements that it needs, or the run does not start. So has each persistent buffer: biases and tables of routers and
-scales of layers are learned, and of a missing constant (`act_fn.eps` of Apertus) transformers 5.24 leaves memory that nothing has written.
+transformers draws such parameters at random with a warning, so a truncated base, or one that is quantised
+under names that no rule knows (`W_q`, `codes`, `bitmask`), would train as a partly random model. The law does
+not depend on names: whatever the files hold, each parameter has the elements that it needs, or the run does
+not start. So has each persistent buffer: biases and tables of routers and scales of layers are learned, and
+of a missing constant (`act_fn.eps` of Apertus) transformers 5.24 leaves memory that nothing has written.
 """
 
 from __future__ import annotations
@@ -25,17 +27,22 @@ from fsdp_tune.model.internals.transformers_internals import MAY_BE_MISSING
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 _SHOWN = 3
-_INCOMPLETE = "download or copy the model again, or name another one: a quantised model in 16 bits, one with the head of a causal LM"
+_INCOMPLETE = (
+    "download or copy the model again, or name another one: a quantised model in 16 bits, one with the "
+    "head of a causal LM"
+)
 
 _OTHER = (
-    "the files are quantised or belong to another configuration: name another model, or compare config.json and `model.config_overrides`"
+    "the files are quantised or belong to another configuration: name another model, or compare "
+    "config.json and `model.config_overrides`"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """A tensor of the files: the parameters that are made of it, and its shape (of a quantised weight, decoded). `shape` is None for
-    tensors whose reader checks them. `is_converted`: transformers joins, splits or transposes it."""
+    """A tensor of the files: the parameters that are made of it, and its shape (of a quantised weight,
+    decoded). `shape` is None for tensors whose reader checks them. `is_converted`: transformers joins, splits
+    or transposes it."""
 
     targets: tuple[str, ...]
     shape: tuple[int, ...] | None
@@ -49,13 +56,21 @@ def unfilled_problems(
     sources: Mapping[str, TensorSource],
     files: Mapping[str, Path],
 ) -> list[Problem]:
-    """Return the problems of parameters that `sources` {tensor of the files: source} do not fill. `state`: {name: tensor} of the model."""
-    plain = {target: name for name, source in sources.items() if not source.is_converted for target in source.targets}
+    """Return the problems of parameters that `sources` {tensor of the files: source} do not fill. `state`:
+    {name: tensor} of the model."""
+    plain = {
+        target: name
+        for name, source in sources.items()
+        if not source.is_converted
+        for target in source.targets
+    }
     joined: dict[tuple[str, ...], int | None] = {}
     for source in sources.values():
         if source.is_converted:
             before = joined.get(source.targets, 0)
-            joined[source.targets] = None if source.shape is None or before is None else before + math.prod(source.shape)
+            joined[source.targets] = (
+                None if source.shape is None or before is None else before + math.prod(source.shape)
+            )
     filled = set(plain)
     for targets, elements in joined.items():
         if elements is None or elements >= sum(state[name].numel() for name in targets if name in state):
@@ -75,9 +90,11 @@ def unfilled_problems(
     return problems
 
 
-def missing_parameters(recipe: Recipe, model: PreTrainedModel, state: Mapping[str, torch.Tensor], filled: Collection[str]) -> list[str]:
-    """Return the parameters that are not `filled`, tied to one that is, or started by rule: those that the class lists as optional, and
-    a head that `model.config_overrides` unties."""
+def missing_parameters(
+    recipe: Recipe, model: PreTrainedModel, state: Mapping[str, torch.Tensor], filled: Collection[str]
+) -> list[str]:
+    """Return the parameters that are not `filled`, tied to one that is, or started by rule: those that the
+    class lists as optional, and a head that `model.config_overrides` unties."""
     tied = {id(state[name]) for name in filled if name in state}
     head = model.get_output_embeddings()
     if head is not None and recipe.model.config_overrides.get(TIE_KEY) is False:
@@ -97,13 +114,18 @@ class LoadingInfo(TypedDict):
 
 
 def require_filled(recipe: Recipe, model: PreTrainedModel, loading: LoadingInfo) -> None:
-    """Refuse a loaded model of which transformers drew parameters at random, whatever the format of its files. Raises: usage error."""
+    """Refuse a loaded model of which transformers drew parameters at random, whatever the format of its
+    files. Raises: usage error."""
     where = Where(key="model.name_or_path")
     state = {name: tensor for name, tensor in _named_tensors(model).items() if name in model.state_dict()}
     shapes = {name: stored for name, stored, _ in loading["mismatched_keys"]}
     missing = missing_parameters(recipe, model, state, state.keys() - loading["missing_keys"])
     problems = _missing_problems(model, missing, where)
-    problems += [_shapes_problem([(name, tuple(shape), name) for name, shape in shapes.items()], state, where)] if shapes else []
+    problems += (
+        [_shapes_problem([(name, tuple(shape), name) for name, shape in shapes.items()], state, where)]
+        if shapes
+        else []
+    )
     if problems:
         raise FsdpTuneError(*problems, exit_code=ExitCode.USAGE)
 
@@ -111,20 +133,29 @@ def require_filled(recipe: Recipe, model: PreTrainedModel, loading: LoadingInfo)
 def not_converted() -> FsdpTuneError:
     """Return the error for files of which transformers cannot make a parameter; it has printed the names."""
     message = (
-        "transformers cannot join tensors of the weights, such as those of experts, to parameters: some are missing or have other shapes"
+        "transformers cannot join tensors of the weights, such as those of experts, to parameters: some "
+        "are missing or have other shapes"
     )
-    return usage_error("model-weights-missing", message, where=Where(key="model.name_or_path"), hint=_INCOMPLETE)
+    return usage_error(
+        "model-weights-missing", message, where=Where(key="model.name_or_path"), hint=_INCOMPLETE
+    )
 
 
 def _named_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    return dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+    return dict(
+        [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    )
 
 
 def _missing_problems(model: PreTrainedModel, missing: Collection[str], where: Where) -> list[Problem]:
-    """Return the problems of parameters and of buffers for which the files have no tensor, the first by name."""
+    """Return the problems of parameters and of buffers for which the files have no tensor, the first by
+    name."""
     buffers = {name_in_base(name) for name, _ in model.named_buffers(remove_duplicate=False)}
     problems: list[Problem] = []
-    for kind, otherwise, of_kind in (("parameter", "be drawn at random", False), ("buffer", "have no value", True)):
+    for kind, otherwise, of_kind in (
+        ("parameter", "be drawn at random", False),
+        ("buffer", "have no value", True),
+    ):
         names = [name for name in missing if (name in buffers) == of_kind]
         if names:
             counted = f"1 {kind}" if len(names) == 1 else f"{len(names):,} {kind}s"
@@ -136,18 +167,25 @@ def _missing_problems(model: PreTrainedModel, missing: Collection[str], where: W
 
 
 def _fits(recipe: Recipe, model: PreTrainedModel, parameter: torch.Tensor, shape: tuple[int, ...]) -> bool:
-    """Return whether a stored shape is that of a parameter; an embedding of the model may have grown by new tokens."""
+    """Return whether a stored shape is that of a parameter; an embedding of the model may have grown by new
+    tokens."""
     if tuple(parameter.shape) == shape:
         return True
     modules: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
-    can_grow = recipe.model.grows_embedding and any(parameter.shape[0] == len(module.weight) for module in modules if module is not None)
+    can_grow = recipe.model.grows_embedding and any(
+        parameter.shape[0] == len(module.weight) for module in modules if module is not None
+    )
     return can_grow and tuple(parameter.shape[1:]) == shape[1:] and shape[0] <= parameter.shape[0]
 
 
-def _shapes_problem(found: Sequence[tuple[str, tuple[int, ...], str]], state: Mapping[str, torch.Tensor], where: Where) -> Problem:
-    """Return the problem of tensors (name in the files, shape, parameter) with the name of a parameter and another shape."""
+def _shapes_problem(
+    found: Sequence[tuple[str, tuple[int, ...], str]], state: Mapping[str, torch.Tensor], where: Where
+) -> Problem:
+    """Return the problem of tensors (name in the files, shape, parameter) with the name of a parameter and
+    another shape."""
     shown = [
-        f"`{stored}` is {list(shape)}, and the model's {'' if stored == name else f'`{name}` '}{list(state[name].shape)}"
+        f"`{stored}` is {list(shape)}, and the model's "
+        f"{'' if stored == name else f'`{name}` '}{list(state[name].shape)}"
         for stored, shape, name in found[:_SHOWN]
     ]
     more = [f"{len(found) - _SHOWN:,} more such tensors"] if len(found) > _SHOWN else []

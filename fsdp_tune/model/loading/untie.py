@@ -1,8 +1,9 @@
-"""Let the files of a model decide whether its output head is tied to the input embedding, whatever its config.json states.
+"""Let the files of a model decide whether its output head is tied to the input embedding, whatever its
+config.json states.
 
-transformers compares the two tensors too (`tie_weights`, modeling_utils.py, 5.23) and loads them untied, but its config still ties them,
-so that a model without weights, a later `tie_weights` and the size of a plan would follow the flag. Merging has the same rule
-(`merge/copy/ties.py`).
+transformers compares the two tensors too (`tie_weights`, modeling_utils.py, 5.23) and loads them untied, but
+its config still ties them, so that a model without weights, a later `tie_weights` and the size of a plan
+would follow the flag. Merging has the same rule (`merge/copy/ties.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ BLOCK_ELEMENTS = 1 << 22
 def untie(recipe: Recipe, config: PreTrainedConfig) -> Notice | None:
     """Set `tie_word_embeddings: false` in a config whose files decide so, and return the notice about it.
 
-    Only files on this machine are read. Raises: usage error if the recipe itself ties what the files store apart.
+    Only files on this machine are read. Raises: usage error if the recipe itself ties what the files store
+    apart.
     """
     stated = recipe.model.config_overrides.get(TIE_KEY)
     places = [place for place in (config, config.get_text_config()) if getattr(place, TIE_KEY, False)]
@@ -46,21 +48,30 @@ def untie(recipe: Recipe, config: PreTrainedConfig) -> Notice | None:
         )
     for place in places:
         setattr(place, TIE_KEY, False)
-    message = f"{both}, so the head is a weight of its own, although the model's configuration has `{TIE_KEY}: true`"
-    return Notice("weights-untied", message, hint=f"`--set model.config_overrides.{TIE_KEY}=false` states the same")
+    message = (
+        f"{both}, so the head is a weight of its own, although the model's configuration has "
+        f"`{TIE_KEY}: true`"
+    )
+    return Notice(
+        "weights-untied", message, hint=f"`--set model.config_overrides.{TIE_KEY}=false` states the same"
+    )
 
 
 def tie_text(recipe: Recipe, config: PreTrainedConfig) -> None:
-    """Tie the text of a model of several modalities whose own class ties it, by the outer configuration, and whose files have no head.
+    """Tie the text of a model of several modalities whose own class ties it, by the outer configuration, and
+    whose files have no head.
 
-    The class that is trained reads the inner configuration, which may state nothing. Only files on this machine are read.
+    The class that is trained reads the inner configuration, which may state nothing. Only files on this
+    machine are read.
     """
     text = config.get_text_config()
     is_stated = TIE_KEY in recipe.model.config_overrides
     if text is config or is_stated or not getattr(config, TIE_KEY, False) or getattr(text, TIE_KEY, False):
         return
     files = _weight_files(recipe)
-    shapes = {name: tuple(tensor.shape) for name, tensor in _tensors(files).items()} if files is not None else {}
+    shapes = (
+        {name: tuple(tensor.shape) for name, tensor in _tensors(files).items()} if files is not None else {}
+    )
     if any(map(is_embedding, shapes)) and not tied_candidates(shapes):
         setattr(text, TIE_KEY, True)
 
@@ -81,7 +92,8 @@ def _stored_apart(recipe: Recipe) -> StoredPair | None:
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """Files of a model that may hold heads and embeddings, with the size and time of each, under which an answer is kept."""
+    """Files of a model that may hold heads and embeddings, with the size and time of each, under which an
+    answer is kept."""
 
     states: tuple[tuple[Path, int, int], ...]
     is_pickled: bool
@@ -89,7 +101,8 @@ class _Files:
 
 
 def _weight_files(recipe: Recipe) -> _Files | None:
-    """Return the model's files; None for a run or a configuration, and for those whose index is unusable, which the loader reports."""
+    """Return the model's files; None for a run or a configuration, and for those whose index is unusable,
+    which the loader reports."""
     name = recipe.model.name_or_path
     if name is None or recipe.model.from_config is not None or run_of(Path(name)) is not None:
         return None
@@ -107,7 +120,9 @@ def _weight_files(recipe: Recipe) -> _Files | None:
         return None
     names = listed.files
     if listed.is_pickled and listed.has_index:  # of safetensors the headers alone are read
-        names = sorted({file for name, file in listed.weight_map.items() if is_head(name) or is_embedding(name)})
+        names = sorted(
+            {file for name, file in listed.weight_map.items() if is_head(name) or is_embedding(name)}
+        )
     paths = [path for path in map(local, (listed.first, *names)) if path is not None]
     states = {path: (path, path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
     return _Files(tuple(states.values()), listed.is_pickled, local)
@@ -117,7 +132,9 @@ def _weight_files(recipe: Recipe) -> _Files | None:
 def _first_apart(files: _Files) -> StoredPair | None:
     """Compare heads with embeddings."""
     tensors = _tensors(files)
-    for head, embedding in tied_candidates({name: tuple(tensor.shape) for name, tensor in tensors.items()}).items():
+    for head, embedding in tied_candidates(
+        {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    ).items():
         if not _are_equal(tensors[head], tensors[embedding]):
             return StoredPair(head, embedding)
     return None
@@ -139,13 +156,23 @@ def _pickled_tensors(path: Path) -> dict[str, torch.Tensor]:
     try:
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (OSError, RuntimeError, ValueError, pickle.UnpicklingError):
-        return {}  # from before zip archives, which cannot be mapped, or damaged: transformers reads it, or reports it
-    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor) and (is_head(name) or is_embedding(name))}
+        # from before zip archives, which cannot be mapped, or damaged: transformers reads it, or reports it
+        return {}
+    return {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and (is_head(name) or is_embedding(name))
+    }
 
 
 def _are_equal(one: Stored | torch.Tensor, other: Stored | torch.Tensor) -> bool:
-    """Return whether two tensors of one shape have equal values; of one dtype, equal bytes. Stops at the first block that differs."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.data_ptr() == other.data_ptr():
+    """Return whether two tensors of one shape have equal values; of one dtype, equal bytes. Stops at the
+    first block that differs."""
+    if (
+        isinstance(one, torch.Tensor)
+        and isinstance(other, torch.Tensor)
+        and one.data_ptr() == other.data_ptr()
+    ):
         return True
     return all(_same(left, right) for left, right in zip(_blocks(one), _blocks(other), strict=True))
 
@@ -166,4 +193,6 @@ def _blocks(tensor: Stored | torch.Tensor) -> Iterator[torch.Tensor]:
     with open(tensor.file, "rb", buffering=0) as file:
         for start in starts:
             count = min(BLOCK_ELEMENTS, total - start)
-            yield read_elements(file, tensor, tensor.start + start * tensor.dtype.itemsize, count, bytearray(0))
+            yield read_elements(
+                file, tensor, tensor.start + start * tensor.dtype.itemsize, count, bytearray(0)
+            )

@@ -1,4 +1,5 @@
-"""Check that the weight files of a model directory are there and are weights: a stat and eight bytes of each, before ranks load them."""
+"""Check that the weight files of a model directory are there and are weights: a stat and eight bytes of each,
+before ranks load them."""
 
 from __future__ import annotations
 
@@ -16,13 +17,19 @@ _POINTER = b"version "
 
 
 def check_weight_files(recipe: Recipe) -> list[Problem]:
-    """Return the problems of the files that the ranks would load: of a local model directory and of `lora.adapter`.
+    """Return the problems of the files that the ranks would load: of a local model directory and of
+    `lora.adapter`.
 
     Files of the hub's cache are complete: they are renamed into place when their download has ended.
     """
     name = recipe.model.name_or_path
     problems: list[Problem] = []
-    if name is not None and recipe.model.from_config is None and Path(name).is_dir() and run_of(Path(name)) is None:
+    if (
+        name is not None
+        and recipe.model.from_config is None
+        and Path(name).is_dir()
+        and run_of(Path(name)) is None
+    ):
         problems += _check_model(Path(name))
     adapter = recipe.lora.adapter if recipe.lora is not None else None
     if adapter is not None and (file := Path(adapter) / WEIGHTS_FILE).is_file():
@@ -36,18 +43,35 @@ def _check_model(folder: Path) -> list[Problem]:
     except UnusableIndexError as error:
         file = folder / error.file
         message = f"the files of the weights cannot be found: {error}"
-        return _check_pointer(file) or [Problem("model-weights-damaged", message, Where(str(file)), "download or copy the file again")]
+        return _check_pointer(file) or [
+            Problem("model-weights-damaged", message, Where(str(file)), "download or copy the file again")
+        ]
     if listed is None:
         return []  # a configuration alone can be planned
     if not listed.has_index and not (folder / listed.first).is_file():
         message = f"its `{NAMED_KEY}` names `{listed.first}`, which is not there"
-        return [Problem("model-weights-missing", message, Where(str(folder / CONFIG)), "download or copy this file")]
+        return [
+            Problem(
+                "model-weights-missing", message, Where(str(folder / CONFIG)), "download or copy this file"
+            )
+        ]
     missing = [name for name in listed.files if not (folder / name).is_file()]
-    problems = [problem for name in listed.files if name not in missing for problem in _check_file(folder / name)]
+    problems = [
+        problem for name in listed.files if name not in missing for problem in _check_file(folder / name)
+    ]
     if missing:
         shown = ", ".join(f"`{name}`" for name in missing[:3]) + (", …" if len(missing) > 3 else "")
-        message = f"the index names {len(listed.files)} files of weights, and {len(missing)} are not there: {shown}"
-        problems.append(Problem("model-weights-missing", message, Where(str(folder / listed.first)), "download or copy these files"))
+        message = (
+            f"the index names {len(listed.files)} files of weights, and {len(missing)} are not there: {shown}"
+        )
+        problems.append(
+            Problem(
+                "model-weights-missing",
+                message,
+                Where(str(folder / listed.first)),
+                "download or copy these files",
+            )
+        )
     return problems
 
 
@@ -60,7 +84,9 @@ def _check_file(file: Path) -> list[Problem]:
     header_bytes = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
     if len(first) == 8 and 0 < header_bytes <= min(size_bytes - 8, MAX_HEADER_BYTES):
         return []
-    message = f"it is not a complete safetensors file: {size_bytes:,} bytes, with a header of {header_bytes:,}"
+    message = (
+        f"it is not a complete safetensors file: {size_bytes:,} bytes, with a header of {header_bytes:,}"
+    )
     return [Problem("model-weights-damaged", message, Where(str(file)), "download or copy the file again")]
 
 

@@ -1,7 +1,8 @@
-"""Load weights directly from safetensors: each rank reads the bytes of its own shard, and no rank holds the full model.
+"""Load weights directly from safetensors: each rank reads the bytes of its own shard, and no rank holds the
+full model.
 
-This requires that the tensors of the files equal the model's parameters in name and shape. Checkpoints that transformers
-converts while loading (renamed prefixes, fused experts) are loaded through rank 0 instead.
+This requires that the tensors of the files equal the model's parameters in name and shape. Checkpoints that
+transformers converts while loading (renamed prefixes, fused experts) are loaded through rank 0 instead.
 """
 
 from __future__ import annotations
@@ -29,7 +30,16 @@ from fsdp_tune.model.internals.transformers_internals import NO_ERROR_FOR_MISSIN
 from fsdp_tune.model.loading.nf4_files import by_layer
 from fsdp_tune.model.loading.pickled_codes import refuse_pickled_codes
 from fsdp_tune.model.loading.pickled_files import pickled_paths, read_pickled
-from fsdp_tune.model.loading.stored_tensors import Find, Located, Stored, decoded, decoding, locate, read_elements, read_objects
+from fsdp_tune.model.loading.stored_tensors import (
+    Find,
+    Located,
+    Stored,
+    decoded,
+    decoding,
+    locate,
+    read_elements,
+    read_objects,
+)
 from fsdp_tune.model.loading.tensor_account import BaseTensors, unread_problems
 from fsdp_tune.model.shard.local import NF4_PACKED, NF4_SCALES, offset_of
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -39,7 +49,8 @@ BUFFER_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """The tensors of a model directory, by name: those of a plain model, where a quantised weight is one tensor that is decoded."""
+    """The tensors of a model directory, by name: those of a plain model, where a quantised weight is one
+    tensor that is decoded."""
 
     tensors: dict[str, Stored]
     base: BaseTensors | None = None
@@ -53,10 +64,13 @@ class WeightFiles:
 def find_weight_files(recipe: Recipe) -> WeightFiles | None:
     """Return the safetensors files of `model.name_or_path`, downloaded if necessary; None if it has none.
 
-    Raises: usage error for tensors of an encoding that no rule reads, or that several files hold, and for codes in other files.
+    Raises: usage error for tensors of an encoding that no rule reads, or that several files hold, and for
+    codes in other files.
     """
     name, revision = str(recipe.model.name_or_path), recipe.model.revision
-    find = functools.cache(lambda file: file_of_model(name, revision, file))  # the hub is asked once for each file
+    find = functools.cache(
+        lambda file: file_of_model(name, revision, file)
+    )  # the hub is asked once for each file
     located = locate(find)
     if not located.tensors:
         refuse_pickled_codes(name, find, read_pickled(pickled_paths(find)) if Path(name).is_dir() else None)
@@ -69,7 +83,8 @@ def find_weight_files(recipe: Recipe) -> WeightFiles | None:
 
 
 def file_of_model(name: str, revision: str, file: str) -> Path | None:
-    """Return the path of a file of a model, downloaded if necessary; None if the model has none. Raises: OSError."""
+    """Return the path of a file of a model, downloaded if necessary; None if the model has none. Raises:
+    OSError."""
     found = cached_file(name, file, revision=revision, **NO_ERROR_FOR_MISSING.value(False))
     return Path(found) if found is not None else None
 
@@ -83,23 +98,36 @@ def base_tensors(located: Located, find: Find) -> BaseTensors:
     """Return the tensors with the settings under which they are quantised."""
     types = {name: StoredType(entry.dtype, entry.shape) for name, (_, entry) in located.tensors.items()}
     settings = settings_of_files(read_objects(find), types) if types else {}
-    return BaseTensors(types, {name: path for name, (path, _) in located.tensors.items()}, settings, located.problems)
+    return BaseTensors(
+        types, {name: path for name, (path, _) in located.tensors.items()}, settings, located.problems
+    )
 
 
 def fits(model: nn.Module, weights: WeightFiles) -> bool:
     """Return whether every parameter and persistent buffer is in the files with the same name and shape."""
     wanted = {
-        name: (t.out_features, t.in_features) if isinstance(t, Nf4Linear) else tuple(t.shape) for name, t in _wanted(model, weights).items()
+        name: (t.out_features, t.in_features) if isinstance(t, Nf4Linear) else tuple(t.shape)
+        for name, t in _wanted(model, weights).items()
     }
-    return all(name in weights.tensors and weights.tensors[name].shape == shape for name, shape in wanted.items())
+    return all(
+        name in weights.tensors and weights.tensors[name].shape == shape for name, shape in wanted.items()
+    )
 
 
 def _wanted(model: nn.Module, weights: WeightFiles) -> dict[str, torch.Tensor | Nf4Linear]:
-    """Return what the files must have, by name: parameters and persistent buffers, except those of adapters; for a layer in 4 bits its
-    weight, or its two parameters where the files are in 4 bits too."""
+    """Return what the files must have, by name: parameters and persistent buffers, except those of adapters;
+    for a layer in 4 bits its weight, or its two parameters where the files are in 4 bits too."""
     persistent = set(model.state_dict())
-    tensors = [(name, tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()] if name in persistent]
-    layers = {name: layer for name, layer in layers_in_4_bits(model).items() if name_in_base(f"{name}.{NF4_PACKED}") not in weights.tensors}
+    tensors = [
+        (name, tensor)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+        if name in persistent
+    ]
+    layers = {
+        name: layer
+        for name, layer in layers_in_4_bits(model).items()
+        if name_in_base(f"{name}.{NF4_PACKED}") not in weights.tensors
+    }
     own = {f"{name}.{part}" for name in layers for part in (NF4_PACKED, NF4_SCALES)}
     found = [
         *((name, tensor) for name, tensor in tensors if name not in own),
@@ -110,11 +138,12 @@ def _wanted(model: nn.Module, weights: WeightFiles) -> dict[str, torch.Tensor | 
 
 @torch.no_grad()
 def read_slices(model: nn.Module, weights: WeightFiles) -> None:
-    """Fill the (sharded) parameters and persistent buffers of a wrapped model, except those of adapters, with this rank's part of the
-    files.
+    """Fill the (sharded) parameters and persistent buffers of a wrapped model, except those of adapters, with
+    this rank's part of the files.
 
-    Tensors are read in the order of the files, so that reads are sequential, and converted to the dtype of the parameter.
-    In addition to its shard, a rank holds BUFFER_BYTES in two buffers, and of a weight in GPTQ or AWQ all codes.
+    Tensors are read in the order of the files, so that reads are sequential, and converted to the dtype of
+    the parameter. In addition to its shard, a rank holds BUFFER_BYTES in two buffers, and of a weight in GPTQ
+    or AWQ all codes.
     """
     read_tensors(_wanted(model, weights), weights)
 
@@ -123,7 +152,8 @@ def read_slices(model: nn.Module, weights: WeightFiles) -> None:
 def read_tensors(targets: Mapping[str, torch.Tensor | Nf4Linear], weights: WeightFiles) -> None:
     """Fill tensors and layers in 4 bits, by their names in the files, with this rank's part.
 
-    A thread reads the next rows while this one copies, converts or quantises those before: both leave Python's lock to the other.
+    A thread reads the next rows while this one copies, converts or quantises those before: both leave
+    Python's lock to the other.
     """
     stored = weights.tensors
     names = sorted(targets, key=lambda name: (stored[name].file, stored[name].start))
@@ -158,7 +188,8 @@ class StoredRows:
 
 
 def _parts(target: torch.Tensor | Nf4Linear, stored: Stored, buffer_bytes: int) -> Iterator[StoredRows]:
-    """Yield the rows of this rank's part of a tensor, as many at a time as fit into the buffer. A scalar is one row."""
+    """Yield the rows of this rank's part of a tensor, as many at a time as fit into the buffer. A scalar is
+    one row."""
     whole = target.weight_nf4 if isinstance(target, Nf4Linear) else target
     local, offset = whole.to_local() if isinstance(whole, DTensor) else whole, offset_of(whole)
     if local.numel() == 0:
@@ -167,9 +198,13 @@ def _parts(target: torch.Tensor | Nf4Linear, stored: Stored, buffer_bytes: int) 
         yield StoredRows(target, local, stored, 0, 0, 1, ())
         return
     most = stored.rows_in(buffer_bytes)
-    columns = tuple(slice(start, start + length) for start, length in zip(offset[1:], local.shape[1:], strict=True))
+    columns = tuple(
+        slice(start, start + length) for start, length in zip(offset[1:], local.shape[1:], strict=True)
+    )
     for row in range(0, local.shape[0], most):
-        yield StoredRows(target, local, stored, offset[0] + row, row, min(most, local.shape[0] - row), columns)
+        yield StoredRows(
+            target, local, stored, offset[0] + row, row, min(most, local.shape[0] - row), columns
+        )
 
 
 class _FileReader:
@@ -211,8 +246,11 @@ def _put(rows: StoredRows, block: torch.Tensor) -> None:
         rows.local[rows.into : rows.into + rows.count].copy_(block[(slice(None), *rows.columns)])
 
 
-def first_on_each_machine(act: Callable[[], WeightFiles | None], local_rank: int, waiting: dist.ProcessGroup) -> WeightFiles | None:
-    """Call `act` on one rank of each machine first, so that it downloads files before the others read the same cache. Collective."""
+def first_on_each_machine(
+    act: Callable[[], WeightFiles | None], local_rank: int, waiting: dist.ProcessGroup
+) -> WeightFiles | None:
+    """Call `act` on one rank of each machine first, so that it downloads files before the others read the
+    same cache. Collective."""
     found = act() if local_rank == 0 else None
     dist.barrier(group=waiting)
     return act() if local_rank != 0 else found

@@ -1,7 +1,9 @@
-"""torchao's AdamW, whose moments are stored in blocks of 8 or 4 bits with one scale each (arXiv:2110.02861, arXiv:2309.01507).
+"""torchao's AdamW, whose moments are stored in blocks of 8 or 4 bits with one scale each (arXiv:2110.02861,
+arXiv:2309.01507).
 
-torchao does not quantise the moments of a part that has under 4,096 elements or is not a multiple of the block size: they are in fp32.
-It compiles its update for each shape of a parameter; on the CPU, where compiling takes longer than it saves, the update runs eagerly.
+torchao does not quantise the moments of a part that has under 4,096 elements or is not a multiple of the
+block size: they are in fp32. It compiles its update for each shape of a parameter; on the CPU, where
+compiling takes longer than it saves, the update runs eagerly.
 """
 
 from __future__ import annotations
@@ -44,15 +46,18 @@ def torchao_class(bits: int) -> type[torch.optim.Optimizer]:
 
 @functools.cache
 def with_plain_rates(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Return torchao's class with learning rates as numbers, as in torch's optimizers, since schedules and resume set numbers.
+    """Return torchao's class with learning rates as numbers, as in torch's optimizers, since schedules and
+    resume set numbers.
 
-    Moments that are in no blocks are in fp32: in bf16, the dtype of the parameter, a second moment would never change.
+    Moments that are in no blocks are in fp32: in bf16, the dtype of the parameter, a second moment would
+    never change.
     """
     new_buffer = NEW_BUFFER.get()
 
     class PlainRates(kind):  # type: ignore[misc, valid-type]
         def _new_buffer(self, p: torch.Tensor, signed: bool) -> torch.Tensor:  # noqa: FBT001  torchao's signature
-            # A block's tensor is fp32 in torch's eyes: as bf16, DTensor refuses the update of a part in blocks.
+            # A block's tensor is fp32 in torch's eyes: as bf16, DTensor refuses the update of a part in
+            # blocks.
             buffer: torch.Tensor = new_buffer(self, torch.empty_like(p, dtype=torch.float32), signed)
             return buffer
 

@@ -1,8 +1,8 @@
 """AdamW that stores its moments, or the parameters, in fewer bits between steps.
 
-Each step runs torch's fused kernel on fp32 copies, a piece at a time. Values that are stored in bf16 are stochastically rounded: with
-rounding to nearest, a second moment in bf16 would never change, since at β₂ = 0.999 a step changes it by less than half a unit in the
-last place.
+Each step runs torch's fused kernel on fp32 copies, a piece at a time. Values that are stored in bf16 are
+stochastically rounded: with rounding to nearest, a second moment in bf16 would never change, since at β₂ =
+0.999 a step changes it by less than half a unit in the last place.
 """
 
 from __future__ import annotations
@@ -27,16 +27,27 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class LeanAdamW(torch.optim.AdamW):
-    """AdamW with moments of `state_dtype`, or of the dtype of each parameter if it is None. With `rounds_parameters`, bf16 parameters are
-    stochastically rounded.
+    """AdamW with moments of `state_dtype`, or of the dtype of each parameter if it is None. With
+    `rounds_parameters`, bf16 parameters are stochastically rounded.
 
-    The state has the layout of torch's: DTensors where parameters are. For FSDP2 and DDP, where the offset of a shard is known.
+    The state has the layout of torch's: DTensors where parameters are. For FSDP2 and DDP, where the offset of
+    a shard is known.
     """
 
-    def __init__(self, params: ParamsT, *, state_dtype: torch.dtype | None, rounds_parameters: bool, seed: int, **options: Any) -> None:
+    def __init__(
+        self,
+        params: ParamsT,
+        *,
+        state_dtype: torch.dtype | None,
+        rounds_parameters: bool,
+        seed: int,
+        **options: Any,
+    ) -> None:
         super().__init__(params, **options)
         self.state_dtype, self.rounds_parameters, self.seed = state_dtype, rounds_parameters, seed
-        self._steps: dict[torch.Tensor, int] = {}  # per parameter, on the host: reading the device's copy would synchronise
+        self._steps: dict[
+            torch.Tensor, int
+        ] = {}  # per parameter, on the host: reading the device's copy would synchronise
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002  no caller recomputes the loss
@@ -52,12 +63,17 @@ class LeanAdamW(torch.optim.AdamW):
         if not state:
             self._steps[parameter] = 0
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state |= {name: torch.zeros_like(parameter, dtype=self.state_dtype or parameter.dtype) for name in MOMENTS}
+            state |= {
+                name: torch.zeros_like(parameter, dtype=self.state_dtype or parameter.dtype)
+                for name in MOMENTS
+            }
         elif parameter not in self._steps:
             self._steps[parameter] = int(state["step"])
         return state
 
-    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any], position: int) -> None:
+    def _update(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any], position: int
+    ) -> None:
         state = self._state_of(parameter)
         state["step"] += 1
         self._steps[parameter] += 1
@@ -88,7 +104,9 @@ class LeanAdamW(torch.optim.AdamW):
             stochastic = (self.rounds_parameters, True, True)
             for piece, values, key, is_stochastic in zip(pieces, wide, keys, stochastic, strict=True):
                 if piece.dtype != values.dtype:  # otherwise the kernel updated the stored tensor itself
-                    piece.copy_(round_stochastically(values, part.full_index, key) if is_stochastic else values)
+                    piece.copy_(
+                        round_stochastically(values, part.full_index, key) if is_stochastic else values
+                    )
 
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
         super().load_state_dict(state_dict)
@@ -96,13 +114,20 @@ class LeanAdamW(torch.optim.AdamW):
         self._steps.clear()
 
 
-def restore_moments(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], dtype: torch.dtype | None) -> None:
-    """Convert loaded moments from the source again: `load_state_dict` has cast them to the dtype of the parameter, None here."""
+def restore_moments(
+    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], dtype: torch.dtype | None
+) -> None:
+    """Convert loaded moments from the source again: `load_state_dict` has cast them to the dtype of the
+    parameter, None here."""
     names = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-    for name, parameter in zip(names, chain.from_iterable(group["params"] for group in optimizer.param_groups), strict=True):
+    for name, parameter in zip(
+        names, chain.from_iterable(group["params"] for group in optimizer.param_groups), strict=True
+    ):
         source = state_dict["state"].get(name, {})
         optimizer.state[parameter] |= {
-            kind: value.to(parameter.device, dtype or parameter.dtype) for kind, value in source.items() if kind != "step"
+            kind: value.to(parameter.device, dtype or parameter.dtype)
+            for kind, value in source.items()
+            if kind != "step"
         }
 
 
@@ -137,7 +162,8 @@ def _pieces(parameter: torch.Tensor) -> Iterator[_Piece]:
             yield _Piece(number * run + start, min(PIECE, run - start), number * stride + first + start)
 
 
-# ---- Stochastic rounding fp32 → bf16: up or down with probabilities that preserve the mean, so that small changes add up.
+# ---- Stochastic rounding fp32 → bf16: up or down with probabilities that preserve the mean, so that small
+# changes add up.
 
 _LOW_HALF = 0xFFFF
 
@@ -157,9 +183,11 @@ def _signed(number: int) -> int:
 
 
 def _random_bits(count: int, start: int, key: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """Return `count` pseudorandom numbers from 0 to 65,535, int32, for the indices `start`, `start` + 1 … of a tensor.
+    """Return `count` pseudorandom numbers from 0 to 65,535, int32, for the indices `start`, `start` + 1 … of
+    a tensor.
 
-    MurmurHash3's finaliser (Appleby, 2011, public domain), with the second half of the key between its multiplications; int32 wraps.
+    MurmurHash3's finaliser (Appleby, 2011, public domain), with the second half of the key between its
+    multiplications; int32 wraps.
     """
     bits = torch.arange(count, dtype=torch.int32, device=device)
     bits.add_(_signed(start)).bitwise_xor_(key[0] ^ _signed(start >> 32))
@@ -173,7 +201,8 @@ def round_stochastically(values: torch.Tensor, start: int, key: tuple[int, int])
 
     Values that bf16 represents exactly stay the same, as do NaN and infinity.
     """
-    # bf16 is the upper half of an fp32: adding up to 65,535 to the lower half carries with the probability of that half.
+    # bf16 is the upper half of an fp32: adding up to 65,535 to the lower half carries with the probability of
+    # that half.
     carried = values.view(torch.int32) + _random_bits(values.numel(), start, key, values.device)
     rounded = carried.bitwise_and_(_HIGH_HALF).view(torch.float32)
     return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)

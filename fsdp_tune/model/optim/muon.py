@@ -1,9 +1,10 @@
 """Muon on sharded matrices.
 
-Muon updates the hidden matrices, with AdamW for everything else in the same optimizer. The momentum of a matrix is orthogonalised by
-torch's own function (`torch.optim.Muon`), always on the full matrix. Each rank of a shard group orthogonalises other matrices: in a round
-of as many matrices as ranks, one all-to-all sends every rank the parts of its matrix, and a second one sends the parts of the result
-back. Both carry bf16, in which torch orthogonalises anyway, so the number of ranks does not change a bit of the update. Replicas
+Muon updates the hidden matrices, with AdamW for everything else in the same optimizer. The momentum of a
+matrix is orthogonalised by torch's own function (`torch.optim.Muon`), always on the full matrix. Each rank of
+a shard group orthogonalises other matrices: in a round of as many matrices as ranks, one all-to-all sends
+every rank the parts of its matrix, and a second one sends the parts of the result back. Both carry bf16, in
+which torch orthogonalises anyway, so the number of ranks does not change a bit of the update. Replicas
 (HYBRID_SHARD, NO_SHARD) each orthogonalise all matrices.
 """
 
@@ -29,14 +30,18 @@ ORTHOGONAL = "orthogonal"
 """Key of a parameter group: whether Muon updates its parameters."""
 
 
-_CONVOLUTIONS = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+_CONVOLUTIONS = (
+    nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+)
 
 
 def orthogonalised_names(wrapped: nn.Module, decayed: frozenset[str]) -> frozenset[str]:
-    """Return the names of the parameters for Muon: hidden matrices and stacks of them, with weight decay (`decayed`).
+    """Return the names of the parameters for Muon: hidden matrices and stacks of them, with weight decay
+    (`decayed`).
 
-    Embeddings, the head and convolutions are left to AdamW, as are vectors (https://kellerjordan.github.io/posts/muon, arXiv:2502.16982)
-    and the decay rates of state-space layers: no matrix product uses them.
+    Embeddings, the head and convolutions are left to AdamW, as are vectors
+    (https://kellerjordan.github.io/posts/muon, arXiv:2502.16982) and the decay rates of state-space layers:
+    no matrix product uses them.
     """
     left_out: set[int] = set()
     for module in wrapped.modules():
@@ -45,8 +50,12 @@ def orthogonalised_names(wrapped: nn.Module, decayed: frozenset[str]) -> frozens
             of_module = [module.get_input_embeddings(), module.get_output_embeddings()]
         elif isinstance(module, nn.Embedding | _CONVOLUTIONS):
             of_module = [module]
-        left_out |= {id(parameter) for each in of_module if each is not None for parameter in each.parameters()}
-    names = {plain_name(name) for name, parameter in wrapped.named_parameters() if id(parameter) not in left_out}
+        left_out |= {
+            id(parameter) for each in of_module if each is not None for parameter in each.parameters()
+        }
+    names = {
+        plain_name(name) for name, parameter in wrapped.named_parameters() if id(parameter) not in left_out
+    }
     return frozenset(name for name in decayed & names if not name.endswith(f".{STATE_DECAY}"))
 
 
@@ -75,7 +84,8 @@ class _MatrixPart:
 
 
 class Muon(AdamW):
-    """Updates groups with `orthogonal: True` as `torch.optim.Muon` does, others by AdamW. For FSDP2 and DDP."""
+    """Updates groups with `orthogonal: True` as `torch.optim.Muon` does, others by AdamW. For FSDP2 and
+    DDP."""
 
     def __init__(self, params: ParamsT, *, muon: dict[str, object], **options: object) -> None:
         """`muon`: arguments of `torch.optim.Muon` except learning rate and weight decay."""
@@ -99,7 +109,10 @@ class Muon(AdamW):
         lists: list[list[torch.Tensor]] = [[] for _ in range(6)]
         self._init_group(group, *lists)
         beta1, beta2 = group["betas"]
-        options = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize", "foreach", "fused")}
+        options = {
+            name: group[name]
+            for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize", "foreach", "fused")
+        }
         adamw(*lists, beta1=beta1, beta2=beta2, **options)  # type: ignore[arg-type]
 
     def _update_matrices(self, group: dict[str, Any]) -> None:
@@ -130,7 +143,10 @@ class Muon(AdamW):
             stacks = [matrix.unsqueeze(0) for matrix in stacks]
         device = compute_device(parameter)
         shape = parameter.shape[-2:]
-        return [_MatrixPart(values, gradients, momenta, shape, device) for values, gradients, momenta in zip(*stacks, strict=True)]
+        return [
+            _MatrixPart(values, gradients, momenta, shape, device)
+            for values, gradients, momenta in zip(*stacks, strict=True)
+        ]
 
 
 def _update_round(parts: list[_MatrixPart], group: dict[str, Any], ranks: dist.ProcessGroup) -> None:
@@ -150,7 +166,8 @@ def _update_round(parts: list[_MatrixPart], group: dict[str, Any], ranks: dist.P
 
 
 def _exchange(parts: list[torch.Tensor], received: list[int], ranks: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Send part i to rank i of the group, and return the flat parts that the ranks sent, of `received` elements each. Collective."""
+    """Send part i to rank i of the group, and return the flat parts that the ranks sent, of `received`
+    elements each. Collective."""
     sent = torch.cat([part.reshape(-1) for part in parts])
     return list(exchanged(sent, ranks, [part.numel() for part in parts], received).split(received))
 
@@ -163,5 +180,7 @@ def _rows_by_rank(rows: int, ranks: int) -> list[int]:
 
 def _orthogonalised(matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
     """Return the orthogonalised matrix; overwrites `matrix`."""
-    orthogonal: torch.Tensor = ORTHOGONALISE.get()(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
+    orthogonal: torch.Tensor = ORTHOGONALISE.get()(
+        matrix, group["ns_coefficients"], group["ns_steps"], group["eps"]
+    )
     return orthogonal

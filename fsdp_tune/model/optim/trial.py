@@ -1,7 +1,8 @@
-"""Try the optimizer of a recipe on a few values before a run: its class accepts the options, and its updates depend on each of them.
+"""Try the optimizer of a recipe on a few values before a run: its class accepts the options, and its updates
+depend on each of them.
 
-The optimizer is created as for training and takes some steps with fixed gradients. An option is read if the values after these steps
-differ when the option has another value.
+The optimizer is created as for training and takes some steps with fixed gradients. An option is read if the
+values after these steps differ when the option has another value.
 """
 
 from __future__ import annotations
@@ -44,27 +45,39 @@ _OTHER_VALUES = (
 
 
 def optimizer_problems(recipe: Recipe) -> list[Problem]:
-    """Return a problem for options that the class of the optimizer refuses, or for each of `training.optim_args` that no update reads."""
+    """Return a problem for options that the class of the optimizer refuses, or for each of
+    `training.optim_args` that no update reads."""
     name, given = optimizer_name(recipe.training), pairs_of(recipe.training)
     try:
         trained = _trained_values(recipe)
     except (ValueError, RuntimeError, TypeError) as error:
         message = f"`training.optim: {name}` refuses its options: {error}"
         return [
-            Problem("wrong-value", message, Where(key=_KEY if given else "training.optim"), "change or leave out the option named here")
+            Problem(
+                "wrong-value",
+                message,
+                Where(key=_KEY if given else "training.optim"),
+                "change or leave out the option named here",
+            )
         ]
     found: list[Problem] = []
     for at, (option, value) in enumerate(given):
         if not any(_differ(trained, other) for other in _values_with_others(recipe, at)):
             message = (
-                f"`{_KEY}` has `{option}={shown(str(value))}`, and no update of `training.optim: {name}` depends on it with these options"
+                f"`{_KEY}` has `{option}={shown(str(value))}`, and no update of `training.optim: {name}` "
+                "depends on it with these options"
             )
-            found.append(Problem(UNREAD, message, Where(key=_KEY), "leave it out, or add the option that it belongs to"))
+            found.append(
+                Problem(
+                    UNREAD, message, Where(key=_KEY), "leave it out, or add the option that it belongs to"
+                )
+            )
     return found
 
 
 def _values_with_others(recipe: Recipe, at: int) -> Iterator[list[torch.Tensor]]:
-    """Yield the values that are trained with each other value that the argument at an index takes, and that the class accepts."""
+    """Yield the values that are trained with each other value that the argument at an index takes, and that
+    the class accepts."""
     given = pairs_of(recipe.training)
     name, value = given[at]
     read = OPTIMIZERS[optimizer_name(recipe.training)].arguments[name].read

@@ -16,7 +16,9 @@ class _Exchange(torch.autograd.Function):
     """The gradient of a row returns to the rank that sent it."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup, sent: Counts, received: Counts) -> torch.Tensor:
+    def forward(
+        ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup, sent: Counts, received: Counts
+    ) -> torch.Tensor:
         ctx.route = group, sent, received
         return exchanged(rows, group, sent, received)
 
@@ -26,13 +28,18 @@ class _Exchange(torch.autograd.Function):
         return exchanged(gradients[0], group, received, sent), None, None, None
 
 
-def exchange(rows: torch.Tensor, group: dist.ProcessGroup, sent: Counts = None, received: Counts = None) -> torch.Tensor:
-    """Send the next rows to each rank of a group in turn, and return what arrives, by rank. Collective, also in the backward."""
+def exchange(
+    rows: torch.Tensor, group: dist.ProcessGroup, sent: Counts = None, received: Counts = None
+) -> torch.Tensor:
+    """Send the next rows to each rank of a group in turn, and return what arrives, by rank. Collective, also
+    in the backward."""
     arrived: torch.Tensor = _Exchange.apply(rows, group, sent, received)  # type: ignore[no-untyped-call]
     return arrived
 
 
-def exchanged(rows: torch.Tensor, group: dist.ProcessGroup, sent: Counts = None, received: Counts = None) -> torch.Tensor:
+def exchanged(
+    rows: torch.Tensor, group: dist.ProcessGroup, sent: Counts = None, received: Counts = None
+) -> torch.Tensor:
     """`exchange` without a backward."""
     rows = rows.contiguous()  # `empty_like` keeps strides, and the collective ignores them
     arrived = torch.empty_like(rows) if received is None else rows.new_empty(sum(received), *rows.shape[1:])

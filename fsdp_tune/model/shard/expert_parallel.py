@@ -1,9 +1,11 @@
-"""Expert parallelism, `fsdp.ep_size`: the ranks of a group divide the experts of each layer and exchange tokens (arXiv:2006.16668).
+"""Expert parallelism, `fsdp.ep_size`: the ranks of a group divide the experts of each layer and exchange
+tokens (arXiv:2006.16668).
 
-A rank holds `experts / ep_size` neighbouring experts of each stack, and FSDP2 shards them inside of each expert over the ranks with the
-same experts. In a forward each token is sent to the ranks of its experts by `all_to_all_single`, the model's own kernel multiplies the rows
-that arrive, and the results return by the same way and are weighted and added where the token came from. The parameters are DTensors of the
-full stacks, so optimizers, checkpoints and merges see tensors of the usual names and shapes.
+A rank holds `experts / ep_size` neighbouring experts of each stack, and FSDP2 shards them inside of each
+expert over the ranks with the same experts. In a forward each token is sent to the ranks of its experts by
+`all_to_all_single`, the model's own kernel multiplies the rows that arrive, and the results return by the
+same way and are weighted and added where the token came from. The parameters are DTensors of the full stacks,
+so optimizers, checkpoints and merges see tensors of the usual names and shapes.
 """
 
 from __future__ import annotations
@@ -35,44 +37,53 @@ KEY = "fsdp.ep_size"
 
 
 def divided_experts(recipe: Recipe, model: nn.Module) -> list[str]:
-    """Return the names of the modules of stacked experts that the ranks divide, in the order of the model; none without `ep_size`."""
+    """Return the names of the modules of stacked experts that the ranks divide, in the order of the model;
+    none without `ep_size`."""
     if recipe.fsdp.ep_size == 1:
         return []
     return [name for name, module in model.named_modules() if has_experts_kernel(module)]
 
 
 def expert_mesh_of(wrapped: nn.Module) -> DeviceMesh | None:
-    """Return the mesh of a wrapped model's experts: [replicate,] expert_shard, ep. None if each rank has all experts of its copy."""
+    """Return the mesh of a wrapped model's experts: [replicate,] expert_shard, ep. None if each rank has all
+    experts of its copy."""
     found: DeviceMesh | None = vars(bare_model(wrapped)).get("expert_mesh")
     return found
 
 
 def exchange_group(module: nn.Module) -> dist.ProcessGroup | None:
-    """Return the group among which the live forward of a module exchanges tokens; None if it exchanges none."""
+    """Return the group among which the live forward of a module exchanges tokens; None if it exchanges
+    none."""
     found: dist.ProcessGroup | None = getattr(vars(module).get("forward"), "expert_group", None)
     return found
 
 
 def make_expert_mesh(recipe: Recipe, device_type: str) -> DeviceMesh:
-    """Return the mesh of the experts. Its innermost dimension `ep` has neighbouring ranks, so tokens stay on a machine if they can."""
+    """Return the mesh of the experts. Its innermost dimension `ep` has neighbouring ranks, so tokens stay on
+    a machine if they can."""
     topology, size = recipe.topology, recipe.fsdp.ep_size
     sizes, names = (topology.copy_size // size, size), ("expert_shard", "ep")
     if recipe.is_hybrid:
-        return init_device_mesh(device_type, (topology.replicate, *sizes), mesh_dim_names=("replicate", *names))
+        return init_device_mesh(
+            device_type, (topology.replicate, *sizes), mesh_dim_names=("replicate", *names)
+        )
     return init_device_mesh(device_type, sizes, mesh_dim_names=names)
 
 
 def mesh_of_shards(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the dimensions of an expert mesh over which FSDP2 shards (and replicates) this rank's experts."""
+    """Return the dimensions of an expert mesh over which FSDP2 shards (and replicates) this rank's
+    experts."""
     return mesh["expert_shard"] if mesh.ndim == 2 else mesh["replicate", "expert_shard"]
 
 
 def divide_experts(experts: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
-    """Leave a module its part of the experts, and exchange tokens around its forward. Call it directly before FSDP2 shards the module,
-    so that one part is unsharded on the device at a time."""
+    """Leave a module its part of the experts, and exchange tokens around its forward. Call it directly before
+    FSDP2 shards the module, so that one part is unsharded on the device at a time."""
     ep = mesh["ep"]
     for key, whole in list(experts.named_parameters(recurse=False)):
-        setattr(experts, key, nn.Parameter(_part(whole.detach(), ep, device), requires_grad=whole.requires_grad))
+        setattr(
+            experts, key, nn.Parameter(_part(whole.detach(), ep, device), requires_grad=whole.requires_grad)
+        )
     forward: Any = _over_ranks(experts, ep.get_group())
     forward.expert_group = ep.get_group()  # for the read-back: another forward has none
     experts.forward = forward
@@ -81,11 +92,12 @@ def divide_experts(experts: nn.Module, mesh: DeviceMesh, device: torch.device) -
 def average_over_all(unit: FSDPModule, mesh: DeviceMesh) -> None:
     """Make FSDP2 divide the gradients of a unit of divided experts by all ranks of their mesh.
 
-    The gradient of a rank is the sum over the tokens of all ranks of `ep`, and FSDP2 would divide by the others alone. It divides after
-    its reduction, in `reduce_dtype`.
+    The gradient of a rank is the sum over the tokens of all ranks of `ep`, and FSDP2 would divide by the
+    others alone. It divides after its reduction, in `reduce_dtype`.
     """
     unit.set_gradient_divide_factor(mesh.size())
-    # Without it FSDP2 uses an operation of NCCL. With it, torch 2.11 to 2.14 divide twice if no other rank has these experts.
+    # Without it FSDP2 uses an operation of NCCL. With it, torch 2.11 to 2.14 divide twice if no other rank
+    # has these experts.
     unit.set_force_sum_reduction_for_comms(mesh["expert_shard"].size() > 1)
 
 
@@ -107,16 +119,26 @@ def _over_ranks(experts: nn.Module, group: dist.ProcessGroup) -> Callable[..., t
     inner: Any = type(experts).forward  # FSDP2 makes a subclass of it
     size, count = group.size(), next(experts.parameters()).shape[0]
 
-    def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
         tokens, chosen = top_k_index.shape
         kernel = EXPERTS.of(experts.config)
-        stacks = ((name, _operand(_local(stack), kernel)) for name, stack in experts.named_parameters(recurse=False))
+        stacks = (
+            (name, _operand(_local(stack), kernel)) for name, stack in experts.named_parameters(recurse=False)
+        )
         view = ModuleView(experts, num_experts=count // size, **dict(stacks))
         once = RoutedOnce.entered
-        route = _route(top_k_index, count, group) if once is None else once.route(top_k_index, lambda: _route(top_k_index, count, group))
+        route = (
+            _route(top_k_index, count, group)
+            if once is None
+            else once.route(top_k_index, lambda: _route(top_k_index, count, group))
+        )
         rows = exchange(hidden_states[route.order // chosen], group, route.sent, route.received)
         ids, arrived = route.ids, len(rows)
-        if arrived == 0:  # a row of zeros, so that the parameters have a gradient, which is zero, on every rank
+        if (
+            arrived == 0
+        ):  # a row of zeros, so that the parameters have a gradient, which is zero, on every rank
             # Appended, so that this rank takes part in the exchange of gradients, for which the others wait.
             rows, ids = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), ids.new_zeros(1)
         result = inner(view, rows, ids.unsqueeze(1), rows.new_ones(len(rows), 1))[:arrived]
@@ -134,11 +156,14 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _operand(stack: torch.Tensor, kernel: object) -> torch.Tensor:
-    """Return a stack as a kernel takes it: biases of `grouped_mm` in fp32, so that their gradients are summed over rows in fp32.
+    """Return a stack as a kernel takes it: biases of `grouped_mm` in fp32, so that their gradients are summed
+    over rows in fp32.
 
-    transformers' `grouped_mm` indexes biases by the expert of each row, and the backward of an index adds the rows in the dtype of what
-    is indexed: of thousands of rows, which come from all ranks, bf16 loses a tenth. The biases are added in place to a product, which
-    keeps its dtype. `eager` adds one bias to all rows of its expert, which autograd sums in fp32.
+    transformers' `grouped_mm` indexes biases by the expert of each row, and the backward of an index adds the
+    rows in the dtype of what
+    is indexed: of thousands of rows, which come from all ranks, bf16 loses a tenth. The biases are added in
+    place to a product, which keeps its dtype. `eager` adds one bias to all rows of its expert, which autograd
+    sums in fp32.
     """
     return stack.float() if kernel == "grouped_mm" and stack.ndim == 2 else stack
 
@@ -148,7 +173,8 @@ class _Route:
     """Where the pairs of a token and an expert go."""
 
     order: torch.Tensor
-    """[pairs] index of each sent pair, sorted by expert; pairs whose index stands for no expert are left out."""
+    """[pairs] index of each sent pair, sorted by expert; pairs whose index stands for no expert are left
+    out."""
     sent: list[int]
     """Rows for each rank of the group."""
     received: list[int]
@@ -163,7 +189,9 @@ def _route(top_k_index: torch.Tensor, experts: int, group: dist.ProcessGroup) ->
     counts = pairs.new_zeros(experts + 1).scatter_add_(0, pairs, torch.ones_like(pairs))[:experts]
     arriving = exchanged(counts, group)
     sent, received = torch.stack([counts, arriving]).view(2, size, -1).sum(-1).tolist()
-    own = torch.arange(experts // size, device=pairs.device).repeat(size)  # of each rank in turn, sorted by expert
+    own = torch.arange(experts // size, device=pairs.device).repeat(
+        size
+    )  # of each rank in turn, sorted by expert
     ids = own.repeat_interleave(arriving, output_size=sum(received))
     return _Route(torch.argsort(pairs, stable=True)[: sum(sent)], sent, received, ids)
 
@@ -177,7 +205,9 @@ def require_divisible_experts(recipe: Recipe, model: PreTrainedModel) -> None:
         return
     names = divided_experts(recipe, model)
     if not names:
-        raise refused_experts(recipe, f"{bare_class(model).__name__} has no stacked experts whose kernel can be chosen")
+        raise refused_experts(
+            recipe, f"{bare_class(model).__name__} has no stacked experts whose kernel can be chosen"
+        )
     owners = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     for name in names:
         experts: Any = model.get_submodule(name)
@@ -196,7 +226,9 @@ def _against(recipe: Recipe, experts: Any) -> str | None:
     shards = max(1, recipe.topology.copy_size // size)
     if count % size:
         return f"has {count} experts, which do not divide by {size}: write a divisor of {count}"
-    if len(list(experts.parameters())) != len(shapes) or any(len(shape) < 2 or shape[0] != count for shape in shapes.values()):
+    if len(list(experts.parameters())) != len(shapes) or any(
+        len(shape) < 2 or shape[0] != count for shape in shapes.values()
+    ):
         return "has parameters that are not stacked by expert"
     arguments = list(inspect.signature(type(experts).forward).parameters)
     if len(arguments) != 4 or arguments[2] not in EXPERT_INDEX_ARGUMENTS:  # the first is the module
@@ -206,22 +238,39 @@ def _against(recipe: Recipe, experts: Any) -> str | None:
     if not dtypes:
         return f"is computed by `kernels.experts: {name}`, which was not shown to take a part of the experts"
     if dtype not in dtypes:
-        return f"is computed in {dtype} by `kernels.experts: {name}`, which adds the gradients of all ranks' tokens in {dtype}"
-    if (other := next((name for name, shape in shapes.items() if dim_inside(shape, shards) is None), None)) is not None:
-        return f"has `{other}` of {tuple(shapes[other])}, of which {shards} ranks cannot shard each expert evenly"
+        return (
+            f"is computed in {dtype} by `kernels.experts: {name}`, which adds the gradients of all "
+            f"ranks' tokens in {dtype}"
+        )
+    if (
+        other := next((name for name, shape in shapes.items() if dim_inside(shape, shards) is None), None)
+    ) is not None:
+        return (
+            f"has `{other}` of {tuple(shapes[other])}, of which {shards} ranks cannot shard each "
+            "expert evenly"
+        )
     return None
 
 
 def _against_recomputing(recipe: Recipe, model: PreTrainedModel, name: str) -> str | None:
-    """Return why a layer with these experts cannot be recomputed, as far as a model without weights shows it."""
+    """Return why a layer with these experts cannot be recomputed, as far as a model without weights shows
+    it."""
     experts = model.get_submodule(name)
-    if recipe.fsdp.activation_checkpointing == "none" or not all(parameter.is_meta for parameter in experts.parameters()):
+    if recipe.fsdp.activation_checkpointing == "none" or not all(
+        parameter.is_meta for parameter in experts.parameters()
+    ):
         return None
-    block, embedding = model.get_submodule(name.rpartition(".")[0]), cast(nn.Embedding, model.get_input_embeddings())
+    block, embedding = (
+        model.get_submodule(name.rpartition(".")[0]),
+        cast(nn.Embedding, model.get_input_embeddings()),
+    )
     if not is_known_to_choose_otherwise(block, experts, embedding.embedding_dim):
         return None
     way = f"`fsdp.activation_checkpointing: {recipe.fsdp.activation_checkpointing}`"
-    return f"gets experts that no `torch.topk` chooses, so that a recomputed layer could choose others; leave {way} out"
+    return (
+        "gets experts that no `torch.topk` chooses, so that a recomputed layer could choose others; "
+        f"leave {way} out"
+    )
 
 
 def refused_experts(recipe: Recipe, reason: str) -> FsdpTuneError:

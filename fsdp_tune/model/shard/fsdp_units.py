@@ -24,18 +24,21 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 @dataclass(frozen=True, slots=True)
 class UnitPlan:
-    """The FSDP units. `groups` are in the order of wrapping (children first); the modules of a group share one all-gather.
+    """The FSDP units. `groups` are in the order of wrapping (children first); the modules of a group share
+    one all-gather.
 
-    The root unit, with all parameters outside of the groups, is implied. `keeps_gathered` names the groups whose parameters
-    are needed first in the backward.
+    The root unit, with all parameters outside of the groups, is implied. `keeps_gathered` names the groups
+    whose parameters are needed first in the backward.
     """
 
     groups: tuple[tuple[str, ...], ...]
     keeps_gathered: frozenset[tuple[str, ...]]
     in_fp32: frozenset[tuple[str, ...]] = frozenset()
-    """The groups whose parameters are all kept in fp32 by the model's class: they are gathered as they are stored."""
+    """The groups whose parameters are all kept in fp32 by the model's class: they are gathered as they are
+    stored."""
     holder: str | None = None
-    """The module whose unit has the kept parameters of all other groups, or None if there are none. It is wrapped before the groups."""
+    """The module whose unit has the kept parameters of all other groups, or None if there are none. It is
+    wrapped before the groups."""
     held: frozenset[str] = frozenset()
     """The names of the parameters in the holder's unit."""
 
@@ -49,7 +52,8 @@ class UnitPlan:
 
 
 def decoder_layer_classes(model: PreTrainedModel, wanted: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Return the class names of the repeated decoder layers: `wanted`, checked against the model, or detected if None."""
+    """Return the class names of the repeated decoder layers: `wanted`, checked against the model, or detected
+    if None."""
     present = Counter(type(module).__name__ for module in model.modules())
     if wanted is not None:
         for name in wanted:
@@ -57,23 +61,30 @@ def decoder_layer_classes(model: PreTrainedModel, wanted: Sequence[str] | None =
                 raise usage_error(
                     "layer-class-not-found",
                     f"fsdp.transformer_layer_cls_to_wrap: the model has no class `{name}`",
-                    hint="its repeated classes are " + ", ".join(f"{known} ({count})" for known, count in _candidates(model)),
+                    hint="its repeated classes are "
+                    + ", ".join(f"{known} ({count})" for known, count in _candidates(model)),
                 )
         return tuple(wanted)
     declared = [name for name in sorted(LAYER_CLASSES.of(model) or []) if present[name]]
     repeated = {name for name, _ in _candidates(model)}
-    found = [name for name in declared if name in repeated] or [name for name, _ in _candidates(model)[:1]] or declared
+    found = (
+        [name for name in declared if name in repeated]
+        or [name for name, _ in _candidates(model)[:1]]
+        or declared
+    )
     if not found:
         raise usage_error(
             "layer-class-unknown",
             f"no decoder layer class was found in {type(model).__name__}",
-            hint="set it as fsdp.transformer_layer_cls_to_wrap, or wrap by size: fsdp.auto_wrap_policy: SIZE_BASED_WRAP",
+            hint="set it as fsdp.transformer_layer_cls_to_wrap, or wrap by size: fsdp.auto_wrap_policy: "
+            "SIZE_BASED_WRAP",
         )
     return tuple(found)
 
 
 def _candidates(model: nn.Module) -> list[tuple[str, int]]:
-    """Return (class name, count) of the members of the model's module lists, those with most parameters first."""
+    """Return (class name, count) of the members of the model's module lists, those with most parameters
+    first."""
     weight: Counter[str] = Counter()
     count: Counter[str] = Counter()
     for module in model.modules():
@@ -84,11 +95,13 @@ def _candidates(model: nn.Module) -> list[tuple[str, int]]:
     return [(name, count[name]) for name, _ in weight.most_common(5)]
 
 
-def decoder_layers(model: PreTrainedModel, wanted: Sequence[str] | None = None) -> list[tuple[str, nn.Module]]:
+def decoder_layers(
+    model: PreTrainedModel, wanted: Sequence[str] | None = None
+) -> list[tuple[str, nn.Module]]:
     """Return (name, module) of every decoder layer of the bare model, in the order of the forward.
 
-    A layer inside another one (the Mamba layer of Zamba2's hybrid layers) is part of the outer layer. Call before wrapping:
-    FSDP2 renames the classes of its units, and `_no_split_modules` no longer names them.
+    A layer inside another one (the Mamba layer of Zamba2's hybrid layers) is part of the outer layer. Call
+    before wrapping: FSDP2 renames the classes of its units, and `_no_split_modules` no longer names them.
     """
     classes = decoder_layer_classes(model, wanted)
     layers: list[tuple[str, nn.Module]] = []
@@ -100,8 +113,8 @@ def decoder_layers(model: PreTrainedModel, wanted: Sequence[str] | None = None) 
 
 
 def plan_units(recipe: Recipe, model: PreTrainedModel) -> UnitPlan:
-    """Return the units of the recipe's wrap policy. Raises: usage error (exit 2) if recomputation cannot enclose them, or if ignored
-    modules would be trained."""
+    """Return the units of the recipe's wrap policy. Raises: usage error (exit 2) if recomputation cannot
+    enclose them, or if ignored modules would be trained."""
     plan = _join_tied(model, _units_of_policy(recipe, model))
     experts = divided_experts(recipe, model)
     _require_one_stack_in_a_layer(recipe, model, experts)
@@ -115,45 +128,67 @@ def plan_units(recipe: Recipe, model: PreTrainedModel) -> UnitPlan:
 def _require_one_stack_in_a_layer(recipe: Recipe, model: PreTrainedModel, experts: Sequence[str]) -> None:
     """Refuse divided experts outside of the decoder layers, or several in one.
 
-    A layer may call one of several for some rows only (experts of text and of images), and a rank that does not call it would not take
+    A layer may call one of several for some rows only (experts of text and of images), and a rank that does
+    not call it would not take
     part in the exchange. Raises: usage error.
     """
     layers = [name for name, _ in decoder_layers(model, recipe.layer_classes)] if experts else []
-    owners = Counter(next((layer for layer in layers if name.startswith(f"{layer}.")), None) for name in experts)
+    owners = Counter(
+        next((layer for layer in layers if name.startswith(f"{layer}.")), None) for name in experts
+    )
     for layer, count in owners.items():
         if layer is None:
             raise refused_experts(recipe, "it has experts outside of its decoder layers")
         if count > 1:
-            raise refused_experts(recipe, f"`{layer}` has {count} modules of experts, and a rank may call one that others do not")
+            raise refused_experts(
+                recipe,
+                f"`{layer}` has {count} modules of experts, and a rank may call one that others do not",
+            )
 
 
 def _refuse_ignored_that_train(recipe: Recipe, model: PreTrainedModel) -> None:
-    """Refuse ignored modules that are trained: FSDP does not sum their gradients over ranks, nor, with bf16 weights, in fp32."""
+    """Refuse ignored modules that are trained: FSDP does not sum their gradients over ranks, nor, with bf16
+    weights, in fp32."""
     if not recipe.is_sharded or (recipe.world_size == 1 and recipe.model.dtype == "fp32"):
         return
     modules = {name: model.get_submodule(name) for name in sorted(ignored_module_names(recipe, model))}
-    name = next((name for name, module in modules.items() if any(p.requires_grad for p in module.parameters())), None)
+    name = next(
+        (name for name, module in modules.items() if any(p.requires_grad for p in module.parameters())), None
+    )
     if name is not None:
         raise usage_error(
             "ignored-modules-trained",
-            f"`fsdp.ignored_modules` excludes `{name}`, which is trained: FSDP does not sum gradients of ignored modules, "
-            + ("so that the ranks would differ" if recipe.world_size > 1 else "so that micro-batches would be added in bf16"),
-            ways_out=(f'`model: {{freeze: ["{name}.*"]}}` freezes it', "leave `fsdp.ignored_modules` out to train it"),
+            f"`fsdp.ignored_modules` excludes `{name}`, which is trained: FSDP does not sum "
+            "gradients of ignored modules, "
+            + (
+                "so that the ranks would differ"
+                if recipe.world_size > 1
+                else "so that micro-batches would be added in bf16"
+            ),
+            ways_out=(
+                f'`model: {{freeze: ["{name}.*"]}}` freezes it',
+                "leave `fsdp.ignored_modules` out to train it",
+            ),
         )
 
 
 def _refuse_units_in_selective_layers(recipe: Recipe, model: PreTrainedModel, plan: UnitPlan) -> None:
-    """Refuse FSDP units inside selectively recomputed layers. torch's selective recomputation requires the same operations as in the
-    forward, including those of FSDP2's hooks, which differ: a prefetched unit is gathered by the hook of another unit."""
+    """Refuse FSDP units inside selectively recomputed layers. torch's selective recomputation requires the
+    same operations as in the forward, including those of FSDP2's hooks, which differ: a prefetched unit is
+    gathered by the hook of another unit."""
     fsdp = recipe.fsdp
     if fsdp.activation_checkpointing != "selective" or fsdp.version != 2 or not recipe.is_sharded:
         return
-    recomputed = tuple(f"{name}." for name, _ in decoder_layers(model, recipe.layer_classes)[:: fsdp.activation_checkpointing_every])
+    recomputed = tuple(
+        f"{name}."
+        for name, _ in decoder_layers(model, recipe.layer_classes)[:: fsdp.activation_checkpointing_every]
+    )
     inside = next((name for group in plan.groups for name in group if name.startswith(recomputed)), None)
     if inside is not None:
         raise usage_error(
             "contradiction",
-            f"`fsdp.activation_checkpointing: selective` cannot recompute a layer with an FSDP unit inside, and "
+            "`fsdp.activation_checkpointing: selective` cannot recompute a layer with an FSDP unit "
+            "inside, and "
             f"`fsdp.auto_wrap_policy: {fsdp.auto_wrap_policy}` makes one of `{inside}`",
             hint="write `auto_wrap_policy: TRANSFORMER_BASED_WRAP`, or `activation_checkpointing: full`",
         )
@@ -177,14 +212,21 @@ def _units_of_policy(recipe: Recipe, model: PreTrainedModel) -> UnitPlan:
 
 
 def _join_tied(model: nn.Module, plan: UnitPlan) -> UnitPlan:
-    """Join the groups that share a parameter, which FSDP2 allows in one unit only (BERT's tied bias, Zamba2's shared block).
+    """Join the groups that share a parameter, which FSDP2 allows in one unit only (BERT's tied bias, Zamba2's
+    shared block).
 
-    A group that shares a parameter with a module outside of all groups is removed, so that its modules are in the root unit.
+    A group that shares a parameter with a module outside of all groups is removed, so that its modules are in
+    the root unit.
     """
-    innermost = sorted(((name, index) for index, group in enumerate(plan.groups) for name in group), key=lambda each: -len(each[0]))
+    innermost = sorted(
+        ((name, index) for index, group in enumerate(plan.groups) for name in group),
+        key=lambda each: -len(each[0]),
+    )
     owners: dict[int, set[int]] = {}  # parameter → its groups, _ROOT for none
     for name, module in model.named_modules(remove_duplicate=False):
-        group = next((index for prefix, index in innermost if name == prefix or name.startswith(f"{prefix}.")), _ROOT)
+        group = next(
+            (index for prefix, index in innermost if name == prefix or name.startswith(f"{prefix}.")), _ROOT
+        )
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), set()).add(group)
     joined = [{index} for index in (_ROOT, *range(len(plan.groups)))]
@@ -202,16 +244,19 @@ def _join_tied(model: nn.Module, plan: UnitPlan) -> UnitPlan:
 def _hold_precision(recipe: Recipe, model: PreTrainedModel, plan: UnitPlan) -> UnitPlan:
     """Give the parameters that the class keeps in fp32 units that FSDP2 does not cast. Raises: usage error.
 
-    FSDP2 needs one dtype in a unit, for its trained parameters and for what it gathers. Most kept parameters are few in a layer, and
-    many are in a module with others (`sinks`, `A_log`) or are read outside of the forward of their own module (`conv1d`), so that they
-    cannot be units. All of them are the unit of the decoder, which gathers them once in a step and holds them until its backward ends.
+    FSDP2 needs one dtype in a unit, for its trained parameters and for what it gathers. Most kept parameters
+    are few in a layer, and many are in a module with others (`sinks`, `A_log`) or are read outside of the
+    forward of their own module (`conv1d`), so that they cannot be units. All of them are the unit of the
+    decoder, which gathers them once in a step and holds them until its backward ends.
     """
     kept = _kept_names(recipe, model)
     if not kept:
         return plan
     names = dict.fromkeys(name for name, _ in model.named_parameters())
     groups = [part for group in plan.groups for part in _split(model, group, kept)]
-    in_fp32 = frozenset(group for group in groups if (own := _own_names(names, group, groups)) and own <= kept)
+    in_fp32 = frozenset(
+        group for group in groups if (own := _own_names(names, group, groups)) and own <= kept
+    )
     held = kept - {name for group in in_fp32 for name in _own_names(names, group, groups)}
     tail = {part for group in plan.keeps_gathered for part in _split(model, group, kept)}
     if not held:
@@ -219,15 +264,20 @@ def _hold_precision(recipe: Recipe, model: PreTrainedModel, plan: UnitPlan) -> U
     holder = model.base_model_prefix if model.base_model is not model else ""
     if not holder or not all(name.startswith(f"{holder}.") for name in held):
         raise _refused_precision(recipe, model, held)
-    return UnitPlan(tuple(group for group in groups if group != (holder,)), frozenset(tail), in_fp32, holder, held)
+    return UnitPlan(
+        tuple(group for group in groups if group != (holder,)), frozenset(tail), in_fp32, holder, held
+    )
 
 
 def _kept_names(recipe: Recipe, model: PreTrainedModel) -> frozenset[str]:
-    """Return the names of the parameters that FSDP must not cast. Raises: usage error for FSDP1, which has one dtype in a unit."""
+    """Return the names of the parameters that FSDP must not cast. Raises: usage error for FSDP1, which has
+    one dtype in a unit."""
     if not recipe.is_sharded or recipe.compute_dtype == "fp32":
         return frozenset()
     kept, ignored = kept_in_fp32(model), tuple(f"{name}." for name in ignored_module_names(recipe, model))
-    found = frozenset(name for name, _ in model.named_parameters() if name in kept and not name.startswith(ignored))
+    found = frozenset(
+        name for name, _ in model.named_parameters() if name in kept and not name.startswith(ignored)
+    )
     if recipe.fsdp.version == 2:
         return found
     if found and recipe.model.dtype != "fp32":
@@ -242,31 +292,53 @@ def _refused_precision(recipe: Recipe, model: PreTrainedModel, names: Collection
         ways = ("write `fsdp: {version: 2}`", "write `model: {dtype: fp32}`")
     else:
         message += "no module of its own can hold them as an FSDP2 unit"
-        ways = ("write `model: {dtype: fp32}` and `precision: {mixed_precision: no}`", "write `fsdp: {sharding_strategy: NO_SHARD}`")
+        ways = (
+            "write `model: {dtype: fp32}` and `precision: {mixed_precision: no}`",
+            "write `fsdp: {sharding_strategy: NO_SHARD}`",
+        )
     return usage_error("precision-not-kept", message, where=Where(key="model.dtype"), ways_out=ways)
 
 
 def _split(model: nn.Module, group: tuple[str, ...], kept: frozenset[str]) -> list[tuple[str, ...]]:
-    """Return the group, in two parts if some of its modules have only kept parameters: those modules are a unit of their own."""
-    alone = tuple(name for name in group if {own for own, _ in model.get_submodule(name).named_parameters(prefix=name)} <= kept)
+    """Return the group, in two parts if some of its modules have only kept parameters: those modules are a
+    unit of their own."""
+    alone = tuple(
+        name
+        for name in group
+        if {own for own, _ in model.get_submodule(name).named_parameters(prefix=name)} <= kept
+    )
     others = tuple(name for name in group if name not in alone)
     return [part for part in (others, alone) if part]
 
 
 def _own_names(names: Iterable[str], group: tuple[str, ...], groups: Sequence[tuple[str, ...]]) -> set[str]:
     """Return the parameters of a group that are in no group inside of it."""
-    inner = tuple(f"{name}." for other in groups if other != group for name in other if name.startswith(tuple(f"{g}." for g in group)))
-    return {name for name in names if name.startswith(tuple(f"{each}." for each in group)) and not name.startswith(inner)}
+    inner = tuple(
+        f"{name}."
+        for other in groups
+        if other != group
+        for name in other
+        if name.startswith(tuple(f"{g}." for g in group))
+    )
+    return {
+        name
+        for name in names
+        if name.startswith(tuple(f"{each}." for each in group)) and not name.startswith(inner)
+    }
 
 
 def ignored_module_names(recipe: Recipe, model: nn.Module) -> set[str]:
-    """Return the names of the modules that `fsdp.ignored_modules` matches (a regular expression for full names, as in Accelerate)."""
+    """Return the names of the modules that `fsdp.ignored_modules` matches (a regular expression for full
+    names, as in Accelerate)."""
     if recipe.fsdp.ignored_modules is None:
         return set()
     pattern = re.compile(recipe.fsdp.ignored_modules)
     names = {name for name, _ in model.named_modules() if pattern.fullmatch(name)}
     if not names:
-        raise usage_error("ignored-modules-match-nothing", f"fsdp.ignored_modules: `{recipe.fsdp.ignored_modules}` matches no module")
+        raise usage_error(
+            "ignored-modules-match-nothing",
+            f"fsdp.ignored_modules: `{recipe.fsdp.ignored_modules}` matches no module",
+        )
     return names
 
 
@@ -279,10 +351,11 @@ def _children_first(groups: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 
 def _end_groups(model: PreTrainedModel, layers: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the groups of the embedding and of the final norm with the head, which are large and not part of a layer.
+    """Return the groups of the embedding and of the final norm with the head, which are large and not part of
+    a layer.
 
-    Tied embedding and head must share a unit, since a parameter cannot belong to two. The embedding comes first, so that its
-    gather starts with the forward.
+    Tied embedding and head must share a unit, since a parameter cannot belong to two. The embedding comes
+    first, so that its gather starts with the forward.
     """
     name_of = {id(module): name for name, module in model.named_modules()}
     ends: tuple[Any, Any] = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -298,7 +371,8 @@ def _end_groups(model: PreTrainedModel, layers: Sequence[str]) -> list[tuple[str
 def _final_norm(model: PreTrainedModel, layers: Sequence[str]) -> nn.Module | None:
     """Return the norm that follows the last decoder layer among its siblings, or None.
 
-    The last layer counts, since models with a vision tower have its layers before those of the language model.
+    The last layer counts, since models with a vision tower have its layers before those of the language
+    model.
     """
     parent_name = layers[-1].rsplit(".", 2)[0] if layers else ""
     parent = model.get_submodule(parent_name) if parent_name else model
@@ -316,7 +390,11 @@ def _by_patterns(recipe: Recipe, model: nn.Module) -> list[str]:
     names = [name for name, module in model.named_modules() if name and not isinstance(module, _CONTAINERS)]
     chosen: list[str] = []
     for pattern in recipe.fsdp.modules_to_wrap:
-        matches = [name for name in names if fnmatch.fnmatchcase(name, pattern) and name.count(".") == pattern.count(".")]
+        matches = [
+            name
+            for name in names
+            if fnmatch.fnmatchcase(name, pattern) and name.count(".") == pattern.count(".")
+        ]
         if not matches:
             raise usage_error(
                 "wrap-pattern-matches-nothing",
@@ -329,7 +407,8 @@ def _by_patterns(recipe: Recipe, model: nn.Module) -> list[str]:
 
 
 def minimum_unit_parameters(recipe: Recipe, model: PreTrainedModel) -> int:
-    """Return `fsdp.min_num_params`; auto is half of one decoder layer, so that each layer becomes a separate unit."""
+    """Return `fsdp.min_num_params`; auto is half of one decoder layer, so that each layer becomes a separate
+    unit."""
     if isinstance(recipe.fsdp.min_num_params, int):
         return recipe.fsdp.min_num_params
     layers = decoder_layers(model, recipe.layer_classes)
@@ -337,10 +416,11 @@ def minimum_unit_parameters(recipe: Recipe, model: PreTrainedModel) -> int:
 
 
 def _by_size(recipe: Recipe, model: PreTrainedModel) -> list[str]:
-    """Return the modules with at least the minimum of parameters outside of units below them; containers are skipped.
+    """Return the modules with at least the minimum of parameters outside of units below them; containers are
+    skipped.
 
-    Bottom up, as in torch's size policy: a parent counts only parameters that are in no unit of its children. Modules that
-    share a parameter (tied embedding and head) stay in the root unit.
+    Bottom up, as in torch's size policy: a parent counts only parameters that are in no unit of its children.
+    Modules that share a parameter (tied embedding and head) stay in the root unit.
     """
     minimum = minimum_unit_parameters(recipe, model)
     owners: Counter[int] = Counter()
@@ -351,7 +431,8 @@ def _by_size(recipe: Recipe, model: PreTrainedModel) -> list[str]:
     chosen: list[str] = []
 
     def visit(name: str, module: nn.Module) -> int:
-        # PEFT's DoRA reads the weights of an adapted layer outside of the forward of its parts, so that these cannot be units.
+        # PEFT's DoRA reads the weights of an adapted layer outside of the forward of its parts, so that these
+        # cannot be units.
         is_adapted = hasattr(module, "lora_A")
         own = [p for p in module.parameters(recurse=is_adapted) if id(p) not in shared]
         left = sum(p.numel() for p in own)

@@ -1,7 +1,8 @@
 """Find gathered FSDP units, and reshard them after a forward without a backward.
 
-Units that stay gathered after the forward (the root, the kept tail, every unit under SHARD_GRAD_OP) are resharded by their backward.
-Without a backward they stay gathered; the optimizer then updates the shards, and the next step would compute with the old weights.
+Units that stay gathered after the forward (the root, the kept tail, every unit under SHARD_GRAD_OP) are
+resharded by their backward. Without a backward they stay gathered; the optimizer then updates the shards, and
+the next step would compute with the old weights.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ Units = list[tuple[str, Any]]
 def units_of(wrapped: nn.Module) -> Units:
     """Return every unit of a wrapped model, under the name of its first module."""
     if isinstance(wrapped, FullyShardedDataParallel):
-        fsdp1 = [(name, each) for name, each in wrapped.named_modules() if isinstance(each, FullyShardedDataParallel)]
+        fsdp1 = [
+            (name, each)
+            for name, each in wrapped.named_modules()
+            if isinstance(each, FullyShardedDataParallel)
+        ]
         return [(plain_name(name) or "(root)", each) for name, each in fsdp1]
     names = {id(module): name for name, module in wrapped.named_modules()}
     return [(names[id(group.modules[0])] or "(root)", group) for group in fsdp_groups(wrapped)]
@@ -48,7 +53,8 @@ def _is_gathered(unit: Any) -> bool:
 
 @contextlib.contextmanager
 def outside_step(wrapped: nn.Module, device: torch.device) -> Iterator[None]:
-    """Run forwards outside of a training step, without gradients. On exit, units are sharded and generators restored.
+    """Run forwards outside of a training step, without gradients. On exit, units are sharded and generators
+    restored.
 
     Every forward except those of `model.step.forward_backward` runs in this context.
     """
@@ -63,6 +69,7 @@ def outside_step(wrapped: nn.Module, device: torch.device) -> Iterator[None]:
                     internals.RESHARD.get()(unit, internals.HANDLE.of(unit), True)
             else:
                 unit.reshard()
-                # A backward prefetches in the recorded order of forwards. This forward has no backward; the next one would use its record.
+                # A backward prefetches in the recorded order of forwards. This forward has no backward; the
+                # next one would use its record.
                 unit.comm_ctx.post_forward_order.clear()
                 internals.FORWARD_RECORD.of(unit).clear()

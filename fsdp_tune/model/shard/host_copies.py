@@ -1,8 +1,9 @@
-"""Keep inputs of recomputed layers in host memory: copied out while the layer computes, and back during the backward of the next layer.
+"""Keep inputs of recomputed layers in host memory: copied out while the layer computes, and back during the
+backward of the next layer.
 
-torch's `save_on_cpu` copies on the compute stream, which then waits for the host link twice per layer. Here a separate stream copies:
-out during the layer's forward, after which the source memory may be reused; back when the layer above starts its backward, so that
-the input of one more layer is on the device at that time.
+torch's `save_on_cpu` copies on the compute stream, which then waits for the host link twice per layer. Here a
+separate stream copies: out during the layer's forward, after which the source memory may be reused; back when
+the layer above starts its backward, so that the input of one more layer is on the device at that time.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class HostCopies:
 
     @contextlib.contextmanager
     def of_layer(self, *, stay: bool) -> Iterator[None]:
-        """Save the inputs of one layer during its forward. `stay` is for the last layer, whose inputs the backward needs immediately."""
+        """Save the inputs of one layer during its forward. `stay` is for the last layer, whose inputs the
+        backward needs immediately."""
         inputs = _Inputs(self._last, stay)
         self._last = weakref.ref(inputs)
         with saved_tensors_hooks(functools.partial(self._pack, inputs), self._unpack):
@@ -81,13 +83,15 @@ class HostCopies:
         return tensor
 
     def _fetch(self, inputs: _Inputs) -> None:
-        """Start copying inputs back to the device. The started backward uses them all, so no memory is freed while a copy is in flight."""
+        """Start copying inputs back to the device. The started backward uses them all, so no memory is freed
+        while a copy is in flight."""
         for index, host in enumerate(inputs.kept):
             inputs.back[index] = torch.empty_like(host, device=self._device)
             inputs.arrived = self._copy(host, inputs.back[index])
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor) -> object:
-        """Copy after all work issued so far, since the allocator relies on the order of the compute stream. Return the completion event."""
+        """Copy after all work issued so far, since the allocator relies on the order of the compute stream.
+        Return the completion event."""
         module = self._module
         if self._stream is None:
             self._stream = module.Stream(priority=0)

@@ -1,7 +1,9 @@
-"""Parameters of a sharded model: the part that a rank holds, dtypes by the names of recipes, and names and class without wrappers.
+"""Parameters of a sharded model: the part that a rank holds, dtypes by the names of recipes, and names and
+class without wrappers.
 
-Weights that are gathered in fp8 are in a subclass of torchao that the rest of the package unwraps. Its inner shard is what is stored,
-saved and updated. The subclass makes FSDP2 send fp8 values, cast with one scale for the full weight, which all ranks compute beforehand.
+Weights that are gathered in fp8 are in a subclass of torchao that the rest of the package unwraps. Its inner
+shard is what is stored, saved and updated. The subclass makes FSDP2 send fp8 values, cast with one scale for
+the full weight, which all ranks compute beforehand.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ def require_torchao(what: str, oldest: tuple[int, int] = (0, 0)) -> None:
     """Check that torchao is installed, in version `oldest` or a later one. Raises: usage error (exit 2)."""
     if importlib.util.find_spec(PACKAGE) is None:
         raise usage_error(
-            "torchao-not-installed", f"`{what}` needs the package torchao, which is not installed", hint="`pip install torchao`"
+            "torchao-not-installed",
+            f"`{what}` needs the package torchao, which is not installed",
+            hint="`pip install torchao`",
         )
     found = importlib.metadata.version(PACKAGE)
     if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < oldest:
@@ -50,18 +54,23 @@ def is_fp8(module: nn.Module) -> bool:
 
 def multiplied_as(tensor: torch.Tensor) -> torch.dtype:
     """Return the dtype of a matrix operand: fp8 for torchao's operands, whose own dtype is bf16."""
-    dtype: torch.dtype = OPERAND.of(tensor).dtype if type(tensor).__name__ == "Float8TrainingTensor" else tensor.dtype
+    dtype: torch.dtype = (
+        OPERAND.of(tensor).dtype if type(tensor).__name__ == "Float8TrainingTensor" else tensor.dtype
+    )
     return dtype
 
 
 def plain(tensor: object) -> Any:
-    """Return the shard inside torchao's tensor subclass, sharing its memory; any other tensor is returned unchanged."""
+    """Return the shard inside torchao's tensor subclass, sharing its memory; any other tensor is returned
+    unchanged."""
     if isinstance(tensor, DTensor):
         local = LOCAL_TENSOR.of(tensor)
         if (inner := plain(local)) is local:
             return tensor
         size, stride = tensor.size(), tensor.stride()
-        return DTensor.from_local(inner, tensor.device_mesh, tensor.placements, run_check=False, shape=size, stride=stride)
+        return DTensor.from_local(
+            inner, tensor.device_mesh, tensor.placements, run_check=False, shape=size, stride=stride
+        )
     return SHARD.of(tensor) if type(tensor).__name__ == "WeightWithDynamicFloat8CastTensor" else tensor
 
 
@@ -75,9 +84,11 @@ def gathered_in_fp8(wrapped: nn.Module) -> Iterator[nn.Module]:
 
 @torch.no_grad()
 def refresh_scales(wrapped: nn.Module) -> None:
-    """Recompute the scale of each weight that is gathered in fp8, with one collective for all. Call it after weights have changed.
+    """Recompute the scale of each weight that is gathered in fp8, with one collective for all. Call it after
+    weights have changed.
 
-    Bitwise equal to torchao's `precompute_float8_dynamic_scale_for_fsdp`, and also correct for shards of any dtype and empty shards.
+    Bitwise equal to torchao's `precompute_float8_dynamic_scale_for_fsdp`, and also correct for shards of any
+    dtype and empty shards.
     """
     weights: list[Any] = [module.weight for module in gathered_in_fp8(wrapped)]
     if not weights:
@@ -86,23 +97,31 @@ def refresh_scales(wrapped: nn.Module) -> None:
 
     wrapped_shards = [LOCAL_TENSOR.of(weight) for weight in weights]
     shards = [plain(shard) for shard in wrapped_shards]
-    largest = torch.stack([shard.abs().max().float() if shard.numel() else torch.zeros((), device=shard.device) for shard in shards])
+    largest = torch.stack(
+        [
+            shard.abs().max().float() if shard.numel() else torch.zeros((), device=shard.device)
+            for shard in shards
+        ]
+    )
     mesh, placements = weights[0].device_mesh, weights[0].placements
     for dim, placement in enumerate(placements):
         if placement.is_shard():
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
-    for shard, scale in zip(wrapped_shards, amax_to_scale(largest, GATHERED_DTYPE.of(wrapped_shards[0])).unbind(), strict=True):
+    for shard, scale in zip(
+        wrapped_shards, amax_to_scale(largest, GATHERED_DTYPE.of(wrapped_shards[0])).unbind(), strict=True
+    ):
         SCALE.set(shard, scale)
 
 
 def local_part(tensor: torch.Tensor) -> Any:
-    """Return this rank's part, unwrapped from DTensor and torchao's fp8 weights, sharing its memory. It may still be a tensor subclass
-    of a library."""
+    """Return this rank's part, unwrapped from DTensor and torchao's fp8 weights, sharing its memory. It may
+    still be a tensor subclass of a library."""
     return plain(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
 
 
 def compute_device(tensor: torch.Tensor) -> torch.device:
-    """Return where a tensor is computed with: with `offload_params` its part is in host memory, and the mesh is one of GPUs."""
+    """Return where a tensor is computed with: with `offload_params` its part is in host memory, and the mesh
+    is one of GPUs."""
     return torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device
 
 
@@ -127,7 +146,8 @@ def sharding_of(tensor: torch.Tensor) -> Sharding | None:
 
 
 def offset_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the index of the first element of this rank's part in the full tensor, one number for each dimension.
+    """Return the index of the first element of this rank's part in the full tensor, one number for each
+    dimension.
 
     As `Shard` divides, by `torch.chunk`: parts of equal length, then a shorter one and empty ones.
     """
@@ -144,8 +164,13 @@ def offset_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def wraps_others(kind: type) -> bool:
-    """Return whether tensors of a class consist of others (DTensor, torchao's blocks), by the protocol of torch's tensor subclasses."""
-    return issubclass(kind, torch.Tensor) and hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
+    """Return whether tensors of a class consist of others (DTensor, torchao's blocks), by the protocol of
+    torch's tensor subclasses."""
+    return (
+        issubclass(kind, torch.Tensor)
+        and hasattr(kind, "__tensor_flatten__")
+        and hasattr(kind, "__tensor_unflatten__")
+    )
 
 
 @torch.no_grad()
@@ -175,13 +200,15 @@ TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.floa
 
 
 def kept_in_fp32(model: nn.Module) -> frozenset[str]:
-    """Return the names of the parameters and buffers that the model's class keeps in fp32 (`model.loading.kept_precision`)."""
+    """Return the names of the parameters and buffers that the model's class keeps in fp32
+    (`model.loading.kept_precision`)."""
     names: frozenset[str] = vars(bare_model(model)).get("kept_in_fp32", frozenset())
     return names
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
-    """Return whether weight decay acts on a parameter: a matrix whose name contains neither "norm" nor "bias".
+    """Return whether weight decay acts on a parameter: a matrix whose name contains neither "norm" nor
+    "bias".
 
     Stacked experts (gpt-oss) and attention heads (XLNet) have biases of two dimensions.
     """
@@ -194,7 +221,8 @@ def plain_name(name: str) -> str:
 
 
 def decayed_names(model: nn.Module) -> frozenset[str]:
-    """Return the names of the parameters with weight decay. Needs the bare model, since FSDP1's parts of a matrix are vectors."""
+    """Return the names of the parameters with weight decay. Needs the bare model, since FSDP1's parts of a
+    matrix are vectors."""
     return frozenset(name for name, parameter in model.named_parameters() if decays(name, parameter))
 
 
@@ -211,9 +239,12 @@ class ModuleView:
 
 def bare_model(wrapped: nn.Module) -> nn.Module:
     """Return the model that DDP or FSDP1 wraps; FSDP2 has no wrapper."""
-    return wrapped.module if isinstance(wrapped, DistributedDataParallel | FullyShardedDataParallel) else wrapped
+    return (
+        wrapped.module if isinstance(wrapped, DistributedDataParallel | FullyShardedDataParallel) else wrapped
+    )
 
 
 def bare_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class that `module` had before FSDP2 replaced it by a subclass of its own (`FSDPLlamaForCausalLM`)."""
+    """Return the class that `module` had before FSDP2 replaced it by a subclass of its own
+    (`FSDPLlamaForCausalLM`)."""
     return next(each for each in type(module).__mro__ if not issubclass(each, FSDPModule))

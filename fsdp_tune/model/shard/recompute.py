@@ -1,8 +1,9 @@
-"""Activation checkpointing of decoder layers with preserved random state, so that dropout draws the same mask twice.
+"""Activation checkpointing of decoder layers with preserved random state, so that dropout draws the same mask
+twice.
 
-Accelerate's FSDP2 path recomputes with `preserve_rng_state=False`: with dropout, the gradients are then not those of the
-loss. A layer's `forward` is replaced inside FSDP's hooks, so that the unit is gathered once for recomputation and
-backward, and parameter names do not change.
+Accelerate's FSDP2 path recomputes with `preserve_rng_state=False`: with dropout, the gradients are then not
+those of the loss. A layer's `forward` is replaced inside FSDP's hooks, so that the unit is gathered once for
+recomputation and backward, and parameter names do not change.
 """
 
 from __future__ import annotations
@@ -16,10 +17,22 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 from transformers import PreTrainedModel
 
-from fsdp_tune.model.internals.torch_internals import ATTENTION_OPERATORS, FORWARD_PREFETCH, FSDP_STATE, SCALED_MM, SCHEMA, observing_mode
+from fsdp_tune.model.internals.torch_internals import (
+    ATTENTION_OPERATORS,
+    FORWARD_PREFETCH,
+    FSDP_STATE,
+    SCALED_MM,
+    SCHEMA,
+    observing_mode,
+)
 from fsdp_tune.model.shard.expert_parallel import divided_experts
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
 from fsdp_tune.model.shard.host_copies import HostCopies
@@ -35,15 +48,16 @@ def _attention_operators() -> frozenset[object]:
     return frozenset(name.get() for name in ATTENTION_OPERATORS)
 
 
-# Unlike in torchtitan, top-k is not saved: transformers' routers divide its values in place, and saved values must not change.
+# Unlike in torchtitan, top-k is not saved: transformers' routers divide its values in place, and saved values
+# must not change.
 @functools.cache
 def _products() -> frozenset[object]:
     return frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, SCALED_MM.get()})
 
 
 def _is_attention(op: object) -> bool:
-    """Return whether an operator is torch's attention, variable-length or not, or the forward of a flash-attn package
-    (`flash_attn::_flash_attn_varlen_forward`, `flash_attn_3::fwd` and similar)."""
+    """Return whether an operator is torch's attention, variable-length or not, or the forward of a flash-attn
+    package (`flash_attn::_flash_attn_varlen_forward`, `flash_attn_3::fwd` and similar)."""
     if op in _attention_operators():
         return True
     namespace, _, name = str(op).partition(".")  # `flash_attn._flash_attn_varlen_forward.default`
@@ -57,24 +71,29 @@ _DROPOUT = frozenset({"dropout_p", "p_dropout"})
 
 
 def _draws(op: object, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
-    """Return whether an attention operator draws a dropout mask. If its saved result were used instead, it would not advance the random
-    generator when recomputing, and all later masks of the layer would differ from those of the forward."""
+    """Return whether an attention operator draws a dropout mask. If its saved result were used instead, it
+    would not advance the random generator when recomputing, and all later masks of the layer would differ
+    from those of the forward."""
     for index, argument in enumerate(SCHEMA.of(op).arguments):
         if argument.name in _DROPOUT:
-            return bool(args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value))
+            return bool(
+                args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
+            )
     return False
 
 
 class _SaveAttentionAndEverySecondMatmul:
-    """Save attention without dropout, and every second matrix product. Stateful, so one per forward; torch calls it in the same order when
-    recomputing."""
+    """Save attention without dropout, and every second matrix product. Stateful, so one per forward; torch
+    calls it in the same order when recomputing."""
 
     def __init__(self) -> None:
         self.matmuls = {False: 0, True: 0}
 
     def __call__(self, context: Any, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
         if _is_attention(op):
-            return CheckpointPolicy.PREFER_RECOMPUTE if _draws(op, args, kwargs) else CheckpointPolicy.MUST_SAVE
+            return (
+                CheckpointPolicy.PREFER_RECOMPUTE if _draws(op, args, kwargs) else CheckpointPolicy.MUST_SAVE
+            )
         if op in _products():
             self.matmuls[context.is_recompute] += 1
             if self.matmuls[context.is_recompute] % 2:
@@ -95,7 +114,8 @@ _ALLOWED = {torch.float32: 1e-3, torch.float64: 1e-3}
 
 
 _ALLOWED_IN_HALF_PRECISION = 5e-2
-"""Relative, of sampled values of a product. The same operands in the same kernel: only one that adds in any order gives a difference."""
+"""Relative, of sampled values of a product. The same operands in the same kernel: only one that adds in any
+order gives a difference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +134,8 @@ class _Sample:
 
 
 def _sampling(samples: list[_Sample]) -> contextlib.AbstractContextManager[object]:
-    """Take samples of the matrix products and attention that run in the context, or are answered by a mode around it."""
+    """Take samples of the matrix products and attention that run in the context, or are answered by a mode
+    around it."""
 
     def see(op: object, result: object) -> None:
         if op in _products() or _is_attention(op):
@@ -126,10 +147,12 @@ def _sampling(samples: list[_Sample]) -> contextlib.AbstractContextManager[objec
 
 
 class RecomputationCheck:
-    """While it is entered, compares matrix products and attention of recomputed layers with those of their forward.
+    """While it is entered, compares matrix products and attention of recomputed layers with those of their
+    forward.
 
-    A difference means that gradients are not those of the loss: a kernel wrote over a value that is kept for the backward (autograd counts
-    no writes of Triton), a dropout mask was drawn differently, or an input had changed before it came back from the host.
+    A difference means that gradients are not those of the loss: a kernel wrote over a value that is kept for
+    the backward (autograd counts no writes of Triton), a dropout mask was drawn differently, or an input had
+    changed before it came back from the host.
     """
 
     entered: ClassVar[RecomputationCheck | None] = None
@@ -148,11 +171,15 @@ class RecomputationCheck:
         """Return contexts of one forward of a layer and of its recomputation, within those of `inner`."""
         samples: tuple[list[_Sample], list[_Sample]] = [], []
         self._layers.append((layer, *samples))
-        return tuple(_nested(context, _sampling(found)) for context, found in zip(inner(), samples, strict=True))  # type: ignore[return-value]
+        return tuple(
+            _nested(context, _sampling(found)) for context, found in zip(inner(), samples, strict=True)
+        )  # type: ignore[return-value]
 
     def differences(self) -> list[str]:
         """Return a sentence for each product that differs. Waits for the device once."""
-        pairs = [(layer, *pair) for layer, first, again in self._layers for pair in zip(first, again, strict=False)]  # it may end earlier
+        pairs = [
+            (layer, *pair) for layer, first, again in self._layers for pair in zip(first, again, strict=False)
+        ]  # it may end earlier
         if not pairs:
             return []
         shares = torch.stack([_distance(one.values, other.values) for _, one, other in pairs]).tolist()
@@ -211,10 +238,12 @@ def _contexts(recipe: Recipe, name: str, layer: nn.Module) -> Callable[[], tuple
 
 
 def _prefetching_once(layer: nn.Module, inner: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
-    """Return the contexts of `inner`, where the recomputation does not prefetch what follows the layer in a forward.
+    """Return the contexts of `inner`, where the recomputation does not prefetch what follows the layer in a
+    forward.
 
-    A unit inside of the layer (divided experts, wrapping by size) runs its forward again in the backward. It would gather the next layer,
-    whose backward has ended, and which would stay gathered until all backwards have.
+    A unit inside of the layer (divided experts, wrapping by size) runs its forward again in the backward. It
+    would gather the next layer, whose backward has ended, and which would stay gathered until all backwards
+    have.
     """
     first, again = inner()
     return first, _nested(_without_forward_prefetch(layer), again)
@@ -234,7 +263,12 @@ def _without_forward_prefetch(layer: nn.Module) -> Iterator[None]:
 
 
 def _checkpointed(
-    name: str, layer: nn.Module, *, contexts: Callable[[], tuple[Any, Any]] | None, copies: HostCopies | None, is_uppermost: bool
+    name: str,
+    layer: nn.Module,
+    *,
+    contexts: Callable[[], tuple[Any, Any]] | None,
+    copies: HostCopies | None,
+    is_uppermost: bool,
 ) -> Callable[..., object]:
     layer.recomputed_forward = layer.forward  # type: ignore[assignment]  # the compiler may replace it
 
@@ -260,14 +294,19 @@ def _checkpointed(
 def _by_own_tensors(
     function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
 ) -> tuple[Callable[..., object], list[object]]:
-    """Return the call as a function of the layer's own tensors, those with a gradient; inputs shared by all layers are bound to it."""
+    """Return the call as a function of the layer's own tensors, those with a gradient; inputs shared by all
+    layers are bound to it."""
     values = {**dict(enumerate(args)), **kwargs}
-    own = {key: value for key, value in values.items() if isinstance(value, torch.Tensor) and value.requires_grad}
+    own = {
+        key: value for key, value in values.items() if isinstance(value, torch.Tensor) and value.requires_grad
+    }
     shared: dict[object, object] = {key: None if key in own else value for key, value in values.items()}
     positions, names, owned = range(len(args)), tuple(kwargs), tuple(own)
 
     def call(*tensors: torch.Tensor) -> object:
         filled = {**shared, **dict(zip(owned, tensors, strict=True))}
-        return function(*(filled[position] for position in positions), **{name: filled[name] for name in names})
+        return function(
+            *(filled[position] for position in positions), **{name: filled[name] for name in names}
+        )
 
     return call, list(own.values())

@@ -1,9 +1,12 @@
-"""A recomputed layer with divided experts routes once: it chooses the experts that its forward chose, and sends tokens the same way.
+"""A recomputed layer with divided experts routes once: it chooses the experts that its forward chose, and
+sends tokens the same way.
 
-A recomputed router may round otherwise than in the forward (kernels whose order of sums varies), and two experts of nearly equal score
-would change places: tokens would be sent elsewhere, and gradients would not be those of the loss. So the result of the `topk` that chose
-the experts is kept with the route of the tokens. The recomputed router takes its scores at the kept indices. Some routers choose groups of
-experts first and set the scores of others to 0 (DeepSeek-V2): these results are kept too, or a kept index could have a weight of 0.
+A recomputed router may round otherwise than in the forward (kernels whose order of sums varies), and two
+experts of nearly equal score
+would change places: tokens would be sent elsewhere, and gradients would not be those of the loss. So the
+result of the `topk` that chose the experts is kept with the route of the tokens. The recomputed router takes
+its scores at the kept indices. Some routers choose groups of experts first and set the scores of others to 0
+(DeepSeek-V2): these results are kept too, or a kept index could have a weight of 0.
 """
 
 from __future__ import annotations
@@ -38,23 +41,36 @@ class RoutedOnce:
         self._is_repeating = False
 
     def contexts(self) -> tuple[TorchFunctionMode, TorchFunctionMode]:
-        """Return the contexts of the forward and of the recomputation (`context_fn` of torch's `checkpoint`)."""
+        """Return the contexts of the forward and of the recomputation (`context_fn` of torch's
+        `checkpoint`)."""
         return _Choosing(self, repeats=False), _Choosing(self, repeats=True)
 
     def route(self, top_k_index: torch.Tensor, make: Callable[[], _Route]) -> _Route:
-        """Return the route of the chosen experts, as `make` returns it: in a recomputation that of the forward, without communication.
+        """Return the route of the chosen experts, as `make` returns it: in a recomputation that of the
+        forward, without communication.
 
-        Raises: failed error if no `topk` of the layer has returned these experts. Waits for the device in the forward.
+        Raises: failed error if no `topk` of the layer has returned these experts. Waits for the device in the
+        forward.
         """
         if self._is_repeating:
             self._used += 1
             kept: _Route = self._routes[self._used - 1]
             return kept
         if not any(_are_equal(indices, top_k_index) for indices in self.chosen):
-            message = f"`{self._layer}` chooses experts without `torch.topk`, and its recomputation could choose others"
-            raise failed_error("experts-not-chosen-by-topk", message, hint="--set fsdp.activation_checkpointing=none")
-        # A token has at least as many experts as groups. Larger results are of something else, such as the keys of sparse attention.
-        self._kept |= {call: indices for call, indices in enumerate(self.chosen) if indices.numel() <= top_k_index.numel()}
+            message = (
+                f"`{self._layer}` chooses experts without `torch.topk`, and its recomputation could "
+                "choose others"
+            )
+            raise failed_error(
+                "experts-not-chosen-by-topk", message, hint="--set fsdp.activation_checkpointing=none"
+            )
+        # A token has at least as many experts as groups. Larger results are of something else, such as the
+        # keys of sparse attention.
+        self._kept |= {
+            call: indices
+            for call, indices in enumerate(self.chosen)
+            if indices.numel() <= top_k_index.numel()
+        }
         self._routes.append(made := make())
         return made
 
@@ -76,11 +92,14 @@ class RoutedOnce:
 
 
 def _are_equal(indices: torch.Tensor, others: torch.Tensor) -> bool:
-    return indices.numel() == others.numel() and torch.equal(indices.flatten(), others.flatten().to(indices.dtype))
+    return indices.numel() == others.numel() and torch.equal(
+        indices.flatten(), others.flatten().to(indices.dtype)
+    )
 
 
 class _Choosing(TorchFunctionMode):
-    """Let `RoutedOnce` choose the indices of each `topk`, and gather the values at these, so that autograd saves the same tensors twice."""
+    """Let `RoutedOnce` choose the indices of each `topk`, and gather the values at these, so that autograd
+    saves the same tensors twice."""
 
     def __init__(self, owner: RoutedOnce, *, repeats: bool) -> None:
         super().__init__()
@@ -98,14 +117,18 @@ class _Choosing(TorchFunctionMode):
         self._owner.end()
         RoutedOnce.entered = self._outer
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func not in (torch.topk, torch.Tensor.topk):
             return func(*args, **kwargs)
         arguments = _TOPK.bind(*args, **kwargs).arguments
         with torch.no_grad():
             indices = self._owner.choose(**arguments)
-        return torch.return_types.topk((arguments["input"].gather(arguments.get("dim", -1), indices), indices))
+        return torch.return_types.topk(
+            (arguments["input"].gather(arguments.get("dim", -1), indices), indices)
+        )
 
 
 def _topk(input: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> None:  # noqa: FBT001, FBT002
@@ -123,9 +146,11 @@ class _Reached(Exception):
 
 
 def is_known_to_choose_otherwise(block: nn.Module, experts: nn.Module, width: int) -> bool:
-    """Return whether a block on the meta device passes indices to its experts that have the shape of no `topk`.
+    """Return whether a block on the meta device passes indices to its experts that have the shape of no
+    `topk`.
 
-    False also if the block takes other arguments than hidden states [1, tokens, width]; the first recomputed layer then decides.
+    False also if the block takes other arguments than hidden states [1, tokens, width]; the first recomputed
+    layer then decides.
     """
     found: list[bool] = []
     once = RoutedOnce("")

@@ -1,7 +1,7 @@
 """Apply the recipe's sharding to a model: device mesh, FSDP units, mixed precision, offload, prefetch.
 
-The model is wrapped before it is passed to Accelerate, which does not change an `FSDPModule`. Accelerate's own path cannot
-wrap by size, sums gradients in bf16, and casts the model's output.
+The model is wrapped before it is passed to Accelerate, which does not change an `FSDPModule`. Accelerate's
+own path cannot wrap by size, sums gradients in bf16, and casts the model's output.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
@@ -40,20 +47,27 @@ from fsdp_tune.recipe.schema.recipe import Recipe
 
 
 def mixed_precision_policy(recipe: Recipe) -> MixedPrecisionPolicy:
-    """Return the policy: compute in the recipe's dtype, sum gradients in `reduce_dtype`, do not cast the model's output.
+    """Return the policy: compute in the recipe's dtype, sum gradients in `reduce_dtype`, do not cast the
+    model's output.
 
     Accelerate's policy would round the loss itself to the compute dtype (`output_dtype`) and sum in it.
     """
     compute = None if recipe.precision.mixed_precision == "no" else TORCH_DTYPE[recipe.compute_dtype]
-    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=TORCH_DTYPE[recipe.precision.reduce_dtype], output_dtype=None)
+    return MixedPrecisionPolicy(
+        param_dtype=compute, reduce_dtype=TORCH_DTYPE[recipe.precision.reduce_dtype], output_dtype=None
+    )
 
 
 def offload_policy(recipe: Recipe, device_type: str) -> OffloadPolicy:
     # Pinning needs an accelerator and raises on CPU ranks.
-    return CPUOffloadPolicy(pin_memory=device_type == "cuda") if recipe.fsdp.offload_params else OffloadPolicy()
+    return (
+        CPUOffloadPolicy(pin_memory=device_type == "cuda") if recipe.fsdp.offload_params else OffloadPolicy()
+    )
 
 
-def wrap(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: DeviceMesh | None, device: torch.device) -> nn.Module:
+def wrap(
+    recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: DeviceMesh | None, device: torch.device
+) -> nn.Module:
     """Shard `model` in place and return the module to call (under FSDP2 the same one)."""
     if not recipe.is_sharded:
         return _wrap_ddp(model, device)
@@ -66,16 +80,22 @@ def wrap(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: DeviceMe
 def _wrap_ddp(model: PreTrainedModel, device: torch.device) -> nn.Module:
     device_ids = None if device.type == "cpu" else [device]
     # Gradients as views of the buckets save a copy; buffers are the same on all ranks.
-    return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True, broadcast_buffers=False)
+    return DistributedDataParallel(
+        model, device_ids=device_ids, gradient_as_bucket_view=True, broadcast_buffers=False
+    )
 
 
-def _wrap_fsdp2(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+def _wrap_fsdp2(
+    recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: DeviceMesh, device: torch.device
+) -> nn.Module:
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": mixed_precision_policy(recipe),
         "offload_policy": offload_policy(recipe, device.type),
     }
-    as_stored = options | {"mp_policy": replace(options["mp_policy"], param_dtype=None, cast_forward_inputs=False)}
+    as_stored = options | {
+        "mp_policy": replace(options["mp_policy"], param_dtype=None, cast_forward_inputs=False)
+    }
     expert_mesh = make_expert_mesh(recipe, device.type) if units.divided else None
     if expert_mesh is not None:
         model.expert_mesh = expert_mesh  # type: ignore[assignment]
@@ -102,7 +122,8 @@ def _wrap_fsdp2(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: D
             ignored_params=ignored or None,
             **own,
         )
-    # Without `reshard_after_forward` the root stays gathered (FSDP2's default), since the backward starts with it.
+    # Without `reshard_after_forward` the root stays gathered (FSDP2's default), since the backward starts
+    # with it.
     if units.holder is None:
         fully_shard(model, ignored_params=ignored or None, **options)
     _keep_recorded_outputs(model)
@@ -113,8 +134,11 @@ def _wrap_fsdp2(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: D
     return model
 
 
-def _shard_experts(experts: nn.Module, expert_mesh: DeviceMesh, device: torch.device, options: dict[str, Any]) -> None:
-    """Make the unit of divided experts: sharded inside of each expert, since the ranks of `ep` divide the first dimension."""
+def _shard_experts(
+    experts: nn.Module, expert_mesh: DeviceMesh, device: torch.device, options: dict[str, Any]
+) -> None:
+    """Make the unit of divided experts: sharded inside of each expert, since the ranks of `ep` divide the
+    first dimension."""
     divide_experts(experts, expert_mesh, device)
     mesh = mesh_of_shards(expert_mesh)
 
@@ -123,7 +147,8 @@ def _shard_experts(experts: nn.Module, expert_mesh: DeviceMesh, device: torch.de
         assert dim is not None, "`require_divisible_experts` refuses others"
         return Shard(dim)
 
-    # A decoder layer is a unit that casts its inputs; the weights of experts are computed inside of it, in fp32 by some routers.
+    # A decoder layer is a unit that casts its inputs; the weights of experts are computed inside of it, in
+    # fp32 by some routers.
     policy = replace(options["mp_policy"], cast_forward_inputs=False)
     of_experts: dict[str, Any] = {"mesh": mesh, "shard_placement_fn": placement, "mp_policy": policy}
     unit: Any = fully_shard(experts, **options | of_experts)
@@ -131,11 +156,13 @@ def _shard_experts(experts: nn.Module, expert_mesh: DeviceMesh, device: torch.de
 
 
 def begin_micro_batch(recipe: Recipe, wrapped: nn.Module, *, is_last: bool) -> None:
-    """Set what FSDP2 does after the backward of the next micro-batch; `is_last` of its step. No-op for DDP and FSDP1.
+    """Set what FSDP2 does after the backward of the next micro-batch; `is_last` of its step. No-op for DDP
+    and FSDP1.
 
-    Under HSDP every micro-batch reduces inside a replica, and only the last one crosses between replicas. With
-    `reshard_after_backward: false` only the last one frees gathered parameters: the optimizer then updates the shards, so a unit that
-    stayed gathered would compute the next step with old weights.
+    Under HSDP every micro-batch reduces inside a replica, and only the last one crosses between replicas.
+    With
+    `reshard_after_backward: false` only the last one frees gathered parameters: the optimizer then updates
+    the shards, so a unit that stayed gathered would compute the next step with old weights.
     """
     if not isinstance(wrapped, FSDPModule):
         return
@@ -146,28 +173,41 @@ def begin_micro_batch(recipe: Recipe, wrapped: nn.Module, *, is_last: bool) -> N
 
 
 def _wrap_holder(
-    model: PreTrainedModel, units: UnitPlan, ignored: set[nn.Parameter], options: dict[str, Any], as_stored: dict[str, Any]
+    model: PreTrainedModel,
+    units: UnitPlan,
+    ignored: set[nn.Parameter],
+    options: dict[str, Any],
+    as_stored: dict[str, Any],
 ) -> set[nn.Parameter]:
-    """Make the units of the root and of the holder. Return their parameters, which the other groups must not take.
+    """Make the units of the root and of the holder. Return their parameters, which the other groups must not
+    take.
 
-    `fully_shard` takes no parameter below a module that is a unit already. So these two come before the groups inside of them, and ignore
-    all parameters but their own.
+    `fully_shard` takes no parameter below a module that is a unit already. So these two come before the
+    groups inside of them, and ignore all parameters but their own.
     """
     assert units.holder is not None
     named = dict(model.named_parameters())
     inside = tuple(f"{name}." for group in units.groups for name in group)
-    rest = {name for name, p in named.items() if not name.startswith(inside) and name not in units.held and p not in ignored}
+    rest = {
+        name
+        for name, p in named.items()
+        if not name.startswith(inside) and name not in units.held and p not in ignored
+    }
     fully_shard(model, ignored_params={p for name, p in named.items() if name not in rest}, **options)
     others = {p for name, p in model.named_parameters() if name not in units.held}
-    fully_shard(model.get_submodule(units.holder), reshard_after_forward=False, ignored_params=others, **as_stored)
+    fully_shard(
+        model.get_submodule(units.holder), reshard_after_forward=False, ignored_params=others, **as_stored
+    )
     return {p for name, p in model.named_parameters() if name in rest or name in units.held}
 
 
 def shard_dim(recipe: Recipe, shape: torch.Size, ranks: int) -> int:
-    """Return the dimension in which FSDP2 shards a parameter: the first, or the second of stacked experts if `ranks` divide only that.
+    """Return the dimension in which FSDP2 shards a parameter: the first, or the second of stacked experts if
+    `ranks` divide only that.
 
-    Uneven parts are padded: of 8 experts on 12 ranks, 4 ranks would have none, and all ranks would gather 12. torch shards the second
-    dimension evenly or not at all, and does not reshard it to fewer ranks after the forward; torchao's blocks of state need full rows.
+    Uneven parts are padded: of 8 experts on 12 ranks, 4 ranks would have none, and all ranks would gather 12.
+    torch shards the second dimension evenly or not at all, and does not reshard it to fewer ranks after the
+    forward; torchao's blocks of state need full rows.
     """
     is_stack = len(shape) == 3 and shape[0] % ranks != 0 and shape[1] % ranks == 0
     reshards_to_fewer = recipe.fsdp.reshard_after_forward not in (None, True, False)
@@ -177,7 +217,8 @@ def shard_dim(recipe: Recipe, shape: torch.Size, ranks: int) -> int:
 def _keep_recorded_outputs(model: PreTrainedModel) -> None:
     """Let transformers record outputs of layers (router logits) even if the decoder is a unit.
 
-    Its registry is keyed by the printed class of a model (`_CanRecordRegistry`), which `fully_shard` replaces.
+    Its registry is keyed by the printed class of a model (`_CanRecordRegistry`), which `fully_shard`
+    replaces.
     """
     if not RECORDED_OUTPUTS.exists() and not getattr(model.config, "output_router_logits", False):
         return
@@ -189,8 +230,8 @@ def _keep_recorded_outputs(model: PreTrainedModel) -> None:
 
 @functools.cache
 def allow_integer_parameters() -> None:
-    """Let FSDP2 hold frozen parameters of bytes in torch 2.11 and 2.12: it makes each parameter one with a gradient first, which only
-    floating-point tensors can be, and gathers it in the compute dtype."""
+    """Let FSDP2 hold frozen parameters of bytes in torch 2.11 and 2.12: it makes each parameter one with a
+    gradient first, which only floating-point tensors can be, and gathers it in the compute dtype."""
     if Version(torch.__version__) >= Version("2.13"):
         return
     module: Any = internals.FSDP_PARAM.get()
@@ -213,7 +254,8 @@ def ignored_parameters(recipe: Recipe, model: nn.Module) -> set[nn.Parameter]:
 
 
 def fsdp_groups(model: nn.Module) -> list[Any]:
-    """Return the parameter groups of all FSDP2 units, each once, although several modules (norm and head) may share a group."""
+    """Return the parameter groups of all FSDP2 units, each once, although several modules (norm and head) may
+    share a group."""
     found: dict[int, Any] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -223,19 +265,23 @@ def fsdp_groups(model: nn.Module) -> list[Any]:
 
 
 def process_groups(model: nn.Module, mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
-    """Return the process groups of the model's mesh, of the meshes that `reshard_after_forward: N` and `ep_size` add, and
-    of shared rows."""
+    """Return the process groups of the model's mesh, of the meshes that `reshard_after_forward: N` and
+    `ep_size` add, and of shared rows."""
     meshes = [each for each in (mesh, expert_mesh_of(model)) if each is not None]
-    meshes += [info.mesh for group in fsdp_groups(model) if (info := group.post_forward_mesh_info) is not None]
+    meshes += [
+        info.mesh for group in fsdp_groups(model) if (info := group.post_forward_mesh_info) is not None
+    ]
     groups = [group for each in meshes for group in each.get_all_groups()]
     groups += groups_of(model).values()
     return list({id(group): group for group in groups}.values())
 
 
 def set_prefetch(recipe: Recipe, in_forward_order: Sequence[nn.Module]) -> None:
-    """Set explicit prefetch depths. By default FSDP2 gathers one unit ahead in the backward, and in the forward when the CPU issues it.
+    """Set explicit prefetch depths. By default FSDP2 gathers one unit ahead in the backward, and in the
+    forward when the CPU issues it.
 
-    `in_forward_order`: the units in the order in which forwards start, so that a unit comes before those inside of it.
+    `in_forward_order`: the units in the order in which forwards start, so that a unit comes before those
+    inside of it.
     """
     forward, backward = recipe.fsdp.forward_prefetch, recipe.fsdp.backward_prefetch
     units: list[FSDPModule] = [unit for unit in in_forward_order if isinstance(unit, FSDPModule)]
@@ -247,9 +293,12 @@ def set_prefetch(recipe: Recipe, in_forward_order: Sequence[nn.Module]) -> None:
 
 
 def _set_backward_prefetch(units: Sequence[FSDPModule], depth: int | str) -> None:
-    """Set what each unit gathers ahead in the backward, and keep it from gathering units without a backward: the frozen ones before the
-    first trained unit (an adapter's embedding). A `depth` that is not a number leaves all other units to FSDP2."""
-    first = next((index for index, unit in enumerate(units) if any(p.requires_grad for p in _parameters(unit))), 0)
+    """Set what each unit gathers ahead in the backward, and keep it from gathering units without a backward:
+    the frozen ones before the first trained unit (an adapter's embedding). A `depth` that is not a number
+    leaves all other units to FSDP2."""
+    first = next(
+        (index for index, unit in enumerate(units) if any(p.requires_grad for p in _parameters(unit))), 0
+    )
     order = [unit for unit in _in_backward_order(units) if unit not in units[:first]]
     ahead = depth if isinstance(depth, int) else 1
     for index, unit in enumerate(order):
@@ -262,7 +311,8 @@ def _set_backward_prefetch(units: Sequence[FSDPModule], depth: int | str) -> Non
 
 
 def _in_backward_order(in_forward_order: Sequence[FSDPModule]) -> list[FSDPModule]:
-    """Return units in the order in which their backwards start: the reverse of that in which their forwards end.
+    """Return units in the order in which their backwards start: the reverse of that in which their forwards
+    end.
 
     A layer's backward therefore starts before the backward of the experts inside of it.
     """
@@ -285,7 +335,9 @@ def _parameters(unit: FSDPModule) -> Iterable[nn.Parameter]:
     return unit.parameters()
 
 
-def _wrap_fsdp1(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+def _wrap_fsdp1(
+    recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: DeviceMesh, device: torch.device
+) -> nn.Module:
     from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
     from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
@@ -296,8 +348,12 @@ def _wrap_fsdp1(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: D
     return FullyShardedDataParallel(
         model,
         device_mesh=mesh,
-        sharding_strategy=internals.HYBRID_ZERO2.get() if strategy == "HYBRID_SHARD_ZERO2" else ShardingStrategy[strategy],
-        auto_wrap_policy=functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: id(module) in chosen),
+        sharding_strategy=internals.HYBRID_ZERO2.get()
+        if strategy == "HYBRID_SHARD_ZERO2"
+        else ShardingStrategy[strategy],
+        auto_wrap_policy=functools.partial(
+            lambda_auto_wrap_policy, lambda_fn=lambda module: id(module) in chosen
+        ),
         mixed_precision=MixedPrecision(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype),
         cpu_offload=CPUOffload(offload_params=recipe.fsdp.offload_params),
         backward_prefetch=None if prefetch == "NO_PREFETCH" else BackwardPrefetch[str(prefetch)],

@@ -1,9 +1,10 @@
-"""CUDA's caching allocator, reproduced exactly: the memory that it reserves for a sequence of allocations and frees.
+"""CUDA's caching allocator, reproduced exactly: the memory that it reserves for a sequence of allocations and
+frees.
 
-The rules are those of `c10/cuda/CUDACachingAllocator.cpp` with the default settings (no `max_split_size_mb`, no garbage
-collection, no rounding to powers of two), with plain segments and with `expandable_segments:True`. Names in comments are
-those of that file. Memory that was used on another stream counts as free immediately, since FSDP2 orders its streams by
-waits and does not call `record_stream`.
+The rules are those of `c10/cuda/CUDACachingAllocator.cpp` with the default settings (no `max_split_size_mb`,
+no garbage collection, no rounding to powers of two), with plain segments and with `expandable_segments:True`.
+Names in comments are those of that file. Memory that was used on another stream counts as free immediately,
+since FSDP2 orders its streams by waits and does not call `record_stream`.
 """
 
 from __future__ import annotations
@@ -26,11 +27,16 @@ class DeviceMemoryError(Exception):
 
     def __init__(self, wanted_bytes: int, reserved_bytes: int, allocated_bytes: int) -> None:
         super().__init__(f"{wanted_bytes} more bytes do not fit")
-        self.wanted_bytes, self.reserved_bytes, self.allocated_bytes = wanted_bytes, reserved_bytes, allocated_bytes
+        self.wanted_bytes, self.reserved_bytes, self.allocated_bytes = (
+            wanted_bytes,
+            reserved_bytes,
+            allocated_bytes,
+        )
 
 
 class Block:
-    """A part of a segment. `mapped` is False only for a part of an expandable segment without physical memory."""
+    """A part of a segment. `mapped` is False only for a part of an expandable segment without physical
+    memory."""
 
     __slots__ = ("allocated", "mapped", "next", "offset", "pool", "prev", "segment", "size")
 
@@ -46,8 +52,8 @@ class Block:
 
 
 class Pool:
-    """The free blocks of one stream, small or large: (size, segment, offset, block), sorted, so that the best fit is the first large
-    enough one."""
+    """The free blocks of one stream, small or large: (size, segment, offset, block), sorted, so that the best
+    fit is the first large enough one."""
 
     __slots__ = ("free", "last", "page", "small")
 
@@ -70,14 +76,16 @@ def rounded(size_bytes: int) -> int:
 
 
 def segment_size(size_bytes: int) -> int:
-    """Return `get_allocation_size`: the size to request from the driver for a block of this (rounded) size."""
+    """Return `get_allocation_size`: the size to request from the driver for a block of this (rounded)
+    size."""
     if size_bytes <= SMALL:
         return SMALL_SEGMENT
     return LARGE_SEGMENT if size_bytes < MIN_LARGE else -(-size_bytes // ROUND_LARGE) * ROUND_LARGE
 
 
 class CachingAllocator:
-    """The allocator of one device. `capacity_bytes` is the memory that the driver can provide; None for no limit."""
+    """The allocator of one device. `capacity_bytes` is the memory that the driver can provide; None for no
+    limit."""
 
     def __init__(self, *, expandable: bool, capacity_bytes: int | None = None) -> None:
         self.expandable, self.capacity_bytes = expandable, capacity_bytes
@@ -99,7 +107,8 @@ class CachingAllocator:
         if at == len(free):
             block = self._from_driver(pool, size)
         else:
-            # A free block that can still grow counts with its largest possible size, so any other large enough block is used first.
+            # A free block that can still grow counts with its largest possible size, so any other large
+            # enough block is used first.
             if free[at][3] is pool.last and at + 1 < len(free):
                 at += 1
             block = free.pop(at)[3]
@@ -149,7 +158,8 @@ class CachingAllocator:
     # ---- Memory from the driver
 
     def _from_driver(self, pool: Pool, size: int) -> Block:
-        """Do `alloc_block` after `get_free_block` found nothing: request memory, and again after returning all cached memory."""
+        """Do `alloc_block` after `get_free_block` found nothing: request memory, and again after returning
+        all cached memory."""
         block = self._new(pool, size)
         if block is None:
             self.retries += 1
@@ -175,7 +185,8 @@ class CachingAllocator:
         return True
 
     def _expand(self, pool: Pool, size: int) -> Block | None:
-        """Do `try_allocate_expandable_block`: map the lowest large enough hole, together with the free block before it."""
+        """Do `try_allocate_expandable_block`: map the lowest large enough hole, together with the free block
+        before it."""
         hole = self._hole(pool, size)
         if hole is None:
             tail = pool.last
@@ -204,13 +215,18 @@ class CachingAllocator:
         return block
 
     def _hole(self, pool: Pool, size: int) -> Block | None:
-        """Return an unmapped part between mapped ones, which `give_back_cached` left; None if there is none."""
+        """Return an unmapped part between mapped ones, which `give_back_cached` left; None if there is
+        none."""
         if not self.retries:
             return None
         found, block = None, pool.last
         while block is not None:
             if not block.mapped:
-                room = sum(b.size for b in (block.prev, block, block.next) if b is not None and (b is block or b.is_free))
+                room = sum(
+                    b.size
+                    for b in (block.prev, block, block.next)
+                    if b is not None and (b is block or b.is_free)
+                )
                 if room >= size:
                     found = block
             block = block.prev
@@ -232,7 +248,8 @@ class CachingAllocator:
         return hole
 
     def give_back_cached(self) -> None:
-        """Do `release_cached_blocks`: release free segments, or the complete pages inside free blocks of expandable segments."""
+        """Do `release_cached_blocks`: release free segments, or the complete pages inside free blocks of
+        expandable segments."""
         for pool in self._pools.values():
             for block in [each[3] for each in pool.free]:
                 if self.expandable:
@@ -242,7 +259,8 @@ class CachingAllocator:
                     self.reserved_bytes -= block.size
 
     def _unmap(self, pool: Pool, block: Block) -> None:
-        """Do `unmap_block`: release the memory of pages that are entirely inside the free block, and keep their addresses."""
+        """Do `unmap_block`: release the memory of pages that are entirely inside the free block, and keep
+        their addresses."""
         begin = -(-block.offset // pool.page) * pool.page
         end = (block.offset + block.size) // pool.page * pool.page
         if begin >= end:

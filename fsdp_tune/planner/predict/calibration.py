@@ -35,7 +35,8 @@ class Measured:
 
 
 def read_run(path: Path, hardware: Hardware) -> Measured:
-    """Return the measured step time of a run on `hardware`. Raises: FsdpTuneError for a run on another device, or with too few lines."""
+    """Return the measured step time of a run on `hardware`. Raises: FsdpTuneError for a run on another
+    device, or with too few lines."""
     run = RunDir(path)
     try:
         recipe = Recipe.model_validate_json(read_recipe_json(run))
@@ -47,24 +48,34 @@ def read_run(path: Path, hardware: Hardware) -> Measured:
     if found is None or found.name != hardware.name:
         ran_on = devices[0].get("name") if devices and recipe.launch.device != "cpu" else "the CPU"
         raise usage_error("calibrate-no-run", f"{path} ran on {ran_on}, and the plan is for {hardware.name}")
-    took = [(line["step"], line["step_seconds"]) for line in lines if "loss" in line and line.get("step_seconds")][1:]
+    took = [
+        (line["step"], line["step_seconds"]) for line in lines if "loss" in line and line.get("step_seconds")
+    ][1:]
     if len(took) < FEWEST_LINES:
-        raise usage_error("calibrate-no-run", f"{path} has {len(took)} lines of steps after the first; at least {FEWEST_LINES} are needed")
+        raise usage_error(
+            "calibrate-no-run",
+            f"{path} has {len(took)} lines of steps after the first; at least {FEWEST_LINES} are needed",
+        )
     return Measured(recipe, statistics.median(seconds for _, seconds in took), int(took[-1][0]))
 
 
 def learn(cache: Path, hardware: Hardware, measured: Measured, trace: Trace) -> tuple[Efficiency, float]:
-    """Fit the constants to the measured step time and save them; return them and measured ÷ predicted before."""
+    """Fit the constants to the measured step time and save them; return them and measured ÷ predicted
+    before."""
     machines = measured.recipe.launch.num_machines
     try:
         predicted = step_time(trace, hardware, machines).step_seconds
         low, high = _FACTORS
         for _ in range(20):
             middle = (low * high) ** 0.5
-            slower = step_time(trace, hardware, machines, scaled(efficiency_of(hardware), middle)).step_seconds
+            slower = step_time(
+                trace, hardware, machines, scaled(efficiency_of(hardware), middle)
+            ).step_seconds
             low, high = (middle, high) if slower < measured.step_seconds else (low, middle)
     except UnknownFigure as error:
-        raise usage_error("calibrate-no-run", f"the time on {hardware.name} cannot be predicted: {error}") from error
+        raise usage_error(
+            "calibrate-no-run", f"the time on {hardware.name} cannot be predicted: {error}"
+        ) from error
     factor = (low * high) ** 0.5
     known = _read(cache)
     known[hardware.name] = {"factor": factor, "steps": measured.steps}

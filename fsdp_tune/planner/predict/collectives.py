@@ -1,7 +1,8 @@
 """Times and bytes of collectives: rings and trees as NCCL builds them. Pure.
 
-Latencies are those of NCCL's own tuning model (src/graph/tuning.cc of 2.20: `baseLat`, `hwLat`); bandwidth is the slowest link of the ring
-times what nccl-tests reach on it. A ring of several machines crosses each border over all network cards of the machine at once.
+Latencies are those of NCCL's own tuning model (src/graph/tuning.cc of 2.20: `baseLat`, `hwLat`); bandwidth is
+the slowest link of the ring times what nccl-tests reach on it. A ring of several machines crosses each border
+over all network cards of the machine at once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from fsdp_tune.core.units import MIB
 from fsdp_tune.planner.trace_format import COLLECTIVES, PHASES, Records, Trace
 
 NVLINK_SHARE = 0.8
-"""Share of one direction: nccl-tests' bus bandwidth is 235–240 of 300 GB/s on 8 × A100 SXM, 360–370 of 450 on 8 × H100 SXM."""
+"""Share of one direction: nccl-tests' bus bandwidth is 235–240 of 300 GB/s on 8 × A100 SXM, 360–370 of 450 on
+8 × H100 SXM."""
 PCIE_SHARE = 0.4
 """Share of one direction; without peer access each byte passes through host memory."""
 NETWORK_SHARE = 0.8
@@ -26,7 +28,8 @@ NETWORK_SHARE = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """One of NCCL's protocols: start and hop latencies in µs, and the share of the bandwidth that it can use."""
+    """One of NCCL's protocols: start and hop latencies in µs, and the share of the bandwidth that it can
+    use."""
 
     bandwidth: float
     ring_start: float
@@ -49,7 +52,8 @@ PROTOCOLS = (
 def bus_bytes_per_second(group: Group, hardware: Hardware) -> float | None:
     """Return the bandwidth of one ring through the group; None if the speed of a link is unknown.
 
-    Other groups of the same kind run at the same time and share a machine's network cards, so each rank has the bandwidth of one card.
+    Other groups of the same kind run at the same time and share a machine's network cards, so each rank has
+    the bandwidth of one card.
     """
     speeds: list[float | None] = []
     if group.local_ranks > 1:
@@ -65,9 +69,9 @@ def bus_bytes_per_second(group: Group, hardware: Hardware) -> float | None:
 def collective_seconds(kind: str, size_bytes: float, group: Group, hardware: Hardware) -> float | None:
     """Return the time of a collective; None if the speed of a link is unknown.
 
-    `size_bytes` is the full buffer: output of an all-gather, input of a reduce-scatter, tensor of an all-reduce or broadcast, input of
-    an all-to-all. The time is that of the fastest protocol, and for sums of the faster of ring and tree, as NCCL chooses by the same
-    figures.
+    `size_bytes` is the full buffer: output of an all-gather, input of a reduce-scatter, tensor of an
+    all-reduce or broadcast, input of an all-to-all. The time is that of the fastest protocol, and for sums of
+    the faster of ring and tree, as NCCL chooses by the same figures.
     """
     n = group.ranks
     if n == 1:
@@ -92,7 +96,9 @@ def collective_seconds(kind: str, size_bytes: float, group: Group, hardware: Har
         best = min(best, latency * 1e-6 + passes * share * size_bytes / (bus * protocol.bandwidth))
         if kind == "all_reduce":
             local = protocol.tree_nvlink if is_nvlink else protocol.tree_pcie
-            latency = protocol.tree_start + 2 * ((group.local_ranks - 1) * local + math.log2(group.machines) * protocol.tree_network)
+            latency = protocol.tree_start + 2 * (
+                (group.local_ranks - 1) * local + math.log2(group.machines) * protocol.tree_network
+            )
             best = min(best, latency * 1e-6 + 2 * size_bytes / (bus * protocol.bandwidth))
     return best
 
@@ -108,11 +114,15 @@ class Volume:
 
 
 def sent_bytes(kind: str, size_bytes: int, group: Group) -> Volume:
-    """Return the bytes that a rank sends. In a ring, one rank of each machine has its next neighbour on another machine."""
+    """Return the bytes that a rank sends. In a ring, one rank of each machine has its next neighbour on
+    another machine."""
     if group.ranks == 1:
         return Volume(0, 0)
     if kind == "all_to_all":
-        local, network = (round(size_bytes * ranks / group.ranks) for ranks in (group.local_ranks - 1, group.ranks - group.local_ranks))
+        local, network = (
+            round(size_bytes * ranks / group.ranks)
+            for ranks in (group.local_ranks - 1, group.ranks - group.local_ranks)
+        )
         return Volume(local, network)
     passes = 2 if kind == "all_reduce" else 1
     total = passes * size_bytes * (group.ranks - 1) / group.ranks
@@ -129,10 +139,13 @@ BUCKET_BYTES = 25 * MIB
 
 
 def in_buckets(trace: Trace, collectives: Records) -> Records:
-    """Return the collectives of one step with DDP's gradients joined into buckets; each bucket is at the position of its last gradient."""
+    """Return the collectives of one step with DDP's gradients joined into buckets; each bucket is at the
+    position of its last gradient."""
     if trace.shapes.shards > 1:
         return collectives
-    is_sum = (collectives["kind"] == COLLECTIVES.index("all_reduce")) & (collectives["phase"] == PHASES.index("backward"))
+    is_sum = (collectives["kind"] == COLLECTIVES.index("all_reduce")) & (
+        collectives["phase"] == PHASES.index("backward")
+    )
     kept, sizes = np.ones(len(collectives), bool), collectives["bytes"].copy()
     gathered, limit = 0, FIRST_BUCKET_BYTES
     sums = np.flatnonzero(is_sum).tolist()

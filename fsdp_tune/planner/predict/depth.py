@@ -1,12 +1,15 @@
 """Extend a trace of a few decoder layers to the full model by repeating the middle layers.
 
-Layers of one kind do the same work, so the records of the middle layer in every pass over the layers (forward, backward,
-clipping, optimizer) are copied once for each missing layer. References are shifted with the records: a block that the
-previous layer allocated becomes, in a copy, a block of the previous copy. The result is an ordinary trace, equal to that
-of a run with all layers (tests compare the two), so later code does not extrapolate.
+Layers of one kind do the same work, so the records of the middle layer in every pass over the layers
+(forward, backward, clipping, optimizer) are copied once for each missing layer. References are shifted with
+the records: a block that the previous layer allocated becomes, in a copy, a block of the previous copy. The
+result is an ordinary trace, equal to that of a run with all layers (tests compare the two), so later code
+does not extrapolate.
 
-Layers are counted in stretches of one period. Stretch 0 is repeated as stretches 0 … `copies`, and later ones move up. The first and the
-last traced stretch may be incomplete: they are margins, of as many layers as one layer affects, with a layer of each kind.
+Layers are counted in stretches of one period. Stretch 0 is repeated as stretches 0 … `copies`, and later ones
+move up. The first and the
+last traced stretch may be incomplete: they are margins, of as many layers as one layer affects, with a layer
+of each kind.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ Int64 = npt.NDArray[np.int64]
 OUTSIDE = -(1 << 14)  # the stretch of records outside of decoder layers
 
 
-# The first and last layers differ from the middle (nothing to prefetch), and blocks may outlive their layer. In layers, at both ends.
+# The first and last layers differ from the middle (nothing to prefetch), and blocks may outlive their layer.
+# In layers, at both ends.
 _MARGIN = 2
 
 
@@ -52,7 +56,8 @@ class Repeated:
 def repeated_layers(signatures: Sequence[Hashable], *, reach: int = 1) -> Repeated | None:
     """Return the layers that need not be traced, as many as possible; None if every layer must be traced.
 
-    Layers with equal signatures do the same work. `reach` is the number of layers ahead that a layer affects (prefetch depth).
+    Layers with equal signatures do the same work. `reach` is the number of layers ahead that a layer affects
+    (prefetch depth).
     """
     margin = max(_MARGIN, reach + 1)
     numbers: dict[Hashable, int] = {}
@@ -61,7 +66,8 @@ def repeated_layers(signatures: Sequence[Hashable], *, reach: int = 1) -> Repeat
     for period in range(1, (len(kinds) - 2 * margin) // 2 + 1):
         for begin, end in _periodic_runs(kinds, period):
             repeated, first, last = set(kinds[begin : begin + period]), begin + margin, end - margin
-            # The first and the last layer of a kind allocate and free what all of that kind share, so neither may be repeated.
+            # The first and the last layer of a kind allocate and free what all of that kind share, so neither
+            # may be repeated.
             while not repeated <= set(kinds[:first]):
                 first += 1
             while not repeated <= set(kinds[last:]):
@@ -82,12 +88,15 @@ def _periodic_runs(signatures: Sequence[Hashable], period: int) -> Iterator[tupl
 
 
 def full_depth(trace: Trace) -> Trace:
-    """Return the trace with all layers. Raises: DepthError if the middle of the traced layers is not regular."""
+    """Return the trace with all layers. Raises: DepthError if the middle of the traced layers is not
+    regular."""
     missing = trace.layers - trace.traced_layers
     if missing == 0:
         return trace
     if missing < 0 or missing % trace.period:
-        raise DepthError(f"{trace.traced_layers} layers were traced of {trace.layers}, which repeat after {trace.period}")
+        raise DepthError(
+            f"{trace.traced_layers} layers were traced of {trace.layers}, which repeat after {trace.period}"
+        )
     return _Splice(trace, missing).result()
 
 
@@ -115,7 +124,12 @@ class _Splice:
         events = _Blocks(self, trace.events).named(events)
         waits = self._pasted(trace.waits)
         waits["until"] = self._until(waits)
-        tables = {"events": events, "waits": waits, "ops": self._pasted(trace.ops), "collectives": self._pasted(trace.collectives)}
+        tables = {
+            "events": events,
+            "waits": waits,
+            "ops": self._pasted(trace.ops),
+            "collectives": self._pasted(trace.collectives),
+        }
         for name, table in tables.items():
             self._relabel(table)
             tables[name] = _narrow(table, getattr(trace, name))
@@ -129,7 +143,8 @@ class _Splice:
         return np.where(layers < 0, OUTSIDE, (layers - self.first) // self.period)
 
     def _runs(self) -> tuple[Int64, Int64]:
-        """Divide the common order into runs of one stretch: return the start of each run (and, last, the end of all), and its stretch."""
+        """Divide the common order into runs of one stretch: return the start of each run (and, last, the end
+        of all), and its stretch."""
         trace = self.trace
         tables = [trace.events, trace.ops, trace.collectives]
         at = np.concatenate([table["at"] for table in tables]).astype(np.int64)
@@ -141,10 +156,17 @@ class _Splice:
     def _sweeps(self) -> list[_Sweep]:
         sweeps: list[_Sweep] = []
         for index in np.flatnonzero(self.stretches == 0):
-            around = [int(self.stretches[place]) if 0 <= place < len(self.stretches) else OUTSIDE for place in (index - 1, index + 1)]
+            around = [
+                int(self.stretches[place]) if 0 <= place < len(self.stretches) else OUTSIDE
+                for place in (index - 1, index + 1)
+            ]
             if around not in ([-1, 1], [1, -1]):
-                raise DepthError(f"layer {self.first} is not between its neighbours in every pass over the layers")
-            sweeps.append(_Sweep(int(self.places[index]), int(self.places[index + 1]), downward=around == [1, -1]))
+                raise DepthError(
+                    f"layer {self.first} is not between its neighbours in every pass over the layers"
+                )
+            sweeps.append(
+                _Sweep(int(self.places[index]), int(self.places[index + 1]), downward=around == [1, -1])
+            )
         if not sweeps:
             raise DepthError("no pass over the layers was found")
         return sweeps
@@ -152,7 +174,8 @@ class _Splice:
     # ---- The new order
 
     def _pasted(self, table: Records) -> Records:
-        """Return the records with stretch 0 repeated and `at` renumbered; `copy` is the repetition, `old` the original position."""
+        """Return the records with stretch 0 repeated and `at` renumbered; `copy` is the repetition, `old` the
+        original position."""
         turns = np.arange(self.copies + 1)
         parts: list[tuple[Int64, Int64, Int64]] = []  # rows of the table, their shifts, their copies
         position = 0
@@ -180,7 +203,8 @@ class _Splice:
         table["layer"] += np.where(stretch == OUTSIDE, 0, moved).astype(table["layer"].dtype)
 
     def _until(self, waits: Records) -> Int64:
-        """Return the new position that each wait refers to: shifted with a near wait; in an earlier pass, that of the same layer."""
+        """Return the new position that each wait refers to: shifted with a near wait; in an earlier pass,
+        that of the same layer."""
         begins = np.array([sweep.begin for sweep in self.sweeps], np.int64)
         ends = np.array([sweep.end for sweep in self.sweeps], np.int64)
         until, old = waits["until"].astype(np.int64), waits["old"].astype(np.int64)
@@ -190,7 +214,11 @@ class _Splice:
         inside = (until >= begins[sweep]) & (until < ends[sweep])
         downward = np.array([s.downward for s in self.sweeps])[sweep]
         turn = np.where(downward, self.copies - waits["copy"], waits["copy"])
-        far = until + self.shifts[np.searchsorted(ends, until, side="right")] + np.where(inside, turn * (ends - begins)[sweep], 0)
+        far = (
+            until
+            + self.shifts[np.searchsorted(ends, until, side="right")]
+            + np.where(inside, turn * (ends - begins)[sweep], 0)
+        )
         return np.minimum(np.where(passes <= 1, near, far), waits["at"])
 
 
@@ -201,7 +229,9 @@ class _Blocks:
         self.splice, self.copies = splice, splice.copies
         allocated = events[events["bytes"] > 0]
         run = np.searchsorted(splice.places, allocated["at"], side="right") - 1
-        self.stretch: dict[int, int] = dict(zip(allocated["block"].tolist(), splice.stretch_of(allocated["layer"]).tolist(), strict=True))
+        self.stretch: dict[int, int] = dict(
+            zip(allocated["block"].tolist(), splice.stretch_of(allocated["layer"]).tolist(), strict=True)
+        )
         self.run: dict[int, int] = dict(zip(allocated["block"].tolist(), run.tolist(), strict=True))
         self.members: dict[tuple[int, int], list[int]] = {}
         """Blocks by run and layer of the period, in order."""
@@ -212,16 +242,21 @@ class _Blocks:
             members = self.members.setdefault((self.run[block], layer), [])
             self.ordinal[block] = layer, len(members)
             members.append(block)
-        self.size: dict[int, int] = dict(zip(allocated["block"].tolist(), allocated["bytes"].tolist(), strict=True))
+        self.size: dict[int, int] = dict(
+            zip(allocated["block"].tolist(), allocated["bytes"].tolist(), strict=True)
+        )
 
     def named(self, events: Records) -> Records:
-        """Return the events with new block numbers. A free outside of the layers of a block of stretch 0 becomes one free per copy."""
+        """Return the events with new block numbers. A free outside of the layers of a block of stretch 0
+        becomes one free per copy."""
         stretches = self.splice.stretch_of(events["layer"]).tolist()
         blocks, sizes, copies = events["block"].tolist(), events["bytes"].tolist(), events["copy"].tolist()
         numbers: dict[tuple[int, int], int] = {}
         rows: list[int] = []
         names: list[int] = []
-        for row, (block, size, copy, stretch) in enumerate(zip(blocks, sizes, copies, stretches, strict=True)):
+        for row, (block, size, copy, stretch) in enumerate(
+            zip(blocks, sizes, copies, stretches, strict=True)
+        ):
             if size > 0:
                 meant = [(block, copy)]
                 numbers[meant[0]] = number = len(rows)
@@ -242,7 +277,8 @@ class _Blocks:
         return named
 
     def _meant(self, block: int, copy: int, stretch: int) -> list[tuple[int, int]]:
-        """Return the allocations (block of the trace, copy) that are freed by a free of `block` in copy `copy` of `stretch`."""
+        """Return the allocations (block of the trace, copy) that are freed by a free of `block` in copy
+        `copy` of `stretch`."""
         home = self.stretch[block]
         if home == OUTSIDE or (home != 0 and (stretch == OUTSIDE or home * stretch < 0)):
             return [(block, 0)]
@@ -255,7 +291,8 @@ class _Blocks:
         return [(self._alike(block, home, target if target < 0 else target - self.copies), 0)]
 
     def _alike(self, block: int, home: int, wanted: int) -> int:
-        """Return the block of stretch `wanted` that corresponds to `block`, which `home` allocated in the same pass."""
+        """Return the block of stretch `wanted` that corresponds to `block`, which `home` allocated in the
+        same pass."""
         if wanted == home:
             return block
         run, stretches = self.run[block], self.splice.stretches

@@ -1,15 +1,17 @@
-"""The time of a traced step if `Shapes.ep_size` neighbouring ranks divide the experts of each layer among them. Pure.
+"""The time of a traced step if `Shapes.ep_size` neighbouring ranks divide the experts of each layer among
+them. Pure.
 
-A rank sends each token to the ranks of its experts (`predict.mixture`). E experts, k of them chosen by a token, T tokens of a rank, H the
-hidden size:
+A rank sends each token to the ranks of its experts (`predict.mixture`). E experts, k of them chosen by a
+token, T tokens of a rank, H the hidden size:
 
-- Gathers, reductions and their copies: the part of a unit that experts are has 1 / ep of its bytes, among `shards / ep` ranks, and is
-  copied once more.
-- Grouped products: as many FLOPs, 1 / ep of the bytes of weights, and T k ep / E rows for each expert, which fill more of a tile
-  (`timing.tile_share`).
-- All-to-all of T k H elements, of which (ep − 1) / ep leave the rank: two in the forward, two in the backward, and one in the
-  recomputation of a layer, which ends before the results are needed again (`early_stop` of torch.utils.checkpoint). The rows are sorted
-  once more at both ends. Before tokens are sent, the ranks exchange their numbers, and the host waits for these.
+- Gathers, reductions and their copies: the part of a unit that experts are has 1 / ep of its bytes, among
+  `shards / ep` ranks, and is copied once more.
+- Grouped products: as many FLOPs, 1 / ep of the bytes of weights, and T k ep / E rows for each expert, which
+  fill more of a tile (`timing.tile_share`).
+- All-to-all of T k H elements, of which (ep − 1) / ep leave the rank: two in the forward, two in the
+  backward, and one in the recomputation of a layer, which ends before the results are needed again
+  (`early_stop` of torch.utils.checkpoint). The rows are sorted once more at both ends. Before tokens are
+  sent, the ranks exchange their numbers, and the host waits for these.
 - The rank whose experts get most rows has `imbalance` times as many as the mean, and the others wait for it.
 """
 
@@ -53,9 +55,11 @@ _Passes = list[tuple[npt.NDArray[np.int64], bool]]
 """Rows of the products of each pass through the experts of a layer, and whether it is the gradients'."""
 
 
-def step_time(trace: Trace, hardware: Hardware, machines: int, efficiency: Efficiency | None = None) -> StepTime:
-    """Simulate the last traced step at the model's full depth. Raises: UnknownFigure for a missing figure of the GPU, and a usage error
-    (exit 2) as `divided_mixture`."""
+def step_time(
+    trace: Trace, hardware: Hardware, machines: int, efficiency: Efficiency | None = None
+) -> StepTime:
+    """Simulate the last traced step at the model's full depth. Raises: UnknownFigure for a missing figure of
+    the GPU, and a usage error (exit 2) as `divided_mixture`."""
     efficiency = efficiency or efficiency_of(hardware)
     return simulate(step_work(trace, hardware, machines, efficiency), efficiency)
 
@@ -70,9 +74,14 @@ def step_work(trace: Trace, hardware: Hardware, machines: int, efficiency: Effic
     load = imbalance(work.trace.shapes.ep_size, mixture.experts)
     seconds, sent = _collectives(work, mixture, topology, hardware)
     passes = _passes(work.trace, work.ops)
-    ops, exchanges = _ops(work, mixture, passes, load), _exchanges(work, mixture, passes, load, topology, hardware, efficiency)
+    ops, exchanges = (
+        _ops(work, mixture, passes, load),
+        _exchanges(work, mixture, passes, load, topology, hardware, efficiency),
+    )
     times = op_seconds(work.trace, ops, hardware, efficiency, topology.local_world_size)
-    return replace(work, ops=ops, op_seconds=times, collective_seconds=seconds, sent=sent, exchanges=exchanges)
+    return replace(
+        work, ops=ops, op_seconds=times, collective_seconds=seconds, sent=sent, exchanges=exchanges
+    )
 
 
 def elements(collectives: Records) -> list[float]:
@@ -81,19 +90,34 @@ def elements(collectives: Records) -> list[float]:
     return (collectives["bytes"] / sizes).tolist()
 
 
-def _collectives(work: StepWork, mixture: TracedExperts, topology: Topology, hardware: Hardware) -> tuple[Seconds, list[Volume]]:
-    """Return times and sent bytes of the collectives: experts are gathered and reduced apart from the rest of a unit."""
-    ep, seconds, sent, table = work.trace.shapes.ep_size, work.collective_seconds.copy(), list(work.sent), work.collectives
+def _collectives(
+    work: StepWork, mixture: TracedExperts, topology: Topology, hardware: Hardware
+) -> tuple[Seconds, list[Volume]]:
+    """Return times and sent bytes of the collectives: experts are gathered and reduced apart from the rest of
+    a unit."""
+    ep, seconds, sent, table = (
+        work.trace.shapes.ep_size,
+        work.collective_seconds.copy(),
+        list(work.sent),
+        work.collectives,
+    )
     for index, count in enumerate(elements(table)):
         share = mixture.share(count)
         group = topology.group(GROUPS[int(table["group"][index])])
         if share == 0 or group.ranks % ep:
             continue
         kind, size = COLLECTIVES[int(table["kind"][index])], int(table["bytes"][index])
-        parts = [(round(size * (1 - share)), group), (round(size * share / ep), _with_same_experts(group, ep))]
+        parts = [
+            (round(size * (1 - share)), group),
+            (round(size * share / ep), _with_same_experts(group, ep)),
+        ]
         volumes = [sent_bytes(kind, part, among) for part, among in parts]
-        seconds[index] = sum(_known(collective_seconds(kind, part, among, hardware), hardware) for part, among in parts if part)
-        sent[index] = Volume(sum(each.machine_link_bytes for each in volumes), sum(each.network_bytes for each in volumes))
+        seconds[index] = sum(
+            _known(collective_seconds(kind, part, among, hardware), hardware) for part, among in parts if part
+        )
+        sent[index] = Volume(
+            sum(each.machine_link_bytes for each in volumes), sum(each.network_bytes for each in volumes)
+        )
     return seconds, sent
 
 
@@ -108,11 +132,17 @@ def _known(seconds: float | None, hardware: Hardware) -> float:
 
 
 def _ops(work: StepWork, mixture: TracedExperts, passes: _Passes, load: float) -> Records:
-    """Return the operations of the fullest rank, with 1 / ep of the experts' weights and of the copies of units."""
+    """Return the operations of the fullest rank, with 1 / ep of the experts' weights and of the copies of
+    units."""
     trace, ops, ep = work.trace, work.ops.copy(), work.trace.shapes.ep_size
-    products, copies, again = is_grouped(trace, ops), copies_of_units(trace, mixture, ops), traced_second_copies(trace, mixture, ops)
+    products, copies, again = (
+        is_grouped(trace, ops),
+        copies_of_units(trace, mixture, ops),
+        traced_second_copies(trace, mixture, ops),
+    )
     items = np.array([ITEM_BYTES.get(dtype, 4) for dtype in DTYPES])[ops["dtype"]]
-    # A product of `rows` rows has 2 × rows × inner × columns FLOPs, and a matrix of inner × columns for each expert.
+    # A product of `rows` rows has 2 × rows × inner × columns FLOPs, and a matrix of inner × columns for each
+    # expert.
     weights = np.minimum(ops["flops"] / (2 * mixture.rows) * mixture.experts * items, ops["moved_bytes"])
     others = ops["moved_bytes"] - weights
     share = max(mixture.shares.values(), default=0.0)
@@ -126,9 +156,11 @@ def _ops(work: StepWork, mixture: TracedExperts, passes: _Passes, load: float) -
 
 
 def _passes(trace: Trace, ops: Records) -> _Passes:
-    """Return the passes of a step. A backward has those of a recomputation, which the experts make, before its own, which are the layer's.
+    """Return the passes of a step. A backward has those of a recomputation, which the experts make, before
+    its own, which are the layer's.
 
-    The recomputation of a layer ends early, often inside of its experts, and they are then the innermost module of the gradients, too.
+    The recomputation of a layer ends early, often inside of its experts, and they are then the innermost
+    module of the gradients, too.
     """
     found: _Passes = []
     rows = np.flatnonzero(is_grouped(trace, ops))
@@ -145,7 +177,8 @@ def _passes(trace: Trace, ops: Records) -> _Passes:
 
 
 def _between_products(work: StepWork, passes: _Passes) -> npt.NDArray[np.bool_]:
-    """Select what is issued from the first product of a pass until its last: operations on the rows of experts."""
+    """Select what is issued from the first product of a pass until its last: operations on the rows of
+    experts."""
     found = np.zeros(len(work.ops), bool)
     for rows, _ in passes:
         found[rows[0] : rows[-1]] = work.ops["stream"][rows[0] : rows[-1]] == 0
@@ -168,7 +201,10 @@ def _exchanges(
     tokens = _known(collective_seconds("all_to_all", size * load, group, hardware), hardware)
     numbers = _known(collective_seconds("all_to_all", 8 * mixture.experts, group, hardware), hardware)
     # Rows are read and written once more, by the order of the experts where they arrive.
-    sorting = 2 * size * load / (hardware.bandwidth_bytes_per_second * efficiency.bandwidth) + efficiency.kernel_seconds
+    sorting = (
+        2 * size * load / (hardware.bandwidth_bytes_per_second * efficiency.bandwidth)
+        + efficiency.kernel_seconds
+    )
     where: list[tuple[int, float, bool]] = []
     for rows, is_gradient in passes:
         forward = not is_gradient

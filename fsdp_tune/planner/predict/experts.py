@@ -1,6 +1,8 @@
-"""The table of a mixture of experts: the same step if 1, 2, 4, 8 or the recipe's `fsdp.ep_size` ranks divide the experts of a layer. Pure.
+"""The table of a mixture of experts: the same step if 1, 2, 4, 8 or the recipe's `fsdp.ep_size` ranks divide
+the experts of a layer. Pure.
 
-Memory is that of `predict.mixture`, time that of `predict.divided_step`: the row of the recipe has the figures of its plan.
+Memory is that of `predict.mixture`, time that of `predict.divided_step`: the row of the recipe has the
+figures of its plan.
 """
 
 from __future__ import annotations
@@ -37,14 +39,15 @@ SIZES = (1, 2, 4, 8)
 
 
 def published_factor(ep: int) -> float:
-    """Return the largest factor by which published gains of `ep` ranks differ from the predicted ones, of 8 ranks for all but 2
-    (docs/evidence/experts.md)."""
+    """Return the largest factor by which published gains of `ep` ranks differ from the predicted ones, of 8
+    ranks for all but 2 (docs/evidence/experts.md)."""
     return 1.2 if ep == 2 else 1.9
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertRow(JsonAnswer):
-    """The step if `ep_size` ranks divide the experts of a layer. Seconds are of one step, hidden ones included."""
+    """The step if `ep_size` ranks divide the experts of a layer. Seconds are of one step, hidden ones
+    included."""
 
     ep_size: int
     fits: Fits
@@ -68,8 +71,11 @@ class ExpertRow(JsonAnswer):
     """Whether it is the recipe's `fsdp.ep_size`."""
 
 
-def expert_rows(trace: Trace, hardware: Hardware, machines: int, efficiency: Efficiency) -> tuple[ExpertRow, ...]:
-    """Return the step for each number of ranks that can divide the experts, from one; () for a model without experts, or for one rank.
+def expert_rows(
+    trace: Trace, hardware: Hardware, machines: int, efficiency: Efficiency
+) -> tuple[ExpertRow, ...]:
+    """Return the step for each number of ranks that can divide the experts, from one; () for a model without
+    experts, or for one rank.
 
     Raises: UnknownFigure for a missing figure of the GPU.
     """
@@ -80,11 +86,29 @@ def expert_rows(trace: Trace, hardware: Hardware, machines: int, efficiency: Eff
     if mixture is None:
         return ()
     sizes = divisions(trace, mixture, sorted({*SIZES, trace.shapes.ep_size}))
-    rows = (_row(with_ep_size(trace, ep), mixture, hardware, machines, efficiency, is_yours=ep == trace.shapes.ep_size) for ep in sizes)
+    rows = (
+        _row(
+            with_ep_size(trace, ep),
+            mixture,
+            hardware,
+            machines,
+            efficiency,
+            is_yours=ep == trace.shapes.ep_size,
+        )
+        for ep in sizes
+    )
     return tuple(rows) if len(sizes) > 1 else ()
 
 
-def _row(trace: Trace, mixture: TracedExperts, hardware: Hardware, machines: int, efficiency: Efficiency, *, is_yours: bool) -> ExpertRow:
+def _row(
+    trace: Trace,
+    mixture: TracedExperts,
+    hardware: Hardware,
+    machines: int,
+    efficiency: Efficiency,
+    *,
+    is_yours: bool,
+) -> ExpertRow:
     work, ep, shapes = step_work(trace, hardware, machines, efficiency), trace.shapes.ep_size, trace.shapes
     timed, found = simulate(work, efficiency), fit(trace, hardware)
     tokens = shapes.micro_batch * shapes.accumulation * shapes.tokens / shapes.topology.row_size
@@ -120,7 +144,8 @@ def _total(seconds: Seconds, micro: npt.NDArray[np.int64], trace: Trace) -> floa
 
 
 def why_experts(rows: tuple[ExpertRow, ...], recipe: Recipe) -> str | None:
-    """Explain in a sentence with figures which number of ranks is fastest, and what the recipe would need for it; None without rows."""
+    """Explain in a sentence with figures which number of ranks is fastest, and what the recipe would need for
+    it; None without rows."""
     if not rows:
         return None
     alone = rows[0]
@@ -131,10 +156,18 @@ def why_experts(rows: tuple[ExpertRow, ...], recipe: Recipe) -> str | None:
     gain = alone.step_seconds / shown.step_seconds - 1
     faster = f"{abs(gain):.0%} {'faster' if gain > 0 else 'slower'} than without expert parallelism"
     factor = published_factor(shown.ep_size)
-    faster += f", within the error of such gains (a factor of {factor:g})" if 1 / factor < 1 + gain < factor else ""
-    gathers = f"gathers of experts and their copies take {shown.gather_seconds:.3g} s instead of {alone.gather_seconds:.3g} s"
+    faster += (
+        f", within the error of such gains (a factor of {factor:g})" if 1 / factor < 1 + gain < factor else ""
+    )
+    gathers = (
+        f"gathers of experts and their copies take {shown.gather_seconds:.3g} s instead of "
+        f"{alone.gather_seconds:.3g} s"
+    )
     products = f"grouped products {shown.product_seconds:.3g} s instead of {alone.product_seconds:.3g} s"
-    costs = f"all-to-all adds {shown.exchange_seconds:.3g} s, and the fullest rank has {shown.imbalance:.2f} times the mean rows"
+    costs = (
+        f"all-to-all adds {shown.exchange_seconds:.3g} s, and the fullest rank has {shown.imbalance:.2f} "
+        "times the mean rows"
+    )
     verdict = f"{shown.ep_size} ranks that divide the experts are {faster}"
     return f"{verdict}: {gathers}, {products}; {costs}; {_how_to_set(recipe, shown.ep_size)}"
 
@@ -143,4 +176,8 @@ def _how_to_set(recipe: Recipe, ep: int) -> str:
     """Return the key, or what in the recipe excludes it."""
     fsdp = recipe.fsdp.model_copy(update={"ep_size": ep})
     against = next(expert_parallel_limits(recipe.model_copy(update={"fsdp": fsdp})), None)
-    return "`fsdp.ep_size` sets them" if against is None else f"not with this recipe: {against.message} ({against.hint})"
+    return (
+        "`fsdp.ep_size` sets them"
+        if against is None
+        else f"not with this recipe: {against.message} ({against.hint})"
+    )

@@ -1,7 +1,8 @@
-"""Predict the memory of a step over time and by component, whether it fits, and disk use, host memory and the steps of a run.
+"""Predict the memory of a step over time and by component, whether it fits, and disk use, host memory and the
+steps of a run.
 
-The allocations of a trace are replayed through the caching allocator. Whether a recipe fits follows from reserved memory, memory outside
-the allocator, and the error of the prediction.
+The allocations of a trace are replayed through the caching allocator. Whether a recipe fits follows from
+reserved memory, memory outside the allocator, and the error of the prediction.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ TIMELINE_POINTS = 2000
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Device memory over the last traced step and the evaluation after it: at most `TIMELINE_POINTS` points, each the maximum of its
-    interval."""
+    """Device memory over the last traced step and the evaluation after it: at most `TIMELINE_POINTS` points,
+    each the maximum of its interval."""
 
     at: npt.NDArray[np.int64]
     """Index in the common order of the full-depth trace."""
@@ -38,8 +39,8 @@ class Timeline:
     allocated_bytes: npt.NDArray[np.int64]
     reserved_bytes: npt.NDArray[np.int64]
     components: dict[str, npt.NDArray[np.int64]]
-    """Bytes by kind (of KINDS, and `workspace`), of the same length as `at`; their sum is the requested memory, which is
-    `allocated_bytes` without rounding."""
+    """Bytes by kind (of KINDS, and `workspace`), of the same length as `at`; their sum is the requested
+    memory, which is `allocated_bytes` without rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +52,34 @@ class Memory:
     peak_reserved_bytes: int
     """`torch.cuda.max_memory_reserved`."""
     components: dict[str, int]
-    """Bytes by kind at the moment of the highest allocation, the largest first; they add up to `peak_allocated_bytes` (with `rounding`)."""
+    """Bytes by kind at the moment of the highest allocation, the largest first; they add up to
+    `peak_allocated_bytes` (with `rounding`)."""
     where: str
     """That moment, described: `step 1, backward of layer 3 (mlp.down_proj)`."""
     out_of_memory: str | None
-    """Where the replay ran out of memory after freeing cached blocks; the peaks are those up to there. None if it completed."""
+    """Where the replay ran out of memory after freeing cached blocks; the peaks are those up to there. None
+    if it completed."""
     retries: int
     """Number of times cached memory was returned to the driver, which synchronises the device."""
     host_bytes: int
-    """Highest host memory of this rank for offloaded parameters, gradients, optimizer state and activations; pinned blocks rounded up."""
+    """Highest host memory of this rank for offloaded parameters, gradients, optimizer state and activations;
+    pinned blocks rounded up."""
     timeline: Timeline
 
 
-def peak_memory(trace: Trace, *, segments: Segments = "expandable", capacity_bytes: int | None = None, workspace_bytes: int = 0) -> Memory:
+def peak_memory(
+    trace: Trace,
+    *,
+    segments: Segments = "expandable",
+    capacity_bytes: int | None = None,
+    workspace_bytes: int = 0,
+) -> Memory:
     """Replay `trace` at the model's full depth, with the experts of its `ep_size`.
 
-    `capacity_bytes`: memory available to the allocator, that of the GPU without context and NCCL; None replays without a limit.
-    `workspace_bytes`: cuBLAS's workspace, allocated with the first matrix product (`cublas_workspace_bytes` of the GPU).
+    `capacity_bytes`: memory available to the allocator, that of the GPU without context and NCCL; None
+    replays without a limit.
+    `workspace_bytes`: cuBLAS's workspace, allocated with the first matrix product (`cublas_workspace_bytes`
+    of the GPU).
     """
     trace = divided_memory(full_depth(trace))
     events = _with_workspace(trace, workspace_bytes)
@@ -78,7 +90,9 @@ def peak_memory(trace: Trace, *, segments: Segments = "expandable", capacity_byt
     levels = _levels(done)
     components = {name: int(level[moment]) for name, level in levels.items() if len(done) and level[moment]}
     rounding = replayed.peak_allocated - sum(components.values())
-    components = dict(sorted(components.items(), key=lambda item: -item[1])) | ({"rounding": rounding} if rounding else {})
+    components = dict(sorted(components.items(), key=lambda item: -item[1])) | (
+        {"rounding": rounding} if rounding else {}
+    )
     return Memory(
         peak_allocated_bytes=replayed.peak_allocated,
         peak_reserved_bytes=replayed.peak_reserved,
@@ -92,11 +106,14 @@ def peak_memory(trace: Trace, *, segments: Segments = "expandable", capacity_byt
 
 
 def _host_peak(events: Records) -> int:
-    """Return the peak of host memory. Copied tensors are in pinned blocks, rounded to powers of two; optimizer state is not pinned."""
+    """Return the peak of host memory. Copied tensors are in pinned blocks, rounded to powers of two;
+    optimizer state is not pinned."""
     sizes = events["bytes"].astype(np.float64)
     mantissa, exponent = np.frexp(np.abs(sizes))
     powers = np.copysign(np.ldexp(1.0, exponent - (mantissa == 0.5)), sizes)
-    return int(np.cumsum(np.where(events["kind"] == KINDS.index("optimizer state"), sizes, powers)).max(initial=0))
+    return int(
+        np.cumsum(np.where(events["kind"] == KINDS.index("optimizer state"), sizes, powers)).max(initial=0)
+    )
 
 
 def place(trace: Trace, record: np.void) -> str:
@@ -139,7 +156,9 @@ def _replay(events: Records, segments: Segments, capacity_bytes: int | None) -> 
         allocated.append(allocator.allocated_bytes)
         reserved.append(allocator.reserved_bytes)
     levels = np.array(allocated, np.int64), np.array(reserved, np.int64)
-    return _Replayed(*levels, allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, allocator.retries, full)
+    return _Replayed(
+        *levels, allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, allocator.retries, full
+    )
 
 
 def _with_workspace(trace: Trace, workspace_bytes: int) -> Records:
@@ -172,7 +191,9 @@ def _levels(events: Records) -> dict[str, npt.NDArray[np.int64]]:
 def _timeline(events: Records, replayed: _Replayed, levels: dict[str, npt.NDArray[np.int64]]) -> Timeline:
     last = int(events["step"][events["phase"] != EVALUATION].max(initial=-1))
     window = np.flatnonzero(events["step"] >= last)
-    stretches: list[npt.NDArray[np.int64]] = np.array_split(window, min(TIMELINE_POINTS, len(window))) if len(window) else []
+    stretches: list[npt.NDArray[np.int64]] = (
+        np.array_split(window, min(TIMELINE_POINTS, len(window))) if len(window) else []
+    )
     highest = [int(part[np.argmax(replayed.allocated[part])]) for part in stretches]
     picked = np.array(highest, np.int64)
     phases: list[int] = events["phase"][picked].tolist()
@@ -191,19 +212,25 @@ DTYPE_BYTES = {name: dtype.item_bytes for name, dtype in OF_OPTION.items()}
 @dataclass(frozen=True, slots=True)
 class DiskUse:
     checkpoint_bytes: int
-    """One checkpoint: all parameters (with `lora:` those that are trained) in their storage dtype, and the optimizer state."""
+    """One checkpoint: all parameters (with `lora:` those that are trained) in their storage dtype, and the
+    optimizer state."""
     most_checkpoints: int | None
     """Most checkpoints at one time, including the one being written; None: all are kept."""
     merged_bytes: int
     cache_bytes: int | None
-    """Prepared rows: 4 bytes per token id and 1 for the trained flag (`data.store`). None before the data is prepared."""
+    """Prepared rows: 4 bytes per token id and 1 for the trained flag (`data.store`). None before the data is
+    prepared."""
 
 
 def disk(recipe: Recipe, trace: Trace, tokens: int | None) -> DiskUse:
     """Predict disk use. `tokens` is that of the prepared data, if known."""
     counts, size = trace.counts, DTYPE_BYTES[recipe.model.dtype]
     saved_bytes = counts.parameter_bytes if recipe.lora is None else counts.trained_parameters * size
-    as_wanted = counts.parameter_bytes if recipe.merge.dtype == "keep" else counts.parameters * DTYPE_BYTES[recipe.merge.dtype]
+    as_wanted = (
+        counts.parameter_bytes
+        if recipe.merge.dtype == "keep"
+        else counts.parameters * DTYPE_BYTES[recipe.merge.dtype]
+    )
     return DiskUse(
         checkpoint_bytes=saved_bytes + _state_bytes(recipe, trace, size),
         most_checkpoints=most_checkpoints(recipe),
@@ -214,10 +241,16 @@ def disk(recipe: Recipe, trace: Trace, tokens: int | None) -> DiskUse:
 
 def most_checkpoints(recipe: Recipe) -> int | None:
     """Return the most checkpoints at one time, including the one being written; None: all are kept."""
-    kept = None if recipe.evaluation.is_on else recipe.training.save_total_limit  # any number may wait for its evaluation
+    kept = (
+        None if recipe.evaluation.is_on else recipe.training.save_total_limit
+    )  # any number may wait for its evaluation
     if training_value(recipe.training, "save_strategy") == "no":
         return 1  # that of the last step
-    best = 1 if training_value(recipe.training, "load_best_model_at_end") or recipe.training.early_stopping else 0
+    best = (
+        1
+        if training_value(recipe.training, "load_best_model_at_end") or recipe.training.early_stopping
+        else 0
+    )
     return None if kept is None else kept + best + 1
 
 
@@ -229,7 +262,8 @@ def least_checkpoint_bytes(recipe: Recipe, parameters: int, trained_parameters: 
 
 
 def _state_bytes(recipe: Recipe, trace: Trace, size: int) -> int:
-    """Return the bytes of the optimizer state of all ranks. With Muon, the embedding and the head have AdamW's second moment too."""
+    """Return the bytes of the optimizer state of all ranks. With Muon, the embedding and the head have
+    AdamW's second moment too."""
     counts = trace.counts
     found = round(state_bytes(recipe.training, size) * counts.trained_parameters)
     if optimizer_name(recipe.training) == "muon" and recipe.lora is None:
@@ -239,14 +273,17 @@ def _state_bytes(recipe: Recipe, trace: Trace, size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Host memory of the machine with most, without that of Python, torch and CUDA (about 1 GiB per rank or more)."""
+    """Host memory of the machine with most, without that of Python, torch and CUDA (about 1 GiB per rank or
+    more)."""
 
     loading_bytes: int
-    """While the weights are read: the slices of all local ranks, or the full model in each rank or in rank 0."""
+    """While the weights are read: the slices of all local ranks, or the full model in each rank or in rank
+    0."""
     offloaded_bytes: int
     """Offloaded tensors, pinned for the full run."""
     staging_bytes: int
-    """The copy of parameters and optimizer state for background saves, kept from the first on; the full state on rank 0 if it gathers."""
+    """The copy of parameters and optimizer state for background saves, kept from the first on; the full state
+    on rank 0 if it gathers."""
 
     @property
     def peak_bytes(self) -> int:
@@ -260,7 +297,11 @@ def host_memory(recipe: Recipe, trace: Trace, memory: Memory) -> HostMemory:
     if reads_whole:
         loading = counts.parameter_bytes * local
     else:
-        loading = counts.parameter_bytes if recipe.model.from_config is not None else counts.parameter_bytes // shards * local
+        loading = (
+            counts.parameter_bytes
+            if recipe.model.from_config is not None
+            else counts.parameter_bytes // shards * local
+        )
     checkpoint = disk(recipe, trace, None).checkpoint_bytes
     staging = checkpoint // shards * local if recipe.checkpoint.async_ else 0
     if recipe.fsdp.state_dict_type == "FULL_STATE_DICT":
@@ -269,7 +310,8 @@ def host_memory(recipe: Recipe, trace: Trace, memory: Memory) -> HostMemory:
 
 
 def total_steps(recipe: Recipe, rows: int | None) -> int | None:
-    """Return the optimizer steps of a run, counted as the Trainer does; None if they depend on data that is not prepared."""
+    """Return the optimizer steps of a run, counted as the Trainer does; None if they depend on data that is
+    not prepared."""
     wanted = training_value(recipe.training, "max_steps")
     if isinstance(wanted, int) and wanted > 0:
         return wanted
@@ -310,16 +352,22 @@ class Fit:
 
 
 def cublas_workspace_bytes(hardware: Hardware) -> int:
-    return WORKSPACE_BYTES["hopper" if hardware.fp8_tflops is not None and (hardware.bf16_tflops or 0) > 700 else "other"]
+    return WORKSPACE_BYTES[
+        "hopper" if hardware.fp8_tflops is not None and (hardware.bf16_tflops or 0) > 700 else "other"
+    ]
 
 
 def fit(trace: Trace, hardware: Hardware, *, segments: Segments = "expandable") -> Fit:
-    """Return whether a step fits a GPU: yes with `SPARE` to spare; no if reserved memory exceeds the GPU's by more than its error, or
-    allocated memory by more than `TOO_HIGH`; tight between the two."""
-    return fit_into(trace, hardware.usable_bytes, segments=segments, workspace_bytes=cublas_workspace_bytes(hardware))
+    """Return whether a step fits a GPU: yes with `SPARE` to spare; no if reserved memory exceeds the GPU's by
+    more than its error, or allocated memory by more than `TOO_HIGH`; tight between the two."""
+    return fit_into(
+        trace, hardware.usable_bytes, segments=segments, workspace_bytes=cublas_workspace_bytes(hardware)
+    )
 
 
-def fit_into(trace: Trace, usable_bytes: int, *, segments: Segments = "expandable", workspace_bytes: int = 0) -> Fit:
+def fit_into(
+    trace: Trace, usable_bytes: int, *, segments: Segments = "expandable", workspace_bytes: int = 0
+) -> Fit:
     """Return `fit` for the usable memory of a process, without other figures of the device.
 
     `segments`: of torch's allocator (`PYTORCH_CUDA_ALLOC_CONF`); `workspace_bytes`: as in `peak_memory`.
@@ -334,7 +382,11 @@ def fit_into(trace: Trace, usable_bytes: int, *, segments: Segments = "expandabl
     elif least > usable_bytes:
         answer, because = "no", f"at least {_gib(least)}, of {_gib(usable_bytes)}"
     else:
-        over = "fits only if the prediction is too high" if reserved + outside > usable_bytes else f"less than {SPARE:.0%} to spare"
+        over = (
+            "fits only if the prediction is too high"
+            if reserved + outside > usable_bytes
+            else f"less than {SPARE:.0%} to spare"
+        )
         answer, because = "tight", f"{_gib(reserved + outside)} of {_gib(usable_bytes)}: {over}"
     return Fit(answer, because, memory, outside, usable_bytes)
 

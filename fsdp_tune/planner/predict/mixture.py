@@ -1,10 +1,14 @@
-"""The experts of a traced mixture, and the memory of its step if `ep` neighbouring ranks divide the experts of each layer. Pure.
+"""The experts of a traced mixture, and the memory of its step if `ep` neighbouring ranks divide the experts
+of each layer. Pure.
 
-A trace is of FSDP alone: every rank gathers all experts of a layer. `Shapes.ep_size` is the number of ranks that divide them, for which the
-step is predicted: a rank keeps 1 / ep of the experts, sharded inside of each expert over the `shards / ep` ranks with the same ones. The
-part of a unit that experts are is gathered with 1 / ep of its bytes. FSDP2 gathers a tensor that is sharded inside into a temporary of the
-same size first (`foreach_all_gather_copy_out`), and sorts its gradient into a copy (`foreach_reduce`), unless one rank holds all of it.
-The fullest rank has `imbalance` times the mean rows. Parameters, gradients and optimizer state take as much memory as before.
+A trace is of FSDP alone: every rank gathers all experts of a layer. `Shapes.ep_size` is the number of ranks
+that divide them, for which the
+step is predicted: a rank keeps 1 / ep of the experts, sharded inside of each expert over the `shards / ep`
+ranks with the same ones. The part of a unit that experts are is gathered with 1 / ep of its bytes. FSDP2
+gathers a tensor that is sharded inside into a temporary of the same size first
+(`foreach_all_gather_copy_out`), and sorts its gradient into a copy (`foreach_reduce`), unless one rank holds
+all of it. The fullest rank has `imbalance` times the mean rows. Parameters, gradients and optimizer state
+take as much memory as before.
 """
 
 from __future__ import annotations
@@ -18,21 +22,30 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdp_tune.core.errors import usage_error
-from fsdp_tune.core.families import CHOSEN_EXPERTS, are_stacked_experts, dim_inside, expert_count, is_in_experts
+from fsdp_tune.core.families import (
+    CHOSEN_EXPERTS,
+    are_stacked_experts,
+    dim_inside,
+    expert_count,
+    is_in_experts,
+)
 from fsdp_tune.planner.trace_format import DTYPES, EVENT, KINDS, PHASES, Records, Trace
 
 GROUPED_PRODUCT = "grouped_mm"
 """In the name of an operation that multiplies rows with the experts that they chose."""
 LOAD_DEVIATION = 0.35
-"""Assumed standard deviation of the rows of an expert, relative to their mean. Gini coefficients of five trained models on text are 0.11 to
-0.24 and more (arXiv:2605.20982), which is 0.19 to 0.43 for normally distributed loads (√π × Gini)."""
+"""Assumed standard deviation of the rows of an expert, relative to their mean. Gini coefficients of five
+trained models on text are 0.11 to 0.24 and more (arXiv:2605.20982), which is 0.19 to 0.43 for normally
+distributed loads (√π × Gini)."""
 LOADS_ASSUMED = (
-    f"with expert parallelism, the rows of an expert deviate by {LOAD_DEVIATION:.0%} from their mean, and nothing overlaps with all-to-all"
+    f"with expert parallelism, the rows of an expert deviate by {LOAD_DEVIATION:.0%} from their mean, "
+    "and nothing overlaps with all-to-all"
 )
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8, "fp8": 1}
 _GATHERED = ("gathered units", "all-gather buffers", "reduce buffers", "unsharded gradients")
 _COPY_OUT, _COPY_IN, _REDUCE_IN = "split_with_sizes_copy", "all_gather_copy_in", "chunk_cat"
-"""FSDP2's copies of a complete unit: out of the buffer of a gather, into it, and into the buffer of a reduction."""
+"""FSDP2's copies of a complete unit: out of the buffer of a gather, into it, and into the buffer of a
+reduction."""
 _ALIKE = 0.02
 """Largest relative difference of two sizes that count as equal: shards are padded."""
 
@@ -56,9 +69,16 @@ class TracedExperts:
         return list(self.gathered_bytes)
 
     def share(self, elements: float) -> float:
-        """Return the share of experts in a buffer of so many elements: that of a unit of this size, 1 for a stack of experts, else 0."""
-        unit = next((share for size, share in self.shares.items() if abs(elements - size) <= _ALIKE * size), None)
-        return unit if unit is not None else float(any(abs(elements - size) <= _ALIKE * size for size in self.stacks))
+        """Return the share of experts in a buffer of so many elements: that of a unit of this size, 1 for a
+        stack of experts, else 0."""
+        unit = next(
+            (share for size, share in self.shares.items() if abs(elements - size) <= _ALIKE * size), None
+        )
+        return (
+            unit
+            if unit is not None
+            else float(any(abs(elements - size) <= _ALIKE * size for size in self.stacks))
+        )
 
 
 def with_ep_size(trace: Trace, ep: int) -> Trace:
@@ -67,7 +87,8 @@ def with_ep_size(trace: Trace, ep: int) -> Trace:
 
 
 def divided_mixture(trace: Trace) -> TracedExperts | None:
-    """Return the experts of a trace at full depth that `ep_size` ranks divide; None if each rank has all of them.
+    """Return the experts of a trace at full depth that `ep_size` ranks divide; None if each rank has all of
+    them.
 
     Raises: usage error (exit 2) for a model of which that cannot be predicted.
     """
@@ -80,32 +101,44 @@ def divided_mixture(trace: Trace) -> TracedExperts | None:
     elif ep not in divisions(trace, mixture, [ep]):
         others = trace.shapes.shards // ep
         reason = (
-            f"{ep} ranks do not divide {mixture.experts} experts and {trace.shapes.shards} shards, or {others} not a width of each expert"
+            f"{ep} ranks do not divide {mixture.experts} experts and {trace.shapes.shards} shards, or "
+            f"{others} not a width of each expert"
         )
     else:
         return mixture
     message = f"`fsdp.ep_size: {ep}` is not predicted for this model: {reason}"
-    raise usage_error("trace-failed", message, hint="`--set fsdp.ep_size=1` predicts the recipe in which each rank gathers all experts")
+    raise usage_error(
+        "trace-failed",
+        message,
+        hint="`--set fsdp.ep_size=1` predicts the recipe in which each rank gathers all experts",
+    )
 
 
 def divisions(trace: Trace, mixture: TracedExperts, sizes: list[int]) -> list[int]:
-    """Return those of `sizes` ranks that can divide the experts: the ranks with the same experts must shard each of them evenly."""
+    """Return those of `sizes` ranks that can divide the experts: the ranks with the same experts must shard
+    each of them evenly."""
     shards = trace.shapes.shards
 
     def is_even(ranks: int) -> bool:
         return all(dim_inside(shape, ranks) is not None for shape in trace.facts.expert_shapes)
 
-    return [ep for ep in sizes if shards % ep == 0 and mixture.experts % ep == 0 and (ep == 1 or is_even(shards // ep))]
+    return [
+        ep
+        for ep in sizes
+        if shards % ep == 0 and mixture.experts % ep == 0 and (ep == 1 or is_even(shards // ep))
+    ]
 
 
 def imbalance(ep: int, experts: int) -> float:
-    """Return the rows of the fullest of `ep` ranks with `experts` / `ep` experts each, relative to the mean."""
+    """Return the rows of the fullest of `ep` ranks with `experts` / `ep` experts each, relative to the
+    mean."""
     return 1 + LOAD_DEVIATION * math.sqrt(ep / experts) * _largest_of(ep)
 
 
 @functools.cache
 def _largest_of(draws: int) -> float:
-    """Return the expected largest of so many draws of a standard normal distribution, ∫ (1 − Fⁿ) above zero − ∫ Fⁿ below."""
+    """Return the expected largest of so many draws of a standard normal distribution, ∫ (1 − Fⁿ) above zero −
+    ∫ Fⁿ below."""
     points = np.linspace(-8, 8, 3201)
     below = np.array([NormalDist().cdf(point) for point in points.tolist()]) ** draws
     return float(np.trapezoid(np.where(points > 0, 1 - below, -below), points)) if draws > 1 else 0.0
@@ -117,12 +150,14 @@ def is_grouped(trace: Trace, ops: Records) -> npt.NDArray[np.bool_]:
 
 
 def may_be_divided(trace: Trace) -> bool:
-    """Return whether the model has experts and several ranks share a copy. The trace need not be at full depth."""
+    """Return whether the model has experts and several ranks share a copy. The trace need not be at full
+    depth."""
     return expert_count(trace.facts.config) > 1 and trace.shapes.shards > 1
 
 
 def mixture_of(trace: Trace) -> TracedExperts | None:
-    """Return the experts of a trace at full depth; None for a dense model, without shards, or if no grouped product was traced."""
+    """Return the experts of a trace at full depth; None for a dense model, without shards, or if no grouped
+    product was traced."""
     experts, chosen = expert_count(trace.facts.config), CHOSEN_EXPERTS.of(trace.facts.config)
     if chosen is None or not may_be_divided(trace):
         return None
@@ -155,15 +190,21 @@ def copies_of_units(trace: Trace, mixture: TracedExperts, ops: Records) -> npt.N
 
 
 def second_copies(trace: Trace, mixture: TracedExperts, ops: Records) -> npt.NDArray[np.int64]:
-    """Return the bytes of experts that FSDP2 copies once more with each operation, at gathers and reductions of units with experts, since
-    divided experts are sharded inside. 0 where they were traced so, or where one rank holds all of an expert."""
+    """Return the bytes of experts that FSDP2 copies once more with each operation, at gathers and reductions
+    of units with experts, since divided experts are sharded inside. 0 where they were traced so, or where one
+    rank holds all of an expert."""
     shapes = trace.shapes
     sizes = np.zeros(len(ops), np.int64)
     if trace.facts.experts_inside or shapes.ep_size in (1, shapes.shards):
         return sizes
     of_units = _named(trace, ops, _COPY_OUT, _REDUCE_IN)
-    for layer, gathered in mixture.gathered_bytes.items():  # an operation that moves less is of another unit of the layer
-        sizes[of_units & (ops["layer"] == layer) & (ops["moved_bytes"] >= 2 * gathered)] = gathered // shapes.ep_size
+    for (
+        layer,
+        gathered,
+    ) in mixture.gathered_bytes.items():  # an operation that moves less is of another unit of the layer
+        sizes[of_units & (ops["layer"] == layer) & (ops["moved_bytes"] >= 2 * gathered)] = (
+            gathered // shapes.ep_size
+        )
     return sizes
 
 
@@ -184,8 +225,9 @@ def _named(trace: Trace, ops: Records, *names: str) -> npt.NDArray[np.bool_]:
 
 
 def divided_memory(trace: Trace) -> Trace:
-    """Return a trace at full depth with the memory of its `ep_size`: 1 / ep of the experts in gathered units and their buffers, the
-    temporaries of gathers, and the rows of the fullest rank. Raises: usage error (exit 2) as `divided_mixture`."""
+    """Return a trace at full depth with the memory of its `ep_size`: 1 / ep of the experts in gathered units
+    and their buffers, the temporaries of gathers, and the rows of the fullest rank. Raises: usage error (exit
+    2) as `divided_mixture`."""
     mixture = divided_mixture(trace)
     if mixture is None:
         return trace
@@ -194,7 +236,9 @@ def divided_memory(trace: Trace) -> Trace:
     activations = (events["kind"] == KINDS.index("activations")) & np.isin(events["layer"], mixture.layers)
     gathered = np.isin(events["kind"], [KINDS.index(kind) for kind in _GATHERED])
     if trace.facts.experts_inside:  # what is gathered into has no kind of its own then
-        gathered |= activations & np.isin(sizes, [stack * item for stack in mixture.stacks for item in (2, 4)])
+        gathered |= activations & np.isin(
+            sizes, [stack * item for stack in mixture.stacks for item in (2, 4)]
+        )
     factors: dict[int, float] = {}
     for size in np.unique(sizes[gathered]).tolist():
         share = max(mixture.share(size / item) for item in (1, 2, 4))
@@ -206,9 +250,12 @@ def divided_memory(trace: Trace) -> Trace:
     return replace(trace, events=_with_temporaries(trace, mixture, events))
 
 
-def _of_rows_of_experts(trace: Trace, mixture: TracedExperts, activations: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Select activations with a row for each token and chosen expert: those that modules of experts make in a forward, and those of the
-    same sizes in a backward, where the innermost module is the layer, or the one in which a recomputation ended. A size alone tells
+def _of_rows_of_experts(
+    trace: Trace, mixture: TracedExperts, activations: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.bool_]:
+    """Select activations with a row for each token and chosen expert: those that modules of experts make in a
+    forward, and those of the same sizes in a backward, where the innermost module is the layer, or the one in
+    which a recomputation ended. A size alone tells
     nothing: one with a row for each token may divide by their number as well."""
     events = trace.events
     sizes, backward = np.abs(events["bytes"]), events["phase"] == PHASES.index("backward")
@@ -220,7 +267,8 @@ def _of_rows_of_experts(trace: Trace, mixture: TracedExperts, activations: npt.N
 
 
 def _with_temporaries(trace: Trace, mixture: TracedExperts, events: Records) -> Records:
-    """Insert the temporaries of gathers. The copy of a gradient replaces it before the buffer of the reduction exists, at no peak."""
+    """Insert the temporaries of gathers. The copy of a gradient replaces it before the buffer of the
+    reduction exists, at no peak."""
     sizes = second_copies(trace, mixture, trace.ops)
     rows = np.flatnonzero((sizes > 0) & _named(trace, trace.ops, _COPY_OUT))
     made = np.zeros(2 * len(rows), EVENT)

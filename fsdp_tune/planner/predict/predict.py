@@ -17,9 +17,24 @@ from fsdp_tune.core.units import GIB
 from fsdp_tune.planner.predict.depth import full_depth
 from fsdp_tune.planner.predict.divided_step import step_time
 from fsdp_tune.planner.predict.experts import ExpertRow
-from fsdp_tune.planner.predict.memory import CONTEXT_BYTES, Fit, Fits, Memory, disk, fit, host_memory, total_steps
+from fsdp_tune.planner.predict.memory import (
+    CONTEXT_BYTES,
+    Fit,
+    Fits,
+    Memory,
+    disk,
+    fit,
+    host_memory,
+    total_steps,
+)
 from fsdp_tune.planner.predict.mixture import LOADS_ASSUMED
-from fsdp_tune.planner.predict.timing import HOST_BYTES_PER_SECOND, Efficiency, StepTime, UnknownFigure, efficiency_of
+from fsdp_tune.planner.predict.timing import (
+    HOST_BYTES_PER_SECOND,
+    Efficiency,
+    StepTime,
+    UnknownFigure,
+    efficiency_of,
+)
 from fsdp_tune.planner.trace_format import Segments, Trace
 from fsdp_tune.recipe.schedule import rate_line
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -111,7 +126,8 @@ class SmallestHardware(JsonAnswer):
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPlan(JsonAnswer):
-    """A recipe that was trained for a few steps on this machine, beside its prediction. Unknown values are None."""
+    """A recipe that was trained for a few steps on this machine, beside its prediction. Unknown values are
+    None."""
 
     recipe_changes: dict[str, object]
     """Changed keys with their values, relative to the requested recipe; empty for that recipe."""
@@ -126,7 +142,8 @@ class MeasuredPlan(JsonAnswer):
     step_seconds: float | None = None
     """Median of the counted steps."""
     tokens_per_second_per_device: float | None = None
-    """Median of the counted steps, of the tokens that were computed: rows may be shorter than `data.max_length`."""
+    """Median of the counted steps, of the tokens that were computed: rows may be shorter than
+    `data.max_length`."""
     num_processes: int | None = None
     peak_reserved_gib: float | None = None
     """Of rank 0."""
@@ -139,7 +156,8 @@ class MeasuredPlan(JsonAnswer):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All predictions of a recipe. `as_dict` is plan.json and `plan --json`. Unknown values are None; sizes are GiB per device."""
+    """All predictions of a recipe. `as_dict` is plan.json and `plan --json`. Unknown values are None; sizes
+    are GiB per device."""
 
     recipe: str
     gpu: str
@@ -176,8 +194,8 @@ class Plan:
     place: int | None = None
     """Rank from 1, among all recipes, including those that are not shown."""
     equal_from: int | None = None
-    """The place of the first recipe whose step takes the same time within the median error of `accuracy`; of these, the one with least
-    memory is first. None if no other recipe is equal to this one."""
+    """The place of the first recipe whose step takes the same time within the median error of `accuracy`; of
+    these, the one with least memory is first. None if no other recipe is equal to this one."""
     decided: dict[str, str] = field(default_factory=dict[str, str])
     """Values that the recipe leaves to the plan, by key, each with its reason."""
     alternatives: tuple[Plan, ...] = ()
@@ -185,12 +203,13 @@ class Plan:
     best_because: str | None = None
     smallest_hardware: SmallestHardware | None = None
     other_trainings: tuple[Plan, ...] = ()
-    """LoRA and QLoRA, if the recipe does not fit or fits only with offloading. They train another model: nothing applies them."""
+    """LoRA and QLoRA, if the recipe does not fit or fits only with offloading. They train another model:
+    nothing applies them."""
     measured: tuple[MeasuredPlan, ...] = ()
     """Of `--measure`, the fastest first."""
     experts: tuple[ExpertRow, ...] = ()
-    """The recipe with the experts of each layer divided among 1, 2, 4 and 8 ranks, as far as they can be, and its own number of ranks;
-    empty for a dense model."""
+    """The recipe with the experts of each layer divided among 1, 2, 4 and 8 ranks, as far as they can be, and
+    its own number of ranks; empty for a dense model."""
     experts_because: str | None = None
     """What dividing the experts gains and costs."""
     memory: Memory | None = None
@@ -199,7 +218,10 @@ class Plan:
     def as_dict(self) -> dict[str, object]:
         """Return the plan as JSON, without alternatives of alternatives and without timeline."""
         values = {name: getattr(self, name) for name in self.__slots__ if name != "memory"}
-        found: dict[str, object] = {name: value.as_dict() if isinstance(value, JsonAnswer) else value for name, value in values.items()}
+        found: dict[str, object] = {
+            name: value.as_dict() if isinstance(value, JsonAnswer) else value
+            for name, value in values.items()
+        }
         found["accuracy"] = {name: error.as_dict() for name, error in self.accuracy.items()}
         found["scaling"] = [row.as_dict() for row in self.scaling]
         found["measured"] = [each.as_dict() for each in self.measured]
@@ -210,7 +232,8 @@ class Plan:
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> Self:
-        """Return the plan of `as_dict` without other plans. Raises: TypeError, ValueError or KeyError for other fields."""
+        """Return the plan of `as_dict` without other plans. Raises: TypeError, ValueError or KeyError for
+        other fields."""
         parts: dict[str, Any] = {
             "time": None if found["time"] is None else StepParts(**found["time"]),
             "communication_gib": SentGib(**found["communication_gib"]),
@@ -269,7 +292,8 @@ def plan(
 ) -> Plan:
     """Predict a resolved `recipe` on `hardware` from the `trace` of its step. Pure.
 
-    `rows` and `tokens` are those of the prepared training data, if known; `efficiency` is calibrated on this machine.
+    `rows` and `tokens` are those of the prepared training data, if known; `efficiency` is calibrated on this
+    machine.
     """
     efficiency = efficiency or efficiency_of(hardware)
     trace = full_depth(trace)
@@ -331,7 +355,13 @@ def model_size(trace: Trace) -> ModelDimensions | None:
     counts = trace.counts
     if counts.active_parameters is None:
         return None
-    return ModelDimensions(counts.active_parameters, counts.trained_parameters, counts.layers, counts.attention_heads, counts.head_dim)
+    return ModelDimensions(
+        counts.active_parameters,
+        counts.trained_parameters,
+        counts.layers,
+        counts.attention_heads,
+        counts.head_dim,
+    )
 
 
 def _mfu(trace: Trace, hardware: Hardware, speed: float | None, unknown: list[str]) -> float | None:
@@ -364,19 +394,25 @@ def _communication(timed: StepTime | None) -> SentGib:
 
 def _host(recipe: Recipe, trace: Trace, memory: Memory) -> HostGib:
     host = host_memory(recipe, trace, memory)
-    return HostGib(host.peak_bytes / GIB, host.loading_bytes / GIB, host.offloaded_bytes / GIB, host.staging_bytes / GIB)
+    return HostGib(
+        host.peak_bytes / GIB, host.loading_bytes / GIB, host.offloaded_bytes / GIB, host.staging_bytes / GIB
+    )
 
 
 def _disk(recipe: Recipe, trace: Trace, tokens: int | None, unknown: list[str]) -> DiskGib:
     needed = disk(recipe, trace, tokens)
     if needed.cache_bytes is None:
         unknown.append("disk_gib.cache: the data is not prepared")
-    most = None if needed.most_checkpoints is None else needed.most_checkpoints * needed.checkpoint_bytes / GIB
+    most = (
+        None if needed.most_checkpoints is None else needed.most_checkpoints * needed.checkpoint_bytes / GIB
+    )
     cache = None if needed.cache_bytes is None else needed.cache_bytes / GIB
     return DiskGib(needed.checkpoint_bytes / GIB, most, needed.merged_bytes / GIB, cache)
 
 
-def _run(recipe: Recipe, hardware: Hardware, timed: StepTime | None, rows: int | None, unknown: list[str]) -> RunTotals:
+def _run(
+    recipe: Recipe, hardware: Hardware, timed: StepTime | None, rows: int | None, unknown: list[str]
+) -> RunTotals:
     steps = total_steps(recipe, rows)
     if steps is None:
         unknown.append("run.steps: the number of rows is known after the data is prepared")
@@ -388,34 +424,53 @@ def _run(recipe: Recipe, hardware: Hardware, timed: StepTime | None, rows: int |
     return RunTotals(steps, seconds, cost)
 
 
-def _assumptions(recipe: Recipe, trace: Trace, hardware: Hardware, efficiency: Efficiency, segments: Segments) -> list[str]:
+def _assumptions(
+    recipe: Recipe, trace: Trace, hardware: Hardware, efficiency: Efficiency, segments: Segments
+) -> list[str]:
     version = trace.facts.flash_version
-    attention = [f"FlashAttention {version}" if kernel == "flash" else kernel for kernel in trace.facts.attention or ["unknown"]]
+    attention = [
+        f"FlashAttention {version}" if kernel == "flash" else kernel
+        for kernel in trace.facts.attention or ["unknown"]
+    ]
     found = [
         f"attention kernels: {', '.join(attention)}",
         f"allocator: {'expandable segments' if segments == 'expandable' else 'plain segments'}",
         "every row is as long as data.max_length",
     ]
     if not efficiency.is_measured and hardware.name != CPU:
-        found.append(f"no measured matrix multiplication of {hardware.name} is published; the share of its peak is that of other GPUs")
+        found.append(
+            f"no measured matrix multiplication of {hardware.name} is published; the share of its "
+            "peak is that of other GPUs"
+        )
     experts, shards = expert_count(trace.facts.config), trace.shapes.shards
     if experts > 1 and experts % shards and not trace.facts.experts_inside and trace.shapes.ep_size == 1:
         fullest = -(-experts // shards)
-        found.append(f"stacked experts are not split: the plan is for the fullest of {shards} ranks, with {fullest} of a layer's {experts}")
+        found.append(
+            f"stacked experts are not split: the plan is for the fullest of {shards} ranks, with "
+            f"{fullest} of a layer's {experts}"
+        )
     if trace.shapes.ep_size > 1:
         found.append(LOADS_ASSUMED)
     if any(name.startswith("host ") for name in trace.op_names):
-        found.append(f"host memory bandwidth is {HOST_BYTES_PER_SECOND / 1e9:g} GB/s, shared by the ranks of a machine")
+        found.append(
+            f"host memory bandwidth is {HOST_BYTES_PER_SECOND / 1e9:g} GB/s, shared by the ranks of a machine"
+        )
     if recipe.kernels.compile:
-        found.append("a compiled layer runs one kernel between two matrix products, and uses as much memory as an eager one")
+        found.append(
+            "a compiled layer runs one kernel between two matrix products, and uses as much memory "
+            "as an eager one"
+        )
     elif "_scaled_mm" in trace.op_names:
         found.append(
-            "each cast to fp8 is a separate pass over memory; compiled layers fuse casts, so with `kernels.compile` a step is shorter",
+            "each cast to fp8 is a separate pass over memory; compiled layers fuse casts, so with "
+            "`kernels.compile` a step is shorter",
         )
     if hardware.name == CPU:
         found.append("allocator and attention kernel of the host use as much memory as CUDA's")
     if hardware.usable_gib is None:
-        found.append(f"the usable memory of {hardware.name} is unknown: {hardware.memory_gb:g} × 10⁹ bytes are assumed")
+        found.append(
+            f"the usable memory of {hardware.name} is unknown: {hardware.memory_gb:g} × 10⁹ bytes are assumed"
+        )
     return found
 
 
@@ -425,7 +480,10 @@ TABLE = Path(__file__).with_name("accuracy.json")
 
 
 def accuracy(machines: int) -> dict[str, FigureError]:
-    """Return the error of each figure on sources without fitted constants; that of time for one machine or for several."""
+    """Return the error of each figure on sources without fitted constants; that of time for one machine or
+    for several."""
     table = {name: FigureError(**row) for name, row in json.loads(TABLE.read_text(encoding="utf-8")).items()}
     time = table["step_seconds_over_machines" if machines > 1 else "step_seconds_on_one_machine"]
-    return {name: table[name] for name in ("peak_allocated_gib", "peak_reserved_gib")} | {"step_seconds": time}
+    return {name: table[name] for name in ("peak_allocated_gib", "peak_reserved_gib")} | {
+        "step_seconds": time
+    }

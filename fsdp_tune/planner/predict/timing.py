@@ -1,14 +1,17 @@
-"""Predict the time of a traced step: each operation by a roofline, each collective by its links, on streams that wait for each other.
+"""Predict the time of a traced step: each operation by a roofline, each collective by its links, on streams
+that wait for each other.
 
 Times of collectives are those of `predict.collectives`.
 
-The simulation is independent of FSDP. The trace has the operations of every stream in the order of issue, and the waits between streams;
-the clocks of the streams then give hidden and exposed communication.
+The simulation is independent of FSDP. The trace has the operations of every stream in the order of issue, and
+the waits between streams; the clocks of the streams then give hidden and exposed communication.
 
-Every constant, the share of a GPU's peak figures that a step reaches among them, is here with its source. There are three kinds.
-Published: the fastest matrix multiplication of each GPU (`matmul_tflops` of hardware.yaml), attention (the FlashAttention papers).
-Assumed: fixed costs of kernels and of the host. Fitted: `FITTED` lists them; benchmarks/plan.py prints their number, their sources, and
-the errors on other sources.
+Every constant, the share of a GPU's peak figures that a step reaches among them, is here with its source.
+There are three kinds.
+Published: the fastest matrix multiplication of each GPU (`matmul_tflops` of hardware.yaml), attention (the
+FlashAttention papers).
+Assumed: fixed costs of kernels and of the host. Fitted: `FITTED` lists them; benchmarks/plan.py prints their
+number, their sources, and the errors on other sources.
 """
 
 from __future__ import annotations
@@ -33,21 +36,24 @@ FLASH_3 = next(each for each in FLASH_ATTENTION if each.version == 3)
 _NEWER_UNITS = (None, 9, 10)
 """Major numbers of compute capabilities; None: a GPU of another vendor."""
 MATMUL_SHARE_UNMEASURED = 0.8
-"""Share of the peak for a GPU without a published measurement: near the middle of the measured NVIDIA GPUs, 0.78 to 0.87."""
+"""Share of the peak for a GPU without a published measurement: near the middle of the measured NVIDIA GPUs,
+0.78 to 0.87."""
 ATTENTION_SHARE = {"ampere": (0.62, 0.52), "hopper": (0.34, 0.33)}
-"""Share of the dense peak for forward and backward of FlashAttention-2 on long rows, causal, head size 128, in its benchmarks
-(arXiv:2307.08691, figures 5 and 7: 190 to 225 TFLOPS on A100; arXiv:2407.08608, figure 5: 335 on H100, whose new units it does not use)."""
+"""Share of the dense peak for forward and backward of FlashAttention-2 on long rows, causal, head size 128,
+in its benchmarks (arXiv:2307.08691, figures 5 and 7: 190 to 225 TFLOPS on A100; arXiv:2407.08608, figure 5:
+335 on H100, whose new units it does not use)."""
 FLASH_3_GAIN = (1.84, 1.6)
-"""FlashAttention-3 relative to FlashAttention-2 on Hopper: 616 and 335 TFLOPS forward (arXiv:2407.08608, figure 5); backward assumed,
-within the paper's 1.5 to 2.0 times. No checked row uses it."""
+"""FlashAttention-3 relative to FlashAttention-2 on Hopper: 616 and 335 TFLOPS forward (arXiv:2407.08608,
+figure 5); backward assumed, within the paper's 1.5 to 2.0 times. No checked row uses it."""
 TILE_TOKENS = 128
-"""Tokens that a query attends to in vain: half of the tile on the diagonal, and the start of the pipeline. With it the forward of rows of
-512 to 4,096 tokens has 0.67 to 0.94 of the share of long ones; measured on H100 0.57 to 0.95 (arXiv:2407.08608, figure 5)."""
+"""Tokens that a query attends to in vain: half of the tile on the diagonal, and the start of the pipeline.
+With it the forward of rows of 512 to 4,096 tokens has 0.67 to 0.94 of the share of long ones; measured on
+H100 0.57 to 0.95 (arXiv:2407.08608, figure 5)."""
 MASKED_SHARE = 0.6
 """Factor on it for kernels with a mask (memory-efficient attention)."""
 GROUPED_TILE_ROWS, GROUPED_TILE_ROWS_OF_BLACKWELL, FEW_ROWS = 128, 256, 128
-"""Rows of a tile of torch's grouped product; groups of at most `FEW_ROWS` have tiles of half of it (`GroupMM.cu`,
-`dispatch_bf16_grouped_kernel_on_tile_size`)."""
+"""Rows of a tile of torch's grouped product; groups of at most `FEW_ROWS` have tiles of half of it
+(`GroupMM.cu`, `dispatch_bf16_grouped_kernel_on_tile_size`)."""
 KERNEL_SECONDS = 3.0e-6
 """Fixed time of a kernel on the device: start and tail."""
 ISSUE_SECONDS = 6.0e-6
@@ -60,10 +66,12 @@ BANDWIDTH_SHARE = 0.75
 OVERLAP_COST = 0.3
 
 FITTED = {
-    "SUSTAINED ampere": "multiplications and attention of a step relative to their benchmarks: other shapes, temperature, a power limit",
+    "SUSTAINED ampere": "multiplications and attention of a step relative to their benchmarks: other shapes, "
+    "temperature, a power limit",
     "SUSTAINED hopper": "the same; at full load these GPUs reach their power limit sooner",
     "BANDWIDTH_SHARE": "share of the memory bandwidth that elementwise kernels reach",
-    "OVERLAP_COST": "slowdown of concurrent compute per second of communication: NCCL's kernels use SMs and bandwidth",
+    "OVERLAP_COST": "slowdown of concurrent compute per second of communication: NCCL's kernels use SMs "
+    "and bandwidth",
 }
 """Fitted on the sources listed in benchmarks/plan.py, each with the same weight."""
 
@@ -87,10 +95,15 @@ class Efficiency:
 
 
 def efficiency_of(hardware: Hardware) -> Efficiency:
-    """Return the constants of a GPU; without published measurements those of its kind, with `is_measured` False."""
+    """Return the constants of a GPU; without published measurements those of its kind, with `is_measured`
+    False."""
     peak = hardware.bf16_tflops or hardware.fp16_tflops
     is_measured = hardware.matmul_tflops is not None and peak is not None
-    share = hardware.matmul_tflops / peak if hardware.matmul_tflops is not None and peak is not None else MATMUL_SHARE_UNMEASURED
+    share = (
+        hardware.matmul_tflops / peak
+        if hardware.matmul_tflops is not None and peak is not None
+        else MATMUL_SHARE_UNMEASURED
+    )
     # FlashAttention-2 uses the units of Ampere, so that it reaches a smaller share of GPUs that have others.
     major = None if hardware.capability is None else hardware.capability[0]
     kind = "hopper" if major in _NEWER_UNITS else "ampere"
@@ -108,7 +121,8 @@ class StepTime:
 
     step_seconds: float
     phases: dict[str, float]
-    """Time from the first to the last operation of forward, loss, backward, clip and optimizer on the compute stream."""
+    """Time from the first to the last operation of forward, loss, backward, clip and optimizer on the compute
+    stream."""
     compute_seconds: float
     """Busy time of the compute stream."""
     communication_seconds: float
@@ -127,7 +141,8 @@ class UnknownFigure(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Exchanges:
-    """Exchanges of tokens that the compute stream waits for, one of each per row: they start at once and delay other collectives."""
+    """Exchanges of tokens that the compute stream waits for, one of each per row: they start at once and
+    delay other collectives."""
 
     at: npt.NDArray[np.int64]
     """Position in the order of the trace: after the operation with this position."""
@@ -156,8 +171,8 @@ class StepWork:
 
 
 def undivided_work(trace: Trace, hardware: Hardware, machines: int, efficiency: Efficiency) -> StepWork:
-    """Return the last traced step with its times, in which every rank has all experts. Raises: UnknownFigure for a missing figure of the
-    GPU."""
+    """Return the last traced step with its times, in which every rank has all experts. Raises: UnknownFigure
+    for a missing figure of the GPU."""
     trace = full_depth(trace)
     topology = replace(trace.shapes.topology, machines=machines)
     ops, collectives, waits = (trace.steady(table) for table in (trace.ops, trace.collectives, trace.waits))
@@ -166,7 +181,9 @@ def undivided_work(trace: Trace, hardware: Hardware, machines: int, efficiency: 
     durations = op_seconds(trace, ops, hardware, efficiency, topology.local_world_size)
     transfers = _transfer_seconds(collectives, topology, hardware)
     columns = _columns(collectives, "kind", "bytes", "group")
-    sent = [sent_bytes(COLLECTIVES[kind], size, topology.group(GROUPS[group])) for kind, size, group in columns]
+    sent = [
+        sent_bytes(COLLECTIVES[kind], size, topology.group(GROUPS[group])) for kind, size, group in columns
+    ]
     return StepWork(trace, ops, durations, collectives, transfers, sent, waits)
 
 
@@ -179,7 +196,8 @@ def simulate(work: StepWork, efficiency: Efficiency) -> StepTime:
         clocks.run(_in_order(work, which), efficiency)
         return clocks
 
-    # The untraced micro-batches equal the second of three; of two, the last one without the collectives that only it sends.
+    # The untraced micro-batches equal the second of three; of two, the last one without the collectives that
+    # only it sends.
     like, times = min(1, shapes.traced_micro_batches - 1), shapes.accumulation - shapes.traced_micro_batches
     everywhere = ~_only_in_last(collectives, shapes.traced_micro_batches - 1)
     whole = simulated(np.ones(len(collectives), bool))
@@ -201,16 +219,22 @@ def simulate(work: StepWork, efficiency: Efficiency) -> StepTime:
         exposed_seconds=sums.exposed,
         issue_seconds=sums.host_bound,
         volume=Volume(
-            sum(each.machine_link_bytes * count for each, count in sent), sum(each.network_bytes * count for each, count in sent)
+            sum(each.machine_link_bytes * count for each, count in sent),
+            sum(each.network_bytes * count for each, count in sent),
         ),
     )
 
 
 def _only_in_last(collectives: Records, last: int) -> npt.NDArray[np.bool_]:
-    """Select the collectives of the last micro-batch alone: sums over ranks or replicas that need the full gradient."""
+    """Select the collectives of the last micro-batch alone: sums over ranks or replicas that need the full
+    gradient."""
     kinds = collectives["kind"].astype(np.int64) * len(GROUPS) + collectives["group"]
     of_last = collectives["micro"] == last
-    return of_last & ~np.isin(kinds, kinds[collectives["micro"] == 0]) if last else np.zeros(len(collectives), bool)
+    return (
+        of_last & ~np.isin(kinds, kinds[collectives["micro"] == 0])
+        if last
+        else np.zeros(len(collectives), bool)
+    )
 
 
 def op_kinds(trace: Trace, ops: Records) -> npt.NDArray[np.int8]:
@@ -218,14 +242,16 @@ def op_kinds(trace: Trace, ops: Records) -> npt.NDArray[np.int8]:
 
 
 def rows_of_expert(trace: Trace) -> float:
-    """Return the mean number of rows that a rank multiplies with an expert of a layer in a forward; all tokens of a dense model."""
+    """Return the mean number of rows that a rank multiplies with an expert of a layer in a forward; all
+    tokens of a dense model."""
     shapes, config = trace.shapes, trace.facts.config
     tokens = shapes.micro_batch * shapes.tokens / shapes.topology.row_parts
     return tokens * (CHOSEN_EXPERTS.of(config) or 1) / expert_count(config) * shapes.ep_size
 
 
 def tile_share(rows: float, hardware: Hardware) -> float:
-    """Return the share of the tiles of a grouped product that is not padding, for groups of `rows` rows on average.
+    """Return the share of the tiles of a grouped product that is not padding, for groups of `rows` rows on
+    average.
 
     The last tile of a group is half full on average, since groups differ.
     """
@@ -235,12 +261,17 @@ def tile_share(rows: float, hardware: Hardware) -> float:
     return rows / (rows + tile / 2)
 
 
-def op_seconds(trace: Trace, ops: Records, hardware: Hardware, efficiency: Efficiency, local_ranks: int = 1) -> Seconds:
-    """Return the time of each operation: the larger of compute and memory traffic, plus the kernels' fixed cost."""
+def op_seconds(
+    trace: Trace, ops: Records, hardware: Hardware, efficiency: Efficiency, local_ranks: int = 1
+) -> Seconds:
+    """Return the time of each operation: the larger of compute and memory traffic, plus the kernels' fixed
+    cost."""
     kinds = op_kinds(trace, ops)
     backward = np.array(["backward" in name for name in trace.op_names] or [False])[ops["name"]]
     forward_gain, backward_gain = efficiency.flash_3_gain if trace.facts.flash_version == 3 else (1.0, 1.0)
-    attention = np.where(backward, efficiency.attention_backward * backward_gain, efficiency.attention_forward * forward_gain)
+    attention = np.where(
+        backward, efficiency.attention_backward * backward_gain, efficiency.attention_forward * forward_gain
+    )
     grouped = efficiency.matmul * tile_share(rows_of_expert(trace), hardware)
     of_kind = [attention, attention * MASKED_SHARE, np.full(len(ops), grouped)]
     share = np.select([kinds == FLASH, kinds == MASKED, kinds == GROUPED], of_kind, efficiency.matmul)
@@ -257,14 +288,17 @@ def op_seconds(trace: Trace, ops: Records, hardware: Hardware, efficiency: Effic
     moving = moved / (hardware.bandwidth_bytes_per_second * efficiency.bandwidth)
     copying = moved / 2 / (link or 1.0) / efficiency.bandwidth
     on_host = moved / (HOST_BYTES_PER_SECOND / local_ranks)
-    device = np.select([kinds == TO_HOST], [copying], np.maximum(multiplying, moving)) + ops["kernels"] * efficiency.kernel_seconds
+    device = (
+        np.select([kinds == TO_HOST], [copying], np.maximum(multiplying, moving))
+        + ops["kernels"] * efficiency.kernel_seconds
+    )
     return np.where(kinds == ON_HOST, on_host, device)
 
 
 PLAIN, FLASH, MASKED, TO_HOST, ON_HOST, GROUPED = range(6)
 HOST_BYTES_PER_SECOND = 200e9
-"""Assumed bandwidth, listed in every plan with work on the host: half of that of two sockets with eight channels of DDR4-3200 each
-(410 GB/s), shared by the ranks of a machine."""
+"""Assumed bandwidth, listed in every plan with work on the host: half of that of two sockets with eight
+channels of DDR4-3200 each (410 GB/s), shared by the ranks of a machine."""
 
 
 def _kind(name: str) -> int:
@@ -323,17 +357,26 @@ def _in_order(work: StepWork, which: npt.NDArray[np.bool_]) -> list[_StreamWork]
     columns = (ops[name].tolist() for name in ("at", "stream", "phase", "micro"))
     found = [
         _StreamWork(at, stream, seconds, phase, micro, on_host=host)
-        for at, stream, phase, micro, seconds, host in zip(*columns, work.op_seconds.tolist(), on_host, strict=True)
+        for at, stream, phase, micro, seconds, host in zip(
+            *columns, work.op_seconds.tolist(), on_host, strict=True
+        )
     ]
     columns = (collectives[name].tolist() for name in ("at", "stream", "phase", "micro"))
     found += [
         _StreamWork(at, stream, seconds, phase, micro, is_collective=True)
-        for at, stream, phase, micro, seconds in zip(*columns, work.collective_seconds[which].tolist(), strict=True)
+        for at, stream, phase, micro, seconds in zip(
+            *columns, work.collective_seconds[which].tolist(), strict=True
+        )
     ]
     columns = (waits[name].tolist() for name in ("at", "stream", "source", "until"))
-    found += [_StreamWork(at, stream, source=source, until=until) for at, stream, source, until in zip(*columns, strict=True)]
+    found += [
+        _StreamWork(at, stream, source=source, until=until)
+        for at, stream, source, until in zip(*columns, strict=True)
+    ]
     if exchanges is not None:
-        columns = (getattr(exchanges, name).tolist() for name in ("at", "seconds", "phase", "micro", "needs_host"))
+        columns = (
+            getattr(exchanges, name).tolist() for name in ("at", "seconds", "phase", "micro", "needs_host")
+        )
         found += [
             _StreamWork(at, 0, seconds, phase, micro, is_exchange=True, needs_host=host)
             for at, seconds, phase, micro, host in zip(*columns, strict=True)
@@ -386,8 +429,14 @@ class _Clocks:
                 if last:
                     free[stream] = max(free[stream], done[item.source][last - 1])
                 continue
-            host += efficiency.collective_issue_seconds if item.is_collective or item.is_exchange else efficiency.issue_seconds
-            if item.on_host:  # offloaded tensors have arrived by then, and nothing else is issued in the meantime
+            host += (
+                efficiency.collective_issue_seconds
+                if item.is_collective or item.is_exchange
+                else efficiency.issue_seconds
+            )
+            if (
+                item.on_host
+            ):  # offloaded tensors have arrived by then, and nothing else is issued in the meantime
                 host = max([host, *free]) + item.seconds
                 continue
             if item.needs_host:
@@ -406,7 +455,8 @@ class _Clocks:
         self.end = max([host, *free])
 
     def _account(self, item: _StreamWork, start: float, ready: float) -> None:
-        """Attribute the compute stream's time to work, waiting for other streams (until `ready`), or waiting for the host."""
+        """Attribute the compute stream's time to work, waiting for other streams (until `ready`), or waiting
+        for the host."""
         finished, phase = start + item.seconds, PHASES[item.phase]
         sums = self.sums.setdefault(item.micro, _Sums())
         if item.is_exchange:
@@ -419,5 +469,6 @@ class _Clocks:
         self._compute_end = self._micro_ends[item.micro] = finished
 
     def micro_seconds(self, micro: int) -> float:
-        """Return the time between the ends of the previous micro-batch and this one, on the compute stream."""
+        """Return the time between the ends of the previous micro-batch and this one, on the compute
+        stream."""
         return self._micro_ends.get(micro, 0.0) - (self._micro_ends.get(micro - 1, 0.0) if micro > 0 else 0.0)

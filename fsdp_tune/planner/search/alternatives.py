@@ -1,8 +1,9 @@
-"""Generate alternatives to a recipe: the same training with another layout on the same GPUs, or on another number of ranks.
+"""Generate alternatives to a recipe: the same training with another layout on the same GPUs, or on another
+number of ranks.
 
-Model, data, length, dtype, global batch and schedule stay the same. Strategy, recomputation, offload, micro-batch × accumulation, size of
-a copy (over machines), decoder layers as units (if the recipe has coarser ones), and, for some targets, the ranks that share a row and
-the slices of the MLP vary.
+Model, data, length, dtype, global batch and schedule stay the same. Strategy, recomputation, offload,
+micro-batch × accumulation, size of a copy (over machines), decoder layers as units (if the recipe has coarser
+ones), and, for some targets, the ranks that share a row and the slices of the MLP vary.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ Offload = Literal["nothing", "inputs", "parameters"]
 
 
 OFFLOADS: tuple[Offload, ...] = ("nothing", "inputs", "parameters")
-"""Offloaded tensors: inputs of recomputed layers, or all state. Slower, so only tried if memory is short, the cheaper one first."""
+"""Offloaded tensors: inputs of recomputed layers, or all state. Slower, so only tried if memory is short, the
+cheaper one first."""
 
 
 SEQUENCE = "parallelism.sp_size"
@@ -49,14 +51,16 @@ SLICES = "kernels.mlp_slice_tokens"
 
 
 MLP_SLICES = (16384, 4096)
-"""Tokens of a slice of the MLP. Smaller slices save nothing: other tensors are the peak (docs/guide/long-rows.md)."""
+"""Tokens of a slice of the MLP. Smaller slices save nothing: other tensors are the peak
+(docs/guide/long-rows.md)."""
 
 
 BATCH = ("training.per_device_train_batch_size", "training.gradient_accumulation_steps")
 
 
 def changed(recipe: Recipe, changes: Changes) -> Recipe | None:
-    """Return a resolved recipe with other values, and dependent keys resolved again; None if it is contradictory or unsupported."""
+    """Return a resolved recipe with other values, and dependent keys resolved again; None if it is
+    contradictory or unsupported."""
     data = recipe.model_dump(by_alias=True)
     for key, value in changes.items():
         section, name = key.split(".")
@@ -82,7 +86,8 @@ def changed(recipe: Recipe, changes: Changes) -> Recipe | None:
 
 
 def is_refused(recipe: Recipe) -> bool:
-    """Return whether the recipe is contradictory or unsupported, other than by inputs that only a run needs."""
+    """Return whether the recipe is contradictory or unsupported, other than by inputs that only a run
+    needs."""
     return bool(refused(recipe)) or any(found.code not in INPUTS for rule in RULES for found in rule(recipe))
 
 
@@ -106,7 +111,10 @@ def differences(recipe: Recipe, other: Recipe) -> Changes:
     found = {key: value_of(other, key) for key in keys if value_of(other, key) != value_of(recipe, key)}
     if other.is_hybrid and other.parallelism.dp_shard_size != recipe.parallelism.dp_shard_size:
         found["parallelism.dp_shard_size"] = other.parallelism.dp_shard_size
-    budget, slots = recipe.training.per_device_train_batch_tokens, other.training.per_device_train_batch_size * other.data.max_length
+    budget, slots = (
+        recipe.training.per_device_train_batch_tokens,
+        other.training.per_device_train_batch_size * other.data.max_length,
+    )
     if budget is not None:
         found = {key: value for key, value in found.items() if key not in BATCH}
         return found | ({TOKENS_KEY: slots} if slots != budget else {})
@@ -114,44 +122,62 @@ def differences(recipe: Recipe, other: Recipe) -> Changes:
 
 
 def layouts(recipe: Recipe, *, offload: Offload) -> Iterator[Changes]:
-    """Yield strategy and recomputation, fast ones first. State is offloaded only if sharded, inputs only with full recomputation."""
+    """Yield strategy and recomputation, fast ones first. State is offloaded only if sharded, inputs only with
+    full recomputation."""
     # Copies on one machine do not avoid a slower link.
-    names: list[ShardingStrategy] = [name for name, row in STRATEGIES.items() if recipe.launch.num_machines > 1 or not row.is_hybrid]
+    names: list[ShardingStrategy] = [
+        name for name, row in STRATEGIES.items() if recipe.launch.num_machines > 1 or not row.is_hybrid
+    ]
     if recipe.world_size == 1:
         names = [recipe.fsdp.sharding_strategy]
     for strategy in names:
         if offload == "parameters" and not STRATEGIES[strategy].is_sharded:
             continue
         for checkpointing in ("full",) if offload == "inputs" else CHECKPOINTING:
-            changes = layout(recipe, strategy, checkpointing) | {"fsdp.offload_params": offload == "parameters"}
+            changes = layout(recipe, strategy, checkpointing) | {
+                "fsdp.offload_params": offload == "parameters"
+            }
             changes["fsdp.activation_checkpointing_offload"] = offload == "inputs"
-            # `auto` depends on the number of tokens, so both are tried; the chunked loss only with more than one slice.
+            # `auto` depends on the number of tokens, so both are tried; the chunked loss only with more than
+            # one slice.
             for loss in LOSSES if recipe.kernels.loss == "auto" else (recipe.kernels.loss,):
                 yield changes | {"kernels.loss": loss}
 
 
 def layout(recipe: Recipe, strategy: str, checkpointing: str) -> Changes:
-    """Return the changes to a strategy and a kind of recomputation, with nothing offloaded and decoder layers as units."""
+    """Return the changes to a strategy and a kind of recomputation, with nothing offloaded and decoder layers
+    as units."""
     changes: Changes = {"fsdp.sharding_strategy": strategy, "fsdp.activation_checkpointing": checkpointing}
     changes["fsdp.reshard_after_backward"] = True
     changes |= {"fsdp.activation_checkpointing_offload": False, "fsdp.offload_params": False}
-    return changes | ({"fsdp.auto_wrap_policy": "TRANSFORMER_BASED_WRAP"} if recipe.fsdp.auto_wrap_policy == "NO_WRAP" else {})
+    return changes | (
+        {"fsdp.auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+        if recipe.fsdp.auto_wrap_policy == "NO_WRAP"
+        else {}
+    )
 
 
 def fewer_gathers(recipe: Recipe) -> Changes | None:
-    """Return the changes to a layout with parameters that stay gathered between micro-batches; None where that is refused or changes
-    nothing."""
+    """Return the changes to a layout with parameters that stay gathered between micro-batches; None where
+    that is refused or changes nothing."""
     fsdp = recipe.fsdp
     has_effect = recipe.is_sharded and fsdp.version == 2 and recipe.training.gradient_accumulation_steps != 1
     if not has_effect or fsdp.offload_params or fsdp.reshard_after_backward is False:
         return None
-    inputs = {"fsdp.activation_checkpointing_offload": fsdp.activation_checkpointing_offload, "kernels.loss": recipe.kernels.loss}
-    return layout(recipe, fsdp.sharding_strategy, fsdp.activation_checkpointing) | inputs | {"fsdp.reshard_after_backward": False}
+    inputs = {
+        "fsdp.activation_checkpointing_offload": fsdp.activation_checkpointing_offload,
+        "kernels.loss": recipe.kernels.loss,
+    }
+    return (
+        layout(recipe, fsdp.sharding_strategy, fsdp.activation_checkpointing)
+        | inputs
+        | {"fsdp.reshard_after_backward": False}
+    )
 
 
 def sequence_sizes(recipe: Recipe, heads: int, ranks: int) -> list[int]:
-    """Return each number of neighbouring ranks that can share a row, of `ranks` at most: it divides the attention heads, and the global
-    batch has a row for every group."""
+    """Return each number of neighbouring ranks that can share a row, of `ranks` at most: it divides the
+    attention heads, and the global batch has a row for every group."""
     sizes = [size for size in range(1, ranks + 1) if recipe.world_size % size == 0 and heads % size == 0]
     return [size for size in sizes if recipe.global_batch_size % (recipe.world_size // size) == 0]
 
@@ -162,12 +188,14 @@ def with_shared_rows(recipe: Recipe, size: int) -> Recipe | None:
 
 
 def same_global_batch(recipe: Recipe) -> Changes:
-    """Return the changes that keep the global batch on other numbers of ranks with rows of their own, by other accumulation."""
+    """Return the changes that keep the global batch on other numbers of ranks with rows of their own, by
+    other accumulation."""
     return {"training.global_batch_size": recipe.global_batch_size, **batch_changes(1, None)}
 
 
 def micro_batches(recipe: Recipe) -> list[tuple[int, int]]:
-    """Return each (micro-batch, accumulation) of the recipe's global batch, small micro-batches first, with at most 64 sequences."""
+    """Return each (micro-batch, accumulation) of the recipe's global batch, small micro-batches first, with
+    at most 64 sequences."""
     each = recipe.global_batch_size // recipe.data_size
     return [(size, each // size) for size in range(1, min(each, 64) + 1) if each % size == 0]
 
@@ -177,7 +205,8 @@ def batch_changes(micro_batch: int, accumulation: int | None) -> Changes:
 
 
 def least_state_bytes(recipe: Recipe, counts: Counts) -> float:
-    """Return the bytes of a device's share of parameters, gradients and optimizer state, a lower bound without activations."""
+    """Return the bytes of a device's share of parameters, gradients and optimizer state, a lower bound
+    without activations."""
     if recipe.fsdp.offload_params:
         return 0.0
     size = DTYPE_BYTES[recipe.model.dtype]

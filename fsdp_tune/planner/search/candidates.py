@@ -1,4 +1,5 @@
-"""Plan recipes from their traces. Every layout is traced once, at a micro-batch from which all others are derived."""
+"""Plan recipes from their traces. Every layout is traced once, at a micro-batch from which all others are
+derived."""
 
 from __future__ import annotations
 
@@ -26,13 +27,15 @@ from fsdp_tune.recipe.schema.recipe import Recipe
 
 
 def ranks_of_machine(recipe: Recipe, hardware: Hardware) -> int:
-    """Return the ranks per machine for layouts on other numbers of GPUs: the recipe's, or, on one machine, at least the vendor's."""
+    """Return the ranks per machine for layouts on other numbers of GPUs: the recipe's, or, on one machine, at
+    least the vendor's."""
     own = recipe.local_world_size
     return own if recipe.launch.num_machines > 1 else max(own, devices_of_machine(hardware))
 
 
 class Tracer(Protocol):
-    """Trace recipes in parallel in other processes, and yield the traces in order; None for a recipe that cannot be traced."""
+    """Trace recipes in parallel in other processes, and yield the traces in order; None for a recipe that
+    cannot be traced."""
 
     def __call__(self, recipes: Sequence[Recipe]) -> Iterator[Trace | None]: ...
 
@@ -57,18 +60,22 @@ class Search:
 
     def price(self, recipe: Recipe, trace: Trace, base: Recipe) -> PlannedRecipe:
         changes = differences(base, recipe)
-        made = plan(recipe, self.hardware, trace, rows=self.rows, efficiency=self.efficiency, recipe_changes=changes)
+        made = plan(
+            recipe, self.hardware, trace, rows=self.rows, efficiency=self.efficiency, recipe_changes=changes
+        )
         return PlannedRecipe(recipe, replace(made, memory=None))
 
     def layouts(self, base: Recipe, trace: Trace, wanted: Iterable[Changes]) -> list[PlannedRecipe]:
-        """Plan each wanted layout that could fit, at every micro-batch up to the first that does not; `trace` is of `base`'s model."""
+        """Plan each wanted layout that could fit, at every micro-batch up to the first that does not; `trace`
+        is of `base`'s model."""
         batches = micro_batches(base)
         counts, prime = trace.counts, prime_for(trace)
         possible: list[Changes] = []
         traced: list[Recipe] = []
         for changes in wanted:
             lean = changed(base, changes | batch_changes(*batches[0]))
-            # With accumulation if any of the batches accumulates; a micro-batch between may differ from the last one.
+            # With accumulation if any of the batches accumulates; a micro-batch between may differ from the
+            # last one.
             most = 3 if _keeps_gathered(changes) else 2
             family = changed(base, changes | batch_changes(prime, min(most, batches[0][1])))
             if lean is None or family is None:
@@ -83,7 +90,9 @@ class Search:
                 found += self._layout(base, changes, full_depth(at_prime), batches)
         return found
 
-    def _layout(self, base: Recipe, changes: Changes, at_prime: Trace, batches: list[tuple[int, int]]) -> list[PlannedRecipe]:
+    def _layout(
+        self, base: Recipe, changes: Changes, at_prime: Trace, batches: list[tuple[int, int]]
+    ) -> list[PlannedRecipe]:
         found: list[PlannedRecipe] = []
         in_slices = base.kernels.loss == "auto" and at_prime.facts.slice_tokens
         for micro, accumulation in batches:
@@ -118,9 +127,11 @@ def any_fits(found: Sequence[PlannedRecipe]) -> bool:
 
 
 def rank(found: PlannedRecipe) -> tuple[int, float, float]:
-    """Sort key: recipes that fit, then tight ones, by time per token over all devices and memory; then the others by memory.
+    """Sort key: recipes that fit, then tight ones, by time per token over all devices and memory; then the
+    others by memory.
 
-    Where no time is predicted, those that take most memory are first: they recompute least, in the largest micro-batches.
+    Where no time is predicted, those that take most memory are first: they recompute least, in the largest
+    micro-batches.
     """
     made = found.plan
     order = ("yes", "tight", "no").index(made.fits)

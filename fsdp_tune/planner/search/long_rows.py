@@ -1,7 +1,7 @@
 """Layouts for long rows: rows shared by several ranks, the MLP in slices, inputs on the host.
 
-Every length is a trace, so few are made: each number of ranks a row is tried at the lengths around the one that the
-previous number predicts, and only the leanest layout climbs.
+Every length is a trace, so few are made: each number of ranks a row is tried at the lengths around the one
+that the previous number predicts, and only the leanest layout climbs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from fsdp_tune.recipe.schema.recipe import Recipe
 
 
 def longest(search: Search, base: Recipe, trace: Trace) -> list[PlannedRecipe]:
-    """Plan one row per forward, doubling its length while it fits and the model has positions for it, for each number of ranks a row.
+    """Plan one row per forward, doubling its length while it fits and the model has positions for it, for
+    each number of ranks a row.
 
     Parameters are offloaded only if nothing fits without.
     """
@@ -62,8 +63,11 @@ class _Climb:
     """Whether the MLP may be sliced; False once a trace was refused."""
 
     def with_ranks(self, size: int) -> None:
-        """Plan the longest rows that `size` ranks share, with the leanest layout, then with faster ones while they fit."""
-        doublings, least = (self.best[0] + (size // self.best[1]).bit_length() - 1, self.best[0]) if self.best else (0, 0)
+        """Plan the longest rows that `size` ranks share, with the leanest layout, then with faster ones while
+        they fit."""
+        doublings, least = (
+            (self.best[0] + (size // self.best[1]).bit_length() - 1, self.best[0]) if self.best else (0, 0)
+        )
         while doublings > least and not self._has_positions(doublings):
             doublings -= 1
         fits = self._fits(size, doublings)
@@ -90,7 +94,11 @@ class _Climb:
         strategy = self.base.fsdp.sharding_strategy if self.base.world_size == 1 else "FULL_SHARD"
         offload = {"fsdp.offload_params": self.parameters, "fsdp.activation_checkpointing_offload": True}
         full = layout(self.base, strategy, "full") | {SLICES: None, "fsdp.offload_params": self.parameters}
-        yield from (full | offload | {SLICES: slices} for slices in reversed(MLP_SLICES) if self.sliced and slices < tokens)
+        yield from (
+            full | offload | {SLICES: slices}
+            for slices in reversed(MLP_SLICES)
+            if self.sliced and slices < tokens
+        )
         yield full | offload
         yield full
         for kind in ("selective", "none"):
@@ -102,7 +110,9 @@ class _Climb:
             planned = self._plan(size, doublings, rung)
             if planned is not None:
                 return planned.plan.fits == "yes"
-            if rung[SLICES] is not None and not any(each.recipe.kernels.mlp_slice_tokens for each in self.found):
+            if rung[SLICES] is not None and not any(
+                each.recipe.kernels.mlp_slice_tokens for each in self.found
+            ):
                 self.sliced = False
         return False
 
@@ -122,11 +132,14 @@ class _Climb:
         return planned
 
 
-def less_recomputed(search: Search, base: Recipe, trace: Trace, found: Sequence[PlannedRecipe]) -> list[PlannedRecipe]:
-    """Plan what replaces recomputation or offloading in the best layout of `found`: slices of the MLP, and rows shared within a machine.
+def less_recomputed(
+    search: Search, base: Recipe, trace: Trace, found: Sequence[PlannedRecipe]
+) -> list[PlannedRecipe]:
+    """Plan what replaces recomputation or offloading in the best layout of `found`: slices of the MLP, and
+    rows shared within a machine.
 
-    Nothing is planned if the best layout recomputes nothing: sharing rows adds traffic. More ranks share a row only until a layout
-    without recomputation fits.
+    Nothing is planned if the best layout recomputes nothing: sharing rows adds traffic. More ranks share a
+    row only until a layout without recomputation fits.
     """
     best = min(found, key=rank, default=None)
     if best is None or (best.plan.fits == "yes" and _cost(best.recipe) == 0):
@@ -137,7 +150,9 @@ def less_recomputed(search: Search, base: Recipe, trace: Trace, found: Sequence[
         shared = base if size == base.topology.sequence else with_shared_rows(base, size)
         if shared is None or base.local_world_size % size:
             continue
-        wanted = [each for each in _cheaper(shared, best, strategy) if _may_fit(search, shared, each, found, trace)]
+        wanted = [
+            each for each in _cheaper(shared, best, strategy) if _may_fit(search, shared, each, found, trace)
+        ]
         planned = search.layouts(shared, trace, wanted)
         tried += planned
         if any(each.plan.fits == "yes" and _cost(each.recipe) == 0 for each in planned):
@@ -163,13 +178,20 @@ def _cost(recipe: Recipe) -> int:
     return CHECKPOINTING.index(recipe.fsdp.activation_checkpointing)
 
 
-def _may_fit(search: Search, shared: Recipe, changes: Changes, found: Sequence[PlannedRecipe], trace: Trace) -> bool:
-    """Return whether a layout can fit if sharing divides all that is not state, judged by the same layout with complete rows."""
+def _may_fit(
+    search: Search, shared: Recipe, changes: Changes, found: Sequence[PlannedRecipe], trace: Trace
+) -> bool:
+    """Return whether a layout can fit if sharing divides all that is not state, judged by the same layout
+    with complete rows."""
     recipe = changed(shared, changes)
     if recipe is None:
         return False
     state = least_state_bytes(recipe, trace.counts) / GIB
-    same = [each for each in found if not differences(each.recipe, recipe).keys() - {SEQUENCE, *BATCH, "kernels.loss"}]
+    same = [
+        each
+        for each in found
+        if not differences(each.recipe, recipe).keys() - {SEQUENCE, *BATCH, "kernels.loss"}
+    ]
     complete = min((each.plan.device_gib for each in same), default=0.0)
     least = state + (complete - state) / recipe.topology.row_parts
     return max(least, state + CONTEXT_BYTES / GIB) <= search.hardware.usable_bytes / GIB

@@ -1,4 +1,5 @@
-"""The scaling table: the plan of a recipe on 1 to 1,024 GPUs, and what must change for another number of ranks."""
+"""The scaling table: the plan of a recipe on 1 to 1,024 GPUs, and what must change for another number of
+ranks."""
 
 from __future__ import annotations
 
@@ -48,21 +49,29 @@ def scaling_table(search: Search, recipe: Recipe) -> list[ScalingRow]:
 
 def _traced(search: Search, recipe: Recipe) -> Iterator[tuple[Recipe, Trace]]:
     """Yield every size with its trace. Only different programs are traced."""
-    sizes = {size: other for size in sorted({*SIZES, recipe.world_size}) if (other := _sized(search, recipe, size)) is not None}
+    sizes = {
+        size: other
+        for size in sorted({*SIZES, recipe.world_size})
+        if (other := _sized(search, recipe, size)) is not None
+    }
     own = max(2, recipe.world_size)
     if recipe.is_sharded and not recipe.is_hybrid:
-        # Shards are derived from two sizes: the recipe's own and the fewest ranks, since extrapolation far beyond both is inaccurate.
+        # Shards are derived from two sizes: the recipe's own and the fewest ranks, since extrapolation far
+        # beyond both is inaccurate.
         fewest = min((size for size in sizes if size > 1), default=own)
         pair = [_sized(search, recipe, size) for size in ((fewest, own) if fewest < own else (own, 2 * own))]
-        traces = [trace and full_depth(trace) for trace in search.trace([other for other in pair if other is not None])]
+        traces = [
+            trace and full_depth(trace)
+            for trace in search.trace([other for other in pair if other is not None])
+        ]
         few, many = traces if len(traces) == 2 else (None, None)
         if few is None or many is None or not alike(few, many):
             return
         if expert_count(few.facts.config) == 1:
             yield from ((other, at_shards(few, many, other.topology)) for other in sizes.values())
             return
-    # Unsharded copies are equal from two ranks on. Hybrid strategies need a trace for each size, and so do experts: the number of
-    # ranks decides in which dimension their stacks are sharded (`shard_dim`).
+    # Unsharded copies are equal from two ranks on. Hybrid strategies need a trace for each size, and so do
+    # experts: the number of ranks decides in which dimension their stacks are sharded (`shard_dim`).
     stands_for = {size: size if recipe.is_sharded else min(size, own) for size in sizes}
     wanted = sorted(set(stands_for.values()) & sizes.keys())
     traced = dict(zip(wanted, search.trace([sizes[size] for size in wanted]), strict=True))
@@ -76,8 +85,12 @@ def _sized(search: Search, recipe: Recipe, size: int) -> Recipe | None:
     per_machine = ranks_of_machine(recipe, search.hardware)
     if size > per_machine and size % per_machine:
         return None
-    batch = batch_changes(recipe.training.per_device_train_batch_size, recipe.training.gradient_accumulation_steps or 1)
-    return changed(recipe, {"launch.num_processes": size, "launch.num_machines": max(1, size // per_machine), **batch})
+    batch = batch_changes(
+        recipe.training.per_device_train_batch_size, recipe.training.gradient_accumulation_steps or 1
+    )
+    return changed(
+        recipe, {"launch.num_processes": size, "launch.num_machines": max(1, size // per_machine), **batch}
+    )
 
 
 def _with_efficiency(rows: list[ScalingRow]) -> list[ScalingRow]:
@@ -87,23 +100,34 @@ def _with_efficiency(rows: list[ScalingRow]) -> list[ScalingRow]:
         return rows
     speed = first / rows[0].num_processes
     return [
-        row if row.tokens_per_second is None else replace(row, efficiency=row.tokens_per_second / row.num_processes / speed) for row in rows
+        row
+        if row.tokens_per_second is None
+        else replace(row, efficiency=row.tokens_per_second / row.num_processes / speed)
+        for row in rows
     ]
 
 
 def machines_for(ranks: int, devices_per_machine: int) -> int:
     """Return the smallest number of machines for `ranks` devices, with the same number on each."""
-    return next(machines for machines in range(-(-ranks // devices_per_machine), ranks + 1) if ranks % machines == 0)
+    return next(
+        machines for machines in range(-(-ranks // devices_per_machine), ranks + 1) if ranks % machines == 0
+    )
 
 
 def forced_changes(recipe: Recipe, world: World) -> dict[str, Any]:
     """Return the keys that must change for `recipe` to run in `world`, with their values; {} if none must.
 
-    The micro-batch shrinks before the global batch grows. Mesh sizes are resolved again, and a hybrid strategy that does not fit
-    becomes the one without copies. Experts are divided among as many of their ranks as divide a copy.
+    The micro-batch shrinks before the global batch grows. Mesh sizes are resolved again, and a hybrid
+    strategy that does not fit becomes the one without copies. Experts are divided among as many of their
+    ranks as divide a copy.
     """
     changes: dict[str, Any] = {}
-    misfits = [finding for rule in WORLD_RULES for finding in rule(recipe, world) if finding.code == "mesh-does-not-fit"]
+    misfits = [
+        finding
+        for rule in WORLD_RULES
+        for finding in rule(recipe, world)
+        if finding.code == "mesh-does-not-fit"
+    ]
     if any(finding.keys[0] != _EXPERTS for finding in misfits):
         changes |= _mesh(recipe, world)
     changes |= _experts(recipe, changes, world)
@@ -113,8 +137,15 @@ def forced_changes(recipe: Recipe, world: World) -> dict[str, Any]:
 
 
 def _mesh(recipe: Recipe, world: World) -> dict[str, Any]:
-    again: dict[str, Any] = {**dict.fromkeys((f"parallelism.{key}" for key in DATA_KEYS), "auto"), "fsdp.reshard_after_forward": None}
-    changes = {key: value for key, value in again.items() if getattr(getattr(recipe, key.split(".")[0]), key.split(".")[1]) != value}
+    again: dict[str, Any] = {
+        **dict.fromkeys((f"parallelism.{key}" for key in DATA_KEYS), "auto"),
+        "fsdp.reshard_after_forward": None,
+    }
+    changes = {
+        key: value
+        for key, value in again.items()
+        if getattr(getattr(recipe, key.split(".")[0]), key.split(".")[1]) != value
+    }
     fits_two_copies = world.size >= 4 and world.size % 2 == 0
     if recipe.is_hybrid and not fits_two_copies:
         reshards = STRATEGIES[recipe.fsdp.sharding_strategy].reshards
@@ -123,7 +154,8 @@ def _mesh(recipe: Recipe, world: World) -> dict[str, Any]:
 
 
 def _experts(recipe: Recipe, changes: dict[str, Any], world: World) -> dict[str, Any]:
-    """Return the largest part of the ranks that divide the experts which divides a copy of the changed recipe."""
+    """Return the largest part of the ranks that divide the experts which divides a copy of the changed
+    recipe."""
     data = recipe.model_dump(by_alias=True)
     for key, value in changes.items():
         section, name = key.split(".")

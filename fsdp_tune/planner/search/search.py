@@ -66,10 +66,12 @@ def undecided(recipe: Recipe) -> list[str]:
 
 
 def decide(recipe: Recipe, budget: MemoryBudget | None, trace: Callable[[Recipe], Trace]) -> Decided:
-    """Return the recipe with the least recomputation that fits the budget, and then with fewer gathers if they fit.
+    """Return the recipe with the least recomputation that fits the budget, and then with fewer gathers if
+    they fit.
 
-    `recipe` is otherwise resolved. If the budget is unknown, or `trace` raises FsdpTuneError or ValueError (the model cannot be
-    traced), everything is recomputed and resharded, with a notice: a slow run is better than one out of memory.
+    `recipe` is otherwise resolved. If the budget is unknown, or `trace` raises FsdpTuneError or ValueError
+    (the model cannot be traced), everything is recomputed and resharded, with a notice: a slow run is better
+    than one out of memory.
     """
     if not undecided(recipe):
         return Decided(recipe, {})
@@ -82,48 +84,71 @@ def decide(recipe: Recipe, budget: MemoryBudget | None, trace: Callable[[Recipe]
 
 
 def decide_by_memory(recipe: Recipe, budget: MemoryBudget, trace: Callable[[Recipe], Trace]) -> Decided:
-    """Return `decide` for a known budget. Raises: FsdpTuneError or ValueError if the model cannot be traced."""
+    """Return `decide` for a known budget. Raises: FsdpTuneError or ValueError if the model cannot be
+    traced."""
     found = Decided(recipe, {})
     if RECOMPUTATION in undecided(recipe):
         found = least_recomputation(
-            with_resharding(recipe, after_backward=True) if RESHARDING in undecided(recipe) else recipe, budget, trace
+            with_resharding(recipe, after_backward=True) if RESHARDING in undecided(recipe) else recipe,
+            budget,
+            trace,
         )
     if RESHARDING not in undecided(recipe):
         return found
     kept = with_resharding(found.recipe, after_backward=False)
     fits = fit_into(trace(kept), budget.usable_bytes, workspace_bytes=budget.workspace_bytes)
     if fits.answer == "yes":
-        return replace(found, recipe=kept, reasons=found.reasons | {RESHARDING: f"it fits {budget.name}: {fits.because}"})
+        return replace(
+            found, recipe=kept, reasons=found.reasons | {RESHARDING: f"it fits {budget.name}: {fits.because}"}
+        )
     because = f"parameters that stay gathered between micro-batches would take {fits.because}"
-    return replace(found, recipe=with_resharding(found.recipe, after_backward=True), reasons=found.reasons | {RESHARDING: because})
+    return replace(
+        found,
+        recipe=with_resharding(found.recipe, after_backward=True),
+        reasons=found.reasons | {RESHARDING: because},
+    )
 
 
 def least_recomputation(recipe: Recipe, budget: MemoryBudget, trace: Callable[[Recipe], Trace]) -> Decided:
-    """Return the first of none, selective and full that fits, or else the one with least memory. Later kinds are not traced, nor
-    those that contradict another key."""
+    """Return the first of none, selective and full that fits, or else the one with least memory. Later kinds
+    are not traced, nor those that contradict another key."""
     tried: list[tuple[str, Fit]] = []
     for kind in CHECKPOINTING:
         if is_refused(with_recomputation(recipe, kind)):
             continue
-        found = fit_into(trace(with_recomputation(recipe, kind)), budget.usable_bytes, workspace_bytes=budget.workspace_bytes)
+        found = fit_into(
+            trace(with_recomputation(recipe, kind)),
+            budget.usable_bytes,
+            workspace_bytes=budget.workspace_bytes,
+        )
         if found.answer == "yes":
             without = f"; {tried[-1][0]} would take {tried[-1][1].because}" if tried else ""
             return Decided(
-                with_recomputation(recipe, kind), {RECOMPUTATION: f"the least that fits {budget.name}: {found.because}{without}"}
+                with_recomputation(recipe, kind),
+                {RECOMPUTATION: f"the least that fits {budget.name}: {found.because}{without}"},
             )
         tried.append((kind, found))
     kind, least = min(tried, key=lambda each: each[1].device_bytes)
-    message = f"the recipe may not fit {budget.name} with any activation checkpointing; {kind} needs least: {least.because}"
+    message = (
+        f"the recipe may not fit {budget.name} with any activation checkpointing; {kind} needs least: "
+        f"{least.because}"
+    )
     notice = Notice("recomputation-is-not-enough", message, hint="`fsdp-tune plan` ranks recipes that fit")
-    return Decided(with_recomputation(recipe, kind), {RECOMPUTATION: f"needs least memory: {least.because}"}, (notice,))
+    return Decided(
+        with_recomputation(recipe, kind), {RECOMPUTATION: f"needs least memory: {least.because}"}, (notice,)
+    )
 
 
 def with_recomputation(recipe: Recipe, kind: str) -> Recipe:
-    return recipe.model_copy(update={"fsdp": recipe.fsdp.model_copy(update={"activation_checkpointing": kind})})
+    return recipe.model_copy(
+        update={"fsdp": recipe.fsdp.model_copy(update={"activation_checkpointing": kind})}
+    )
 
 
 def with_resharding(recipe: Recipe, *, after_backward: bool) -> Recipe:
-    return recipe.model_copy(update={"fsdp": recipe.fsdp.model_copy(update={"reshard_after_backward": after_backward})})
+    return recipe.model_copy(
+        update={"fsdp": recipe.fsdp.model_copy(update={"reshard_after_backward": after_backward})}
+    )
 
 
 def _decided_for_safety(recipe: Recipe, why: str) -> Decided:
@@ -151,7 +176,8 @@ MOST_DEVICES = 1024
 @dataclass(frozen=True, slots=True)
 class Ranking:
     ranked: tuple[PlannedRecipe, ...]
-    """Best first, at most `SHOWN`, each with its rank among all recipes; always includes the requested recipe."""
+    """Best first, at most `SHOWN`, each with its rank among all recipes; always includes the requested
+    recipe."""
     because: str | None
     placed: tuple[PlannedRecipe, ...]
     """All recipes, best first."""
@@ -159,7 +185,8 @@ class Ranking:
     def to_measure(self, count: int) -> list[PlannedRecipe]:
         """Return the `count` recipes that are predicted to be fastest and may fit, and the requested one.
 
-        The order of the ranking is another: of recipes whose times are equal within the error, its first need least memory.
+        The order of the ranking is another: of recipes whose times are equal within the error, its first need
+        least memory.
         """
         found = [each for each in sorted(self.placed, key=rank) if each.plan.fits != "no"]
         return found[:count] + [each for each in found[count:] if not each.plan.recipe_changes]
@@ -167,7 +194,11 @@ class Ranking:
 
 def rank_recipes(search: Search, base: Recipe, trace: Trace, target: Target) -> Ranking:
     """Rank recipes for a target, including `base`; `trace` is that of `base`."""
-    search_for, order = {"fastest": (fastest, rank), "cheapest": (cheapest, _by_cost), "largest-context": (longest, _by_length)}[target]
+    search_for, order = {
+        "fastest": (fastest, rank),
+        "cheapest": (cheapest, _by_cost),
+        "largest-context": (longest, _by_length),
+    }[target]
     others = [each for each in search_for(search, base, trace) if not _is_same(each.recipe, base, trace)]
     placed = with_places(sorted([search.price(base, trace, base), *others], key=order))
     cut = next(each for each in placed if not each.plan.recipe_changes)
@@ -176,10 +207,11 @@ def rank_recipes(search: Search, base: Recipe, trace: Trace, target: Target) -> 
 
 
 def with_places(found: Sequence[PlannedRecipe]) -> list[PlannedRecipe]:
-    """Return recipes that are sorted by the target with their places; those whose times are equal within the error by memory.
+    """Return recipes that are sorted by the target with their places; those whose times are equal within the
+    error by memory.
 
-    Each recipe is compared with the fastest one of the last group on as many GPUs, so that the order within these is consistent; a group
-    has the place of its fastest one.
+    Each recipe is compared with the fastest one of the last group on as many GPUs, so that the order within
+    these is consistent; a group has the place of its fastest one.
     """
     groups: list[list[PlannedRecipe]] = []
     last: dict[int, list[PlannedRecipe]] = {}
@@ -195,15 +227,19 @@ def with_places(found: Sequence[PlannedRecipe]) -> list[PlannedRecipe]:
         first = len(placed) + 1
         for each in sorted(group, key=lambda one: one.plan.device_gib):
             equal_from = first if len(group) > 1 else None
-            placed.append(PlannedRecipe(each.recipe, replace(each.plan, place=len(placed) + 1, equal_from=equal_from)))
+            placed.append(
+                PlannedRecipe(each.recipe, replace(each.plan, place=len(placed) + 1, equal_from=equal_from))
+            )
     return placed
 
 
 def _is_equal(faster: PlannedRecipe, slower: PlannedRecipe) -> bool:
-    """Return whether two recipes take the same time per token within the median error of times, with rows of one length on as many GPUs;
-    and whether both fit, or both are tight."""
+    """Return whether two recipes take the same time per token within the median error of times, with rows of
+    one length on as many GPUs; and whether both fit, or both are tight."""
     one, other = faster.plan, slower.plan
-    kinds = [(each.plan.fits, each.plan.num_processes, each.recipe.data.max_length) for each in (faster, slower)]
+    kinds = [
+        (each.plan.fits, each.plan.num_processes, each.recipe.data.max_length) for each in (faster, slower)
+    ]
     if kinds[0] != kinds[1] or one.fits == "no":
         return False
     error = max(each.accuracy["step_seconds"].median_percent or 0.0 for each in (one, other))
@@ -231,8 +267,11 @@ def fastest(search: Search, base: Recipe, trace: Trace) -> list[PlannedRecipe]:
 KEPT_LAYOUTS = 2
 
 
-def _with_fewer_gathers(search: Search, base: Recipe, trace: Trace, found: Sequence[PlannedRecipe]) -> list[PlannedRecipe]:
-    """Plan the fastest layouts that accumulate once more, with parameters that stay gathered between micro-batches."""
+def _with_fewer_gathers(
+    search: Search, base: Recipe, trace: Trace, found: Sequence[PlannedRecipe]
+) -> list[PlannedRecipe]:
+    """Plan the fastest layouts that accumulate once more, with parameters that stay gathered between
+    micro-batches."""
     wanted: list[Changes] = []
     for each in sorted(found, key=rank):
         changes = fewer_gathers(each.recipe)
@@ -244,7 +283,8 @@ def _with_fewer_gathers(search: Search, base: Recipe, trace: Trace, found: Seque
 
 
 def cheapest(search: Search, base: Recipe, trace: Trace) -> list[PlannedRecipe]:
-    """Plan layouts on all GPUs and on smaller powers of two of them; where they recompute, also shared rows and slices of the MLP."""
+    """Plan layouts on all GPUs and on smaller powers of two of them; where they recompute, also shared rows
+    and slices of the MLP."""
     found: list[PlannedRecipe] = []
     size = base.world_size
     counts = [size, *(1 << power for power in range(size.bit_length() - 1, -1, -1) if 1 << power < size)]
@@ -273,18 +313,31 @@ def _by_length(found: PlannedRecipe) -> tuple[int, int, float, float]:
     return order, -found.recipe.data.max_length, others[0], others[1]
 
 
-def smallest_hardware(search: Search, base: Recipe, ranked: Sequence[PlannedRecipe]) -> SmallestHardware | None:
-    """Return hardware for a recipe that does not fit: as many larger GPUs, else more of the same; None if 1,024 are not enough."""
-    leanest = min((each.recipe for each in ranked), key=lambda recipe: recipe.training.per_device_train_batch_size, default=base)
+def smallest_hardware(
+    search: Search, base: Recipe, ranked: Sequence[PlannedRecipe]
+) -> SmallestHardware | None:
+    """Return hardware for a recipe that does not fit: as many larger GPUs, else more of the same; None if
+    1,024 are not enough."""
+    leanest = min(
+        (each.recipe for each in ranked),
+        key=lambda recipe: recipe.training.per_device_train_batch_size,
+        default=base,
+    )
     nothing = {"fsdp.activation_checkpointing_offload": False, "fsdp.offload_params": False}
-    lean = changed(leanest, {"fsdp.sharding_strategy": "FULL_SHARD", "fsdp.activation_checkpointing": "full", **nothing})
+    lean = changed(
+        leanest, {"fsdp.sharding_strategy": "FULL_SHARD", "fsdp.activation_checkpointing": "full", **nothing}
+    )
     one = lean and changed(lean, batch_changes(1, base.global_batch_size // base.data_size))
     traced = next(search.trace([one])) if one else None
     if one is None or traced is None:
         return None
     larger = sorted(known_hardware().values(), key=lambda gpu: gpu.usable_bytes)
     multiplies_in = "fp8" if computes_in_fp8(one) else one.compute_dtype
-    for gpu in (gpu for gpu in larger if gpu.usable_bytes > search.hardware.usable_bytes and gpu.peak_flops(multiplies_in)):
+    for gpu in (
+        gpu
+        for gpu in larger
+        if gpu.usable_bytes > search.hardware.usable_bytes and gpu.peak_flops(multiplies_in)
+    ):
         if fit(traced, gpu).answer == "yes":
             return SmallestHardware(gpu.name, base.world_size, differences(base, one))
     return _more(search, base, one)
@@ -310,11 +363,15 @@ NF4: Changes = {"quantization.load": "nf4"}
 
 
 def other_trainings(search: Search, base: Recipe) -> list[PlannedRecipe]:
-    """Plan LoRA and QLoRA for a recipe that does not fit, QLoRA alone if it has adapters: another training, not another layout.
+    """Plan LoRA and QLoRA for a recipe that does not fit, QLoRA alone if it has adapters: another training,
+    not another layout.
 
-    Each has one sequence a forward and recomputes all layers. Parameters are offloaded only if neither fits without.
+    Each has one sequence a forward and recomputes all layers. Parameters are offloaded only if neither fits
+    without.
     """
-    trainings = [] if base.quantization is not None else [NF4] if base.lora is not None else [LORA, LORA | NF4]
+    trainings = (
+        [] if base.quantization is not None else [NF4] if base.lora is not None else [LORA, LORA | NF4]
+    )
     found: list[PlannedRecipe] = []
     for offload in (False, True):
         found = list(_trainings(search, base, trainings, offload=offload))
@@ -323,7 +380,9 @@ def other_trainings(search: Search, base: Recipe) -> list[PlannedRecipe]:
     return found
 
 
-def _trainings(search: Search, base: Recipe, trainings: list[Changes], *, offload: bool) -> Iterator[PlannedRecipe]:
+def _trainings(
+    search: Search, base: Recipe, trainings: list[Changes], *, offload: bool
+) -> Iterator[PlannedRecipe]:
     layout: Changes = {"fsdp.activation_checkpointing": "full", "fsdp.offload_params": offload}
     if base.world_size > 1:
         layout["fsdp.sharding_strategy"] = "FULL_SHARD"
@@ -342,7 +401,11 @@ def adapter_method(changes: Changes) -> str:
 
 def _device_seconds(found: PlannedRecipe) -> float:
     made = found.plan
-    return float("inf") if made.step_seconds is None else made.step_seconds * made.num_processes / made.tokens_per_step
+    return (
+        float("inf")
+        if made.step_seconds is None
+        else made.step_seconds * made.num_processes / made.tokens_per_step
+    )
 
 
 def why_first(ranked: Sequence[PlannedRecipe], target: Target) -> str | None:
@@ -354,11 +417,20 @@ def why_first(ranked: Sequence[PlannedRecipe], target: Target) -> str | None:
     what = {"fastest": "fastest", "cheapest": "cheapest", "largest-context": "longest"}[target]
     if first.step_seconds is None and target != "largest-context":
         what = f"smallest (the speed of {first.gpu} is unknown)"
-    said = [f"the {what} of {len(fitting)} that fit" if first.fits == "yes" else "nothing fits with memory to spare; this one is tight"]
-    equal = [each for each in ranked if first.equal_from is not None and each.plan.equal_from == first.equal_from]
+    said = [
+        f"the {what} of {len(fitting)} that fit"
+        if first.fits == "yes"
+        else "nothing fits with memory to spare; this one is tight"
+    ]
+    equal = [
+        each for each in ranked if first.equal_from is not None and each.plan.equal_from == first.equal_from
+    ]
     if equal:
         error = max(each.plan.accuracy["step_seconds"].median_percent or 0.0 for each in equal)
-        said.append(f"{len(equal) - 1} more are equal within the median error of such times ({error:g} %) and need no less memory")
+        said.append(
+            f"{len(equal) - 1} more are equal within the median error of such times ({error:g} %) "
+            "and need no less memory"
+        )
     others = [each for each in fitting[1:] if each not in equal and _layout_of(each) != _layout_of(ranked[0])]
     if others and first.step_seconds is not None and others[0].plan.step_seconds is not None:
         more = _device_seconds(ranked[0]) / _device_seconds(others[0]) - 1
@@ -379,11 +451,18 @@ def why_first(ranked: Sequence[PlannedRecipe], target: Target) -> str | None:
 
 def _less_recomputation(recipe: Recipe) -> tuple[str, ...]:
     order = ("none", "selective", "full")
-    return order[: order.index(recipe.fsdp.activation_checkpointing)] if recipe.fsdp.activation_checkpointing in order else ()
+    return (
+        order[: order.index(recipe.fsdp.activation_checkpointing)]
+        if recipe.fsdp.activation_checkpointing in order
+        else ()
+    )
 
 
 def _layout_of(found: PlannedRecipe) -> tuple[Any, ...]:
-    fsdp, others = found.recipe.fsdp, (found.recipe.topology.row_size, found.recipe.kernels.mlp_slice_tokens is None)
+    fsdp, others = (
+        found.recipe.fsdp,
+        (found.recipe.topology.row_size, found.recipe.kernels.mlp_slice_tokens is None),
+    )
     keys = (fsdp.sharding_strategy, fsdp.reshard_after_backward, fsdp.activation_checkpointing)
     return *keys, fsdp.activation_checkpointing_offload, fsdp.offload_params, *others
 
@@ -393,7 +472,13 @@ def _name(recipe: Recipe) -> str:
     strategy = fsdp.sharding_strategy + (" + offload" if fsdp.offload_params else "")
     strategy += ", gathered between micro-batches" if fsdp.reshard_after_backward is False else ""
     inputs = ", inputs on the host" if fsdp.activation_checkpointing_offload else ""
-    slices = f", MLP in slices of {recipe.kernels.mlp_slice_tokens:,}" if recipe.kernels.mlp_slice_tokens is not None else ""
+    slices = (
+        f", MLP in slices of {recipe.kernels.mlp_slice_tokens:,}"
+        if recipe.kernels.mlp_slice_tokens is not None
+        else ""
+    )
     sharing = recipe.topology.row_size
-    rows = f"{recipe.training.per_device_train_batch_size} {'a GPU' if sharing == 1 else f'for {sharing} GPUs'}"
+    rows = (
+        f"{recipe.training.per_device_train_batch_size} {'a GPU' if sharing == 1 else f'for {sharing} GPUs'}"
+    )
     return f"{strategy}, activation checkpointing {fsdp.activation_checkpointing}{inputs}{slices}, {rows}"

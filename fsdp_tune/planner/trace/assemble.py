@@ -23,13 +23,29 @@ from fsdp_tune.planner.predict.depth import Repeated
 from fsdp_tune.planner.trace.fake_gpu import STREAMS
 from fsdp_tune.planner.trace.recorder import Recorder
 from fsdp_tune.planner.trace.traced_step import STEPS, Run, most_tokens
-from fsdp_tune.planner.trace_format import COLLECTIVE, EVENT, OP, WAIT, Counts, Shapes, Trace, TraceFacts, Unit, fuse
+from fsdp_tune.planner.trace_format import (
+    COLLECTIVE,
+    EVENT,
+    OP,
+    WAIT,
+    Counts,
+    Shapes,
+    Trace,
+    TraceFacts,
+    Unit,
+    fuse,
+)
 from fsdp_tune.recipe.rules.limits import gathers_in_fp8
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 
 def assemble(
-    recipe: Recipe, config: PreTrainedConfig, run: Run, counts: Counts, units: tuple[Unit, ...], repeated: Repeated | None
+    recipe: Recipe,
+    config: PreTrainedConfig,
+    run: Run,
+    counts: Counts,
+    units: tuple[Unit, ...],
+    repeated: Repeated | None,
 ) -> Trace:
     """Return the trace of a run. `config`, `counts` and `units` are those of the full model."""
     recorder = run.recorder
@@ -61,21 +77,30 @@ def assemble(
         first_repeated=repeated.first if repeated else 0,
         facts=TraceFacts(
             attention=sorted(run.attention),
-            slice_tokens=most_tokens(counts.vocabulary) if run.loaded.kernels["kernels.loss"].value == "chunked" else None,
+            slice_tokens=most_tokens(counts.vocabulary)
+            if run.loaded.kernels["kernels.loss"].value == "chunked"
+            else None,
             torch=metadata.version("torch"),
             transformers=metadata.version("transformers"),
             python=platform.python_version(),
             config=config.to_diff_dict(),
             max_positions=positions_of_run(recipe, config),
             experts_inside=recipe.is_sharded
-            and any(shard_dim(recipe, each.shape, topology.copy_size) for each in run.loaded.model.parameters()),
+            and any(
+                shard_dim(recipe, each.shape, topology.copy_size) for each in run.loaded.model.parameters()
+            ),
             expert_shapes=_expert_shapes(run.loaded.model),
         ),
     )
 
 
 def _expert_shapes(model: nn.Module) -> list[list[int]]:
-    stacks = (stack for module in model.modules() if has_experts_kernel(module) for stack in module.parameters(recurse=False))
+    stacks = (
+        stack
+        for module in model.modules()
+        if has_experts_kernel(module)
+        for stack in module.parameters(recurse=False)
+    )
     return [list(shape) for shape in sorted({tuple(stack.shape) for stack in stacks})]
 
 
@@ -122,7 +147,8 @@ def count(recipe: Recipe, config: PreTrainedConfig, model: PreTrainedModel) -> C
 
 
 def unit_list(recipe: Recipe, model: PreTrainedModel, plan: UnitPlan) -> tuple[Unit, ...]:
-    """Return the units of the full model in the order of wrapping, the root last; one 'unit' for plain DDP."""
+    """Return the units of the full model in the order of wrapping, the root last; one 'unit' for plain
+    DDP."""
     layer_of = {name: index for index, (name, _) in enumerate(decoder_layers(model, recipe.layer_classes))}
     in_fp8 = _ids_gathered_in_fp8(recipe, model)
     held = {name: model.get_parameter(name) for name in plan.held}
@@ -140,7 +166,9 @@ def _ids_gathered_in_fp8(recipe: Recipe, model: PreTrainedModel) -> set[int]:
     return {id(model.get_submodule(name).weight) for name in names}
 
 
-def _unit(recipe: Recipe, model: nn.Module, group: tuple[str, ...], layer: int, taken: set[int], in_fp8: set[int]) -> Unit:
+def _unit(
+    recipe: Recipe, model: nn.Module, group: tuple[str, ...], layer: int, taken: set[int], in_fp8: set[int]
+) -> Unit:
     named: dict[str, nn.Parameter] = {}
     for name in group:
         for own_name, parameter in model.get_submodule(name).named_parameters(prefix=name):
@@ -150,8 +178,13 @@ def _unit(recipe: Recipe, model: nn.Module, group: tuple[str, ...], layer: int, 
     own = named.values()
     width = TORCH_DTYPE[recipe.compute_dtype].itemsize
     kept = kept_in_fp32(model)
-    sizes = {own_name: 1 if id(p) in in_fp8 or p.dtype == torch.uint8 else width for own_name, p in named.items()}
-    gathered = sum(p.numel() * (p.element_size() if own_name in kept else sizes[own_name]) for own_name, p in named.items())
+    sizes = {
+        own_name: 1 if id(p) in in_fp8 or p.dtype == torch.uint8 else width for own_name, p in named.items()
+    }
+    gathered = sum(
+        p.numel() * (p.element_size() if own_name in kept else sizes[own_name])
+        for own_name, p in named.items()
+    )
     stored = sum(p.numel() * p.element_size() for p in own)
     return Unit(
         name=", ".join(group) or "(root)",

@@ -1,4 +1,5 @@
-"""Properties of CUDA kernels that fake tensors do not show: the attention kernel, scratch memory, FLOPs and memory traffic."""
+"""Properties of CUDA kernels that fake tensors do not show: the attention kernel, scratch memory, FLOPs and
+memory traffic."""
 
 from __future__ import annotations
 
@@ -31,10 +32,12 @@ _DTYPE_NAMES = {
     torch.bool: "bool",
     torch.uint8: "uint8",
 }
-# Tensors of one foreach operation that one launch of multi_tensor_apply takes (`depth_to_max_tensors` of MultiTensorApply.cuh).
+# Tensors of one foreach operation that one launch of multi_tensor_apply takes (`depth_to_max_tensors` of
+# MultiTensorApply.cuh).
 _TENSORS_PER_LAUNCH = 30
 _GROUPED = "_grouped_mm"
-# What transformers calls where torch's grouped product cannot be used, and how many products of each expert it holds.
+# What transformers calls where torch's grouped product cannot be used, and how many products of each expert
+# it holds.
 _GROUPED_ONE_BY_ONE = {"grouped_mm_fallback": 1, "grouped_mm_fallback_backward": 2}
 # Run on the host or read metadata: no work on the device.
 _NO_WORK = {
@@ -101,13 +104,15 @@ def can_fuse(func: Any) -> bool:
 
 
 def is_separate(func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
-    """Return whether an operator reduces other dimensions than the last one, which needs a pass of its own over the inputs."""
+    """Return whether an operator reduces other dimensions than the last one, which needs a pass of its own
+    over the inputs."""
     return torch.Tag.reduction in func.tags and outputs[0].numel() * inputs[0].shape[-1] != inputs[0].numel()
 
 
 @functools.cache
 def is_made_of_others(kind: type) -> bool:
-    """Return whether tensors of this class wrap others (DTensor, torchao's blocks), on which each operation is then dispatched."""
+    """Return whether tensors of this class wrap others (DTensor, torchao's blocks), on which each operation
+    is then dispatched."""
     return wraps_others(kind)
 
 
@@ -116,7 +121,8 @@ def dtype_index(dtype: torch.dtype) -> int:
 
 
 def tensors(values: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the tensors among the arguments of an operation, in order. torch's own tree traversal takes ten times as long."""
+    """Return the tensors among the arguments of an operation, in order. torch's own tree traversal takes ten
+    times as long."""
     found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -149,7 +155,8 @@ def work(
     slice_tokens: int,
     window: int | None = None,
 ) -> Work | None:
-    """Return the work of an operation; None if it starts nothing on the device. `window` is that of the layer's flash attention."""
+    """Return the work of an operation; None if it starts nothing on the device. `window` is that of the
+    layer's flash attention."""
     name = operator_name(func)
     if name in _NO_WORK or not (inputs or outputs):
         return None
@@ -179,7 +186,9 @@ def _launches(name: str, inputs: list[torch.Tensor]) -> int:
     if name.startswith(("_foreach", "_fused")):
         return math.ceil(len(inputs) / _TENSORS_PER_LAUNCH)
     if name == _GROUPED and len(inputs) == 3 and inputs[0].dtype != torch.bfloat16:
-        return inputs[2].numel()  # one for each group, of which the last input has the ends (`_grouped_mm_fallback`)
+        return inputs[
+            2
+        ].numel()  # one for each group, of which the last input has the ends (`_grouped_mm_fallback`)
     if name in _GROUPED_ONE_BY_ONE:
         return _GROUPED_ONE_BY_ONE[name] * inputs[2].numel()
     return 1
@@ -195,7 +204,8 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:
         return 0.0
     if not name.startswith("_scaled_dot_product_"):
         return float(counter(*args, **kwargs, out_val=out))
-    # Before torch 2.12 the counters reject grouped-query attention, so keys and values are counted as if each query head had its own.
+    # Before torch 2.12 the counters reject grouped-query attention, so keys and values are counted as if each
+    # query head had its own.
     is_backward = name.endswith("_backward")
     count: Callable[..., int] = sdpa_backward_flop_count if is_backward else sdpa_flop_count
     *gradient, query, key, value = (tensor.shape for tensor in args[: 4 if is_backward else 3])
@@ -205,7 +215,8 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:
 
 
 def grouped_flops(first: torch.Tensor, second: torch.Tensor) -> float:
-    """Return the FLOPs of a grouped product, which torch does not count: each row of the matrix without groups belongs to one group."""
+    """Return the FLOPs of a grouped product, which torch does not count: each row of the matrix without
+    groups belongs to one group."""
     groups = len(first) if first.ndim == second.ndim == 3 else 1
     return 2.0 * groups * math.prod(first.shape[-2:]) * second.shape[-1]
 
@@ -217,9 +228,11 @@ def grouped_product(
     bias: torch.Tensor | None = None,  # noqa: ARG001  torch's own signature
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return the result of a grouped product as CUDA allocates it (`create_grouped_gemm_output_tensor`): rows of multiples of 16 bytes.
+    """Return the result of a grouped product as CUDA allocates it (`create_grouped_gemm_output_tensor`): rows
+    of multiples of 16 bytes.
 
-    Each of `first` [rows, inner] and `second` [inner, columns] has the groups as its first dimension, or divides one dimension by them.
+    Each of `first` [rows, inner] and `second` [inner, columns] has the groups as its first dimension, or
+    divides one dimension by them.
     Raises: RuntimeError for rows of the inputs that are not multiples of 16 bytes, as CUDA does.
     """
     dtype = out_dtype or first.dtype
@@ -236,7 +249,8 @@ def grouped_product(
 
 @functools.cache
 def install() -> library.Library:
-    """Give `grouped_product` to torch, whose own version refuses fp32 and fp16, once per process; the returned object must stay alive."""
+    """Give `grouped_product` to torch, whose own version refuses fp32 and fp16, once per process; the
+    returned object must stay alive."""
     products = library.Library("aten", "FRAGMENT")
     library.register_fake(internals.GROUPED_PRODUCT.get(), grouped_product, lib=products, allow_override=True)
     return products
@@ -245,8 +259,8 @@ def install() -> library.Library:
 def flash_flops(square: float, micro_batch: int, tokens: int, window: int | None) -> float:
     """Return the FLOPs of a flash kernel, given those of all pairs of tokens.
 
-    It is a multiple of the micro-batch, which `planner.predict.depth` replaces: a whole number for each sequence, of 32 bits and zeros, so
-    that the product is exact.
+    It is a multiple of the micro-batch, which `planner.predict.depth` replaces: a whole number for each
+    sequence, of 32 bits and zeros, so that the product is exact.
     """
     of_sequence = square / micro_batch * flash_share(tokens, window)
     step = 2 ** max(0, math.frexp(of_sequence)[1] - 32)
@@ -254,14 +268,18 @@ def flash_flops(square: float, micro_batch: int, tokens: int, window: int | None
 
 
 def flash_share(tokens: int, window: int | None) -> float:
-    """Return what a flash kernel computes of all pairs of tokens: those before a token and within its window, and `TILE_TOKENS`."""
+    """Return what a flash kernel computes of all pairs of tokens: those before a token and within its window,
+    and `TILE_TOKENS`."""
     reached = min(tokens, window or tokens)
     attended = reached - reached * reached / (2 * tokens)
     return min(1.0, (attended + TILE_TOKENS) / tokens)
 
 
-def _flash_backward_scratch(_gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_rest: object) -> tuple[int, ...]:
-    """Return the scratch memory of `mha_bwd` in torch's flash attention: an fp32 dq, row sums, and under GQA dk and dv per query head."""
+def _flash_backward_scratch(
+    _gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_rest: object
+) -> tuple[int, ...]:
+    """Return the scratch memory of `mha_bwd` in torch's flash attention: an fp32 dq, row sums, and under GQA
+    dk and dv per query head."""
     batch, heads, tokens, width = query.shape
     rows, columns = -(-tokens // 128) * 128, -(-width // 32) * 32 if width <= 128 else -(-width // 64) * 64
     scratch = [batch * heads * rows * 4, batch * heads * rows * columns * 4]
@@ -270,7 +288,9 @@ def _flash_backward_scratch(_gradient: torch.Tensor, query: torch.Tensor, key: t
     return tuple(scratch)
 
 
-_SCRATCH: dict[str, Callable[..., tuple[int, ...]]] = {"_scaled_dot_product_flash_attention_backward": _flash_backward_scratch}
+_SCRATCH: dict[str, Callable[..., tuple[int, ...]]] = {
+    "_scaled_dot_product_flash_attention_backward": _flash_backward_scratch
+}
 
 
 Rows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
@@ -282,10 +302,12 @@ def packed_rows(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 class CudaAttention:
-    """`scaled_dot_product_attention` as CUDA selects it: flash for half precision without a mask, memory-efficient with one,
-    else plain matrix products (`sdp::select_sdp_backend`). torch's own code then decides what is saved for the backward.
+    """`scaled_dot_product_attention` as CUDA selects it: flash for half precision without a mask,
+    memory-efficient with one, else plain matrix products (`sdp::select_sdp_backend`). torch's own code then
+    decides what is saved for the backward.
 
-    `rows`: what the kernel in whose place it is traced makes of its operands, [batch × tokens, heads, width] each; None for none.
+    `rows`: what the kernel in whose place it is traced makes of its operands, [batch × tokens, heads, width]
+    each; None for none.
     """
 
     def __init__(self, rows: Rows | None = None) -> None:
@@ -294,7 +316,8 @@ class CudaAttention:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Replace the function: torch disables function modes in the backward, where recomputation calls it again."""
+        """Replace the function: torch disables function modes in the backward, where recomputation calls it
+        again."""
         with replaced(F, "scaled_dot_product_attention", self.choose):
             yield
 
@@ -316,16 +339,22 @@ class CudaAttention:
         grouped = key.shape[1] != query.shape[1]
         half = query.dtype in (torch.bfloat16, torch.float16)
         scale = scale if scale is not None else 1.0 / math.sqrt(width)
-        may_fuse = enable_gqa or not grouped  # by `check_batch_size_and_num_heads_dense`; Falcon leaves its one key to broadcasting
+        may_fuse = (
+            enable_gqa or not grouped
+        )  # by `check_batch_size_and_num_heads_dense`; Falcon leaves its one key to broadcasting
         if may_fuse and attn_mask is None and half and width <= 256 and width == value.shape[-1]:
             self.used.add("flash")
             if self.rows is not None:
                 sizes = query.shape[0], query.shape[2]
-                query, key, value = (each.unflatten(0, sizes).transpose(1, 2) for each in self.rows(query, key, value))
+                query, key, value = (
+                    each.unflatten(0, sizes).transpose(1, 2) for each in self.rows(query, key, value)
+                )
             padding = -query.shape[-1] % 8
             if padding:
                 query, key, value = (F.pad(tensor, (0, padding)) for tensor in (query, key, value))
-            out = internals.FLASH_ATTENTION.get()(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+            out = internals.FLASH_ATTENTION.get()(
+                query, key, value, dropout_p, is_causal, False, scale=scale
+            )[0]
             return out[..., :width] if out.shape[-1] > width else out
         if not grouped:
             self.used.add("memory-efficient")
@@ -335,23 +364,31 @@ class CudaAttention:
             return kernel(query, key, value, bias, needs_backward, dropout_p, is_causal, scale=scale)[0]
         self.used.add("math")
         kernel = internals.MATH_ATTENTION.get()
-        return kernel(query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa)[0]
+        return kernel(
+            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+        )[0]
 
 
 def _as_bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    """Return a boolean mask in the query's dtype with rows padded to 16, as `convert_boolean_attn_mask` and `pad_bias` do."""
+    """Return a boolean mask in the query's dtype with rows padded to 16, as `convert_boolean_attn_mask` and
+    `pad_bias` do."""
     if mask is None:
         return None
     if mask.dtype == torch.bool:
-        mask = torch.where(mask, torch.zeros((), dtype=query.dtype, device=mask.device), float("-inf")).to(query.dtype)
+        mask = torch.where(mask, torch.zeros((), dtype=query.dtype, device=mask.device), float("-inf")).to(
+            query.dtype
+        )
     padding = -mask.shape[-1] % 16
     if padding:
         mask = F.pad(mask, (0, padding))[..., : mask.shape[-1]]
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
-def collective(func: Any, args: Any, inputs: list[torch.Tensor], groups: dict[str, int]) -> tuple[int, int, int, int] | None:
-    """Return (kind, group, bytes of the full buffer, dtype) of a c10d operation; None for a barrier and the like."""
+def collective(
+    func: Any, args: Any, inputs: list[torch.Tensor], groups: dict[str, int]
+) -> tuple[int, int, int, int] | None:
+    """Return (kind, group, bytes of the full buffer, dtype) of a c10d operation; None for a barrier and the
+    like."""
     name = operator_name(func)
     kind = next((kind for kind in COLLECTIVES if kind.replace("_", "") in name.replace("_", "")), None)
     if kind is None or not inputs:
@@ -359,12 +396,19 @@ def collective(func: Any, args: Any, inputs: list[torch.Tensor], groups: dict[st
     group = next((found for found in map(_group, args) if found is not None), None)
     largest = max(inputs, key=lambda tensor: tensor.numel() * tensor.element_size())
     index = groups.get("" if group is None else group.group_name, GROUPS.index("world"))
-    return COLLECTIVES.index(kind), index, largest.numel() * largest.element_size(), dtype_index(largest.dtype)
+    return (
+        COLLECTIVES.index(kind),
+        index,
+        largest.numel() * largest.element_size(),
+        dtype_index(largest.dtype),
+    )
 
 
 def _group(argument: Any) -> dist.ProcessGroup | None:
     if isinstance(argument, dist.ProcessGroup):
         return argument
-    if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(internals.SCRIPT_TYPE.of(argument)()):
+    if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(
+        internals.SCRIPT_TYPE.of(argument)()
+    ):
         return dist.ProcessGroup.unbox(argument)
     return None

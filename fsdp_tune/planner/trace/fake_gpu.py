@@ -1,10 +1,14 @@
-"""The fake device `gpu`, which torch treats as an accelerator, and the recipe's model on it: all layers, or one of each run of equal ones.
+"""The fake device `gpu`, which torch treats as an accelerator, and the recipe's model on it: all layers, or
+one of each run of equal ones.
 
-The device uses torch's PrivateUse1 slot with a Python backend: autograd, FSDP2 and autocast take their accelerator paths (streams, events,
-fused dropout), unlike on `cpu`, and also in a build of torch without CUDA. Streams and events only record waits.
+The device uses torch's PrivateUse1 slot with a Python backend: autograd, FSDP2 and autocast take their
+accelerator paths (streams, events, fused dropout), unlike on `cpu`, and also in a build of torch without
+CUDA. Streams and events only record waits.
 
-torch leaves autocast's list of operations to each backend; this is CUDA's (`autocast_mode.h`). Plain DDP computes in half precision by
-autocast: matrices are cast, a weight once for each forward (autocast's own cache), and norms and sums run in fp32.
+torch leaves autocast's list of operations to each backend; this is CUDA's (`autocast_mode.h`). Plain DDP
+computes in half precision by
+autocast: matrices are cast, a weight once for each forward (autocast's own cache), and norms and sums run in
+fp32.
 """
 
 from __future__ import annotations
@@ -59,10 +63,11 @@ def nothing(*_args: object, **_options: object) -> None:
 
 @contextlib.contextmanager
 def values_of_host() -> Iterator[None]:
-    """Let lists, numbers and arrays become tensors of the fake device and indices of its tensors; enter it before the fake mode.
+    """Let lists, numbers and arrays become tensors of the fake device and indices of its tensors; enter it
+    before the fake mode.
 
-    Below the modes, where nothing is fake, torch would allocate such a tensor on the device itself. Now it makes one on the host, and an
-    operation copies it.
+    Below the modes, where nothing is fake, torch would allocate such a tensor on the device itself. Now it
+    makes one on the host, and an operation copies it.
     """
     get, put = torch.Tensor.__getitem__, torch.Tensor.__setitem__
 
@@ -81,11 +86,14 @@ def values_of_host() -> Iterator[None]:
 
 
 def _by_position(index: Any) -> Any:
-    """Replace masks (lists and arrays of booleans) by the positions that they select, since a mask on the fake device has no values."""
+    """Replace masks (lists and arrays of booleans) by the positions that they select, since a mask on the
+    fake device has no values."""
     parts = index if isinstance(index, tuple) else (index,)
     if not any(map(_is_mask, parts)):
         return index
-    return tuple(each for part in parts for each in (np.asarray(part).nonzero() if _is_mask(part) else (part,)))
+    return tuple(
+        each for part in parts for each in (np.asarray(part).nonzero() if _is_mask(part) else (part,))
+    )
 
 
 def _is_mask(part: Any) -> bool:
@@ -95,8 +103,8 @@ def _is_mask(part: Any) -> bool:
 
 
 DEVICE = "gpu"
-# FSDP2 creates its streams in this order, in the first forward (`FSDPCommContext.lazy_init`). A stream with an explicit priority of 0
-# is that of the host copies (`model/shard/recompute.py`).
+# FSDP2 creates its streams in this order, in the first forward (`FSDPCommContext.lazy_init`). A stream with
+# an explicit priority of 0 is that of the host copies (`model/shard/recompute.py`).
 STREAMS = ("compute", "all-gather copy-in", "all-gather", "reduce-scatter", "all-reduce", "host copies")
 
 
@@ -150,10 +158,13 @@ class Event:
 
 
 class Stream:
-    # Attributes of torch's own streams; FSDP2 of torch 2.15 passes the stream to an operation that backends may replace.
+    # Attributes of torch's own streams; FSDP2 of torch 2.15 passes the stream to an operation that backends
+    # may replace.
     device_index, device_type = 0, 0
 
-    def __init__(self, *_args: object, index: int | None = None, priority: int | None = None, **_options: object) -> None:
+    def __init__(
+        self, *_args: object, index: int | None = None, priority: int | None = None, **_options: object
+    ) -> None:
         if index is None and priority == 0:
             index = len(STREAMS) - 1
         if index is None:
@@ -223,7 +234,20 @@ def install() -> None:
 
 
 # AT_FORALL_LOWER_PRECISION_FP, those that language models use; `cuda_kernels` handles attention.
-_LOWER = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "addr", "conv1d", "prelu")
+_LOWER = (
+    "linear",
+    "matmul",
+    "mm",
+    "bmm",
+    "addmm",
+    "baddbmm",
+    "addbmm",
+    "mv",
+    "addmv",
+    "addr",
+    "conv1d",
+    "prelu",
+)
 # AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE.
 _FP32 = (
     "layer_norm",
@@ -281,8 +305,13 @@ def _run(operation: Any, own: torch.dtype | None, /, *args: Any, **kwargs: Any) 
     wanted = own or torch.get_autocast_dtype(DEVICE)
     torch.set_autocast_enabled(DEVICE, False)  # otherwise the operation would be dispatched here again
     try:
-        if not any(isinstance(each, torch.dtype) for each in (*args, *kwargs.values())):  # `set_opt_dtype`: the caller's counts
-            args, kwargs = tuple(_cast(args, wanted)), {name: _cast(value, wanted) for name, value in kwargs.items()}
+        if not any(
+            isinstance(each, torch.dtype) for each in (*args, *kwargs.values())
+        ):  # `set_opt_dtype`: the caller's counts
+            args, kwargs = (
+                tuple(_cast(args, wanted)),
+                {name: _cast(value, wanted) for name, value in kwargs.items()},
+            )
         return operation(*args, **kwargs)
     finally:
         torch.set_autocast_enabled(DEVICE, True)
@@ -291,7 +320,11 @@ def _run(operation: Any, own: torch.dtype | None, /, *args: Any, **kwargs: Any) 
 def _cast(leaf: Any, wanted: torch.dtype) -> Any:
     if isinstance(leaf, list | tuple):
         return [_cast(each, wanted) for each in leaf]
-    if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or leaf.dtype in (wanted, torch.float64):
+    if (
+        not isinstance(leaf, torch.Tensor)
+        or not leaf.is_floating_point()
+        or leaf.dtype in (wanted, torch.float64)
+    ):
         return leaf
     if wanted == torch.float32 or not (leaf.is_leaf and leaf.requires_grad and leaf.dtype == torch.float32):
         return leaf.to(wanted)
@@ -303,21 +336,30 @@ def _cast(leaf: Any, wanted: torch.dtype) -> Any:
 # ---- The model
 
 
-def build_traced(recipe: Recipe, config: PreTrainedConfig, vocabulary: int | None) -> tuple[Recipe, PreTrainedModel]:
+def build_traced(
+    recipe: Recipe, config: PreTrainedConfig, vocabulary: int | None
+) -> tuple[Recipe, PreTrainedModel]:
     """Return the recipe to trace and its model on the meta device.
 
-    A FlashAttention package is replaced by torch's own kernel, which allocates the same: a planning machine rarely has the package. Divided
-    experts are traced undivided (`planner.predict.mixture`).
-    Raises: FsdpTuneError (exit 2) for a model that does not support FlashAttention, whose positions do not cover the recipe's rows, that
-    computes its attention in compiled code, or whose experts `fsdp.ep_size` ranks cannot divide.
+    A FlashAttention package is replaced by torch's own kernel, which allocates the same: a planning machine
+    rarely has the package. Divided experts are traced undivided (`planner.predict.mixture`).
+    Raises: FsdpTuneError (exit 2) for a model that does not support FlashAttention, whose positions do not
+    cover the recipe's rows, that computes its attention in compiled code, or whose experts `fsdp.ep_size`
+    ranks cannot divide.
     """
     written = recipe
     if recipe.fsdp.ep_size > 1 and recipe.kernels.experts == "batched_mm":
         message = "`kernels.experts: batched_mm` is not predicted with `fsdp.ep_size`"
-        raise usage_error("trace-failed", message, hint="with `grouped_mm` the step is predicted; it computes the same products")
+        raise usage_error(
+            "trace-failed",
+            message,
+            hint="with `grouped_mm` the step is predicted; it computes the same products",
+        )
     recipe, model = _build(_undivided(recipe), config, vocabulary)
     require_divisible_experts(written, model)
-    if (problem := beyond_table_of_positions(recipe, model)) is not None:  # indexing a fake tensor does not check bounds
+    if (
+        problem := beyond_table_of_positions(recipe, model)
+    ) is not None:  # indexing a fake tensor does not check bounds
         raise FsdpTuneError(problem)
     return recipe, model
 
@@ -329,24 +371,42 @@ NOT_TRACED = {
 
 
 def _undivided(recipe: Recipe) -> Recipe:
-    """Return the recipe with each rank gathering all experts, otherwise with the kernels that divided experts have."""
+    """Return the recipe with each rank gathering all experts, otherwise with the kernels that divided experts
+    have."""
     if recipe.fsdp.ep_size == 1:
         return recipe
     without = {"fsdp": {"ep_size": 1}, "kernels": {"liger": False}}
-    return recipe.model_copy(update={name: getattr(recipe, name).model_copy(update=keys) for name, keys in without.items()})
+    return recipe.model_copy(
+        update={name: getattr(recipe, name).model_copy(update=keys) for name, keys in without.items()}
+    )
 
 
-def _build(recipe: Recipe, config: PreTrainedConfig, vocabulary: int | None) -> tuple[Recipe, PreTrainedModel]:
+def _build(
+    recipe: Recipe, config: PreTrainedConfig, vocabulary: int | None
+) -> tuple[Recipe, PreTrainedModel]:
     kernel = attention(recipe, config)
     if kernel == "flex_attention":
         message = f"`model.attn_implementation: {kernel}` computes only in compiled code, which is not traced"
-        raise usage_error("trace-failed", message, hint="with `sdpa` the step is predicted, with a mask where rows are packed")
+        raise usage_error(
+            "trace-failed",
+            message,
+            hint="with `sdpa` the step is predicted, with a mask where rows are packed",
+        )
     if recipe.kernels.experts in NOT_TRACED:
-        message = f"`kernels.experts: {recipe.kernels.experts}` {NOT_TRACED[recipe.kernels.experts]}, which is not traced"
-        raise usage_error("trace-failed", message, hint="with `grouped_mm` the step is predicted; it computes the same products")
+        message = (
+            f"`kernels.experts: {recipe.kernels.experts}` {NOT_TRACED[recipe.kernels.experts]}, which is "
+            "not traced"
+        )
+        raise usage_error(
+            "trace-failed",
+            message,
+            hint="with `grouped_mm` the step is predicted; it computes the same products",
+        )
     if not has_variable_lengths(kernel):
         return recipe, build_empty(recipe, config, vocabulary=vocabulary)
-    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"attn_implementation": "sdpa"})})
+    recipe = recipe.model_copy(
+        update={"model": recipe.model.model_copy(update={"attn_implementation": "sdpa"})}
+    )
     with _taking_sdpa(config):
         model = build_empty(recipe, config, vocabulary=vocabulary)
     if not SUPPORTS_FLASH.of(model):
@@ -357,7 +417,8 @@ def _build(recipe: Recipe, config: PreTrainedConfig, vocabulary: int | None) -> 
 
 @contextlib.contextmanager
 def _taking_sdpa(config: PreTrainedConfig) -> Iterator[None]:
-    """Build a model whose class takes flash kernels but not sdpa (gpt-oss: sdpa has no sinks), of which a trace shows only the work."""
+    """Build a model whose class takes flash kernels but not sdpa (gpt-oss: sdpa has no sinks), of which a
+    trace shows only the work."""
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), PreTrainedModel)
     declares = next(each for each in found.__mro__ if SUPPORTS_SDPA.last in vars(each))
     with replaced(declares, SUPPORTS_SDPA.last, value=True):
@@ -365,7 +426,8 @@ def _taking_sdpa(config: PreTrainedConfig) -> Iterator[None]:
 
 
 def attention_windows(recipe: Recipe, model: PreTrainedModel) -> list[int | None]:
-    """Return the sliding window of each decoder layer, as transformers passes it to a flash kernel; None for full attention."""
+    """Return the sliding window of each decoder layer, as transformers passes it to a flash kernel; None for
+    full attention."""
     default = getattr(model.config, "sliding_window", None)
     windows: list[int | None] = []
     for _, layer in decoder_layers(model, recipe.layer_classes):
@@ -376,27 +438,40 @@ def attention_windows(recipe: Recipe, model: PreTrainedModel) -> list[int | None
 
 
 def on_fake_device(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """Give every parameter and buffer of a meta model fake storage on `device`, in place; ties are kept. Needs a FakeTensorMode."""
+    """Give every parameter and buffer of a meta model fake storage on `device`, in place; ties are kept.
+    Needs a FakeTensorMode."""
     made: dict[int, Any] = {}
 
     def materialised(tensor: torch.Tensor) -> Any:
         if id(tensor) not in made:
             fake: torch.Tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-            made[id(tensor)] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+            made[id(tensor)] = (
+                nn.Parameter(fake, requires_grad=tensor.requires_grad)
+                if isinstance(tensor, nn.Parameter)
+                else fake
+            )
         return made[id(tensor)]
 
     for module in model.modules():
-        own = [module.named_parameters(recurse=False, remove_duplicate=False), module.named_buffers(recurse=False, remove_duplicate=False)]
+        own = [
+            module.named_parameters(recurse=False, remove_duplicate=False),
+            module.named_buffers(recurse=False, remove_duplicate=False),
+        ]
         for name, tensor in [*itertools.chain(*own)]:
             setattr(module, name, materialised(tensor))
     return model
 
 
-def layer_signatures(recipe: Recipe, model: PreTrainedModel, groups: Sequence[tuple[str, ...]]) -> list[Hashable]:
-    """Return a signature of each decoder layer of the full model; layers with equal signatures do the same work.
+def layer_signatures(
+    recipe: Recipe, model: PreTrainedModel, groups: Sequence[tuple[str, ...]]
+) -> list[Hashable]:
+    """Return a signature of each decoder layer of the full model; layers with equal signatures do the same
+    work.
 
-    It contains shapes, dtypes and `requires_grad` of all tensors, classes and settings of all modules, and the recipe's changes to
-    the layer: recomputation, FSDP units (`groups`), modules that FSDP ignores, modules in fp8, and quantised ones.
+    It contains shapes, dtypes and `requires_grad` of all tensors, classes and settings of all modules, and
+    the recipe's changes to
+    the layer: recomputation, FSDP units (`groups`), modules that FSDP ignores, modules in fp8, and quantised
+    ones.
     """
     layers = decoder_layers(model, recipe.layer_classes)
     recomputed = {name for name, _ in checkpointed_layers(recipe, model)}
@@ -404,14 +479,23 @@ def layer_signatures(recipe: Recipe, model: PreTrainedModel, groups: Sequence[tu
         frozenset(name for group in groups for name in group),
         frozenset(ignored_module_names(recipe, model)) if recipe.is_sharded else frozenset[str](),
         frozenset(plan_fp8(recipe, model).converted) if computes_in_fp8(recipe) else frozenset[str](),
-        frozenset(plan_quantised(recipe, model).quantised) if recipe.quantised_training is not None else frozenset[str](),
+        frozenset(plan_quantised(recipe, model).quantised)
+        if recipe.quantised_training is not None
+        else frozenset[str](),
     ]
     settings = [dict(_settings(layer)) for _, layer in layers]
-    positions = {key for key in settings[0] if all(each.get(key) == index for index, each in enumerate(settings))} if settings else set()
+    positions = (
+        {key for key in settings[0] if all(each.get(key) == index for index, each in enumerate(settings))}
+        if settings
+        else set()
+    )
     kinds = layer_types(model.config) or [None] * len(layers)
     signatures: list[Hashable] = []
     for index, (name, layer) in enumerate(layers):
-        inside = tuple(frozenset(other[len(name) :] for other in names if f"{other}.".startswith(f"{name}.")) for names in marked)
+        inside = tuple(
+            frozenset(other[len(name) :] for other in names if f"{other}.".startswith(f"{name}."))
+            for names in marked
+        )
         own = frozenset((key, value) for key, value in settings[index].items() if key not in positions)
         signatures.append((tuple(_tensors(layer)), own, kinds[index], name in recomputed, inside))
     return signatures
@@ -423,7 +507,8 @@ def _tensors(layer: nn.Module) -> Iterator[Hashable]:
 
 
 def _settings(layer: nn.Module) -> Iterator[tuple[tuple[str, str], Hashable]]:
-    """Yield class and plain attributes of each module (`sliding_window`, `use_rope`). Floats are skipped: they do not affect memory."""
+    """Yield class and plain attributes of each module (`sliding_window`, `use_rope`). Floats are skipped:
+    they do not affect memory."""
     for name, module in layer.named_modules():
         yield (name, ""), type(module)
         for key, value in vars(module).items():
@@ -431,8 +516,11 @@ def _settings(layer: nn.Module) -> Iterator[tuple[tuple[str, str], Hashable]]:
                 yield (name, key), value
 
 
-def has_unit_of_several_layers(recipe: Recipe, model: PreTrainedModel, groups: Sequence[tuple[str, ...]]) -> bool:
-    """Return whether an FSDP unit holds parameters of several decoder layers, so that the size of its buffers depends on their number."""
+def has_unit_of_several_layers(
+    recipe: Recipe, model: PreTrainedModel, groups: Sequence[tuple[str, ...]]
+) -> bool:
+    """Return whether an FSDP unit holds parameters of several decoder layers, so that the size of its buffers
+    depends on their number."""
     if not recipe.is_sharded:
         return False
     layers = [f"{name}." for name, _ in decoder_layers(model, recipe.layer_classes)]
@@ -451,15 +539,23 @@ def has_unit_of_several_layers(recipe: Recipe, model: PreTrainedModel, groups: S
 
 
 def container_of(recipe: Recipe, model: PreTrainedModel) -> str | None:
-    """Return the name of the ModuleList of exactly the decoder layers, in order; None if there is no such list."""
+    """Return the name of the ModuleList of exactly the decoder layers, in order; None if there is no such
+    list."""
     names = [name for name, _ in decoder_layers(model, recipe.layer_classes)]
     container = names[0].rpartition(".")[0]
     is_list = isinstance(model.get_submodule(container), nn.ModuleList)
     return container if is_list and names == [f"{container}.{index}" for index in range(len(names))] else None
 
 
-def shallow_recipe(recipe: Recipe, container: str, repeated: Repeated, model: PreTrainedModel, groups: Sequence[tuple[str, ...]]) -> Recipe:
-    """Return the recipe for `without_dropped`: patterns are replaced by the names that they match in the full model.
+def shallow_recipe(
+    recipe: Recipe,
+    container: str,
+    repeated: Repeated,
+    model: PreTrainedModel,
+    groups: Sequence[tuple[str, ...]],
+) -> Recipe:
+    """Return the recipe for `without_dropped`: patterns are replaced by the names that they match in the full
+    model.
 
     `model` is the full one. A pattern may match only dropped layers, and layers after them are renumbered.
     """
@@ -491,7 +587,11 @@ def without_dropped(model: PreTrainedModel, container: str, repeated: Repeated) 
     """Remove the dropped layers from a model, in place."""
     dropped = slice(repeated.dropped.start, repeated.dropped.stop)
     del model.get_submodule(container)[dropped]  # type: ignore[attr-defined]  # a ModuleList
-    for config in {id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None}.values():
+    for config in {
+        id(config): config
+        for module in model.modules()
+        if (config := getattr(module, "config", None)) is not None
+    }.values():
         if getattr(config, "num_hidden_layers", None) is None:
             continue  # a composite model's outer configuration
         config.num_hidden_layers -= repeated.missing

@@ -15,14 +15,18 @@ from fsdp_tune.planner.trace.fake_gpu import replaced
 
 @contextlib.contextmanager
 def fake_world(size: int) -> Iterator[None]:
-    """Initialise the default process group; its collectives return immediately and leave their buffers unchanged."""
+    """Initialise the default process group; its collectives return immediately and leave their buffers
+    unchanged."""
     assert not dist.is_initialized(), "a trace needs a separate process"
     fake_gpu.install()
     fake_gpu.install_autocast()
     cuda_kernels.install()
-    dist.init_process_group(f"cpu:fake,{fake_gpu.DEVICE}:fake", store=FAKE_STORE.get()(), rank=0, world_size=size)
+    dist.init_process_group(
+        f"cpu:fake,{fake_gpu.DEVICE}:fake", store=FAKE_STORE.get()(), rank=0, world_size=size
+    )
     try:
-        # FSDP2 waits on this stream for units that were gathered but not used, such as frozen ones below the last gradient.
+        # FSDP2 waits on this stream for units that were gathered but not used, such as frozen ones below the
+        # last gradient.
         on_accelerator = replaced(torch.accelerator, "current_stream", fake_gpu.current_stream)
         with on_accelerator, CHUNKS.replaced(_Chunks):
             yield
@@ -31,7 +35,8 @@ def fake_world(size: int) -> Iterator[None]:
 
 
 class _Chunks(Sequence[torch.Tensor]):
-    """The result of `torch.chunk`, padded with empty chunks, created lazily: FSDP2 uses only two of the chunks of all ranks."""
+    """The result of `torch.chunk`, padded with empty chunks, created lazily: FSDP2 uses only two of the
+    chunks of all ranks."""
 
     def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
         self.tensor, self.chunks, self.dim = tensor, num_chunks, dim
@@ -43,4 +48,8 @@ class _Chunks(Sequence[torch.Tensor]):
         length = self.tensor.shape[self.dim]
         size = -(-length // self.chunks)
         begin = index * size
-        return self.tensor.narrow(self.dim, begin, min(size, length - begin)) if begin < length else self.tensor.new_empty(0)
+        return (
+            self.tensor.narrow(self.dim, begin, min(size, length - begin))
+            if begin < length
+            else self.tensor.new_empty(0)
+        )

@@ -1,8 +1,9 @@
 """Results of operations under fake tensors, known from the sizes of their inputs.
 
-The layers of a model, its micro-batches and the layouts of a ranking repeat the same operations on tensors of the same sizes. torch
-computes each result again, and a lookup in its own cache takes almost as long. Here torch computes an operation once for each description
-of its inputs. Afterwards its result is rebuilt: a new tensor, a view of an input, or an input that was written in place.
+The layers of a model, its micro-batches and the layouts of a ranking repeat the same operations on tensors of
+the same sizes. torch computes each result again, and a lookup in its own cache takes almost as long. Here
+torch computes an operation once for each description of its inputs. Afterwards its result is rebuilt: a new
+tensor, a view of an input, or an input that was written in place.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import torch
 
 from fsdp_tune.model.internals import torch_internals as internals
 
-_PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
+_PLAIN = frozenset(
+    (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+)
 _LISTS = frozenset((list, tuple, torch.Size))
 _NOT_FROM_SIZES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
 
@@ -41,7 +44,8 @@ class _Results(NamedTuple):
 
 
 class KnownResults:
-    """Run operations inside a FakeTensorMode. Call it from a dispatch mode, where operations reach the fake mode next."""
+    """Run operations inside a FakeTensorMode. Call it from a dispatch mode, where operations reach the fake
+    mode next."""
 
     def __init__(self) -> None:
         self.computed = 0
@@ -75,20 +79,38 @@ class KnownResults:
         self.computed += 1
         return func(*args, **kwargs)
 
-    def _key(self, mode: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], inputs: list[Any]) -> tuple[object, ...] | None:
-        """Return what the results of an operation depend on, None if it has no description. Append its tensors to `inputs`."""
+    def _key(
+        self, mode: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], inputs: list[Any]
+    ) -> tuple[object, ...] | None:
+        """Return what the results of an operation depend on, None if it has no description. Append its
+        tensors to `inputs`."""
         parts: list[object] = [func, torch.get_default_dtype()]
-        is_described = self._describe(mode, args, parts, inputs) and self._describe(mode, kwargs.items(), parts, inputs)
+        is_described = self._describe(mode, args, parts, inputs) and self._describe(
+            mode, kwargs.items(), parts, inputs
+        )
         return tuple(parts) if is_described else None
 
     def _describe(self, mode: Any, values: Iterable[Any], parts: list[object], inputs: list[Any]) -> bool:
-        """Append to `parts` what a result depends on, and to `inputs` the tensors. Return False if a value has no description."""
+        """Append to `parts` what a result depends on, and to `inputs` the tensors. Return False if a value
+        has no description."""
         for value in values:
             kind = type(value)
             if kind is self._fake_tensor:
-                if value.constant is not None or value.fake_mode is not mode or value.is_conj() or value.is_neg():
+                if (
+                    value.constant is not None
+                    or value.fake_mode is not mode
+                    or value.is_conj()
+                    or value.is_neg()
+                ):
                     return False
-                parts += (value.shape, value.stride(), value.dtype, value.fake_device, value.storage_offset(), value.requires_grad)
+                parts += (
+                    value.shape,
+                    value.stride(),
+                    value.dtype,
+                    value.fake_device,
+                    value.storage_offset(),
+                    value.requires_grad,
+                )
                 inputs.append(value)
             elif kind in _PLAIN:
                 parts += (kind, value)  # 1, 1.0 and True are equal
@@ -100,7 +122,9 @@ class KnownResults:
                 return False
         return True
 
-    def _results(self, mode: Any, func: Any, out: Any, inputs: list[Any], storages: list[Any]) -> _Results | None:
+    def _results(
+        self, mode: Any, func: Any, out: Any, inputs: list[Any], storages: list[Any]
+    ) -> _Results | None:
         """Return what to rebuild; None if it depends on values, or would differ from `out`."""
         if func.namespace != "aten" or any(tag in func.tags for tag in _NOT_FROM_SIZES):
             return None
@@ -115,7 +139,10 @@ class KnownResults:
             return None  # two results share a new storage
         if any(_is_ambiguous(each, inputs, storages) for each in tensors):
             return None
-        results = [_described(each, inputs, storages) if type(each) is self._fake_tensor else each for each in outputs]
+        results = [
+            _described(each, inputs, storages) if type(each) is self._fake_tensor else each
+            for each in outputs
+        ]
         for tensor, result in zip(outputs, results, strict=True):
             if isinstance(result, _Tensor) and not _is_equal(tensor, self._make(mode, result, inputs)):
                 return None
@@ -149,7 +176,8 @@ def _described(tensor: Any, inputs: list[Any], storages: list[Any]) -> _Tensor:
 
 
 def _is_ambiguous(tensor: Any, inputs: list[Any], storages: list[Any]) -> bool:
-    """Return whether a result may be one of several inputs, or a view of one of several, which are different tensors another time."""
+    """Return whether a result may be one of several inputs, or a view of one of several, which are different
+    tensors another time."""
     if any(each is tensor for each in inputs):
         return sum(each is tensor for each in inputs) > 1
     storage = tensor.untyped_storage()
@@ -157,7 +185,8 @@ def _is_ambiguous(tensor: Any, inputs: list[Any], storages: list[Any]) -> bool:
 
 
 def _is_equal(tensor: Any, made: Any) -> bool:
-    """Return whether a rebuilt tensor is the one that torch made, of which a storage may be larger than its shape."""
+    """Return whether a rebuilt tensor is the one that torch made, of which a storage may be larger than its
+    shape."""
 
     def facts(each: Any) -> tuple[object, ...]:
         strided = each.layout == torch.strided and not each.is_conj() and not each.is_neg()

@@ -1,7 +1,7 @@
 """Record every allocation, operation and collective of a step, in order.
 
-A storage is an allocation: views share it, and it ends with its last reference. FSDP frees and refills gathered parameters by resizing
-their storage, which is not dispatched, so resizing is recorded as well.
+A storage is an allocation: views share it, and it ends with its last reference. FSDP frees and refills
+gathered parameters by resizing their storage, which is not dispatched, so resizing is recorded as well.
 """
 
 from __future__ import annotations
@@ -58,9 +58,12 @@ _OWNED = (PHASE["clip"], PHASE["optimizer"], PHASE["zero_grad"])
 
 
 class Recorder:
-    """Records while `recording`, inside the FakeTensorMode, so that it receives the real operations and not those inside fake kernels."""
+    """Records while `recording`, inside the FakeTensorMode, so that it receives the real operations and not
+    those inside fake kernels."""
 
-    def __init__(self, mode: Any, clock: Clock, groups: dict[str, int], micro_batch: int, *, compiles: bool) -> None:
+    def __init__(
+        self, mode: Any, clock: Clock, groups: dict[str, int], micro_batch: int, *, compiles: bool
+    ) -> None:
         self.clock, self.groups, self.micro_batch = clock, groups, micro_batch
         self.slice_tokens = slice_for(micro_batch)
         self.in_slice = False
@@ -127,14 +130,18 @@ class Recorder:
         return None if where == "meta" else self._track(storage, host=where != DEVICE)
 
     def _track(self, storage: Any, *, host: bool) -> Allocation:
-        allocation = Allocation(-1, 0, -1, 0, host, 0) if self._hidden else self._allocate(storage.nbytes(), host=host)
+        allocation = (
+            Allocation(-1, 0, -1, 0, host, 0) if self._hidden else self._allocate(storage.nbytes(), host=host)
+        )
         allocation.held = weakref.ref(storage, functools.partial(self._dead, id(storage)))
         self._live[id(storage)] = allocation
         return allocation
 
     def _allocate(self, size: int, *, host: bool = False) -> Allocation:
         stream = self.clock.streams[-1]
-        allocation = Allocation(len(self.kinds), size, self.place.layer, stream, host, KIND[self._kind(stream)])
+        allocation = Allocation(
+            len(self.kinds), size, self.place.layer, stream, host, KIND[self._kind(stream)]
+        )
         self.kinds.append(allocation.kind)
         self._event(allocation, size)
         return allocation
@@ -156,7 +163,15 @@ class Recorder:
     def _event(self, allocation: Allocation, size: int) -> None:
         place = self.place
         layer = allocation.layer if place.phase in _OWNED else place.layer
-        where = (self.clock.tick(), place.step, place.micro, place.phase, layer, self._module(), allocation.stream)
+        where = (
+            self.clock.tick(),
+            place.step,
+            place.micro,
+            place.phase,
+            layer,
+            self._module(),
+            allocation.stream,
+        )
         self.events.append((*where, allocation.block, size, 0, allocation.host))
 
     def _module(self) -> int:
@@ -211,14 +226,17 @@ class Recorder:
         return out
 
     def _owners(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> list[int]:
-        """Return the layer of each output. In clip and optimizer only the tensors identify the layer: output i belongs to input i.
+        """Return the layer of each output. In clip and optimizer only the tensors identify the layer: output
+        i belongs to input i.
 
         An output without an input (a step counter) belongs to the layer of the previous output.
         """
         if self.place.phase not in _OWNED:
             return [self.place.layer] * len(outputs)
         known = [self._live.get(id(tensor.untyped_storage())) for tensor in inputs]
-        layers = [allocation.layer if allocation is not None else -1 for allocation in known] or [self.place.layer]
+        layers = [allocation.layer if allocation is not None else -1 for allocation in known] or [
+            self.place.layer
+        ]
         self.place.layer = layers[-1]
         return [layers[min(index, len(layers) - 1)] for index in range(len(outputs))]
 
@@ -240,9 +258,19 @@ class Recorder:
                 self.mark(gradient, "unsharded gradients")
             self.mark(kwargs["out"] if "out" in kwargs else args[3], "reduce buffers")
 
-    def _operation(self, func: Any, args: Any, kwargs: Any, out: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+    def _operation(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        out: Any,
+        inputs: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+    ) -> None:
         window = self.windows[self.place.layer] if 0 <= self.place.layer < len(self.windows) else None
-        work = kernels.work(func, args, kwargs, out, inputs, outputs, self.micro_batch, self.slice_tokens, window)
+        work = kernels.work(
+            func, args, kwargs, out, inputs, outputs, self.micro_batch, self.slice_tokens, window
+        )
         if work is None:
             return
         name = self.op_names.setdefault(work.name, len(self.op_names))
@@ -265,16 +293,26 @@ class Recorder:
         for allocation in scratch:
             self._event(allocation, -allocation.size)
 
-    def _note_call(self, func: Any, row: int, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        """Record the blocks that an operation reads and writes. FSDP's own operations are outside of the compiled code."""
+    def _note_call(
+        self, func: Any, row: int, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
+    ) -> None:
+        """Record the blocks that an operation reads and writes. FSDP's own operations are outside of the
+        compiled code."""
         if not self.compiles:
             return
         place = self.place
-        is_inside = place.layer >= 0 and place.phase not in _OWNED and self.clock.streams[-1] == 0 and func.namespace == "aten"
+        is_inside = (
+            place.layer >= 0
+            and place.phase not in _OWNED
+            and self.clock.streams[-1] == 0
+            and func.namespace == "aten"
+        )
         is_loop = is_inside and kernels.can_fuse(func)
         call = Call(
             row=row,
-            graph=(place.step, place.micro, place.layer) if is_inside and not func.__name__.startswith("_foreach") else None,
+            graph=(place.step, place.micro, place.layer)
+            if is_inside and not func.__name__.startswith("_foreach")
+            else None,
             phase=place.phase,
             can_fuse=is_loop,
             is_separate=is_loop and kernels.is_separate(func, inputs, outputs),
@@ -285,14 +323,27 @@ class Recorder:
 
     def _blocks(self, tensors: list[torch.Tensor]) -> tuple[tuple[int, int], ...]:
         found = ((self._live.get(id(tensor.untyped_storage())), tensor) for tensor in tensors)
-        return tuple((known.block, tensor.numel() * tensor.element_size()) for known, tensor in found if known is not None)
+        return tuple(
+            (known.block, tensor.numel() * tensor.element_size())
+            for known, tensor in found
+            if known is not None
+        )
 
     def _where(self, layer: int) -> tuple[int, ...]:
         place = self.place
-        return (self.clock.tick(), place.step, place.micro, place.phase, layer, self._module(), self.clock.streams[-1])
+        return (
+            self.clock.tick(),
+            place.step,
+            place.micro,
+            place.phase,
+            layer,
+            self._module(),
+            self.clock.streams[-1],
+        )
 
     def _shares(self, inputs: list[torch.Tensor]) -> list[tuple[int, float]]:
-        """Divide an operation over the tensors of all layers (clip, optimizer) into one for each layer, by bytes."""
+        """Divide an operation over the tensors of all layers (clip, optimizer) into one for each layer, by
+        bytes."""
         if self.place.phase not in _OWNED or not inputs:
             return [(self.place.layer, 1.0)]
         sizes: dict[int, int] = {}
@@ -314,7 +365,8 @@ class Recorder:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Record operations and resized storages, except in DTensor's sharding rules, which create tensors of global size."""
+        """Record operations and resized storages, except in DTensor's sharding rules, which create tensors of
+        global size."""
         with contextlib.ExitStack() as stack:
             resize = torch.UntypedStorage.resize_
 
@@ -331,7 +383,8 @@ class Recorder:
                 backward(loss, *args, **kwargs)
 
             stack.enter_context(replaced(torch.Tensor, "backward", begun))
-            # FSDP1 calls it to make the allocator keep a block until a stream is done, which a trace cannot express.
+            # FSDP1 calls it to make the allocator keep a block until a stream is done, which a trace cannot
+            # express.
             stack.enter_context(replaced(torch.Tensor, "record_stream", nothing))
             stack.enter_context(replaced(torch.UntypedStorage, "resize_", resized))
             for rule in (internals.PROPAGATE_SHAPES, internals.PROPAGATE_SHARDING):

@@ -1,12 +1,14 @@
 """Trace a recipe: choose the layers to run, run the step in a fake process group, and count the full model.
 
-Trace recipes for another process: torch is imported once, and each core has a worker whose torch caches stay warm.
+Trace recipes for another process: torch is imported once, and each core has a worker whose torch caches stay
+warm.
 
     python -m fsdp_tune.planner.trace.trace_recipe
 
-A job is a line on stdin: {"job": 0, "recipe": …, "exact": false, "vocabulary": null, "output": "/cache/KEY.npz"}. Its result is a line
-on stdout: {"job": 0, "problems": []}. A job that cannot be traced lists its problems and writes no file. Jobs are accepted until stdin
-ends; unfinished ones are then abandoned.
+A job is a line on stdin: {"job": 0, "recipe": …, "exact": false, "vocabulary": null, "output":
+"/cache/KEY.npz"}. Its result is a line
+on stdout: {"job": 0, "problems": []}. A job that cannot be traced lists its problems and writes no file. Jobs
+are accepted until stdin ends; unfinished ones are then abandoned.
 """
 
 from __future__ import annotations
@@ -50,9 +52,9 @@ from fsdp_tune.recipe.schema.recipe import Recipe
 def trace_recipe(recipe: Recipe, *, exact: bool = False, vocabulary: int | None = None) -> Trace:
     """Return the trace of a resolved recipe's step on rank 0 of its world.
 
-    `exact` runs every decoder layer. Otherwise equal layers in the middle are left out, as many as `planner.predict.depth.full_depth` can
-    restore; all are run if they turn out not to repeat. Raises: FsdpTuneError (exit 2) for a model that is not found or that
-    transformers rejects.
+    `exact` runs every decoder layer. Otherwise equal layers in the middle are left out, as many as
+    `planner.predict.depth.full_depth` can restore; all are run if they turn out not to repeat. Raises:
+    FsdpTuneError (exit 2) for a model that is not found or that transformers rejects.
     """
     config, _ = config_or_facts(recipe)
     if not exact:
@@ -75,7 +77,11 @@ def _trace(recipe: Recipe, config: PreTrainedConfig, vocabulary: int | None, *, 
     repeated: Repeated | None = None
     container = None if exact else container_of(recipe, model)
     # The unit of the holder grows with the number of layers.
-    if container is not None and plan.holder is None and not has_unit_of_several_layers(recipe, model, groups):
+    if (
+        container is not None
+        and plan.holder is None
+        and not has_unit_of_several_layers(recipe, model, groups)
+    ):
         repeated = repeated_layers(layer_signatures(recipe, model, groups), reach=_reach(recipe))
         if repeated is not None:
             recipe = shallow_recipe(recipe, container, repeated, model, groups)
@@ -92,7 +98,8 @@ def _reach(recipe: Recipe) -> int:
     return max(1, int(recipe.fsdp.forward_prefetch), backward if isinstance(backward, int) else 1)
 
 
-# ---- Traces for another process: torch is imported once, and each core has a worker whose caches of torch stay warm
+# ---- Traces for another process: torch is imported once, and each core has a worker whose caches of torch
+# stay warm
 
 MOST_WORKERS = 8
 
@@ -110,7 +117,12 @@ def trace_one(job: dict[str, Any]) -> list[Problem]:
         return list(error.problems)
     except Exception as error:  # noqa: BLE001  a failure of torch or the model's code must not end the search
         traceback.print_exc()
-        return [Problem("trace-failed", f"the step could not be traced: {type(error).__name__}: {str(error).splitlines()[0]}")]
+        return [
+            Problem(
+                "trace-failed",
+                f"the step could not be traced: {type(error).__name__}: {str(error).splitlines()[0]}",
+            )
+        ]
     trace.save(Path(job["output"]))
     return []
 
@@ -203,7 +215,9 @@ class Server:
 
 
 def main() -> None:
-    importlib.import_module("fsdp_tune.planner.trace.trace_recipe")  # before the forks: the import is the long part
+    importlib.import_module(
+        "fsdp_tune.planner.trace.trace_recipe"
+    )  # before the forks: the import is the long part
     Server(min(MOST_WORKERS, available_cores())).run()
     sys.stderr.flush()
     os._exit(0)  # skips torch's exit handlers, which take half a second

@@ -1,7 +1,8 @@
-"""Run the training step of a recipe under fake tensors and record it, each operation with its module, phase and decoder layer.
+"""Run the training step of a recipe under fake tensors and record it, each operation with its module, phase
+and decoder layer.
 
-It runs the same modules as the worker (`model.loading`, `model.shard`, `model.step`, `model.optim`). Only the loop around them is
-repeated here, as in the Trainer.
+It runs the same modules as the worker (`model.loading`, `model.shard`, `model.step`, `model.optim`). Only the
+loop around them is repeated here, as in the Trainer.
 """
 
 from __future__ import annotations
@@ -47,7 +48,14 @@ from fsdp_tune.model.step import (
 )
 from fsdp_tune.planner.trace import fake_gpu
 from fsdp_tune.planner.trace.cuda_kernels import CudaAttention, Rows, packed_rows
-from fsdp_tune.planner.trace.fake_gpu import STREAMS, attention_windows, nothing, on_fake_device, replaced, values_of_host
+from fsdp_tune.planner.trace.fake_gpu import (
+    STREAMS,
+    attention_windows,
+    nothing,
+    on_fake_device,
+    replaced,
+    values_of_host,
+)
 from fsdp_tune.planner.trace.recorder import PHASE, Place, Recorder
 from fsdp_tune.planner.trace_format import GROUPS
 from fsdp_tune.recipe.schema.attention_kernels import TORCH_VARLEN
@@ -55,7 +63,8 @@ from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 
 STEPS = 2
-"""The first step creates the optimizer state and runs only the last micro-batch; the second is like every later one."""
+"""The first step creates the optimizer state and runs only the last micro-batch; the second is like every
+later one."""
 FAKE_FP16_SCALE = 65536.0
 
 
@@ -71,24 +80,29 @@ class Run:
 
 
 def traced_micro_batches(recipe: Recipe) -> int:
-    """Return the number of traced micro-batches: the first, the last, and one in place of those between if it differs from the last.
+    """Return the number of traced micro-batches: the first, the last, and one in place of those between if it
+    differs from the last.
 
-    It differs where ranks sum gradients in the last one alone, so that those between hold all gradients of the model until their end, and
-    where only the last one frees gathered parameters.
+    It differs where ranks sum gradients in the last one alone, so that those between hold all gradients of
+    the model until their end, and where only the last one frees gathered parameters.
     """
     of_step = recipe.training.gradient_accumulation_steps or 1
-    is_like_last = _sums_each(recipe) and not recipe.is_hybrid and recipe.fsdp.reshard_after_backward is not False
+    is_like_last = (
+        _sums_each(recipe) and not recipe.is_hybrid and recipe.fsdp.reshard_after_backward is not False
+    )
     return min(2 if is_like_last else 3, of_step)
 
 
 def _sums_each(recipe: Recipe) -> bool:
-    """Whether ranks sum gradients in every micro-batch. For one rank, Accelerate leaves `no_sync` of DDP and FSDP1 out."""
+    """Whether ranks sum gradients in every micro-batch. For one rank, Accelerate leaves `no_sync` of DDP and
+    FSDP1 out."""
     is_fsdp2 = recipe.is_sharded and recipe.fsdp.version == 2
     return (recipe.is_sharded and recipe.fsdp.sync_each_batch) or (recipe.world_size == 1 and not is_fsdp2)
 
 
 def run_step(recipe: Recipe, model: PreTrainedModel, *, kernel: str | None) -> Run:
-    """Run the training step of a model on the meta device, with all or some of its layers. Call inside `fake_world`.
+    """Run the training step of a model on the meta device, with all or some of its layers. Call inside
+    `fake_world`.
 
     `kernel`: the attention of the run, in whose place sdpa is traced.
     """
@@ -99,11 +113,14 @@ def run_step(recipe: Recipe, model: PreTrainedModel, *, kernel: str | None) -> R
     mesh, groups = make_mesh(recipe, fake_gpu.DEVICE), make_groups(recipe, fake_gpu.DEVICE)
     join_groups(model, groups)
     fake, masks = FAKE_TENSOR_MODE.get()(allow_non_fake_inputs=True), _masks(has_masks=has_masks)
-    # Fake position ids have no documents, so mixers are traced with complete rows: as many operations for as many tokens.
+    # Fake position ids have no documents, so mixers are traced with complete rows: as many operations for as
+    # many tokens.
     complete_rows = replaced(mixers, "known_documents", nothing)
     with values_of_host(), fake, masks, complete_rows, _no_garbage(), attention.installed():
         micro_batch = recipe.training.per_device_train_batch_size
-        recorder = Recorder(fake, fake_gpu.restart(), _groups(mesh, groups), micro_batch, compiles=recipe.kernels.compile)
+        recorder = Recorder(
+            fake, fake_gpu.restart(), _groups(mesh, groups), micro_batch, compiles=recipe.kernels.compile
+        )
         on_fake_device(model, where)
         convert_to_fp8(recipe, model, fake_gpu.DEVICE)  # before `Names.of`, since they replace modules
         prepare_quantised(recipe, model)
@@ -123,11 +140,15 @@ def run_step(recipe: Recipe, model: PreTrainedModel, *, kernel: str | None) -> R
 
 
 def _groups(mesh: Any, sharing_rows: dict[str, dist.ProcessGroup]) -> dict[str, int]:
-    """Map names of process groups to indices in GROUPS: the last dimension of a mesh shards, one before it replicates."""
+    """Map names of process groups to indices in GROUPS: the last dimension of a mesh shards, one before it
+    replicates."""
     found: dict[str, int] = {}
     if mesh is not None:
         names = mesh.mesh_dim_names
-        found = {mesh.get_group(name).group_name: GROUPS.index("shard" if name == names[-1] else "replicate") for name in names}
+        found = {
+            mesh.get_group(name).group_name: GROUPS.index("shard" if name == names[-1] else "replicate")
+            for name in names
+        }
     return found | {str(group.group_name): GROUPS.index(name) for name, group in sharing_rows.items()}
 
 
@@ -140,7 +161,8 @@ def _rows_of(kernel: str | None, *, is_packed: bool) -> Rows | None:
 
 @contextlib.contextmanager
 def _masks(*, has_masks: bool) -> Iterator[None]:
-    """Make no masks for packed examples and sliding windows if the kernel has none. The model is traced with sdpa in its place."""
+    """Make no masks for packed examples and sliding windows if the kernel has none. The model is traced with
+    sdpa in its place."""
     kept = AttentionMaskInterface()["sdpa"]
     if not has_masks:
         AttentionMaskInterface.register("sdpa", nothing)
@@ -151,7 +173,8 @@ def _masks(*, has_masks: bool) -> Iterator[None]:
 
 
 def _use_foreach(optimizer: torch.optim.Optimizer) -> None:
-    """Make one of torch's optimizers use its foreach implementation for fake tensors, as it does by default for CUDA tensors."""
+    """Make one of torch's optimizers use its foreach implementation for fake tensors, as it does by default
+    for CUDA tensors."""
     for group in optimizer.param_groups:
         if group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = True
@@ -159,7 +182,8 @@ def _use_foreach(optimizer: torch.optim.Optimizer) -> None:
 
 @contextlib.contextmanager
 def _no_garbage() -> Iterator[None]:
-    """Disable Python's garbage collector during a step, so that memory is freed only by reference counting."""
+    """Disable Python's garbage collector during a step, so that memory is freed only by reference
+    counting."""
     enabled = gc.isenabled()
     gc.freeze()  # existing objects are not part of the step, and scanning them takes as long as a layer
     gc.disable()
@@ -214,7 +238,9 @@ def _evaluate(recipe: Recipe, loaded: Loaded, recorder: Recorder, where: torch.d
     fake_gpu.forget_weights()
 
 
-def _micro_batch(recipe: Recipe, loaded: Loaded, recorder: Recorder, where: torch.device, *, last: bool) -> None:
+def _micro_batch(
+    recipe: Recipe, loaded: Loaded, recorder: Recorder, where: torch.device, *, last: bool
+) -> None:
     wrapped = loaded.wrapped
     synchronise = last or _sums_each(recipe)
     if isinstance(wrapped, FSDPModule):
@@ -223,12 +249,16 @@ def _micro_batch(recipe: Recipe, loaded: Loaded, recorder: Recorder, where: torc
     batch = _batch(recipe, where, recipe.training.per_device_train_batch_size, is_packed=recipe.data.packing)
     for tensor in batch.values():
         recorder.mark(tensor, "inputs")
-    no_sync = contextlib.nullcontext() if synchronise or isinstance(wrapped, FSDPModule) else _no_sync(wrapped)
+    no_sync = (
+        contextlib.nullcontext() if synchronise or isinstance(wrapped, FSDPModule) else _no_sync(wrapped)
+    )
     scale = FAKE_FP16_SCALE if recipe.precision.mixed_precision == "fp16" else None
     weight = auxiliary_loss_weight(loaded.model)
     with no_sync:
         options = loss_options(recipe)
-        loss, loss_sum = forward_backward(recipe, wrapped, batch, 1.0, auxiliary=weight, loss_scale=scale, **options)
+        loss, loss_sum = forward_backward(
+            recipe, wrapped, batch, 1.0, auxiliary=weight, loss_scale=scale, **options
+        )
     del loss, loss_sum, batch
     fake_gpu.forget_weights()
     recorder.place.layer, recorder.place.module, recorder.place.in_head = -1, "", False
@@ -261,7 +291,9 @@ def _update(recipe: Recipe, loaded: Loaded, recorder: Recorder, optimizer: torch
     del norm
     del parameters
     place.phase, place.layer = PHASE["optimizer"], -1
-    with torch.compiler.set_stance("force_eager"):  # torchao compiles its step, which would hide its operations
+    with torch.compiler.set_stance(
+        "force_eager"
+    ):  # torchao compiles its step, which would hide its operations
         optimizer.step()
     for state in optimizer.state.values():
         for value in state.values():
@@ -274,13 +306,15 @@ def _update(recipe: Recipe, loaded: Loaded, recorder: Recorder, optimizer: torch
 
 # ---- The current module, phase and decoder layer, in the forward and in the backward
 #
-# Hooks are torch's global ones: they run before a module's own, and therefore before FSDP's, so a layer's gathering and resharding count as
-# the layer's. In the backward a layer begins where the gradient of its output arrives.
+# Hooks are torch's global ones: they run before a module's own, and therefore before FSDP's, so a layer's
+# gathering and resharding count as the layer's. In the backward a layer begins where the gradient of its
+# output arrives.
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Names of the bare model's modules by identity, which FSDP1 and DDP keep although they rename modules."""
+    """Names of the bare model's modules by identity, which FSDP1 and DDP keep although they rename
+    modules."""
 
     names: dict[int, str]
     layers: dict[int, int]
@@ -290,7 +324,9 @@ class Names:
 
     def layer_of(self, name: str) -> int:
         """Return the decoder layer of a parameter or buffer; -1 outside of decoder layers."""
-        return next((index for index, prefix in enumerate(self.layer_names) if name.startswith(f"{prefix}.")), -1)
+        return next(
+            (index for index, prefix in enumerate(self.layer_names) if name.startswith(f"{prefix}.")), -1
+        )
 
     @staticmethod
     def of(recipe: Recipe, model: PreTrainedModel) -> Names:
@@ -352,7 +388,11 @@ class _Tracker:
 
     def _when_gradient_arrives(self, tensors: Any, *, layer: int, name: str, in_head: bool) -> None:
         """Set the layer when the gradient of the first differentiable tensor of `tensors` arrives."""
-        found = [tensors] if isinstance(tensors, torch.Tensor) else [t for t in tensors if isinstance(t, torch.Tensor)]
+        found = (
+            [tensors]
+            if isinstance(tensors, torch.Tensor)
+            else [t for t in tensors if isinstance(t, torch.Tensor)]
+        )
         chosen = next((tensor for tensor in found if tensor.requires_grad), None)
         if chosen is None:
             return
@@ -367,14 +407,20 @@ class _Tracker:
 COMPUTE, ALL_REDUCE = STREAMS.index("compute"), STREAMS.index("all-reduce")
 
 
-# ---- DDP under fake tensors. Its C++ reducer reads values in two places, and uses a single bucket in the first step.
+# ---- DDP under fake tensors. Its C++ reducer reads values in two places, and uses a single bucket in the
+# first step.
 
 
-def wrap_traceable(recipe: Recipe, model: PreTrainedModel, where: torch.device, recorder: Recorder, bare: Names) -> Loaded:
-    """Wrap the model in DDP and record the sum of each gradient over the ranks as it becomes ready. Call while the recorder records.
+def wrap_traceable(
+    recipe: Recipe, model: PreTrainedModel, where: torch.device, recorder: Recorder, bare: Names
+) -> Loaded:
+    """Wrap the model in DDP and record the sum of each gradient over the ranks as it becomes ready. Call
+    while the recorder records.
 
-    DDP allocates gradients in buckets when it wraps and never frees them. A bucket spans layers, so its memory and its sum are recorded
-    for each parameter: the bytes are the same, and `planner.predict.timing` forms the buckets of later steps at any depth.
+    DDP allocates gradients in buckets when it wraps and never frees them. A bucket spans layers, so its
+    memory and its sum are recorded
+    for each parameter: the bytes are the same, and `planner.predict.timing` forms the buckets of later steps
+    at any depth.
     """
     with VERIFY_SHAPES.replaced(nothing), recorder.hidden():  # it reads values
         loaded = wrap_whole(recipe, model, None, where)
@@ -407,7 +453,8 @@ class _Reducer:
 
 
 def _all_is_ready(recorder: Recorder, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Communication hook in place of the single bucket's sum. As in a run, the optimizer's stream waits for all sums."""
+    """Communication hook in place of the single bucket's sum. As in a run, the optimizer's stream waits for
+    all sums."""
     recorder.clock.wait(COMPUTE, ALL_REDUCE, recorder.clock.now)
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
@@ -420,8 +467,8 @@ _all_is_ready.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futu
 
 # ---- The chunked loss in a trace at a micro-batch that represents any other (`depth.at_micro_batch`)
 #
-# The number of slices depends on the micro-batch, so a single slice of a prime number of tokens is run and its records are marked. All
-# slices do the same work, and each frees its memory before the next begins.
+# The number of slices depends on the micro-batch, so a single slice of a prime number of tokens is run and
+# its records are marked. All slices do the same work, and each frees its memory before the next begins.
 
 
 ENDLESS_TOKENS = 1 << 40
@@ -434,7 +481,8 @@ def most_tokens(vocabulary: int) -> int:
 
 @contextlib.contextmanager
 def one_slice(recorder: Recorder) -> Iterator[None]:
-    """Run only the first slice, of `recorder.slice_tokens` tokens; if that is 0, leave the slices as they are."""
+    """Run only the first slice, of `recorder.slice_tokens` tokens; if that is 0, leave the slices as they
+    are."""
     if not recorder.slice_tokens:
         yield
         return

@@ -25,18 +25,26 @@ def catalogue() -> dict[str, Path]:
 
 
 def find_recipe(source: str) -> Path:
-    """Return the path of a recipe, given as a path or as a catalogue name; an existing file takes precedence. The loader opens it later."""
+    """Return the path of a recipe, given as a path or as a catalogue name; an existing file takes precedence.
+    The loader opens it later."""
     path, recipes = Path(source), catalogue()
     looks_like_path = path.suffix in SUFFIXES or "/" in source
     if source in recipes and not path.is_file():
         return recipes[source]
     if looks_like_path or path.exists() or path.is_symlink():
         if not (path.exists() or path.is_symlink()) and path.stem in recipes:
-            hint = f"the catalogue has a recipe of this name: `--config {path.stem}`, or `fsdp-tune recipes copy {path.stem}`"
+            hint = (
+                f"the catalogue has a recipe of this name: `--config {path.stem}`, or `fsdp-tune recipes "
+                f"copy {path.stem}`"
+            )
             raise usage_error("recipe-not-found", f"there is no file `{source}`", hint=hint)
         return path
     near = closest(source, list(recipes))
-    hint = f"did you mean `{near}`?" if near else "`fsdp-tune recipes list` shows the catalogue; to use a file, pass its path"
+    hint = (
+        f"did you mean `{near}`?"
+        if near
+        else "`fsdp-tune recipes list` shows the catalogue; to use a file, pass its path"
+    )
     raise usage_error("recipe-not-found", f"there is no file and no catalogue recipe `{source}`", hint=hint)
 
 
@@ -50,6 +58,9 @@ def headline(path: Path) -> str:
 
 
 def architecture(name: str) -> dict[str, object] | None:
-    """Return the bundled `config.json` fields of a hub model, for use without network access; None for a model without a bundled config."""
-    configs = as_mapping(json.loads(resources.files("fsdp_tune.recipe").joinpath("model_configs.json").read_bytes()))
+    """Return the bundled `config.json` fields of a hub model, for use without network access; None for a
+    model without a bundled config."""
+    configs = as_mapping(
+        json.loads(resources.files("fsdp_tune.recipe").joinpath("model_configs.json").read_bytes())
+    )
     return as_mapping(configs[name]) if name in configs else None

@@ -1,4 +1,5 @@
-"""Describe validation errors: the given value, the values that the key takes, the position, and the probable intention."""
+"""Describe validation errors: the given value, the values that the key takes, the position, and the probable
+intention."""
 
 from __future__ import annotations
 
@@ -11,13 +12,35 @@ from pydantic import ValidationError
 from fsdp_tune.core.errors import Problem, Where
 from fsdp_tune.core.units import ScalarError, enumerated, parse_plain, printable, shown
 from fsdp_tune.recipe.key_paths import KeyPath, dotted
-from fsdp_tune.recipe.read.yaml_source import UNSPACED, ListNode, MappingNode, Node, ScalarNode, entries_of, plain_value
-from fsdp_tune.recipe.schema.keys import choices, closest, element_words, field_at, field_words, sections_in, unknown_key_hint
+from fsdp_tune.recipe.read.yaml_source import (
+    UNSPACED,
+    ListNode,
+    MappingNode,
+    Node,
+    ScalarNode,
+    entries_of,
+    plain_value,
+)
+from fsdp_tune.recipe.schema.keys import (
+    choices,
+    closest,
+    element_words,
+    field_at,
+    field_words,
+    sections_in,
+    unknown_key_hint,
+)
 from fsdp_tune.recipe.schema.kinds import Text
 from fsdp_tune.recipe.schema.optimizers import OPTIMIZERS
 from fsdp_tune.recipe.schema.recipe import Training
 from fsdp_tune.recipe.schema.sections import EVAL_TAGS
-from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS, installed_transformers, mismatch, owner_of, version_gap
+from fsdp_tune.recipe.schema.training_fields import (
+    TRAINING_FIELDS,
+    installed_transformers,
+    mismatch,
+    owner_of,
+    version_gap,
+)
 from fsdp_tune.recipe.synonyms import STRATEGIES_ELSEWHERE
 
 
@@ -40,7 +63,9 @@ def where_of(tree: Node, path: Sequence[str | int], *, key: bool = False) -> Whe
         if node is not None:
             last = path[length - 1] if length else None
             at_key = isinstance(parent, MappingNode) and (key or length < len(path))
-            found = parent.entries[str(last)].where if at_key and isinstance(parent, MappingNode) else node.where
+            found = (
+                parent.entries[str(last)].where if at_key and isinstance(parent, MappingNode) else node.where
+            )
             return Where(found.source, found.line, found.column, dotted(path))
     raise AssertionError("a tree has a root")
 
@@ -56,7 +81,11 @@ def explain(error: ValidationError, tree: MappingNode) -> dict[KeyPath, Problem]
         elif details["type"] == "extra_forbidden":
             problems[path] = unknown_key(tree, path)
         elif path not in problems:
-            reason = str(details["ctx"]["error"]) if details["type"] == "value_error" and "ctx" in details else None
+            reason = (
+                str(details["ctx"]["error"])
+                if details["type"] == "value_error" and "ctx" in details
+                else None
+            )
             problems[path] = wrong_value(tree, path, reason)
     return problems
 
@@ -67,7 +96,8 @@ def _without_tag(loc: KeyPath) -> KeyPath:
 
 
 def _given_part(tree: Node, loc: KeyPath) -> KeyPath:
-    """Return the longest prefix of a pydantic location that exists in the file; the rest are names of union branches."""
+    """Return the longest prefix of a pydantic location that exists in the file; the rest are names of union
+    branches."""
     for length in range(len(loc), 0, -1):
         if node_at(tree, loc[:length]) is not None:
             return loc[:length]
@@ -79,14 +109,23 @@ def unknown_key(tree: MappingNode, path: KeyPath) -> Problem:
     hint = unknown_key_hint(path, plain_value(node) if node is not None else None)
     if path == ("data", "eval", "rows"):
         hint = "give `fraction` or `rows`, not both"
-    return Problem("unknown-key", f"unknown key `{shown(dotted(path))}`", where_of(tree, path, key=True), hint)
+    return Problem(
+        "unknown-key", f"unknown key `{shown(dotted(path))}`", where_of(tree, path, key=True), hint
+    )
 
 
 def wrong_value(tree: MappingNode, path: KeyPath, reason: str | None = None) -> Problem:
-    """Return the problem of a wrong value. `reason` is the validator's message, if it has one (sizes, durations)."""
+    """Return the problem of a wrong value. `reason` is the validator's message, if it has one (sizes,
+    durations)."""
     node, field = node_at(tree, path), field_at(path)
     in_list = bool(path) and isinstance(path[-1], int)
-    takes = _free_words(path) if field is None else element_words(field.annotation) if in_list else field_words(field)
+    takes = (
+        _free_words(path)
+        if field is None
+        else element_words(field.annotation)
+        if in_list
+        else field_words(field)
+    )
     hint = (
         _unspaced_hint(path, node)
         or _source_hint(path, node)
@@ -105,9 +144,12 @@ def wrong_value(tree: MappingNode, path: KeyPath, reason: str | None = None) -> 
 
 
 def _free_words(path: KeyPath) -> str:
-    """Describe the values of a key below a free mapping: text in `launch.env` and `rename_columns`, else unknown."""
+    """Describe the values of a key below a free mapping: text in `launch.env` and `rename_columns`, else
+    unknown."""
     parent = field_at(path[:-1])
-    of_text = parent is not None and any(get_args(each)[1:2] in ((str,), (Text,)) for each in _mappings_in(parent.annotation))
+    of_text = parent is not None and any(
+        get_args(each)[1:2] in ((str,), (Text,)) for each in _mappings_in(parent.annotation)
+    )
     return "text" if of_text else "another value"
 
 
@@ -118,13 +160,22 @@ def _mappings_in(annotation: object) -> list[object]:
 
 
 def _unspaced_hint(path: KeyPath, node: Node | None) -> str | None:
-    """Return a hint for a missing space after a colon: YAML reads `name_or_path:gpt2` alone under `model:` as text."""
+    """Return a hint for a missing space after a colon: YAML reads `name_or_path:gpt2` alone under `model:` as
+    text."""
     field = field_at(path)
     match = UNSPACED.fullmatch(node.text) if isinstance(node, ScalarNode) and node.plain else None
     if field is None or match is None:
         return None
-    names = {inner.alias or name for section in sections_in(field.annotation) for name, inner in section.model_fields.items()}
-    return f"write a space after the colon: `{match['key']}: {shown(match['value'])}`" if match["key"] in names else None
+    names = {
+        inner.alias or name
+        for section in sections_in(field.annotation)
+        for name, inner in section.model_fields.items()
+    }
+    return (
+        f"write a space after the colon: `{match['key']}: {shown(match['value'])}`"
+        if match["key"] in names
+        else None
+    )
 
 
 def _source_hint(path: KeyPath, node: Node | None) -> str | None:
@@ -133,7 +184,9 @@ def _source_hint(path: KeyPath, node: Node | None) -> str | None:
         return None
     if isinstance(node, MappingNode) and len(path) == 2:
         named = entries_of(node).get("path")
-        path_text = shown(named.node.text) if named is not None and isinstance(named.node, ScalarNode) else "…"
+        path_text = (
+            shown(named.node.text) if named is not None and isinstance(named.node, ScalarNode) else "…"
+        )
         return f"write a list: `{path[1]}: [{{path: {path_text}}}]`, or `- ` before the first key"
     if not isinstance(node, ScalarNode) or not isinstance(node.value, str) or len(path) > 3:
         return None
@@ -202,10 +255,28 @@ def _value_hint(node: Node | None, takes: str, options: Sequence[str]) -> str | 
     return None
 
 
-_MEANT = dict.fromkeys(("gpu", "gpus", "nvidia", "rocm", "amd", "hip"), "cuda") | {"intel": "xpu", "ascend": "npu", "apple": "mps"}
+_MEANT = dict.fromkeys(("gpu", "gpus", "nvidia", "rocm", "amd", "hip"), "cuda") | {
+    "intel": "xpu",
+    "ascend": "npu",
+    "apple": "mps",
+}
 """Words for the values of a key, in lower case → the value."""
 _NUMBER_WORDS = (
-    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
+    *(
+        "zero",
+        "one",
+        "two",
+        "three",
+        "four",
+        "five",
+        "six",
+        "seven",
+        "eight",
+        "nine",
+        "ten",
+        "eleven",
+        "twelve",
+    ),
     *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty"),
 )
 _WITH_UNIT = re.compile(r"([-+]?\d[\d,_]*(?:\.\d+)?(?:e[-+]?\d+)?)\s*([a-z%]*)", re.IGNORECASE)
@@ -215,7 +286,8 @@ _FACTORS = {"k": 10**3, "m": 10**6, "%": 0.01}
 
 
 def _number_in(text: str, *, is_whole: bool) -> str | None:
-    """Return the number that a text means, such as `three`, `3 epochs`, `1,000`, `10k` or `3 %`; None if there is none."""
+    """Return the number that a text means, such as `three`, `3 epochs`, `1,000`, `10k` or `3 %`; None if
+    there is none."""
     if text.lower() in _NUMBER_WORDS:
         return str(_NUMBER_WORDS.index(text.lower()))
     found = _WITH_UNIT.fullmatch(text.strip())
@@ -226,15 +298,22 @@ def _number_in(text: str, *, is_whole: bool) -> str | None:
 
 
 def _strategy(text: str, options: Sequence[str]) -> str | None:
-    """Return the sharding strategy that another tool, or another way of writing, calls `text`: FULL_SHARD for `zero-3`."""
+    """Return the sharding strategy that another tool, or another way of writing, calls `text`: FULL_SHARD for
+    `zero-3`."""
     letters = re.sub("[^a-z0-9]", "", text.lower())
-    named = (name for name, others in STRATEGIES_ELSEWHERE.items() if letters in (*others, name.lower().replace("_", "")))
+    named = (
+        name
+        for name, others in STRATEGIES_ELSEWHERE.items()
+        if letters in (*others, name.lower().replace("_", ""))
+    )
     return next((name for name in named if name in options), None)
 
 
 def _longer(text: str, options: Sequence[str]) -> str | None:
     """Return the first option that begins with the text: `adamw_torch_fused` for `adamw`."""
-    return next((option for option in options if len(text) > 2 and option.lower().startswith(text.lower())), None)
+    return next(
+        (option for option in options if len(text) > 2 and option.lower().startswith(text.lower())), None
+    )
 
 
 def _is_more_than_text(text: str) -> bool:
@@ -260,11 +339,16 @@ def check_training(tree: MappingNode) -> dict[KeyPath, Problem]:
         elif name not in TRAINING_FIELDS.fields:
             problems[path] = unknown_key(tree, path)
         elif gap := version_gap(name, installed):
-            problems[path] = Problem("unknown-field", f"`training.{name}` cannot be passed to transformers: {gap}", where)
+            problems[path] = Problem(
+                "unknown-field", f"`training.{name}` cannot be passed to transformers: {gap}", where
+            )
         elif takes := mismatch(name, plain_value(entry.node)):
             options = _enum_values(name)
             if len(options) > SHOWN_OPTIONS:
-                takes = f"one of {len(options)} names, such as {enumerated([f'`{option}`' for option in options[:3]], 'and')}"
+                takes = (
+                    f"one of {len(options)} names, such as "
+                    f"{enumerated([f'`{option}`' for option in options[:3]], 'and')}"
+                )
             message = f"`training.{name}` is {given(entry.node)}; it takes {takes}"
             hint = _SWITCHED_OFF.get(name) if _is_nothing(entry.node) else None
             default = TRAINING_FIELDS.fields[name].default
@@ -280,7 +364,9 @@ _SWITCHED_OFF = {"max_grad_norm": "write `0` to switch clipping off"}
 
 
 def _is_nothing(node: Node) -> bool:
-    return isinstance(node, ScalarNode) and (node.value is None or str(node.value).lower() in {"none", "off", "no", "false"})
+    return isinstance(node, ScalarNode) and (
+        node.value is None or str(node.value).lower() in {"none", "off", "no", "false"}
+    )
 
 
 def _enum_values(name: str) -> list[str]:
@@ -290,18 +376,29 @@ def _enum_values(name: str) -> list[str]:
             dict.fromkeys(
                 [
                     *OPTIMIZERS,
-                    *TRAINING_FIELDS.enums[next(kind for kind in TRAINING_FIELDS.fields[name].types if kind in TRAINING_FIELDS.enums)],
+                    *TRAINING_FIELDS.enums[
+                        next(
+                            kind
+                            for kind in TRAINING_FIELDS.fields[name].types
+                            if kind in TRAINING_FIELDS.enums
+                        )
+                    ],
                 ]
             )
         )
-    return [value for kind in TRAINING_FIELDS.fields[name].types for value in TRAINING_FIELDS.enums.get(kind, ())]
+    return [
+        value for kind in TRAINING_FIELDS.fields[name].types for value in TRAINING_FIELDS.enums.get(kind, ())
+    ]
 
 
 _FREE: tuple[KeyPath, ...] = (("model", "from_config"), ("model", "config_overrides"))
 
 
-def check_free_mappings(tree: MappingNode, *, training: Mapping[str, Any] = TRAINING_FIELDS.fields) -> dict[KeyPath, Problem]:
-    """Report values such as `no` or `0123` below keys that take any mapping, where no type would detect them."""
+def check_free_mappings(
+    tree: MappingNode, *, training: Mapping[str, Any] = TRAINING_FIELDS.fields
+) -> dict[KeyPath, Problem]:
+    """Report values such as `no` or `0123` below keys that take any mapping, where no type would detect
+    them."""
     places = [*_FREE, *(("training", name) for name, field in training.items() if "dict" in field.types)]
     problems: dict[KeyPath, Problem] = {}
     for path in places:
@@ -309,12 +406,18 @@ def check_free_mappings(tree: MappingNode, *, training: Mapping[str, Any] = TRAI
         for inner, scalar in _scalars(node, path) if isinstance(node, MappingNode | ListNode) else []:
             if scalar.suspicion is not None:
                 hint = f'or write "{scalar.text}" in quotes if it is meant as text'
-                problems[inner] = Problem("doubtful-value", f"`{dotted(inner)}`: {scalar.suspicion}", where_of(tree, inner), hint)
+                problems[inner] = Problem(
+                    "doubtful-value", f"`{dotted(inner)}`: {scalar.suspicion}", where_of(tree, inner), hint
+                )
     return problems
 
 
 def _scalars(node: Node, path: KeyPath) -> list[tuple[KeyPath, ScalarNode]]:
     if isinstance(node, ScalarNode):
         return [(path, node)]
-    named = [(name, entry.node) for name, entry in node.entries.items()] if isinstance(node, MappingNode) else enumerate(node.items)
+    named = (
+        [(name, entry.node) for name, entry in node.entries.items()]
+        if isinstance(node, MappingNode)
+        else enumerate(node.items)
+    )
     return [found for name, child in named for found in _scalars(child, (*path, name))]

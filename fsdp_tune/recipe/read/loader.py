@@ -1,4 +1,5 @@
-"""Read a recipe file with its overrides into a checked recipe; the only reader of recipes. Every error is collected before raising."""
+"""Read a recipe file with its overrides into a checked recipe; the only reader of recipes. Every error is
+collected before raising."""
 
 from __future__ import annotations
 
@@ -56,29 +57,44 @@ class LoadedRecipe:
 
     @property
     def is_imported(self) -> bool:
-        """Whether `import` wrote the file: its model, rows and packages are on the machine that the other tool's file was for."""
+        """Whether `import` wrote the file: its model, rows and packages are on the machine that the other
+        tool's file was for."""
         first = self.text.partition("\n")[0]
         return first.startswith(IMPORTED_FROM) and first.endswith(BY_IMPORT)
 
 
 class WrongRecipeError(FsdpTuneError):
-    """The mistakes of a recipe that was read. `recipe` has the values without mistakes; None if too few are left.
+    """The mistakes of a recipe that was read. `recipe` has the values without mistakes; None if too few are
+    left.
 
-    `suspects`: the keys whose values were dropped or contradict each other, so that checks that depend on them would mislead.
+    `suspects`: the keys whose values were dropped or contradict each other, so that checks that depend on
+    them would mislead.
     """
 
-    def __init__(self, recipe: Recipe | None, positions: Mapping[str, Where], *problems: Problem, suspects: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        recipe: Recipe | None,
+        positions: Mapping[str, Where],
+        *problems: Problem,
+        suspects: Collection[str] = (),
+    ) -> None:
         self.recipe, self.positions, self.suspects = recipe, positions, frozenset(suspects)
         super().__init__(*problems)
 
 
 def load_recipe(
-    source: str | Path, overrides: Sequence[str] = (), *, name: str | None = None, unneeded: frozenset[str] = frozenset()
+    source: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    name: str | None = None,
+    unneeded: frozenset[str] = frozenset(),
 ) -> LoadedRecipe:
-    """Read and check a recipe. Keys and values are checked here; devices, model and data by the functions that take the recipe.
+    """Read and check a recipe. Keys and values are checked here; devices, model and data by the functions
+    that take the recipe.
 
-    `source` is a path or a catalogue name. `overrides` are `KEY=VALUE`, as for `--set`; `name` overrides the recipe's. `unneeded`: codes
-    of problems that do not matter to the caller (`rules.INPUTS` for a plan). Raises: FsdpTuneError with all problems, by line.
+    `source` is a path or a catalogue name. `overrides` are `KEY=VALUE`, as for `--set`; `name` overrides the
+    recipe's. `unneeded`: codes of problems that do not matter to the caller (`rules.INPUTS` for a plan).
+    Raises: FsdpTuneError with all problems, by line.
     """
     path = find_recipe(str(source))
     if path.suffix in SCRIPTS:
@@ -86,7 +102,9 @@ def load_recipe(
     if path.suffix == ".toml":
         raise _not_a_recipe("a TOML file", path)
     loaded = parse_recipe(read_text(path), path, overrides, name=name, unneeded=unneeded)
-    return replace(loaded, notices=tuple(sorted([*loaded.notices, *_open_decisions(loaded.text, path)], key=_order)))
+    return replace(
+        loaded, notices=tuple(sorted([*loaded.notices, *_open_decisions(loaded.text, path)], key=_order))
+    )
 
 
 DECIDE = "# DECIDE: "
@@ -94,12 +112,21 @@ DECIDE = "# DECIDE: "
 
 
 def _open_decisions(text: str, path: Path) -> Iterator[Notice]:
-    """Yield a notice for each question of `import` that is still in the file: the recipe trains with a default in its place."""
+    """Yield a notice for each question of `import` that is still in the file: the recipe trains with a
+    default in its place."""
     for number, line in enumerate(text.splitlines(), 1):
         before, mark, words = line.partition(DECIDE)
         if mark and not before.strip():
-            message = f"a decision is left open: {textwrap.shorten(printable(words), _SHOWN_DECISION, placeholder=' …')}"
-            yield Notice("decision-open", message, Where(str(path), number, len(before) + 1), "settle it, and remove the comment")
+            message = (
+                "a decision is left open: "
+                f"{textwrap.shorten(printable(words), _SHOWN_DECISION, placeholder=' …')}"
+            )
+            yield Notice(
+                "decision-open",
+                message,
+                Where(str(path), number, len(before) + 1),
+                "settle it, and remove the comment",
+            )
 
 
 _SHOWN_DECISION = 160
@@ -115,7 +142,8 @@ def parse_recipe(
     options: Sequence[OptionOverride] = (),
     unneeded: frozenset[str] = frozenset(),
 ) -> LoadedRecipe:
-    """Check the text of a recipe as `load_recipe` does; errors cite `path`, and its stem is the default name."""
+    """Check the text of a recipe as `load_recipe` does; errors cite `path`, and its stem is the default
+    name."""
     tree, problems = _compose_mapping(text, str(path))
     _refuse_other_tools(tree, path)
     notices, wrong = translate(tree)
@@ -135,13 +163,18 @@ def parse_recipe(
         contradictions = [finding for finding in _findings(recipe, unneeded) if not touches(finding, dropped)]
         contradictory = {key for finding in contradictions for key in finding.keys}
         suspects |= contradictory
-        # The number of ranks decides nothing about model and rows: keys that only contradict it are no suspects.
+        # The number of ranks decides nothing about model and rows: keys that only contradict it are no
+        # suspects.
         of_world = [finding for finding in _world_findings(recipe) if not touches(finding, dropped)]
-        problems.extend(_in_the_file(as_problem(finding, positions), tree) for finding in [*contradictions, *of_world])
+        problems.extend(
+            _in_the_file(as_problem(finding, positions), tree) for finding in [*contradictions, *of_world]
+        )
         readable = without(recipe, contradictory) if problems else recipe
         found = [finding for finding in inactive_keys(recipe) if not touches(finding, dropped)]
         notices.extend(as_notice(finding, positions, strict=True) for finding in found)
-        notices.extend(as_notice(finding, positions, strict=False) for rule in REMARKS for finding in rule(recipe))
+        notices.extend(
+            as_notice(finding, positions, strict=False) for rule in REMARKS for finding in rule(recipe)
+        )
     if problems or recipe is None:
         raise WrongRecipeError(readable, positions, *sorted(problems, key=_order), suspects=suspects)
     return LoadedRecipe(recipe, tuple(sorted(notices, key=_order)), path, text, tuple(overrides), positions)
@@ -151,13 +184,18 @@ def _compose_mapping(text: str, source: str) -> tuple[MappingNode, list[Problem]
     root, problems = compose(text, source)
     if root is None or (isinstance(root, ScalarNode) and root.value is None):
         problem = Problem(
-            "empty-recipe", "the recipe is empty", Where(source, 1, 1), "`fsdp-tune recipes copy gpt2_smoke` copies a recipe to start from"
+            "empty-recipe",
+            "the recipe is empty",
+            Where(source, 1, 1),
+            "`fsdp-tune recipes copy gpt2_smoke` copies a recipe to start from",
         )
         raise FsdpTuneError(*problems, problem)
     if not isinstance(root, MappingNode):
         kind = "a list" if isinstance(root, ListNode) else "one value"
         hint = "write a space after the colon of `key: value`" if isinstance(root, ScalarNode) else None
-        message = f"the recipe is {kind}; it must be keys with values, such as `model: {{name_or_path: gpt2}}`"
+        message = (
+            f"the recipe is {kind}; it must be keys with values, such as `model: {{name_or_path: gpt2}}`"
+        )
         raise FsdpTuneError(*problems, Problem("not-a-mapping", message, root.where, hint))
     return root, problems
 
@@ -177,17 +215,26 @@ def _refuse_other_tools(tree: MappingNode, path: Path) -> None:
 def _not_a_recipe(what: str, path: Path) -> FsdpTuneError:
     target = "imported.yaml" if path.name == "recipe.yaml" else "recipe.yaml"
     hint = f"fsdp-tune import {shlex.quote(printable(str(path)))} --output {target}"
-    return usage_error("foreign-configuration", f"this is {what}, and not a recipe", hint=hint, where=Where(str(path)))
+    return usage_error(
+        "foreign-configuration", f"this is {what}, and not a recipe", hint=hint, where=Where(str(path))
+    )
 
 
 def _drop_empty_sections(tree: MappingNode, path: tuple[str, ...]) -> None:
-    """Remove empty sections: `fsdp:` with all its keys commented out is null in YAML and means the defaults."""
+    """Remove empty sections: `fsdp:` with all its keys commented out is null in YAML and means the
+    defaults."""
     for key in list(tree.entries):
         node, field = tree.entries[key].node, field_at((*path, key))
         is_section = field is not None and field.default is not None and bool(sections_in(field.annotation))
         if is_section and isinstance(node, MappingNode):
             _drop_empty_sections(node, (*path, key))
-        elif is_section and isinstance(node, ScalarNode) and node.value is None and node.plain and not node.broken:
+        elif (
+            is_section
+            and isinstance(node, ScalarNode)
+            and node.value is None
+            and node.plain
+            and not node.broken
+        ):
             del tree.entries[key]
 
 
@@ -226,14 +273,18 @@ def _named(recipe: Recipe, path: Path, name: str | None) -> tuple[Recipe, list[P
         check_run_name(chosen)
     except ValueError as error:
         where = Where("--name") if name is not None else Where(str(path), key="name")
-        return recipe, [Problem("wrong-value", f"the name of the run: {error}", where, "give one with `--name`")]
+        return recipe, [
+            Problem("wrong-value", f"the name of the run: {error}", where, "give one with `--name`")
+        ]
     return recipe.model_copy(update={"name": chosen}), []
 
 
 def _findings(recipe: Recipe, unneeded: frozenset[str]) -> list[Finding]:
     found = [finding for rule in RULES for finding in rule(recipe) if finding.code not in unneeded]
     for row, value in refused(recipe):
-        text = "" if isinstance(value, dict) else f": {str(value).lower() if isinstance(value, bool) else value}"
+        text = (
+            "" if isinstance(value, dict) else f": {str(value).lower() if isinstance(value, bool) else value}"
+        )
         message = f"`{row.key}{text}` is not supported yet: this release has no {row.what}"
         found.append(Finding("not-yet", (row.key,), message, row.meanwhile))
     return found
@@ -247,8 +298,13 @@ def _world_findings(recipe: Recipe) -> list[Finding]:
 
 
 def _in_the_file(problem: Problem, tree: MappingNode) -> Problem:
-    """Give a problem without a position, such as a missing key, the position of the beginning of the recipe."""
-    return problem if problem.where.source is not None else problem.at(replace(tree.where, key=problem.where.key))
+    """Give a problem without a position, such as a missing key, the position of the beginning of the
+    recipe."""
+    return (
+        problem
+        if problem.where.source is not None
+        else problem.at(replace(tree.where, key=problem.where.key))
+    )
 
 
 def _positions(tree: MappingNode) -> dict[str, Where]:
@@ -257,11 +313,15 @@ def _positions(tree: MappingNode) -> dict[str, Where]:
     def walk(node: Node, path: KeyPath) -> None:
         if isinstance(node, MappingNode):
             for key, entry in node.entries.items():
-                positions[dotted((*path, key))] = Where(entry.where.source, entry.where.line, entry.where.column, dotted((*path, key)))
+                positions[dotted((*path, key))] = Where(
+                    entry.where.source, entry.where.line, entry.where.column, dotted((*path, key))
+                )
                 walk(entry.node, (*path, key))
         elif isinstance(node, ListNode):
             for index, item in enumerate(node.items):
-                positions[dotted((*path, index))] = Where(item.where.source, item.where.line, item.where.column, dotted((*path, index)))
+                positions[dotted((*path, index))] = Where(
+                    item.where.source, item.where.line, item.where.column, dotted((*path, index))
+                )
                 walk(item, (*path, index))
 
     walk(tree, ())

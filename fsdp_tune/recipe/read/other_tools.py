@@ -7,38 +7,154 @@ from typing import Any, NamedTuple, cast
 
 _TELLING: dict[str, tuple[str, ...]] = {
     "LitGPT": (
-        *("train.global_batch_size", "train.lr_warmup_steps", "train.save_interval", "train.max_seq_length", "train.max_tokens"),
-        *("lora_query", "lora_key", "lora_value", "lora_projection", "lora_mlp", "lora_head", "eval.max_iters", "eval.max_new_tokens"),
+        *(
+            "train.global_batch_size",
+            "train.lr_warmup_steps",
+            "train.save_interval",
+            "train.max_seq_length",
+            "train.max_tokens",
+        ),
+        *(
+            "lora_query",
+            "lora_key",
+            "lora_value",
+            "lora_projection",
+            "lora_mlp",
+            "lora_head",
+            "eval.max_iters",
+            "eval.max_new_tokens",
+        ),
         *("data.class_path", "checkpoint_dir", "initial_checkpoint_dir", "tokenizer_dir", "logger_name"),
     ),
     "LLM-Foundry": (
-        *("global_train_batch_size", "device_train_microbatch_size", "device_eval_batch_size", "max_duration", "train_loader"),
-        *("eval_loader", "save_folder", "algorithms", "progress_bar", "log_to_console", "console_log_interval", "icl_tasks"),
+        *(
+            "global_train_batch_size",
+            "device_train_microbatch_size",
+            "device_eval_batch_size",
+            "max_duration",
+            "train_loader",
+        ),
+        *(
+            "eval_loader",
+            "save_folder",
+            "algorithms",
+            "progress_bar",
+            "log_to_console",
+            "console_log_interval",
+            "icl_tasks",
+        ),
     ),
     "verl": (
-        *("model.partial_pretrain", "data.train_files", "data.val_files", "data.prompt_key", "data.response_key", "data.multiturn"),
-        *("data.micro_batch_size_per_gpu", "data.balance_dp_token", "trainer.default_local_dir", "trainer.total_epochs"),
-        *("trainer.total_training_steps", "trainer.project_name", "optim.warmup_steps_ratio", "optim.lr_warmup_steps_ratio"),
-        *("ulysses_sequence_parallel_size", "use_remove_padding", "actor_rollout_ref", "critic", "reward_model"),
+        *(
+            "model.partial_pretrain",
+            "data.train_files",
+            "data.val_files",
+            "data.prompt_key",
+            "data.response_key",
+            "data.multiturn",
+        ),
+        *(
+            "data.micro_batch_size_per_gpu",
+            "data.balance_dp_token",
+            "trainer.default_local_dir",
+            "trainer.total_epochs",
+        ),
+        *(
+            "trainer.total_training_steps",
+            "trainer.project_name",
+            "optim.warmup_steps_ratio",
+            "optim.lr_warmup_steps_ratio",
+        ),
+        *(
+            "ulysses_sequence_parallel_size",
+            "use_remove_padding",
+            "actor_rollout_ref",
+            "critic",
+            "reward_model",
+        ),
     ),
     "nanotron": (
-        *("tokens.micro_batch_size", "tokens.batch_accumulation_per_replica", "tokens.sequence_length", "tokens.train_steps"),
-        *("data_stages", "general.project", "optimizer.learning_rate_scheduler", "parallelism.dp", "parallelism.pp"),
+        *(
+            "tokens.micro_batch_size",
+            "tokens.batch_accumulation_per_replica",
+            "tokens.sequence_length",
+            "tokens.train_steps",
+        ),
+        *(
+            "data_stages",
+            "general.project",
+            "optimizer.learning_rate_scheduler",
+            "parallelism.dp",
+            "parallelism.pp",
+        ),
         *("model.ddp_bucket_cap_mb", "checkpoints.checkpoint_interval"),
     ),
     "torchtitan": (
-        *("training.local_batch_size", "training.seq_len", "training.steps", "training.max_norm", "job.dump_folder", "model.flavor"),
-        *("parallelism.data_parallel_shard_degree", "parallelism.data_parallel_replicate_degree", "metrics.log_freq"),
-        *("parallelism.tensor_parallel_degree", "activation_checkpoint.mode", "model.hf_assets_path", "profiling.enable_profiling"),
+        *(
+            "training.local_batch_size",
+            "training.seq_len",
+            "training.steps",
+            "training.max_norm",
+            "job.dump_folder",
+            "model.flavor",
+        ),
+        *(
+            "parallelism.data_parallel_shard_degree",
+            "parallelism.data_parallel_replicate_degree",
+            "metrics.log_freq",
+        ),
+        *(
+            "parallelism.tensor_parallel_degree",
+            "activation_checkpoint.mode",
+            "model.hf_assets_path",
+            "profiling.enable_profiling",
+        ),
     ),
     "prime-rl": (
-        *("ckpt", "data.seq_len", "data.batch_size", "data.pack_function", "optim.type", "deployment", "orchestrator", "inference"),
-        *("trainer_gpu_ids", "inference_gpu_ids", "rollouts_per_example", "toml_files", "max_async_level", "model.ac"),
+        *(
+            "ckpt",
+            "data.seq_len",
+            "data.batch_size",
+            "data.pack_function",
+            "optim.type",
+            "deployment",
+            "orchestrator",
+            "inference",
+        ),
+        *(
+            "trainer_gpu_ids",
+            "inference_gpu_ids",
+            "rollouts_per_example",
+            "toml_files",
+            "max_async_level",
+            "model.ac",
+        ),
     ),
     "open-instruct": (
-        *("dataset_mixer_list", "dataset_mixer_list_splits", "dataset_mix_dir", "dataset_transform_fn", "use_lora", "use_qlora"),
-        *("use_slow_tokenizer", "checkpointing_steps", "with_tracking", "exp_name", "reduce_loss", "max_train_steps", "add_bos"),
-        *("try_launch_beaker_eval_jobs", "try_auto_save_to_beaker", "chat_template_name", "fused_optimizer", "keep_last_n_checkpoints"),
+        *(
+            "dataset_mixer_list",
+            "dataset_mixer_list_splits",
+            "dataset_mix_dir",
+            "dataset_transform_fn",
+            "use_lora",
+            "use_qlora",
+        ),
+        *(
+            "use_slow_tokenizer",
+            "checkpointing_steps",
+            "with_tracking",
+            "exp_name",
+            "reduce_loss",
+            "max_train_steps",
+            "add_bos",
+        ),
+        *(
+            "try_launch_beaker_eval_jobs",
+            "try_auto_save_to_beaker",
+            "chat_template_name",
+            "fused_optimizer",
+            "keep_last_n_checkpoints",
+        ),
     ),
 }
 """Keys that only one of these tools has; no importer of another tool knows them."""
@@ -53,10 +169,23 @@ _ALONE = {
 }
 """Keys that tell a tool alone."""
 _LEAST = 2
-_MICRO, _STEPS, _EPOCHS = "training.per_device_train_batch_size", "training.max_steps", "training.num_train_epochs"
+_MICRO, _STEPS, _EPOCHS = (
+    "training.per_device_train_batch_size",
+    "training.max_steps",
+    "training.num_train_epochs",
+)
 _GLOBAL, _RATE, _CLIP = "training.global_batch_size", "training.learning_rate", "training.max_grad_norm"
-_RECOMPUTE, _DECAY, _WARMUP = "fsdp.activation_checkpointing", "training.weight_decay", "training.warmup_steps"
-_SAVE, _LOG, _LENGTH, _MODEL = "training.save_steps", "training.logging_steps", "data.max_length", "model.name_or_path"
+_RECOMPUTE, _DECAY, _WARMUP = (
+    "fsdp.activation_checkpointing",
+    "training.weight_decay",
+    "training.warmup_steps",
+)
+_SAVE, _LOG, _LENGTH, _MODEL = (
+    "training.save_steps",
+    "training.logging_steps",
+    "data.max_length",
+    "model.name_or_path",
+)
 COUNTERPARTS: dict[str, dict[str, str]] = {
     "LitGPT": {
         "checkpoint_dir": _MODEL,
@@ -205,7 +334,8 @@ COUNTERPARTS: dict[str, dict[str, str]] = {
         "seed": "training.seed",
     },
 }
-"""Keys with the same unit and scope in a recipe, by tool; under `data.train` and `data.eval` they are of an entry."""
+"""Keys with the same unit and scope in a recipe, by tool; under `data.train` and `data.eval` they are of an
+entry."""
 
 
 def other_tool(values: Mapping[str, object]) -> str | None:
@@ -222,9 +352,12 @@ class NoImporter(NamedTuple):
 
 
 def no_importer(tool: str, values: Mapping[str, object]) -> NoImporter:
-    """Return the refusal of a file of a tool without an importer; its hint is what each of its keys is in a recipe."""
+    """Return the refusal of a file of a tool without an importer; its hint is what each of its keys is in a
+    recipe."""
     found = [f"`{key}` → `{here}`" for key, here in COUNTERPARTS[tool].items() if _has(values, key)]
-    keys = f"these keys have counterparts: {', '.join(found)}" if found else "none of its keys has a counterpart"
+    keys = (
+        f"these keys have counterparts: {', '.join(found)}" if found else "none of its keys has a counterpart"
+    )
     hint = f"{keys}; `fsdp-tune recipes show` prints a recipe to start from"
     return NoImporter(f"this is a configuration of {tool}, which has no importer", hint)
 

@@ -1,7 +1,7 @@
 """Keys that `--set` and other options set: merged into the tree of a recipe's file, and validated with it.
 
-`--set a.b=value` takes the same scalars and flow values as the file; errors cite `--set #2`. An option that sets a key
-(`plan --num-gpus 4`) is handled in the same way, and errors cite the option.
+`--set a.b=value` takes the same scalars and flow values as the file; errors cite `--set #2`. An option that
+sets a key (`plan --num-gpus 4`) is handled in the same way, and errors cite the option.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class OptionOverride:
 def apply_overrides(
     tree: MappingNode, overrides: Sequence[str], options: Sequence[OptionOverride] = ()
 ) -> tuple[list[Notice], list[Problem]]:
-    """Merge every `--set` into `tree`, in order, then every option. An invalid one is reported as a problem and skipped."""
+    """Merge every `--set` into `tree`, in order, then every option. An invalid one is reported as a problem
+    and skipped."""
     entries, notices, problems = _read_overrides(overrides, options)
     for path, entry, where in entries:
         if lost := _lost(tree, path, entry):
@@ -86,7 +87,8 @@ class _ReadOverrides(NamedTuple):
 
 
 def _read_overrides(overrides: Sequence[str], options: Sequence[OptionOverride] = ()) -> _ReadOverrides:
-    """Return the entries that every `--set` and then every option sets, none of which is a part of another."""
+    """Return the entries that every `--set` and then every option sets, none of which is a part of
+    another."""
     found: list[_Setting] = []
     notices: list[Notice] = []
     problems: list[Problem] = []
@@ -104,7 +106,11 @@ def _read_overrides(overrides: Sequence[str], options: Sequence[OptionOverride] 
         for path, entry in _leaves(branch, ()):
             if (earlier := _overlap(path, found)) is not None:
                 message = f"`{shown(dotted(path))}` is set twice: {where} and {earlier}"
-                problems.append(Problem("duplicate-key", message, Where(where.source, key=dotted(path)), "keep one of them"))
+                problems.append(
+                    Problem(
+                        "duplicate-key", message, Where(where.source, key=dotted(path)), "keep one of them"
+                    )
+                )
             else:
                 found.append(_Setting(path, entry, where))
     return _ReadOverrides(found, notices, problems)
@@ -116,21 +122,30 @@ def _parse(text: str, where: Where) -> MappingNode:
     parts = key.strip().split(".")
     if not separator or not all(part and part == part.strip() for part in parts):
         found = re.fullmatch(r"\s*([\w.]+)\s*[:\s]\s*(\S.*)", text)
-        example = f"{found[1]}={shown(found[2])}" if found and not separator else "training.learning_rate=1e-4"
-        problem = Problem("bad-override", f"`{shown(text)}` is not `KEY=VALUE`", where, f"write it as `--set {example}`")
+        example = (
+            f"{found[1]}={shown(found[2])}" if found and not separator else "training.learning_rate=1e-4"
+        )
+        problem = Problem(
+            "bad-override", f"`{shown(text)}` is not `KEY=VALUE`", where, f"write it as `--set {example}`"
+        )
         raise FsdpTuneError(problem)
     value = raw.strip()
     if (index := re.search(r"\[\d*\]", key)) is not None:
         whole, rest = key[: index.start()], key[index.end() :].strip(". ")
         hint = (
-            f"set the full list, the other keys too: `--set {shown(whole)}=[{{{shown(rest)}: {shown(value)}}}]`"
+            f"set the full list, the other keys too: `--set {shown(whole)}=[{{{shown(rest)}: "
+            f"{shown(value)}}}]`"
             if rest
             else f"`--set {shown(whole)}=[…]`"
         )
-        raise FsdpTuneError(Problem("bad-override", f"`{shown(key)}` leads into a list", Where(where.source, key=whole), hint))
+        raise FsdpTuneError(
+            Problem("bad-override", f"`{shown(key)}` leads into a list", Where(where.source, key=whole), hint)
+        )
     if not value:
         hint = f'`--set {shown(key)}=null` resets it to the default, `--set {shown(key)}=""` is an empty text'
-        raise FsdpTuneError(Problem("no-value", f"`{shown(key)}` has no value", Where(where.source, key=key.strip()), hint))
+        raise FsdpTuneError(
+            Problem("no-value", f"`{shown(key)}` has no value", Where(where.source, key=key.strip()), hint)
+        )
     node = _value(value, Where(where.source, key=key.strip()))
     for part in reversed(parts):
         node = MappingNode({part: MappingEntry(where, node)}, where, partial=True)
@@ -142,7 +157,9 @@ def _value(text: str, where: Where) -> Node:
     if text[0] in "[{\"'":
         node, problems = compose(text, str(where.source), line=None)
         if problems or node is None:
-            raise FsdpTuneError(*(problems or [Problem("bad-override", f"`{shown(text)}` is not a value", where)]))
+            raise FsdpTuneError(
+                *(problems or [Problem("bad-override", f"`{shown(text)}` is not a value", where)])
+            )
         return node
     try:
         value, suspicion = parse_plain(text)
@@ -178,7 +195,8 @@ def _lost(tree: MappingNode, path: NamePath, entry: MappingEntry) -> list[str]:
 
 
 def _put(tree: MappingNode, path: NamePath, entry: MappingEntry, where: Where) -> list[Problem]:
-    """Write an entry into a tree. The default of a key, null, makes no section: an empty one can mean something, as `lora` does."""
+    """Write an entry into a tree. The default of a key, null, makes no section: an empty one can mean
+    something, as `lora` does."""
     is_null = isinstance(entry.node, ScalarNode) and entry.node.value is None and entry.node.plain
     is_default = is_null and has_default(path)
     holder = tree
@@ -188,7 +206,14 @@ def _put(tree: MappingNode, path: NamePath, entry: MappingEntry, where: Where) -
         inner = holder.entries.setdefault(part, MappingEntry(where, MappingNode({}, where))).node
         if isinstance(inner, ListNode):
             hint = f"set the full list: `--set {shown(dotted(path[:depth]))}=[…]`"
-            return [Problem("bad-override", f"`{shown(dotted(path))}` leads into a list", Where(where.source, key=dotted(path)), hint)]
+            return [
+                Problem(
+                    "bad-override",
+                    f"`{shown(dotted(path))}` leads into a list",
+                    Where(where.source, key=dotted(path)),
+                    hint,
+                )
+            ]
         if not isinstance(inner, MappingNode):
             if is_default:
                 return []

@@ -1,4 +1,5 @@
-"""Read a YAML file that is not a recipe with the recipe's reader: limited size, depth and aliases, and no key twice."""
+"""Read a YAML file that is not a recipe with the recipe's reader: limited size, depth and aliases, and no key
+twice."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from fsdp_tune.recipe.read.yaml_source import Node, compose_all, plain_value, re
 
 
 def read_plain_yaml(path: Path) -> object:
-    """Return the only document of a file as dicts, lists and scalars; None if it is empty. Raises: FsdpTuneError."""
+    """Return the only document of a file as dicts, lists and scalars; None if it is empty. Raises:
+    FsdpTuneError."""
     try:
         text = read_text(path, may_have_mark=True)
     except FsdpTuneError as error:
@@ -25,7 +27,12 @@ def compose_plain(text: str, source: str) -> Node | None:
     except FsdpTuneError as error:
         raise FsdpTuneError(*map(about_the_file, error.problems)) from error
     if len(found) > 1:
-        raise usage_error("two-documents", "the file holds two documents (`---`)", hint="split it into two files", where=found[1].where)
+        raise usage_error(
+            "two-documents",
+            "the file holds two documents (`---`)",
+            hint="split it into two files",
+            where=found[1].where,
+        )
     return found[0] if found else None
 
 

@@ -37,7 +37,8 @@ def drop(data: Any, path: KeyPath, dropped: set[str]) -> None:
 
 
 def without(recipe: Recipe, keys: Collection[str]) -> Recipe:
-    """Return the recipe with the defaults of keys that contradict each other; entries of lists stay, since nothing is derived from them."""
+    """Return the recipe with the defaults of keys that contradict each other; entries of lists stay, since
+    nothing is derived from them."""
     data = recipe.model_dump(by_alias=True, exclude_unset=True)
     for key in keys:
         if "[" not in key:
@@ -50,4 +51,6 @@ def without(recipe: Recipe, keys: Collection[str]) -> Recipe:
 
 def touches(finding: Finding, dropped: set[str]) -> bool:
     """Return whether a finding concerns a key whose wrong value was dropped."""
-    return any(key == gone or re.match(re.escape(gone) + r"[.\[]", key) for key in finding.keys for gone in dropped)
+    return any(
+        key == gone or re.match(re.escape(gone) + r"[.\[]", key) for key in finding.keys for gone in dropped
+    )

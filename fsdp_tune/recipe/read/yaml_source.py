@@ -1,8 +1,10 @@
-"""Read a recipe's text, and parse it into a tree in which every value has its line and column; explain lines that YAML cannot read.
+"""Read a recipe's text, and parse it into a tree in which every value has its line and column; explain lines
+that YAML cannot read.
 
-The tree is built from the events of PyYAML's parser. `yaml.compose` keeps positions too, but it stops at the first problem, loses the
-position of an alias, and recurses as deep as the text is nested. `yaml.safe_load` follows YAML 1.1, and the last of two equal keys wins.
-PyYAML reports where it stopped, often the line below the mistake: `max_length:32` is the beginning of a text that may continue there.
+The tree is built from the events of PyYAML's parser. `yaml.compose` keeps positions too, but it stops at the
+first problem, loses the position of an alias, and recurses as deep as the text is nested. `yaml.safe_load`
+follows YAML 1.1, and the last of two equal keys wins. PyYAML reports where it stopped, often the line below
+the mistake: `max_length:32` is the beginning of a text that may continue there.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ from fsdp_tune.core.units import ScalarError, Value, parse_plain, shown
 MAX_FILE_BYTES = 256 << 10
 _UTF16_OR_32 = (b"\xff\xfe", b"\xfe\xff", b"\x00\x00\xfe\xff")
 _UTF8_BOM = b"\xef\xbb\xbf"
-# C0 controls except tab and line ends, DEL, C1 controls, byte order marks, and the line ends that only YAML 1.1 has:
-# an editor does not count those, so every later line number would be wrong.
+# C0 controls except tab and line ends, DEL, C1 controls, byte order marks, and the line ends that only YAML
+# 1.1 has: an editor does not count those, so every later line number would be wrong.
 _REFUSED = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
 
 
@@ -49,21 +51,34 @@ def read_text(path: Path, *, most_bytes: int = MAX_FILE_BYTES, may_have_mark: bo
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
-        raise _not_utf8(f"is not UTF-8: byte 0x{raw[error.start]:02x}", _position(raw[: error.start].decode(), where)) from error
+        raise _not_utf8(
+            f"is not UTF-8: byte 0x{raw[error.start]:02x}", _position(raw[: error.start].decode(), where)
+        ) from error
     return check_characters(text, where)
 
 
 def check_characters(text: str, where: Where) -> str:
-    """Return `text` unchanged. Raises: FsdpTuneError with the position of the first character that breaks YAML or line numbers."""
+    """Return `text` unchanged. Raises: FsdpTuneError with the position of the first character that breaks
+    YAML or line numbers."""
     if found := _REFUSED.search(text):
         position = _position(text[: found.start()], where)
         hint = f'remove it; inside a text write "\\u{ord(found[0]):04x}" in double quotes'
-        raise usage_error("recipe-not-text", f"the recipe holds the control character U+{ord(found[0]):04X}", hint=hint, where=position)
+        raise usage_error(
+            "recipe-not-text",
+            f"the recipe holds the control character U+{ord(found[0]):04X}",
+            hint=hint,
+            where=position,
+        )
     return text
 
 
 def _not_utf8(what: str, where: Where) -> FsdpTuneError:
-    return usage_error("recipe-not-text", f"the recipe {what}", hint="save it as UTF-8 without a byte order mark", where=where)
+    return usage_error(
+        "recipe-not-text",
+        f"the recipe {what}",
+        hint="save it as UTF-8 without a byte order mark",
+        where=where,
+    )
 
 
 def _position(before: str, where: Where) -> Where:
@@ -79,9 +94,17 @@ def _read_bytes(path: Path, where: Where, most_bytes: int) -> bytes:
         raise usage_error(code, f"`{path}` {error.strerror}", where=where) from error
     except FileNotFoundError as error:
         dangling = path.is_symlink()
-        message = f"`{path}` is a link to `{path.readlink()}`, which does not exist" if dangling else f"there is no file `{path}`"
+        message = (
+            f"`{path}` is a link to `{path.readlink()}`, which does not exist"
+            if dangling
+            else f"there is no file `{path}`"
+        )
         near = difflib.get_close_matches(path.name, [other.name for other in path.parent.glob("*.y*ml")], n=1)
-        hint = f"did you mean `{path.with_name(near[0])}`?" if near else "`fsdp-tune recipes copy gpt2_smoke` copies a recipe to start from"
+        hint = (
+            f"did you mean `{path.with_name(near[0])}`?"
+            if near
+            else "`fsdp-tune recipes copy gpt2_smoke` copies a recipe to start from"
+        )
         raise usage_error("recipe-not-found", message, where=where, hint=hint) from error
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
@@ -112,12 +135,15 @@ class Mistake:
 
 
 def space_mistake(line: int, column: int, text: str) -> Mistake | None:
-    """Return the mistake of the first character in `text` that looks like a space, or None; `text` begins at `column`."""
+    """Return the mistake of the first character in `text` that looks like a space, or None; `text` begins at
+    `column`."""
     found = next((index for index, character in enumerate(text) if character in SPACES), None)
     if found is None:
         return None
     name = "a no-break space" if text[found] == "\u00a0" else f"the character U+{ord(text[found]):04X}"
-    hint = f'replace it with an ordinary space; inside a text write "\\u{ord(text[found]):04x}" in double quotes'
+    hint = (
+        f'replace it with an ordinary space; inside a text write "\\u{ord(text[found]):04x}" in double quotes'
+    )
     return Mistake(line, column + found, f"{name}, which is part of the word next to it", hint)
 
 
@@ -127,22 +153,35 @@ def unspaced(key: str, value: str) -> tuple[str, str]:
 
 
 def mistake_in_line(number: int, line: str) -> Mistake | None:
-    """Return the mistake in a line that is neither a key with its value, a list item, a comment nor empty; None if it has none."""
+    """Return the mistake in a line that is neither a key with its value, a list item, a comment nor empty;
+    None if it has none."""
     if (found := space_mistake(number, 0, line.split("#")[0])) is not None:
         return found
     if match := _BRACES.fullmatch(line):
         written = f'{match["key"]}: "{shown(match["value"])}"'
-        return Mistake(number, match.start("value"), "a text that begins with `{` is not in quotes", f"write `{written}`")
+        return Mistake(
+            number, match.start("value"), "a text that begins with `{` is not in quotes", f"write `{written}`"
+        )
     for pattern in (_LINE_UNSPACED, _EQUALS, _WORD):
         match = pattern.fullmatch(line)
         if match is None:
             continue
         column, key = match.start("key"), match["key"]
         if pattern is _WORD:
-            return Mistake(number, column, f"`{shown(key)}` has no colon and no value", f"write `{shown(key)}: VALUE`, or remove the line")
+            return Mistake(
+                number,
+                column,
+                f"`{shown(key)}` has no colon and no value",
+                f"write `{shown(key)}: VALUE`, or remove the line",
+            )
         value = match["value"]
         if pattern is _EQUALS:
-            return Mistake(number, column, f"`{shown(key)}` is followed by `=` where a colon belongs", f"write `{key}: {shown(value)}`")
+            return Mistake(
+                number,
+                column,
+                f"`{shown(key)}` is followed by `=` where a colon belongs",
+                f"write `{key}: {shown(value)}`",
+            )
         return Mistake(number, column, *unspaced(key, value))
     return None
 
@@ -161,14 +200,17 @@ def explain_syntax(error: Any, text: str) -> Mistake | None:
         return _unquoted(opened.line, opened.column, lines)
     if "scanning a double-quoted scalar" in context and "escape" in detail:
         return _escape(mark, lines)
-    for number in _suspects(lines, mark.line, opened.line if opened is not None and "simple key" in context else None):
+    for number in _suspects(
+        lines, mark.line, opened.line if opened is not None and "simple key" in context else None
+    ):
         if (found := mistake_in_line(number, lines[number])) is not None:
             return found
     return None
 
 
 def _suspects(lines: Sequence[str], here: int, opened: int | None) -> list[int]:
-    """Return the lines to examine: where the key began, where the parser stopped, and the nearest line above that with content."""
+    """Return the lines to examine: where the key began, where the parser stopped, and the nearest line above
+    that with content."""
     above = [
         number
         for number in range(min(here, len(lines)) - 1, -1, -1)
@@ -189,7 +231,10 @@ def _tab(number: int, column: int, line: str) -> Mistake:
 def _unquoted(number: int, column: int, lines: Sequence[str]) -> Mistake:
     found = re.match(r"[^\s,\]}#]+", lines[number][column:])
     word = found[0] if found else lines[number][column : column + 1]
-    message = f"`{shown(word)}` is not in quotes, and `{word[:1]}` at the beginning of a value has a special meaning in YAML"
+    message = (
+        f"`{shown(word)}` is not in quotes, and `{word[:1]}` at the beginning of a value has a special "
+        "meaning in YAML"
+    )
     return Mistake(number, column, message, f'write `"{shown(word)}"`')
 
 
@@ -200,8 +245,12 @@ def _escape(mark: Any, lines: Sequence[str]) -> Mistake:
     closed = line.find('"', backslash)
     escape = line[backslash : backslash + 2]
     quoted = line[opened + 1 : closed if closed > 0 else None]
-    message = f"`{shown(escape)}` in double quotes begins an escape sequence that is incomplete or does not exist"
-    return Mistake(mark.line, backslash, message, f"single quotes keep backslashes as they are: `'{shown(quoted)}'`")
+    message = (
+        f"`{shown(escape)}` in double quotes begins an escape sequence that is incomplete or does not exist"
+    )
+    return Mistake(
+        mark.line, backslash, message, f"single quotes keep backslashes as they are: `'{shown(quoted)}'`"
+    )
 
 
 MAX_NODES = 10_000
@@ -232,7 +281,8 @@ class MappingNode:
     entries: dict[str, MappingEntry]
     where: Where
     partial: bool = False
-    """Only leads to another key (`a` in `--set a.b=1`), so that it is merged into the recipe's mapping instead of replacing it."""
+    """Only leads to another key (`a` in `--set a.b=1`), so that it is merged into the recipe's mapping
+    instead of replacing it."""
 
 
 @dataclass(slots=True)
@@ -259,9 +309,11 @@ def plain_value(node: Node) -> object:
 
 
 def compose(text: str, source: str, *, line: int | None = 1) -> tuple[Node | None, list[Problem]]:
-    """Return the tree of the only document in `text` (None if it is empty), and the problems that still leave a tree.
+    """Return the tree of the only document in `text` (None if it is empty), and the problems that still leave
+    a tree.
 
-    With `line=None`, positions consist of the source alone (for `--set`). Raises: FsdpTuneError for text that has no tree.
+    With `line=None`, positions consist of the source alone (for `--set`). Raises: FsdpTuneError for text that
+    has no tree.
     """
     composer = _Composer(text, source, positions=line is not None)
     with _syntax_problems(text, composer):
@@ -269,7 +321,8 @@ def compose(text: str, source: str, *, line: int | None = 1) -> tuple[Node | Non
 
 
 def compose_all(text: str, source: str) -> list[Node]:
-    """Return the trees of all documents of a file that is not a recipe, within the limits of one recipe together.
+    """Return the trees of all documents of a file that is not a recipe, within the limits of one recipe
+    together.
 
     Its keys may replace those of `<<`, and spaces of any kind may be in its texts.
 
@@ -286,12 +339,15 @@ def compose_all(text: str, source: str) -> list[Node]:
 
 @contextmanager
 def _syntax_problems(text: str, composer: _Composer) -> Iterator[None]:
-    """Report an error of the parser as a problem, after those that were found before. Raises: FsdpTuneError."""
+    """Report an error of the parser as a problem, after those that were found before. Raises:
+    FsdpTuneError."""
     try:
         yield
     except yaml.MarkedYAMLError as error:
         last = _syntax_problem(error, text, composer)
-        before = [problem for problem in composer.problems if problem.message != last.message]  # a no-break space may be found twice
+        before = [
+            problem for problem in composer.problems if problem.message != last.message
+        ]  # a no-break space may be found twice
         raise FsdpTuneError(*before, last) from error
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         # PyYAML raises ValueError for an escape such as "\UFFFFFFFF".
@@ -315,7 +371,11 @@ class _Composer:
         self._depth = 0
 
     def where(self, mark: Any) -> Where:
-        return Where(self.source, mark.line + 1, mark.column + 1) if mark is not None and self.positions else Where(self.source)
+        return (
+            Where(self.source, mark.line + 1, mark.column + 1)
+            if mark is not None and self.positions
+            else Where(self.source)
+        )
 
     def documents(self) -> Iterator[Node | None]:
         while self._parser.check_node():
@@ -333,7 +393,11 @@ class _Composer:
         if self._parser.check_node():
             self.latest = self.where(self._parser.peek_event().start_mark)
             self._fail(
-                Problem("two-documents", "the file holds two documents (`---`); a recipe is one document", hint="split it into two files")
+                Problem(
+                    "two-documents",
+                    "the file holds two documents (`---`); a recipe is one document",
+                    hint="split it into two files",
+                )
             )
         return root
 
@@ -347,7 +411,10 @@ class _Composer:
             return self._alias(str(event.anchor))
         self._count()
         if event.tag is not None:
-            name, hint = event.tag.replace("tag:yaml.org,2002:", "!!"), "leave it out; a value in double quotes is text"
+            name, hint = (
+                event.tag.replace("tag:yaml.org,2002:", "!!"),
+                "leave it out; a value in double quotes is text",
+            )
             message = f"the YAML tag `{shown(name)}` is not supported: a recipe holds plain values"
             self.problems.append(Problem("yaml-tag", message, where, hint))
         self._anchors[event.anchor] = None
@@ -364,7 +431,11 @@ class _Composer:
     def _count(self) -> None:
         self._nodes += 1
         if self._nodes > MAX_NODES:
-            self._fail(Problem("yaml-too-large", f"the recipe holds more than {MAX_NODES:,} values, aliases expanded"))
+            self._fail(
+                Problem(
+                    "yaml-too-large", f"the recipe holds more than {MAX_NODES:,} values, aliases expanded"
+                )
+            )
 
     def _descend(self) -> None:
         self._depth += 1
@@ -391,7 +462,11 @@ class _Composer:
             copied: Node = ListNode([self._copy(item) for item in node.items], node.where)
         else:
             copied = MappingNode(
-                {key: MappingEntry(entry.where, self._copy(entry.node)) for key, entry in node.entries.items()}, node.where
+                {
+                    key: MappingEntry(entry.where, self._copy(entry.node))
+                    for key, entry in node.entries.items()
+                },
+                node.where,
             )
         self._depth -= 1
         return copied
@@ -400,7 +475,13 @@ class _Composer:
         text, plain = str(event.value), bool(event.implicit[0]) and not event.style
         node = ScalarNode(text, text, plain, self.latest, broken=event.tag is not None)
         if any("\ud800" <= character <= "\udfff" for character in text):
-            self.problems.append(Problem("recipe-not-text", "the text holds half a surrogate pair, which no file can store", self.latest))
+            self.problems.append(
+                Problem(
+                    "recipe-not-text",
+                    "the text holds half a surrogate pair, which no file can store",
+                    self.latest,
+                )
+            )
             node.value, node.broken = None, True
         elif plain and self._is_recipe and (mistake := space_mistake(0, 0, text)) is not None:
             place = self.latest
@@ -412,7 +493,9 @@ class _Composer:
             try:
                 node.value, node.suspicion = parse_plain(text)
             except ScalarError as error:
-                self.problems.append(Problem("not-a-number", str(error), self.latest, "write a finite number"))
+                self.problems.append(
+                    Problem("not-a-number", str(error), self.latest, "write a finite number")
+                )
                 node.value, node.broken = None, True
         return node
 
@@ -436,14 +519,20 @@ class _Composer:
                 merged += self._merged(node)
                 continue
             name = self._key_name(key, node)
-            self._insert(mapping, name, MappingEntry(key.where, _broken(node.where) if key.broken else node), through_merge=False)
+            self._insert(
+                mapping,
+                name,
+                MappingEntry(key.where, _broken(node.where) if key.broken else node),
+                through_merge=False,
+            )
         self._parser.get_event()
         for name, entry in merged:
             self._insert(mapping, name, entry, through_merge=True)
         return mapping
 
     def _key_name(self, key: ScalarNode, node: Node) -> str:
-        """Return the text of a key; of `path:x`, which is a key without a value to YAML, the part before the colon."""
+        """Return the text of a key; of `path:x`, which is a key without a value to YAML, the part before the
+        colon."""
         found = UNSPACED.fullmatch(key.text) if key.plain else None
         if found is None or not isinstance(node, ScalarNode) or not node.plain or node.text:
             return key.text
@@ -455,7 +544,9 @@ class _Composer:
     def _merged(self, node: Node) -> list[tuple[str, MappingEntry]]:
         mappings = node.items if isinstance(node, ListNode) else [node]
         wrong = [mapping.where for mapping in mappings if not isinstance(mapping, MappingNode)]
-        self.problems += [Problem("yaml-merge", "`<<` takes a mapping, or a list of mappings", where) for where in wrong]
+        self.problems += [
+            Problem("yaml-merge", "`<<` takes a mapping, or a list of mappings", where) for where in wrong
+        ]
         return [found for mapping in mappings for found in entries_of(mapping).items()]
 
     def _insert(self, mapping: MappingNode, key: str, entry: MappingEntry, *, through_merge: bool) -> None:
@@ -466,7 +557,9 @@ class _Composer:
         other = f"line {earlier.where.line}" if self.positions else "the same text"
         how = f"here and, through `<<`, on {other}" if through_merge else f"here and on {other}"
         where = Where(later.where.source, later.where.line, later.where.column, key)
-        self.problems.append(Problem("duplicate-key", f"`{shown(key)}` is written twice: {how}", where, "keep one of them"))
+        self.problems.append(
+            Problem("duplicate-key", f"`{shown(key)}` is written twice: {how}", where, "keep one of them")
+        )
 
 
 def _broken(where: Where) -> ScalarNode:
@@ -478,7 +571,12 @@ def _syntax_problem(error: yaml.MarkedYAMLError, text: str, composer: _Composer)
     detail = error.problem or "unreadable"
     if (mistake := explain_syntax(error, text)) is not None:
         place = Where(composer.source, mistake.line + 1, mistake.column + 1) if composer.positions else where
-        return Problem("yaml-tab" if mistake.message.startswith("a tab") else "yaml-syntax", mistake.message, place, mistake.hint)
+        return Problem(
+            "yaml-tab" if mistake.message.startswith("a tab") else "yaml-syntax",
+            mistake.message,
+            place,
+            mistake.hint,
+        )
     opened = composer.where(error.context_mark)
     since = f" opened on line {opened.line}, column {opened.column}," if opened.line is not None else ""
     if bracket := re.match("expected ',' or '(.)'", detail):

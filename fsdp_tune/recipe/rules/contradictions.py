@@ -1,6 +1,8 @@
-"""Rules about keys that contradict each other, and rows for keys that have no effect because of others. Nothing is changed.
+"""Rules about keys that contradict each other, and rows for keys that have no effect because of others.
+Nothing is changed.
 
-A rule yields one finding for each contradiction. A key without effect is one notice, and an error under `validate --strict`. Neither
+A rule yields one finding for each contradiction. A key without effect is one notice, and an error under
+`validate --strict`. Neither
 needs the machine or the number of ranks: rules that do are in `recipe.world`.
 """
 
@@ -15,7 +17,13 @@ from fsdp_tune.core.values import texts_below
 from fsdp_tune.recipe.rules.evaluation import EVALUATION_RULES, builder_has_files
 from fsdp_tune.recipe.rules.experts import EXPERT_PARALLEL_RULES
 from fsdp_tune.recipe.rules.launch import ENVIRONMENT_RULES
-from fsdp_tune.recipe.rules.limits import ADAPTER_RULES, EXPERTS_RULES, FP8_RULES, SEQUENCE_RULES, STREAMING_RULES
+from fsdp_tune.recipe.rules.limits import (
+    ADAPTER_RULES,
+    EXPERTS_RULES,
+    FP8_RULES,
+    SEQUENCE_RULES,
+    STREAMING_RULES,
+)
 from fsdp_tune.recipe.rules.rates import RATE_RULES
 from fsdp_tune.recipe.rules.training import OPTIMIZER_RULES, TRAINING_RULES, rounds_stochastically
 from fsdp_tune.recipe.schema.attention_kernels import SDPA_OR_EAGER, TORCH_VARLEN, needs_cuda
@@ -35,28 +43,49 @@ def model_source(recipe: Recipe) -> Iterator[Finding]:
         keys = ("model.name_or_path", "model.from_config", "model")
         yield Finding("no-model", keys, "the recipe names no model: `model.name_or_path` is missing", hint)
     elif model.name_or_path is not None and model.from_config is not None:
-        keys, hint = ("model.from_config", "model.name_or_path"), "keep one; `model.tokenizer` names a tokenizer"
-        yield Finding("contradiction", keys, "`model.from_config` starts from random weights, `model.name_or_path` from trained ones", hint)
+        keys, hint = (
+            ("model.from_config", "model.name_or_path"),
+            "keep one; `model.tokenizer` names a tokenizer",
+        )
+        yield Finding(
+            "contradiction",
+            keys,
+            "`model.from_config` starts from random weights, `model.name_or_path` from trained ones",
+            hint,
+        )
     elif model.from_config is not None and model.tokenizer is None:
         message = "a model from `model.from_config` has no tokenizer: `model.tokenizer` is missing"
-        yield Finding("no-tokenizer", ("model.from_config",), message, "name one: a hub id, a directory, or `builtin:arithmetic`")
+        yield Finding(
+            "no-tokenizer",
+            ("model.from_config",),
+            message,
+            "name one: a hub id, a directory, or `builtin:arithmetic`",
+        )
     if isinstance(model.from_config, dict) and not isinstance(model.from_config.get("model_type"), str):
         message = "`model.from_config` must name the architecture: `model_type` is missing"
         yield Finding("wrong-value", ("model.from_config",), message, "for example `model_type: llama`")
 
 
 def data_sources(recipe: Recipe) -> Iterator[Finding]:
-    """Training sources and evaluation sets are named, have their files, and have labels by which their metrics differ."""
+    """Training sources and evaluation sets are named, have their files, and have labels by which their
+    metrics differ."""
     if not recipe.data.train:
         hint = "for example `data: {train: [{path: train.jsonl}]}`"
-        yield Finding("no-data", ("data.train", "data"), "the recipe names no training data: `data.train` is missing or empty", hint)
+        yield Finding(
+            "no-data",
+            ("data.train", "data"),
+            "the recipe names no training data: `data.train` is missing or empty",
+            hint,
+        )
     for key, source in recipe.data.sources:
         yield from builder_has_files(key, source)
     if recipe.data.eval == []:
         yield Finding("no-data", ("data.eval",), "`data.eval` is an empty list", "remove it, or name a set")
     yield from _repeated_labels("data.train", recipe.data.train, "training sources")
     yield from _labels_that_are_numbers(recipe)
-    yield from _repeated_labels("data.eval", recipe.data.eval if isinstance(recipe.data.eval, list) else [], "evaluation sets")
+    yield from _repeated_labels(
+        "data.eval", recipe.data.eval if isinstance(recipe.data.eval, list) else [], "evaluation sets"
+    )
 
 
 def _repeated_labels(key: str, sources: Sequence[DataSource], kind: str) -> Iterator[Finding]:
@@ -65,7 +94,12 @@ def _repeated_labels(key: str, sources: Sequence[DataSource], kind: str) -> Iter
     for index, source in enumerate(sources):
         if source.label is not None and seen.setdefault(source.label, index) != index:
             keys = (f"{key}[{index}].label", f"{key}[{seen[source.label]}].label")
-            yield Finding("contradiction", keys, f"two {kind} have the label `{source.label}`", "give each a label of its own")
+            yield Finding(
+                "contradiction",
+                keys,
+                f"two {kind} have the label `{source.label}`",
+                "give each a label of its own",
+            )
 
 
 def _labels_that_are_numbers(recipe: Recipe) -> Iterator[Finding]:
@@ -73,26 +107,52 @@ def _labels_that_are_numbers(recipe: Recipe) -> Iterator[Finding]:
     sources = recipe.data.train
     for index, source in enumerate(sources):
         number = int(source.label) if source.label is not None and source.label.isdecimal() else index
-        if number != index and number < len(sources) and sources[number].label is None and source.label == str(number):
+        if (
+            number != index
+            and number < len(sources)
+            and sources[number].label is None
+            and source.label == str(number)
+        ):
             message = f"the label `{number}` is the name of source {number} in metrics, which has no label"
-            yield Finding("contradiction", (f"data.train[{index}].label",), message, "use another label, or label that source too")
+            yield Finding(
+                "contradiction",
+                (f"data.train[{index}].label",),
+                message,
+                "use another label, or label that source too",
+            )
 
 
 def strategy_agrees(recipe: Recipe) -> Iterator[Finding]:
     fsdp = recipe.fsdp
     reshard, reshards = fsdp.reshard_after_forward, STRATEGIES[fsdp.sharding_strategy].reshards
     if reshard is not None and bool(reshard) != reshards:
-        does = "frees the gathered parameters after the forward pass" if reshards else "keeps the parameters after the forward pass"
+        does = (
+            "frees the gathered parameters after the forward pass"
+            if reshards
+            else "keeps the parameters after the forward pass"
+        )
         value = f"`fsdp.reshard_after_forward: {str(reshard).lower()}`"
         message = f"{value} contradicts `fsdp.sharding_strategy: {fsdp.sharding_strategy}`, which {does}"
-        yield Finding("contradiction", ("fsdp.reshard_after_forward", "fsdp.sharding_strategy"), message, "remove `reshard_after_forward`")
+        yield Finding(
+            "contradiction",
+            ("fsdp.reshard_after_forward", "fsdp.sharding_strategy"),
+            message,
+            "remove `reshard_after_forward`",
+        )
     if fsdp.offload_params and not recipe.is_sharded:
-        message = "`fsdp.offload_params: true` needs sharded parameters, and `fsdp.sharding_strategy: NO_SHARD` (plain DDP) has none"
-        keys, hint = ("fsdp.offload_params", "fsdp.sharding_strategy"), "use FULL_SHARD, or leave `offload_params` out"
+        message = (
+            "`fsdp.offload_params: true` needs sharded parameters, and `fsdp.sharding_strategy: "
+            "NO_SHARD` (plain DDP) has none"
+        )
+        keys, hint = (
+            ("fsdp.offload_params", "fsdp.sharding_strategy"),
+            "use FULL_SHARD, or leave `offload_params` out",
+        )
         yield Finding("contradiction", keys, message, hint)
     if fsdp.offload_params and fsdp.reshard_after_backward is False:
         message = (
-            "`fsdp.offload_params: true` keeps parameters in host memory, and `fsdp.reshard_after_backward: false` keeps all of them, "
+            "`fsdp.offload_params: true` keeps parameters in host memory, and "
+            "`fsdp.reshard_after_backward: false` keeps all of them, "
             "gathered, on the device between micro-batches"
         )
         keys = ("fsdp.reshard_after_backward", "fsdp.offload_params")
@@ -100,10 +160,20 @@ def strategy_agrees(recipe: Recipe) -> Iterator[Finding]:
     if not recipe.is_sharded and recipe.precision.reduce_dtype != "fp32":
         value = f"`precision.reduce_dtype: {recipe.precision.reduce_dtype}`"
         message = f"{value} has no effect under `NO_SHARD`: DDP sums gradients in their own dtype"
-        yield Finding("contradiction", ("precision.reduce_dtype", "fsdp.sharding_strategy"), message, "leave `reduce_dtype` out")
+        yield Finding(
+            "contradiction",
+            ("precision.reduce_dtype", "fsdp.sharding_strategy"),
+            message,
+            "leave `reduce_dtype` out",
+        )
     if fsdp.auto_wrap_policy == "MODULE_NAMES_WRAP" and not fsdp.modules_to_wrap:
         message = "`fsdp.auto_wrap_policy: MODULE_NAMES_WRAP` needs names: `fsdp.modules_to_wrap` is empty"
-        yield Finding("missing-key", ("fsdp.auto_wrap_policy",), message, "for example `modules_to_wrap: [model.layers.*]`")
+        yield Finding(
+            "missing-key",
+            ("fsdp.auto_wrap_policy",),
+            message,
+            "for example `modules_to_wrap: [model.layers.*]`",
+        )
 
 
 def fsdp_version(recipe: Recipe) -> Iterator[Finding]:
@@ -111,31 +181,43 @@ def fsdp_version(recipe: Recipe) -> Iterator[Finding]:
     fsdp, model = recipe.fsdp, recipe.model
     keys = ("fsdp.backward_prefetch", "fsdp.version")
     if fsdp.version == 1 and isinstance(fsdp.backward_prefetch, int):
-        message = f"`fsdp.backward_prefetch: {fsdp.backward_prefetch}` (units ahead) needs FSDP2; version 1 takes names"
+        message = (
+            f"`fsdp.backward_prefetch: {fsdp.backward_prefetch}` (units ahead) needs FSDP2; version 1 "
+            "takes names"
+        )
         yield Finding("contradiction", keys, message, "write BACKWARD_PRE, or use `fsdp.version: 2`")
     if not recipe.is_sharded:
         return
     if fsdp.version == 2:
         if fsdp.backward_prefetch in {"BACKWARD_POST", "NO_PREFETCH"}:
             message = (
-                f"`fsdp.backward_prefetch: {fsdp.backward_prefetch}` has no equivalent on FSDP2, which always gathers the next unit ahead"
+                f"`fsdp.backward_prefetch: {fsdp.backward_prefetch}` has no equivalent on FSDP2, which "
+                "always gathers the next unit ahead"
             )
-            yield Finding("contradiction", keys, message, "leave it out, write units ahead (`1`), or use `fsdp.version: 1`")
+            yield Finding(
+                "contradiction",
+                keys,
+                message,
+                "leave it out, write units ahead (`1`), or use `fsdp.version: 1`",
+            )
         return
     needs_2 = {
-        "fsdp.forward_prefetch": type(fsdp.forward_prefetch) is int and f"`fsdp.forward_prefetch: {fsdp.forward_prefetch}` (units ahead)",
+        "fsdp.forward_prefetch": type(fsdp.forward_prefetch) is int
+        and f"`fsdp.forward_prefetch: {fsdp.forward_prefetch}` (units ahead)",
         "kernels.compile": recipe.kernels.compile and "`kernels.compile: true`",
         # FSDP1's gathered parameters are views, which autograd does not take as inputs.
         "kernels.mlp_slice_tokens": recipe.kernels.mlp_slice_tokens is not None
         and f"`kernels.mlp_slice_tokens: {recipe.kernels.mlp_slice_tokens}`",
-        "fsdp.activation_checkpointing_offload": fsdp.activation_checkpointing_offload and "`fsdp.activation_checkpointing_offload: true`",
+        "fsdp.activation_checkpointing_offload": fsdp.activation_checkpointing_offload
+        and "`fsdp.activation_checkpointing_offload: true`",
         # After the forward that locates the value, FSDP1's ranks wait forever.
         "training.on_nonfinite": recipe.training.on_nonfinite == "skip" and "`training.on_nonfinite: skip`",
         # FSDP1 concatenates the parameters of a unit into one flat tensor.
         "model.frozen_dtype": bool(model.freeze)
         and model.frozen_dtype not in ("auto", model.dtype)
         and f"`model.frozen_dtype: {model.frozen_dtype}` with `model.dtype: {model.dtype}`",
-        "fsdp.reshard_after_backward": fsdp.reshard_after_backward is False and "`fsdp.reshard_after_backward: false`",
+        "fsdp.reshard_after_backward": fsdp.reshard_after_backward is False
+        and "`fsdp.reshard_after_backward: false`",
         "fsdp.reshard_after_forward": type(fsdp.reshard_after_forward) is int
         and f"`fsdp.reshard_after_forward: {fsdp.reshard_after_forward}` (ranks)",
     }
@@ -147,8 +229,15 @@ def fsdp_version(recipe: Recipe) -> Iterator[Finding]:
 
 def bf16_storage(recipe: Recipe) -> Iterator[Finding]:
     if recipe.model.dtype == "bf16" and recipe.precision.mixed_precision == "fp16":
-        message = "`model.dtype: bf16` keeps bf16 weights, and `precision.mixed_precision: fp16` computes in fp16"
-        yield Finding("contradiction", ("precision.mixed_precision", "model.dtype"), message, "with bf16 weights write `bf16` or `no`")
+        message = (
+            "`model.dtype: bf16` keeps bf16 weights, and `precision.mixed_precision: fp16` computes in fp16"
+        )
+        yield Finding(
+            "contradiction",
+            ("precision.mixed_precision", "model.dtype"),
+            message,
+            "with bf16 weights write `bf16` or `no`",
+        )
 
 
 OUTPUT_FIELDS = re.compile(r"\{(name|seed)\}")
@@ -158,14 +247,26 @@ _SHELL_VARIABLE = re.compile(r"\$(\{)?([A-Za-z_][A-Za-z0-9_]*)(?(1)\})")
 
 
 def no_shell_variables_in_paths(recipe: Recipe) -> Iterator[Finding]:
-    """`$SCRATCH/x` would become a directory of that name. Paths that are only read may contain a `$`, but not begin with one."""
+    """`$SCRATCH/x` would become a directory of that name. Paths that are only read may contain a `$`, but not
+    begin with one."""
     read = [("model.name_or_path", recipe.model.name_or_path), ("model.tokenizer", recipe.model.tokenizer)]
-    read += [(f"{key}.path", source.path) for key, source in (*recipe.data.sources, *recipe.evaluation.sources)]
+    read += [
+        (f"{key}.path", source.path) for key, source in (*recipe.data.sources, *recipe.evaluation.sources)
+    ]
     read = [(key, path) for key, path in read if path is not None and path.startswith("$")]
-    for key, path in [("output_dir", recipe.output_dir), ("data.cache_dir", recipe.data.cache_dir or ""), *read]:
+    for key, path in [
+        ("output_dir", recipe.output_dir),
+        ("data.cache_dir", recipe.data.cache_dir or ""),
+        *read,
+    ]:
         if variable := _SHELL_VARIABLE.search(path):
-            message = f"`{key}` contains `{shown(variable[0])}`, and a recipe does not expand variables of the shell"
-            through_shell = "" if "[" in key else f', or let the shell expand it: `--set {key}="{shown(path)}"`'
+            message = (
+                f"`{key}` contains `{shown(variable[0])}`, and a recipe does not expand variables of "
+                "the shell"
+            )
+            through_shell = (
+                "" if "[" in key else f', or let the shell expand it: `--set {key}="{shown(path)}"`'
+            )
             yield Finding("shell-variable", (key,), message, f"write the path out{through_shell}")
 
 
@@ -179,8 +280,16 @@ def written_paths(recipe: Recipe) -> Iterator[Finding]:
         message = f"`output_dir` contains `{shown(braces[0] if braces else rest)}`, which is not filled in"
         yield Finding("bad-output-dir", keys, message, "only {name} and {seed} are")
     elif path.startswith("~"):
-        yield Finding("bad-output-dir", keys, "`output_dir` begins with `~`, which is not expanded", "write the path out")
-    for key, text, code in (("output_dir", path, "bad-output-dir"), ("data.cache_dir", recipe.data.cache_dir, "wrong-value")):
+        yield Finding(
+            "bad-output-dir",
+            keys,
+            "`output_dir` begins with `~`, which is not expanded",
+            "write the path out",
+        )
+    for key, text, code in (
+        ("output_dir", path, "bad-output-dir"),
+        ("data.cache_dir", recipe.data.cache_dir, "wrong-value"),
+    ):
         if found := next((character for character in text or "" if not character.isprintable()), None):
             escape = printable(found)
             hint = f"in double quotes `{escape}` is one character: write the path in single quotes"
@@ -190,7 +299,9 @@ def written_paths(recipe: Recipe) -> Iterator[Finding]:
 def no_nul_characters(recipe: Recipe) -> Iterator[Finding]:
     """No path, name or text of a recipe may have one: the operating system ends a name there."""
     for key, text in texts_below(recipe.model_dump(by_alias=True)):
-        if "\0" in text and not key.startswith(("launch.env.", "output_dir", "data.cache_dir")):  # these have rules of their own
+        if "\0" in text and not key.startswith(
+            ("launch.env.", "output_dir", "data.cache_dir")
+        ):  # these have rules of their own
             hint = "in double quotes `\\0` is one character: write the value in single quotes"
             yield Finding("wrong-value", (key,), f"`{key}` contains the character `\\x00`", hint)
 
@@ -201,13 +312,24 @@ def rope_scaling(recipe: Recipe) -> Iterator[Finding]:
         return
     for name in scaling.unused:
         keys = (f"model.rope_scaling.{name}", "model.rope_scaling.rope_type")
-        yield Finding("contradiction", keys, f"`rope_type: {scaling.rope_type}` does not read `{name}`", f"leave `{name}` out")
+        yield Finding(
+            "contradiction",
+            keys,
+            f"`rope_type: {scaling.rope_type}` does not read `{name}`",
+            f"leave `{name}` out",
+        )
     pairs = {("beta_slow", "beta_fast"): (1.0, 32.0), ("low_freq_factor", "high_freq_factor"): (1.0, 4.0)}
     for (low, high), defaults in pairs.items():
-        values = [getattr(scaling, name) or default for name, default in zip((low, high), defaults, strict=True)]
+        values = [
+            getattr(scaling, name) or default for name, default in zip((low, high), defaults, strict=True)
+        ]
         if values[0] >= values[1]:
             keys = (f"model.rope_scaling.{low}", f"model.rope_scaling.{high}", "model.rope_scaling")
-            yield Finding("contradiction", keys, f"`{low}` is {values[0]:g} and `{high}` is {values[1]:g}: it must be larger")
+            yield Finding(
+                "contradiction",
+                keys,
+                f"`{low}` is {values[0]:g} and `{high}` is {values[1]:g}: it must be larger",
+            )
     for field in SCALED_FIELDS:
         if field in recipe.model.config_overrides:
             keys = ("model.config_overrides", "model.rope_scaling")
@@ -218,11 +340,21 @@ def rope_scaling(recipe: Recipe) -> Iterator[Finding]:
 _OWN_KERNELS = (TORCH_VARLEN, SDPA_OR_EAGER)
 
 
-KERNELS = ("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention", *_OWN_KERNELS)
+KERNELS = (
+    "auto",
+    "eager",
+    "sdpa",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flash_attention_4",
+    "flex_attention",
+    *_OWN_KERNELS,
+)
 
 
 def attention_kernel(recipe: Recipe) -> Iterator[Finding]:
-    """A name that transformers does not list may be the model's own; one that is close to a listed name is a typing error."""
+    """A name that transformers does not list may be the model's own; one that is close to a listed name is a
+    typing error."""
     kernel = recipe.model.attn_implementation
     if near := None if kernel in KERNELS or "/" in kernel else closest(kernel, KERNELS):
         message = f"`model.attn_implementation` is `{shown(kernel)}`, which is not a kernel of transformers"
@@ -230,13 +362,25 @@ def attention_kernel(recipe: Recipe) -> Iterator[Finding]:
     elif recipe.launch.device == "cpu" and (needs_cuda(kernel) or kernel == "flex_attention"):
         # FlashAttention is CUDA code; torch has no backward pass of FlexAttention on the CPU.
         message = f"`model.attn_implementation: {kernel}` cannot train on the CPU"
-        yield Finding("contradiction", ("model.attn_implementation", "launch.device"), message, "leave it at auto, or write `sdpa`")
+        yield Finding(
+            "contradiction",
+            ("model.attn_implementation", "launch.device"),
+            message,
+            "leave it at auto, or write `sdpa`",
+        )
 
 
 def device_limits(recipe: Recipe) -> Iterator[Finding]:
     if recipe.launch.device == "mps":
-        message = "`launch.device: mps`: torch.distributed has no collectives on this device, and a run needs them"
-        yield Finding("device-without-collectives", ("launch.device",), message, ways_out=("--set launch.device=cpu trains on the CPU",))
+        message = (
+            "`launch.device: mps`: torch.distributed has no collectives on this device, and a run needs them"
+        )
+        yield Finding(
+            "device-without-collectives",
+            ("launch.device",),
+            message,
+            ways_out=("--set launch.device=cpu trains on the CPU",),
+        )
     if recipe.launch.device == "cpu" and recipe.fsdp.version == 1 and recipe.is_sharded:
         reasons: dict[str, str] = {}
         if recipe.fsdp.cpu_ram_efficient_loading and given(recipe, "fsdp.cpu_ram_efficient_loading"):
@@ -245,50 +389,109 @@ def device_limits(recipe: Recipe) -> Iterator[Finding]:
             reasons["fsdp.offload_params"] = "it needs a GPU to copy the weights to"
         for key, why in reasons.items():
             message = f"`{key}: true` does not work with FSDP1 on the CPU: {why}"
-            yield Finding("contradiction", (key, "fsdp.version", "launch.device"), message, "leave it out, or use `fsdp.version: 2`")
+            yield Finding(
+                "contradiction",
+                (key, "fsdp.version", "launch.device"),
+                message,
+                "leave it out, or use `fsdp.version: 2`",
+            )
 
 
 def kernels(recipe: Recipe) -> Iterator[Finding]:
-    """Liger is Triton code, and its loss rounds the gradients of the logits before fp16's loss scale is applied."""
+    """Liger is Triton code, and its loss rounds the gradients of the logits before fp16's loss scale is
+    applied."""
     kernels, fsdp = recipe.kernels, recipe.fsdp
-    liger = [(key, value) for key, value in (("kernels.liger", kernels.liger), ("kernels.loss", kernels.loss)) if value in (True, "liger")]
+    liger = [
+        (key, value)
+        for key, value in (("kernels.liger", kernels.liger), ("kernels.loss", kernels.loss))
+        if value in (True, "liger")
+    ]
     if liger and recipe.launch.device == "cpu":
         key, value = liger[0]
-        message = f"`{key}: {str(value).lower()}` cannot run on `launch.device: cpu`: Liger's kernels are for GPUs"
-        hint = "leave it at auto" if key == "kernels.liger" else "write `chunked`, which holds no logits either"
+        message = (
+            f"`{key}: {str(value).lower()}` cannot run on `launch.device: cpu`: Liger's kernels are for GPUs"
+        )
+        hint = (
+            "leave it at auto" if key == "kernels.liger" else "write `chunked`, which holds no logits either"
+        )
         yield Finding("contradiction", (key, "launch.device"), message, hint)
     elif kernels.loss == "liger" and recipe.precision.mixed_precision == "fp16":
-        message = "`kernels.loss: liger` rounds gradients before fp16's loss scale is applied, most of them to zero"
-        yield Finding("contradiction", ("kernels.loss", "precision.mixed_precision"), message, "write `chunked`, or train in bf16")
-    # Offloaded inputs are saved outside the compiled part of a layer; a policy for its operators would have to see inside.
-    if kernels.compile and fsdp.activation_checkpointing_offload and fsdp.activation_checkpointing == "selective":
         message = (
-            "`kernels.compile: true` with `fsdp.activation_checkpointing_offload: true` compiles a recomputed layer as one piece, "
+            "`kernels.loss: liger` rounds gradients before fp16's loss scale is applied, most of them to zero"
+        )
+        yield Finding(
+            "contradiction",
+            ("kernels.loss", "precision.mixed_precision"),
+            message,
+            "write `chunked`, or train in bf16",
+        )
+    # Offloaded inputs are saved outside the compiled part of a layer; a policy for its operators would have
+    # to see inside.
+    if (
+        kernels.compile
+        and fsdp.activation_checkpointing_offload
+        and fsdp.activation_checkpointing == "selective"
+    ):
+        message = (
+            "`kernels.compile: true` with `fsdp.activation_checkpointing_offload: true` compiles a "
+            "recomputed layer as one piece, "
             "in which `fsdp.activation_checkpointing: selective` cannot select operators"
         )
         keys = ("fsdp.activation_checkpointing", "fsdp.activation_checkpointing_offload", "kernels.compile")
-        yield Finding("contradiction", keys, message, "write `full`, or leave `activation_checkpointing_offload` out")
+        yield Finding(
+            "contradiction", keys, message, "write `full`, or leave `activation_checkpointing_offload` out"
+        )
 
 
 def mlp_slices(recipe: Recipe) -> Iterator[Finding]:
     if recipe.kernels.mlp_slice_tokens is None:
         return
     refused = (
-        ("kernels.compile", recipe.kernels.compile, True, "the compiler would put all slices into one graph", "false"),
-        ("precision.mixed_precision", recipe.precision.mixed_precision, "fp8", "weights' gradients have one scale for all tokens", "bf16"),
-        ("fsdp.activation_checkpointing", recipe.fsdp.activation_checkpointing, "selective", "it keeps products of all slices", "full"),
+        (
+            "kernels.compile",
+            recipe.kernels.compile,
+            True,
+            "the compiler would put all slices into one graph",
+            "false",
+        ),
+        (
+            "precision.mixed_precision",
+            recipe.precision.mixed_precision,
+            "fp8",
+            "weights' gradients have one scale for all tokens",
+            "bf16",
+        ),
+        (
+            "fsdp.activation_checkpointing",
+            recipe.fsdp.activation_checkpointing,
+            "selective",
+            "it keeps products of all slices",
+            "full",
+        ),
     )
     for key, value, without, why, instead in refused:
         if value == without:
             message = f"`{key}: {str(value).lower()}` contradicts `kernels.mlp_slice_tokens`: {why}"
             yield Finding(
-                "contradiction", (key, "kernels.mlp_slice_tokens"), message, f"write `{instead}`, or leave `mlp_slice_tokens` out"
+                "contradiction",
+                (key, "kernels.mlp_slice_tokens"),
+                message,
+                f"write `{instead}`, or leave `mlp_slice_tokens` out",
             )
 
 
 RULES: tuple[Rule, ...] = (
     *(model_source, data_sources, strategy_agrees, fsdp_version, bf16_storage),
-    *(no_shell_variables_in_paths, written_paths, no_nul_characters, rope_scaling, attention_kernel, device_limits, kernels, mlp_slices),
+    *(
+        no_shell_variables_in_paths,
+        written_paths,
+        no_nul_characters,
+        rope_scaling,
+        attention_kernel,
+        device_limits,
+        kernels,
+        mlp_slices,
+    ),
     *(*ENVIRONMENT_RULES, *OPTIMIZER_RULES, *FP8_RULES, *ADAPTER_RULES, *TRAINING_RULES, *STREAMING_RULES),
     *(*RATE_RULES, *SEQUENCE_RULES, *EVALUATION_RULES, *EXPERTS_RULES, *EXPERT_PARALLEL_RULES),
 )
@@ -296,7 +499,10 @@ RULES: tuple[Rule, ...] = (
 
 def pure_bf16(recipe: Recipe) -> Iterator[Finding]:
     if recipe.model.dtype == "bf16" and not rounds_stochastically(recipe):
-        message = "`model.dtype: bf16` trains bf16 weights without fp32 masters: updates smaller than about 1/256 of a weight are lost"
+        message = (
+            "`model.dtype: bf16` trains bf16 weights without fp32 masters: updates smaller than about "
+            "1/256 of a weight are lost"
+        )
         hint = '`training.optim_args: "bf16_stochastic_round=true"` keeps them on average; `fp32` keeps all, '
         hint += "for twice the memory of weights, gradients and optimizer state"
         yield Finding("pure-bf16", ("model.dtype",), message, hint)
@@ -304,7 +510,9 @@ def pure_bf16(recipe: Recipe) -> Iterator[Finding]:
 
 def scaling_outside_adapters(recipe: Recipe) -> Iterator[Finding]:
     if recipe.model.rope_scaling is not None and recipe.lora is not None and recipe.merge.adapter != "merged":
-        message = "an adapter's files do not contain `model.rope_scaling`; the merged model's config.json does"
+        message = (
+            "an adapter's files do not contain `model.rope_scaling`; the merged model's config.json does"
+        )
         hint = "load the adapter onto its base with that config.json"
         yield Finding("rope-scaling-outside-adapter", ("model.rope_scaling",), message, hint)
 

@@ -1,4 +1,5 @@
-"""What `fsdp.ep_size` was not shown to train as it does with `ep_size: 1`. Part of `rules.contradictions.RULES`.
+"""What `fsdp.ep_size` was not shown to train as it does with `ep_size: 1`. Part of
+`rules.contradictions.RULES`.
 
 `recipe.world` checks the ranks, `model.shard.expert_parallel` the model.
 """
@@ -10,7 +11,13 @@ from collections.abc import Iterator
 from fsdp_tune.core.expert_kernels import EXPERTS_KERNELS
 from fsdp_tune.recipe.rules.limits import computes_in_fp8
 from fsdp_tune.recipe.schema.keys import Finding, Rule
-from fsdp_tune.recipe.schema.optimizers import DEFAULT_OPTIMIZER, STATE_DTYPE, STOCHASTIC, optimizer_name, pairs_of
+from fsdp_tune.recipe.schema.optimizers import (
+    DEFAULT_OPTIMIZER,
+    STATE_DTYPE,
+    STOCHASTIC,
+    optimizer_name,
+    pairs_of,
+)
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 _KEY = "fsdp.ep_size"
@@ -32,26 +39,43 @@ def _sharding(recipe: Recipe) -> Unsupported:
     fsdp, sequence = recipe.fsdp, recipe.parallelism.of_row.sequence
     reshard = fsdp.reshard_after_forward
     found: Unsupported = {
-        "fsdp.version": (fsdp.version == 1 and recipe.is_sharded and "`fsdp.version: 1`", "use `fsdp.version: 2`"),
+        "fsdp.version": (
+            fsdp.version == 1 and recipe.is_sharded and "`fsdp.version: 1`",
+            "use `fsdp.version: 2`",
+        ),
         "fsdp.sharding_strategy": (
-            not recipe.is_sharded and f"`fsdp.sharding_strategy: {fsdp.sharding_strategy}` (each rank holds all experts)",
+            not recipe.is_sharded
+            and f"`fsdp.sharding_strategy: {fsdp.sharding_strategy}` (each rank holds all experts)",
             "write `sharding_strategy: FULL_SHARD`",
         ),
         "parallelism.sp_size": (sequence > 1 and f"`parallelism.sp_size: {sequence}`", "leave `sp_size` out"),
         "fsdp.auto_wrap_policy": (
-            fsdp.auto_wrap_policy != "TRANSFORMER_BASED_WRAP" and f"`fsdp.auto_wrap_policy: {fsdp.auto_wrap_policy}`",
+            fsdp.auto_wrap_policy != "TRANSFORMER_BASED_WRAP"
+            and f"`fsdp.auto_wrap_policy: {fsdp.auto_wrap_policy}`",
             "write `auto_wrap_policy: TRANSFORMER_BASED_WRAP`",
         ),
-        "fsdp.ignored_modules": (fsdp.ignored_modules is not None and "`fsdp.ignored_modules`", "leave `ignored_modules` out"),
-        "fsdp.reshard_after_forward": (type(reshard) is int and f"`fsdp.reshard_after_forward: {reshard}` (ranks)", "leave it out"),
-        "fsdp.offload_params": (fsdp.offload_params and "`fsdp.offload_params: true`", "leave `offload_params` out"),
+        "fsdp.ignored_modules": (
+            fsdp.ignored_modules is not None and "`fsdp.ignored_modules`",
+            "leave `ignored_modules` out",
+        ),
+        "fsdp.reshard_after_forward": (
+            type(reshard) is int and f"`fsdp.reshard_after_forward: {reshard}` (ranks)",
+            "leave it out",
+        ),
+        "fsdp.offload_params": (
+            fsdp.offload_params and "`fsdp.offload_params: true`",
+            "leave `offload_params` out",
+        ),
         "fsdp.activation_checkpointing_offload": (
             fsdp.activation_checkpointing_offload and "`fsdp.activation_checkpointing_offload: true`",
             "leave `activation_checkpointing_offload` out",
         ),
     }
     if fsdp.activation_checkpointing == "selective":
-        what = "`fsdp.activation_checkpointing: selective` (the experts of a layer are an FSDP unit of their own)"
+        what = (
+            "`fsdp.activation_checkpointing: selective` (the experts of a layer are an FSDP unit of "
+            "their own)"
+        )
         found["fsdp.activation_checkpointing"] = (what, "write `activation_checkpointing: full`")
     return found
 
@@ -61,13 +85,18 @@ def _computing(recipe: Recipe) -> Unsupported:
     kernel = EXPERTS_KERNELS.get(kernels.experts)
     return {
         "precision.mixed_precision": (
-            (computes_in_fp8(recipe) or recipe.compute_dtype == "fp16") and f"`precision.mixed_precision: {precision.mixed_precision}`",
+            (computes_in_fp8(recipe) or recipe.compute_dtype == "fp16")
+            and f"`precision.mixed_precision: {precision.mixed_precision}`",
             "write `bf16`",
         ),
-        "precision.reduce_dtype": (precision.reduce_dtype == "fp16" and "`precision.reduce_dtype: fp16`", "write `fp32`"),
+        "precision.reduce_dtype": (
+            precision.reduce_dtype == "fp16" and "`precision.reduce_dtype: fp16`",
+            "write `fp32`",
+        ),
         "kernels.compile": (kernels.compile and "`kernels.compile: true`", "leave `compile` out"),
         "kernels.liger": (
-            kernels.liger is True and "`kernels.liger: true` (Liger would replace the forward of the experts)",
+            kernels.liger is True
+            and "`kernels.liger: true` (Liger would replace the forward of the experts)",
             "write `liger: auto`",
         ),
         "kernels.experts": (
@@ -75,7 +104,8 @@ def _computing(recipe: Recipe) -> Unsupported:
             "leave `experts` at auto",
         ),
         "kernels.mlp_slice_tokens": (
-            kernels.mlp_slice_tokens is not None and f"`kernels.mlp_slice_tokens: {kernels.mlp_slice_tokens}`",
+            kernels.mlp_slice_tokens is not None
+            and f"`kernels.mlp_slice_tokens: {kernels.mlp_slice_tokens}`",
             "leave `mlp_slice_tokens` out",
         ),
     }
@@ -86,12 +116,15 @@ def _training(recipe: Recipe) -> Unsupported:
     lean = next((word for word, _ in pairs_of(recipe.training) if word in (STATE_DTYPE, STOCHASTIC)), None)
     return {
         "lora.target_parameters": (
-            recipe.lora is not None and bool(recipe.lora.target_parameters) and "`lora.target_parameters` (adapters of stacked experts)",
+            recipe.lora is not None
+            and bool(recipe.lora.target_parameters)
+            and "`lora.target_parameters` (adapters of stacked experts)",
             "adapt other layers by `target_modules`",
         ),
         "quantization": (recipe.quantization is not None and "`quantization`", "leave `quantization` out"),
         "training.optim": (
-            name != DEFAULT_OPTIMIZER and f"`training.optim: {name}` (experts are sharded over another mesh than other parameters)",
+            name != DEFAULT_OPTIMIZER
+            and f"`training.optim: {name}` (experts are sharded over another mesh than other parameters)",
             f"use `optim: {DEFAULT_OPTIMIZER}`",
         ),
         "training.optim_args": (lean is not None and f"`{lean}`", f"leave `{lean}` out"),

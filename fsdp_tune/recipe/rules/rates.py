@@ -1,7 +1,8 @@
-"""Rules on the schedule of the learning rate: its arguments exist and are read, and the rate does over the run what its kind says.
+"""Rules on the schedule of the learning rate: its arguments exist and are read, and the rate does over the
+run what its kind says.
 
-The schedule is computed step by step (`recipe.schedule`), at most at some thousand steps. An argument is read if another value of it
-changes a rate; the same holds for the warm-up.
+The schedule is computed step by step (`recipe.schedule`), at most at some thousand steps. An argument is read
+if another value of it changes a rate; the same holds for the warm-up.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ from fsdp_tune.recipe.schema.training_fields import training_value
 
 UNREAD = "unread-option"
 """Code of a finding about an option that has no effect on the run. An import leaves such an option out."""
-_ARGUMENTS, _KIND, _WARMUP = "training.lr_scheduler_kwargs", "training.lr_scheduler_type", "training.warmup_steps"
+_ARGUMENTS, _KIND, _WARMUP = (
+    "training.lr_scheduler_kwargs",
+    "training.lr_scheduler_type",
+    "training.warmup_steps",
+)
 _SCHEDULE_KEYS = (_ARGUMENTS, _KIND)
 _NEEDS = {
     "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
@@ -43,13 +48,17 @@ _COUNTS = ("num_decay_steps", "num_stable_steps", "timescale")
 _WAVES = {"cosine_with_restarts": 1.0}
 """Highest `num_cycles` of a schedule that only falls; of the others it is 0.5, their default."""
 _OWN_PEAK = "cosine_warmup_with_min_lr"
-"""Begins its fall one step early, so that it may peak below the rate, and ends it a step before the others."""
+"""Begins its fall one step early, so that it may peak below the rate, and ends it a step before the
+others."""
 
 
 def warmup_ends(recipe: Recipe) -> Iterator[Finding]:
     steps, warmup = training_value(recipe.training, "max_steps"), recipe.training.warmup_steps
     if 0 < steps <= warmup and warmup >= 1:
-        message = f"`{_WARMUP}: {warmup:g}` is at least `training.max_steps: {steps}`: the learning rate would never be reached"
+        message = (
+            f"`{_WARMUP}: {warmup:g}` is at least `training.max_steps: {steps}`: the learning rate would "
+            "never be reached"
+        )
         yield Finding("contradiction", (_WARMUP, "training.max_steps"), message, "warm up for fewer steps")
 
 
@@ -57,7 +66,12 @@ def arguments_exist(recipe: Recipe) -> Iterator[Finding]:
     kind, arguments = _kind(recipe), training_value(recipe.training, "lr_scheduler_kwargs")
     takes, needs = SCHEDULE_ARGUMENTS.get(kind), _NEEDS.get(kind, ())
     if isinstance(arguments, str):
-        yield Finding("wrong-value", (_ARGUMENTS,), f"`{_ARGUMENTS}` is text; it takes a mapping", f"write {_as_mapping(arguments)}")
+        yield Finding(
+            "wrong-value",
+            (_ARGUMENTS,),
+            f"`{_ARGUMENTS}` is text; it takes a mapping",
+            f"write {_as_mapping(arguments)}",
+        )
         return
     if takes is None:
         return  # `training.lr_scheduler_type` itself is refused
@@ -73,32 +87,51 @@ def arguments_exist(recipe: Recipe) -> Iterator[Finding]:
         message = f"`{_KIND}: {kind}` needs {' or '.join(f'`{name}`' for name in needs)} in `{_ARGUMENTS}`"
         yield Finding("missing-key", _SCHEDULE_KEYS[::-1], message)
     if len(found) > 1:
-        message = f"`{_ARGUMENTS}` has {' and '.join(f'`{name}`' for name in found)}, which both set the lowest learning rate"
+        message = (
+            f"`{_ARGUMENTS}` has {' and '.join(f'`{name}`' for name in found)}, which both set the "
+            "lowest learning rate"
+        )
         yield Finding("contradiction", _SCHEDULE_KEYS, message, "leave one of them out")
 
 
 def _as_mapping(text: str) -> str:
-    """Return the mapping in a JSON text, which transformers would read, as YAML; an example if there is none."""
+    """Return the mapping in a JSON text, which transformers would read, as YAML; an example if there is
+    none."""
     try:
         found = json.loads(text)
     except ValueError:
         found = None
     if not isinstance(found, dict):
         return "a mapping, such as `{num_cycles: 0.5}`"
-    return "`{" + ", ".join(f"{name}: {value}" for name, value in cast("dict[str, object]", found).items()) + "}`, without quotes"
+    return (
+        "`{"
+        + ", ".join(f"{name}: {value}" for name, value in cast("dict[str, object]", found).items())
+        + "}`, without quotes"
+    )
 
 
 def arguments_are_in_range(recipe: Recipe) -> Iterator[Finding]:
     """Each argument is a finite number of 0 or more, a whole number of steps, or the name of a shape."""
     for word, value in _known_arguments(recipe).items():
         if word in _WORDS:
-            is_right, wanted, hint = value in _SHAPES, f"one of {', '.join(_SHAPES)}", f"write {', '.join(_SHAPES[:-1])} or {_SHAPES[-1]}"
+            is_right, wanted, hint = (
+                value in _SHAPES,
+                f"one of {', '.join(_SHAPES)}",
+                f"write {', '.join(_SHAPES[:-1])} or {_SHAPES[-1]}",
+            )
         elif word in _COUNTS:
             least = int(word == "timescale")
-            is_right, wanted = _is_number(value) and value >= least and value == int(value), "a whole number of steps"
+            is_right, wanted = (
+                _is_number(value) and value >= least and value == int(value),
+                "a whole number of steps",
+            )
             hint = f"write {wanted}, {least} or more"
         else:
-            is_right, wanted, hint = _is_number(value) and value >= 0, "a number of 0 or more", _hint({word: value})
+            is_right, wanted, hint = (
+                _is_number(value) and value >= 0,
+                "a number of 0 or more",
+                _hint({word: value}),
+            )
         if not is_right:
             message = f"`{_ARGUMENTS}` has `{word}: {shown(str(value))}`, which is not {wanted}"
             yield Finding("wrong-value", _SCHEDULE_KEYS, message, hint)
@@ -130,7 +163,8 @@ def _is_sound(recipe: Recipe) -> bool:
 
 
 def schedule_of_steps(recipe: Recipe, steps: int) -> Iterator[Finding]:
-    """Yield what is wrong with the rates of a run of `steps`: they raise, exceed the rate, never reach it, do not fall, or are below 0."""
+    """Yield what is wrong with the rates of a run of `steps`: they raise, exceed the rate, never reach it, do
+    not fall, or are below 0."""
     arguments = schedule_arguments(recipe)
     if not _is_sound(recipe) or steps <= 1:  # one step with a warm-up is a trial, at a rate of 0
         return
@@ -142,7 +176,12 @@ def schedule_of_steps(recipe: Recipe, steps: int) -> Iterator[Finding]:
         yield Finding("wrong-value", keys, message, _hint(arguments))
         return
     if found is not None and (wrong := _wrong_rates(recipe, found)):
-        yield Finding("wrong-schedule", keys, f"over {steps:,} steps the learning rate {wrong} ({found})", _hint(arguments))
+        yield Finding(
+            "wrong-schedule",
+            keys,
+            f"over {steps:,} steps the learning rate {wrong} ({found})",
+            _hint(arguments),
+        )
 
 
 def _wrong_rates(recipe: Recipe, found: Rates) -> str | None:
@@ -156,7 +195,11 @@ def _wrong_rates(recipe: Recipe, found: Rates) -> str | None:
     if found.peak < peak * (0.5 if kind == _OWN_PEAK else 1 - 1e-9):
         return f"never reaches `training.learning_rate: {peak:.3g}`"
     # A warm-up that takes all steps but the last leaves none to fall in.
-    if kind not in LEVEL_KINDS and peak > 0 and warmup_steps(recipe.training.warmup_steps, found.steps) < found.steps - 1:
+    if (
+        kind not in LEVEL_KINDS
+        and peak > 0
+        and warmup_steps(recipe.training.warmup_steps, found.steps) < found.steps - 1
+    ):
         if found.end >= found.peak * (1 - 1e-12):
             return f"does not fall: the last step has {found.end:.3g}, the highest rate"
         if found.ends_rising or (kind != _OWN_PEAK and found.after > found.end * (1 + 1e-9)):
@@ -171,14 +214,22 @@ def _wrong_rates(recipe: Recipe, found: Rates) -> str | None:
 def _hint(arguments: Mapping[str, object]) -> str:
     """Return a hint on the arguments that are given."""
     for name, hint in (
-        ("min_lr", "`min_lr` is a learning rate below the highest; a share of it is `min_lr_rate`, for example 0.1"),
+        (
+            "min_lr",
+            "`min_lr` is a learning rate below the highest; a share of it is `min_lr_rate`, for example 0.1",
+        ),
         ("min_lr_rate", "`min_lr_rate` is a share of the learning rate, from 0 to 1"),
         ("lr_end", "`lr_end` is a learning rate below the highest"),
         ("warmup_lr_rate", "`warmup_lr_rate` is a share of the learning rate, from 0 to 1"),
-        ("num_cycles", "`num_cycles` counts waves: 0.5 of a cosine is one fall, 1.5 ends low too; of restarts it is a whole number from 1"),
+        (
+            "num_cycles",
+            "`num_cycles` counts waves: 0.5 of a cosine is one fall, 1.5 ends low too; of restarts "
+            "it is a whole number from 1",
+        ),
         (
             "num_decay_steps",
-            "warm-up, `num_stable_steps` and `num_decay_steps` (2 or more) are at most the steps of the run; `min_lr_ratio` is below 1",
+            "warm-up, `num_stable_steps` and `num_decay_steps` (2 or more) are at most the steps of "
+            "the run; `min_lr_ratio` is below 1",
         ),
         ("power", "`power` is above 0"),
     ):
@@ -192,13 +243,24 @@ def _unread_options(recipe: Recipe) -> Iterator[Finding]:
     if not _is_sound(recipe) or _kind(recipe) not in SCHEDULE_ARGUMENTS:
         return
     kind, arguments, warmup = _kind(recipe), schedule_arguments(recipe), recipe.training.warmup_steps
-    if warmup > 0 and not _changes_rates(recipe, {"warmup_steps": 2 * warmup if warmup >= 1 else warmup / 2}, {"warmup_steps": 0}):
-        hint = "write `constant_with_warmup`, or leave the warm-up out" if kind == "constant" else "leave it out"
-        yield Finding(UNREAD, (_WARMUP, _KIND), f"`{_KIND}: {kind}` has no warm-up, and `{_WARMUP}` is {warmup:g}", hint)
+    if warmup > 0 and not _changes_rates(
+        recipe, {"warmup_steps": 2 * warmup if warmup >= 1 else warmup / 2}, {"warmup_steps": 0}
+    ):
+        hint = (
+            "write `constant_with_warmup`, or leave the warm-up out" if kind == "constant" else "leave it out"
+        )
+        yield Finding(
+            UNREAD, (_WARMUP, _KIND), f"`{_KIND}: {kind}` has no warm-up, and `{_WARMUP}` is {warmup:g}", hint
+        )
     for name, value in arguments.items():
         others = _SHAPES if name in _WORDS else (0, 1, value / 2, 2 * value + 1)
-        if not _changes_rates(recipe, *({"lr_scheduler_kwargs": arguments | {name: other}} for other in others)):
-            message = f"`{_ARGUMENTS}` has `{name}: {value}`, which changes no rate of `{_KIND}: {kind}` with these arguments"
+        if not _changes_rates(
+            recipe, *({"lr_scheduler_kwargs": arguments | {name: other}} for other in others)
+        ):
+            message = (
+                f"`{_ARGUMENTS}` has `{name}: {value}`, which changes no rate of `{_KIND}: {kind}` with "
+                "these arguments"
+            )
             message += "" if warmup else " and without a warm-up"
             yield Finding(UNREAD, _SCHEDULE_KEYS, message, "leave it out")
 
@@ -211,7 +273,9 @@ def _changes_rates(recipe: Recipe, *changes: Mapping[str, Any]) -> bool:
     assert rate is not None, "it is a function of the step"
     for change in changes:
         try:
-            other = schedule_of(recipe.model_copy(update={"training": recipe.training.model_copy(update=change)}), steps)
+            other = schedule_of(
+                recipe.model_copy(update={"training": recipe.training.model_copy(update=change)}), steps
+            )
             if other is not None and any(rate(step - 1) != other(step - 1) for step in at):
                 return True
         except (ValueError, ArithmeticError, TypeError):

@@ -1,4 +1,5 @@
-"""What each tracker of `training.report_to` needs, as the callback of transformers checks it (integrations/integration_utils.py)."""
+"""What each tracker of `training.report_to` needs, as the callback of transformers checks it
+(integrations/integration_utils.py)."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ TRACKERS = {
     "codecarbon": Tracker(("codecarbon",), ("codecarbon",)),
     "comet_ml": Tracker(("comet_ml",), ("comet-ml>=3.43.2",)),
     # Its callback extends that of mlflow, and takes owner and repository from the tracking URI.
-    "dagshub": Tracker(("dagshub", "mlflow"), ("dagshub", "mlflow"), ("MLFLOW_TRACKING_URI",), "DISABLE_MLFLOW_INTEGRATION"),
+    "dagshub": Tracker(
+        ("dagshub", "mlflow"), ("dagshub", "mlflow"), ("MLFLOW_TRACKING_URI",), "DISABLE_MLFLOW_INTEGRATION"
+    ),
     "dvclive": Tracker(("dvclive",), ("dvclive",)),
     "flyte": Tracker(("flytekit",), ("flytekit",)),
     # Talks HTTP to the server that the variable names; a TrainJob sets it.
@@ -59,9 +62,12 @@ def missing(name: str, environment: Mapping[str, str]) -> Missing | None:
     tracker = TRACKERS[name]
     if environment.get(tracker.disabled_by, "FALSE").upper() == "TRUE":
         return Missing(
-            f"`{tracker.disabled_by}={environment[tracker.disabled_by]}` switches it off", f"`unset {tracker.disabled_by}`", True
+            f"`{tracker.disabled_by}={environment[tracker.disabled_by]}` switches it off",
+            f"`unset {tracker.disabled_by}`",
+            True,
         )
-    install = f"`pip install {shlex.join(tracker.packages)}`"  # quoted: the shell takes `>` and brackets for its own
+    # quoted: the shell takes `>` and brackets for its own
+    install = f"`pip install {shlex.join(tracker.packages)}`"
     for module in tracker.modules:
         if not any(_is_installed(alternative) for alternative in module.split("|")):
             return Missing(f"the package `{module.split('|')[0]}` is not installed", install)
@@ -70,12 +76,15 @@ def missing(name: str, environment: Mapping[str, str]) -> Missing | None:
             return Missing(f"the package `{package}` is older than {least}", install)
     for variable in tracker.variables:
         if variable not in environment:
-            return Missing(f"the variable `{variable}` is not set", f"`export {variable}=…` where the run starts", True)
+            return Missing(
+                f"the variable `{variable}` is not set", f"`export {variable}=…` where the run starts", True
+            )
     return None
 
 
 def _is_installed(module: str) -> bool:
-    """Return whether a module can be imported. A folder without code is none: W&B writes its runs into `wandb/`."""
+    """Return whether a module can be imported. A folder without code is none: W&B writes its runs into
+    `wandb/`."""
     try:
         spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:  # a parent of the module is missing

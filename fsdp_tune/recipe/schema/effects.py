@@ -1,9 +1,10 @@
 """What a recipe key affects, and whether a resumed run may change it.
 
-Each key declares it next to its type. A declaration holds for a resolved recipe and covers the direct effects of the key:
-`training.global_batch_size` affects memory only through `training.gradient_accumulation_steps`, which declares that effect itself. The
-name of a cached trace and the classes of changes on resume follow from the declarations (`recipe.schema.keys.effect_of`). A key without
-one affects everything and cannot change on resume.
+Each key declares it next to its type. A declaration holds for a resolved recipe and covers the direct effects
+of the key: `training.global_batch_size` affects memory only through `training.gradient_accumulation_steps`,
+which declares that effect itself. The name of a cached trace and the classes of changes on resume follow from
+the declarations (`recipe.schema.keys.effect_of`). A key without one affects everything and cannot change on
+resume.
 """
 
 from __future__ import annotations
@@ -43,7 +44,13 @@ class Effect:
     on_resume: OnResume
 
 
-NOTHING, DATA, MEMORY, TIME, NUMBERS = Affects.NOTHING, Affects.DATA, Affects.MEMORY, Affects.TIME, Affects.NUMBERS
+NOTHING, DATA, MEMORY, TIME, NUMBERS = (
+    Affects.NOTHING,
+    Affects.DATA,
+    Affects.MEMORY,
+    Affects.TIME,
+    Affects.NUMBERS,
+)
 RESULT = Affects.RESULT
 FREE, TRAJECTORY, REFUSED = OnResume.FREE, OnResume.TRAJECTORY, OnResume.REFUSED
 UNDECLARED = Effect(~NOTHING, REFUSED)

@@ -19,9 +19,11 @@ class EvaluationSet(DataSource):
     default_effect = Effect(RESULT, FREE)
 
     metric: Literal["exact_match", "perplexity"] = "perplexity"
-    """exact_match: generated answers that equal the rows' answers; perplexity: of the trained tokens. Both as by `fsdp-tune evaluate`."""
+    """exact_match: generated answers that equal the rows' answers; perplexity: of the trained tokens. Both as
+    by `fsdp-tune evaluate`."""
     answer: RegularExpression | None = None
-    """exact_match: compare only the first match of this pattern in both texts (its first group), such as `#### (.*)`."""
+    """exact_match: compare only the first match of this pattern in both texts (its first group), such as
+    `#### (.*)`."""
     max_new_tokens: Whole = 256
     """exact_match: longest generated answer."""
 
@@ -35,7 +37,8 @@ class CheckpointEvaluation(Section):
     default_effect = Effect(NOTHING, FREE)
 
     sets: Annotated[list[EvaluationSet], Effect(RESULT, FREE)] = []
-    """Sets of rows: keys as in `data.train`, with `metric`, `answer` and `max_new_tokens`. Scores are named `label/metric`."""
+    """Sets of rows: keys as in `data.train`, with `metric`, `answer` and `max_new_tokens`. Scores are named
+    `label/metric`."""
     tasks: Annotated[list[Text], Effect(RESULT, FREE)] = []
     """Tasks of lm_eval (`fsdp-tune[eval]`), with its own defaults. Scores are named `task/metric`."""
     task_rows: Annotated[Whole | None, Effect(RESULT, FREE)] = None
@@ -43,7 +46,8 @@ class CheckpointEvaluation(Section):
     every: Annotated[Whole | None, Effect(RESULT, FREE)] = None
     """Evaluate only checkpoints whose step is a multiple of this; null = every checkpoint."""
     when: Literal["alongside", "between_steps", "at_end"] = "alongside"
-    """alongside: during training, on unused GPUs of machine 0, else its CPU; between_steps: on the GPUs of the waiting ranks; at_end."""
+    """alongside: during training, on unused GPUs of machine 0, else its CPU; between_steps: on the GPUs of
+    the waiting ranks; at_end."""
     batch_size: Whole = 8
     """Rows of one forward pass."""
     timeout: Duration = "2h"
@@ -70,5 +74,6 @@ class CheckpointEvaluation(Section):
         return [f"{each.set_label}/{name}" for each in self.sets for name in SCORES_OF[each.metric]]
 
     def has_score(self, name: str) -> bool:
-        """Return whether evaluations of checkpoints have a score of this name. Any score of a task may exist."""
+        """Return whether evaluations of checkpoints have a score of this name. Any score of a task may
+        exist."""
         return name in self.scores or any(name.startswith(f"{task}/") for task in self.tasks)

@@ -1,8 +1,10 @@
-"""The keys of a recipe as a list: lookup by path, values, descriptions of the accepted values, and suggestions for unknown keys.
+"""The keys of a recipe as a list: lookup by path, values, descriptions of the accepted values, and
+suggestions for unknown keys.
 
-Findings of rules are about keys: contradictions between them, and keys without effect. The loader adds line numbers. `NOT_YET` has the
-keys that this release supports in part, with the supported values of each and the alternative; a finished feature deletes its row. The
-supported optimizers are the rows of `recipe.schema.training_fields`; a test checks that every other name of transformers is refused here.
+Findings of rules are about keys: contradictions between them, and keys without effect. The loader adds line
+numbers. `NOT_YET` has the keys that this release supports in part, with the supported values of each and the
+alternative; a finished feature deletes its row. The supported optimizers are the rows of
+`recipe.schema.training_fields`; a test checks that every other name of transformers is refused here.
 """
 
 from __future__ import annotations
@@ -58,16 +60,26 @@ class Key:
     @property
     def effect(self) -> Effect | None:
         """The declared effect: that of the field, or else that of its section."""
-        return next((item for item in self.field.metadata if isinstance(item, Effect)), self.section.default_effect)
+        return next(
+            (item for item in self.field.metadata if isinstance(item, Effect)), self.section.default_effect
+        )
 
 
 def meant_key(key: str) -> str:
-    """Return the key of the schema that a misspelled key most likely means; a known key, or one like none, as it is."""
+    """Return the key of the schema that a misspelled key most likely means; a known key, or one like none, as
+    it is."""
     *above, name = key.split(".")
     if field_at([part.partition("[")[0] for part in (*above, name)]) is not None:
         return key
     depth = len(above)
-    near = closest(name, [known.path[-1] for known in all_keys() if known.path[:-1] == tuple(above) and len(known.path) == depth + 1])
+    near = closest(
+        name,
+        [
+            known.path[-1]
+            for known in all_keys()
+            if known.path[:-1] == tuple(above) and len(known.path) == depth + 1
+        ],
+    )
     return key if near is None else ".".join((*above, near))
 
 
@@ -101,17 +113,21 @@ def _declared_effects() -> dict[str, Effect]:
 
 
 def effect_of(name: str) -> Effect:
-    """Return the declared effect of a key (`data.max_length`), or of the mapping that holds it (`launch.env.OMP_NUM_THREADS`).
+    """Return the declared effect of a key (`data.max_length`), or of the mapping that holds it
+    (`launch.env.OMP_NUM_THREADS`).
 
     A key without a declaration affects everything.
     """
     parts = name.split(".")
     prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    return next((found for prefix in prefixes if (found := _declared_effects().get(prefix)) is not None), UNDECLARED)
+    return next(
+        (found for prefix in prefixes if (found := _declared_effects().get(prefix)) is not None), UNDECLARED
+    )
 
 
 def values_by_key(recipe: Recipe) -> dict[str, object]:
-    """Return every key with its value as JSON: `{"fsdp.version": 2, …}`. Lists are values; mappings are keys, unless empty."""
+    """Return every key with its value as JSON: `{"fsdp.version": 2, …}`. Lists are values; mappings are keys,
+    unless empty."""
     return dict(_values(recipe.model_dump(mode="json", by_alias=True), ""))
 
 
@@ -130,7 +146,8 @@ def field_at(path: Sequence[str | int]) -> FieldInfo | None:
 
 
 def _free_values(path: Sequence[str | int]) -> object:
-    """Return the type of the values of the mapping of any keys that a path leads into; None if it leads elsewhere."""
+    """Return the type of the values of the mapping of any keys that a path leads into; None if it leads
+    elsewhere."""
     if path[0] == "training" and len(path) > 2 and path[1] in TRAINING_FIELDS.fields:
         return object if "dict" in TRAINING_FIELDS.fields[str(path[1])].types else None
     above = next(filter(None, (field_at(path[:depth]) for depth in range(len(path) - 1, 0, -1))), None)
@@ -155,7 +172,8 @@ def _is_known(path: Sequence[str | int]) -> bool:
 
 
 def has_default(path: Sequence[str | int]) -> bool:
-    """Return whether null for a key is its default. In a mapping of any values, as `model.config_overrides`, null is one of them."""
+    """Return whether null for a key is its default. In a mapping of any values, as `model.config_overrides`,
+    null is one of them."""
     return _is_known(path) and _free_values(path) is not Any
 
 
@@ -203,7 +221,9 @@ def element_words(annotation: object) -> str:
     """Describe the entries of the list in a type; "" if it has none."""
     if get_origin(annotation) is list:
         return words(get_args(annotation)[0])
-    inner = [element_words(argument) for argument in get_args(annotation) if get_origin(annotation) is not Literal]
+    inner = [
+        element_words(argument) for argument in get_args(annotation) if get_origin(annotation) is not Literal
+    ]
     return next((found for found in inner if found), "")
 
 
@@ -221,8 +241,9 @@ def closest(name: str, candidates: Sequence[str]) -> str | None:
 
 
 def _closest_ones(name: str, candidates: Sequence[str]) -> list[str]:
-    """Return the names that begin with this one (`rename`: `rename_columns`), else the closest, several if they are equally close:
-    `per_device_batch_size` resembles those of training and evaluation. Names of another unit or scope are no candidates."""
+    """Return the names that begin with this one (`rename`: `rename_columns`), else the closest, several if
+    they are equally close: `per_device_batch_size` resembles those of training and evaluation. Names of
+    another unit or scope are no candidates."""
     candidates = [one for one in candidates if agree(name, one)]
     longer = sorted(one for one in candidates if one.startswith(f"{name.lower()}_"))
     if 0 < len(longer) <= LONGER:
@@ -233,35 +254,53 @@ def _closest_ones(name: str, candidates: Sequence[str]) -> list[str]:
 
 
 def unknown_key_hint(path: Sequence[str | int], value: object = None) -> str | None:
-    """Return a hint for an unknown key: the section that has it, its name in a recipe, or the closest spelling in the same section.
+    """Return a hint for an unknown key: the section that has it, its name in a recipe, or the closest
+    spelling in the same section.
 
     `value` is the given one, which the name of another tool may change.
     """
     *parent_path, name = [part for part in path if isinstance(part, str)]
     parent = tuple(parent_path)
-    if "token" in name.lower() and ("hf" in name.lower() or "hub" in name.lower() or "auth" in name.lower() or name.lower() == "token"):
+    if "token" in name.lower() and (
+        "hf" in name.lower() or "hub" in name.lower() or "auth" in name.lower() or name.lower() == "token"
+    ):
         return "a recipe never contains a token: set HF_TOKEN, or log in with `hf auth login`"
     known = synonym_hint(name, value, in_source=parent in (("data", "train"), *_SOURCES_TOO))
     homes = _homes(name, parent)
     if homes and (known is None or parent):  # `adapter` is a key of `lora:`, and at the top that of axolotl
-        return "belongs " + enumerated([f"under `{home}:`" if home else "at the top of the recipe" for home in homes])
+        return "belongs " + enumerated(
+            [f"under `{home}:`" if home else "at the top of the recipe" for home in homes]
+        )
     if known is not None:
         return known
     if (owner := owner_of(name)) is not None:
         return owner
     siblings = [key.path[-1] for key in all_keys() if key.path[:-1] == parent]
-    siblings += [field for field in TRAINING_FIELDS.fields if owner_of(field) is None] if parent == ("training",) else []
+    siblings += (
+        [field for field in TRAINING_FIELDS.fields if owner_of(field) is None]
+        if parent == ("training",)
+        else []
+    )
     if near := _closest_ones(name, siblings):
         return f"did you mean {enumerated([f'`{dotted((*parent, one))}`' for one in near])}?"
     place = f"`{'.'.join(parent)}`" if parent else "the top of a recipe"
-    return f"{place} takes {enumerated([f'`{sibling}`' for sibling in siblings], 'and')}" if siblings and len(siblings) <= 15 else None
+    return (
+        f"{place} takes {enumerated([f'`{sibling}`' for sibling in siblings], 'and')}"
+        if siblings and len(siblings) <= 15
+        else None
+    )
 
 
 def _homes(name: str, parent: tuple[str, ...]) -> list[str]:
-    """Return the sections that have a key of this name: `training:` alone for one of TrainingArguments, as at the top elsewhere."""
+    """Return the sections that have a key of this name: `training:` alone for one of TrainingArguments, as at
+    the top elsewhere."""
     if name in TRAINING_FIELDS.fields and owner_of(name) is None and parent != ("training",):
         return ["training"]
-    found = [".".join(key.path[:-1]) for key in all_keys() if key.path[-1] == name and key.path[:-1] not in {parent, *_SOURCES_TOO}]
+    found = [
+        ".".join(key.path[:-1])
+        for key in all_keys()
+        if key.path[-1] == name and key.path[:-1] not in {parent, *_SOURCES_TOO}
+    ]
     return list(dict.fromkeys(found))
 
 
@@ -281,7 +320,8 @@ Positions = Mapping[str, Where]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A result of a rule. `keys` lists the keys that contradict each other; the first one is the one to change."""
+    """A result of a rule. `keys` lists the keys that contradict each other; the first one is the one to
+    change."""
 
     code: str
     keys: tuple[str, ...]
@@ -351,7 +391,11 @@ class NotYet:
 
 _BITSANDBYTES_TOO = {"adamw_8bit", "lion_8bit", "lion_32bit", "ademamix", "ademamix_8bit"}
 _ALL_OPTIMIZERS = TRAINING_FIELDS.enums["OptimizerNames"]
-_BITSANDBYTES = tuple(name for name in _ALL_OPTIMIZERS if name.startswith("paged_") or "bnb" in name or name in _BITSANDBYTES_TOO)
+_BITSANDBYTES = tuple(
+    name
+    for name in _ALL_OPTIMIZERS
+    if name.startswith("paged_") or "bnb" in name or name in _BITSANDBYTES_TOO
+)
 _REFUSED_OPTIMIZERS = (
     (
         "galore_*",
@@ -365,18 +409,25 @@ _REFUSED_OPTIMIZERS = (
     ),
     (
         "*lomo",
-        "LOMO under FSDP (it updates parameters during the backward, before gradients of all ranks and micro-batches are added)",
+        "LOMO under FSDP (it updates parameters during the backward, before gradients of all ranks "
+        "and micro-batches are added)",
         "write `adafactor`, which keeps next to no state",
     ),
     (
         "schedule_free_*",
-        "schedule-free optimizers (evaluation and checkpoints need their averaged weights, which the training loop does not switch to)",
+        "schedule-free optimizers (evaluation and checkpoints need their averaged weights, which the "
+        "training loop does not switch to)",
         "write `adamw_torch_fused` with `lr_scheduler_type: constant_with_warmup`",
     ),
-    ("grokadamw", "GrokAdamW (it is in the package grokadamw, which is not tested with sharded parameters)", "write `adamw_torch_fused`"),
+    (
+        "grokadamw",
+        "GrokAdamW (it is in the package grokadamw, which is not tested with sharded parameters)",
+        "write `adamw_torch_fused`",
+    ),
     (
         "stable_adamw",
-        "StableAdamW (its package, torch-optimi, limits an update by its root mean square over this rank's part alone)",
+        "StableAdamW (its package, torch-optimi, limits an update by its root mean square over this "
+        "rank's part alone)",
         "write `adafactor`, which limits an update over all ranks",
     ),
     (
@@ -389,7 +440,9 @@ _REFUSED_OPTIMIZERS = (
 )
 """Pattern of names, the missing feature, and the alternative."""
 # The schedule is computed from the step, also on resume.
-_SCHEDULES = tuple(name for name in TRAINING_FIELDS.enums["SchedulerType"] if name not in {"reduce_lr_on_plateau", "greedy"})
+_SCHEDULES = tuple(
+    name for name in TRAINING_FIELDS.enums["SchedulerType"] if name not in {"reduce_lr_on_plateau", "greedy"}
+)
 
 NOT_YET = (
     NotYet(
@@ -413,7 +466,8 @@ NOT_YET = (
     NotYet(
         "training.optim",
         tuple(name for name in (None, *_ALL_OPTIMIZERS) if name not in _BITSANDBYTES),
-        "bitsandbytes under FSDP (it counts blocks by a parameter's full size, and its kernels take no DTensor)",
+        "bitsandbytes under FSDP (it counts blocks by a parameter's full size, and its kernels take "
+        "no DTensor)",
         "write `adamw_torch_8bit` (torchao), which keeps each rank's part in blocks",
     ),
     *(
@@ -426,7 +480,10 @@ NOT_YET = (
         for pattern, what, meanwhile in _REFUSED_OPTIMIZERS
     ),
     NotYet(
-        "training.lr_scheduler_type", _SCHEDULES, "schedule that depends on losses", "write linear, cosine or another function of the step"
+        "training.lr_scheduler_type",
+        _SCHEDULES,
+        "schedule that depends on losses",
+        "write linear, cosine or another function of the step",
     ),
 )
 
@@ -434,4 +491,8 @@ NOT_YET = (
 def refused(recipe: Recipe) -> list[tuple[NotYet, object]]:
     """Return the rows whose key has an unsupported value in `recipe`, with that value."""
     given = [(row, value_of(recipe, row.key)) for row in NOT_YET]
-    return [(row, value) for row, value in given if not any(type(value) is type(good) and value == good for good in row.works)]
+    return [
+        (row, value)
+        for row, value in given
+        if not any(type(value) is type(good) and value == good for good in row.works)
+    ]

@@ -69,7 +69,9 @@ AboveOne = Annotated[float, Field(gt=1.0, allow_inf_nan=False), Description("a n
 Fraction = Annotated[float, Field(gt=0.0, lt=1.0), Description("a number between 0 and 1")]
 Port = Annotated[int, Field(ge=1, le=65535), Description("a port, 1 to 65535")]
 Text = Annotated[str, Field(min_length=1), Description("text")]
-Duration = Annotated[str, AfterValidator(_duration), Description("a duration with units, such as 11h30m or 45m")]
+Duration = Annotated[
+    str, AfterValidator(_duration), Description("a duration with units, such as 11h30m or 45m")
+]
 Size = Annotated[str, AfterValidator(_size), Description("a size with its unit, such as 5GB or 512MiB")]
 RegularExpression = Annotated[str, AfterValidator(_regular_expression), Description("a regular expression")]
 RunName = Annotated[str, AfterValidator(check_run_name), Description("a name")]

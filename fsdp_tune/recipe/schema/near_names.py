@@ -1,4 +1,5 @@
-"""Decide whether one name of a key may be meant by another: names of different units or scopes resemble each other, and never agree."""
+"""Decide whether one name of a key may be meant by another: names of different units or scopes resemble each
+other, and never agree."""
 
 from __future__ import annotations
 
@@ -46,9 +47,11 @@ _TYPO = 0.8
 
 
 def agree(name: str, candidate: str) -> bool:
-    """Return whether a key that is not known may be a misspelling of a key: they count the same unit, in the same scope.
+    """Return whether a key that is not known may be a misspelling of a key: they count the same unit, in the
+    same scope.
 
-    A scope or unit that the name has and the key lacks disagrees too; one that only the key has may have been left out.
+    A scope or unit that the name has and the key lacks disagrees too; one that only the key has may have been
+    left out.
     """
     if not _meanings(name, _UNITS) <= _meanings(candidate, _UNITS):
         return False
@@ -59,6 +62,12 @@ def _meanings(name: str, words: dict[str, str]) -> set[str]:
     """Return what the words of a name mean, misspelled ones too."""
     found: set[str] = set()
     for part in re.split(r"[_\-.]", name.lower()):
-        near = [part] if part in words else difflib.get_close_matches(part, words, n=1, cutoff=_TYPO) if len(part) > 3 else []
+        near = (
+            [part]
+            if part in words
+            else difflib.get_close_matches(part, words, n=1, cutoff=_TYPO)
+            if len(part) > 3
+            else []
+        )
         found |= {words[each] for each in near}
     return found

@@ -1,4 +1,5 @@
-"""The optimizers of `training.optim`: the arguments of each (`training.optim_args`), and the state that it keeps."""
+"""The optimizers of `training.optim`: the arguments of each (`training.optim_args`), and the state that it
+keeps."""
 
 from __future__ import annotations
 
@@ -40,9 +41,11 @@ class SupportedOptimizer:
     state_if: tuple[str, ...] = ()
     """Arguments that add one such tensor each."""
     block_bits: int | None = None
-    """Bits of each moment where moments are kept in blocks with a scale (torchao); None where they have a dtype of torch."""
+    """Bits of each moment where moments are kept in blocks with a scale (torchao); None where they have a
+    dtype of torch."""
     needs_shapes: bool = False
-    """Whether an update depends on rows and columns of the full tensor, which FSDP1's flat parameters do not keep."""
+    """Whether an update depends on rows and columns of the full tensor, which FSDP1's flat parameters do not
+    keep."""
     state_dtype: str | None = None
     """dtype of the moments; None = that of the parameters, or `state_dtype`."""
 
@@ -121,25 +124,30 @@ MUON_DEFAULTS: dict[str, object] = {
     "ns_steps": 5,
     "adjust_lr_fn": "match_rms_adamw",
 }
-"""torch's defaults, except that the learning rate is scaled so that an update is as large as AdamW's (arXiv:2502.16982): one
-`training.learning_rate` then fits the matrices and the rest."""
+"""torch's defaults, except that the learning rate is scaled so that an update is as large as AdamW's
+(arXiv:2502.16982): one `training.learning_rate` then fits the matrices and the rest."""
 
 
 OPTIMIZERS: dict[str, SupportedOptimizer] = {
-    "adamw_torch_fused": SupportedOptimizer({STATE_DTYPE: OptimizerArgument("`fp32` or `bf16`", _state_dtype), **_ROUNDING}, 2),
+    "adamw_torch_fused": SupportedOptimizer(
+        {STATE_DTYPE: OptimizerArgument("`fp32` or `bf16`", _state_dtype), **_ROUNDING}, 2
+    ),
     "adamw_torch": SupportedOptimizer({}, 2),
     "adamw_torch_8bit": SupportedOptimizer(_BLOCKS, 2, block_bits=8),
     "adamw_torch_4bit": SupportedOptimizer(_BLOCKS, 2, block_bits=4),
-    "sgd": SupportedOptimizer({**dict.fromkeys(("momentum", "dampening"), _NUMBER), "nesterov": _SWITCH}, 0, state_if=("momentum",)),
+    "sgd": SupportedOptimizer(
+        {**dict.fromkeys(("momentum", "dampening"), _NUMBER), "nesterov": _SWITCH}, 0, state_if=("momentum",)
+    ),
     "adagrad": SupportedOptimizer(dict.fromkeys(("lr_decay", "eps"), _NUMBER), 1),
     "rmsprop": SupportedOptimizer(_RMSPROP, 1, state_if=("momentum", "centered")),
     "adafactor": SupportedOptimizer({}, 0, needs_shapes=True, state_dtype="fp32"),
     "muon": SupportedOptimizer(_MUON, 1, needs_shapes=True),
 }
-"""By transformers' name (`OptimizerNames`), with the arguments as transformers reads them; `muon` is our name for `torch.optim.Muon`.
+"""By transformers' name (`OptimizerNames`), with the arguments as transformers reads them; `muon` is our name
+for `torch.optim.Muon`.
 
-The state of Adafactor is negligible: a number for each row and each column. For Muon the row counts that of a matrix; what AdamW updates
-has a second moment too.
+The state of Adafactor is negligible: a number for each row and each column. For Muon the row counts that of a
+matrix; what AdamW updates has a second moment too.
 """
 
 
@@ -160,12 +168,16 @@ def optimizer_arguments(training: Training) -> dict[str, Any]:
     return {name: arguments[name].read(value) for name, value in pairs_of(training) if value is not None}
 
 
-OPTIMIZER_FIELDS = tuple(name for name in TRAINING_FIELDS.fields if name.startswith(("adam_", "optim_")) and name != "optim_args")
-"""Fields of which an optimizer reads some. Every one reads `optim_args`, as far as its row in `OPTIMIZERS` has the argument."""
+OPTIMIZER_FIELDS = tuple(
+    name for name in TRAINING_FIELDS.fields if name.startswith(("adam_", "optim_")) and name != "optim_args"
+)
+"""Fields of which an optimizer reads some. Every one reads `optim_args`, as far as its row in `OPTIMIZERS`
+has the argument."""
 
 
 def optimizer_options(training: Training) -> dict[str, object]:
-    """Return the keyword arguments of the class of `training.optim`, as `Trainer.get_optimizer_cls_and_kwargs` does."""
+    """Return the keyword arguments of the class of `training.optim`, as
+    `Trainer.get_optimizer_cls_and_kwargs` does."""
     name, given = optimizer_name(training), optimizer_arguments(training)
     options: dict[str, object] = {"lr": training.learning_rate}
     if name in ("sgd", "adagrad", "rmsprop"):
@@ -189,11 +201,14 @@ def state_bits(training: Training) -> int | None:
 
 def state_dtype(training: Training, stored: str) -> str:
     """Return the dtype of the moments, `fp32` or `bf16`, for parameters that are stored in `stored`."""
-    return OPTIMIZERS[optimizer_name(training)].state_dtype or str(optimizer_arguments(training).get(STATE_DTYPE, stored))
+    return OPTIMIZERS[optimizer_name(training)].state_dtype or str(
+        optimizer_arguments(training).get(STATE_DTYPE, stored)
+    )
 
 
 def state_bytes(training: Training, stored_bytes: int) -> float:
-    """Return the bytes of optimizer state per parameter element, without state that is stored once per tensor."""
+    """Return the bytes of optimizer state per parameter element, without state that is stored once per
+    tensor."""
     row, arguments = OPTIMIZERS[optimizer_name(training)], optimizer_arguments(training)
     width = {"fp32": 4.0, "bf16": 2.0}.get(arguments.get(STATE_DTYPE, ""), stored_bytes)
     if row.block_bits is not None:
@@ -202,7 +217,8 @@ def state_bytes(training: Training, stored_bytes: int) -> float:
 
 
 def matching_group(training: Training, name: str) -> ParameterGroup | None:
-    """Return the first entry of `training.parameter_groups` with a pattern that matches a parameter's name."""
+    """Return the first entry of `training.parameter_groups` with a pattern that matches a parameter's
+    name."""
     for group in training.parameter_groups:
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in group.match):
             return group

@@ -1,7 +1,8 @@
-"""Every key of a recipe, with type, default and meaning. Free of torch; the docstring under a key is its documentation.
+"""Every key of a recipe, with type, default and meaning. Free of torch; the docstring under a key is its
+documentation.
 
-`recipe.resolve` decides `null` and `auto` later; no other code changes a recipe. Values that follow from several keys are
-properties of `Recipe`.
+`recipe.resolve` decides `null` and `auto` later; no other code changes a recipe. Values that follow from
+several keys are properties of `Recipe`.
 """
 
 # ruff: noqa: RUF012  pydantic copies a default for each instance, and ours are frozen
@@ -14,7 +15,18 @@ from typing import Annotated, Literal, cast
 from pydantic import ConfigDict
 
 from fsdp_tune.core.topology import DIMENSIONS, Topology
-from fsdp_tune.recipe.schema.effects import DATA, FREE, MEMORY, NOTHING, NUMBERS, REFUSED, RESULT, TIME, TRAJECTORY, Effect
+from fsdp_tune.recipe.schema.effects import (
+    DATA,
+    FREE,
+    MEMORY,
+    NOTHING,
+    NUMBERS,
+    REFUSED,
+    RESULT,
+    TIME,
+    TRAJECTORY,
+    Effect,
+)
 from fsdp_tune.recipe.schema.evaluation import CheckpointEvaluation
 from fsdp_tune.recipe.schema.kinds import (
     Auto,
@@ -90,18 +102,22 @@ class Parallelism(Section):
     dp_replicate_size: Whole | Auto = "auto"
     """Replicas of the sharded model (HYBRID_SHARD); auto: one per machine, two on a single machine."""
     dp_shard_size: Whole | Auto = "auto"
-    """Ranks that share one replica, divided by `sp_size`; auto: the ranks of a machine under HYBRID_SHARD, else all."""
+    """Ranks that share one replica, divided by `sp_size`; auto: the ranks of a machine under HYBRID_SHARD,
+    else all."""
     tp_size: Whole = 1
     """Tensor parallel ranks."""
     cp_size: Whole = 1
     """Context parallel ranks."""
     sp_size: Whole = 1
-    """Ranks that share each row (Ulysses): each has a part of its tokens in all layers, and a part of the heads in attention."""
+    """Ranks that share each row (Ulysses): each has a part of its tokens in all layers, and a part of the
+    heads in attention."""
 
     @property
     def of_row(self) -> Topology:
         """The ranks that share one row, along the dimensions whose size is never `auto`."""
-        return Topology(**{name: getattr(self, each.key) for name, each in DIMENSIONS.items() if not each.has_own_rows})
+        return Topology(
+            **{name: getattr(self, each.key) for name, each in DIMENSIONS.items() if not each.has_own_rows}
+        )
 
 
 class Fsdp(Section):
@@ -110,12 +126,16 @@ class Fsdp(Section):
     version: FsdpVersion = 2
     """FSDP2 (`fully_shard`), or the deprecated FSDP1."""
     sharding_strategy: ShardingStrategy = "FULL_SHARD"
-    """FULL_SHARD (ZeRO-3) | SHARD_GRAD_OP (ZeRO-2) | HYBRID_SHARD | HYBRID_SHARD_ZERO2 | NO_SHARD (plain DDP)."""
+    """FULL_SHARD (ZeRO-3) | SHARD_GRAD_OP (ZeRO-2) | HYBRID_SHARD | HYBRID_SHARD_ZERO2 | NO_SHARD (plain
+    DDP)."""
     reshard_after_forward: bool | Whole | None = None
     """null = from the strategy; true | false | ranks; must agree with it."""
     reshard_after_backward: bool | Auto = True
-    """false: free gathered parameters only after the last micro-batch of a step: fewer gathers, more memory; auto = false if it fits."""
-    auto_wrap_policy: Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "MODULE_NAMES_WRAP", "NO_WRAP"] = "TRANSFORMER_BASED_WRAP"
+    """false: free gathered parameters only after the last micro-batch of a step: fewer gathers, more memory;
+    auto = false if it fits."""
+    auto_wrap_policy: Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "MODULE_NAMES_WRAP", "NO_WRAP"] = (
+        "TRANSFORMER_BASED_WRAP"
+    )
     """FSDP units: decoder layers, modules by size, modules by name, or the root alone."""
     transformer_layer_cls_to_wrap: Text | list[Text] | None = None
     """Class names of the decoder layers; null = detected from the model."""
@@ -126,7 +146,8 @@ class Fsdp(Section):
     ignored_modules: RegularExpression | None = None
     """Regular expression of the names of modules that FSDP does not shard, as in Accelerate."""
     activation_checkpointing: Literal["none", "selective", "full", "auto"] = "none"
-    """Recompute decoder layers in the backward pass: a third more compute, far less memory; auto = the cheapest that fits."""
+    """Recompute decoder layers in the backward pass: a third more compute, far less memory; auto = the
+    cheapest that fits."""
     activation_checkpointing_every: Whole = 1
     """Recompute every n-th decoder layer."""
     activation_checkpointing_offload: bool = False
@@ -136,22 +157,26 @@ class Fsdp(Section):
     forward_prefetch: bool | Whole = False
     """Gather the next unit during the forward pass: true | units ahead."""
     backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"] | Whole = "BACKWARD_PRE"
-    """BACKWARD_PRE (implicit prefetching on FSDP2) | units ahead; BACKWARD_POST and NO_PREFETCH on version 1 only."""
+    """BACKWARD_PRE (implicit prefetching on FSDP2) | units ahead; BACKWARD_POST and NO_PREFETCH on version 1
+    only."""
     sync_each_batch: bool = True
     """Reduce-scatter after every micro-batch; false keeps unsharded gradients between micro-batches."""
     ep_size: Whole = 1
-    """Ranks that divide the experts of each layer and exchange tokens (expert parallelism); each rank reads its own rows."""
+    """Ranks that divide the experts of each layer and exchange tokens (expert parallelism); each rank reads
+    its own rows."""
     state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"] = "SHARDED_STATE_DICT"
     """Checkpoint format: every rank writes its shards, or rank 0 writes full tensors as safetensors."""
     cpu_ram_efficient_loading: bool = True
-    """true: no rank holds the full model; each reads its slices, or rank 0 reads and sends them; false: every rank reads all weights."""
+    """true: no rank holds the full model; each reads its slices, or rank 0 reads and sends them; false: every
+    rank reads all weights."""
 
 
 class Precision(Section):
     default_effect = Effect(MEMORY | TIME | NUMBERS, REFUSED)
 
     mixed_precision: Literal["auto", "no", "fp16", "bf16", "fp8"] = "auto"
-    """Compute dtype; no = that of `model.dtype`, auto = bf16, or no on CPU ranks without bf16 instructions. false is accepted too."""
+    """Compute dtype; no = that of `model.dtype`, auto = bf16, or no on CPU ranks without bf16 instructions.
+    false is accepted too."""
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """dtype in which gradients are summed over ranks."""
     fp8_recipe: Literal["rowwise", "tensorwise"] = "rowwise"
@@ -171,7 +196,8 @@ class ParameterGroup(Section):
     default_effect = Effect(NUMBERS, TRAJECTORY)
 
     match: list[Text]
-    """Patterns of parameter names, as in `model.freeze`; one that matches no trained parameter is an error."""
+    """Patterns of parameter names, as in `model.freeze`; one that matches no trained parameter is an
+    error."""
     learning_rate: PositiveOrZero | None = None
     """Peak learning rate of these parameters; null = `training.learning_rate`."""
     weight_decay: PositiveOrZero | None = None
@@ -182,7 +208,8 @@ class Sample(Section):
     default_effect = Effect(NOTHING, FREE)
 
     every: Whole
-    """Steps between two generations; the last step has one too, unless early stopping ends the run before it."""
+    """Steps between two generations; the last step has one too, unless early stopping ends the run before
+    it."""
     prompts: list[Text | list[dict[str, str]]]
     """Texts, and chats as lists of {role: …, content: …}, which are rendered with the generation prompt."""
     max_new_tokens: Whole = 64
@@ -190,7 +217,8 @@ class Sample(Section):
 
 
 class Training(Section):
-    """TrainingArguments by their own names; those not listed here are passed on with transformers' default (`model_extra`)."""
+    """TrainingArguments by their own names; those not listed here are passed on with transformers' default
+    (`model_extra`)."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -199,13 +227,15 @@ class Training(Section):
     per_device_train_batch_size: Annotated[Whole, Effect(MEMORY | TIME, FREE)] = 1
     """Sequences of one forward pass on one device."""
     per_device_train_batch_tokens: Annotated[Whole | None, Effect(MEMORY | TIME, FREE)] = None
-    """Token slots of one forward pass on one device, padding included; batches are formed by length; a multiple of data.max_length."""
+    """Token slots of one forward pass on one device, padding included; batches are formed by length; a
+    multiple of data.max_length."""
     per_device_eval_batch_size: Annotated[Whole | None, Effect(MEMORY | TIME, FREE)] = None
     """null = per_device_train_batch_size."""
     gradient_accumulation_steps: Annotated[Whole | None, Effect(MEMORY | TIME, FREE)] = None
     """Micro-batches per step; null = from global_batch_size, else 1."""
     loss: Annotated[Literal["cross_entropy", "dft"], Effect(NUMBERS, TRAJECTORY)] = "cross_entropy"
-    """Training loss of a token; dft = cross-entropy times its detached probability (dynamic fine-tuning); `eval_loss` is cross-entropy."""
+    """Training loss of a token; dft = cross-entropy times its detached probability (dynamic fine-tuning);
+    `eval_loss` is cross-entropy."""
     learning_rate: Annotated[PositiveOrZero, Effect(NUMBERS, TRAJECTORY)] = 2.0e-5
     """Peak learning rate."""
     parameter_groups: Annotated[list[ParameterGroup], Effect(NUMBERS, TRAJECTORY)] = []
@@ -231,11 +261,13 @@ class Training(Section):
     on_nonfinite: Annotated[Literal["stop", "skip"], Effect(NUMBERS, TRAJECTORY)] = "stop"
     """On a NaN or infinite loss or gradient: stop the run, or skip the update."""
     witness: Annotated[Literal["first", "off"] | Whole, Effect(NOTHING, FREE)] = "first"
-    """When a run checks its own invariants: first = before step 1 and at the first update; N = every N steps too; off = never."""
+    """When a run checks its own invariants: first = before step 1 and at the first update; N = every N steps
+    too; off = never."""
     early_stopping: Annotated[EarlyStopping | None, Effect(NUMBERS, TRAJECTORY)] = None
     """{patience: 3, threshold: 0.0} on metric_for_best_model."""
     sample: Annotated[Sample | None, Effect(NOTHING, FREE)] = None
-    """{every: 500, prompts: [...]}: generate with the model in training, into metrics.jsonl and onto the terminal."""
+    """{every: 500, prompts: [...]}: generate with the model in training, into metrics.jsonl and onto the
+    terminal."""
 
 
 class Recipe(Section):
@@ -252,9 +284,11 @@ class Recipe(Section):
     precision: Precision = Precision()
     training: Training = Training()
     lora: Annotated[Lora | None, Effect(MEMORY | TIME | NUMBERS, REFUSED)] = None
-    """Train low-rank adapters of a frozen model: `{}` for the defaults, or by PEFT's names; null = train the model itself."""
+    """Train low-rank adapters of a frozen model: `{}` for the defaults, or by PEFT's names; null = train the
+    model itself."""
     quantization: Annotated[Quantization | None, Effect(MEMORY | TIME | NUMBERS, REFUSED)] = None
-    """`{}`: frozen weights under `lora:` in 4 bits (QLoRA); `{train: int4}`: quantisation-aware training; null = weights as they are."""
+    """`{}`: frozen weights under `lora:` in 4 bits (QLoRA); `{train: int4}`: quantisation-aware training;
+    null = weights as they are."""
     kernels: Kernels = Kernels()
     checkpoint: CheckpointSection = CheckpointSection()
     evaluation: CheckpointEvaluation = CheckpointEvaluation()
@@ -283,7 +317,9 @@ class Recipe(Section):
         """The recipe without the directories that each machine may name otherwise."""
         if not self.has_own_directories:
             return self
-        return self.model_copy(update={"output_dir": "", "data": self.data.model_copy(update={"cache_dir": None})})
+        return self.model_copy(
+            update={"output_dir": "", "data": self.data.model_copy(update={"cache_dir": None})}
+        )
 
     @property
     def data_size(self) -> int:
@@ -303,8 +339,8 @@ class Recipe(Section):
 
     @property
     def open_files_needed(self) -> int:
-        """Open files of a rank of a resolved recipe: those of its topology, and of the meshes of divided experts and of shards that fewer
-        ranks share after the forward."""
+        """Open files of a rank of a resolved recipe: those of its topology, and of the meshes of divided
+        experts and of shards that fewer ranks share after the forward."""
         dimensions = 3 if self.is_hybrid else 2
         other_meshes = (self.fsdp.ep_size > 1) + (type(self.fsdp.reshard_after_forward) is int)
         return self.topology.open_files_needed(dimensions * other_meshes)
@@ -315,7 +351,11 @@ class Recipe(Section):
         if self.training.per_device_train_batch_tokens is not None:
             assert self.training.global_batch_size is not None, "a rule requires it"
             return self.training.global_batch_size
-        return self.training.per_device_train_batch_size * self.data_size * (self.training.gradient_accumulation_steps or 1)
+        return (
+            self.training.per_device_train_batch_size
+            * self.data_size
+            * (self.training.gradient_accumulation_steps or 1)
+        )
 
     @property
     def evaluates(self) -> bool:
@@ -324,7 +364,8 @@ class Recipe(Section):
 
     @property
     def best_by_score(self) -> bool:
-        """Whether `training.metric_for_best_model` is a score of `evaluation:`, which the ranks do not know."""
+        """Whether `training.metric_for_best_model` is a score of `evaluation:`, which the ranks do not
+        know."""
         metric = (self.training.model_extra or {}).get("metric_for_best_model")
         return isinstance(metric, str) and self.evaluation.has_score(metric)
 
@@ -339,19 +380,26 @@ class Recipe(Section):
 
     @property
     def reshards_after_forward(self) -> bool | int:
-        """Whether a unit frees gathered parameters after its forward (ZeRO-3) or keeps them until its backward; n: keeps 1/n of them."""
+        """Whether a unit frees gathered parameters after its forward (ZeRO-3) or keeps them until its
+        backward; n: keeps 1/n of them."""
         explicit = self.fsdp.reshard_after_forward
         return STRATEGIES[self.fsdp.sharding_strategy].reshards if explicit is None else explicit
 
     @property
     def nf4(self) -> Quantization | None:
         """The section `quantization:` if it holds frozen weights in 4 bits."""
-        return self.quantization if self.quantization is not None and self.quantization.load == "nf4" else None
+        return (
+            self.quantization if self.quantization is not None and self.quantization.load == "nf4" else None
+        )
 
     @property
     def quantised_training(self) -> Quantization | None:
         """The section `quantization:` if it trains with emulated quantisation."""
-        return self.quantization if self.quantization is not None and self.quantization.train is not None else None
+        return (
+            self.quantization
+            if self.quantization is not None and self.quantization.train is not None
+            else None
+        )
 
     @property
     def ships_quantised(self) -> bool:
@@ -365,7 +413,11 @@ class Recipe(Section):
         That of GPUs as long as `auto` is not resolved.
         """
         mixed = self.precision.mixed_precision
-        return self.model.dtype if mixed == "no" else cast(ComputeDtype, "bf16" if mixed in ("auto", "fp8") else mixed)
+        return (
+            self.model.dtype
+            if mixed == "no"
+            else cast(ComputeDtype, "bf16" if mixed in ("auto", "fp8") else mixed)
+        )
 
     @property
     def layer_classes(self) -> tuple[str, ...] | None:

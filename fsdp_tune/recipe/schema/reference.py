@@ -1,4 +1,5 @@
-"""Documents generated from the schema: the commented reference, the JSON Schema for editors, the frozen list of keys."""
+"""Documents generated from the schema: the commented reference, the JSON Schema for editors, the frozen list
+of keys."""
 
 from __future__ import annotations
 
@@ -12,20 +13,26 @@ from fsdp_tune.recipe.schema.kinds import Section
 from fsdp_tune.recipe.schema.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.sections import DataSource
-from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS, TrainingField, describe_field, owned_names
+from fsdp_tune.recipe.schema.training_fields import (
+    TRAINING_FIELDS,
+    TrainingField,
+    describe_field,
+    owned_names,
+)
 
 _HEAD = """\
 # Every key of a recipe with its default and meaning. Generated from the schema; do not edit.
 # `null` and `auto` are decided as described in the comment. Unknown keys are errors. `training:` also takes the fields of transformers'
 # TrainingArguments that are listed as comments below it, with these defaults; TrainingArguments documents their meaning.
-"""
+"""  # noqa: E501
 
 
 _LAST_TRAINING_KEY = [key.name for key in all_keys() if key.path[0] == "training"][-1]
 
 
 def reference_yaml() -> str:
-    """Return all keys as a YAML document of the defaults, each with its meaning; the document is itself valid for the schema."""
+    """Return all keys as a YAML document of the defaults, each with its meaning; the document is itself valid
+    for the schema."""
     lines = [_HEAD.rstrip()]
     unsupported = {row.key: row for row in NOT_YET}
     always = {(), *(key.path for key in all_keys() if _is_section(key))}
@@ -40,7 +47,9 @@ def reference_yaml() -> str:
         else:
             comment = f"{key.field.description or ''} [{field_words(key.field)}]"
             if key.name in unsupported:
-                comment += f" In this release: {', '.join(_yaml(value) for value in unsupported[key.name].works)}."
+                comment += (
+                    f" In this release: {', '.join(_yaml(value) for value in unsupported[key.name].works)}."
+                )
             lines.append(f"{indent}{name}: {_yaml(default_of(key.field))}  # {comment}")
         if key.name == _LAST_TRAINING_KEY:
             lines.extend(_passed_field_lines())
@@ -50,13 +59,19 @@ def reference_yaml() -> str:
 def _is_described_elsewhere(key: Key) -> bool:
     """Return whether a key of an entry is one of `data.train` too, where it is described."""
     section = key.path[:-1]
-    return section == ("data", "eval") or (section == ("evaluation", "sets") and key.path[-1] in DataSource.model_fields)
+    return section == ("data", "eval") or (
+        section == ("evaluation", "sets") and key.path[-1] in DataSource.model_fields
+    )
 
 
 def _passed_field_lines() -> list[str]:
     lines = ["  # Fields of TrainingArguments:"]
     for name, value in passed_defaults().items():
-        words = enumerated([f"`{each}`" for each in OPTIMIZERS]) if name == "optim" else describe_field(TRAINING_FIELDS.fields[name])
+        words = (
+            enumerated([f"`{each}`" for each in OPTIMIZERS])
+            if name == "optim"
+            else describe_field(TRAINING_FIELDS.fields[name])
+        )
         lines.append(f"  # {name}: {_yaml(value)}  [{words}]")
     return lines
 
@@ -67,7 +82,8 @@ def _source_line(key: Key) -> str:
 
 
 def _is_section(key: Key) -> bool:
-    """Return whether a key is a section that is always present, as opposed to a mapping that may be null or a list."""
+    """Return whether a key is a section that is always present, as opposed to a mapping that may be null or a
+    list."""
     return isinstance(default_of(key.field), Section)
 
 
@@ -99,9 +115,16 @@ def describe_key(name: str) -> KeyFacts:
     key = next((each for each in all_keys() if each.name == name), None)
     if key is None:
         field = name.removeprefix("training.")
-        takes = enumerated([f"`{each}`" for each in OPTIMIZERS]) if field == "optim" else describe_field(_passed_fields()[field])
+        takes = (
+            enumerated([f"`{each}`" for each in OPTIMIZERS])
+            if field == "optim"
+            else describe_field(_passed_fields()[field])
+        )
         return KeyFacts(
-            f"A field of transformers' TrainingArguments, which document `{field}`.", takes, passed_defaults()[field], is_required=False
+            f"A field of transformers' TrainingArguments, which document `{field}`.",
+            takes,
+            passed_defaults()[field],
+            is_required=False,
         )
     is_required = key.field.is_required()
     default = None if is_required or _is_section(key) else default_of(key.field)
@@ -110,31 +133,54 @@ def describe_key(name: str) -> KeyFacts:
 
 
 def surface_lines() -> list[str]:
-    """Return one line per key, `key · type · default`, in the order of the schema; then the fields that `training:` passes on."""
+    """Return one line per key, `key · type · default`, in the order of the schema; then the fields that
+    `training:` passes on."""
     lines: list[str] = []
     for key in all_keys():
-        default = "required" if key.field.is_required() else "section" if _is_section(key) else json.dumps(default_of(key.field))
+        default = (
+            "required"
+            if key.field.is_required()
+            else "section"
+            if _is_section(key)
+            else json.dumps(default_of(key.field))
+        )
         lines.append(f"{key.name} · {field_words(key.field)} · {default}")
     for name, field in _passed_fields().items():
-        lines.append(f"training.{name} · {describe_field(field)} · {json.dumps(field.default)} (transformers)")
+        lines.append(
+            f"training.{name} · {describe_field(field)} · {json.dumps(field.default)} (transformers)"
+        )
     return lines
 
 
 def passed_defaults() -> dict[str, object]:
-    """Return the fields of TrainingArguments that `training:` passes on, each with the value that a run without the key has."""
+    """Return the fields of TrainingArguments that `training:` passes on, each with the value that a run
+    without the key has."""
     return {name: field.default for name, field in _passed_fields().items()} | {"optim": DEFAULT_OPTIMIZER}
 
 
 def _passed_fields() -> dict[str, TrainingField]:
     own = {key.path[1] for key in all_keys() if key.path[0] == "training" and len(key.path) == 2}
-    return {name: field for name, field in TRAINING_FIELDS.fields.items() if name not in own and name not in owned_names()}
+    return {
+        name: field
+        for name, field in TRAINING_FIELDS.fields.items()
+        if name not in own and name not in owned_names()
+    }
 
 
-_JSON_TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "null": "null", "dict": "object", "list": "array"}
+_JSON_TYPES = {
+    "str": "string",
+    "int": "integer",
+    "float": "number",
+    "bool": "boolean",
+    "null": "null",
+    "dict": "object",
+    "list": "array",
+}
 
 
 def json_schema() -> dict[str, object]:
-    """Return the JSON Schema (2020-12) of a recipe for editors, with the passed TrainingArguments and the accepted alternative types."""
+    """Return the JSON Schema (2020-12) of a recipe for editors, with the passed TrainingArguments and the
+    accepted alternative types."""
     schema = Recipe.model_json_schema(by_alias=True)
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "fsdp-tune recipe"
@@ -142,7 +188,10 @@ def json_schema() -> dict[str, object]:
     training = definitions["Training"]
     training["additionalProperties"] = False
     for name, field in _passed_fields().items():
-        training["properties"][name] = {"anyOf": [_json_type(kind) for kind in field.types], "default": field.default}
+        training["properties"][name] = {
+            "anyOf": [_json_type(kind) for kind in field.types],
+            "default": field.default,
+        }
     _also_boolean(definitions["Precision"]["properties"]["mixed_precision"])
     _also_boolean(definitions["Fsdp"]["properties"]["activation_checkpointing"])
     report = training["properties"]["report_to"]

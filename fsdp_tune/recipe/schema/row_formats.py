@@ -1,4 +1,5 @@
-"""Formats of rows: their columns, what is trained, and what a row holds. `data/format/formats.py` reads rows of them."""
+"""Formats of rows: their columns, what is trained, and what a row holds. `data/format/formats.py` reads rows
+of them."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-DataFormat = Literal["auto", "text", "prompt_completion", "alpaca", "messages", "sharegpt", "segments", "tokenized"]
+DataFormat = Literal[
+    "auto", "text", "prompt_completion", "alpaca", "messages", "sharegpt", "segments", "tokenized"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +25,8 @@ class RowFormat:
     marks_trained: bool = False
     """Whether rows mark what is trained."""
     question: Callable[[str, str], dict[str, object]] | None = None
-    """Makes a row of a prompt and an answer. None: a prompt is not the question of an answer, and is continued as it is."""
+    """Makes a row of a prompt and an answer. None: a prompt is not the question of an answer, and is
+    continued as it is."""
     surrounds: str | None = None
     """What a prompt becomes, if the package surrounds it with text of its own; None: it stays as it is."""
 
@@ -46,7 +50,9 @@ ROW_FORMATS: dict[str, RowFormat] = {
         question=lambda prompt, answer: {"instruction": prompt, "output": answer},
         surrounds="Stanford Alpaca's instruction",
     ),
-    "messages": RowFormat((("messages",),), ("assistant", "last_assistant", "all"), "chat", question=_messages),
+    "messages": RowFormat(
+        (("messages",),), ("assistant", "last_assistant", "all"), "chat", question=_messages
+    ),
     "sharegpt": RowFormat(
         (("conversations",), ("conversation",)),
         ("assistant", "last_assistant", "all"),

@@ -1,4 +1,5 @@
-"""The sections of a recipe but for `training:`: model, data, LoRA, quantization, kernels, checkpoint, launch, merge."""
+"""The sections of a recipe but for `training:`: model, data, LoRA, quantization, kernels, checkpoint, launch,
+merge."""
 
 from __future__ import annotations
 
@@ -7,7 +8,18 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from fsdp_tune.core.command import BaseWeights, MergeCheck, MergedDtype
-from fsdp_tune.recipe.schema.effects import DATA, FREE, MEMORY, NOTHING, NUMBERS, REFUSED, RESULT, TIME, TRAJECTORY, Effect
+from fsdp_tune.recipe.schema.effects import (
+    DATA,
+    FREE,
+    MEMORY,
+    NOTHING,
+    NUMBERS,
+    REFUSED,
+    RESULT,
+    TIME,
+    TRAJECTORY,
+    Effect,
+)
 from fsdp_tune.recipe.schema.kinds import (
     AboveOne,
     Auto,
@@ -81,12 +93,15 @@ class RopeScaling(Section):
     layer_types: list[Text] | None = None
     """Types of layers to scale, for models with frequencies by type (gemma3); null = full_attention."""
     replace_existing: bool = False
-    """true: replace a scaling that the model's configuration has; false: another scaling there is an error."""
+    """true: replace a scaling that the model's configuration has; false: another scaling there is an
+    error."""
 
     @property
     def unused(self) -> list[str]:
         """Names of the fields that are set and that `rope_type` does not read."""
-        fields = {name for names in _ROPE_FIELDS.values() for name in names} - set(_ROPE_FIELDS[self.rope_type])
+        fields = {name for names in _ROPE_FIELDS.values() for name in names} - set(
+            _ROPE_FIELDS[self.rope_type]
+        )
         return sorted(name for name in fields if getattr(self, name) is not None)
 
     def parameters(self, original: int) -> dict[str, object]:
@@ -96,14 +111,17 @@ class RopeScaling(Section):
             fields["original_max_position_embeddings"] = original
         if self.rope_type == "llama3":
             fields |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-        return fields | {name: value for name in _ROPE_FIELDS[self.rope_type] if (value := getattr(self, name)) is not None}
+        return fields | {
+            name: value for name in _ROPE_FIELDS[self.rope_type] if (value := getattr(self, name)) is not None
+        }
 
 
 class Model(Section):
     default_effect = Effect(MEMORY | TIME | NUMBERS, REFUSED)
 
     name_or_path: Annotated[Text | None, Effect(DATA | MEMORY | TIME | NUMBERS, REFUSED)] = None
-    """Hub id, HF directory, RUN, or RUN/checkpoint-N (weights only). Required unless `from_config` is given."""
+    """Hub id, HF directory, RUN, or RUN/checkpoint-N (weights only). Required unless `from_config` is
+    given."""
     revision: Annotated[Text, Effect(DATA | MEMORY | TIME | NUMBERS, REFUSED)] = "main"
     """Branch, tag or commit; resolved once to a commit, recorded, the same on all ranks and on resume."""
     tokenizer: Annotated[Text | None, Effect(DATA | MEMORY | TIME | NUMBERS, REFUSED)] = None
@@ -113,23 +131,29 @@ class Model(Section):
     from_config: Text | dict[str, Any] | None = None
     """A config.json, or the mapping inline (`{model_type: llama, hidden_size: 512}`): random weights."""
     config_overrides: dict[str, Any] = {}
-    """Fields of the model's config class to change (`{attention_dropout: 0.0}`), checked against the class."""
+    """Fields of the model's config class to change (`{attention_dropout: 0.0}`), checked against the
+    class."""
     rope_scaling: RopeScaling | None = None
-    """Stretch the rotary positions (`{rope_type: yarn, factor: 4.0}`), by transformers' names; also written to the merged config.json."""
+    """Stretch the rotary positions (`{rope_type: yarn, factor: 4.0}`), by transformers' names; also written
+    to the merged config.json."""
     trust_remote_code: Annotated[bool, Effect(MEMORY | TIME | NUMBERS, FREE)] = False
     """Run Python code from the model's repository. Takes effect only together with `--trust-remote-code`."""
     resize_embeddings: bool = False
     """true: grow the embedding to a larger tokenizer; false: a larger tokenizer is an error."""
     attn_implementation: Annotated[Text, Effect(MEMORY | TIME, FREE)] = "auto"
-    """Attention kernel, by transformers' names (sdpa, eager, flash_attention_2 …), torch_varlen (for packed rows), or sdpa_or_eager."""
+    """Attention kernel, by transformers' names (sdpa, eager, flash_attention_2 …), torch_varlen (for packed
+    rows), or sdpa_or_eager."""
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """Storage dtype of trained parameters: fp32 master weights, or bf16: half the memory, small updates are lost (notice `pure-bf16`)."""
+    """Storage dtype of trained parameters: fp32 master weights, or bf16: half the memory, small updates are
+    lost (notice `pure-bf16`)."""
     frozen_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Storage dtype of frozen matrices; auto = the compute dtype, with FSDP1 `dtype`. Other frozen parameters are stored in `dtype`."""
+    """Storage dtype of frozen matrices; auto = the compute dtype, with FSDP1 `dtype`. Other frozen parameters
+    are stored in `dtype`."""
     freeze: list[Text] = []
     """Name patterns of parameters that are not trained."""
     leave_out: Annotated[list[Text], Effect(RESULT, REFUSED)] = []
-    """Parts of the base that are neither trained nor written into the merged model (`[mtp, visual]`). Others are written unchanged."""
+    """Parts of the base that are neither trained nor written into the merged model (`[mtp, visual]`). Others
+    are written unchanged."""
     tokens: Tokens = Tokens()
 
     @property
@@ -146,7 +170,8 @@ class DataSource(Section):
     default_effect = Effect(DATA, REFUSED)
 
     path: Text
-    """Local if it exists on disk; json | parquet | csv | text | arrow = builder with `data_files`; `builtin:NAME`; else a hub id."""
+    """Local if it exists on disk; json | parquet | csv | text | arrow = builder with `data_files`;
+    `builtin:NAME`; else a hub id."""
     name: Text | None = None
     """Configuration of a hub data set (`main`, `en`)."""
     data_dir: Text | None = None
@@ -172,11 +197,13 @@ class DataSource(Section):
     max_rows: Whole | None = None
     """Number of rows to read from the beginning; null = all."""
     repeats: Whole | None = None
-    """Largest number of passes over this source; null = as many as `training.max_steps` needs. Streaming only."""
+    """Largest number of passes over this source; null = as many as `training.max_steps` needs. Streaming
+    only."""
     label: Text | None = None
     """Name of the set in reports and in `eval_<label>_loss`."""
     loader: Text | None = None
-    """Entry point of the group `fsdp_tune.loaders` that reads the rows of `path`. Allowed only together with `--allow-extensions`."""
+    """Entry point of the group `fsdp_tune.loaders` that reads the rows of `path`. Allowed only together with
+    `--allow-extensions`."""
     loader_options: dict[str, Any] = {}
     """Options for `loader`."""
 
@@ -205,15 +232,21 @@ EVAL_TAGS = ("<fraction>", "<rows>", "<list>")
 
 def eval_kind(value: object) -> str:
     """Return the tag of the form of `data.eval`, one of three. Tags start with `<`, which no key does."""
-    if isinstance(value, list) or (isinstance(value, dict) and "path" in value):  # one source, where a list of sources belongs
+    if isinstance(value, list) or (
+        isinstance(value, dict) and "path" in value
+    ):  # one source, where a list of sources belongs
         return "<list>"
-    if isinstance(value, EvalRows) or (isinstance(value, dict) and "rows" in value and "fraction" not in value):
+    if isinstance(value, EvalRows) or (
+        isinstance(value, dict) and "rows" in value and "fraction" not in value
+    ):
         return "<rows>"
     return "<fraction>"
 
 
 EvalSets = Annotated[
-    Annotated[EvalFraction, Tag("<fraction>")] | Annotated[EvalRows, Tag("<rows>")] | Annotated[list[DataSource], Tag("<list>")],
+    Annotated[EvalFraction, Tag("<fraction>")]
+    | Annotated[EvalRows, Tag("<rows>")]
+    | Annotated[list[DataSource], Tag("<list>")],
     Discriminator(eval_kind),
 ]
 
@@ -222,7 +255,8 @@ class Mixture(Section):
     default_effect = Effect(DATA, REFUSED)
 
     temperature: Positive = 1.0
-    """1 = by size; above 1 flattens the shares of the sources (amount ** (1 / temperature), by `weight_by`)."""
+    """1 = by size; above 1 flattens the shares of the sources (amount ** (1 / temperature), by
+    `weight_by`)."""
     stopping_strategy: Literal["all_exhausted", "first_exhausted"] = "all_exhausted"
     """When a weighted mixture ends, as in datasets."""
     weight_by: Literal["rows", "tokens"] = "rows"
@@ -246,19 +280,24 @@ class Data(Section):
     format: Annotated[DataFormat, Effect(DATA, REFUSED)] = "auto"
     """Format of the rows; auto detects it from the columns, and it is an error if two formats match."""
     loss_on: Annotated[LossOn, Effect(DATA, REFUSED)] = "auto"
-    """Tokens in the loss; auto: all for text, completion for prompt_completion and alpaca, assistant for chats."""
+    """Tokens in the loss; auto: all for text, completion for prompt_completion and alpaca, assistant for
+    chats."""
     chat_template: Annotated[Text | None, Effect(DATA, REFUSED)] = None
-    """null = the tokenizer's | a name from `fsdp-tune templates` | file.jinja | Jinja text | hub id; chats without one are an error."""
+    """null = the tokenizer's | a name from `fsdp-tune templates` | file.jinja | Jinja text | hub id; chats
+    without one are an error."""
     ignore_columns: Annotated[list[Text], Effect(DATA, REFUSED)] = []
-    """Keys of the rows to ignore, with their names in the files; in messages `messages.rating`. Others that no format reads are errors."""
+    """Keys of the rows to ignore, with their names in the files; in messages `messages.rating`. Others that
+    no format reads are errors."""
     roles: Annotated[dict[str, ChatRole], Effect(DATA, REFUSED)] = {}
-    """{role in the rows: known role}, for chats whose speakers have other names; `function_call` is a call as JSON text."""
+    """{role in the rows: known role}, for chats whose speakers have other names; `function_call` is a call as
+    JSON text."""
     max_length: Annotated[Whole, Effect(DATA | MEMORY | TIME, REFUSED)] = 2048
     """Tokens of one row; longer rows follow `overlong`."""
     overlong: Annotated[Literal["auto", "truncate", "drop", "split", "error"], Effect(DATA, REFUSED)] = "auto"
     """Handling of rows longer than max_length; auto = split for text, else truncate. Always counted."""
     drop_duplicates: Annotated[bool, Effect(DATA, REFUSED)] = False
-    """Train only the first of rows with equal tokens and targets, over all sources. Duplicates are always counted, except in streams."""
+    """Train only the first of rows with equal tokens and targets, over all sources. Duplicates are always
+    counted, except in streams."""
     packing: Annotated[bool, Effect(DATA | MEMORY | TIME, REFUSED)] = False
     """Join examples into rows of `max_length`; no token attends across examples."""
     packing_strategy: Annotated[Literal["bfd", "wrapped"], Effect(DATA, REFUSED)] = "bfd"
@@ -268,15 +307,19 @@ class Data(Section):
     separator: Annotated[str, Effect(DATA, REFUSED)] = ""
     """Text between prompt and completion, or after the prompts of Stanford Alpaca."""
     append_eos: Annotated[bool | Auto, Effect(DATA, REFUSED)] = "auto"
-    """Append a trained end-of-sequence token to each example; auto = in all formats but segments and tokenized. Never doubled."""
+    """Append a trained end-of-sequence token to each example; auto = in all formats but segments and
+    tokenized. Never doubled."""
     special_tokens_in_content: Annotated[Literal["auto", "text", "control"], Effect(DATA, REFUSED)] = "auto"
-    """Encoding of `<|im_end|>` in the rows: text, or control tokens; auto = text in chats and alpaca rows, except `model.tokens.add`."""
+    """Encoding of `<|im_end|>` in the rows: text, or control tokens; auto = text in chats and alpaca rows,
+    except `model.tokens.add`."""
     streaming: Annotated[bool, Effect(DATA | MEMORY | TIME, REFUSED)] = False
     """Read, tokenise and pack rows while training; needs training.max_steps."""
     stream_lanes: Annotated[Whole | Auto, Effect(DATA | MEMORY, REFUSED)] = "auto"
-    """Parts of a stream that are read in parallel, whatever the number of ranks, which must divide it; auto = 16 or more."""
+    """Parts of a stream that are read in parallel, whatever the number of ranks, which must divide it; auto =
+    16 or more."""
     curriculum: Annotated[list[Stage], Effect(DATA, REFUSED)] = []
-    """[{until_step, weights}]: shares of the sources by step; after the last stage each source's `weight` holds. Streaming only."""
+    """[{until_step, weights}]: shares of the sources by step; after the last stage each source's `weight`
+    holds. Streaming only."""
     shuffle: Annotated[bool, Effect(DATA, REFUSED)] = True
     """Shuffle the training rows each epoch; the order depends on the seed and the epoch alone."""
     shuffle_buffer_size: Annotated[Whole, Effect(DATA | MEMORY, REFUSED)] = 10000
@@ -286,8 +329,11 @@ class Data(Section):
     """Tokens; rows are padded to the longest of the batch, rounded up to this."""
     on_bad_row: Annotated[Literal["error", "skip"], Effect(DATA, REFUSED)] = "error"
     """skip counts bad rows and writes them to a file."""
-    max_bad_share: Annotated[float, Field(ge=0.0, le=1.0), Description("a number from 0 to 1"), Effect(NOTHING, FREE)] = 0.01
-    """Largest share of bad rows to skip, of all rows; more is an error. Of a stream: of the rows that a lane has read, from 1,000 on."""
+    max_bad_share: Annotated[
+        float, Field(ge=0.0, le=1.0), Description("a number from 0 to 1"), Effect(NOTHING, FREE)
+    ] = 0.01
+    """Largest share of bad rows to skip, of all rows; more is an error. Of a stream: of the rows that a lane
+    has read, from 1,000 on."""
     num_proc: Annotated[Whole | Auto, Effect(NOTHING, FREE)] = "auto"
     """Processes that tokenise; auto = min(16, cores)."""
     cache_dir: Annotated[Text | None, Effect(NOTHING, FREE)] = None
@@ -295,9 +341,13 @@ class Data(Section):
 
     @property
     def eval_labels(self) -> list[str]:
-        """Return the label of each eval set. Held-out rows are a set for each training source, since each has a loss of its own."""
+        """Return the label of each eval set. Held-out rows are a set for each training source, since each has
+        a loss of its own."""
         if isinstance(self.eval, list):
-            return [each.label or (f"eval{index}" if len(self.eval) > 1 else "eval") for index, each in enumerate(self.eval, start=1)]
+            return [
+                each.label or (f"eval{index}" if len(self.eval) > 1 else "eval")
+                for index, each in enumerate(self.eval, start=1)
+            ]
         if self.eval is None or len(self.train) < 2:
             return [] if self.eval is None else ["held_out"]
         labels = [source.label or source.stem for source in self.train]
@@ -311,18 +361,23 @@ class Data(Section):
 
     @property
     def sources(self) -> list[tuple[str, DataSource]]:
-        """Return every source with its key (`data.train[0]`), training first; held-out training rows are not a source."""
+        """Return every source with its key (`data.train[0]`), training first; held-out training rows are not
+        a source."""
         evals = self.eval if isinstance(self.eval, list) else []
         groups = (("data.train", self.train), ("data.eval", evals))
         return [(f"{name}[{index}]", source) for name, group in groups for index, source in enumerate(group)]
 
 
-Rate = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False), Description("a number, 0 or more and below 1")]
+Rate = Annotated[
+    float, Field(ge=0.0, lt=1.0, allow_inf_nan=False), Description("a number, 0 or more and below 1")
+]
 
 
 _NOT_EMULATED = {
     "fp8-int4": "torchao 0.18 rounds the gradients of its fp8 emulation to e4m3, where almost all are zero",
-    "nvfp4": "torchao 0.18 does not emulate NVFP4: its layers multiply on Blackwell alone, and give biases no gradient",
+    "nvfp4": "torchao 0.18 does not emulate NVFP4: its layers multiply on Blackwell alone, and give "
+    "biases no "
+    "gradient",
 }
 """Trainings of torchao that would not train what the converted model computes, with the reason."""
 
@@ -337,15 +392,19 @@ class Quantization(Section):
     default_effect = Effect(MEMORY | TIME | NUMBERS, REFUSED)
 
     load: Literal["nf4"] | None = "nf4"
-    """nf4 = hold frozen weights in 4-bit NormalFloat in blocks of 64, as QLoRA and bitsandbytes do | null, the default with `train`."""
+    """nf4 = hold frozen weights in 4-bit NormalFloat in blocks of 64, as QLoRA and bitsandbytes do | null,
+    the default with `train`."""
     scales: Literal["fp32", "bf16"] = "fp32"
-    """dtype of the scale of a block: fp32 = bitsandbytes' values, 4.5 bits a weight | bf16 = 4.25 bits a weight."""
+    """dtype of the scale of a block: fp32 = bitsandbytes' values, 4.5 bits a weight | bf16 = 4.25 bits a
+    weight."""
     train: Annotated[Literal["int4", "int8-int4"] | None, BeforeValidator(_emulated)] = None
-    """Quantisation-aware training with emulated rounding: int4 = of weights, int8-int4 = also of inputs, to int8. Needs torchao."""
+    """Quantisation-aware training with emulated rounding: int4 = of weights, int8-int4 = also of inputs, to
+    int8. Needs torchao."""
     group_size: Whole = 32
     """Weights of a row that share a scale under `train`; divides the inputs of each quantised layer."""
     modules_to_not_convert: list[Text] = []
-    """Patterns of names of modules that `train` leaves as they are; one that matches no linear layer is an error."""
+    """Patterns of names of modules that `train` leaves as they are; one that matches no linear layer is an
+    error."""
 
     @model_validator(mode="after")
     def _train_holds_nothing(self) -> Quantization:
@@ -365,9 +424,11 @@ class Lora(Section):
     lora_dropout: Rate = 0.0
     """Dropout of an adapter's input. `dropout` is accepted too."""
     target_modules: Text | list[Text] = "all-linear"
-    """all-linear = every linear layer except the head | names of modules, by their last parts | a regular expression for full names."""
+    """all-linear = every linear layer except the head | names of modules, by their last parts | a regular
+    expression for full names."""
     target_parameters: list[Text] = []
-    """Names of parameters that stack the matrices of experts, by their last parts, such as `mlp.experts.gate_up_proj`."""
+    """Names of parameters that stack the matrices of experts, by their last parts, such as
+    `mlp.experts.gate_up_proj`."""
     layers_to_transform: list[WholeOrZero] | None = None
     """Indexes of the decoder layers that get adapters; null = all."""
     rank_pattern: dict[str, Whole] = {}
@@ -383,11 +444,13 @@ class Lora(Section):
     use_dora: bool = False
     """Train the length of each row of a weight apart from its direction (DoRA, arXiv:2402.09353)."""
     init_lora_weights: Annotated[bool | Text, Effect(NUMBERS, REFUSED)] = True
-    """true: A uniform as a linear layer's, B zero | gaussian: A normal, B zero | false: B as A, so that the model starts changed."""
+    """true: A uniform as a linear layer's, B zero | gaussian: A normal, B zero | false: B as A, so that the
+    model starts changed."""
     loraplus_lr_ratio: Annotated[Positive, Effect(NUMBERS, TRAJECTORY)] = 1.0
     """Learning rate of B over that of A (LoRA+, arXiv:2402.12354)."""
     adapter: Annotated[Text | None, Effect(NUMBERS, REFUSED)] = None
-    """Directory of a PEFT adapter, or RUN, whose training continues and whose values unset keys of `lora:` take; null = new adapters."""
+    """Directory of a PEFT adapter, or RUN, whose training continues and whose values unset keys of `lora:`
+    take; null = new adapters."""
 
     @model_validator(mode="before")
     @classmethod
@@ -406,22 +469,28 @@ class Kernels(Section):
     default_effect = Effect(MEMORY | TIME, FREE)
 
     loss: Literal["auto", "full", "chunked", "liger"] = "auto"
-    """full holds the logits, tokens × vocabulary; chunked and liger do not; auto = chunked where they exceed 512 MiB in fp32."""
+    """full holds the logits, tokens × vocabulary; chunked and liger do not; auto = chunked where they exceed
+    512 MiB in fp32."""
     liger: bool | Auto = "auto"
-    """Liger's kernels for norms, rotary embeddings and gated MLPs; auto = on CUDA, where liger-kernel is installed."""
+    """Liger's kernels for norms, rotary embeddings and gated MLPs; auto = on CUDA, where liger-kernel is
+    installed."""
     compile: bool = False
     """Compile each decoder layer separately with torch.compile; FSDP2 and DDP."""
     experts: Literal["auto", "grouped_mm", "batched_mm", "eager", "sonicmoe"] = "auto"
-    """transformers' `experts_implementation`; auto = its own choice: grouped_mm, or eager for classes that have no other."""
+    """transformers' `experts_implementation`; auto = its own choice: grouped_mm, or eager for classes that
+    have no other."""
     mlp_slice_tokens: Whole | None = None
-    """Tokens of each row for which a decoder layer's MLP is computed at a time, so that its inner activations are small; null = all."""
+    """Tokens of each row for which a decoder layer's MLP is computed at a time, so that its inner activations
+    are small; null = all."""
 
 
 class Extensions(Section):
     callbacks: Annotated[list[Text], Effect(NUMBERS, TRAJECTORY)] = []
-    """Entry points of the group `fsdp_tune.callbacks`, called by the Trainer on every rank. Only together with `--allow-extensions`."""
+    """Entry points of the group `fsdp_tune.callbacks`, called by the Trainer on every rank. Only together
+    with `--allow-extensions`."""
     metrics: Annotated[list[Text], Effect(MEMORY, FREE)] = []
-    """Entry points of the group `fsdp_tune.metrics`, computed with each evaluation. Only together with `--allow-extensions`."""
+    """Entry points of the group `fsdp_tune.metrics`, computed with each evaluation. Only together with
+    `--allow-extensions`."""
 
 
 class CheckpointSection(Section):
@@ -436,7 +505,8 @@ class CheckpointSection(Section):
     save_failure: Annotated[Literal["warn", "stop"], Effect(NOTHING, FREE)] = "warn"
     """Effect of a failed save: the run warns and continues, or stops."""
     mirror: Annotated[Text | None, Effect(NOTHING, FREE)] = None
-    """URL (s3, gs, az, file) below which `RUN NAME/` gets copies of complete checkpoints and models, in the background."""
+    """URL (s3, gs, az, file) below which `RUN NAME/` gets copies of complete checkpoints and models, in the
+    background."""
 
 
 class Launch(Section):
@@ -445,25 +515,31 @@ class Launch(Section):
     num_processes: Annotated[Whole | Auto, Effect(MEMORY | TIME, FREE)] = "auto"
     """TOTAL over machines, as in accelerate; auto = visible devices × num_machines."""
     device: Annotated[Device, Effect(MEMORY | TIME, FREE)] = "auto"
-    """cuda | xpu | npu | mps | cpu; auto never selects cpu, which must be written. xpu and npu are tested with simulated devices only."""
+    """cuda | xpu | npu | mps | cpu; auto never selects cpu, which must be written. xpu and npu are tested
+    with simulated devices only."""
     num_cpu_threads_per_process: Annotated[Whole | Auto, Effect(TIME, FREE)] = "auto"
     """auto = cores / local ranks."""
     enable_cpu_affinity: Annotated[bool, Effect(TIME, FREE)] = False
-    """Bind each rank to the cores nearest to its GPU (NUMA), as in accelerate; CUDA, with nvidia-ml-py installed."""
+    """Bind each rank to the cores nearest to its GPU (NUMA), as in accelerate; CUDA, with nvidia-ml-py
+    installed."""
     main_process_ip: Annotated[Text | None, Effect(NOTHING, FREE)] = None
     """Address of machine 0; null = the address from Slurm or Kubernetes."""
     main_process_port: Annotated[Port | Auto, Effect(NOTHING, FREE)] = "auto"
     """auto = a free port; 29500 for several machines, which must agree on one."""
     env: Annotated[dict[str, str], Effect(MEMORY | TIME | RESULT, FREE)] = {}
-    """Extra variables for ranks (NCCL_SOCKET_IFNAME: ib0); those that can run code need `--allow-env NAME`; secrets are refused."""
+    """Extra variables for ranks (NCCL_SOCKET_IFNAME: ib0); those that can run code need `--allow-env NAME`;
+    secrets are refused."""
     shared_directory: Annotated[bool, Effect(NOTHING, FREE)] = True
-    """Whether all machines see one `output_dir`; false = each has its own, with its ranks' part of every checkpoint."""
+    """Whether all machines see one `output_dir`; false = each has its own, with its ranks' part of every
+    checkpoint."""
     max_restarts: Annotated[WholeOrZero, Effect(NOTHING, FREE)] = 0
     """Restarts after a failure."""
     min_machines: Annotated[Whole | None, Effect(NOTHING, FREE)] = None
-    """Fewest machines on which a restart continues when others are lost, with the same global batch; null = all."""
+    """Fewest machines on which a restart continues when others are lost, with the same global batch; null =
+    all."""
     replacement_timeout: Annotated[Duration, Effect(NOTHING, FREE)] = "5m"
-    """With min_machines, time for which a launch waits for a missing machine or its replacement before it starts on fewer."""
+    """With min_machines, time for which a launch waits for a missing machine or its replacement before it
+    starts on fewer."""
     max_runtime: Annotated[Duration | None, Effect(NOTHING, FREE)] = None
     """Time limit from the start of the launcher, saving included (11h30m)."""
     hang_timeout: Annotated[Duration, Effect(NOTHING, FREE)] = "30m"
@@ -474,16 +550,20 @@ class Merge(Section):
     default_effect = Effect(NOTHING, FREE)
 
     at_end: bool = True
-    """Merge the last checkpoint (the best with training.load_best_model_at_end) into RUN/merged when the run has finished."""
+    """Merge the last checkpoint (the best with training.load_best_model_at_end) into RUN/merged when the run
+    has finished."""
     dtype: Annotated[Auto | MergedDtype, Effect(RESULT, FREE)] = "auto"
-    """dtype of the merged weights; auto = the compute dtype (bf16 by default, also from fp32 master weights); keep = as stored."""
+    """dtype of the merged weights; auto = the compute dtype (bf16 by default, also from fp32 master weights);
+    keep = as stored."""
     max_shard_size: Size = "5GB"
     """Largest safetensors file."""
     adapter: Literal["merged", "adapter", "both"] = "both"
     """Output of a LoRA run: merged weights, the adapter, or both."""
     base: Annotated[BaseWeights, Effect(RESULT, FREE)] = "trained"
-    """Weights under a merged QLoRA adapter: as they were trained, from 4 bits, or the original ones, which are another model."""
+    """Weights under a merged QLoRA adapter: as they were trained, from 4 bits, or the original ones, which
+    are another model."""
     verify: MergeCheck = "quick"
     """How the merged directory is checked."""
     quantise: Annotated[bool, Effect(RESULT, FREE)] = False
-    """Also write the model that `quantization.train` emulates, into RUN/merged-quantised, as transformers loads it with torchao."""
+    """Also write the model that `quantization.train` emulates, into RUN/merged-quantised, as transformers
+    loads it with torchao."""

@@ -1,7 +1,7 @@
 """Sharding strategies: what each shards.
 
-Every list of strategies is derived from `STRATEGIES`, except `recipe.fsdp_arguments`, which defines the expected state of a live run
-independently, so that a mistake here is found.
+Every list of strategies is derived from `STRATEGIES`, except `recipe.fsdp_arguments`, which defines the
+expected state of a live run independently, so that a mistake here is found.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ class Strategy:
     is_sharded: bool
     """False: every rank holds the full model (plain DDP)."""
     is_hybrid: bool
-    """Sharded within each of several copies. The search tries it over several machines, where copies avoid traffic on slow links."""
+    """Sharded within each of several copies. The search tries it over several machines, where copies avoid
+    traffic on slow links."""
     reshards: bool
-    """Whether a unit frees its gathered parameters after its forward, and gathers them again for its backward (ZeRO-3)."""
+    """Whether a unit frees its gathered parameters after its forward, and gathers them again for its backward
+    (ZeRO-3)."""
 
 
 STRATEGIES: dict[ShardingStrategy, Strategy] = {

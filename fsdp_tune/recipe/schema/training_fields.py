@@ -1,4 +1,5 @@
-"""The fields of transformers' TrainingArguments, from a generated table: which of them `training:` passes on, and which it refuses."""
+"""The fields of transformers' TrainingArguments, from a generated table: which of them `training:` passes on,
+and which it refuses."""
 
 from __future__ import annotations
 
@@ -9,7 +10,17 @@ from typing import Any
 
 from fsdp_tune.core.devices import installed_versions
 from fsdp_tune.core.units import enumerated
-from fsdp_tune.recipe.schema.effects import FREE, MEMORY, NOTHING, NUMBERS, REFUSED, RESULT, TIME, TRAJECTORY, Effect
+from fsdp_tune.recipe.schema.effects import (
+    FREE,
+    MEMORY,
+    NOTHING,
+    NUMBERS,
+    REFUSED,
+    RESULT,
+    TIME,
+    TRAJECTORY,
+    Effect,
+)
 from fsdp_tune.recipe.schema.recipe import Training
 
 
@@ -35,8 +46,13 @@ OWN_VALUES = {"OptimizerNames": ("muon",)}
 
 def _read_table() -> TrainingTable:
     raw = json.loads(resources.files("fsdp_tune.recipe").joinpath("training_fields.json").read_bytes())
-    fields = {name: TrainingField(tuple(row["types"]), row["default"], tuple(row["versions"])) for name, row in raw["fields"].items()}
-    enums = {name: tuple(sorted({*values, *OWN_VALUES.get(name, ())})) for name, values in raw["enums"].items()}
+    fields = {
+        name: TrainingField(tuple(row["types"]), row["default"], tuple(row["versions"]))
+        for name, row in raw["fields"].items()
+    }
+    enums = {
+        name: tuple(sorted({*values, *OWN_VALUES.get(name, ())})) for name, values in raw["enums"].items()
+    }
     return TrainingTable(tuple(raw["versions"]), enums, fields)
 
 
@@ -51,9 +67,11 @@ _OWNED: dict[str, str] = {
     "bf16_full_eval": "evaluation computes in `precision.mixed_precision` too",
     "fp16_full_eval": "evaluation computes in `precision.mixed_precision` too",
     "activation_checkpointing": "it is `fsdp.activation_checkpointing`",
-    "activation_checkpointing_kwargs": "`fsdp.activation_checkpointing` is always non-reentrant and keeps the random state",
+    "activation_checkpointing_kwargs": "`fsdp.activation_checkpointing` is always non-reentrant and keeps "
+    "the random state",
     "gradient_checkpointing": "it is `fsdp.activation_checkpointing`",
-    "gradient_checkpointing_kwargs": "`fsdp.activation_checkpointing` is always non-reentrant and keeps the random state",
+    "gradient_checkpointing_kwargs": "`fsdp.activation_checkpointing` is always non-reentrant and keeps "
+    "the random state",
     "torch_compile": "it is `kernels.compile`",
     "torch_compile_backend": "it is `kernels.compile`",
     "torch_compile_mode": "it is `kernels.compile`",
@@ -61,7 +79,8 @@ _OWNED: dict[str, str] = {
     "liger_kernel_config": "it is `kernels.liger`",
     "fsdp": "it is the section `fsdp:`",
     "fsdp_config": "it is the section `fsdp:`",
-    "deepspeed": "sharding is by FSDP: ZeRO-3 is `fsdp.sharding_strategy: FULL_SHARD`, ZeRO-2 is SHARD_GRAD_OP",
+    "deepspeed": "sharding is by FSDP: ZeRO-3 is `fsdp.sharding_strategy: FULL_SHARD`, ZeRO-2 is "
+    "SHARD_GRAD_OP",
     "use_cpu": "write `launch.device: cpu`",
     "accelerator_config": "the package sets Accelerate up from `fsdp:`, `parallelism:` and `data:`",
     "parallelism_config": "it is the section `parallelism:`",
@@ -74,7 +93,9 @@ _OWNED: dict[str, str] = {
     "do_predict": "there is no prediction; leave it out",
     "remove_unused_columns": "columns are chosen in `data:` (`columns`, `rename_columns`)",
     "label_names": "labels are made by `data.loss_on`",
-    "train_sampling_strategy": "`data.shuffle` and `training.data_seed` set the order; without packing, rows of similar length are batched",
+    "train_sampling_strategy": "`data.shuffle` and `training.data_seed` set the order; without packing, "
+    "rows of similar length "
+    "are batched",
     "length_column_name": "lengths are known from the prepared data",
     "dataloader_drop_last": "the package orders the rows itself and drops none",
     "dataloader_in_order": "the package orders the rows itself",
@@ -113,12 +134,21 @@ _OWNED: dict[str, str] = {
 
 PASSED_EFFECTS: dict[str, Effect] = {
     **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_epsilon"), Effect(NUMBERS, REFUSED)),
-    **dict.fromkeys(("optim", "optim_args", "optim_target_modules"), Effect(MEMORY | TIME | NUMBERS, REFUSED)),
     **dict.fromkeys(
-        ("label_smoothing_factor", "max_grad_norm", "neftune_noise_alpha", "weight_decay"), Effect(MEMORY | TIME | NUMBERS, TRAJECTORY)
+        ("optim", "optim_args", "optim_target_modules"), Effect(MEMORY | TIME | NUMBERS, REFUSED)
     ),
-    **dict.fromkeys(("lr_scheduler_kwargs", "lr_scheduler_type", "max_steps", "num_train_epochs"), Effect(NUMBERS, TRAJECTORY)),
-    **dict.fromkeys(("dataloader_num_workers", "dataloader_prefetch_factor", "debug", "full_determinism"), Effect(MEMORY | TIME, FREE)),
+    **dict.fromkeys(
+        ("label_smoothing_factor", "max_grad_norm", "neftune_noise_alpha", "weight_decay"),
+        Effect(MEMORY | TIME | NUMBERS, TRAJECTORY),
+    ),
+    **dict.fromkeys(
+        ("lr_scheduler_kwargs", "lr_scheduler_type", "max_steps", "num_train_epochs"),
+        Effect(NUMBERS, TRAJECTORY),
+    ),
+    **dict.fromkeys(
+        ("dataloader_num_workers", "dataloader_prefetch_factor", "debug", "full_determinism"),
+        Effect(MEMORY | TIME, FREE),
+    ),
     "tf32": Effect(MEMORY | TIME | NUMBERS, FREE),  # 10 bits of the mantissa, in place of 23
     **dict.fromkeys(
         (
@@ -129,19 +159,35 @@ PASSED_EFFECTS: dict[str, Effect] = {
     ),
     **dict.fromkeys(
         (
-            *("hub_always_push", "hub_model_id", "hub_private_repo", "hub_revision", "hub_strategy", "logging_first_step"),
-            *("logging_strategy", "project", "trackio_bucket_id", "trackio_space_id", "trackio_static_space_id"),
+            *(
+                "hub_always_push",
+                "hub_model_id",
+                "hub_private_repo",
+                "hub_revision",
+                "hub_strategy",
+                "logging_first_step",
+            ),
+            *(
+                "logging_strategy",
+                "project",
+                "trackio_bucket_id",
+                "trackio_space_id",
+                "trackio_static_space_id",
+            ),
         ),
         Effect(NOTHING, FREE),
     ),
 }
-"""The effects of the fields that `training:` passes on; a field of a newer transformers affects everything until it has a row."""
+"""The effects of the fields that `training:` passes on; a field of a newer transformers affects everything
+until it has a row."""
 
 
 CHOOSING = tuple(
-    f"training.{name}" for name in ("eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "save_steps", "save_strategy")
+    f"training.{name}"
+    for name in ("eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "save_steps", "save_strategy")
 )
-"""Keys that affect the result only of a run in which evaluations choose a checkpoint or end the run (`chooses_by_evaluation`)."""
+"""Keys that affect the result only of a run in which evaluations choose a checkpoint or end the run
+(`chooses_by_evaluation`)."""
 
 
 _RANGES: dict[str, tuple[float, bool]] = {
@@ -163,11 +209,19 @@ _RANGES: dict[str, tuple[float, bool]] = {
 _BELOW_ONE = {"adam_beta1", "adam_beta2", "label_smoothing_factor"}
 
 
-_WORDS = {"str": "text", "int": "a whole number", "float": "a number", "bool": "true or false", "null": "null", "false": "`false`"}
+_WORDS = {
+    "str": "text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "null": "null",
+    "false": "`false`",
+}
 
 
 def owner_of(name: str) -> str | None:
-    """Return why `training.NAME` is refused, as a clause that names the replacement; None if it is passed on."""
+    """Return why `training.NAME` is refused, as a clause that names the replacement; None if it is passed
+    on."""
     return _OWNED.get(name)
 
 
@@ -186,7 +240,8 @@ def describe_field(field: TrainingField) -> str:
 
 
 def mismatch(name: str, value: object) -> str | None:
-    """Return a description of the values of `training.NAME` if `value` is not among them; None if it is valid."""
+    """Return a description of the values of `training.NAME` if `value` is not among them; None if it is
+    valid."""
     field = TRAINING_FIELDS.fields[name]
     if not any(_is_a(value, kind) for kind in field.types):
         return describe_field(field)
@@ -219,7 +274,8 @@ def _is_a(value: object, kind: str) -> bool:
 
 
 def version_gap(name: str, installed: str | None) -> str | None:
-    """Return why the installed transformers cannot take a field; None if it can, or if that version is not a tested one."""
+    """Return why the installed transformers cannot take a field; None if it can, or if that version is not a
+    tested one."""
     versions = TRAINING_FIELDS.fields[name].versions
     if installed not in TRAINING_FIELDS.versions or installed in versions:
         return None
@@ -231,7 +287,8 @@ def installed_transformers() -> str | None:
 
 
 def training_value(training: Training, name: str) -> Any:
-    """Return the value of a passed field, as given or transformers' default (`max_steps`, `num_train_epochs` …)."""
+    """Return the value of a passed field, as given or transformers' default (`max_steps`, `num_train_epochs`
+    …)."""
     extra = training.model_extra or {}
     return extra[name] if name in extra else TRAINING_FIELDS.fields[name].default
 

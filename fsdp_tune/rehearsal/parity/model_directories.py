@@ -6,9 +6,10 @@ writes a model with random weights, the base of an adapter, and prints {"folder"
 
     python -m fsdp_tune.rehearsal.parity.model_directories < {"run": RUN, "step": N}
 
-compares the merged directory, loaded with transformers alone, with the checkpoint, read with torch alone, and prints one JSON document. No
+compares the merged directory, loaded with transformers alone, with the checkpoint, read with torch alone, and
+prints one JSON document. No
 code of the merge is used: torch.distributed.checkpoint reads the checkpoint's tensors.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ ADAPTED_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.
 """Of logits: PEFT multiplies the factors in another order, so that weights may be rounded otherwise."""
 FP32_TOLERANCE = 1e-5
 HALF_TOLERANCE = 2e-2
-"""Relative difference of the eval loss, for weights rounded to 8 bits of mantissa and kernels other than those of the run."""
+"""Relative difference of the eval loss, for weights rounded to 8 bits of mantissa and kernels other than
+those of the run."""
 
 
 def checkpoint_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -75,7 +77,8 @@ def _whole(run: RunDir, step: int, dtype: torch.dtype) -> Any:
 
 
 def _adapted(run: RunDir, step: int, dtype: torch.dtype) -> Any:
-    """The checkpoint's adapter on its base, in 4 bits if it was trained so, by PEFT, merged by PEFT in fp32."""
+    """The checkpoint's adapter on its base, in 4 bits if it was trained so, by PEFT, merged by PEFT in
+    fp32."""
     from peft import LoraConfig, get_peft_model
 
     values = json.loads((run.model / CONFIG_FILE).read_text(encoding="utf-8"))
@@ -89,14 +92,17 @@ def _adapted(run: RunDir, step: int, dtype: torch.dtype) -> Any:
     config: Any = LoraConfig.from_peft_type(**{**values, "inference_mode": False})
     model: Any = get_peft_model(base, config)
     names = {name.replace(".modules_to_save.default", ""): name for name, _ in model.named_parameters()}
-    saved = {names[PREFIX + name]: tensor for name, tensor in checkpoint_tensors(run.checkpoint(step)).items()}
+    saved = {
+        names[PREFIX + name]: tensor for name, tensor in checkpoint_tensors(run.checkpoint(step)).items()
+    }
     _, unexpected = model.load_state_dict(saved, strict=False)
     assert not unexpected, unexpected
     return model.merge_and_unload().to(dtype).eval()
 
 
 def reload(run: RunDir, step: int) -> dict[str, object]:
-    """Compare the logits of a few rows between both models, and the merged model's eval loss with that of the run."""
+    """Compare the logits of a few rows between both models, and the merged model's eval loss with that of the
+    run."""
     merged = AutoModelForCausalLM.from_pretrained(run.merged, dtype="auto").eval()
     AutoTokenizer.from_pretrained(run.merged)
     dtype = next(merged.parameters()).dtype
@@ -107,7 +113,9 @@ def reload(run: RunDir, step: int) -> dict[str, object]:
     for index in range(min(ROWS, len(rows))):
         ids = torch.from_numpy(rows[index].input_ids.astype(np.int64))[None]
         with torch.no_grad():
-            differences.append(float((merged(input_ids=ids).logits - other(input_ids=ids).logits).abs().max()))
+            differences.append(
+                float((merged(input_ids=ids).logits - other(input_ids=ids).logits).abs().max())
+            )
     losses = [line["eval_loss"] for line in read_metrics(run) if "eval_loss" in line]
     precision = json.loads(run.recipe_json.read_text(encoding="utf-8"))["precision"]["mixed_precision"]
     evals = [RowStore(Path(path)) for path in data["evals"].values()]

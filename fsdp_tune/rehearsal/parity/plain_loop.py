@@ -1,16 +1,18 @@
-"""The reference for every run: a plain PyTorch loop on one device. The loop uses nothing of the package but its data order and store.
+"""The reference for every run: a plain PyTorch loop on one device. The loop uses nothing of the package but
+its data order and store.
 
-No Trainer, no Accelerate, no FSDP, no padding and no packing: each example goes through the model alone. The loss of a
-step is the sum of its token losses over the number of its supervised tokens, and for a mixture of experts with
-`output_router_logits` the mean of its examples' load-balancing losses, weighted by tokens; gradients of examples add up in
-fp32 (in float64 if the weights are), whatever the weights are stored in; AdamW (Loshchilov & Hutter, arXiv:1711.05101) decays
-matrices only, and no bias of two dimensions; the gradient is clipped by its global norm; the learning rate warms up linearly and
-follows one of the schedules of `SCHEDULES`.
+No Trainer, no Accelerate, no FSDP, no padding and no packing: each example goes through the model alone. The
+loss of a step is the sum of its token losses over the number of its supervised tokens, and for a mixture of
+experts with `output_router_logits` the mean of its examples' load-balancing losses, weighted by tokens;
+gradients of examples add up in fp32 (in float64 if the weights are), whatever the weights are stored in;
+AdamW (Loshchilov & Hutter, arXiv:1711.05101) decays matrices only, and no bias of two dimensions; the
+gradient is clipped by its global norm; the learning rate warms up linearly and follows one of the schedules
+of `SCHEDULES`.
 
     python -m fsdp_tune.rehearsal.parity.plain_loop < {"run": RUN, "compute_dtype": "fp32", "skipped": []}
 
-trains the recipe of a finished run, on its rows and from its initial weights, and prints losses, gradient norms, supervised tokens of each
-step and the eval loss as one JSON document.
+trains the recipe of a finished run, on its rows and from its initial weights, and prints losses, gradient
+norms, supervised tokens of each step and the eval loss as one JSON document.
 """
 
 from __future__ import annotations
@@ -67,9 +69,11 @@ class LoopSettings:
     max_grad_norm: float = 1.0
     """0: gradients are not clipped."""
     optimizer: str = "adamw"
-    """`adamw`, `sgd`, `adagrad`, `rmsprop` or `muon` (with AdamW for what is no hidden matrix): torch's own; `adafactor`: transformers'."""
+    """`adamw`, `sgd`, `adagrad`, `rmsprop` or `muon` (with AdamW for what is no hidden matrix): torch's own;
+    `adafactor`: transformers'."""
     groups: tuple[tuple[str, float | None, float | None], ...] = ()
-    """(pattern of names, learning rate, weight decay); the first that matches counts, None leaves the common value."""
+    """(pattern of names, learning rate, weight decay); the first that matches counts, None leaves the common
+    value."""
     schedule: str = "cosine"
     label_smoothing: float = 0.0
     dft: bool = False
@@ -82,16 +86,19 @@ class LoopSettings:
     stored_dtype: torch.dtype = torch.float32
     """The dtype of weights between steps."""
     compute_dtype: torch.dtype = torch.float32
-    """bf16: each forward multiplies bf16 copies of the fp32 weights, the logits go to the loss in fp32, gradients add up in fp32.
+    """bf16: each forward multiplies bf16 copies of the fp32 weights, the logits go to the loss in fp32,
+    gradients add up in fp32.
     float64, stored so too: shows how far rounding alone carries a run in fp32."""
     adapter: Path | None = None
     """A PEFT adapter that is trained on the frozen model, by PEFT's own model."""
     quantised: tuple[str, int] | None = None
-    """`quantization.train` and its group: every linear layer but the head is replaced by torchao's own prepare step."""
+    """`quantization.train` and its group: every linear layer but the head is replaced by torchao's own
+    prepare step."""
     skipped: frozenset[int] = frozenset()
     """Steps, from 1, whose update is left out, as fp16's loss scale does when it is too large."""
     schedule_waits: bool = True
-    """Whether the schedule does not advance in skipped steps, as under fp16; under `on_nonfinite: skip` it does."""
+    """Whether the schedule does not advance in skipped steps, as under fp16; under `on_nonfinite: skip` it
+    does."""
 
     def position(self, step: int) -> int:
         """Return the position of the schedule in a step, from 0."""
@@ -111,7 +118,9 @@ class Trajectory:
     final: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def train(settings: LoopSettings, model_directory: Path, train_rows: RowStore, *eval_rows: RowStore) -> Trajectory:
+def train(
+    settings: LoopSettings, model_directory: Path, train_rows: RowStore, *eval_rows: RowStore
+) -> Trajectory:
     """Train the model of a Hugging Face directory, and return its trajectory. Deterministic on one thread."""
     model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=settings.stored_dtype).train()
     for name, parameter in model.named_parameters():
@@ -149,13 +158,16 @@ def train(settings: LoopSettings, model_directory: Path, train_rows: RowStore, *
 
 
 def emulate(model: Any, values: str, group_size: int) -> None:
-    """Replace every linear layer but the head by torchao's own prepare step. `values`: of `quantization.train`."""
+    """Replace every linear layer but the head by torchao's own prepare step. `values`: of
+    `quantization.train`."""
     from torchao.quantization import quantize_
     from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
 
     int4, prepare = vars(torch)["int4"], cast(Any, "prepare")
     weights = IntxFakeQuantizeConfig(int4, group_size=group_size, is_symmetric=True)
-    inputs = IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False) if values == "int8-int4" else None
+    inputs = (
+        IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False) if values == "int8-int4" else None
+    )
     head = model.get_output_embeddings()
     step = QATConfig(activation_config=inputs, weight_config=weights, step=prepare)
     quantize_(model, step, filter_fn=lambda module, _: isinstance(module, nn.Linear) and module is not head)
@@ -169,16 +181,26 @@ def _optimizers(settings: LoopSettings, model: nn.Module) -> list[torch.optim.Op
         if not parameter.requires_grad:
             continue
         decay = settings.weight_decay if parameter.ndim >= 2 and "bias" not in name else 0.0
-        _, rate, own_decay = next((each for each in settings.groups if fnmatch.fnmatchcase(name, each[0])), ("", None, None))
+        _, rate, own_decay = next(
+            (each for each in settings.groups if fnmatch.fnmatchcase(name, each[0])), ("", None, None)
+        )
         peak = settings.learning_rate if rate is None else rate
         group = {"lr": peak, "peak": peak, "weight_decay": decay if own_decay is None else own_decay}
-        is_hidden = parameter.ndim >= 2 and not any(word in name for word in ("bias", "embed", "wte", "wpe", "lm_head"))
-        (hidden if settings.optimizer == "muon" and is_hidden else groups).append(group | {"params": [parameter]})
+        is_hidden = parameter.ndim >= 2 and not any(
+            word in name for word in ("bias", "embed", "wte", "wpe", "lm_head")
+        )
+        (hidden if settings.optimizer == "muon" and is_hidden else groups).append(
+            group | {"params": [parameter]}
+        )
     options: dict[str, Any] = {"lr": settings.learning_rate, "foreach": False}
     if settings.optimizer == "adafactor":
         return [Adafactor(groups, lr=settings.learning_rate, scale_parameter=False, relative_step=False)]
     if settings.optimizer in ("adamw", "muon"):
-        adamw = [torch.optim.AdamW(groups, betas=settings.betas, eps=settings.epsilon, **options)] if groups else []
+        adamw = (
+            [torch.optim.AdamW(groups, betas=settings.betas, eps=settings.epsilon, **options)]
+            if groups
+            else []
+        )
         return [*adamw, *([_muon(hidden)] if hidden else [])]
     kinds = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "rmsprop": torch.optim.RMSprop}
     return [kinds[settings.optimizer](groups, **options)]
@@ -205,10 +227,17 @@ def _muon(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
 
 def _copy(model: nn.Module, settings: LoopSettings) -> dict[str, torch.Tensor]:
     """Return all parameters, or with an adapter those that are trained, by their names in a run."""
-    copies = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad or settings.adapter is None}
+    copies = {
+        name: p.detach().clone()
+        for name, p in model.named_parameters()
+        if p.requires_grad or settings.adapter is None
+    }
     if settings.adapter is None:
         return copies
-    return {name.removeprefix(PREFIX).replace(".modules_to_save.default", ""): copy for name, copy in copies.items()}
+    return {
+        name.removeprefix(PREFIX).replace(".modules_to_save.default", ""): copy
+        for name, copy in copies.items()
+    }
 
 
 def _global_batches(settings: LoopSettings, rows: RowStore) -> Iterator[list[Row]]:
@@ -230,7 +259,9 @@ def _global_batches(settings: LoopSettings, rows: RowStore) -> Iterator[list[Row
 def _schedule(step: int, settings: LoopSettings) -> float:
     if step < settings.warmup_steps:
         return step / settings.warmup_steps
-    return SCHEDULES[settings.schedule]((step - settings.warmup_steps) / (settings.steps - settings.warmup_steps))
+    return SCHEDULES[settings.schedule](
+        (step - settings.warmup_steps) / (settings.steps - settings.warmup_steps)
+    )
 
 
 def _examples(rows: list[Row]) -> Iterator[Example]:
@@ -241,7 +272,8 @@ def _examples(rows: list[Row]) -> Iterator[Example]:
 
 
 class StepSums(NamedTuple):
-    """Mean loss of a step over its supervised tokens, their number, and the gradient of each trained parameter in fp32."""
+    """Mean loss of a step over its supervised tokens, their number, and the gradient of each trained
+    parameter in fp32."""
 
     loss: float
     tokens: int
@@ -255,7 +287,9 @@ def _accumulate(model: nn.Module, settings: LoopSettings, rows: list[Row]) -> St
     tokens = sum(ids.shape[1] for ids, _ in examples)
     total, gradients = 0.0, dict[str, torch.Tensor]()
     for ids, labels in examples:
-        loss, balance = _losses(model, settings.compute_dtype, (ids, labels), settings.label_smoothing, dft=settings.dft)
+        loss, balance = _losses(
+            model, settings.compute_dtype, (ids, labels), settings.label_smoothing, dft=settings.dft
+        )
         (loss / targets + balance * ids.shape[1] / tokens).backward()
         total += float(loss.detach())
         for name, parameter in model.named_parameters():
@@ -271,9 +305,15 @@ def _at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _losses(
-    model: nn.Module, compute_dtype: torch.dtype, example: Example, label_smoothing: float = 0.0, *, dft: bool = False
+    model: nn.Module,
+    compute_dtype: torch.dtype,
+    example: Example,
+    label_smoothing: float = 0.0,
+    *,
+    dft: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """Return the summed token loss of an example, and its load-balancing loss times the coefficient (0 for a dense model)."""
+    """Return the summed token loss of an example, and its load-balancing loss times the coefficient (0 for a
+    dense model)."""
     ids, labels = example
     kept = patterns_in_fp32(model, compute_dtype)
     weights = {name: p if name in kept else p.to(compute_dtype) for name, p in model.named_parameters()}
@@ -288,7 +328,9 @@ def _losses(
         loss = (1 - label_smoothing) * loss - label_smoothing * log_probabilities[before].mean(dim=-1).sum()
     if balance is None:
         return loss, 0.0
-    return loss, balance * next(value for name in BALANCE_WEIGHTS if (value := getattr(model, name, None)) is not None)
+    return loss, balance * next(
+        value for name in BALANCE_WEIGHTS if (value := getattr(model, name, None)) is not None
+    )
 
 
 @torch.no_grad()
@@ -331,7 +373,9 @@ def trajectory(run: RunDir, compute_dtype: torch.dtype, skipped: frozenset[int])
     with temporary_directory("parity-") as folder:
         build_full(recipe).save_pretrained(folder)
         stores = [RowStore(Path(path)) for path in data["evals"].values()]
-        found = train(settings_of(recipe, compute_dtype, skipped), folder, RowStore(Path(data["train"])), *stores)
+        found = train(
+            settings_of(recipe, compute_dtype, skipped), folder, RowStore(Path(data["train"])), *stores
+        )
     return {
         "loss": found.losses,
         "grad_norm": found.grad_norms,
@@ -344,7 +388,9 @@ def main() -> None:
     request = json.load(sys.stdin)
     torch.set_num_threads(1)
     with contextlib.redirect_stdout(sys.stderr):  # libraries print; stdout must hold only the document
-        document = trajectory(RunDir(Path(request["run"])), TORCH_DTYPE[request["compute_dtype"]], frozenset(request["skipped"]))
+        document = trajectory(
+            RunDir(Path(request["run"])), TORCH_DTYPE[request["compute_dtype"]], frozenset(request["skipped"])
+        )
     json.dump(document, sys.stdout)
 
 

@@ -1,8 +1,10 @@
-"""Read a checkpoint whose files are on several machines: each has its own run directory (`launch.shared_directory: false`).
+"""Read a checkpoint whose files are on several machines: each has its own run directory
+(`launch.shared_directory: false`).
 
-The first rank of each machine finds out which files its directory has. Small files that every rank reads are copied to each machine as
-files; of the shards a rank gets the byte ranges that its read plan needs, in a sparse file next to the checkpoint. The bytes travel
-between ranks over gloo, in rounds of bounded size in which all ranks take part.
+The first rank of each machine finds out which files its directory has. Small files that every rank reads are
+copied to each machine as files; of the shards a rank gets the byte ranges that its read plan needs, in a
+sparse file next to the checkpoint. The bytes travel between ranks over gloo, in rounds of bounded size in
+which all ranks take part.
 """
 
 from __future__ import annotations
@@ -39,23 +41,34 @@ def rank_file(rank: int) -> str:
 
 
 def leads_machine(*, is_scattered: bool) -> bool:
-    """Return whether this rank works in the run directory for the others: the first of the run, or of each machine with its own."""
+    """Return whether this rank works in the run directory for the others: the first of the run, or of each
+    machine with its own."""
     return os.environ.get("LOCAL_RANK", "0") == "0" if is_scattered else dist.get_rank() == 0
 
 
 def refuse_one_directory(directory: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Refuse a run directory that several machines see, which would replace each other's files in it. Collective. Raises: FailedError."""
+    """Refuse a run directory that several machines see, which would replace each other's files in it.
+    Collective. Raises: FailedError."""
     is_leader = leads_machine(is_scattered=True)
     own = directory / f".checkpoint-probe{STAGE_MARK}{secrets.token_hex(8)}"
 
     def look(names: Collection[str]) -> None:
         if any((directory / name).exists() for name in names):
-            message = f"several machines see {directory}, and with `launch.shared_directory: false` each needs its own"
-            raise failed_error("run-in-use", message, hint="set `launch.shared_directory: true`, or give each machine another `output_dir`")
+            message = (
+                f"several machines see {directory}, and with `launch.shared_directory: false` each "
+                "needs its own"
+            )
+            raise failed_error(
+                "run-in-use",
+                message,
+                hint="set `launch.shared_directory: true`, or give each machine another `output_dir`",
+            )
 
     try:
         all_or_none(lambda: DISK.mkdir(own) if is_leader else None, "marking the run directory", group)
-        others = [name for name in gather(own.name if is_leader else None, group) if name not in (None, own.name)]
+        others = [
+            name for name in gather(own.name if is_leader else None, group) if name not in (None, own.name)
+        ]
         all_or_none(lambda: look(others) if is_leader else None, "looking for marks of other machines", group)
     finally:
         if is_leader:
@@ -82,7 +95,8 @@ class ScatteredFiles:
         return self.held[dist.get_rank()]
 
     def fetch(self, ranges: Collection[ByteRange], target: Path) -> None:
-        """Get ranges of files that this machine lacks, each at its position in a file of that name below `target`. Collective.
+        """Get ranges of files that this machine lacks, each at its position in a file of that name below
+        `target`. Collective.
 
         Raises: FailedError on every rank if a range is on no machine, or cannot be read or written.
         """
@@ -105,12 +119,23 @@ class ScatteredFiles:
                 target,
                 failures,
             )
-        all_or_none(lambda: _raise_first(failures), f"reading files of {self.folder.name} from other machines")
+        all_or_none(
+            lambda: _raise_first(failures), f"reading files of {self.folder.name} from other machines"
+        )
 
-    def _exchange(self, sent: dict[int, list[ByteRange]], got: dict[int, list[ByteRange]], target: Path, failures: list[OSError]) -> None:
-        """Send and get the ranges of one round, by rank. After an error of the disk the other ranks still get as many bytes."""
+    def _exchange(
+        self,
+        sent: dict[int, list[ByteRange]],
+        got: dict[int, list[ByteRange]],
+        target: Path,
+        failures: list[OSError],
+    ) -> None:
+        """Send and get the ranges of one round, by rank. After an error of the disk the other ranks still get
+        as many bytes."""
         world = range(dist.get_world_size())
-        sizes = [[sum(each.length for each in ranges.get(rank, ())) for rank in world] for ranges in (sent, got)]
+        sizes = [
+            [sum(each.length for each in ranges.get(rank, ())) for rank in world] for ranges in (sent, got)
+        ]
         outgoing, incoming = (torch.zeros(sum(each), dtype=torch.uint8) for each in sizes)
         buffer, at = _bytes_of(outgoing), 0
         for each in (each for rank in world for each in sent.get(rank, ())):
@@ -129,17 +154,23 @@ class ScatteredFiles:
             at += each.length
 
     def with_files(self, manifest: Manifest, names: Collection[str]) -> ScatteredFiles:
-        """Copy whole files to this machine, as `names` of its first rank lists them, and check their digests. Collective."""
+        """Copy whole files to this machine, as `names` of its first rank lists them, and check their digests.
+        Collective."""
         lacking = sorted(set(names) - self.here) if leads_machine(is_scattered=True) else []
         stage = self.folder.with_name(f".{self.folder.name}{STAGE_MARK}files")
         with _stage(stage):
             self.fetch([ByteRange(name, 0, manifest.files[name].size_bytes) for name in lacking], stage)
-            all_or_none(lambda: _move_in(stage, self.folder, manifest, lacking), "copying files of other machines")
-        return replace(self, held=_by_rank(self.here | set(lacking) if leads_machine(is_scattered=True) else None))
+            all_or_none(
+                lambda: _move_in(stage, self.folder, manifest, lacking), "copying files of other machines"
+            )
+        return replace(
+            self, held=_by_rank(self.here | set(lacking) if leads_machine(is_scattered=True) else None)
+        )
 
     @contextmanager
     def ranges_of(self, folder: str, ranges: Collection[ByteRange]) -> Iterator[Path]:
-        """Get ranges of files of a folder of the checkpoint that are not here, and yield where they are; collective."""
+        """Get ranges of files of a folder of the checkpoint that are not here, and yield where they are;
+        collective."""
         stage = self.folder.with_name(f".{self.folder.name}{STAGE_MARK}ranges")
         with _stage(stage):
             lacking = [ByteRange(f"{folder}/{each.file}", each.start, each.length) for each in ranges]
@@ -150,8 +181,9 @@ class ScatteredFiles:
 def scattered_checkpoint(path: Path, *, digests: bool) -> tuple[Checkpoint, ScatteredFiles]:
     """Return the checkpoint that rank 0 has been given, with the files that machines have of it. Collective.
 
-    A machine without it gets the manifest and the small files. Digests are compared by the ranks of the machine that has a file. Raises:
-    FailedError on every rank if files are missing on all machines, or are damaged.
+    A machine without it gets the manifest and the small files. Digests are compared by the ranks of the
+    machine that has a file. Raises: FailedError on every rank if files are missing on all machines, or are
+    damaged.
     """
 
     def choose() -> Manifest:
@@ -176,20 +208,28 @@ WAYS_OUT = ("--resume auto uses the newest complete checkpoint", "--resume PATH 
 def incomplete_error(path: Path, manifest: Manifest, absent: Collection[str]) -> FsdpTuneError:
     """Return the error for a checkpoint of which no machine has some files."""
     message = f"{path.name}: {manifest.absence(absent)}"
-    return failed_error("checkpoint-incomplete", message, ways_out=("bring that machine back", f"copy its {path.name} to {path}"))
+    return failed_error(
+        "checkpoint-incomplete",
+        message,
+        ways_out=("bring that machine back", f"copy its {path.name} to {path}"),
+    )
 
 
 def weights_to_first_machine(path: Path) -> None:
-    """Copy the weights of a complete checkpoint to the first machine, which merges. Does nothing if there is none. Collective."""
+    """Copy the weights of a complete checkpoint to the first machine, which merges. Does nothing if there is
+    none. Collective."""
     manifest = from_rank0(lambda: read_manifest(path), "reading the manifest")
     if manifest is not None:
         files = _found(path, manifest)
-        files.with_files(manifest, [name for name in manifest.files if is_of_weights(name)] if dist.get_rank() == 0 else [])
+        files.with_files(
+            manifest, [name for name in manifest.files if is_of_weights(name)] if dist.get_rank() == 0 else []
+        )
 
 
 def _found(path: Path, manifest: Manifest) -> ScatteredFiles:
     own = all_or_none(
-        lambda: _own_files(path, manifest) if leads_machine(is_scattered=True) else None, "finding the files of the checkpoint"
+        lambda: _own_files(path, manifest) if leads_machine(is_scattered=True) else None,
+        "finding the files of the checkpoint",
     )
     return ScatteredFiles(path, _by_rank(own))
 
@@ -200,7 +240,8 @@ def shared_small_files(rank_zero: Collection[str]) -> list[str]:
 
 
 def _own_files(path: Path, manifest: Manifest) -> frozenset[str]:
-    """Return the files that this machine has. A directory of another checkpoint of the same step is moved aside."""
+    """Return the files that this machine has. A directory of another checkpoint of the same step is moved
+    aside."""
     try:
         here = read_manifest(path)
     except (OSError, ValueError):
@@ -216,17 +257,25 @@ def _own_files(path: Path, manifest: Manifest) -> frozenset[str]:
 def _compare_digests(files: ScatteredFiles, manifest: Manifest) -> None:
     local, size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     mine = sorted(files.here)[local::size]
-    bad = damage(files.folder, replace(manifest, files={name: manifest.files[name] for name in mine}), digests=True)
+    bad = damage(
+        files.folder, replace(manifest, files={name: manifest.files[name] for name in mine}), digests=True
+    )
     found = gather(bad)
     if damaged := [each for part in found for each in part]:
         if leads_machine(is_scattered=True):
-            names = [each.name for part in found for each in part if each.is_of_contents and each.name in files.here]
+            names = [
+                each.name
+                for part in found
+                for each in part
+                if each.is_of_contents and each.name in files.here
+            ]
             mark_damaged(files.folder, names)
         raise failed_error("checkpoint-damaged", f"{files.folder}: {damaged[0]}", ways_out=WAYS_OUT)
 
 
 def _needed(manifest: Manifest) -> list[str]:
-    """Return the files that this rank reads in full: all but shards, and of the ranks' own files those that apply to its number."""
+    """Return the files that this rank reads in full: all but shards, and of the ranks' own files those that
+    apply to its number."""
     of_ranks = sorted(fnmatch.filter(manifest.files, RANK_FILES))
     same = len(of_ranks) == dist.get_world_size()
     own = [rank_file(dist.get_rank())] if same else of_ranks if dist.get_rank() == 0 else of_ranks[:1]
@@ -234,7 +283,8 @@ def _needed(manifest: Manifest) -> list[str]:
 
 
 def _by_rank(own: frozenset[str] | None) -> list[frozenset[str]]:
-    """Return, by rank, what its machine has. `own`: that of this machine on its first rank, None on others. Collective."""
+    """Return, by rank, what its machine has. `own`: that of this machine on its first rank, None on others.
+    Collective."""
     found: list[frozenset[str]] = []
     for each in gather(own):
         found.append(each if each is not None else found[-1])
@@ -262,7 +312,10 @@ def _move_in(stage: Path, folder: Path, manifest: Manifest, names: Sequence[str]
         if not (stage / name).exists():  # an empty file
             _write_at(stage / name, 0, memoryview(b""))
         if digest_file(stage / name) != manifest.files[name]:
-            raise failed_error("checkpoint-damaged", f"{folder.name}: {name} of another machine is not what was written (digest differs)")
+            raise failed_error(
+                "checkpoint-damaged",
+                f"{folder.name}: {name} of another machine is not what was written (digest differs)",
+            )
         DISK.mkdir((folder / name).parent)
         with open(stage / name, "rb") as file:
             DISK.fsync(file)
@@ -314,7 +367,8 @@ def _read_into(path: Path, start: int, buffer: memoryview) -> None:
 
 
 def _write_at(path: Path, start: int, data: memoryview) -> None:
-    """Write into a file that other ranks of this machine may be writing, too: ranges that overlap have the same bytes."""
+    """Write into a file that other ranks of this machine may be writing, too: ranges that overlap have the
+    same bytes."""
     DISK.mkdir(path.parent)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:

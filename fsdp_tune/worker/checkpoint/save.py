@@ -1,11 +1,14 @@
-"""Save checkpoints: staged, hashed while written, published by rank 0 when all ranks have finished, optionally in the background.
+"""Save checkpoints: staged, hashed while written, published by rank 0 when all ranks have finished,
+optionally in the background.
 
-Order: every rank writes its files into one hidden stage directory; all agree that all succeeded; rank 0 writes the manifest and renames.
-Until the rename there is no `checkpoint-N`. Old checkpoints and the leftovers of crashed saves are deleted.
+Order: every rank writes its files into one hidden stage directory; all agree that all succeeded; rank 0
+writes the manifest and renames. Until the rename there is no `checkpoint-N`. Old checkpoints and the
+leftovers of crashed saves are deleted.
 
-With `launch.shared_directory: false` each machine has such a directory, and its first rank does what rank 0 does else: all write the same
-manifest, and rename when all have written it. A machine that was killed between has its files under the hidden name, and the others'
-checkpoint, of which no machine has these files, is not complete.
+With `launch.shared_directory: false` each machine has such a directory, and its first rank does what rank 0
+does else: all write the same manifest, and rename when all have written it. A machine that was killed between
+has its files under the hidden name, and the others' checkpoint, of which no machine has these files, is not
+complete.
 """
 
 from __future__ import annotations
@@ -35,14 +38,32 @@ from fsdp_tune.core.version import __version__
 from fsdp_tune.model.internals.torch_internals import MESH_WITHOUT_GROUPS
 from fsdp_tune.model.shard.local import wraps_others
 from fsdp_tune.model.shard.process_groups import untimed_group
-from fsdp_tune.run.directory import CHECKPOINT_KIND, FULL_MODEL_FILE, SHARD_FOLDER, TRAINER_STATE, RunDir, complete_checkpoints
+from fsdp_tune.run.directory import (
+    CHECKPOINT_KIND,
+    FULL_MODEL_FILE,
+    SHARD_FOLDER,
+    TRAINER_STATE,
+    RunDir,
+    complete_checkpoints,
+)
 from fsdp_tune.run.manifest import MACHINES_FACT, MANIFEST_NAME, FileEntry, MachineFiles, Manifest, damage
 from fsdp_tune.run.rotation import make_way, rotate
 from fsdp_tune.worker.agreement import all_or_none, from_rank0, gather
 from fsdp_tune.worker.checkpoint import state as live_state
-from fsdp_tune.worker.checkpoint.exchange import leads_machine, rank_file, refuse_one_directory, shared_small_files
+from fsdp_tune.worker.checkpoint.exchange import (
+    leads_machine,
+    rank_file,
+    refuse_one_directory,
+    shared_small_files,
+)
 from fsdp_tune.worker.checkpoint.state import Live, OwnState, RankFile
-from fsdp_tune.worker.checkpoint.storage import hashing_writer, reason_of, with_free_space, write_safetensors, write_torch
+from fsdp_tune.worker.checkpoint.storage import (
+    hashing_writer,
+    reason_of,
+    with_free_space,
+    write_safetensors,
+    write_torch,
+)
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 
 ALIGNMENT_BYTES = 256
@@ -63,7 +84,8 @@ class Snapshot:
     """trainer_state.json"""
     facts: dict[str, object]
     best_step: int | None = None
-    """The best evaluated step at the time of the snapshot. A later best step has no checkpoint before this one is written."""
+    """The best evaluated step at the time of the snapshot. A later best step has no checkpoint before this
+    one is written."""
 
 
 class HostArena:
@@ -75,8 +97,12 @@ class HostArena:
         self._used_bytes = 0
 
     def copy(self, snapshot: Snapshot) -> Snapshot:
-        """Return a copy of a snapshot, independent of the live tensors. The copy returned before is overwritten."""
-        every = [*snapshot.model.values(), *(each for kinds in snapshot.optimizer.values() for each in kinds.values())]
+        """Return a copy of a snapshot, independent of the live tensors. The copy returned before is
+        overwritten."""
+        every = [
+            *snapshot.model.values(),
+            *(each for kinds in snapshot.optimizer.values() for each in kinds.values()),
+        ]
         tensors = [part for tensor in every for part in _parts(tensor)]
         on_device = any(tensor.is_cuda for tensor in tensors)
         self._reserve(sum(_aligned(tensor) for tensor in tensors), pinned=on_device)
@@ -101,7 +127,8 @@ class HostArena:
         if pinned and size_bytes:
             address = self._memory.ctypes.data
             pin_memory(address, size_bytes)
-            # With the arena at the latest: memory that is freed while CUDA has it locked is taken for pinned when it is used again.
+            # With the arena at the latest: memory that is freed while CUDA has it locked is taken for pinned
+            # when it is used again.
             self._unpin = weakref.finalize(self, unpin_memory, address)
             self._unpin.atexit = False
 
@@ -109,10 +136,18 @@ class HostArena:
         return {name: self._copy(tensor) for name, tensor in tensors.items()}
 
     def _copy(self, value: Any) -> Any:
-        """Return a copy of a tensor of any class; any other value, as of a module's extra state, unchanged."""
+        """Return a copy of a tensor of any class; any other value, as of a module's extra state,
+        unchanged."""
         if isinstance(value, DTensor):
             mesh, size, stride = _on_host(value.device_mesh), value.shape, value.stride()
-            return DTensor.from_local(self._copy(value.to_local()), mesh, value.placements, run_check=False, shape=size, stride=stride)
+            return DTensor.from_local(
+                self._copy(value.to_local()),
+                mesh,
+                value.placements,
+                run_check=False,
+                shape=size,
+                stride=stride,
+            )
         if wraps_others(type(value)):
             names, rest = value.__tensor_flatten__()
             inner = {name: self._copy(getattr(value, name)) for name in names}
@@ -121,14 +156,20 @@ class HostArena:
 
     def _copy_plain(self, tensor: torch.Tensor) -> torch.Tensor:
         size_bytes = tensor.numel() * tensor.element_size()
-        # By numpy, so that the storage ends with the tensor: DCP copies tensors whose storage is larger before it writes them.
-        part = torch.from_numpy(self._memory[self._used_bytes : self._used_bytes + size_bytes]).view(tensor.dtype).view(tensor.shape)
+        # By numpy, so that the storage ends with the tensor: DCP copies tensors whose storage is larger
+        # before it writes them.
+        part = (
+            torch.from_numpy(self._memory[self._used_bytes : self._used_bytes + size_bytes])
+            .view(tensor.dtype)
+            .view(tensor.shape)
+        )
         self._used_bytes += _aligned(tensor)
         return part.copy_(tensor.detach(), non_blocking=True)
 
 
 def _parts(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors of a tensor: the local one of a DTensor, those inside of torchao's. Of any other value, none."""
+    """Yield the plain tensors of a tensor: the local one of a DTensor, those inside of torchao's. Of any
+    other value, none."""
     if isinstance(value, DTensor):
         yield from _parts(value.to_local())
     elif wraps_others(type(value)):
@@ -163,7 +204,9 @@ def _on_host(mesh: DeviceMesh) -> DeviceMesh:
     """
     if mesh.device_type == "cpu":
         return mesh
-    return DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, **MESH_WITHOUT_GROUPS.value(False))
+    return DeviceMesh(
+        "cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, **MESH_WITHOUT_GROUPS.value(False)
+    )
 
 
 SAVE_HINT = "free space, or fix the file system of `output_dir`; completed checkpoints are kept"
@@ -177,7 +220,8 @@ class Saved:
     stall_seconds: float
     """Time during which training waited."""
     seconds: float = 0.0
-    """Wall time from the request, with the wait for the save before, to the complete checkpoint: what is lost if the run ends earlier."""
+    """Wall time from the request, with the wait for the save before, to the complete checkpoint: what is lost
+    if the run ends earlier."""
     requested_at: float = 0.0
     """On the monotonic clock."""
     size_bytes: int = 0
@@ -190,7 +234,8 @@ class Saved:
 
 @dataclass
 class Checkpointer:
-    """Saves and rotates the checkpoints of one run. `report` is called with each finished save, on the training thread."""
+    """Saves and rotates the checkpoints of one run. `report` is called with each finished save, on the
+    training thread."""
 
     run: RunDir
     live: Live
@@ -221,11 +266,15 @@ class Checkpointer:
         self._group = untimed_group()
 
     def _lead(self, act: Callable[[], object], what: str) -> None:
-        """Act on the rank that works in this run directory for the others; a failure is raised on every rank."""
-        all_or_none(lambda: act() if leads_machine(is_scattered=self.is_scattered) else None, what, self._group)
+        """Act on the rank that works in this run directory for the others; a failure is raised on every
+        rank."""
+        all_or_none(
+            lambda: act() if leads_machine(is_scattered=self.is_scattered) else None, what, self._group
+        )
 
     def save(self, step: int, trainer: str, own: OwnState, *, best_step: int | None) -> None:
-        """Save `step` after the previous save has ended. Failures are passed to `report`. `best_step` is protected from rotation."""
+        """Save `step` after the previous save has ended. Failures are passed to `report`. `best_step` is
+        protected from rotation."""
         with self.heartbeat.during("saving", step):
             self._save(step, trainer, own, best_step)
 
@@ -236,7 +285,9 @@ class Checkpointer:
         self._pending = Saved(step, 0.0, requested_at=started)
         if self.asynchronous:
             if not self.live.full:  # the tensors gathered on rank 0 are already copies
-                snapshot = self._arena.copy(snapshot)  # the save before has ended, so its copy may be overwritten
+                snapshot = self._arena.copy(
+                    snapshot
+                )  # the save before has ended, so its copy may be overwritten
             self._write_in_background(snapshot, self._pending)
             self._pending.stall_seconds = time.monotonic() - started
         else:
@@ -246,21 +297,37 @@ class Checkpointer:
 
     @property
     def newest_step(self) -> int | None:
-        """Step of the last save, even if it is still being written; the same on every rank at the same step."""
+        """Step of the last save, even if it is still being written; the same on every rank at the same
+        step."""
         return self._pending.step if self._pending is not None else self.last_step
 
     def _snapshot(self, step: int, trainer: str, own: OwnState, best_step: int | None = None) -> Snapshot:
         rank: RankFile = {"rng": live_state.rng_state(self.device_type), "own": own}
         facts = {**self.facts, "step": step}
-        return Snapshot(step, live_state.model_state(self.live), live_state.optimizer_state(self.live), rank, trainer, facts, best_step)
+        return Snapshot(
+            step,
+            live_state.model_state(self.live),
+            live_state.optimizer_state(self.live),
+            rank,
+            trainer,
+            facts,
+            best_step,
+        )
 
     def poll(self) -> None:
-        """Report a background save that has succeeded. A failed one is reported by `wait`, which all ranks call."""
-        if self._thread is not None and not self._thread.is_alive() and self._pending is not None and self._pending.error is None:
+        """Report a background save that has succeeded. A failed one is reported by `wait`, which all ranks
+        call."""
+        if (
+            self._thread is not None
+            and not self._thread.is_alive()
+            and self._pending is not None
+            and self._pending.error is None
+        ):
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the save in flight, if any, and report it. Written bytes count as progress in the heartbeat."""
+        """Wait for the save in flight, if any, and report it. Written bytes count as progress in the
+        heartbeat."""
         if self._thread is not None:
             with self.heartbeat.during("saving"):
                 self._thread.join()
@@ -275,8 +342,8 @@ class Checkpointer:
     def _write_in_background(self, snapshot: Snapshot, saved: Saved) -> None:
         """Write in a new thread, with the device of this rank as its current device.
 
-        A thread starts with the first device of the machine, and DCP synchronises with the current device's stream: every rank of the
-        machine would allocate memory there.
+        A thread starts with the first device of the machine, and DCP synchronises with the current device's
+        stream: every rank of the machine would allocate memory there.
         """
         module = getattr(torch, self.device_type)
         index = None if self.device_type == "cpu" else module.current_device()
@@ -296,12 +363,17 @@ class Checkpointer:
             saved.left = self._rotate(snapshot)
         except Exception as error:  # noqa: BLE001  any error of disk or torch is the outcome of the save
             message = f"checkpoint-{snapshot.step} could not be written: {reason_of(error)}"
-            failure = error if isinstance(error, FsdpTuneError) else failed_error("save-failed", message, hint=SAVE_HINT)
+            failure = (
+                error
+                if isinstance(error, FsdpTuneError)
+                else failed_error("save-failed", message, hint=SAVE_HINT)
+            )
             saved.error = with_free_space(failure, self.run.path, self._size_bytes)
         saved.seconds = time.monotonic() - saved.requested_at
 
     def probe(self, trainer: str, own: OwnState) -> float:
-        """Save once under a stage name, verify the files by digest and remove them, so that a save that cannot work fails early.
+        """Save once under a stage name, verify the files by digest and remove them, so that a save that
+        cannot work fails early.
 
         Return its duration in seconds.
         """
@@ -313,7 +385,11 @@ class Checkpointer:
         try:
             manifest = self._fill_stage(snapshot, stage)
             self._size_bytes = manifest.size_bytes if manifest else 0
-            bad = all_or_none(lambda: damage(stage, manifest, digests=True) if manifest else [], "reading the probe back", self._group)
+            bad = all_or_none(
+                lambda: damage(stage, manifest, digests=True) if manifest else [],
+                "reading the probe back",
+                self._group,
+            )
             if bad := [each for part in gather(bad, self._group) for each in part]:
                 raise failed_error(
                     "probe-read-back",
@@ -354,7 +430,10 @@ class Checkpointer:
         protected = {snapshot.step, snapshot.best_step or -1}
         try:
             counted = self._complete_everywhere()
-            self._lead(lambda: rotate(self.run, self.keep, protected=protected | self.kept(), counted=counted), "removing old checkpoints")
+            self._lead(
+                lambda: rotate(self.run, self.keep, protected=protected | self.kept(), counted=counted),
+                "removing old checkpoints",
+            )
         except FsdpTuneError as error:
             return error.problems[0].message
         except OSError as error:
@@ -365,15 +444,24 @@ class Checkpointer:
         """Return the steps of the checkpoints that all machines have; None if they share the directory."""
         if not self.is_scattered:
             return None
-        steps = {each.step for each in complete_checkpoints(self.run, elsewhere=None)[0]} if leads_machine(is_scattered=True) else None
+        steps = (
+            {each.step for each in complete_checkpoints(self.run, elsewhere=None)[0]}
+            if leads_machine(is_scattered=True)
+            else None
+        )
         return set[int].intersection(*(each for each in gather(steps, self._group) if each is not None))
 
     def _fill_stage(self, snapshot: Snapshot, stage: Path) -> Manifest | None:
-        """Write all files of a checkpoint, then the manifest. Return what of it is in this directory on the rank that leads, else None."""
+        """Write all files of a checkpoint, then the manifest. Return what of it is in this directory on the
+        rank that leads, else None."""
         self._lead(lambda: _empty_stage(stage), "making the stage directory")
-        entries = all_or_none(lambda: self._write_files(snapshot, stage), f"writing checkpoint-{snapshot.step}", self._group)
+        entries = all_or_none(
+            lambda: self._write_files(snapshot, stage), f"writing checkpoint-{snapshot.step}", self._group
+        )
         parts = gather(entries, self._group)
-        manifest = Manifest(CHECKPOINT_KIND, {name: entry for part in parts for name, entry in part.items()}, snapshot.facts)
+        manifest = Manifest(
+            CHECKPOINT_KIND, {name: entry for part in parts for name, entry in part.items()}, snapshot.facts
+        )
         here = manifest.files
         if self.is_scattered:
             manifest, here = self._scattered(manifest, parts, stage)
@@ -388,8 +476,11 @@ class Checkpointer:
         self._lead(finish, "writing the manifest")
         return replace(manifest, files=here) if leads_machine(is_scattered=self.is_scattered) else None
 
-    def _scattered(self, manifest: Manifest, parts: list[dict[str, FileEntry]], stage: Path) -> tuple[Manifest, dict[str, FileEntry]]:
-        """Give each machine a copy of the small files of rank 0. Return the manifest with what each machine has, and this one's files."""
+    def _scattered(
+        self, manifest: Manifest, parts: list[dict[str, FileEntry]], stage: Path
+    ) -> tuple[Manifest, dict[str, FileEntry]]:
+        """Give each machine a copy of the small files of rank 0. Return the manifest with what each machine
+        has, and this one's files."""
         small = shared_small_files(parts[0])
 
         def read() -> tuple[dict[str, bytes], dict[str, object]]:
@@ -404,7 +495,9 @@ class Checkpointer:
         self._lead(copy, "copying the small files")
         machines: list[MachineFiles] = []
         mine = 0
-        for rank, found in enumerate(gather((leads_machine(is_scattered=True), socket.gethostname(), str(self.run.path)), self._group)):
+        for rank, found in enumerate(
+            gather((leads_machine(is_scattered=True), socket.gethostname(), str(self.run.path)), self._group)
+        ):
             is_leader, host, directory = found
             if is_leader:
                 machines.append(MachineFiles(host, directory, list(small)))
@@ -418,14 +511,18 @@ class Checkpointer:
         entries: dict[str, FileEntry] = {}
         if self.live.full:
             if rank == 0:
-                entries[FULL_MODEL_FILE] = write_safetensors(stage / FULL_MODEL_FILE, snapshot.model, {"format": "pt"})
+                entries[FULL_MODEL_FILE] = write_safetensors(
+                    stage / FULL_MODEL_FILE, snapshot.model, {"format": "pt"}
+                )
                 moments = live_state.flat(snapshot.optimizer)
                 entries[live_state.FULL_OPTIMIZER_FILE] = write_safetensors(
                     stage / live_state.FULL_OPTIMIZER_FILE, moments, {"format": "pt"}
                 )
         else:
             entries |= self._write_sharded({"model": snapshot.model}, stage, SHARD_FOLDER)
-            entries |= self._write_sharded({"optimizer": {"state": snapshot.optimizer}}, stage, live_state.OPTIMIZER_DIRECTORY)
+            entries |= self._write_sharded(
+                {"optimizer": {"state": snapshot.optimizer}}, stage, live_state.OPTIMIZER_DIRECTORY
+            )
         started = time.perf_counter()
         name = rank_file(rank)
         entries[name] = write_torch(stage / name, snapshot.rank)

@@ -53,7 +53,8 @@ class Live:
     scattered: ScatteredFiles | None = None
     """Where the files of the checkpoint to load are, if each machine has a part of them."""
     trained_only: bool = False
-    """Whether frozen parameters and buffers are left out: those of an adapter's base, which is loaded from its own files."""
+    """Whether frozen parameters and buffers are left out: those of an adapter's base, which is loaded from
+    its own files."""
 
 
 class PythonGenerator(TypedDict):
@@ -112,18 +113,22 @@ class RankFile(TypedDict):
 
 
 def model_state(live: Live) -> dict[str, torch.Tensor]:
-    """Return tensors by name (DTensors if sharded), each parameter once, so that tied weights are not written twice."""
+    """Return tensors by name (DTensors if sharded), each parameter once, so that tied weights are not written
+    twice."""
     state = {name: plain(value) for name, value in get_model_state_dict(live.wrapped).items()}
     tied = _tied_names(live.wrapped)
     unique = {name: value for name, value in state.items() if name not in tied}
     if live.trained_only:
-        trained = {plain_name(name) for name, parameter in live.wrapped.named_parameters() if parameter.requires_grad}
+        trained = {
+            plain_name(name) for name, parameter in live.wrapped.named_parameters() if parameter.requires_grad
+        }
         unique = {name: value for name, value in unique.items() if name in trained}
     return gathered(unique) if live.full else unique
 
 
 def gathered(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return full tensors in rank 0's host memory, {} on other ranks; one at a time, so that no device holds two of them."""
+    """Return full tensors in rank 0's host memory, {} on other ranks; one at a time, so that no device holds
+    two of them."""
     whole: dict[str, torch.Tensor] = {}
     for name, value in state.items():
         tensor = value.full_tensor() if isinstance(value, DTensor) else value
@@ -135,14 +140,18 @@ def gathered(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _tied_names(model: nn.Module) -> set[str]:
     """Return the additional names of tied parameters. Compares names, since empty shards have no address."""
     first = {name for name, _ in model.named_parameters(remove_duplicate=True)}
-    return {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False) if name not in first}
+    return {
+        plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False) if name not in first
+    }
 
 
 def optimizer_state(live: Live) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the optimizer's tensors, as parameter → kind → tensor; collective. Learning rates and decay come from the recipe.
+    """Return the optimizer's tensors, as parameter → kind → tensor; collective. Learning rates and decay come
+    from the recipe.
 
-    {} before the first update, and without parameters that were never updated: for an optimizer without state,
-    `get_optimizer_state_dict` would create it by a step without gradients, so that the first update would count as the second.
+    {} before the first update, and without parameters that were never updated: for an optimizer without
+    state, `get_optimizer_state_dict` would create it by a step without gradients, so that the first update
+    would count as the second.
     """
     assert live.optimizer is not None
     if not any(gather(bool(live.optimizer.state))):
@@ -154,7 +163,8 @@ def optimizer_state(live: Live) -> dict[str, dict[str, torch.Tensor]]:
         for kind, value in kinds.items():
             if not isinstance(value, torch.Tensor):
                 raise failed_error(
-                    "optimizer-state-not-tensor", f"the optimizer keeps `{kind}` of {parameter} as {type(value).__name__}, not as a tensor"
+                    "optimizer-state-not-tensor",
+                    f"the optimizer keeps `{kind}` of {parameter} as {type(value).__name__}, not as a tensor",
                 )
             tensors[parameter][kind] = value
     return {parameter: gathered(kinds) for parameter, kinds in tensors.items()} if live.full else tensors
@@ -162,7 +172,9 @@ def optimizer_state(live: Live) -> dict[str, dict[str, torch.Tensor]]:
 
 def flat(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Return optimizer state with one level of keys, for a safetensors file."""
-    return {f"{parameter}::{kind}": value for parameter, kinds in state.items() for kind, value in kinds.items()}
+    return {
+        f"{parameter}::{kind}": value for parameter, kinds in state.items() for kind, value in kinds.items()
+    }
 
 
 def load_model(live: Live, directory: Path) -> None:
@@ -173,20 +185,24 @@ def load_model(live: Live, directory: Path) -> None:
 
 def _read_model(live: Live, directory: Path) -> None:
     state = model_state(replace(live, full=False))
-    frozen = {plain_name(name) for name, parameter in live.wrapped.named_parameters() if not parameter.requires_grad}
+    frozen = {
+        plain_name(name) for name, parameter in live.wrapped.named_parameters() if not parameter.requires_grad
+    }
     if (directory / FULL_MODEL_FILE).exists():
         _read_whole(state, directory, frozen)
     else:
         _check_names(state, directory / SHARD_FOLDER, frozen)
         with _stops_unwrapped():
-            dcp.load({"model": state}, storage_reader=RestrictedReader(directory / SHARD_FOLDER, live.scattered))
+            dcp.load(
+                {"model": state}, storage_reader=RestrictedReader(directory / SHARD_FOLDER, live.scattered)
+            )
     set_model_state_dict(live.wrapped, {**state}, options=StateDictOptions(strict=False))
 
 
 @contextmanager
 def _stops_unwrapped() -> Iterator[None]:
-    """Raise the stop that a signal requests of any rank during `dcp.load`, which wraps whatever is raised on a rank in a
-    CheckpointException of all ranks."""
+    """Raise the stop that a signal requests of any rank during `dcp.load`, which wraps whatever is raised on
+    a rank in a CheckpointException of all ranks."""
     try:
         yield
     except CheckpointException as error:
@@ -202,11 +218,14 @@ def _read_whole(state: dict[str, torch.Tensor], directory: Path, frozen: set[str
         stored = set(file.keys())
         if lost := sorted(state.keys() - stored):
             raise failed_error(
-                "checkpoint-lacks-tensors", f"{directory}: {len(lost)} tensors of the model are missing, the first is `{lost[0]}`"
+                "checkpoint-lacks-tensors",
+                f"{directory}: {len(lost)} tensors of the model are missing, the first is `{lost[0]}`",
             )
         if others := sorted(stored - state.keys()):
             more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
-            raise failed_error("checkpoint-of-another-model", f"{directory}: `{others[0]}` is not in the model{more}")
+            raise failed_error(
+                "checkpoint-of-another-model", f"{directory}: `{others[0]}` is not in the model{more}"
+            )
         for name, target in state.items():
             tensor = file.get_tensor(name)  # one at a time: a host cannot hold a full model for each rank
             if difference := _difference(tuple(tensor.shape), tensor.dtype, target, is_frozen=name in frozen):
@@ -215,9 +234,14 @@ def _read_whole(state: dict[str, torch.Tensor], directory: Path, frozen: set[str
 
 
 def _check_names(state: dict[str, torch.Tensor], directory: Path, frozen: set[str]) -> None:
-    """Check names, shapes and dtypes: DCP ignores unknown tensors and casts silently, so it would load another model's checkpoint."""
+    """Check names, shapes and dtypes: DCP ignores unknown tensors and casts silently, so it would load
+    another model's checkpoint."""
     listed = RestrictedReader(directory).read_metadata().state_dict_metadata
-    stored = {name.removeprefix("model."): each for name, each in listed.items() if isinstance(each, TensorStorageMetadata)}
+    stored = {
+        name.removeprefix("model."): each
+        for name, each in listed.items()
+        if isinstance(each, TensorStorageMetadata)
+    }
     problems = [f"`model.{name}` is missing" for name in sorted(state.keys() - stored.keys())]
     problems += [f"`model.{name}` is not in the model" for name in sorted(stored.keys() - state.keys())]
     for name in sorted(state.keys() & stored.keys()):
@@ -229,13 +253,17 @@ def _check_names(state: dict[str, torch.Tensor], directory: Path, frozen: set[st
         raise failed_error("checkpoint-of-another-model", f"{directory}: {problems[0]}{more}")
 
 
-def _difference(shape: tuple[int, ...], dtype: torch.dtype, wanted: torch.Tensor, *, is_frozen: bool) -> str | None:
+def _difference(
+    shape: tuple[int, ...], dtype: torch.dtype, wanted: torch.Tensor, *, is_frozen: bool
+) -> str | None:
     """Return how a stored tensor differs from that of the model, if it is not to be loaded.
 
-    Only frozen parameters may be stored in another dtype: FSDP1 holds a unit in one dtype, FSDP2 its frozen part in the compute dtype. A
-    cast then gives what loading the base gives.
+    Only frozen parameters may be stored in another dtype: FSDP1 holds a unit in one dtype, FSDP2 its frozen
+    part in the compute dtype. A cast then gives what loading the base gives.
     """
-    is_dtype_right = dtype == wanted.dtype or (is_frozen and dtype.is_floating_point and wanted.dtype.is_floating_point)
+    is_dtype_right = dtype == wanted.dtype or (
+        is_frozen and dtype.is_floating_point and wanted.dtype.is_floating_point
+    )
     if shape == tuple(wanted.shape) and is_dtype_right:
         return None
     return f"is {shape} {dtype}, the model has {tuple(wanted.shape)} {wanted.dtype}"
@@ -247,7 +275,10 @@ def load_optimizer(live: Live, directory: Path) -> None:
     A parameter without state in the checkpoint was never updated, and has none afterwards.
     """
     assert live.optimizer is not None
-    hyper = [{key: value for key, value in group.items() if key != "params"} for group in live.optimizer.param_groups]
+    hyper = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in live.optimizer.param_groups
+    ]
     state: Any = get_optimizer_state_dict(live.wrapped, live.optimizer)
     if (directory / FULL_OPTIMIZER_FILE).exists():
         with safe_open(directory / FULL_OPTIMIZER_FILE, framework="pt") as file:
@@ -263,12 +294,15 @@ def load_optimizer(live: Live, directory: Path) -> None:
         group.update(values)
 
 
-def _of_parameters(state: dict[str, dict[str, torch.Tensor]], names: set[str]) -> dict[str, dict[str, torch.Tensor]]:
+def _of_parameters(
+    state: dict[str, dict[str, torch.Tensor]], names: set[str]
+) -> dict[str, dict[str, torch.Tensor]]:
     return {parameter: kinds for parameter, kinds in state.items() if parameter in names}
 
 
 def _parameters_with_state(state: dict[str, dict[str, torch.Tensor]], directory: Path) -> set[str]:
-    """Return the parameters of `state` that have sharded optimizer state, stored as `optimizer.state.PARAMETER.KIND`."""
+    """Return the parameters of `state` that have sharded optimizer state, stored as
+    `optimizer.state.PARAMETER.KIND`."""
     found: set[str] = set()
     # Read before `dcp.load`, which would wrap an error of the reader in a CheckpointException.
     for key in RestrictedReader(directory / OPTIMIZER_DIRECTORY).read_metadata().state_dict_metadata:
@@ -279,7 +313,9 @@ def _parameters_with_state(state: dict[str, dict[str, torch.Tensor]], directory:
     return found
 
 
-def _load_sharded(state: dict[str, dict[str, torch.Tensor]], directory: Path, scattered: ScatteredFiles | None) -> None:
+def _load_sharded(
+    state: dict[str, dict[str, torch.Tensor]], directory: Path, scattered: ScatteredFiles | None
+) -> None:
     if not state:
         return
     try:
@@ -291,7 +327,8 @@ def _load_sharded(state: dict[str, dict[str, torch.Tensor]], directory: Path, sc
             raise
         raise failed_error(
             "optimizer-blocks-cut",
-            f"{directory}: the optimizer's state is in blocks with a scale each, and {dist.get_world_size()} ranks would cut them",
+            f"{directory}: the optimizer's state is in blocks with a scale each, and "
+            f"{dist.get_world_size()} ranks would cut them",
             ways_out=(
                 "resume on the original number of ranks",
                 "in a new run, set a `block_size` that divides a row, for any number of ranks",
@@ -300,7 +337,8 @@ def _load_sharded(state: dict[str, dict[str, torch.Tensor]], directory: Path, sc
 
 
 def rng_state(device_type: str) -> Generators:
-    """Return the state of every generator that a step uses, as tensors and numbers (loadable without running code)."""
+    """Return the state of every generator that a step uses, as tensors and numbers (loadable without running
+    code)."""
     version, words, gauss = random.getstate()
     of_numpy = np.random.get_state(legacy=False)
     state: Generators = {
@@ -320,7 +358,8 @@ def rng_state(device_type: str) -> Generators:
 
 
 def set_rng_state(state: Generators, device_type: str) -> None:
-    """Restore the generators from `rng_state`. A device whose state is missing keeps its own: the run was on the CPU before."""
+    """Restore the generators from `rng_state`. A device whose state is missing keeps its own: the run was on
+    the CPU before."""
     python, numpy_state = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     np.random.set_state(
@@ -338,5 +377,6 @@ def set_rng_state(state: Generators, device_type: str) -> None:
 
 
 def seed_for_rank(seed: int, step: int) -> int:
-    """Return the seed of this rank's dropout stream for a run that starts, or resumes on another number of ranks, at `step`."""
+    """Return the seed of this rank's dropout stream for a run that starts, or resumes on another number of
+    ranks, at `step`."""
     return (seed * 1_000_003 + step * 8191 + dist.get_rank()) % (1 << 63)

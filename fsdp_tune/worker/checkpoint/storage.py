@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, cast
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    FileSystemReader,
+    FileSystemWriter,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+)
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -125,15 +132,19 @@ class HashingFileSystem(FileSystem):
 
 
 def hashing_writer(directory: Path) -> tuple[FileSystemWriter, HashingFileSystem]:
-    """Return a DCP writer for a new directory, with one thread, so that the order of file operations is deterministic."""
-    writer = FileSystemWriter(directory, single_file_per_rank=True, sync_files=False, thread_count=1, overwrite=False)
+    """Return a DCP writer for a new directory, with one thread, so that the order of file operations is
+    deterministic."""
+    writer = FileSystemWriter(
+        directory, single_file_per_rank=True, sync_files=False, thread_count=1, overwrite=False
+    )
     files = HashingFileSystem()
     writer.fs = files
     return writer, files
 
 
 class _HereOrFetched(FileSystem):
-    """Reads a file of the checkpoint, or what was fetched of it if this machine has none, or a damaged one."""
+    """Reads a file of the checkpoint, or what was fetched of it if this machine has none, or a damaged
+    one."""
 
     def __init__(self, usable: Collection[str], fetched: Path) -> None:
         """`usable`: the files of the checkpoint, with their folder, that are as they were written."""
@@ -143,19 +154,23 @@ class _HereOrFetched(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
         here = Path(path)
-        with open(here if f"{here.parent.name}/{here.name}" in self._usable else self._fetched / here.name, mode) as stream:
+        with open(
+            here if f"{here.parent.name}/{here.name}" in self._usable else self._fetched / here.name, mode
+        ) as stream:
             yield cast(io.IOBase, stream)
 
 
 class RestrictedReader(FileSystemReader):
     """DCP's reader for checkpoints of tensors, which cannot run code.
 
-    DCP unpickles every entry that is not a tensor without restriction (`DefaultLoadPlanner.load_bytes`), even if the live state has a
-    tensor of that name, so such entries are refused, as is a `.metadata` with other classes.
+    DCP unpickles every entry that is not a tensor without restriction (`DefaultLoadPlanner.load_bytes`), even
+    if the live state has a tensor of that name, so such entries are refused, as is a `.metadata` with other
+    classes.
     """
 
     def __init__(self, path: Path, scattered: ScatteredFiles | None = None) -> None:
-        """`scattered`: where the files are, if each machine has a part of them. Reading is then collective."""
+        """`scattered`: where the files are, if each machine has a part of them. Reading is then
+        collective."""
         super().__init__(path)
         self._scattered = scattered
 
@@ -189,8 +204,8 @@ class RestrictedReader(FileSystemReader):
 class BlocksOnHost(DefaultLoadPlanner):
     """DCP's planner, with blocks of fewer bits filled in host memory and then copied to their device.
 
-    Where a smaller part was stored without blocks, DCP copies a plain tensor of the host into blocks, and torchao's `copy_` compares its
-    values with a table on the device.
+    Where a smaller part was stored without blocks, DCP copies a plain tensor of the host into blocks, and
+    torchao's `copy_` compares its values with a table on the device.
     """
 
     def __init__(self) -> None:
@@ -215,13 +230,23 @@ def _add_tensor(metadata: Metadata, name: str, dtype: DType, shape: Shape, chunk
     properties = TensorProperties(getattr(torch, dtype.name))
     metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, torch.Size(shape), listed)
     for entry, chunk in zip(listed, chunks, strict=True):
-        metadata.storage_data[MetadataIndex(name, entry.offsets)] = STORAGE_INFO.get()(chunk.file, chunk.start, chunk.length_bytes)
+        metadata.storage_data[MetadataIndex(name, entry.offsets)] = STORAGE_INFO.get()(
+            chunk.file, chunk.start, chunk.length_bytes
+        )
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> FileEntry:
-    """Write CPU tensors in safetensors format through `DISK`; the library's own writer bypasses Python and creates mode 0600."""
+def write_safetensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+) -> FileEntry:
+    """Write CPU tensors in safetensors format through `DISK`; the library's own writer bypasses Python and
+    creates mode 0600."""
     listed = (
-        (name, DTYPES[str(tensor.dtype).removeprefix("torch.")].safetensors, tensor.shape, tensor.numel() * tensor.element_size())
+        (
+            name,
+            DTYPES[str(tensor.dtype).removeprefix("torch.")].safetensors,
+            tensor.shape,
+            tensor.numel() * tensor.element_size(),
+        )
         for name, tensor in tensors.items()
     )
     head = header_bytes(listed, metadata)
@@ -252,7 +277,11 @@ def write_torch(path: Path, value: object) -> FileEntry:
 
 def reason_of(error: BaseException) -> str:
     """Return the system's text of an OSError; class and text of any other error."""
-    return error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+    return (
+        error.strerror
+        if isinstance(error, OSError) and error.strerror
+        else f"{type(error).__name__}: {error}"
+    )
 
 
 def with_free_space(error: FsdpTuneError, folder: Path, needed_bytes: int) -> FsdpTuneError:

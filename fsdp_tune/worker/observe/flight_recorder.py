@@ -1,9 +1,11 @@
-"""Dump PyTorch's flight recorder when a rank has made no progress; `rank.flight_recorder_variables` are its settings.
+"""Dump PyTorch's flight recorder when a rank has made no progress; `rank.flight_recorder_variables` are its
+settings.
 
-torch 2.11 and 2.13 read the same names (FlightRecorder.hpp, FlightRecorder.cpp, ProcessGroupNCCL.hpp): the buffer's size
-is TORCH_FR_BUFFER_SIZE (0, off, before it became 2000), the files' prefix TORCH_FR_DUMP_TEMP_FILE, and NCCL's watchdog
-writes them when TORCH_NCCL_DUMP_ON_TIMEOUT is set. That watchdog speaks only after its own time-out, so a rank that
-stands still writes first. `torchfrtrace RUN/logs/flight-recorder` compares the files of all ranks.
+torch 2.11 and 2.13 read the same names (FlightRecorder.hpp, FlightRecorder.cpp, ProcessGroupNCCL.hpp): the
+buffer's size is TORCH_FR_BUFFER_SIZE (0, off, before it became 2000), the files' prefix
+TORCH_FR_DUMP_TEMP_FILE, and NCCL's watchdog writes them when TORCH_NCCL_DUMP_ON_TIMEOUT is set. That watchdog
+speaks only after its own time-out, so a rank that stands still writes first.
+`torchfrtrace RUN/logs/flight-recorder` compares the files of all ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ def dump(run: RunDir, rank: int, device_type: str) -> Collective | None:
     if whole is None or as_json is None:
         return None
     (run.flight_recorder / f"{FLIGHT_FILE_PREFIX}{rank}").write_bytes(whole())
-    entries: list[FlightEntry] = [entry for entry in json.loads(as_json()).get("entries", []) if not entry.get("is_p2p")]
+    entries: list[FlightEntry] = [
+        entry for entry in json.loads(as_json()).get("entries", []) if not entry.get("is_p2p")
+    ]
     if not entries:
         return None
     unfinished = [entry for entry in entries if not entry["retired"]]

@@ -1,10 +1,11 @@
-"""The heartbeat file of each rank: its step, its phase, and how long ago it last made progress. Read by `status` and the supervisor.
+"""The heartbeat file of each rank: its step, its phase, and how long ago it last made progress. Read by
+`status` and the supervisor.
 
-The training thread only records where it is. A thread of its own writes the file once a second, so that a rank that waits in a
-collective still shows that it is alive.
+The training thread only records where it is. A thread of its own writes the file once a second, so that a
+rank that waits in a collective still shows that it is alive.
 
-Progress is what the training thread does (`beat`, `mark`, `tick`), and outside the phases of a step also the bytes that the process
-reads and writes. What the heartbeat thread itself reads and writes is never progress.
+Progress is what the training thread does (`beat`, `mark`, `tick`), and outside the phases of a step also the
+bytes that the process reads and writes. What the heartbeat thread itself reads and writes is never progress.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ MOST_WRITES = 256.0
 
 
 SLOWEST_SECONDS = 15.0
-"""`status` counts a heartbeat of another machine as alive for a minute (`launch.run_status.RECENT_SECONDS`)."""
+"""`status` counts a heartbeat of another machine as alive for a minute
+(`launch.run_status.RECENT_SECONDS`)."""
 
 
 PERIOD_SECONDS = 0.1
@@ -45,21 +47,29 @@ COMPARED_SECONDS = 7.5
 
 
 STEP_PHASES = frozenset({"reading back", "training", "forward", "backward", "optimizer step", "evaluating"})
-"""Phases in which only micro-batches and steps are progress: the bytes of a background save must not hide a hanging step.
-In every other phase (importing, loading, saving …) bytes are progress too: a checkpoint on a slow disk is not a hang."""
+"""Phases in which only micro-batches and steps are progress: the bytes of a background save must not hide a
+hanging step. In every other phase (importing, loading, saving …) bytes are progress too: a checkpoint on a
+slow disk is not a hang."""
 
 
 LEAST_MOVED_BYTES = 64 * KIB
-"""Fewer bytes are not progress: a thread of a library may write a log line while the training thread hangs."""
+"""Fewer bytes are not progress: a thread of a library may write a log line while the training thread
+hangs."""
 
 
 def interval_seconds(rank: int, world_size: int) -> float:
-    """Return the time between two writes of a rank. The first rank, which the screen shows, keeps the shortest."""
-    return INTERVAL_SECONDS if rank == 0 else min(SLOWEST_SECONDS, max(INTERVAL_SECONDS, world_size / MOST_WRITES))
+    """Return the time between two writes of a rank. The first rank, which the screen shows, keeps the
+    shortest."""
+    return (
+        INTERVAL_SECONDS
+        if rank == 0
+        else min(SLOWEST_SECONDS, max(INTERVAL_SECONDS, world_size / MOST_WRITES))
+    )
 
 
 class HeartbeatWriter:
-    """`beat`, `mark`, `tick` and `during` are for the training thread. `on_silence` runs after `silence_seconds` without progress."""
+    """`beat`, `mark`, `tick` and `during` are for the training thread. `on_silence` runs after
+    `silence_seconds` without progress."""
 
     def __init__(
         self,
@@ -91,7 +101,8 @@ class HeartbeatWriter:
         self._compared_at = time.monotonic()
         self.step = 0
         self.collective: Collective | None = None
-        """The last collective in the flight recorder, once this rank has made no progress for `silence_seconds`."""
+        """The last collective in the flight recorder, once this rank has made no progress for
+        `silence_seconds`."""
         self._counted = (0, 0)
         """Finished and planned batches of the phase."""
 
@@ -105,7 +116,8 @@ class HeartbeatWriter:
         return self._phase
 
     def beat(self, phase: str, step: int | None = None) -> None:
-        """Record the phase and the step. A new phase is written at once, a new step by the heartbeat thread within `PERIOD_SECONDS`.
+        """Record the phase and the step. A new phase is written at once, a new step by the heartbeat thread
+        within `PERIOD_SECONDS`.
 
         Raises: FailedError when the run directory is gone.
         """
@@ -129,7 +141,9 @@ class HeartbeatWriter:
         if phase != self._phase:
             now = time.monotonic()
             if self._phase:
-                self.phase_seconds[self._phase] = self.phase_seconds.get(self._phase, 0.0) + now - self._phase_began
+                self.phase_seconds[self._phase] = (
+                    self.phase_seconds.get(self._phase, 0.0) + now - self._phase_began
+                )
             self._phase, self._phase_began, self._counted = phase, now, (0, 0)
         self.tick()
 
@@ -158,7 +172,8 @@ class HeartbeatWriter:
         self._thread.start()
 
     def is_superseded(self) -> bool:
-        """Return whether a rank of a later launch has written to the file: this machine was counted as lost, and is back.
+        """Return whether a rank of a later launch has written to the file: this machine was counted as lost,
+        and is back.
 
         From then on this rank writes nothing to it.
         """
@@ -173,23 +188,32 @@ class HeartbeatWriter:
     def close(self) -> None:
         self._ended.set()
         if self._thread is not None:
-            self._thread.join(INTERVAL_SECONDS)  # it may itself hang in the flight recorder of a wedged device
+            self._thread.join(
+                INTERVAL_SECONDS
+            )  # it may itself hang in the flight recorder of a wedged device
 
     def _keep_beating(self) -> None:
         reported_at = 0.0
         while not self._ended.wait(PERIOD_SECONDS):
             now = time.monotonic()
-            # A new step is not held back by a write without one, so that a message can name the step that is being trained.
+            # A new step is not held back by a write without one, so that a message can name the step that is
+            # being trained.
             written_at = self._step_written_at if self.step != self._written_step else self._written_at
             if now - written_at < interval_seconds(self._rank, self._world_size):
                 continue
             self._count_moved_bytes(now)
-            if now - self._compared_at >= COMPARED_SECONDS:  # both write in turn, so that one of a few reads shows it
+            if (
+                now - self._compared_at >= COMPARED_SECONDS
+            ):  # both write in turn, so that one of a few reads shows it
                 self._compared_at = now
                 self.is_superseded()
             self._write()
             since = LIVED.at(max(self._progressed_at, reported_at))
-            if self._silence_seconds is not None and self._on_silence is not None and LIVED.now() - since > self._silence_seconds:
+            if (
+                self._silence_seconds is not None
+                and self._on_silence is not None
+                and LIVED.now() - since > self._silence_seconds
+            ):
                 reported_at = now
                 try:
                     self._on_silence()
@@ -226,14 +250,18 @@ class HeartbeatWriter:
             self.began_at,
         )
         # Not through `atomic`: the file is overwritten each second, and an fsync would stall the step.
-        # Its name is of this process: on a machine that was lost, and that is back, a rank of an earlier launch may still write.
+        # Its name is of this process: on a machine that was lost, and that is back, a rank of an earlier
+        # launch may still write.
         stage = self._stage
         with self._lock:
             try:
                 stage.write_text(json.dumps(beat.content()), encoding="utf-8")
                 stage.replace(self._path)
                 self._is_gone = False
-            except (FileNotFoundError, NotADirectoryError):  # or a later launch has cleared the file of this one
+            except (
+                FileNotFoundError,
+                NotADirectoryError,
+            ):  # or a later launch has cleared the file of this one
                 with contextlib.suppress(OSError):
                     self._is_gone = not self._path.parent.is_dir()
             except OSError:  # a full disk: the write that matters, a checkpoint's or a metric's, reports it
@@ -243,11 +271,14 @@ class HeartbeatWriter:
 def bytes_moved_by_other_threads() -> int:
     """Return the bytes that this process has read and written, without those of the calling thread.
 
-    Includes bytes that only reached the page cache, bytes that a page fault in a memory-mapped file fetched, and those of threads
-    that have ended. Zero where the system does not count them.
+    Includes bytes that only reached the page cache, bytes that a page fault in a memory-mapped file fetched,
+    and those of threads that have ended. Zero where the system does not count them.
     """
     process_bytes, thread_bytes = (_io_bytes(Path("/proc", scope, "io")) for scope in ("self", "thread-self"))
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt - resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
+    faults = (
+        resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+        - resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
+    )
     return process_bytes - thread_bytes + faults * resource.getpagesize()
 
 

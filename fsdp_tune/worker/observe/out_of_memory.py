@@ -1,4 +1,5 @@
-"""Turn a failed allocation, on device or host, into a problem: what held the memory, and three changes to the recipe that would help."""
+"""Turn a failed allocation, on device or host, into a problem: what held the memory, and three changes to the
+recipe that would help."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
     from fsdp_tune.worker.trainer import FsdpTrainer
 
 _FULL_DEVICE_BYTES = GIB
-"""With more free device memory than this, a failed allocation outside torch's allocator was not on the device: NCCL's buffers and
-CUDA's own are smaller."""
+"""With more free device memory than this, a failed allocation outside torch's allocator was not on the
+device: NCCL's buffers and CUDA's own are smaller."""
 WAYS = 3
 REST = "activations, gathered parameters and workspace"
 _UNITS = {"bytes": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}
@@ -40,29 +41,39 @@ _FRAGMENTED_SHARE = 0.1
 
 
 def is_device_out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation on the device failed, in torch's allocator or in a library that bypasses it."""
+    """Return whether an allocation on the device failed, in torch's allocator or in a library that bypasses
+    it."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
-    is_cublas = isinstance(error, RuntimeError) and any(words in str(error) for words in DEVICE_ALLOCATION_FAILED)
+    is_cublas = isinstance(error, RuntimeError) and any(
+        words in str(error) for words in DEVICE_ALLOCATION_FAILED
+    )
     return is_cublas or (_is_either(error) and not _is_page_locked(error))
 
 
 def is_host_out_of_memory(error: BaseException) -> bool:
     """Return whether an allocation on the host failed, page-locked memory included."""
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(words in str(error) for words in HOST_ALLOCATION_FAILED)):
+    if isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in HOST_ALLOCATION_FAILED)
+    ):
         return True
     return _is_either(error) and _is_page_locked(error)
 
 
 def _is_either(error: BaseException) -> bool:
     is_known = isinstance(error, torch.OutOfMemoryError)
-    return isinstance(error, RuntimeError) and not is_known and CUDA_ALLOCATION_FAILED.search(str(error)) is not None
+    return (
+        isinstance(error, RuntimeError)
+        and not is_known
+        and CUDA_ALLOCATION_FAILED.search(str(error)) is not None
+    )
 
 
 def _is_page_locked(error: BaseException) -> bool:
     """Return whether cudaErrorMemoryAllocation came from page-locked host memory.
 
-    The message does not tell. Either the failing line pins memory (the DataLoader quotes it in its message), or the device has room.
+    The message does not tell. Either the failing line pins memory (the DataLoader quotes it in its message),
+    or the device has room.
     """
     frames = traceback.extract_tb(error.__traceback__)
     if PINS_MEMORY.search(str(error)) or (frames and PINS_MEMORY.search(frames[-1].line or "")):
@@ -72,7 +83,8 @@ def _is_page_locked(error: BaseException) -> bool:
 
 
 def _free_device_bytes() -> int | None:
-    """Return the free memory of this rank's GPU as reported by the driver; None without a GPU or if the driver fails."""
+    """Return the free memory of this rank's GPU as reported by the driver; None without a GPU or if the
+    driver fails."""
     if not torch.cuda.is_initialized():
         return None
     try:
@@ -82,14 +94,16 @@ def _free_device_bytes() -> int | None:
 
 
 def device_moment(error: BaseException, heartbeat: HeartbeatWriter, trainer: FsdpTrainer | None) -> Moment:
-    """Return the live memory from the message of the allocator and the tensors of this rank; without a trainer, from the message only."""
+    """Return the live memory from the message of the allocator and the tensors of this rank; without a
+    trainer, from the message only."""
     components = {} if trainer is None else live_components(trainer)
     module = None if trainer is None else running_module(error, trainer.wrapped)
     return Moment(heartbeat.phase, heartbeat.step, components, sizes_in(str(error)), module)
 
 
 def running_module(error: BaseException, model: nn.Module) -> str | None:
-    """Return the name of the innermost module whose code raised the error; None if that is not the code of a part of the model."""
+    """Return the name of the innermost module whose code raised the error; None if that is not the code of a
+    part of the model."""
     names = {id(module): name for name, module in model.named_modules() if name}
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     found = [names[id(module)] for frame in frames if id(module := frame.f_locals.get("self")) in names]
@@ -104,7 +118,12 @@ def live_components(trainer: FsdpTrainer) -> dict[str, int]:
     """Return the bytes on the device of this rank that persist between steps."""
     device = trainer.args.device
     parameters = list(trainer.wrapped.parameters())
-    moments = [value for entry in trainer.live_optimizer.state.values() for value in entry.values() if isinstance(value, torch.Tensor)]
+    moments = [
+        value
+        for entry in trainer.live_optimizer.state.values()
+        for value in entry.values()
+        if isinstance(value, torch.Tensor)
+    ]
     return {
         "parameters": _bytes(parameters, device),
         "gradients": _bytes((p.grad for p in parameters if p.grad is not None), device),
@@ -156,11 +175,22 @@ class Moment:
         """Memory by component, largest first; allocated memory that belongs to no component is `REST`."""
         rest = self.sizes.get("allocated", 0) - sum(self.components.values())
         everything = {**self.components, **({REST: rest} if rest > 0 else {})}
-        return dict(sorted(((name, size) for name, size in everything.items() if size), key=lambda item: (-item[1], item[0])))
+        return dict(
+            sorted(
+                ((name, size) for name, size in everything.items() if size),
+                key=lambda item: (-item[1], item[0]),
+            )
+        )
 
     def as_dict(self) -> dict[str, object]:
         sizes = {f"{name}_bytes": size for name, size in self.sizes.items()}
-        return {"phase": self.phase, "step": self.step, "module": self.module, "live_bytes": self.live, **sizes}
+        return {
+            "phase": self.phase,
+            "step": self.step,
+            "module": self.module,
+            "live_bytes": self.live,
+            **sizes,
+        }
 
 
 def sizes_in(message: str) -> dict[str, int]:
@@ -172,7 +202,9 @@ def sizes_in(message: str) -> dict[str, int]:
 def device_problem(recipe: Recipe, moment: Moment) -> Problem:
     """Describe where device memory ran out, what was live, and the first three changes that apply."""
     sizes = moment.sizes
-    requested = f"{format_bytes(sizes['requested'])} requested" if "requested" in sizes else "an allocation failed"
+    requested = (
+        f"{format_bytes(sizes['requested'])} requested" if "requested" in sizes else "an allocation failed"
+    )
     of = f" on a device with {format_bytes(sizes['capacity'])}" if "capacity" in sizes else ""
     live = ", ".join(f"{name} {format_bytes(size)}" for name, size in moment.live.items())
     held = f"; {format_bytes(sizes['unused'])} held but not used" if sizes.get("unused") else ""
@@ -191,8 +223,8 @@ class Way(NamedTuple):
 
 
 def _change(key: str, value: object, why: str, **derived: object) -> Way:
-    """Return a change to a key; `why` begins with `: `, or with the present value. `derived` are keys of the same section that were
-    resolved from it."""
+    """Return a change to a key; `why` begins with `: `, or with the present value. `derived` are keys of the
+    same section that were resolved from it."""
     section = key.partition(".")[0]
     changes = {key: value} | {f"{section}.{name}": other for name, other in derived.items()}
     return Way(f"{key}: {str(value).lower() if isinstance(value, bool) else value}{why}", changes)
@@ -200,7 +232,10 @@ def _change(key: str, value: object, why: str, **derived: object) -> Way:
 
 def _possible(recipe: Recipe, ways: Iterable[Way]) -> tuple[str, ...]:
     """Return the first ways that no rule refuses with this recipe."""
-    return tuple(way.text for _, way in zip(range(WAYS), (way for way in ways if not _is_refused(recipe, way)), strict=False))
+    return tuple(
+        way.text
+        for _, way in zip(range(WAYS), (way for way in ways if not _is_refused(recipe, way)), strict=False)
+    )
 
 
 def _is_refused(recipe: Recipe, way: Way) -> bool:
@@ -219,14 +254,23 @@ def device_ways(recipe: Recipe, moment: Moment) -> Iterator[Way]:
     """Yield changes to the recipe, starting with the cheapest one that shrinks the largest component."""
     sizes = moment.sizes
     if sizes.get("unused", 0) > max(sizes.get("requested", 0), _FRAGMENTED_SHARE * sizes.get("capacity", 0)):
-        yield Way("launch.env: {PYTORCH_ALLOC_CONF: 'expandable_segments:True'}: free memory is fragmented; costs nothing")
+        yield Way(
+            "launch.env: {PYTORCH_ALLOC_CONF: 'expandable_segments:True'}: free memory is "
+            "fragmented; costs nothing"
+        )
     if moment.phase == "evaluating":
         yield from _less_evaluation(recipe)
     if moment.phase in ("saving", "probing a save") and recipe.fsdp.state_dict_type == "FULL_STATE_DICT":
-        yield _change("fsdp.state_dict_type", "SHARDED_STATE_DICT", ": no rank gathers the full model to save it")
+        yield _change(
+            "fsdp.state_dict_type", "SHARDED_STATE_DICT", ": no rank gathers the full model to save it"
+        )
     largest = next(iter(moment.live), REST)
     if recipe.fsdp.reshard_after_backward is False and (recipe.training.gradient_accumulation_steps or 1) > 1:
-        yield _change("fsdp.reshard_after_backward", True, " (now false): no rank keeps gathered parameters between micro-batches")
+        yield _change(
+            "fsdp.reshard_after_backward",
+            True,
+            " (now false): no rank keeps gathered parameters between micro-batches",
+        )
     first, second = (_less_activation, _less_state) if largest == REST else (_less_state, _less_activation)
     yield from first(recipe)
     yield from second(recipe)
@@ -236,7 +280,9 @@ def device_ways(recipe: Recipe, moment: Moment) -> Iterator[Way]:
 def _less_evaluation(recipe: Recipe) -> Iterator[Way]:
     size = recipe.training.per_device_eval_batch_size or recipe.training.per_device_train_batch_size
     if size > 1:
-        yield _change("training.per_device_eval_batch_size", size // 2, f" (now {size}): the eval loss stays the same")
+        yield _change(
+            "training.per_device_eval_batch_size", size // 2, f" (now {size}): the eval loss stays the same"
+        )
 
 
 def _less_activation(recipe: Recipe) -> Iterator[Way]:
@@ -244,20 +290,39 @@ def _less_activation(recipe: Recipe) -> Iterator[Way]:
     budget = recipe.training.per_device_train_batch_tokens
     if size > 1 and budget is not None:
         why = f" (now {budget}): the global batch stays, in more micro-batches"
-        yield _change("training.per_device_train_batch_tokens", size // 2 * length, why, per_device_train_batch_size=size // 2)
+        yield _change(
+            "training.per_device_train_batch_tokens",
+            size // 2 * length,
+            why,
+            per_device_train_batch_size=size // 2,
+        )
     elif size > 1:
-        yield _change("training.per_device_train_batch_size", size // 2, f" (now {size}): the global batch stays, in more micro-batches")
+        yield _change(
+            "training.per_device_train_batch_size",
+            size // 2,
+            f" (now {size}): the global batch stays, in more micro-batches",
+        )
     if recipe.fsdp.activation_checkpointing != "full":
         now = recipe.fsdp.activation_checkpointing
-        yield _change("fsdp.activation_checkpointing", "full", f" (now {now}): keeps one activation per layer, for a third more compute")
+        yield _change(
+            "fsdp.activation_checkpointing",
+            "full",
+            f" (now {now}): keeps one activation per layer, for a third more compute",
+        )
     elif not recipe.fsdp.activation_checkpointing_offload and recipe.fsdp.version == 2:
         yield _change(
-            "fsdp.activation_checkpointing_offload", True, " (now false): inputs of layers in host memory, copied while layers compute"
+            "fsdp.activation_checkpointing_offload",
+            True,
+            " (now false): inputs of layers in host memory, copied while layers compute",
         )
     if recipe.precision.mixed_precision == "no":
         yield _change("precision.mixed_precision", "bf16", " (now no): activations take half the memory")
     if length > 1:
-        yield _change("data.max_length", length // 2, f" (now {length}): longer rows are cut or dropped, so this changes what is trained")
+        yield _change(
+            "data.max_length",
+            length // 2,
+            f" (now {length}): longer rows are cut or dropped, so this changes what is trained",
+        )
 
 
 def _less_state(recipe: Recipe) -> Iterator[Way]:
@@ -266,17 +331,27 @@ def _less_state(recipe: Recipe) -> Iterator[Way]:
         why = f" (now {strategy}): parameters, gradients and moments are all split over the ranks"
         yield _change("fsdp.sharding_strategy", "FULL_SHARD", why, reshard_after_forward=None)
     if not recipe.fsdp.sync_each_batch and (recipe.training.gradient_accumulation_steps or 1) > 1:
-        yield _change("fsdp.sync_each_batch", True, " (now false): no rank keeps unsharded gradients between micro-batches")
+        yield _change(
+            "fsdp.sync_each_batch",
+            True,
+            " (now false): no rank keeps unsharded gradients between micro-batches",
+        )
     if not recipe.fsdp.offload_params and strategy != "NO_SHARD":
         yield _change(
-            "fsdp.offload_params", True, " (now false): parameters, gradients and moments live in host memory; a step takes much longer"
+            "fsdp.offload_params",
+            True,
+            " (now false): parameters, gradients and moments live in host memory; a step takes much longer",
         )
 
 
 def _more_devices(recipe: Recipe) -> Iterator[Way]:
     world_size = recipe.world_size
     if recipe.is_sharded:
-        yield _change("launch.num_processes", 2 * world_size, f" (now {world_size}): each device holds half of the sharded state")
+        yield _change(
+            "launch.num_processes",
+            2 * world_size,
+            f" (now {world_size}): each device holds half of the sharded state",
+        )
     yield Way("a device with more memory")
     yield Way("a smaller model (model.name_or_path)")
 
@@ -291,33 +366,60 @@ class Host:
 
 
 def host_problem(recipe: Recipe, phase: str, host: Host, *, page_locked: bool = False) -> Problem:
-    """Name the phase in which host memory ran out, how much was held, and the first three changes that apply."""
+    """Name the phase in which host memory ran out, how much was held, and the first three changes that
+    apply."""
     parts: list[str] = []
     if page_locked:
         parts.append("page-locked memory for copies to the device was refused")
     if host.process_bytes is not None:
         parts.append(f"this rank has held up to {format_bytes(host.process_bytes)}")
     if host.available_bytes is not None and host.total_bytes is not None:
-        parts.append(f"{format_bytes(host.available_bytes)} of the machine's {format_bytes(host.total_bytes)} are left")
+        parts.append(
+            f"{format_bytes(host.available_bytes)} of the machine's {format_bytes(host.total_bytes)} are left"
+        )
     message = f"out of host memory in `{phase}`" + (f": {', '.join(parts)}" if parts else "")
     return Problem("host-out-of-memory", message, ways_out=_possible(recipe, host_ways(recipe, phase)))
 
 
 def host_ways(recipe: Recipe, phase: str) -> Iterator[Way]:
     """Yield changes to the recipe that save host memory, starting with those that fit the phase."""
-    if phase in ("importing", "loading the model") and not recipe.fsdp.cpu_ram_efficient_loading and recipe.fsdp.version == 2:
-        yield _change("fsdp.cpu_ram_efficient_loading", True, " (now false): one rank of the machine reads the weights, not each")
+    if (
+        phase in ("importing", "loading the model")
+        and not recipe.fsdp.cpu_ram_efficient_loading
+        and recipe.fsdp.version == 2
+    ):
+        yield _change(
+            "fsdp.cpu_ram_efficient_loading",
+            True,
+            " (now false): one rank of the machine reads the weights, not each",
+        )
     if recipe.checkpoint.async_:
-        yield _change("checkpoint.async", False, " (now true): no copy of this rank's state in host memory while it is written")
+        yield _change(
+            "checkpoint.async",
+            False,
+            " (now true): no copy of this rank's state in host memory while it is written",
+        )
     workers = int((recipe.training.model_extra or {}).get("dataloader_num_workers", 0) or 0)
     if workers:
-        yield _change("training.dataloader_num_workers", workers // 2, f" (now {workers}): fewer processes per rank")
+        yield _change(
+            "training.dataloader_num_workers", workers // 2, f" (now {workers}): fewer processes per rank"
+        )
     if recipe.fsdp.offload_params:
-        yield _change("fsdp.offload_params", False, " (now true): parameters, gradients and moments live on the device")
+        yield _change(
+            "fsdp.offload_params", False, " (now true): parameters, gradients and moments live on the device"
+        )
     if recipe.fsdp.activation_checkpointing_offload:
-        yield _change("fsdp.activation_checkpointing_offload", False, " (now true): inputs of layers stay on the device")
+        yield _change(
+            "fsdp.activation_checkpointing_offload", False, " (now true): inputs of layers stay on the device"
+        )
     if recipe.fsdp.state_dict_type == "FULL_STATE_DICT":
-        yield _change("fsdp.state_dict_type", "SHARDED_STATE_DICT", " (now FULL_STATE_DICT): no rank gathers the full model to save it")
-    yield _change("launch.num_machines", recipe.launch.num_machines + 1, ": fewer ranks share a machine's memory")
+        yield _change(
+            "fsdp.state_dict_type",
+            "SHARDED_STATE_DICT",
+            " (now FULL_STATE_DICT): no rank gathers the full model to save it",
+        )
+    yield _change(
+        "launch.num_machines", recipe.launch.num_machines + 1, ": fewer ranks share a machine's memory"
+    )
     yield Way("a machine with more memory, or a higher limit where a container or scheduler sets one")
     yield Way("fewer other processes on the machine")

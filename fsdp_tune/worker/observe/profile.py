@@ -1,4 +1,5 @@
-"""`train --profile steps=10:13`: a Chrome trace of each rank, and its steps broken down into compute, collectives and idle time."""
+"""`train --profile steps=10:13`: a Chrome trace of each rank, and its steps broken down into compute,
+collectives and idle time."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ from fsdp_tune.core.command import ProfiledSteps
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.events import Profiled
 from fsdp_tune.worker.observe.step_phases import AttachedCallback
-from fsdp_tune.worker.observe.trace_breakdown import BACKWARD, FORWARD, OPTIMIZER, PHASE_PREFIX, STEP, breakdown
+from fsdp_tune.worker.observe.trace_breakdown import (
+    BACKWARD,
+    FORWARD,
+    OPTIMIZER,
+    PHASE_PREFIX,
+    STEP,
+    breakdown,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -29,41 +37,57 @@ class Profile(AttachedCallback):
 
     def __init__(self, run: RunDir, steps: ProfiledSteps, rank: int) -> None:
         self._steps = steps
-        self._trace = run.path / "profile" / f"steps-{steps.first}-{steps.last}" / f"rank-{rank:04d}.trace.json.gz"
+        self._trace = (
+            run.path / "profile" / f"steps-{steps.first}-{steps.last}" / f"rank-{rank:04d}.trace.json.gz"
+        )
         self._profiler: profile | None = None
         self._phase: record_function | None = None
         self._step: record_function | None = None
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         wrapped = self.trainer.wrapped
         wrapped.register_forward_pre_hook(lambda *_: self._enter(FORWARD), prepend=True)
         wrapped.register_forward_hook(lambda *_: self._enter(BACKWARD))
         self.trainer.training_step = _followed_by(self.trainer.training_step, self._leave)
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         step = state.global_step + 1
         if self._profiler is None and self._steps.first <= step <= self._steps.last:
             on_cuda = args.device.type == "cuda"
-            self._profiler = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])])
+            self._profiler = profile(
+                activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
+            )
             self._profiler.start()
         if self._profiler is not None:
             self._step = record_function(f"{PHASE_PREFIX}{STEP}")
             self._step.__enter__()
 
-    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self._enter(OPTIMIZER)
 
-    def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self._leave()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         if self._step is not None:
             self._step.__exit__(None, None, None)
             self._step = None
         if self._profiler is not None and state.global_step >= min(self._steps.last, state.max_steps):
             self._finish(self._profiler, state.global_step)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         if self._profiler is not None:  # stopped in the middle
             self._finish(self._profiler, state.global_step)
 

@@ -29,7 +29,8 @@ class StepProgress(StepObserver, TrainerCallback):
         self._heartbeat = heartbeat
 
     def attach(self, trainer: FsdpTrainer) -> None:
-        """Install hooks on the wrapped model: a forward is progress, also in evaluation; in training a backward follows it."""
+        """Install hooks on the wrapped model: a forward is progress, also in evaluation; in training a
+        backward follows it."""
         model = trainer.wrapped
 
         def before(*_: object) -> None:
@@ -42,5 +43,7 @@ class StepProgress(StepObserver, TrainerCallback):
         model.register_forward_pre_hook(before)
         model.register_forward_hook(after)
 
-    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self._heartbeat.mark("optimizer step")

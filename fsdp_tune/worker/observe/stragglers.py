@@ -1,16 +1,17 @@
 """Name the rank for which all others wait, and what it spends the time on: data, computing or saving.
 
-All ranks take the same time for a step, since each waits in its collectives for the slowest. They differ in their own time: that of a step
-without these waits. Nothing is synchronised for it:
+All ranks take the same time for a step, since each waits in its collectives for the slowest. They differ in
+their own time: that of a step without these waits. Nothing is synchronised for it:
 
-- Data: the host's time for the batches of a step, and its wait in the sum of their tokens, the first collective of a step.
-- Computing: on a CPU, the step without the time in FSDP2's collectives, which the host runs. On CUDA, the same of the compute stream in
-  logged steps, from events that are read when the line is written. The host runs ahead of a GPU, so there data cost at most the time in
-  which the GPU had nothing to do.
+- Data: the host's time for the batches of a step, and its wait in the sum of their tokens, the first
+  collective of a step.
+- Computing: on a CPU, the step without the time in FSDP2's collectives, which the host runs. On CUDA, the
+  same of the compute stream in logged steps, from events that are read when the line is written. The host
+  runs ahead of a GPU, so there data cost at most the time in which the GPU had nothing to do.
 - Saving: writing this rank's part of a checkpoint, as far as training waited for it.
 
-Not seen: under DDP and FSDP1, which rank computes slowly, since their waits cannot be observed; on CUDA, what is slow only in steps that
-are not logged; a slow link, for which both of its ends wait.
+Not seen: under DDP and FSDP1, which rank computes slowly, since their waits cannot be observed; on CUDA, what
+is slow only in steps that are not logged; a slow link, for which both of its ends wait.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 WINDOW_SECONDS = 20.0
 """Least time between two comparisons, each of which is a collective of small tensors."""
 SUSTAINED_SECONDS = 60.0
-"""A rank is named once it has been the slowest, by `COST_SHARE` at least, in consecutive comparisons over this time."""
+"""A rank is named once it has been the slowest, by `COST_SHARE` at least, in consecutive comparisons over
+this time."""
 COST_SHARE = 0.05
 """Share of a step."""
 LEAST_SECONDS = 0.005
@@ -76,9 +78,16 @@ def slowest(ranks: Sequence[OwnTimes]) -> Slowest:
     def behind(values: Sequence[float]) -> float:
         return values[rank] - statistics.median(value for other, value in enumerate(values) if other != rank)
 
-    parts = {name: behind([getattr(each, name) for each in ranks]) for name in ("data", "computing", "saving")}
+    parts = {
+        name: behind([getattr(each, name) for each in ranks]) for name in ("data", "computing", "saving")
+    }
     step_seconds = max(each.step for each in ranks)
-    return Slowest(rank, max(parts, key=parts.__getitem__), behind(own), behind(own) / step_seconds if step_seconds > 0 else 0.0)
+    return Slowest(
+        rank,
+        max(parts, key=parts.__getitem__),
+        behind(own),
+        behind(own) / step_seconds if step_seconds > 0 else 0.0,
+    )
 
 
 @dataclass
@@ -117,7 +126,8 @@ class Stragglers(StepObserver):
         self._due = 0
         """The step of the next comparison, the same on all ranks."""
         self._device: list[tuple[float, float]] = []
-        """Of the logged steps since the last comparison, on a device with a clock of its own: seconds, and of them in communication."""
+        """Of the logged steps since the last comparison, on a device with a clock of its own: seconds, and of
+        them in communication."""
 
     def attach(self, trainer: FsdpTrainer) -> None:
         self.times = trainer.times
@@ -136,7 +146,11 @@ class Stragglers(StepObserver):
         named = self._sustained.named
         if named is None:
             return {}
-        return {"slow_rank": named.rank, "slow_rank_part": named.part, "slow_rank_share": round(named.share, 4)}
+        return {
+            "slow_rank": named.rank,
+            "slow_rank_part": named.part,
+            "slow_rank_share": round(named.share, 4),
+        }
 
     def _start(self, step: int) -> None:
         self._since, self._began = (self.times.copy(), step), time.monotonic()
@@ -165,16 +179,30 @@ class Stragglers(StepObserver):
             observed = spent.in_steps - spent.waited if self._shares.sees_communication else spent.data
             return OwnTimes(step_seconds, data, observed / steps - data, saving)
         device_seconds = statistics.fmean(seconds for seconds, _ in self._device) if self._device else 0.0
-        own_seconds = statistics.fmean(seconds - waited for seconds, waited in self._device) if self._device else 0.0
+        own_seconds = (
+            statistics.fmean(seconds - waited for seconds, waited in self._device) if self._device else 0.0
+        )
         idle_seconds = max(0.0, spent.in_steps / steps - device_seconds)
-        return OwnTimes(step_seconds, min(data, idle_seconds), own_seconds if self._shares.sees_communication else 0.0, saving)
+        return OwnTimes(
+            step_seconds,
+            min(data, idle_seconds),
+            own_seconds if self._shares.sees_communication else 0.0,
+            saving,
+        )
 
     def _report(self, step: int, before: Slowest | None) -> None:
         found = self._sustained.named
         if found is None:
             assert before is not None, "something changed"
-            self._metrics.event(RankRecovered(step, before.rank, f"the others no longer wait for rank {before.rank}"))
+            self._metrics.event(
+                RankRecovered(step, before.rank, f"the others no longer wait for rank {before.rank}")
+            )
             return
         behind, share = round(found.behind_seconds, 4), round(found.share, 4)
-        message = f"rank {found.rank} costs {share:.0%} of each step: the others wait {behind:.3g} s for its {found.part}"
-        self._metrics.event(RankSlowed(step, found.rank, found.part, share=share, behind_seconds=behind, message=message))
+        message = (
+            f"rank {found.rank} costs {share:.0%} of each step: the others wait {behind:.3g} s for its "
+            f"{found.part}"
+        )
+        self._metrics.event(
+            RankSlowed(step, found.rank, found.part, share=share, behind_seconds=behind, message=message)
+        )

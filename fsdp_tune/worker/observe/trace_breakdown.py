@@ -45,7 +45,8 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Seconds of one phase over all profiled steps. A collective that overlaps with compute counts as `compute` only."""
+    """Seconds of one phase over all profiled steps. A collective that overlaps with compute counts as
+    `compute` only."""
 
     total: float
     compute: float
@@ -58,8 +59,9 @@ class Share:
 def breakdown(events: Iterable[TraceEvent]) -> dict[str, Share]:
     """Return phase → its time. `events`: the `traceEvents` of a trace by torch.profiler.
 
-    With device kernels in the trace, times are the device's: NCCL's kernels are the collectives, all others compute. Without,
-    they are the host's: collectives are the calls that wait for them, operators compute, and what is neither is Python.
+    With device kernels in the trace, times are the device's: NCCL's kernels are the collectives, all others
+    compute. Without, they are the host's: collectives are the calls that wait for them, operators compute,
+    and what is neither is Python.
     """
     complete = [event for event in events if event.get("ph") == "X" and float(event.get("dur", 0)) > 0]
     on_device = any(event.get("cat") == "kernel" for event in complete)
@@ -93,13 +95,18 @@ def _device_work(events: Sequence[TraceEvent]) -> tuple[dict[str, list[Interval]
 
 
 def _host_work(events: Sequence[TraceEvent]) -> tuple[dict[str, list[Interval]], list[Interval]]:
-    """Return intervals of collectives (c10d's operators, and FSDP2's reduction, which waits inside) and of compute."""
+    """Return intervals of collectives (c10d's operators, and FSDP2's reduction, which waits inside) and of
+    compute."""
     collectives: dict[str, list[Interval]] = {kind: [] for kind in COLLECTIVES}
     threads = {event["tid"] for event in events if str(event["name"]).startswith(PHASE_PREFIX)}
     compute: list[Interval] = []
     for event in events:
         name = str(event["name"]).lower()
-        if event.get("cat") == "user_annotation" and name.startswith("fsdp::") and (kind := _FSDP_CALLS.get(name.split(" ")[0])):
+        if (
+            event.get("cat") == "user_annotation"
+            and name.startswith("fsdp::")
+            and (kind := _FSDP_CALLS.get(name.split(" ")[0]))
+        ):
             collectives[kind].append(_interval(event))
         elif event["tid"] not in threads:
             continue  # gloo's own threads: whether a caller waits for them is not visible there
@@ -109,7 +116,9 @@ def _host_work(events: Sequence[TraceEvent]) -> tuple[dict[str, list[Interval]],
             compute.append(_interval(event))
     waiting = {kind: union(intervals) for kind, intervals in collectives.items()}
     # What runs inside such a call on the same thread is a part of it.
-    return waiting, difference(union(compute), union(interval for intervals in waiting.values() for interval in intervals))
+    return waiting, difference(
+        union(compute), union(interval for intervals in waiting.values() for interval in intervals)
+    )
 
 
 _FSDP_CALLS = {"fsdp::all_gather": ALL_GATHER, "fsdp::post_backward_reduce": REDUCE_SCATTER}
@@ -117,7 +126,10 @@ _FSDP_CALLS = {"fsdp::all_gather": ALL_GATHER, "fsdp::post_backward_reduce": RED
 
 def _kind_of(name: str) -> str | None:
     plain = name.replace("_", "")
-    return next((kind for kind in COLLECTIVES if kind.replace("_", "") in plain), ALL_REDUCE if "nccl" in plain else None)
+    return next(
+        (kind for kind in COLLECTIVES if kind.replace("_", "") in plain),
+        ALL_REDUCE if "nccl" in plain else None,
+    )
 
 
 def _phases(events: Sequence[TraceEvent], category: str, *, on_device: bool) -> dict[str, list[Interval]]:
@@ -142,7 +154,11 @@ def _phases(events: Sequence[TraceEvent], category: str, *, on_device: bool) -> 
 def _after_each(spans: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
     """Return the gaps between the end of each span and the start of the next."""
     begins = sorted(begin for begin, _ in others)
-    return [(end, nearest) for _, end in spans if (nearest := next((begin for begin in begins if begin >= end), None)) is not None]
+    return [
+        (end, nearest)
+        for _, end in spans
+        if (nearest := next((begin for begin in begins if begin >= end), None)) is not None
+    ]
 
 
 def _interval(event: TraceEvent) -> Interval:

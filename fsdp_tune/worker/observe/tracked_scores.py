@@ -1,7 +1,9 @@
-"""Send the scores of checkpoints (`evaluation:`) to the trackers, each once: on rank 0 with the lines of the run, the rest after the ranks.
+"""Send the scores of checkpoints (`evaluation:`) to the trackers, each once: on rank 0 with the lines of the
+run, the rest after the ranks.
 
-`python -m fsdp_tune.worker.observe.tracked_scores RUN` sends what is left, and continues the runs of the trackers for that. The command
-starts it when the last checkpoint has been evaluated. RUN/logs/tracked-scores.json has what was sent.
+`python -m fsdp_tune.worker.observe.tracked_scores RUN` sends what is left, and continues the runs of the
+trackers for that. The command starts it when the last checkpoint has been evaluated.
+RUN/logs/tracked-scores.json has what was sent.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from fsdp_tune.worker.rank import set_environment
 
 @dataclass(frozen=True, slots=True)
 class TrackedScores(Document):
-    """tracked-scores.json: the scores that the trackers have, by the identity of their checkpoint and their definition."""
+    """tracked-scores.json: the scores that the trackers have, by the identity of their checkpoint and their
+    definition."""
 
     checkpoints: list[str] = field(default_factory=list[str])
 
@@ -59,10 +62,11 @@ def values_of(event: CheckpointEvaluated) -> dict[str, float]:
 
 
 class SendScores(AttachedCallback):
-    """Send new scores to the trackers with each line of the run, at the step of their checkpoint. Runs on rank 0 and computes nothing.
+    """Send new scores to the trackers with each line of the run, at the step of their checkpoint. Runs on
+    rank 0 and computes nothing.
 
-    No other callback is called: one with a collective would wait for ranks that have no scores. What cannot be read or written now is sent
-    by the process after the ranks.
+    No other callback is called: one with a collective would wait for ranks that have no scores. What cannot
+    be read or written now is sent by the process after the ranks.
     """
 
     def __init__(self, run: RunDir) -> None:
@@ -79,17 +83,29 @@ class SendScores(AttachedCallback):
         if not state.is_world_process_zero:
             return
         with suppress(OSError, FsdpTuneError):
-            found = [event for event in map(read_event, self._reader.read()[0]) if isinstance(event, CheckpointEvaluated)]
+            found = [
+                event
+                for event in map(read_event, self._reader.read()[0])
+                if isinstance(event, CheckpointEvaluated)
+            ]
             if found:
                 self._send(found, args, state, control)
 
-    def _send(self, found: Sequence[CheckpointEvaluated], args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+    def _send(
+        self,
+        found: Sequence[CheckpointEvaluated],
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+    ) -> None:
         tracked = TrackedScores.of(self._run)
         for event in found:
             if not tracked.has(event):
                 for callback in self.trainer.callback_handler.callbacks:
                     if isinstance(callback, Guarded):
-                        callback.on_log(args, replace(state, global_step=event.step), control, logs=values_of(event))
+                        callback.on_log(
+                            args, replace(state, global_step=event.step), control, logs=values_of(event)
+                        )
                 tracked = tracked.added(self._run, event)
 
 

@@ -1,7 +1,9 @@
-"""Let trackers continue the run of a run directory: RUN/trackers.json keeps their ids, environment variables pass them on.
+"""Let trackers continue the run of a run directory: RUN/trackers.json keeps their ids, environment variables
+pass them on.
 
-transformers' callbacks start a tracker's run without an id. The variables are read by the tracker's package or by the callback, so they are
-set before either is imported, on rank 0. A variable that the user has set wins.
+transformers' callbacks start a tracker's run without an id. The variables are read by the tracker's package
+or by the callback, so they are set before either is imported, on rank 0. A variable that the user has set
+wins.
 """
 
 from __future__ import annotations
@@ -37,8 +39,11 @@ VARIABLES = {
 }
 
 
-def continue_tracker_runs(run: RunDir, trackers: Sequence[str], environment: MutableMapping[str, str], say: Callable[[str], None]) -> None:
-    """Set the variables of `trackers`, with the ids of an earlier start of this run directory if there are any."""
+def continue_tracker_runs(
+    run: RunDir, trackers: Sequence[str], environment: MutableMapping[str, str], say: Callable[[str], None]
+) -> None:
+    """Set the variables of `trackers`, with the ids of an earlier start of this run directory if there are
+    any."""
     ids = _kept_ids(run, say)
     for name in trackers:
         if (variables := VARIABLES.get(name)) is None:
@@ -47,7 +52,9 @@ def continue_tracker_runs(run: RunDir, trackers: Sequence[str], environment: Mut
             environment.setdefault(variables.directory, str(run.path))
         if variables.resume is not None and environment.setdefault(variables.resume, "allow") == "never":
             continue
-        run_id = environment.get(variables.id) or ids.get(name) or secrets.token_hex(16)[: variables.id_digits]
+        run_id = (
+            environment.get(variables.id) or ids.get(name) or secrets.token_hex(16)[: variables.id_digits]
+        )
         if run_id:
             environment[variables.id] = run_id
             keep_id(run, name, run_id, say)

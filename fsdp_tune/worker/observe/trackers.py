@@ -1,4 +1,5 @@
-"""Guard trackers (tensorboard, wandb …): the run continues without one that fails or hangs. metrics.jsonl has the same numbers."""
+"""Guard trackers (tensorboard, wandb …): the run continues without one that fails or hangs. metrics.jsonl has
+the same numbers."""
 
 from __future__ import annotations
 
@@ -20,13 +21,16 @@ LIMIT_SECONDS = 120.0
 class Guarded(TrainerCallback):
     """Pass every event on to a tracker until it first fails, which is reported once through `report`.
 
-    The tracker lives in a thread of its own, the same for all events: a call that does not end cannot be ended, but it
-    can be left behind. Each call is waited for, so the tracker sees the run as it would without a thread between.
+    The tracker lives in a thread of its own, the same for all events: a call that does not end cannot be
+    ended, but it can be left behind. Each call is waited for, so the tracker sees the run as it would without
+    a thread between.
     """
 
     def __init__(self, tracker: TrainerCallback, report: Callable[[str], None], limit_seconds: float) -> None:
         self._tracker, self._report, self._limit_seconds = tracker, report, limit_seconds
-        self._calls: queue.SimpleQueue[tuple[str, tuple[object, ...], dict[str, object]]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[str, tuple[object, ...], dict[str, object]]] = (
+            queue.SimpleQueue()
+        )
         self._answers: queue.SimpleQueue[tuple[object, Exception | None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._has_failed = False
@@ -36,7 +40,9 @@ class Guarded(TrainerCallback):
             return None
         if self._thread is None:
             name = type(self._tracker).__name__
-            self._thread = threading.Thread(target=self._serve, name=name, daemon=True)  # daemon: not joined at exit
+            self._thread = threading.Thread(
+                target=self._serve, name=name, daemon=True
+            )  # daemon: not joined at exit
             self._thread.start()
         self._calls.put((event, args, kwargs))
         try:
@@ -70,7 +76,8 @@ for _event in [name for name in dir(TrainerCallback) if name.startswith("on_")]:
 
 
 def keep_mlflow_run(trainer: Trainer, keep: Callable[[str], None]) -> None:
-    """Pass the id of the MLflow run to `keep` when `MLflowCallback` has started one; MLflow takes no ids that a client chooses."""
+    """Pass the id of the MLflow run to `keep` when `MLflowCallback` has started one; MLflow takes no ids that
+    a client chooses."""
     for callback in trainer.callback_handler.callbacks:
         if type(callback) is MLflowCallback:
             callback.setup = _keeping(callback, keep)
@@ -88,9 +95,12 @@ def _keeping(callback: MLflowCallback, keep: Callable[[str], None]) -> Callable[
 
 
 def guard_trackers(trainer: Trainer, report: Callable[[str], None], limit_seconds: float) -> None:
-    """Replace each tracker callback of transformers by a guard, which cuts it off `limit_seconds` after a call."""
+    """Replace each tracker callback of transformers by a guard, which cuts it off `limit_seconds` after a
+    call."""
     callbacks: list[TrainerCallback] = trainer.callback_handler.callbacks
     trainer.callback_handler.callbacks = [
-        Guarded(callback, report, limit_seconds) if type(callback).__module__.startswith(_INTEGRATIONS) else callback
+        Guarded(callback, report, limit_seconds)
+        if type(callback).__module__.startswith(_INTEGRATIONS)
+        else callback
         for callback in callbacks
     ]

@@ -1,4 +1,5 @@
-"""Trace the operators of one micro-batch, forward and backward, collectives included, and report their dtypes."""
+"""Trace the operators of one micro-batch, forward and backward, collectives included, and report their
+dtypes."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from fsdp_tune.model.shard.local import multiplied_as
 from fsdp_tune.recipe.rules.training import rounds_stochastically
 from fsdp_tune.recipe.schema.recipe import Recipe
 
-# Operator name → its part of the step. Only operators that determine numerics are listed; the rest is elementwise.
+# Operator name → its part of the step. Only operators that determine numerics are listed; the rest is
+# elementwise.
 _KINDS = {
     "mm": "matmul",
     "addmm": "matmul",
@@ -48,14 +50,17 @@ LOW = ("bfloat16", "float16")
 
 
 MANY_RANKS = 64
-"""From here on the rounding of a bf16 sum over ranks is as large as the gradient noise of a usual batch: 2**-8 per addition."""
+"""From here on the rounding of a bf16 sum over ranks is as large as the gradient noise of a usual batch:
+2**-8 per addition."""
 
 
 class DtypeAudit:
     """Counts floating-point dtypes by kind of operator while it is active. Nothing is compiled in it.
 
-    A function that the compiler first meets under a dispatch mode is marked as one to leave alone, for good and without a word:
-    the layers of `kernels.compile: true` would stay as they are in every later step too. For a `reason` not to audit nothing is counted.
+    A function that the compiler first meets under a dispatch mode is marked as one to leave alone, for good
+    and without a word:
+    the layers of `kernels.compile: true` would stay as they are in every later step too. For a `reason` not
+    to audit nothing is counted.
     """
 
     def __init__(self, reason: str | None = None) -> None:
@@ -77,7 +82,9 @@ class DtypeAudit:
         kind = _KINDS.get(func.overloadpacket.__name__)
         if kind is not None:
             for tensor in _tensors(args):
-                if tensor.is_floating_point() or (kind == "gather" and tensor.dtype == torch.uint8):  # a unit of several dtypes
+                if tensor.is_floating_point() or (
+                    kind == "gather" and tensor.dtype == torch.uint8
+                ):  # a unit of several dtypes
                     self._seen[kind][str(multiplied_as(tensor)).removeprefix("torch.")] += 1
                     break
 
@@ -89,7 +96,13 @@ class DtypeAudit:
 def _tensors(args: tuple[object, ...]) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for arg in args:
-        found += [arg] if isinstance(arg, torch.Tensor) else _tensors(tuple(arg)) if isinstance(arg, list | tuple) else []
+        found += (
+            [arg]
+            if isinstance(arg, torch.Tensor)
+            else _tensors(tuple(arg))
+            if isinstance(arg, list | tuple)
+            else []
+        )
     return found
 
 
@@ -109,7 +122,10 @@ def warnings_of(recipe: Recipe, report: dict[str, dict[str, int]]) -> list[str]:
     if (reason := why_not_audited(recipe)) is not None:
         found.append(f"the dtypes in which operations ran are not known: {reason}")
     if recipe.model.dtype == "bf16" and not rounds_stochastically(recipe):
-        found.append("master weights are bf16: updates smaller than about 1/256 of a weight are lost (model.dtype: fp32 keeps them)")
+        found.append(
+            "master weights are bf16: updates smaller than about 1/256 of a weight are lost "
+            "(model.dtype: fp32 keeps them)"
+        )
     for kind, what in (("norm", "norms"), ("loss", "the loss")):
         low = [dtype for dtype in report.get(kind, {}) if dtype in LOW]
         if low:
@@ -117,6 +133,7 @@ def warnings_of(recipe: Recipe, report: dict[str, dict[str, int]]) -> list[str]:
     low = [dtype for dtype in report.get("reduce", {}) if dtype in LOW]
     if low and recipe.world_size >= MANY_RANKS:
         found.append(
-            f"gradients of {recipe.world_size} ranks were summed in {low[0]} (precision.reduce_dtype: fp32 costs twice the traffic)"
+            f"gradients of {recipe.world_size} ranks were summed in {low[0]} "
+            "(precision.reduce_dtype: fp32 costs twice the traffic)"
         )
     return found

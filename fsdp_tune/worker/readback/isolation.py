@@ -1,8 +1,10 @@
-"""Check on the live model, before step 1, that a token sees neither later tokens nor other examples of a packed batch.
+"""Check on the live model, before step 1, that a token sees neither later tokens nor other examples of a
+packed batch.
 
-A model may take position ids and still ignore where examples end (recurrent layers, attention of its own), an attention
-kernel may take them into account for single rows only, and an encoder sees every token of its row. The loss then looks
-fine and is wrong. So some tokens of a batch are replaced, and the logits of the others must not move.
+A model may take position ids and still ignore where examples end (recurrent layers, attention of its own), an
+attention kernel may take them into account for single rows only, and an encoder sees every token of its row.
+The loss then looks fine and is wrong. So some tokens of a batch are replaced, and the logits of the others
+must not move.
 """
 
 from __future__ import annotations
@@ -39,11 +41,13 @@ BATCH_TOKENS = 2048
 MIN_ROW_TOKENS = 8
 
 
-# Of the logits' norm. Same shapes, same kernels: the difference is zero, but for experts whose groups change in size.
+# Of the logits' norm. Same shapes, same kernels: the difference is zero, but for experts whose groups change
+# in size.
 ALLOWED = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 2e-2}
 
 
-# One scale for all tokens of a micro-batch: the largest value of one example moves how the others are rounded (measured: 5 %).
+# One scale for all tokens of a micro-batch: the largest value of one example moves how the others are rounded
+# (measured: 5 %).
 ALLOWED_WITH_ONE_SCALE = 0.2
 
 
@@ -56,9 +60,11 @@ class Deviations:
     packed: float | None
     """The change when other examples of the batch change; None if every row is one example."""
     shared: float | None = None
-    """The change when a sequence group shares the rows, at the first tokens of each rank; None if each rank has its own rows."""
+    """The change when a sequence group shares the rows, at the first tokens of each rank; None if each rank
+    has its own rows."""
     elsewhere: float | None = None
-    """The change of any later token when the first token changes and attention is disabled; None as for `shared`."""
+    """The change of any later token when the first token changes and attention is disabled; None as for
+    `shared`."""
 
 
 def allowed_deviation(recipe: Recipe) -> float:
@@ -68,45 +74,62 @@ def allowed_deviation(recipe: Recipe) -> float:
 
 
 def rows_to_check(store: RowStore, micro_batch: int) -> list[Row]:
-    """Return as many rows as a micro-batch has, at least two, cut to two examples of unequal lengths; empty if no row is suitable.
+    """Return as many rows as a micro-batch has, at least two, cut to two examples of unequal lengths; empty
+    if no row is suitable.
 
-    Kernels with variable lengths may be right for one row and wrong for several, or for rows that end where others end.
+    Kernels with variable lengths may be right for one row and wrong for several, or for rows that end where
+    others end.
     """
     read = [store[index] for index in range(min(len(store), ROWS_READ))]
     long = [row for row in read if row.lengths and row.lengths[0] > 1]  # a skipped row is empty
     usable = [row for row in long if len(row.lengths) > 1] or long
     count = max(2, micro_batch) if usable else 0
     tokens = max(MIN_ROW_TOKENS, BATCH_TOKENS // max(1, count))
-    return [_cut(usable[index % len(usable)], tokens, first=tokens * (2 if index % 2 else 1) // 3) for index in range(count)]
+    return [
+        _cut(usable[index % len(usable)], tokens, first=tokens * (2 if index % 2 else 1) // 3)
+        for index in range(count)
+    ]
 
 
 def _cut(row: Row, tokens: int, *, first: int) -> Row:
-    """Return the first `first` tokens of the first example, and as many of the second as fit into `tokens`."""
+    """Return the first `first` tokens of the first example, and as many of the second as fit into
+    `tokens`."""
     whole, *others = row.lengths
     lengths = [min(whole, first if others else tokens)]
     lengths += [min(length, tokens - lengths[0]) for length in others[:1]]
     starts = (0, whole)
-    kept = np.concatenate([np.arange(start, start + length) for start, length in zip(starts, lengths, strict=False)])
+    kept = np.concatenate(
+        [np.arange(start, start + length) for start, length in zip(starts, lengths, strict=False)]
+    )
     return Row(row.input_ids[kept], row.labels[kept], tuple(lengths), row.row_id)
 
 
-def deviations(recipe: Recipe, wrapped: nn.Module, rows: Sequence[Row], collator: Collator, device: torch.device) -> Deviations:
-    """Run the live model on `rows` and on changed copies of them, and measure how far the logits of unchanged tokens move; collective."""
+def deviations(
+    recipe: Recipe, wrapped: nn.Module, rows: Sequence[Row], collator: Collator, device: torch.device
+) -> Deviations:
+    """Run the live model on `rows` and on changed copies of them, and measure how far the logits of unchanged
+    tokens move; collective."""
 
     def logits(batch_rows: Sequence[Row], *, complete: bool = False) -> torch.Tensor:
         """`complete`: each rank computes the rows alone, also if it shares them."""
         batch = collator(list(batch_rows))
         tensors = {name: tensor.to(device) for name, tensor in batch.tensors.items()}
         kernel = attention_of(bare_model(wrapped).config)
-        known = packing_known(tensors.get("position_ids"), kernel) if complete else rows_known(wrapped, tensors)
+        known = (
+            packing_known(tensors.get("position_ids"), kernel) if complete else rows_known(wrapped, tensors)
+        )
         with outside_step(wrapped, device), known, compute_context(recipe, device.type):
             found: torch.Tensor = wrapped(**model_inputs(tensors), use_cache=False).logits
             return found if (shared := shared_rows()) is None else shared.all_tokens(found)
 
-    def moved(start_of_changes: Sequence[int], end_of_changes: Sequence[int], watched: Sequence[slice]) -> list[float]:
+    def moved(
+        start_of_changes: Sequence[int], end_of_changes: Sequence[int], watched: Sequence[slice]
+    ) -> list[float]:
         spans = zip(rows, start_of_changes, end_of_changes, strict=True)
         changed = logits([_replaced(row, ids, start, end) for row, start, end in spans])
-        pairs = [(before[index, part].float(), changed[index, part].float()) for index, part in enumerate(watched)]
+        pairs = [
+            (before[index, part].float(), changed[index, part].float()) for index, part in enumerate(watched)
+        ]
         return [float((one - other).norm() / one.norm()) for one, other in pairs]
 
     ids = _token_ids(rows, collator.pad_token_id)
@@ -117,17 +140,25 @@ def deviations(recipe: Recipe, wrapped: nn.Module, rows: Sequence[Row], collator
     wrapped.eval()
     before = logits(rows)
     after_later = moved(middle, ends, [slice(0, each) for each in middle])
-    of_first = moved([0] * len(rows), first, [slice(*span) for span in zip(first, ends, strict=True)]) if all(is_packed) else []
+    of_first = (
+        moved([0] * len(rows), first, [slice(*span) for span in zip(first, ends, strict=True)])
+        if all(is_packed)
+        else []
+    )
     shared = elsewhere = None
     if (group := sequence_group_of(wrapped)) is not None:
         shared = _moved_at_borders(before, logits(rows, complete=True), group.size(), ends)
         with attention_disabled(wrapped):
-            one, other = logits(rows, complete=True), logits([_replaced(row, ids, 0, 1) for row in rows], complete=True)
+            one, other = (
+                logits(rows, complete=True),
+                logits([_replaced(row, ids, 0, 1) for row in rows], complete=True),
+            )
         elsewhere = max(_most_moved(one[index, 1:end], other[index, 1:end]) for index, end in enumerate(ends))
     wrapped.train(was_training)
     if not of_first:
         return Deviations(max(after_later), None, shared, elsewhere)
-    # What is replaced before the watched tokens of a row is in the rows before it, and the first row has none before it.
+    # What is replaced before the watched tokens of a row is in the rows before it, and the first row has none
+    # before it.
     return Deviations(after_later[0], max(*of_first, *after_later[1:]), shared, elsewhere)
 
 
@@ -137,16 +168,23 @@ def _most_moved(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def _moved_at_borders(shared: torch.Tensor, complete: torch.Tensor, ranks: int, ends: Sequence[int]) -> float:
-    """Return the deviation at the first tokens of each rank but the first. A model that ignores other ranks' tokens shows it there."""
+    """Return the deviation at the first tokens of each rank but the first. A model that ignores other ranks'
+    tokens shows it there."""
     width = shared.shape[1] // ranks
-    watched = [(row, at) for row, end in enumerate(ends) for start in range(width, end, width) for at in range(start, min(start + 4, end))]
+    watched = [
+        (row, at)
+        for row, end in enumerate(ends)
+        for start in range(width, end, width)
+        for at in range(start, min(start + 4, end))
+    ]
     rows, tokens = [row for row, _ in watched], [at for _, at in watched]
     one, other = complete[rows, tokens].float(), shared[rows, tokens].float()
     return float((one - other).norm() / one.norm()) if watched else 0.0
 
 
 def _token_ids(rows: Sequence[Row], pad_token_id: int) -> Int32:
-    """Return two or more ids to replace tokens with, from the rows: the model may treat others (images, padding) in its own way."""
+    """Return two or more ids to replace tokens with, from the rows: the model may treat others (images,
+    padding) in its own way."""
     found = np.unique(np.concatenate([row.input_ids for row in rows]))
     found = found[found != pad_token_id]
     return found if len(found) > 1 else np.unique(np.append(found, [0, 1]))
@@ -169,10 +207,16 @@ def not_shareable(found: Deviations, recipe: Recipe, model: PreTrainedModel) -> 
     # Same shapes, same kernels: the difference is zero, but for experts whose groups change in size.
     experts = expert_count(model.config.get_text_config()) > 1
     if (found.elsewhere or 0.0) > ALLOWED[recipe.compute_dtype if experts else "fp32"]:
-        why = f"{name} has layers besides attention that look across tokens (a convolution or a recurrence): with attention disabled, "
+        why = (
+            f"{name} has layers besides attention that look across tokens (a convolution or a "
+            "recurrence): with attention disabled, "
+        )
         why += f"later logits move by {found.elsewhere:.2%} when the first token changes"
     elif (found.shared or 0.0) > ALLOWED_WHEN_SHARED[recipe.compute_dtype]:
-        why = f"shared rows change the logits of {name} by {found.shared:.2%}, so it has positions or masks of its own"
+        why = (
+            f"shared rows change the logits of {name} by {found.shared:.2%}, so it has positions or "
+            "masks of its own"
+        )
     if why is None:
         return None
     message = f"`parallelism.sp_size: {recipe.topology.sequence}` does not support this model: {why}"
@@ -187,7 +231,10 @@ def not_causal(deviation: float, model_name: str, config: PreTrainedConfig) -> F
     field = next((name for name in CAUSAL_SWITCHES if getattr(config, name, None) is False), None)
     return failed_error(
         "model-not-causal",
-        f"{model_name} sees later tokens: logits move by {deviation:.2%} when the tokens after them change, so that it would learn to copy "
+        f"{model_name} sees later tokens: logits move by {deviation:.2%} when the tokens after them "
+        "change, so that it would learn to copy "
         "and not to predict",
-        hint="train a decoder" if field is None else f"--set model.config_overrides.{field}=true gives it a causal mask",
+        hint="train a decoder"
+        if field is None
+        else f"--set model.config_overrides.{field}=true gives it a causal mask",
     )

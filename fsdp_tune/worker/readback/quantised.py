@@ -1,4 +1,5 @@
-"""Compare the emulated quantisation of a live model with `quantization.train` of the recipe, derived independently of the plan."""
+"""Compare the emulated quantisation of a live model with `quantization.train` of the recipe, derived
+independently of the plan."""
 
 from __future__ import annotations
 
@@ -42,9 +43,16 @@ def quantised_differences(recipe: Recipe, loaded: Loaded, found: QuantisedTraini
     section = recipe.quantised_training
     if section is None:
         live = [name for name, module in loaded.model.named_modules() if is_quantised(module)]
-        return [f"quantization.train: {name} computes with emulated quantisation, which the recipe does not mean" for name in live]
+        return [
+            f"quantization.train: {name} computes with emulated quantisation, which the recipe does not mean"
+            for name in live
+        ]
     inside = {id(module) for _, layer in loaded.layers for module in layer.modules()}
-    left = [pattern for each in section.modules_to_not_convert for pattern in (each, f"*.{each}", f"{each}.*", f"*.{each}.*")]
+    left = [
+        pattern
+        for each in section.modules_to_not_convert
+        for pattern in (each, f"*.{each}", f"{each}.*", f"*.{each}.*")
+    ]
     kept = kept_in_fp32(loaded.model) | {f"{name}.weight" for name in weights_read_by_others(loaded.model)}
     uses = Counter(id(parameter) for _, parameter in loaded.model.named_parameters(remove_duplicate=False))
     wanted, differences = 0, list[str]()
@@ -53,7 +61,10 @@ def quantised_differences(recipe: Recipe, loaded: Loaded, found: QuantisedTraini
             continue
         is_meant = id(module) in inside and not any(fnmatch.fnmatchcase(name, pattern) for pattern in left)
         if is_quantised(module) and not is_meant:
-            differences.append(f"quantization.train: {name} computes with emulated quantisation, which the recipe does not mean")
+            differences.append(
+                f"quantization.train: {name} computes with emulated quantisation, which the recipe "
+                "does not mean"
+            )
         may_be_left = is_router(loaded.model.config, module.out_features) or module.out_features == 1
         may_be_left = may_be_left or f"{name}.weight" in kept or uses[id(module.weight)] > 1
         if is_meant and not may_be_left and bare_class(module) is nn.Linear:
@@ -66,5 +77,11 @@ def quantised_differences(recipe: Recipe, loaded: Loaded, found: QuantisedTraini
         {"int8 by token": wanted} if section.train == "int8-int4" else {},
     )
     if (found.weights, found.inputs) != expected:
-        differences.append(f"quantization.train: the recipe means {expected}, the run has {(found.weights, found.inputs)}")
-    return differences if wanted else ["quantization.train: the recipe means it, and no linear layer computes with it"]
+        differences.append(
+            f"quantization.train: the recipe means {expected}, the run has {(found.weights, found.inputs)}"
+        )
+    return (
+        differences
+        if wanted
+        else ["quantization.train: the recipe means it, and no linear layer computes with it"]
+    )

@@ -1,7 +1,7 @@
 """Read wrapping, dtypes and mesh from the live objects of every rank and compare them with the recipe.
 
-`recipe.fsdp_arguments.expected` returns the live state that the recipe requires, independently of the code that makes the settings.
-Any difference from it, or between ranks, stops the run before step 1.
+`recipe.fsdp_arguments.expected` returns the live state that the recipe requires, independently of the code
+that makes the settings. Any difference from it, or between ranks, stops the run before step 1.
 """
 
 from __future__ import annotations
@@ -35,9 +35,23 @@ from fsdp_tune.model.shard.expert_parallel import divided_experts, exchange_grou
 from fsdp_tune.model.shard.local import TORCH_DTYPE, kept_in_fp32, local_part, offset_of, plain_name
 from fsdp_tune.model.shard.wrap import fsdp_groups, process_groups, shard_dim
 from fsdp_tune.recipe.fsdp_arguments import expected
-from fsdp_tune.recipe.schema.optimizers import BLOCK, DEFAULT_BLOCK, optimizer_arguments, state_bits, state_dtype
+from fsdp_tune.recipe.schema.optimizers import (
+    BLOCK,
+    DEFAULT_BLOCK,
+    optimizer_arguments,
+    state_bits,
+    state_dtype,
+)
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.records import ChosenKernel, GroupState, LiveState, OneOrAll, PluginState, ReadBack, UnitState
+from fsdp_tune.run.records import (
+    ChosenKernel,
+    GroupState,
+    LiveState,
+    OneOrAll,
+    PluginState,
+    ReadBack,
+    UnitState,
+)
 from fsdp_tune.worker.agreement import gather
 from fsdp_tune.worker.rank import time_limits_seconds
 from fsdp_tune.worker.readback.quantised import quantised_differences, read_quantised
@@ -87,13 +101,18 @@ def read_live(recipe: Recipe, loaded: Loaded, trainer: FsdpTrainer) -> LiveState
         tokens_per_step_at_most=trainer.parts.rows.global_batch * recipe.data.max_length,
         data_order_digest=trainer.parts.rows.digest(),
         optimizer=type(trainer.optimizer).__name__ if trainer.optimizer is not None else None,
-        parameter_groups=_parameter_groups(wrapped, trainer.optimizer) if trainer.optimizer is not None else [],
+        parameter_groups=_parameter_groups(wrapped, trainer.optimizer)
+        if trainer.optimizer is not None
+        else [],
         plugin=_plugin(trainer),
         activation_checkpointing=_recomputed(loaded.model),
         recomputed_layers=len([m for m in loaded.model.modules() if _recomputes(m)]),
         frozen_by_its_code=sorted(frozen_by_its_code(loaded.model)),
         tied=_tied(loaded.model),
-        kernels={key: ChosenKernel(value=choice.value, reason=choice.reason) for key, choice in loaded.kernels.items()},
+        kernels={
+            key: ChosenKernel(value=choice.value, reason=choice.reason)
+            for key, choice in loaded.kernels.items()
+        },
         loss_kernel=loss_kernel_of(wrapped),
         liger_modules=modules_of_liger(loaded.model),
         mlp_slice_tokens=sorted(set(mlp_slices_of(loaded.model).values())),
@@ -108,25 +127,31 @@ def read_live(recipe: Recipe, loaded: Loaded, trainer: FsdpTrainer) -> LiveState
 
 
 def _exchanging_ranks(model: nn.Module) -> dict[str, list[int]]:
-    """Return the ranks among which each module of experts exchanges tokens in its live forward, by name of the module."""
+    """Return the ranks among which each module of experts exchanges tokens in its live forward, by name of
+    the module."""
     groups = {name: exchange_group(module) for name, module in model.named_modules()}
     return {name: dist.get_process_group_ranks(group) for name, group in groups.items() if group is not None}
 
 
 def _group_size(exchanging: dict[str, list[int]]) -> int | list[str]:
-    """Return the number of ranks among which experts exchange tokens (1: none do); all numbers, if they differ between modules."""
+    """Return the number of ranks among which experts exchange tokens (1: none do); all numbers, if they
+    differ between modules."""
     return _only({len(ranks) for ranks in exchanging.values()} or {1})
 
 
 def _own_experts(model: nn.Module) -> dict[str, list[int]]:
-    """Return the part of each stack that this rank holds, in its first dimension, of modules that exchange tokens."""
+    """Return the part of each stack that this rank holds, in its first dimension, of modules that exchange
+    tokens."""
     stacks = {
         f"{name}.{key}": stack
         for name, module in model.named_modules()
         if exchange_group(module) is not None
         for key, stack in module.named_parameters(recurse=False)
     }
-    return {name: [offset_of(stack)[0], offset_of(stack)[0] + local_part(stack).shape[0]] for name, stack in stacks.items()}
+    return {
+        name: [offset_of(stack)[0], offset_of(stack)[0] + local_part(stack).shape[0]]
+        for name, stack in stacks.items()
+    }
 
 
 def _parameter_groups(wrapped: nn.Module, optimizer: torch.optim.Optimizer) -> list[GroupState]:
@@ -153,13 +178,17 @@ def _wrapper(wrapped: nn.Module) -> str:
 
 
 def _cast_parameters(loaded: Loaded) -> list[nn.Parameter]:
-    """Return the trained parameters whose dtype is that of the recipe: all but those that the model's class keeps in fp32."""
+    """Return the trained parameters whose dtype is that of the recipe: all but those that the model's class
+    keeps in fp32."""
     kept = kept_in_fp32(loaded.model)
-    return [p for name, p in loaded.wrapped.named_parameters() if p.requires_grad and plain_name(name) not in kept]
+    return [
+        p for name, p in loaded.wrapped.named_parameters() if p.requires_grad and plain_name(name) not in kept
+    ]
 
 
 def _kept_dtypes(loaded: Loaded) -> dict[str, int]:
-    """Return the number of parameters and buffers that the model's class keeps in fp32, by their dtype on this rank."""
+    """Return the number of parameters and buffers that the model's class keeps in fp32, by their dtype on
+    this rank."""
     kept = kept_in_fp32(loaded.model)
     named = [*loaded.wrapped.named_parameters(), *loaded.wrapped.named_buffers()]
     return dict(Counter(str(_name(tensor.dtype)) for name, tensor in named if plain_name(name) in kept))
@@ -180,7 +209,9 @@ def _of_all(values: Iterable[OneOrAll]) -> OneOrAll:
 
 
 def _offloads(wrapped: nn.Module, kind: str) -> bool:
-    policies = [wrapped.cpu_offload] if kind == "fsdp1" else [group.offload_policy for group in fsdp_groups(wrapped)]
+    policies = (
+        [wrapped.cpu_offload] if kind == "fsdp1" else [group.offload_policy for group in fsdp_groups(wrapped)]
+    )
     return any(map(_goes_to_host, policies))
 
 
@@ -195,7 +226,9 @@ def _fsdp2(loaded: Loaded) -> dict[str, Any]:
     placements: Counter[str] = Counter()
     for group in fsdp_groups(loaded.model):
         tensors = [parameter.sharded_param for parameter in group.fsdp_params]
-        placements.update(str([str(p) for p in tensor.placements]) for tensor in tensors if not _is_inside(tensor))
+        placements.update(
+            str([str(p) for p in tensor.placements]) for tensor in tensors if not _is_inside(tensor)
+        )
         policies = [parameter.mp_policy for parameter in group.fsdp_params]
         state: Any = internals.FSDP_STATE.of(group.modules[0])()
         units.append(
@@ -223,18 +256,23 @@ def _fsdp2(loaded: Loaded) -> dict[str, Any]:
     return {
         "placements": _parsed(placements),
         "reshard_after_forward": _only({unit.reshard_after_forward for unit in layers}) if layers else None,
-        "reshard_after_backward": _only({group.reshard_after_backward for group in fsdp_groups(loaded.model)}),
+        "reshard_after_backward": _only(
+            {group.reshard_after_backward for group in fsdp_groups(loaded.model)}
+        ),
         "compute_dtype": _of_all(unit.param_dtype or storage for unit in cast),
         "cast_although_kept": [unit.modules[0] for unit in as_stored if unit.param_dtype is not None],
         "reduce_dtype": _of_all(unit.reduce_dtype for unit in units),
         "forward_prefetch": max((unit.forward_prefetch for unit in layers), default=0),
-        "backward_prefetch": max((unit.backward_prefetch for unit in layers[first_trained:]), default=0) or "implicit",
+        "backward_prefetch": max((unit.backward_prefetch for unit in layers[first_trained:]), default=0)
+        or "implicit",
         "prefetching_units": len(layers),
         # Frozen units before the first trained one have no backward, and are not gathered ahead of it.
         "prefetching_units_of_backward": len(layers) - first_trained,
         "output_dtype": _of_all(unit.output_dtype for unit in units),
         "units": units,
-        "sharded_inside": [name for name, p in loaded.model.named_parameters() if isinstance(p, DTensor) and _is_inside(p)],
+        "sharded_inside": [
+            name for name, p in loaded.model.named_parameters() if isinstance(p, DTensor) and _is_inside(p)
+        ],
         "not_sharded": plain,
         "sharded": sum(isinstance(p, DTensor) for p in loaded.model.parameters()),
     }
@@ -248,7 +286,11 @@ def _is_inside(tensor: DTensor) -> bool:
 def _stacks_to_divide(recipe: Recipe, model: nn.Module) -> dict[str, int]:
     """Return the number of experts in each stack that the recipe divides, by name of the parameter."""
     modules = {name: model.get_submodule(name) for name in divided_experts(recipe, model)}
-    return {f"{name}.{key}": len(stack) for name, module in modules.items() for key, stack in module.named_parameters(recurse=False)}
+    return {
+        f"{name}.{key}": len(stack)
+        for name, module in modules.items()
+        for key, stack in module.named_parameters(recurse=False)
+    }
 
 
 def _inside_differences(recipe: Recipe, loaded: Loaded, report: LiveState) -> list[str]:
@@ -259,11 +301,16 @@ def _inside_differences(recipe: Recipe, loaded: Loaded, report: LiveState) -> li
     divided = _stacks_to_divide(recipe, loaded.model)
     wanted = [name for name, shape in sharded if name in divided or shard_dim(recipe, shape, ranks)]
     wrong = sorted(set(wanted) ^ set(report.sharded_inside))
-    return [f"sharded_inside: the recipe means {wanted!r}, the run has {report.sharded_inside!r}"] if wrong else []
+    return (
+        [f"sharded_inside: the recipe means {wanted!r}, the run has {report.sharded_inside!r}"]
+        if wrong
+        else []
+    )
 
 
 def _expert_differences(recipe: Recipe, loaded: Loaded, reports: list[LiveState]) -> list[str]:
-    """Return a sentence for each rank that does not hold its experts, or exchanges tokens with others than the ranks of its group.
+    """Return a sentence for each rank that does not hold its experts, or exchanges tokens with others than
+    the ranks of its group.
 
     Neighbouring ranks are a group, and hold neighbouring experts of every stack.
     """
@@ -275,12 +322,22 @@ def _expert_differences(recipe: Recipe, loaded: Loaded, reports: list[LiveState]
         place, group = rank % size, list(range(rank - rank % size, rank - rank % size + size))
         parts = {name: [count // size * place, count // size * (place + 1)] for name, count in counts.items()}
         groups, live = dict.fromkeys(modules, group), report.exchanging_ranks
-        if (other := next((name for name in sorted({*groups, *live}) if live.get(name) != groups.get(name)), None)) is not None:
-            found.append(
-                f"experts of `{other}`: rank {rank} exchanges tokens with ranks {live.get(other)}, and its group is {groups.get(other)}"
+        if (
+            other := next(
+                (name for name in sorted({*groups, *live}) if live.get(name) != groups.get(name)), None
             )
-        elif (wrong := next((name for name in parts if report.own_experts.get(name) != parts[name]), None)) is not None:
-            found.append(f"experts of `{wrong}`: rank {rank} holds {report.own_experts.get(wrong)}, and its part is {parts[wrong]}")
+        ) is not None:
+            found.append(
+                f"experts of `{other}`: rank {rank} exchanges tokens with ranks {live.get(other)}, "
+                f"and its group is {groups.get(other)}"
+            )
+        elif (
+            wrong := next((name for name in parts if report.own_experts.get(name) != parts[name]), None)
+        ) is not None:
+            found.append(
+                f"experts of `{wrong}`: rank {rank} holds {report.own_experts.get(wrong)}, and its "
+                f"part is {parts[wrong]}"
+            )
     return found
 
 
@@ -288,7 +345,11 @@ def _reshard(group: Any) -> bool | int:
     after = group.post_forward_mesh_info
     if after is None:
         return False
-    return True if after is group.mesh_info or after.shard_mesh_size == group.mesh_info.shard_mesh_size else int(after.shard_mesh_size)
+    return (
+        True
+        if after is group.mesh_info or after.shard_mesh_size == group.mesh_info.shard_mesh_size
+        else int(after.shard_mesh_size)
+    )
 
 
 def _parsed(placements: Counter[str]) -> list[str]:
@@ -303,13 +364,21 @@ def _fsdp1(loaded: Loaded) -> dict[str, Any]:
     strategy = _only({unit.sharding_strategy.name for unit in units})
     precision = units[0].mixed_precision
     storage = _only({_name(p.dtype) for p in _cast_parameters(loaded)})
-    # torch answers any strategy with NO_SHARD on one rank; the root alone is freed by no one between forward and backward.
+    # torch answers any strategy with NO_SHARD on one rank; the root alone is freed by no one between forward
+    # and backward.
     return {
-        "placements": [] if strategy == "NO_SHARD" else [*(["Replicate()"] if "HYBRID" in strategy else []), "Shard(dim=0)"],
-        "reshard_after_forward": None if strategy == "NO_SHARD" or len(units) == 1 else strategy in {"FULL_SHARD", "HYBRID_SHARD"},
+        "placements": []
+        if strategy == "NO_SHARD"
+        else [*(["Replicate()"] if "HYBRID" in strategy else []), "Shard(dim=0)"],
+        "reshard_after_forward": None
+        if strategy == "NO_SHARD" or len(units) == 1
+        else strategy in {"FULL_SHARD", "HYBRID_SHARD"},
         "compute_dtype": _name(precision.param_dtype) or storage,
         "reduce_dtype": _name(precision.reduce_dtype),
-        "units": [UnitState(modules=[type(unit.module).__name__], strategy=unit.sharding_strategy.name) for unit in units],
+        "units": [
+            UnitState(modules=[type(unit.module).__name__], strategy=unit.sharding_strategy.name)
+            for unit in units
+        ],
         "sharded": len(units),
     }
 
@@ -321,7 +390,14 @@ def _ddp(recipe: Recipe, loaded: Loaded) -> dict[str, Any]:
     with compute_context(recipe, recipe.launch.device):
         enabled = torch.is_autocast_enabled(recipe.launch.device)
         compute = _name(torch.get_autocast_dtype(recipe.launch.device)) if enabled else storage
-    return {"placements": [], "reshard_after_forward": None, "compute_dtype": compute, "reduce_dtype": storage, "units": [], "sharded": 0}
+    return {
+        "placements": [],
+        "reshard_after_forward": None,
+        "compute_dtype": compute,
+        "reduce_dtype": storage,
+        "units": [],
+        "sharded": 0,
+    }
 
 
 def _recomputed(model: nn.Module) -> OneOrAll:
@@ -330,7 +406,8 @@ def _recomputed(model: nn.Module) -> OneOrAll:
 
 
 def _recomputes(module: nn.Module) -> str | None:
-    """Return the mark that `model.shard.recompute` sets on a layer, ignoring attributes that FSDP1's wrapper forwards."""
+    """Return the mark that `model.shard.recompute` sets on a layer, ignoring attributes that FSDP1's wrapper
+    forwards."""
     return vars(module).get("recomputes")
 
 
@@ -365,15 +442,23 @@ def differences(recipe: Recipe, loaded: Loaded, reports: list[LiveState]) -> lis
             found.append(f"{key}: the recipe means {value!r}, the run has {live!r}")
     for key in sorted(LiveState.model_fields.keys() - _OF_EACH_RANK):
         first, *others = (getattr(report, key) for report in reports)
-        if (rank := next((rank for rank, other in enumerate(others, start=1) if other != first), None)) is not None:
-            found.append(f"{key} differs between ranks: rank 0 has {first!r}, rank {rank} has {others[rank - 1]!r}")
+        if (
+            rank := next((rank for rank, other in enumerate(others, start=1) if other != first), None)
+        ) is not None:
+            found.append(
+                f"{key} differs between ranks: rank 0 has {first!r}, rank {rank} has {others[rank - 1]!r}"
+            )
     if reports[0].wrapper == "fsdp2" and reports[0].not_sharded and recipe.fsdp.ignored_modules is None:
-        found.append(f"not sharded: {reports[0].not_sharded[0]} and {len(reports[0].not_sharded) - 1} more parameters")
+        found.append(
+            f"not sharded: {reports[0].not_sharded[0]} and {len(reports[0].not_sharded) - 1} more parameters"
+        )
     tied = bool(getattr(loaded.model.config, "tie_word_embeddings", False))
     if reports[0].tied != tied:
         found.append(f"tied embeddings: the config has {tied}, the live model {reports[0].tied}")
     if len(limits := reports[0].collective_limits_seconds) > 1:
-        found.append(f"process groups have different time limits: {', '.join(f'{limit:g} s' for limit in limits)}")
+        found.append(
+            f"process groups have different time limits: {', '.join(f'{limit:g} s' for limit in limits)}"
+        )
     found += _inside_differences(recipe, loaded, reports[0])
     found += _expert_differences(recipe, loaded, reports)
     found += _kept_differences(reports[0])
@@ -387,30 +472,40 @@ def _kept_differences(report: LiveState) -> list[str]:
     """Return a sentence if what the model's class keeps in fp32 is stored or gathered in another dtype."""
     others = {dtype: count for dtype, count in report.kept_in_fp32.items() if dtype != "float32"}
     found = [
-        f"kept_in_fp32: the model's class keeps them in fp32, the run has {count} of them in {dtype}" for dtype, count in others.items()
+        f"kept_in_fp32: the model's class keeps them in fp32, the run has {count} of them in {dtype}"
+        for dtype, count in others.items()
     ]
-    return found + [f"kept_in_fp32: the unit {name} is cast when it is gathered" for name in report.cast_although_kept]
+    return found + [
+        f"kept_in_fp32: the unit {name} is cast when it is gathered" for name in report.cast_although_kept
+    ]
 
 
 def _within_units(wanted: dict[str, Any], report: LiveState) -> dict[str, Any]:
     """Return the prefetch depths of a model that has fewer units than the recipe gathers ahead."""
-    if "forward_prefetch" not in wanted or report.prefetching_units is None or report.prefetching_units_of_backward is None:
+    if (
+        "forward_prefetch" not in wanted
+        or report.prefetching_units is None
+        or report.prefetching_units_of_backward is None
+    ):
         return {}  # not FSDP2, or not expected by the recipe
     others = max(0, report.prefetching_units - 1)
     others_of_backward = max(0, report.prefetching_units_of_backward - 1)
     forward, backward = wanted["forward_prefetch"], wanted["backward_prefetch"]
     return {
         "forward_prefetch": min(forward, others),
-        "backward_prefetch": (min(backward, others_of_backward) or "implicit") if isinstance(backward, int) else backward,
+        "backward_prefetch": (min(backward, others_of_backward) or "implicit")
+        if isinstance(backward, int)
+        else backward,
     }
 
 
 def excessive_growth(recipe: Recipe, reports: list[LiveState]) -> list[str]:
-    """Return a sentence for each rank that should hold a shard and held the full model while loading (ms-swift#9980).
+    """Return a sentence for each rank that should hold a shard and held the full model while loading
+    (ms-swift#9980).
 
-    On CPU ranks the growth of peak resident memory is the model's. On an accelerator it also has the pages of CUDA and NCCL, several
-    hundred MiB that no counter of Linux tells apart, and the shard is on the device: there only growth by the full model is reported,
-    and as a warning.
+    On CPU ranks the growth of peak resident memory is the model's. On an accelerator it also has the pages of
+    CUDA and NCCL, several hundred MiB that no counter of Linux tells apart, and the shard is on the device:
+    there only growth by the full model is reported, and as a warning.
     """
     on_host = recipe.launch.device == "cpu"
     model_bytes = reports[0].model_bytes
@@ -420,10 +515,19 @@ def excessive_growth(recipe: Recipe, reports: list[LiveState]) -> list[str]:
     found: list[str] = []
     for rank, report in enumerate(reports[1:], start=1):
         # One shard, and half of the rest for the tensor in flight and the allocator's slack.
-        allowed = report.local_bytes + 0.5 * (model_bytes - report.local_bytes) + 64 * MIB if on_host else model_bytes
+        allowed = (
+            report.local_bytes + 0.5 * (model_bytes - report.local_bytes) + 64 * MIB
+            if on_host
+            else model_bytes
+        )
         if report.peak_growth_bytes > allowed:
-            grown, shard, model = (size / MIB for size in (report.peak_growth_bytes, report.local_bytes, model_bytes))
-            found.append(f"rank {rank} grew by {grown:.0f} MiB while loading; its shard is {shard:.0f} MiB of {model:.0f} MiB")
+            grown, shard, model = (
+                size / MIB for size in (report.peak_growth_bytes, report.local_bytes, model_bytes)
+            )
+            found.append(
+                f"rank {rank} grew by {grown:.0f} MiB while loading; its shard is {shard:.0f} MiB of "
+                f"{model:.0f} MiB"
+            )
     return found
 
 
@@ -432,10 +536,19 @@ def read_back(recipe: Recipe, loaded: Loaded, trainer: FsdpTrainer) -> ReadBack:
     reports = gather(read_live(recipe, loaded, trainer))
     found = differences(recipe, loaded, reports)
     ranks = [{"local_bytes": r.local_bytes, "peak_growth_bytes": r.peak_growth_bytes} for r in reports]
-    document = ReadBack(ranks, found, [] if recipe.launch.device == "cpu" else excessive_growth(recipe, reports), facts=reports[0])
+    document = ReadBack(
+        ranks,
+        found,
+        [] if recipe.launch.device == "cpu" else excessive_growth(recipe, reports),
+        facts=reports[0],
+    )
     if found:
         problems = [
-            Problem("readback-differs", sentence, hint="the run was stopped before step 1; readback.json has the full report")
+            Problem(
+                "readback-differs",
+                sentence,
+                hint="the run was stopped before step 1; readback.json has the full report",
+            )
             for sentence in found
         ]
         raise ReadBackError(document, *problems)
@@ -454,11 +567,18 @@ def optimizer_state_difference(recipe: Recipe, optimizer: torch.optim.Optimizer)
     """Compare, after step 1, the dtype of the optimizer's moments with the recipe."""
     meaning = expected(recipe)
     of_fp32 = str(TORCH_DTYPE[state_dtype(recipe.training, "fp32")]).removeprefix("torch.")
-    in_blocks, block = state_bits(recipe.training), optimizer_arguments(recipe.training).get(BLOCK, DEFAULT_BLOCK)
+    in_blocks, block = (
+        state_bits(recipe.training),
+        optimizer_arguments(recipe.training).get(BLOCK, DEFAULT_BLOCK),
+    )
     for parameter, state in optimizer.state.items():
         wide = in_blocks and not blocks_fit(parameter, block)
         # Under `model.dtype: bf16` the parameters that the model's class keeps in fp32 have moments in fp32.
-        by_dtype = of_fp32 if parameter.dtype == torch.float32 and not in_blocks else meaning["optimizer_state_dtype"]
+        by_dtype = (
+            of_fp32
+            if parameter.dtype == torch.float32 and not in_blocks
+            else meaning["optimizer_state_dtype"]
+        )
         wanted = "float32" if wide else by_dtype
         for kind, value in state.items():
             if isinstance(value, torch.Tensor) and kind != "step" and kept_as(value) != wanted:

@@ -1,9 +1,11 @@
-"""Compare what a run trains with the recipe: frozen parameters, adapters, their scales and dtypes, fp8, and a sample of the first updates.
+"""Compare what a run trains with the recipe: frozen parameters, adapters, their scales and dtypes, fp8, and a
+sample of the first updates.
 
-Of an optimizer step, a bounded number of values per shard is copied before it: those with the largest and the smallest gradient, and a
-few at equal distances. The recipe's optimizer, as torch implements it, then repeats the step on the copies in fp64. A value whose update
-exceeds half a unit in the last place (with weight decay, a whole one) must differ afterwards. Only elementwise optimizers can be repeated
-on a sample. Of a tensor that Muon or Adafactor updates, one of the values must differ, if the learning rate is far above their last places.
+Of an optimizer step, a bounded number of values per shard is copied before it: those with the largest and the
+smallest gradient, and a few at equal distances. The recipe's optimizer, as torch implements it, then repeats
+the step on the copies in fp64. A value whose update exceeds half a unit in the last place (with weight decay,
+a whole one) must differ afterwards. Only elementwise optimizers can be repeated on a sample. Of a tensor that
+Muon or Adafactor updates, one of the values must differ, if the learning rate is far above their last places.
 """
 
 from __future__ import annotations
@@ -33,7 +35,15 @@ from fsdp_tune.model.loading.construct import frozen_by_its_code
 from fsdp_tune.model.optim.adafactor import ShardedAdafactor
 from fsdp_tune.model.optim.muon import ORTHOGONAL
 from fsdp_tune.model.optim.optimizer import rounds_gradients
-from fsdp_tune.model.shard.local import NF4_PACKED, NF4_SCALES, TORCH_DTYPE, gathered_in_fp8, is_fp8, local_part, plain_name
+from fsdp_tune.model.shard.local import (
+    NF4_PACKED,
+    NF4_SCALES,
+    TORCH_DTYPE,
+    gathered_in_fp8,
+    is_fp8,
+    local_part,
+    plain_name,
+)
 from fsdp_tune.model.shard.wrap import fsdp_groups
 from fsdp_tune.recipe.schema.recipe import Lora, Recipe
 from fsdp_tune.run.records import Fp8State
@@ -44,7 +54,8 @@ _FP8, _BF16 = "float8_e4m3fn", "bfloat16"
 
 
 def read_fp8(loaded: Loaded) -> Fp8State:
-    """Return the number of torchao's Linears in this rank's model, their settings, and the weights gathered in fp8."""
+    """Return the number of torchao's Linears in this rank's model, their settings, and the weights gathered
+    in fp8."""
     converted: list[Any] = [module for module in loaded.model.modules() if is_fp8(module)]
     return Fp8State(
         linears=len(converted),
@@ -57,16 +68,25 @@ def read_fp8(loaded: Loaded) -> Fp8State:
 def fp8_differences(recipe: Recipe, loaded: Loaded, found: Fp8State) -> list[str]:
     """Return one sentence for each difference to the recipe, before the first step."""
     if recipe.precision.mixed_precision != "fp8":
-        return [f"fp8: the recipe means none, the run has {found.linears} Linears of it"] if found.linears else []
+        return (
+            [f"fp8: the recipe means none, the run has {found.linears} Linears of it"]
+            if found.linears
+            else []
+        )
     inside = {id(module) for _, layer in loaded.layers for module in layer.modules()}
-    may_be_left = recipe.fsdp.ignored_modules is not None or have_experts(name for name, _ in loaded.model.named_modules())
+    may_be_left = recipe.fsdp.ignored_modules is not None or have_experts(
+        name for name, _ in loaded.model.named_modules()
+    )
     differences: list[str] = []
     for name, module in loaded.model.named_modules():
         if not isinstance(module, nn.Linear):
             continue
         allowed = id(module) in inside and module.in_features % 16 == 0 and module.out_features % 16 == 0
         if is_fp8(module) and not allowed:
-            differences.append(f"fp8: {name} computes in fp8, and is outside the decoder layers or of a size that does not allow it")
+            differences.append(
+                f"fp8: {name} computes in fp8, and is outside the decoder layers or of a size that "
+                "does not allow it"
+            )
         elif allowed and not is_fp8(module) and not may_be_left:
             differences.append(f"fp8: {name} does not compute in fp8")
     return differences + _settings(recipe, loaded, found)
@@ -87,21 +107,31 @@ def _settings(recipe: Recipe, loaded: Loaded, found: Fp8State) -> list[str]:
 
 
 def _to_gather(recipe: Recipe, loaded: Loaded) -> list[nn.Linear]:
-    """Return the modules whose weight is gathered in fp8: one scale for the full weight, and as many rows on each rank."""
+    """Return the modules whose weight is gathered in fp8: one scale for the full weight, and as many rows on
+    each rank."""
     if recipe.precision.fp8_recipe != "tensorwise" or not recipe.is_sharded:
         return []
     shards = recipe.topology.copy_size
-    converted = [module for module in loaded.model.modules() if isinstance(module, nn.Linear) and is_fp8(module)]
+    converted = [
+        module for module in loaded.model.modules() if isinstance(module, nn.Linear) and is_fp8(module)
+    ]
     even = [module for module in converted if module.out_features % shards == 0]
-    if recipe.launch.device == "cpu":  # gloo sends fp8 only as bytes, which is how a unit goes that holds something else as well
-        alone = {id(owner) for owners in _owners_by_unit(loaded) if all(map(is_fp8, owners)) for owner in owners}
+    if (
+        recipe.launch.device == "cpu"
+    ):  # gloo sends fp8 only as bytes, which is how a unit goes that holds something else as well
+        alone = {
+            id(owner) for owners in _owners_by_unit(loaded) if all(map(is_fp8, owners)) for owner in owners
+        }
         even = [module for module in even if id(module) not in alone]
     return even
 
 
 def _owners_by_unit(loaded: Loaded) -> list[list[nn.Module]]:
     """Return, for each unit, the modules that own its parameters."""
-    return [[MODULE_INFO.of(parameter).module for parameter in group.fsdp_params] for group in fsdp_groups(loaded.model)]
+    return [
+        [MODULE_INFO.of(parameter).module for parameter in group.fsdp_params]
+        for group in fsdp_groups(loaded.model)
+    ]
 
 
 def gathered_difference(recipe: Recipe, loaded: Loaded) -> str | None:
@@ -120,7 +150,8 @@ def gathered_difference(recipe: Recipe, loaded: Loaded) -> str | None:
 
 
 def read_trained(wrapped: nn.Module) -> dict[str, int]:
-    """Return the number of trained tensors by dtype, which is the same on every rank, also where FSDP1 leaves a rank an empty part."""
+    """Return the number of trained tensors by dtype, which is the same on every rank, also where FSDP1 leaves
+    a rank an empty part."""
     found: Counter[str] = Counter()
     for _, parameter in wrapped.named_parameters():
         if parameter.requires_grad:
@@ -129,12 +160,16 @@ def read_trained(wrapped: nn.Module) -> dict[str, int]:
 
 
 def training_differences(recipe: Recipe, loaded: Loaded) -> list[str]:
-    """Return a sentence for the first parameter whose training is not what the recipe means, and for each difference of an adapter."""
-    return _frozen(recipe, loaded) + (_adapters(recipe, recipe.lora, loaded) if recipe.lora is not None else [])
+    """Return a sentence for the first parameter whose training is not what the recipe means, and for each
+    difference of an adapter."""
+    return _frozen(recipe, loaded) + (
+        _adapters(recipe, recipe.lora, loaded) if recipe.lora is not None else []
+    )
 
 
 def _frozen(recipe: Recipe, loaded: Loaded) -> list[str]:
-    """Frozen are the parameters that match `model.freeze` and those that the model's own code froze; with `lora:`, all of the base."""
+    """Frozen are the parameters that match `model.freeze` and those that the model's own code froze; with
+    `lora:`, all of the base."""
     own = frozen_by_its_code(loaded.model)
     for wrapped_name, parameter in loaded.wrapped.named_parameters():
         name = plain_name(wrapped_name)
@@ -144,7 +179,10 @@ def _frozen(recipe: Recipe, loaded: Loaded) -> list[str]:
             wanted = name_in_base(name) in own or not _is_trained_by(recipe.lora, name)
         if wanted == parameter.requires_grad:
             state = "frozen" if wanted else "trained"
-            return [f"frozen: the recipe means {name} to be {state}, and the run has it {'trained' if wanted else 'frozen'}"]
+            return [
+                f"frozen: the recipe means {name} to be {state}, and the run has it "
+                f"{'trained' if wanted else 'frozen'}"
+            ]
     return []
 
 
@@ -156,7 +194,8 @@ def _is_trained_by(lora: Lora, name: str) -> bool:
 
 
 def _adapters(recipe: Recipe, lora: Lora, loaded: Loaded) -> list[str]:
-    """Return the differences of the adapters from the recipe: layers that have none, other dtypes, scales or rates of dropout."""
+    """Return the differences of the adapters from the recipe: layers that have none, other dtypes, scales or
+    rates of dropout."""
     adapted = adapters_of(loaded.model)
     others = tuple(f"{name}." for name in parts_without_text(loaded.model))  # rows of text do not call them
     linears = [name for name in _linears(loaded.model) if not name.startswith(others)]
@@ -168,9 +207,17 @@ def _adapters(recipe: Recipe, lora: Lora, loaded: Loaded) -> list[str]:
         rank, alpha = rank_of(lora, name), value_for(name, lora.alpha_pattern, lora.lora_alpha)
         wanted = alpha / (math.sqrt(rank) if lora.use_rslora else rank)
         if (live := module.scaling[ADAPTER_NAME]) != wanted:
-            return [*found, f"adapters: the recipe means {name} to be scaled by {wanted:g}, the run scales it by {live:g}"]
+            return [
+                *found,
+                f"adapters: the recipe means {name} to be scaled by {wanted:g}, the run scales it by "
+                f"{live:g}",
+            ]
         if (rate := getattr(module.lora_dropout[ADAPTER_NAME], "p", 0.0)) != lora.lora_dropout:
-            return [*found, f"adapters: the recipe means a dropout of {lora.lora_dropout:g} for {name}, the run has {rate:g}"]
+            return [
+                *found,
+                f"adapters: the recipe means a dropout of {lora.lora_dropout:g} for {name}, the run "
+                f"has {rate:g}",
+            ]
     return found + _dtypes(recipe, loaded) + _in_4_bits(recipe, loaded)
 
 
@@ -189,7 +236,9 @@ def _meant_parameters(lora: Lora, loaded: Loaded) -> list[str]:
     """Return the names in the bare model of the parameters that the recipe means to be adapted."""
     names = [base for name, _ in loaded.model.named_parameters() if (base := name_in_base(name)) is not None]
     names = [name for name in names if any(ends_with(name, wanted) for wanted in lora.target_parameters)]
-    return [name for name in names if _is_in_layers(lora, name, loaded) and not _is_in_saved_module(lora, name)]
+    return [
+        name for name in names if _is_in_layers(lora, name, loaded) and not _is_in_saved_module(lora, name)
+    ]
 
 
 def _is_in_layers(lora: Lora, name: str, loaded: Loaded) -> bool:
@@ -201,7 +250,9 @@ def _linears(model: PreTrainedModel) -> list[str]:
     """Return the linear layers outside of PEFT's layers."""
     outer = tuple(f"{name}." for name, module in model.named_modules() if hasattr(module, "lora_A"))
     return [
-        name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D | Nf4Linear) and not name.startswith(outer)
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D | Nf4Linear) and not name.startswith(outer)
     ]
 
 
@@ -215,28 +266,41 @@ def _dtypes(recipe: Recipe, loaded: Loaded) -> list[str]:
     own, adapted = frozen_by_its_code(loaded.model), adapters_of(loaded.model)
     for name, parameter in loaded.model.named_parameters():
         if parameter.requires_grad and parameter.dtype != trained:
-            return [f"adapters: the recipe means {name} to be trained in {trained}, the run has {parameter.dtype}"]
+            return [
+                f"adapters: the recipe means {name} to be trained in {trained}, the run has {parameter.dtype}"
+            ]
         base = name_in_base(name)
-        is_weight_of_adapted = name.endswith(".base_layer.weight") and recipe.lora is not None and recipe.lora.bias == "none"
+        is_weight_of_adapted = (
+            name.endswith(".base_layer.weight") and recipe.lora is not None and recipe.lora.bias == "none"
+        )
         if (is_weight_of_adapted or base in adapted) and base not in own and parameter.dtype != frozen:
-            return [f"adapters: the recipe means {name} to be kept in {frozen}, the run has {parameter.dtype}"]
+            return [
+                f"adapters: the recipe means {name} to be kept in {frozen}, the run has {parameter.dtype}"
+            ]
     return []
 
 
 def _in_4_bits(recipe: Recipe, loaded: Loaded) -> list[str]:
-    """Return the first layer that the recipe means to be in 4 bits and is not, or whose bytes or scales have another dtype."""
+    """Return the first layer that the recipe means to be in 4 bits and is not, or whose bytes or scales have
+    another dtype."""
     layers = layers_in_4_bits(loaded.model)
     if recipe.nf4 is None:
         return [f"quantization: `{next(iter(layers))}` is in 4 bits ({len(layers)} layers)"] if layers else []
     if missed := list(plan_nf4(loaded.model, loaded.layers)[0]):
-        return [f"quantization: the recipe means {missed[0]} to be in 4 bits, and the run has it in 16 ({len(missed)} layers)"]
+        return [
+            f"quantization: the recipe means {missed[0]} to be in 4 bits, and the run has it in 16 "
+            f"({len(missed)} layers)"
+        ]
     wanted = SCALE_DTYPE[recipe.nf4.scales]
     for name, layer in layers.items():
         for part in (NF4_PACKED, NF4_SCALES):
             if (dtype := layer.get_parameter(part).dtype) != torch.uint8:
                 return [f"quantization: {name}.{part} is meant to hold bytes, the run has {dtype}"]
         if layer.scale_dtype != wanted:
-            return [f"quantization: the recipe means the scales of {name} to be in {wanted}, the run has {layer.scale_dtype}"]
+            return [
+                f"quantization: the recipe means the scales of {name} to be in {wanted}, the run has "
+                f"{layer.scale_dtype}"
+            ]
     return []
 
 
@@ -246,7 +310,8 @@ _ABSENT, _ZERO, _PRESENT = range(3)
 
 
 def adapter_gradients(model: nn.Module) -> dict[str, int]:
-    """Return adapted module or parameter → whether its adapter has no gradient on this rank, one of zeros, or another one."""
+    """Return adapted module or parameter → whether its adapter has no gradient on this rank, one of zeros, or
+    another one."""
     found: dict[str, int] = {}
     for name, layer in adapters_of(model).items():
         # The factor that starts at zero: as long as it does, the gradient of the other one is zero.
@@ -258,33 +323,45 @@ def adapter_gradients(model: nn.Module) -> dict[str, int]:
 
 
 def adapters_without_gradient(every: Sequence[dict[str, int]]) -> str | None:
-    """Return a warning that counts the adapters without a gradient, from the `adapter_gradients` of all ranks.
+    """Return a warning that counts the adapters without a gradient, from the `adapter_gradients` of all
+    ranks.
 
-    Raises: usage error if the adapters of a kind get none in any layer, whatever the data: the model's code reads the weight of such a
-    module without calling it (Jamba's `dt_proj`, the router of LongCat), and PEFT's layer is never run.
+    Raises: usage error if the adapters of a kind get none in any layer, whatever the data: the model's code
+    reads the weight of such a module without calling it (Jamba's `dt_proj`, the router of LongCat), and
+    PEFT's layer is never run.
     """
     kinds: dict[str, dict[str, int]] = defaultdict(dict)
     for name in every[0]:
         kinds[name.rpartition(".")[2]][name] = max(found[name] for found in every)
     if dead := [kind for kind, found in kinds.items() if max(found.values()) == _ABSENT]:
         names = ", ".join(f"`{kind}`" for kind in dead)
-        message = f"the adapters of {names} get no gradient in any layer: the model does not call these modules"
+        message = (
+            f"the adapters of {names} get no gradient in any layer: the model does not call these modules"
+        )
         left = last_parts(kind for kind in kinds if kind not in dead)
         hint = f"leave them out: name only {left}" if left else None
         raise usage_error("lora-target", message, where=Where(key="lora"), hint=hint)
-    lost = {kind: [name for name, gradient in found.items() if gradient != _PRESENT] for kind, found in kinds.items()}
+    lost = {
+        kind: [name for name, gradient in found.items() if gradient != _PRESENT]
+        for kind, found in kinds.items()
+    }
     counts = ", ".join(f"{len(names)} of {len(kinds[kind])} {kind}" for kind, names in lost.items() if names)
     first = next((name for names in lost.values() for name in names), None)
-    return f"adapters without a gradient in the first step: {counts}, such as that of `{first}`" if first else None
+    return (
+        f"adapters without a gradient in the first step: {counts}, such as that of `{first}`"
+        if first
+        else None
+    )
 
 
 SPACED = 14
 """Values at equal distances; with the two extremes, at most this many and two are copied per shard."""
 ROUNDING_MARGIN = 1.1
-"""The optimizer computes in fp32 and with state of fewer bits; its update may differ from the fp64 one by this factor."""
+"""The optimizer computes in fp32 and with state of fewer bits; its update may differ from the fp64 one by
+this factor."""
 SMALLEST_SHARE = 1e-3
-"""Assumed for Muon and Adafactor, whose updates have a root mean square of 0.2 and 1 times the learning rate: that of the largest sampled
-update is at least this share of it."""
+"""Assumed for Muon and Adafactor, whose updates have a root mean square of 0.2 and 1 times the learning rate:
+that of the largest sampled update is at least this share of it."""
 _PRECISION_BITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8, torch.float64: 53}
 
 
@@ -304,8 +381,11 @@ class UpdateSample:
     """Taken before `optimizer.step`, when gradients are clipped; `unchanged` is called after it."""
 
     @torch.no_grad()
-    def __init__(self, names: Mapping[nn.Parameter, str], optimizer: torch.optim.Optimizer, *, stochastic: bool) -> None:
-        """`stochastic`: bf16 parameters are rounded stochastically, so that only an update of a whole unit is sure to change them."""
+    def __init__(
+        self, names: Mapping[nn.Parameter, str], optimizer: torch.optim.Optimizer, *, stochastic: bool
+    ) -> None:
+        """`stochastic`: bf16 parameters are rounded stochastically, so that only an update of a whole unit is
+        sure to change them."""
         self._optimizer = optimizer
         self._rounds_gradients = rounds_gradients(optimizer)
         self._ulps = 1.0 if stochastic else 0.5
@@ -342,12 +422,18 @@ class UpdateSample:
 
         before = joined([sampled.before for sampled in some])
         after = joined([_flat(sampled.parameter)[sampled.positions] for sampled in some])
-        gradient = joined([sampled.gradient.to(dtype) if self._rounds_gradients else sampled.gradient for sampled in some])
+        gradient = joined(
+            [sampled.gradient.to(dtype) if self._rounds_gradients else sampled.gradient for sampled in some]
+        )
         first = some[0].state
-        state = {key: first[key].cpu() if key == "step" else joined([sampled.state[key] for sampled in some]) for key in first}
+        state = {
+            key: first[key].cpu() if key == "step" else joined([sampled.state[key] for sampled in some])
+            for key in first
+        }
         options = {**self._optimizer.param_groups[index], "lr": self._rates[index]}
         update = (_repeated(type(self._optimizer), options, before, gradient, state) - before).abs()
-        # Weight decay is a separate update: two updates of less than half a unit each may both be rounded away.
+        # Weight decay is a separate update: two updates of less than half a unit each may both be rounded
+        # away.
         ulps = self._ulps + (0.5 if options.get("weight_decay") else 0.0)
         must_change = update > ROUNDING_MARGIN * ulps * _units_in_last_place(before, dtype)
         stuck = (must_change & (after == before)).split([len(sampled.before) for sampled in some])
@@ -370,8 +456,12 @@ def _sample(name: str, parameter: nn.Parameter, state: Mapping[str, object]) -> 
     """Return None without a gradient, for an empty shard, and for state in blocks, which cannot be sliced."""
     if parameter.grad is None or (gradient := _flat(parameter.grad)).numel() == 0:
         return None
-    spaced = torch.arange(0, gradient.numel(), max(1, gradient.numel() // SPACED), device=gradient.device)[:SPACED]
-    extremes = torch.stack([gradient.argmax(), gradient.argmin()])  # no copy of the gradient, as its magnitudes would be
+    spaced = torch.arange(0, gradient.numel(), max(1, gradient.numel() // SPACED), device=gradient.device)[
+        :SPACED
+    ]
+    extremes = torch.stack(
+        [gradient.argmax(), gradient.argmin()]
+    )  # no copy of the gradient, as its magnitudes would be
     positions = torch.cat([spaced, extremes])
     copied: dict[str, torch.Tensor] = {}
     for key, value in state.items():
@@ -400,10 +490,21 @@ def _steps(every: list[_Sampled]) -> list[float]:
 
 
 def _repeated(
-    kind: type[torch.optim.Optimizer], options: dict[str, Any], before: torch.Tensor, gradient: torch.Tensor, state: dict[str, torch.Tensor]
+    kind: type[torch.optim.Optimizer],
+    options: dict[str, Any],
+    before: torch.Tensor,
+    gradient: torch.Tensor,
+    state: dict[str, torch.Tensor],
 ) -> torch.Tensor:
     """Return the values after a step of torch's optimizer in fp64."""
-    plain: Any = next((each for each in kind.__mro__ if each.__module__.startswith("torch.optim.") and each.__bases__ != (object,)), None)
+    plain: Any = next(
+        (
+            each
+            for each in kind.__mro__
+            if each.__module__.startswith("torch.optim.") and each.__bases__ != (object,)
+        ),
+        None,
+    )
     if plain is None or plain is torch.optim.Optimizer:
         plain = torch.optim.AdamW  # torchao's are AdamW with another state
     vector = nn.Parameter(before.clone())
@@ -420,7 +521,8 @@ def _repeated(
 
 
 def _units_in_last_place(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Distance to the next number of `dtype` away from zero; at least the smallest normal number, since kernels may flush smaller ones."""
+    """Distance to the next number of `dtype` away from zero; at least the smallest normal number, since
+    kernels may flush smaller ones."""
     _, exponent = torch.frexp(values)
     units = torch.ldexp(torch.ones_like(values), exponent - _PRECISION_BITS[dtype])
     return units.where(values != 0, 0.0).clamp_min(torch.finfo(dtype).tiny)

@@ -1,8 +1,10 @@
-"""Invariants that every run checks on itself (`training.witness`): before step 1, at the first update, and every N steps on request.
+"""Invariants that every run checks on itself (`training.witness`): before step 1, at the first update, and
+every N steps on request.
 
-Exact are: which parameters the optimizer holds, generators, rows, recipe and learning rates of all ranks, gathered units, and checksums of
-frozen parameters, replicas and buffers. A sample is: whether the update changed what it must change (`update_sample.py`). A difference
-stops the run on every rank and names the parameter and the ranks.
+Exact are: which parameters the optimizer holds, generators, rows, recipe and learning rates of all ranks,
+gathered units, and checksums of frozen parameters, replicas and buffers. A sample is: whether the update
+changed what it must change (`update_sample.py`). A difference stops the run on every rank and names the
+parameter and the ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ COST_STEPS = 100
 
 
 CHECKSUM_PIECE = 1021
-"""Values that are hashed together: odd, and no multiple of the sizes at which values of buffers repeat (prime)."""
+"""Values that are hashed together: odd, and no multiple of the sizes at which values of buffers repeat
+(prime)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,8 @@ class RankFacts:
 
 
 class Witness(AttachedCallback):
-    """`when`: the value of `training.witness`. Generators are always compared. `say` prints a plain line on rank 0."""
+    """`when`: the value of `training.witness`. Generators are always compared. `say` prints a plain line on
+    rank 0."""
 
     def __init__(self, when: Literal["first", "off"] | int, say: Callable[[str], None]) -> None:
         self._say = say
@@ -80,7 +84,9 @@ class Witness(AttachedCallback):
 
     # ---- Callbacks
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self._steps_begun += 1
         if self._steps_begun > GATHERED_STEPS and not self._is_requested(state.global_step + 1):
             return
@@ -89,9 +95,14 @@ class Witness(AttachedCallback):
                 self._started_at_seconds = time.thread_time()
                 self._compare_start(state.global_step)
             elif self._is_on and (gathered := gathered_units(self._units)):
-                self._stop([f"rank {dist.get_rank()}: {sentence}" for sentence in _of_gathered(gathered)], state.global_step)
+                self._stop(
+                    [f"rank {dist.get_rank()}: {sentence}" for sentence in _of_gathered(gathered)],
+                    state.global_step,
+                )
 
-    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         if self._is_on and self._steps_begun == 1 and self.trainer.parts.recipe.lora is not None:
             self._check_adapters()
         if not (self._is_due or self._is_requested(state.global_step + 1)):
@@ -99,12 +110,20 @@ class Witness(AttachedCallback):
         with self._timed():
             optimizer = self.trainer.live_optimizer
             norm = self.trainer.gate.norm
-            if any(group["lr"] > 0 for group in optimizer.param_groups) and norm is not None and bool(torch.isfinite(norm)):
-                stochastic = bool(optimizer_arguments(self.trainer.parts.recipe.training).get(STOCHASTIC, False))
+            if (
+                any(group["lr"] > 0 for group in optimizer.param_groups)
+                and norm is not None
+                and bool(torch.isfinite(norm))
+            ):
+                stochastic = bool(
+                    optimizer_arguments(self.trainer.parts.recipe.training).get(STOCHASTIC, False)
+                )
                 names = {parameter: name for name, parameter in self._parameters()}
                 self._sample = UpdateSample(names, optimizer, stochastic=stochastic)
 
-    def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         if self._sample is None:
             return
         with self._timed():
@@ -112,11 +131,18 @@ class Witness(AttachedCallback):
             self._compare_update(sample, state.global_step)
         self.trainer.parts.metrics.event(Witnessed(state.global_step + 1, self.cpu_seconds))
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         if self._steps_begun == COST_STEPS and self._is_on:
             training = time.thread_time() - self._started_at_seconds
             self.trainer.parts.metrics.event(
-                WitnessCost(state.global_step, cpu_seconds=self.cpu_seconds, training_cpu_seconds=training, steps=COST_STEPS)
+                WitnessCost(
+                    state.global_step,
+                    cpu_seconds=self.cpu_seconds,
+                    training_cpu_seconds=training,
+                    steps=COST_STEPS,
+                )
             )
 
     # ---- What is compared
@@ -155,13 +181,21 @@ class Witness(AttachedCallback):
 
     def _compare_update(self, sample: UpdateSample, step: int) -> None:
         found = self._unknown_to_optimizer()
-        found += [f"`{name}` has a gradient, and the optimizer did not change it" for name in sample.unchanged()]
-        found += [f"`{name}` is frozen, and changed" for name, value in self._checksums_of_frozen().items() if self._frozen[name] != value]
+        found += [
+            f"`{name}` has a gradient, and the optimizer did not change it" for name in sample.unchanged()
+        ]
+        found += [
+            f"`{name}` is frozen, and changed"
+            for name, value in self._checksums_of_frozen().items()
+            if self._frozen[name] != value
+        ]
         if sums_need_fp32(self.trainer.parts.recipe) and (narrow := sample.gradient_dtypes - {torch.float32}):
             found.append(f"gradients of micro-batches were added in {', '.join(map(str, narrow))}")
         rates = [float(group["lr"]) for group in self.trainer.live_optimizer.param_groups]
         copies = self._copies(all_buffers=False)
-        every = gather(RankFacts(found=found, rates=rates, parameter_names=self._digest_of_names(), copies=copies))
+        every = gather(
+            RankFacts(found=found, rates=rates, parameter_names=self._digest_of_names(), copies=copies)
+        )
         self._stop(self._common_differences(every), step)
 
     def _common_differences(self, every: list[RankFacts]) -> list[str]:
@@ -176,7 +210,10 @@ class Witness(AttachedCallback):
             ("learning rates", [facts.rates for facts in every]),
             ("parameters", [facts.parameter_names for facts in every]),
         ):
-            found += [f"the {meaning} of {_ranks(ranks)} differ from those of rank 0" for ranks in _other_than_first(values)]
+            found += [
+                f"the {meaning} of {_ranks(ranks)} differ from those of rank 0"
+                for ranks in _other_than_first(values)
+            ]
         if _copies_differ(every):
             found += copy_differences(gather(self._checksums))
         return found
@@ -185,27 +222,41 @@ class Witness(AttachedCallback):
         return ((plain_name(name), parameter) for name, parameter in self.trainer.wrapped.named_parameters())
 
     def _unknown_to_optimizer(self) -> list[str]:
-        known = {id(parameter) for group in self.trainer.live_optimizer.param_groups for parameter in group["params"]}
+        known = {
+            id(parameter)
+            for group in self.trainer.live_optimizer.param_groups
+            for parameter in group["params"]
+        }
         trained = {id(parameter): name for name, parameter in self._parameters() if parameter.requires_grad}
-        found = [f"the optimizer does not hold `{name}`" for each, name in trained.items() if each not in known]
+        found = [
+            f"the optimizer does not hold `{name}`" for each, name in trained.items() if each not in known
+        ]
         stale = len(known - trained.keys())
-        return found + ([f"the optimizer holds {stale} tensors that are not parameters of the model"] if stale else [])
+        return found + (
+            [f"the optimizer holds {stale} tensors that are not parameters of the model"] if stale else []
+        )
 
     def _checksums_of_frozen(self) -> dict[str, int]:
-        return checksums({name: parameter for name, parameter in self._parameters() if not parameter.requires_grad})
+        return checksums(
+            {name: parameter for name, parameter in self._parameters() if not parameter.requires_grad}
+        )
 
     def _digest_of_names(self) -> str:
         return digest(repr([name for name, _ in self._parameters()]))
 
     def _copies(self, *, all_buffers: bool) -> dict[str, str]:
-        """Return digests of replicated tensors; `_checksums` keeps their parts, by the ranks that must have equal copies.
+        """Return digests of replicated tensors; `_checksums` keeps their parts, by the ranks that must have
+        equal copies.
 
-        Buffers that are in no checkpoint may follow the length of a rank's rows (dynamic RoPE), so that after a step they may differ.
+        Buffers that are in no checkpoint may follow the length of a rank's rows (dynamic RoPE), so that after
+        a step they may differ.
         """
         wrapped = self.trainer.wrapped
         same: dict[str, dict[str, torch.Tensor]] = {"all": {}}
         mesh = self.trainer.parts.loaded.mesh
-        replicas = f"shard {mesh.get_local_rank(mesh.ndim - 1)}" if mesh is not None and mesh.ndim > 1 else None
+        replicas = (
+            f"shard {mesh.get_local_rank(mesh.ndim - 1)}" if mesh is not None and mesh.ndim > 1 else None
+        )
         for name, parameter in self._parameters():
             if isinstance(parameter, DTensor):
                 if replicas is not None:
@@ -213,8 +264,16 @@ class Witness(AttachedCallback):
             elif not isinstance(wrapped, FullyShardedDataParallel):
                 same["all"][name] = parameter
         kept = _persistent_buffers(wrapped)
-        same["all"] |= {plain_name(name): buffer for name, buffer in wrapped.named_buffers() if all_buffers or name in kept}
-        self._checksums = {ranks: checksums(tensors) for ranks, tensors in same.items()} if dist.get_world_size() > 1 else {}
+        same["all"] |= {
+            plain_name(name): buffer
+            for name, buffer in wrapped.named_buffers()
+            if all_buffers or name in kept
+        }
+        self._checksums = (
+            {ranks: checksums(tensors) for ranks, tensors in same.items()}
+            if dist.get_world_size() > 1
+            else {}
+        )
         return {ranks: digest(repr(sorted(sums.items()))) for ranks, sums in self._checksums.items()}
 
     # ---- How
@@ -238,13 +297,18 @@ class Witness(AttachedCallback):
 
 
 def generator_differences(every: list[RankFacts]) -> list[str]:
-    """Compare the generators of ranks: dropout masks must differ, and the seed of the initial weights must not."""
+    """Compare the generators of ranks: dropout masks must differ, and the seed of the initial weights must
+    not."""
     found: list[str] = []
     for kind in every[0].generators:
         by_state: dict[str, list[int]] = defaultdict(list)
         for rank, facts in enumerate(every):
             by_state[facts.generators[kind]].append(rank)
-        found += [f"the {kind} generators of {_ranks(ranks)} are in the same state" for ranks in by_state.values() if len(ranks) > 1]
+        found += [
+            f"the {kind} generators of {_ranks(ranks)} are in the same state"
+            for ranks in by_state.values()
+            if len(ranks) > 1
+        ]
     seeds = {facts.weights_seed for facts in every if facts.weights_seed is not None}
     if len(seeds) > 1:
         found.append(f"initial weights were drawn from different seeds: {', '.join(map(str, sorted(seeds)))}")
@@ -252,7 +316,8 @@ def generator_differences(every: list[RankFacts]) -> list[str]:
 
 
 def row_differences(every: list[RankFacts], expected: Iterable[int], topology: Topology) -> list[str]:
-    """Check that the ranks together read the rows of the step's global batch, each once, or once on each rank of a group that shares it."""
+    """Check that the ranks together read the rows of the step's global batch, each once, or once on each rank
+    of a group that shares it."""
     wanted, first = sorted(expected), 0
     owners: dict[int, list[int]] = defaultdict(list)
     for rank, facts in enumerate(every):
@@ -273,7 +338,8 @@ def row_differences(every: list[RankFacts], expected: Iterable[int], topology: T
 
 
 def copy_differences(every: list[dict[str, dict[str, int]]]) -> list[str]:
-    """Return a message for each tensor that differs between ranks that must have equal copies, from each rank's checksums."""
+    """Return a message for each tensor that differs between ranks that must have equal copies, from each
+    rank's checksums."""
     found: list[str] = []
     for key in dict.fromkeys(key for sums in every for key in sums):
         holders = [(rank, sums[key]) for rank, sums in enumerate(every) if key in sums]
@@ -281,7 +347,10 @@ def copy_differences(every: list[dict[str, dict[str, int]]]) -> list[str]:
         for name in first:
             others = [rank for rank, sums in holders if sums.get(name) != first[name]]
             if others:
-                found.append(f"`{name}` of {_ranks(others)} differs from that of rank {first_rank}, which must be equal")
+                found.append(
+                    f"`{name}` of {_ranks(others)} differs from that of rank {first_rank}, which "
+                    "must be equal"
+                )
     return found
 
 
@@ -305,14 +374,17 @@ def _of_gathered(names: Sequence[str]) -> list[str]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    return (
+        f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    )
 
 
 # ---- Digests
 
 
 def checksums(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
-    """Return name → a checksum over the local values of this rank, computed on their device without a copy."""
+    """Return name → a checksum over the local values of this rank, computed on their device without a
+    copy."""
     names, values = [], []
     for name, tensor in tensors.items():
         local = local_part(tensor.detach())
@@ -324,7 +396,9 @@ def checksums(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
         by_device[value.device].append(index)
     numbers = [0] * len(values)
     for indices in by_device.values():
-        for index, number in zip(indices, torch.stack([values[index] for index in indices]).tolist(), strict=True):
+        for index, number in zip(
+            indices, torch.stack([values[index] for index in indices]).tolist(), strict=True
+        ):
             numbers[index] = number
     return dict(zip(names, numbers, strict=True))
 
@@ -332,8 +406,8 @@ def checksums(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
 def _checksum(flat: torch.Tensor) -> torch.Tensor:
     """Return a scalar int64 that depends on each value and, beyond `CHECKSUM_PIECE` values, on its position.
 
-    `torch.hash_tensor` is the XOR of all values: of an even number of equal ones (a norm's weights, a bias) it is always zero. So it is
-    taken over pieces of an odd length, which are then added with a weight each.
+    `torch.hash_tensor` is the XOR of all values: of an even number of equal ones (a norm's weights, a bias)
+    it is always zero. So it is taken over pieces of an odd length, which are then added with a weight each.
     """
     values = flat.view(torch.uint8) if flat.element_size() == 1 else flat
     whole = values.numel() // CHECKSUM_PIECE * CHECKSUM_PIECE

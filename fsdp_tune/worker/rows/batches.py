@@ -1,12 +1,15 @@
-"""Prepared rows → micro-batches of this rank: the same global batches in the same order on any number of ranks.
+"""Prepared rows → micro-batches of this rank: the same global batches in the same order on any number of
+ranks.
 
-The order is cut into global batches first and only then over ranks and micro-batches, so a step sees the same rows
-whatever the world size. In the last, short global batch of an epoch a rank that gets no row runs a filler of padding
-without labels, because every rank must take part in the collectives; the filler adds exactly nothing.
+The order is cut into global batches first and only then over ranks and micro-batches, so a step sees the same
+rows whatever the world size. In the last, short global batch of an epoch a rank that gets no row runs a
+filler of padding without labels, because every rank must take part in the collectives; the filler adds
+exactly nothing.
 
-Under a token budget the micro-batches of a step are as many as its rows need. The Trainer counts in steps of a fixed number, for
-resumption, epochs and the end of a step; so a step keeps that number of places, and those that are not needed are empty: the loader
-yields `NOTHING` for them, which is skipped. How many there are follows from the rows alone, so every rank has the same.
+Under a token budget the micro-batches of a step are as many as its rows need. The Trainer counts in steps of
+a fixed number, for resumption, epochs and the end of a step; so a step keeps that number of places, and those
+that are not needed are empty: the loader yields `NOTHING` for them, which is skipped. How many there are
+follows from the rows alone, so every rank has the same.
 """
 
 from __future__ import annotations
@@ -68,12 +71,19 @@ class UnreadableRow(FailedError):
     def __init__(self, message: str) -> None:
         # torch rebuilds an error of a loader process from the text of its traceback.
         message = message.rsplit(f"{type(self).__name__}: ", 1)[-1].strip()
-        super().__init__(Problem("row-unreadable", message, hint="the prepared data may be incomplete: `fsdp-tune prepare` rebuilds them"))
+        super().__init__(
+            Problem(
+                "row-unreadable",
+                message,
+                hint="the prepared data may be incomplete: `fsdp-tune prepare` rebuilds them",
+            )
+        )
 
 
 class Rows(Dataset["Row | None"]):
     def __init__(self, store: RowStore, source_of_file: Int64 | None = None) -> None:
-        """Rows have `sources` if `source_of_file` is given, the index of the source of each file of the store."""
+        """Rows have `sources` if `source_of_file` is given, the index of the source of each file of the
+        store."""
         self.store, self._source_of_file = store, source_of_file
 
     def __len__(self) -> int:
@@ -86,7 +96,9 @@ class Rows(Dataset["Row | None"]):
             row = self.store[index]
             if self._source_of_file is None:
                 return row
-            return dataclasses.replace(row, sources=tuple(self._source_of_file[self.store.files_of([index])[0]].tolist()))
+            return dataclasses.replace(
+                row, sources=tuple(self._source_of_file[self.store.files_of([index])[0]].tolist())
+            )
         except Exception as error:  # any error must name its row
             raise UnreadableRow(f"row {index} cannot be read: {type(error).__name__}: {error}") from error
 
@@ -100,9 +112,11 @@ class Collator:
     variable_lengths: bool = False
     """Batches have `cu_seq_lens`, by which the attention kernel separates packed examples."""
     names_examples: bool = False
-    """Batches have `example_ids` and `example_lengths`: a mixture's load-balancing loss is of each example alone."""
+    """Batches have `example_ids` and `example_lengths`: a mixture's load-balancing loss is of each example
+    alone."""
     sources: int = 0
-    """If not 0, the number of training sources: batches of rows that have `sources` have `source_ids`, for the loss of each."""
+    """If not 0, the number of training sources: batches of rows that have `sources` have `source_ids`, for
+    the loss of each."""
 
     def __call__(self, items: Sequence[Row | None]) -> Batch:
         if not items:
@@ -112,7 +126,9 @@ class Collator:
             arrays = collate(rows, self.pad_token_id, self.multiple_of, max_length=self.max_length)
         except Exception as error:
             named = ", ".join(str(row.row_id) for row in rows)
-            raise UnreadableRow(f"rows {named} cannot be made a batch: {type(error).__name__}: {error}") from error
+            raise UnreadableRow(
+                f"rows {named} cannot be made a batch: {type(error).__name__}: {error}"
+            ) from error
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         if self.variable_lengths:
             tensors["cu_seq_lens"] = torch.from_numpy(cumulative_lengths(rows, arrays["input_ids"].shape[1]))
@@ -143,13 +159,18 @@ class ByTokens:
     """Of all rows."""
 
     def cut(self, rows: Int64, data_rank: int, data_size: int) -> list[Int64]:
-        return [rows[ranks[data_rank]] for ranks in token_micro_batches(self.lengths[rows], self.budget, data_size)]
+        return [
+            rows[ranks[data_rank]]
+            for ranks in token_micro_batches(self.lengths[rows], self.budget, data_size)
+        ]
 
 
 class MicroBatches(BatchSampler):
-    """Row numbers of each micro-batch of one rank, for one epoch; FILLER where the last global batch has too few rows.
+    """Row numbers of each micro-batch of one rank, for one epoch; FILLER where the last global batch has too
+    few rows.
 
-    Of a global batch that is cut by tokens the first places are empty where it needs fewer micro-batches than `accumulation`.
+    Of a global batch that is cut by tokens the first places are empty where it needs fewer micro-batches than
+    `accumulation`.
     """
 
     def __init__(
@@ -164,7 +185,8 @@ class MicroBatches(BatchSampler):
     ) -> None:
         """`data_rank` of `data_size`: see `Topology`.
 
-        With `by_tokens`, `micro_batch` rows of the greatest length fill its budget, and `accumulation` micro-batches of them are enough.
+        With `by_tokens`, `micro_batch` rows of the greatest length fill its budget, and `accumulation`
+        micro-batches of them are enough.
         """
         self.order, self._by_tokens = order, by_tokens
         self._data_rank, self._data_size = data_rank, data_size
@@ -176,7 +198,8 @@ class MicroBatches(BatchSampler):
         return self.order.global_batch
 
     def digest(self, epoch: int = 0) -> str:
-        """Return a digest of an epoch's order, equal on every rank and for every world size with the same global batches."""
+        """Return a digest of an epoch's order, equal on every rank and for every world size with the same
+        global batches."""
         found = self.order.epoch(epoch)
         cut = [repr(found.parts)] if len(found.parts) > 1 else []
         return digest(np.ascontiguousarray(found.rows, dtype=np.int64).tobytes(), *cut)
@@ -187,7 +210,8 @@ class MicroBatches(BatchSampler):
         return [row for batch in batches for row in batch if row != FILLER]
 
     def epochs_after(self, step: int) -> float:
-        """Return the epochs trained after `step` steps (rows over rows per epoch), the same on any number of ranks."""
+        """Return the epochs trained after `step` steps (rows over rows per epoch), the same on any number of
+        ranks."""
         return self.order.epochs_after(step)
 
     def set_epoch(self, epoch: int) -> None:
@@ -203,7 +227,8 @@ class MicroBatches(BatchSampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         epoch = self.order.epoch(self.epoch)
-        # The Trainer skips the steps that earlier attempts trained, and counts as many places for each as for a step of this one.
+        # The Trainer skips the steps that earlier attempts trained, and counts as many places for each as for
+        # a step of this one.
         trained = epoch.parts[-1].step
         yield from [[]] * (trained * self._accumulation)
         for step in range(trained, epoch.steps):
@@ -212,8 +237,12 @@ class MicroBatches(BatchSampler):
     def _split(self, rows: Int64) -> Iterator[list[int]]:
         if self._by_tokens is not None:
             cut = self._by_tokens.cut(rows, self._data_rank, self._data_size)
-            return iter([[]] * (self._places(len(rows)) - len(cut)) + [taken.tolist() or [FILLER] for taken in cut])
-        micro_batches = rank_micro_batches(rows, dp_rank=self._data_rank, dp_size=self._data_size, micro_batch_size=self.micro_batch)
+            return iter(
+                [[]] * (self._places(len(rows)) - len(cut)) + [taken.tolist() or [FILLER] for taken in cut]
+            )
+        micro_batches = rank_micro_batches(
+            rows, dp_rank=self._data_rank, dp_size=self._data_size, micro_batch_size=self.micro_batch
+        )
         return ([int(row) for row in micro_batch] or [FILLER] for micro_batch in micro_batches)
 
 
@@ -227,10 +256,12 @@ def loader(
     prefetch: int | None = None,
     source_of_file: Int64 | None = None,
 ) -> DataLoader[Batch]:
-    """`workers` processes read ahead `prefetch` micro-batches each; 0 reads in the training process. `source_of_file`: see `Rows`.
+    """`workers` processes read ahead `prefetch` micro-batches each; 0 reads in the training process.
+    `source_of_file`: see `Rows`.
 
-    Iterating draws a seed for the processes, from a generator of its own. From the global one, which dropout draws from, it would be
-    drawn once per epoch without processes and once per launch with them, so that a resume at the start of an epoch drew other masks.
+    Iterating draws a seed for the processes, from a generator of its own. From the global one, which dropout
+    draws from, it would be drawn once per epoch without processes and once per launch with them, so that a
+    resume at the start of an epoch drew other masks.
     """
     # The collator turns rows into batches; torch types a loader by the items of its data set.
     rows: Any = Rows(store, source_of_file)
@@ -256,14 +287,18 @@ def loader_died(error: BaseException, next_rows: Callable[[], str], step: int) -
     if not isinstance(error, RuntimeError) or not first_line.startswith("DataLoader worker"):
         return None
     message = (
-        f"a process of the data loader is gone while rows were read for step {step + 1} and later, from {next_rows()} on: {first_line}"
+        f"a process of the data loader is gone while rows were read for step {step + 1} and later, from "
+        f"{next_rows()} on: {first_line}"
     )
-    hint = "out of host memory, or /dev/shm full? `training.dataloader_num_workers: 0` reads in the rank itself"
+    hint = (
+        "out of host memory, or /dev/shm full? `training.dataloader_num_workers: 0` reads in the rank itself"
+    )
     return Problem("loader-died", message, hint=hint)
 
 
 def eval_batches(rows: int, *, data_rank: int, data_size: int, micro_batch: int) -> list[list[int]]:
-    """Split rows over the ranks, each row once, with as many batches on each rank: fillers instead of repeated rows."""
+    """Split rows over the ranks, each row once, with as many batches on each rank: fillers instead of
+    repeated rows."""
     count = math.ceil(rows / (data_size * micro_batch))
     mine = list(range(data_rank, rows, data_size))
     batches = [mine[start : start + micro_batch] for start in range(0, len(mine), micro_batch)]

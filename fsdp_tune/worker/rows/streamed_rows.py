@@ -25,7 +25,8 @@ from fsdp_tune.worker.step_observer import LoggedStep, StepObserver
 from fsdp_tune.worker.stop_request import ignore_stop_signals
 
 STEPS_AHEAD = 2
-"""Steps whose rows a loader process prepares in advance, unless the recipe sets `training.dataloader_prefetch_factor`."""
+"""Steps whose rows a loader process prepares in advance, unless the recipe sets
+`training.dataloader_prefetch_factor`."""
 NO_ROW = "no row left"
 
 
@@ -39,7 +40,8 @@ class ReaderFailure:
 
 @dataclass(slots=True)
 class StreamedRows(StepObserver):
-    """Rows of the lanes r, r + W, … on data rank r of W; the rank takes row n of the run where n mod W is r."""
+    """Rows of the lanes r, r + W, … on data rank r of W; the rank takes row n of the run where n mod W is
+    r."""
 
     stream: RowStream
     sample: RowStore
@@ -62,13 +64,16 @@ class StreamedRows(StepObserver):
     listed: set[str] = field(default_factory=set[str])
     """Lines in the files of skipped rows: a row is listed once, however often it is read."""
     first_row: int = 0
-    """Number of the first row of this attempt, and below its step: an earlier one may have had another global batch."""
+    """Number of the first row of this attempt, and below its step: an earlier one may have had another global
+    batch."""
     first_step: int = 0
     ended: set[int] = field(default_factory=set[int])
     """Lanes that have no row left."""
 
     def __post_init__(self) -> None:
-        self.states = dict.fromkeys(range(self.data_rank, self.stream.lanes, self.data_size), self.stream.first_state())
+        self.states = dict.fromkeys(
+            range(self.data_rank, self.stream.lanes, self.data_size), self.stream.first_state()
+        )
         self.tokens = [0] * len(self.stream.sources)
 
     @property
@@ -86,12 +91,21 @@ class StreamedRows(StepObserver):
         """Nothing: lanes count their passes."""
 
     def epochs_after(self, step: int) -> float:
-        """Return the complete passes over the source of which the fewest were made, in the lanes of this rank."""
+        """Return the complete passes over the source of which the fewest were made, in the lanes of this
+        rank."""
         return float(min(cursor.passes for state in self.states.values() for cursor in state.cursors))
 
     def digest(self) -> str:
         stream = self.stream
-        facts = [stream.names, stream.lanes, stream.seed, stream.shuffle, stream.window_rows, stream.shares, stream.global_batch]
+        facts = [
+            stream.names,
+            stream.lanes,
+            stream.seed,
+            stream.shuffle,
+            stream.window_rows,
+            stream.shares,
+            stream.global_batch,
+        ]
         return digest(json.dumps(facts))
 
     def rows_of_all_ranks(self, step: int) -> list[int]:
@@ -114,21 +128,33 @@ class StreamedRows(StepObserver):
         if not all(gather(len(self.ended) == len(self.states))):
             self.first_row += self.global_batch
             return
-        own = [(sum(each.read for each in cursors), min(each.passes for each in cursors)) for cursors in self._cursors()]
+        own = [
+            (sum(each.read for each in cursors), min(each.passes for each in cursors))
+            for cursors in self._cursors()
+        ]
         every = [found for found in gather(own if self.counts else []) if found]
         account = "; ".join(
             source.read(sum(rows for rows, _ in found), min(passes for _, passes in found))
             for source, found in zip(self.stream.sources, zip(*every, strict=True), strict=True)
         )
-        hint = f"`--resume auto --set training.max_steps={step}` ends the run there; higher `repeats` need a new run"
-        raise usage_error("stream-ended", f"the stream has no row left for step {step + 1}: {account}", hint=hint)
+        hint = (
+            f"`--resume auto --set training.max_steps={step}` ends the run there; higher `repeats` need "
+            "a new run"
+        )
+        raise usage_error(
+            "stream-ended", f"the stream has no row left for step {step + 1}: {account}", hint=hint
+        )
 
     def _cursors(self) -> list[list[Cursor]]:
         """Return the cursors of each source, in the lanes of this rank."""
-        return [[state.cursors[source] for state in self.states.values()] for source in range(len(self.stream.sources))]
+        return [
+            [state.cursors[source] for state in self.states.values()]
+            for source in range(len(self.stream.sources))
+        ]
 
     def facts(self, step: LoggedStep) -> dict[str, int | float]:
-        """Return tokens and complete passes of each source, and truncated rows, over all ranks. Collective."""
+        """Return tokens and complete passes of each source, and truncated rows, over all ranks.
+        Collective."""
         passes = [min(cursor.passes for cursor in cursors) for cursors in self._cursors()]
         truncated = sum(state.rows_truncated for state in self.states.values()) if self.counts else 0
         evaluated = sum(state.rows_evaluated for state in self.states.values()) if self.counts else 0
@@ -154,7 +180,10 @@ class StreamedRows(StepObserver):
 
     def restore(self, state: object, step: int) -> None:
         if not is_mapping(state) or state.get("version") != STATE_VERSION:
-            message = "the checkpoint is from a version of fsdp-tune that read streams in another order, so its next rows are not known"
+            message = (
+                "the checkpoint is from a version of fsdp-tune that read streams in another order, so "
+                "its next rows are not known"
+            )
             hint = "continue it with the version in its `launch.json`, or start over with `--overwrite`"
             raise usage_error("stream-state-old", message, hint=hint)
         every = {lane: LaneState.from_list(stored) for lane, stored in state["lanes"].items()}
@@ -175,7 +204,10 @@ class StreamedRows(StepObserver):
         for source, tokens in zip(row.sources, row.lengths, strict=True):
             self.tokens[source] += tokens
         if row.bad:
-            lines = [json.dumps({"file": name, "row": bad.number, "column": bad.column, "reason": bad.reason}) for name, bad in row.bad]
+            lines = [
+                json.dumps({"file": name, "row": bad.number, "column": bad.column, "reason": bad.reason})
+                for name, bad in row.bad
+            ]
             new = [line for line in dict.fromkeys(lines) if line not in self.listed]
             self.listed.update(new)
             with open(self.bad_rows, "a", encoding="utf-8") as file:
@@ -183,7 +215,8 @@ class StreamedRows(StepObserver):
         return row
 
     def _listed(self) -> set[str]:
-        """Return the lines that all ranks of earlier attempts wrote: steps that are repeated after a checkpoint read their rows again."""
+        """Return the lines that all ranks of earlier attempts wrote: steps that are repeated after a
+        checkpoint read their rows again."""
         files = self.bad_rows.parent.glob(f"{self.bad_rows.stem.rpartition('-')[0]}-*{self.bad_rows.suffix}")
         return {line for file in files for line in file.read_text(encoding="utf-8").splitlines()}
 
@@ -211,16 +244,21 @@ class _Batches:
             batch = rows.collator([row for row in taken if row.lengths] or [None])
             places = tuple((*row.origins, NO_ROW)[0] for row in taken)
             examples = tuple(tuple(zip(map(_origin, row.origins), row.lengths, strict=True)) for row in taken)
-            batch = replace(batch, row_ids=tuple(row.row_id for row in taken), origins=places, examples=examples)
+            batch = replace(
+                batch, row_ids=tuple(row.row_id for row in taken), origins=places, examples=examples
+            )
             yield batch.pin_memory() if self.pin_memory else batch
 
     def _readers(self) -> list[Iterator[StreamRow | ReaderFailure]]:
         """Return iterators over the lanes: number k has every lane whose index is k modulo their number."""
         rows = self.rows
         count = min(max(1, self.workers), len(rows.states))
-        # A message for each row would cost a small model more than its step: a process sends its rows of a step together.
+        # A message for each row would cost a small model more than its step: a process sends its rows of a
+        # step together.
         at_once = -(-rows.micro_batch * rows.accumulation // count) if self.workers else 1
-        parts = [_Part(rows.stream, rows.states, rows.given, count, number, at_once) for number in range(count)]
+        parts = [
+            _Part(rows.stream, rows.states, rows.given, count, number, at_once) for number in range(count)
+        ]
         if not self.workers:
             return [chain.from_iterable(parts[0])]
         return [chain.from_iterable(self._loader(part)) for part in parts]
@@ -241,7 +279,15 @@ class _Batches:
 class _Part(IterableDataset["list[StreamRow | ReaderFailure]"]):
     """The rows of some lanes of a rank, in the order in which the rank takes them, `at_once` together."""
 
-    def __init__(self, stream: RowStream, states: dict[int, LaneState], given: int, parts: int, number: int, at_once: int) -> None:
+    def __init__(
+        self,
+        stream: RowStream,
+        states: dict[int, LaneState],
+        given: int,
+        parts: int,
+        number: int,
+        at_once: int,
+    ) -> None:
         self._stream, self._states, self._given = stream, dict(states), given
         self._parts, self._number, self._at_once = parts, number, at_once
 

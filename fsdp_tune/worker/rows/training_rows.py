@@ -1,4 +1,5 @@
-"""The training rows of a run on this rank: what the trainer needs of them, whether they were prepared or are streamed."""
+"""The training rows of a run on this rank: what the trainer needs of them, whether they were prepared or are
+streamed."""
 
 from __future__ import annotations
 
@@ -66,11 +67,13 @@ class TrainingRows(StepObserver, Protocol):
         ...
 
     def count(self, batches: Sequence[Batch]) -> None:
-        """Count the tokens of each source in batches that are trained, on one of the ranks that share their rows."""
+        """Count the tokens of each source in batches that are trained, on one of the ranks that share their
+        rows."""
         ...
 
     def skip_empty(self, step: int) -> None:
-        """Leave out a global batch without rows after `step` steps. Collective. Raises: usage error if no more rows follow."""
+        """Leave out a global batch without rows after `step` steps. Collective. Raises: usage error if no
+        more rows follow."""
         ...
 
     def state(self) -> object:
@@ -97,16 +100,21 @@ class SourceTokens:
 
     sources: tuple[Source, ...]
     of_file: Int64
-    """Index of the source of each file of the store. Training sources are the first, so that the counts do not depend on the eval sets."""
+    """Index of the source of each file of the store. Training sources are the first, so that the counts do
+    not depend on the eval sets."""
     counts: Int64 | None
-    """By this rank, for each training source, since the run started. None for a single one, whose tokens are those of the run, and after
-    a checkpoint without such counts."""
+    """By this rank, for each training source, since the run started. None for a single one, whose tokens are
+    those of the run, and after a checkpoint without such counts."""
 
     @classmethod
     def of(cls, inputs: Sequence[InputAccount]) -> SourceTokens:
-        """`inputs` are the accounts of all sources in the report of the preparation, those of `data.train` first."""
+        """`inputs` are the accounts of all sources in the report of the preparation, those of `data.train`
+        first."""
         trained = [account for account in inputs if account.set == TRAIN]
-        sources = [Source(account.label or str(number), account.repeats / max(account.tokens, 1)) for number, account in enumerate(trained)]
+        sources = [
+            Source(account.label or str(number), account.repeats / max(account.tokens, 1))
+            for number, account in enumerate(trained)
+        ]
         of_file = [index for index, account in enumerate(inputs) for _ in range(account.files)]
         counts = np.zeros(len(sources), np.int64) if len(sources) > 1 else None
         return cls(tuple(sources), np.array(of_file, np.int64), counts)
@@ -123,7 +131,10 @@ class SourceTokens:
             return {}
         facts: dict[str, int | float] = {}
         for source, tokens in zip(self.sources, every, strict=True):
-            facts |= {f"source_{source.name}_tokens": tokens, f"source_{source.name}_passes": tokens * source.passes_per_token}
+            facts |= {
+                f"source_{source.name}_tokens": tokens,
+                f"source_{source.name}_passes": tokens * source.passes_per_token,
+            }
         return facts
 
     def state(self) -> list[int] | None:
@@ -133,7 +144,8 @@ class SourceTokens:
         return [sum(counts) for counts in zip(*gather(self.counts.tolist()), strict=True)]
 
     def restore(self, state: object) -> None:
-        """Continue with what `state` returned. Earlier versions also stored a 0 for each source of the eval sets of that time."""
+        """Continue with what `state` returned. Earlier versions also stored a 0 for each source of the eval
+        sets of that time."""
         if self.counts is None:
             return
         stored = [count for count in as_list(state) if isinstance(count, int)][: len(self.counts)]
@@ -167,7 +179,9 @@ class PreparedRows(StepObserver):
     def batches(self, *, workers: int, pin_memory: bool, prefetch: int | None) -> Iterable[Batch]:
         of_file = self.sources.of_file if self.collator.sources else None
         parts = (self.sample, self.sampler, self.collator)
-        return loader(*parts, workers=workers, pin_memory=pin_memory, prefetch=prefetch, source_of_file=of_file)
+        return loader(
+            *parts, workers=workers, pin_memory=pin_memory, prefetch=prefetch, source_of_file=of_file
+        )
 
     def set_epoch(self, epoch: int) -> None:
         self.sampler.set_epoch(epoch)
@@ -186,10 +200,17 @@ class PreparedRows(StepObserver):
         return described(batch.row_ids, places)
 
     def examples_of(self, batch: Batch) -> list[list[tuple[Origin, int]]]:
-        return [list(zip(self.sample.origins(row), self.sample[row].lengths, strict=True)) for row in batch.row_ids]
+        return [
+            list(zip(self.sample.origins(row), self.sample[row].lengths, strict=True))
+            for row in batch.row_ids
+        ]
 
     def problem_of(self, error: BaseException, step: int) -> Problem | None:
-        return loader_died(error, lambda: self.sample.describe_rows(self.sampler.rows_of_step(self.sampler.order.locate(step)[1])), step)
+        return loader_died(
+            error,
+            lambda: self.sample.describe_rows(self.sampler.rows_of_step(self.sampler.order.locate(step)[1])),
+            step,
+        )
 
     def count(self, batches: Sequence[Batch]) -> None:
         self.sources.add(self.sample, [row for batch in batches for row in batch.row_ids])

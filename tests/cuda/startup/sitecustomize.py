@@ -1,4 +1,5 @@
-"""Install the emulated device as soon as a process imports torch. Python runs this file when its folder is on PYTHONPATH."""
+"""Install the emulated device as soon as a process imports torch. Python runs this file when its folder is on
+PYTHONPATH."""
 
 import ctypes
 import importlib.util
@@ -35,7 +36,9 @@ class _WithDevice(Loader):
         ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
         self.loader.exec_module(module)
         folder = Path(__file__).parent.parent
-        emulation, kernels = (_module(f"emulated_cuda_{name}", folder / f"{name}.py") for name in ("emulation", "kernels"))
+        emulation, kernels = (
+            _module(f"emulated_cuda_{name}", folder / f"{name}.py") for name in ("emulation", "kernels")
+        )
         emulation.install(_module("emulated_cuda", library), kernels)
 
 

@@ -41,9 +41,17 @@ def mixture(precision: str, rows: int = 3, **model: Any) -> Trace:
 
 @pytest.mark.parametrize(
     ("precision", "dtype", "kernels"),
-    [("bf16", "bf16", 1), *(pytest.param(*each, EXPERTS, marks=pytest.mark.slow) for each in (("no", "fp32"), ("fp16", "fp16")))],
+    [
+        ("bf16", "bf16", 1),
+        *(
+            pytest.param(*each, EXPERTS, marks=pytest.mark.slow)
+            for each in (("no", "fp32"), ("fp16", "fp16"))
+        ),
+    ],
 )
-def test_products_of_experts_are_planned_in_the_dtype_of_the_recipe(precision: str, dtype: str, kernels: int) -> None:
+def test_products_of_experts_are_planned_in_the_dtype_of_the_recipe(
+    precision: str, dtype: str, kernels: int
+) -> None:
     """CUDA has one kernel for all experts in bf16 alone; else each expert's product is one."""
     trace = mixture(precision)
     steady = trace.steady(trace.ops)
@@ -71,8 +79,14 @@ def test_experts_whose_rows_cuda_refuses_are_planned_one_by_one() -> None:
     trace = mixture("no", intermediate_size=47)
     steady = trace.steady(trace.ops)
     assert "_grouped_mm" not in trace.op_names
-    products = {name: steady[steady["name"] == trace.op_names.index(name)] for name in trace.op_names if name.startswith("grouped_mm_")}
-    assert [len(each) for each in products.values()] == [LAYERS * 2, LAYERS * 2], "up and down; forward, and backward"
+    products = {
+        name: steady[steady["name"] == trace.op_names.index(name)]
+        for name in trace.op_names
+        if name.startswith("grouped_mm_")
+    }
+    assert [len(each) for each in products.values()] == [LAYERS * 2, LAYERS * 2], (
+        "up and down; forward, and backward"
+    )
     assert [set(each["kernels"].tolist()) for each in products.values()] == [{EXPERTS}, {2 * EXPERTS}]
     routed = 3 * TOKENS * CHOSEN
     flops = LAYERS * 3 * 2 * routed * (HIDDEN * 2 * 47 + 47 * HIDDEN)
@@ -109,8 +123,12 @@ SHAPES = [((7, 8), (3, 8, 5)), ((3, 8, 8), (8, 7)), ((8, 7), (7, 5)), ((3, 6, 8)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
-def test_result_and_flops_of_a_grouped_product_are_those_of_torch(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> None:
-    padded = [torch.zeros(*shape[:-1], -(-shape[-1] // 8) * 8, dtype=dtype)[..., : shape[-1]] for shape in shapes]
+def test_result_and_flops_of_a_grouped_product_are_those_of_torch(
+    shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype
+) -> None:
+    padded = [
+        torch.zeros(*shape[:-1], -(-shape[-1] // 8) * 8, dtype=dtype)[..., : shape[-1]] for shape in shapes
+    ]
     ends = None if len(shapes[0]) == len(shapes[1]) == 3 else ENDS
     real = functional.grouped_mm(*padded, offs=ends)
     found = grouped_product(*map(_meta, padded), ends)
@@ -142,7 +160,10 @@ def test_torch_before_2_15_knows_the_result_in_bf16_alone() -> None:
 
 def test_divided_experts_are_traced_undivided_with_their_number_of_ranks() -> None:
     model = {"from_config": FAMILIES["mixtral"]}
-    options: dict[str, Any] = {"data": {"train": [{"path": "x"}], "max_length": TOKENS}, "precision": {"mixed_precision": "bf16"}}
+    options: dict[str, Any] = {
+        "data": {"train": [{"path": "x"}], "max_length": TOKENS},
+        "precision": {"mixed_precision": "bf16"},
+    }
     divided = trace_of(recipe_of(model, 4, fsdp={"ep_size": 2}, **options))
     assert divided.shapes.ep_size == 2
     assert divided.facts.expert_shapes == [[EXPERTS, HIDDEN, INNER], [EXPERTS, 2 * INNER, HIDDEN]]
@@ -156,17 +177,25 @@ def test_divided_experts_are_traced_undivided_with_their_number_of_ranks() -> No
 @pytest.mark.slow
 @pytest.mark.parametrize(("recomputation", "passes"), [("none", 4), ("full", 5)])
 def test_passes_through_experts_are_those_of_a_traced_step(recomputation: str, passes: int) -> None:
-    """Tokens are exchanged before and after the products of a forward and of its gradients, and before those of a recomputation."""
-    options: dict[str, Any] = {"data": {"train": [{"path": "x"}], "max_length": TOKENS}, "precision": {"mixed_precision": "bf16"}}
+    """Tokens are exchanged before and after the products of a forward and of its gradients, and before those
+    of a recomputation."""
+    options: dict[str, Any] = {
+        "data": {"train": [{"path": "x"}], "max_length": TOKENS},
+        "precision": {"mixed_precision": "bf16"},
+    }
     fsdp = {"ep_size": 2, "activation_checkpointing": recomputation}
     trace = trace_of(recipe_of({"from_config": FAMILIES["mixtral"]}, 4, fsdp=fsdp, **options))
-    exchanges = step_work(trace, find_hardware("H100-SXM"), 1, efficiency_of(find_hardware("H100-SXM"))).exchanges
+    exchanges = step_work(
+        trace, find_hardware("H100-SXM"), 1, efficiency_of(find_hardware("H100-SXM"))
+    ).exchanges
     assert exchanges is not None
     assert len(exchanges.at) == passes * LAYERS
 
 
 def gathered(trace: Trace) -> list[int]:
-    events = trace.events[(trace.events["kind"] == KINDS.index("all-gather buffers")) & (trace.events["bytes"] > 0)]
+    events = trace.events[
+        (trace.events["kind"] == KINDS.index("all-gather buffers")) & (trace.events["bytes"] > 0)
+    ]
     return events["bytes"].tolist()
 
 

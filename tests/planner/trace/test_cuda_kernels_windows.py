@@ -38,13 +38,20 @@ def test_flops_of_flash_attention_follow_the_micro_batch(tokens: int, window: in
     square = 4.0 * 56 * 128 * tokens * tokens
     at_prime = flash_flops(7919 * square, 7919, tokens, window)
     assert at_prime % 7919 == 0
-    assert at_prime / 7919 == flash_flops(square, 1, tokens, window) == pytest.approx(square * flash_share(tokens, window), rel=1e-6)
+    assert (
+        at_prime / 7919
+        == flash_flops(square, 1, tokens, window)
+        == pytest.approx(square * flash_share(tokens, window), rel=1e-6)
+    )
 
 
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (Gemma3TextConfig(**SIZES, sliding_window=8, layer_types=["sliding_attention", "full_attention"]), [8, None]),
+        (
+            Gemma3TextConfig(**SIZES, sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
+            [8, None],
+        ),
         (MistralConfig(**SIZES, sliding_window=8), [8, 8]),
         (MistralConfig(**SIZES, sliding_window=None), [None, None]),
     ],

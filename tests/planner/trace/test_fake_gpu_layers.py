@@ -25,8 +25,13 @@ from tests.planner.trace.tracing import trace_of
 PARTS = ("", "self_attn.", "mlp.", "self_attn.q_proj.", "input_layernorm.")
 
 
-def deep(layers: int, *, family: str = "llama", config: dict[str, Any] | None = None, **sections: Any) -> Recipe:
-    document = {"precision": {"mixed_precision": "bf16"}, "data": {"train": [{"path": "x"}], "max_length": 64}} | sections
+def deep(
+    layers: int, *, family: str = "llama", config: dict[str, Any] | None = None, **sections: Any
+) -> Recipe:
+    document = {
+        "precision": {"mixed_precision": "bf16"},
+        "data": {"train": [{"path": "x"}], "max_length": 64},
+    } | sections
     fields = FAMILIES[family] | {"num_hidden_layers": layers} | (config or {})
     return recipe_of({"from_config": fields} | document.pop("model", {}), **document)
 
@@ -40,7 +45,8 @@ def chosen(recipe: Recipe) -> tuple[Repeated | None, list[Any]]:
 
 
 def random_freeze(seed: int, layers: int) -> list[str]:
-    """Patterns that freeze random parts of random stretches of layers; the same part of each layer of a stretch."""
+    """Patterns that freeze random parts of random stretches of layers; the same part of each layer of a
+    stretch."""
     draw = random.Random(seed)
     patterns: list[str] = ["model.embed_tokens.*"] if draw.random() < 0.3 else []
     for _ in range(draw.randint(1, 3)):
@@ -59,7 +65,9 @@ def test_dropped_layers_equal_their_representatives() -> None:
             continue
         dropping += 1
         stretch = signatures[found.first : found.first + found.period]
-        assert all(signatures[index] == stretch[(index - found.first) % found.period] for index in found.dropped), seed
+        assert all(
+            signatures[index] == stretch[(index - found.first) % found.period] for index in found.dropped
+        ), seed
         assert found.first >= 2, f"{seed}: two layers stay before the repeated ones"
         assert found.dropped.stop + 2 <= layers, f"{seed}: two layers stay behind the dropped ones"
     assert dropping > 10
@@ -102,7 +110,8 @@ def same_peaks(shallow: Trace, exact: Trace) -> None:
     [
         {"fsdp": {"auto_wrap_policy": "NO_WRAP"}},
         pytest.param(
-            {"fsdp": {"auto_wrap_policy": "MODULE_NAMES_WRAP", "modules_to_wrap": ["model.layers.*.mlp"]}}, marks=pytest.mark.slow
+            {"fsdp": {"auto_wrap_policy": "MODULE_NAMES_WRAP", "modules_to_wrap": ["model.layers.*.mlp"]}},
+            marks=pytest.mark.slow,
         ),
         pytest.param({"training": {"optim": "adagrad"}}, marks=pytest.mark.slow),
     ],
@@ -118,9 +127,18 @@ def test_memory_that_no_single_layer_allocates_is_planned_for_all_layers(section
 @pytest.mark.parametrize(
     "frozen",
     [
-        pytest.param(["model.embed_tokens.*", *(f"model.layers.{index}.*" for index in range(4))], id="first layers"),
-        pytest.param([f"model.layers.{index}.mlp.*" for index in range(9, 12)], id="only later layers", marks=pytest.mark.slow),
-        *(pytest.param(random_freeze(seed, 12), id=f"random {seed}", marks=pytest.mark.slow) for seed in range(6)),
+        pytest.param(
+            ["model.embed_tokens.*", *(f"model.layers.{index}.*" for index in range(4))], id="first layers"
+        ),
+        pytest.param(
+            [f"model.layers.{index}.mlp.*" for index in range(9, 12)],
+            id="only later layers",
+            marks=pytest.mark.slow,
+        ),
+        *(
+            pytest.param(random_freeze(seed, 12), id=f"random {seed}", marks=pytest.mark.slow)
+            for seed in range(6)
+        ),
     ],
 )
 def test_frozen_layers_are_planned_as_with_all_layers_traced(frozen: list[str]) -> None:
@@ -136,7 +154,10 @@ def test_frozen_layers_are_planned_as_with_all_layers_traced(frozen: list[str]) 
 @pytest.mark.parametrize(
     "fsdp",
     [
-        {"auto_wrap_policy": "MODULE_NAMES_WRAP", "modules_to_wrap": ["model.layers.*", "model.layers.7.mlp"]},
+        {
+            "auto_wrap_policy": "MODULE_NAMES_WRAP",
+            "modules_to_wrap": ["model.layers.*", "model.layers.7.mlp"],
+        },
         {"ignored_modules": r"model\.layers\.(9|10|11)\.input_layernorm"},
     ],
     ids=["wrapped by name", "ignored"],
@@ -171,7 +192,9 @@ def test_flash_attention_is_planned_without_its_package() -> None:
     masked = trace_of(deep(2, data=data, model={"attn_implementation": "sdpa"}))
     assert flash.facts.attention == ["flash"]
     assert masked.facts.attention != ["flash"]
-    assert peak_memory(flash).peak_allocated_bytes - peak_memory(plain).peak_allocated_bytes <= 2 * 64 * 8, "position ids"
+    assert peak_memory(flash).peak_allocated_bytes - peak_memory(plain).peak_allocated_bytes <= 2 * 64 * 8, (
+        "position ids"
+    )
 
 
 @pytest.mark.parametrize(
@@ -192,7 +215,9 @@ def test_variable_length_attention_is_planned_without_a_gpu(written: str, family
 
 def test_flash_kernels_of_a_model_without_sdpa_are_planned() -> None:
     """gpt-oss: its attention has sinks, which sdpa lacks, so that the class refuses it."""
-    found = trace_of(deep(2, family="gpt_oss", model={"attn_implementation": "kernels-community/vllm-flash-attn3"}))
+    found = trace_of(
+        deep(2, family="gpt_oss", model={"attn_implementation": "kernels-community/vllm-flash-attn3"})
+    )
     assert found.facts.attention == ["flash"]
 
 
@@ -211,7 +236,9 @@ def test_flex_attention_is_refused_with_the_reason() -> None:
     from fsdp_tune.planner.trace.fake_gpu import build_traced
 
     recipe = deep(2, model={"attn_implementation": "flex_attention"})
-    with pytest.raises(FsdpTuneError, match="flex_attention` computes only in compiled code, which is not traced"):
+    with pytest.raises(
+        FsdpTuneError, match="flex_attention` computes only in compiled code, which is not traced"
+    ):
         build_traced(recipe, config_or_facts(recipe)[0], None)
 
 
@@ -221,7 +248,13 @@ def test_flex_attention_is_refused_with_the_reason() -> None:
         (torch.bfloat16, 4, False, False, "flash"),
         (torch.bfloat16, 4, True, False, "flash"),
         (torch.bfloat16, 2, True, False, "flash"),
-        (torch.bfloat16, 1, False, False, "math"),  # Falcon's one key for all heads, which it leaves to broadcasting
+        (
+            torch.bfloat16,
+            1,
+            False,
+            False,
+            "math",
+        ),  # Falcon's one key for all heads, which it leaves to broadcasting
         (torch.bfloat16, 4, False, True, "memory-efficient"),
         (torch.bfloat16, 2, True, True, "math"),
         (torch.float32, 4, True, False, "memory-efficient"),
@@ -229,11 +262,16 @@ def test_flex_attention_is_refused_with_the_reason() -> None:
         (torch.float32, 1, False, False, "math"),
     ],
 )
-def test_attention_has_the_kernel_that_cuda_selects(dtype: torch.dtype, key_heads: int, declared: bool, masked: bool, kernel: str) -> None:
+def test_attention_has_the_kernel_that_cuda_selects(
+    dtype: torch.dtype, key_heads: int, declared: bool, masked: bool, kernel: str
+) -> None:
     """By `check_batch_size_and_num_heads_dense` of `sdp_utils_cpp.h`: no fused kernel broadcasts heads."""
     attention = CudaAttention()
     with FakeTensorMode():
         query, key, value = (torch.empty(2, heads, 16, 8, dtype=dtype) for heads in (4, key_heads, key_heads))
         mask = torch.ones(2, 1, 16, 16, dtype=torch.bool) if masked else None
-        assert attention.choose(query, key, value, mask, is_causal=not masked, enable_gqa=declared).shape == query.shape
+        assert (
+            attention.choose(query, key, value, mask, is_causal=not masked, enable_gqa=declared).shape
+            == query.shape
+        )
     assert attention.used == {kernel}

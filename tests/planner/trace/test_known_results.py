@@ -32,7 +32,14 @@ class Run:
 def facts(each: Any) -> Any:
     if not isinstance(each, torch.Tensor):
         return [facts(one) for one in each]
-    return each.shape, each.stride(), each.dtype, each.device, each.storage_offset(), each.untyped_storage().nbytes()
+    return (
+        each.shape,
+        each.stride(),
+        each.dtype,
+        each.device,
+        each.storage_offset(),
+        each.untyped_storage().nbytes(),
+    )
 
 
 @pytest.mark.parametrize(
@@ -47,15 +54,21 @@ def facts(each: Any) -> Any:
         pytest.param(aten.mul.Tensor, [(4, 8)], (2,), id="a number"),
     ],
 )
-def test_result_that_is_rebuilt_equals_the_first(func: Any, shapes: list[tuple[int, ...]], rest: tuple[Any, ...]) -> None:
+def test_result_that_is_rebuilt_equals_the_first(
+    func: Any, shapes: list[tuple[int, ...]], rest: tuple[Any, ...]
+) -> None:
     run = Run()
     inputs = [[run.tensor(*shape) for shape in shapes] for _ in range(2)]
     first, again = (run(func, *each, *rest) for each in inputs)
     assert run.known.computed == 1
     assert facts(again) == facts(first)
     assert type(again) is type(first)
-    for one, other in zip(*([each] if isinstance(each, torch.Tensor) else each for each in (first, again)), strict=True):
-        assert (one.untyped_storage() is inputs[0][0].untyped_storage()) == (other.untyped_storage() is inputs[1][0].untyped_storage())
+    for one, other in zip(
+        *([each] if isinstance(each, torch.Tensor) else each for each in (first, again)), strict=True
+    ):
+        assert (one.untyped_storage() is inputs[0][0].untyped_storage()) == (
+            other.untyped_storage() is inputs[1][0].untyped_storage()
+        )
         assert one.untyped_storage() is not other.untyped_storage()
 
 
@@ -67,7 +80,9 @@ def test_input_written_in_place_is_returned_itself() -> None:
 
 
 @pytest.mark.parametrize(("one", "other"), [((2.0,), (2,)), ((True,), (1,))])
-def test_numbers_that_are_equal_but_of_other_types_have_results_of_their_own(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
+def test_numbers_that_are_equal_but_of_other_types_have_results_of_their_own(
+    one: tuple[Any, ...], other: tuple[Any, ...]
+) -> None:
     run = Run()
     each = run.tensor(4, dtype=torch.int64)
     found = [run(aten.mul.Tensor, each, *rest) for rest in (one, other, one, other)]

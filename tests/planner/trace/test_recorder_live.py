@@ -25,7 +25,9 @@ CASES = {
     "llama, offloaded": Case(offload=True),
     "llama, four ranks in two copies": Case(ranks=4, strategy="HYBRID_SHARD"),
     "llama, bf16": Case(precision="bf16"),
-    "llama, 8-bit state": Case("llama-64", training=(("optim", "adamw_torch_8bit"), ("optim_args", "block_size=64"))),
+    "llama, 8-bit state": Case(
+        "llama-64", training=(("optim", "adamw_torch_8bit"), ("optim_args", "block_size=64"))
+    ),
     "llama, fp8": Case("llama-16", precision="fp8 rowwise"),
     "llama, gathered in fp8": Case("llama-16", precision="fp8 tensorwise"),
     "llama, MLP in slices": Case(recomputation="full", kernels=(("mlp_slice_tokens", 5),)),
@@ -40,7 +42,8 @@ def _local(tensor: Any) -> Any:
 
 
 def run_watched(path: str) -> dict[str, Any]:
-    """On a rank: the worker, and what its tensors weigh: the storages of gradients before clipping, of the rest after a step."""
+    """On a rank: the worker, and what its tensors weigh: the storages of gradients before clipping, of the
+    rest after a step."""
     from fsdp_tune.worker.trainer import FsdpTrainer
 
     seen: dict[str, Any] = {}
@@ -60,7 +63,10 @@ def run_watched(path: str) -> dict[str, Any]:
     def watched_log(trainer: Any, *args: Any, **kwargs: Any) -> Any:
         states = [value for state in trainer.optimizer.state.values() for value in state.values()]
         seen.setdefault("optimizer state", storages(states))
-        seen.setdefault("named", {name: _local(p).numel() * p.element_size() for name, p in trainer.wrapped.named_parameters()})
+        seen.setdefault(
+            "named",
+            {name: _local(p).numel() * p.element_size() for name, p in trainer.wrapped.named_parameters()},
+        )
         seen.setdefault("parameters", storages([*trainer.wrapped.parameters(), *trainer.wrapped.buffers()]))
         return log(trainer, *args, **kwargs)
 
@@ -72,14 +78,19 @@ def run_watched(path: str) -> dict[str, Any]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
 def test_trace_memory_equals_live_worker(name: str) -> None:
     case, bench = CASES[name], shared_bench()
     changes = runs.merged(
-        case.recipe(str(bench.model(case.architecture))), {"training": {"max_steps": 2, "save_steps": 2}, "data": {"max_length": 128}}
+        case.recipe(str(bench.model(case.architecture))),
+        {"training": {"max_steps": 2, "save_steps": 2}, "data": {"max_length": 128}},
     )
     run = bench.written_run(changes)
-    live: dict[str, Any] = bench.on_ranks.run(case.ranks, functools.partial(run_watched, str(run.path)))[0]["seen"]
+    live: dict[str, Any] = bench.on_ranks.run(case.ranks, functools.partial(run_watched, str(run.path)))[0][
+        "seen"
+    ]
 
     trace = trace_of(Recipe.model_validate(json.loads(run.recipe_json.read_text())))
     after_load = trace.events[trace.events["phase"] == PHASES.index("load")]
@@ -87,9 +98,13 @@ def test_trace_memory_equals_live_worker(name: str) -> None:
     assert {name: traced_names.get(name) for name in live["named"]} == live["named"]
     assert alive(trace, "parameters", until=before(trace, "forward")) == Counter(live["parameters"])
     gradients = alive(trace, "gradients", until=before(trace, "clip"))
-    if case.offload:  # from a GPU each gradient is copied to a tensor of its own; on CPU ranks there is nothing to copy
+    if (
+        case.offload
+    ):  # from a GPU each gradient is copied to a tensor of its own; on CPU ranks there is nothing to copy
         assert gradients.total()
         assert sum(gradients.elements()) == live["gradient_bytes"]
     else:
         assert gradients == Counter(live["gradients"])
-    assert alive(trace, "optimizer state", until=before(trace, "zero_grad")) == Counter(live["optimizer state"])
+    assert alive(trace, "optimizer state", until=before(trace, "zero_grad")) == Counter(
+        live["optimizer state"]
+    )

@@ -1,4 +1,5 @@
-"""An evaluation is part of the plan: its peak is named when it is the highest, and its loss is chunked where it needs to be."""
+"""An evaluation is part of the plan: its peak is named when it is the highest, and its loss is chunked where
+it needs to be."""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ EVAL = {"eval": [{"path": "y"}]}
 
 def evaluating(rows: int, *, layers: int = 2, data: dict[str, Any] = EVAL, **training: Any) -> Recipe:
     model = {"from_config": FAMILIES["llama"] | {"num_hidden_layers": layers}}
-    sections = {"precision": {"mixed_precision": "bf16"}, "training": {"per_device_eval_batch_size": rows} | training}
+    sections = {
+        "precision": {"mixed_precision": "bf16"},
+        "training": {"per_device_eval_batch_size": rows} | training,
+    }
     return recipe_of(model, data={"train": [{"path": "x"}], "max_length": 64} | data, **sections)
 
 

@@ -32,7 +32,9 @@ OF_LAYER = 64 * 64 * 2 + 64 * 32 * 2 + 64 * 128 * 3
 
 
 def traced(precision: dict[str, Any], layers: int = 2, *, exact: bool = False, **sections: Any) -> Trace:
-    recipe = recipe_of({"from_config": CONFIG | {"num_hidden_layers": layers}}, 2, precision=precision, **sections)
+    recipe = recipe_of(
+        {"from_config": CONFIG | {"num_hidden_layers": layers}}, 2, precision=precision, **sections
+    )
     return trace_of(recipe, exact=exact)
 
 
@@ -46,13 +48,20 @@ def products(trace: Trace) -> Counter[tuple[str, str]]:
 
 def gathers(trace: Trace) -> Counter[tuple[str, int]]:
     rows = trace.steady(trace.collectives)
-    return Counter((DTYPES[row["dtype"]], int(row["bytes"])) for row in rows if COLLECTIVES[row["kind"]] == "all_gather")
+    return Counter(
+        (DTYPES[row["dtype"]], int(row["bytes"])) for row in rows if COLLECTIVES[row["kind"]] == "all_gather"
+    )
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", pytest.param("rowwise", marks=pytest.mark.slow)])
 def test_fp8_layers_compute_and_gather_in_recipe_dtypes(scaling: str) -> None:
-    plain, converted = traced({"mixed_precision": "bf16"}), traced({"mixed_precision": "fp8", "fp8_recipe": scaling})
-    in_layers = 2 * 3 * 2 * OF_LAYER * 2048  # layers; forward and two of the backward; multiply and add; tokens
+    plain, converted = (
+        traced({"mixed_precision": "bf16"}),
+        traced({"mixed_precision": "fp8", "fp8_recipe": scaling}),
+    )
+    in_layers = (
+        2 * 3 * 2 * OF_LAYER * 2048
+    )  # layers; forward and two of the backward; multiply and add; tokens
     assert products(converted)["_scaled_mm", "fp8"] == in_layers
     assert products(plain)["mm", "bf16"] - products(converted)["mm", "bf16"] == in_layers, "the head stays"
     norms, width, kind = 2 * 64 * 2, *((1, "uint8") if scaling == "tensorwise" else (2, "bf16"))
@@ -65,7 +74,9 @@ def test_fp8_layers_compute_and_gather_in_recipe_dtypes(scaling: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
-@pytest.mark.parametrize("sections", [{}, {"fsdp": {"activation_checkpointing": "selective"}}], ids=["kept", "selective"])
+@pytest.mark.parametrize(
+    "sections", [{}, {"fsdp": {"activation_checkpointing": "selective"}}], ids=["kept", "selective"]
+)
 def test_few_layers_represent_all(scaling: str, sections: dict[str, Any]) -> None:
     precision = {"mixed_precision": "fp8", "fp8_recipe": scaling}
     exact, shallow = traced(precision, 9, exact=True, **sections), traced(precision, 9, **sections)

@@ -1,4 +1,5 @@
-"""The trace of a step with emulated quantisation: products of as many operations, and the values that the rounding keeps."""
+"""The trace of a step with emulated quantisation: products of as many operations, and the values that the
+rounding keeps."""
 
 from __future__ import annotations
 
@@ -20,12 +21,16 @@ def peak_bytes(trace: Trace) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("train", ["int4", "int8-int4"])
-@pytest.mark.parametrize("sections", [{}, {"fsdp": {"activation_checkpointing": "full"}}], ids=["kept", "full"])
+@pytest.mark.parametrize(
+    "sections", [{}, {"fsdp": {"activation_checkpointing": "full"}}], ids=["kept", "full"]
+)
 def test_trace_counts_what_rounding_keeps(train: str, sections: dict[str, Any]) -> None:
     plain, rounded = traced(BF16, **sections), traced(BF16, quantization={"train": train}, **sections)
     assert products(rounded) == products(plain)
     assert gathers(rounded) == gathers(plain)
     assert peak_bytes(rounded) > peak_bytes(plain)
-    exact, shallow = (traced(BF16, 9, exact=exact, quantization={"train": train}, **sections) for exact in (True, False))
+    exact, shallow = (
+        traced(BF16, 9, exact=exact, quantization={"train": train}, **sections) for exact in (True, False)
+    )
     assert shallow.traced_layers < 9
     assert peak_bytes(full_depth(shallow)) == pytest.approx(peak_bytes(exact), rel=1e-3)

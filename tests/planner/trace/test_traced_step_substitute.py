@@ -1,4 +1,5 @@
-"""A model may make tensors of its device from lists, numbers and arrays, and index with them, in a plan as in a run."""
+"""A model may make tensors of its device from lists, numbers and arrays, and index with them, in a plan as in
+a run."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def copies(trace: Trace) -> int:
 @pytest.mark.slow
 def test_falcon_is_planned_with_the_copies_of_its_two_indices_a_layer() -> None:
     model = {"from_config": FAMILIES["falcon"] | {"num_hidden_layers": 7}}
-    recipe = recipe_of(model, precision={"mixed_precision": "bf16"}, data={"train": [{"path": "x"}], "max_length": TOKENS})
+    recipe = recipe_of(
+        model, precision={"mixed_precision": "bf16"}, data={"train": [{"path": "x"}], "max_length": TOKENS}
+    )
     shallow, exact = trace_of(recipe), trace_of(recipe, exact=True)
     assert copies(exact) == 2 * 7, "key and value are selected by lists: `fused_qkv[..., [-2], :]`"
     assert shallow.traced_layers < exact.traced_layers
@@ -76,11 +79,19 @@ def test_values_of_the_host_reach_the_device_by_copies() -> None:
         def with_expressions(mlp: Any, hidden: torch.Tensor) -> torch.Tensor:
             for form, (_, expression) in FORMS.items():
                 found, plain = expression(hidden), expected[form]
-                assert (found.shape, found.dtype, found.device) == (plain.shape, plain.dtype, hidden.device), form
+                assert (found.shape, found.dtype, found.device) == (
+                    plain.shape,
+                    plain.dtype,
+                    hidden.device,
+                ), form
             return forward(mlp, hidden)
 
         LlamaMLP.forward = with_expressions  # type: ignore[method-assign]
 
     model = {"from_config": FAMILIES["llama"] | {"num_hidden_layers": 1}}
-    recipe = recipe_of(model, data={"train": [{"path": "x"}], "max_length": TOKENS}, training={"per_device_train_batch_size": 1})
+    recipe = recipe_of(
+        model,
+        data={"train": [{"path": "x"}], "max_length": TOKENS},
+        training={"per_device_train_batch_size": 1},
+    )
     assert copies(trace_of(recipe, change=used)) == sum(count for count, _ in FORMS.values())

@@ -18,7 +18,8 @@ from tests import leaks
 def trace_of(recipe: Recipe, *, exact: bool = False, change: Callable[[], None] = lambda: None) -> Trace:
     """`change` breaks something of the shared step, in a child of its own.
 
-    One child makes all traces with the same change, as in a plan: torch's caches are warm, which halves the seconds of a trace.
+    One child makes all traces with the same change, as in a plan: torch's caches are warm, which halves the
+    seconds of a trace.
     """
     connection, _ = _tracer(change)
     connection.send((recipe, exact))
@@ -64,7 +65,8 @@ def _serve(change: Callable[[], None], ours: Connection, theirs: Connection) -> 
 
 
 def alive(trace: Trace, *kinds: str, until: Records | None = None) -> Counter[int]:
-    """Sizes in bytes of the allocations of these kinds that are alive after the events `until` (all, unless given)."""
+    """Sizes in bytes of the allocations of these kinds that are alive after the events `until` (all, unless
+    given)."""
     events = trace.events if until is None else until
     sizes: dict[int, int] = {}
     for event in events:

@@ -1,4 +1,5 @@
-"""Rank functions for checkpoints of machines with a run directory each: ranks are divided among directories in their order."""
+"""Rank functions for checkpoints of machines with a run directory each: ranks are divided among directories
+in their order."""
 
 from __future__ import annotations
 
@@ -15,7 +16,12 @@ from fsdp_tune.core.errors import FailedError
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.worker.agreement import gather
 from fsdp_tune.worker.checkpoint import exchange, restore
-from fsdp_tune.worker.checkpoint.exchange import ByteRange, ScatteredFiles, scattered_checkpoint, weights_to_first_machine
+from fsdp_tune.worker.checkpoint.exchange import (
+    ByteRange,
+    ScatteredFiles,
+    scattered_checkpoint,
+    weights_to_first_machine,
+)
 from fsdp_tune.worker.checkpoint.save import Checkpointer, Saved, trainer_state_facts
 from fsdp_tune.worker.checkpoint.state import Live
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
@@ -23,7 +29,8 @@ from tests.faults.ranks import is_at, make_live, set_step
 
 
 def take_place(folder: Path, ranks_of: Sequence[int]) -> RunDir:
-    """Make this rank one of a machine: `ranks_of` has the number of ranks of each. Returns its run directory."""
+    """Make this rank one of a machine: `ranks_of` has the number of ranks of each. Returns its run
+    directory."""
     rank, machine = dist.get_rank(), 0
     while rank >= ranks_of[machine]:
         rank, machine = rank - ranks_of[machine], machine + 1
@@ -33,7 +40,13 @@ def take_place(folder: Path, ranks_of: Sequence[int]) -> RunDir:
     return run
 
 
-def fetch(folder: Path, contents: dict[str, bytes], ranks_of: Sequence[int], held: Sequence[Sequence[str]], seed: int) -> int:
+def fetch(
+    folder: Path,
+    contents: dict[str, bytes],
+    ranks_of: Sequence[int],
+    held: Sequence[Sequence[str]],
+    seed: int,
+) -> int:
     """Get random ranges on every rank, and return the number of bytes that differ from the file's."""
     run = take_place(folder, ranks_of)
     machine = int(run.name.rpartition("-")[2])
@@ -41,7 +54,9 @@ def fetch(folder: Path, contents: dict[str, bytes], ranks_of: Sequence[int], hel
     checkpoint.mkdir(exist_ok=True)
     for name in held[machine]:
         (checkpoint / name).write_bytes(contents[name])
-    files = ScatteredFiles(checkpoint, [frozenset(held[at]) for at, count in enumerate(ranks_of) for _ in range(count)])
+    files = ScatteredFiles(
+        checkpoint, [frozenset(held[at]) for at, count in enumerate(ranks_of) for _ in range(count)]
+    )
     draw = random.Random(seed * 1000 + dist.get_rank())
     ranges: list[ByteRange] = []
     for name, raw in contents.items():
@@ -55,27 +70,39 @@ def fetch(folder: Path, contents: dict[str, bytes], ranks_of: Sequence[int], hel
     for name, start, length in ranges:
         if name not in files.here and length:
             got = (target / name).read_bytes()[start : start + length]
-            wrong += sum(one != other for one, other in zip(got, contents[name][start : start + length], strict=True))
+            wrong += sum(
+                one != other for one, other in zip(got, contents[name][start : start + length], strict=True)
+            )
     return wrong
 
 
-def save(folder: Path, ranks_of: Sequence[int], steps: Sequence[int], full: bool = False, keep: int | None = None) -> list[str]:
+def save(
+    folder: Path, ranks_of: Sequence[int], steps: Sequence[int], full: bool = False, keep: int | None = None
+) -> list[str]:
     """Save checkpoints, and return the errors."""
     run = take_place(folder, ranks_of)
     live, saved = make_live(full=full), list[Saved]()
     facts = trainer_state_facts(dist.get_world_size(), [dist.get_world_size()], run.name)
-    checkpointer = Checkpointer(run, live, "cpu", False, keep, facts, saved.append, HeartbeatWriter(run, 0), is_scattered=True)
+    checkpointer = Checkpointer(
+        run, live, "cpu", False, keep, facts, saved.append, HeartbeatWriter(run, 0), is_scattered=True
+    )
     checkpointer.probe("{}", {"sums": [0.0], "loss_scale": None})
     for step in steps:
         set_step(live, step)
         torch.manual_seed(step + dist.get_rank())
-        checkpointer.save(step, f'{{"global_step": {step}}}', {"sums": [1.0 + dist.get_rank()], "loss_scale": None}, best_step=None)
+        checkpointer.save(
+            step,
+            f'{{"global_step": {step}}}',
+            {"sums": [1.0 + dist.get_rank()], "loss_scale": None},
+            best_step=None,
+        )
         checkpointer.wait()
     return [str(each.error) for each in saved if each.error is not None]
 
 
 def load(folder: Path, ranks_of: Sequence[int], step: int, full: bool = False) -> tuple[bool, float, float]:
-    """Return whether model and optimizer are those of `step`, this rank's sums, and its next random number."""
+    """Return whether model and optimizer are those of `step`, this rank's sums, and its next random
+    number."""
     run = take_place(folder, ranks_of)
     checkpoint, files = scattered_checkpoint(run.checkpoint(step), digests=True)
     live = make_live(full=full)

@@ -1,4 +1,5 @@
-"""Checkpoints of machines that each have a run directory: written in parts, read by any division of ranks, complete or refused."""
+"""Checkpoints of machines that each have a run directory: written in parts, read by any division of ranks,
+complete or refused."""
 
 from __future__ import annotations
 
@@ -51,8 +52,12 @@ def saved(saved_twice: Path) -> Path:
     return saved_twice
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 2, 3, 4, 5))])
-def test_ranges_of_other_machines_have_the_bytes_of_their_files(on_ranks: Ranks, tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize(
+    "seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 2, 3, 4, 5))]
+)
+def test_ranges_of_other_machines_have_the_bytes_of_their_files(
+    on_ranks: Ranks, tmp_path: Path, seed: int
+) -> None:
     draw = random.Random(seed)
     ranks_of = draw.choice([(1, 1), (2, 2), (1, 2, 1), (3, 1), (1, 1, 1)])
     contents = {f"file-{number}": draw.randbytes(draw.choice([0, 1, 36, 37, 38, 500])) for number in range(5)}
@@ -60,11 +65,15 @@ def test_ranges_of_other_machines_have_the_bytes_of_their_files(on_ranks: Ranks,
     for name in contents:
         for at in draw.sample(range(len(ranks_of)), draw.randint(1, len(ranks_of))):
             held[at].append(name)
-    assert on_ranks.run(sum(ranks_of), scattered_ranks.fetch, tmp_path, contents, ranks_of, held, seed) == [0] * sum(ranks_of)
+    assert on_ranks.run(sum(ranks_of), scattered_ranks.fetch, tmp_path, contents, ranks_of, held, seed) == [
+        0
+    ] * sum(ranks_of)
 
 
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["sharded", "full"])
-def test_checkpoint_in_parts_is_loaded_by_any_division_of_ranks(on_ranks: Ranks, tmp_path: Path, full: bool) -> None:
+def test_checkpoint_in_parts_is_loaded_by_any_division_of_ranks(
+    on_ranks: Ranks, tmp_path: Path, full: bool
+) -> None:
     four = tmp_path / "saved"
     assert on_ranks.run(4, scattered_ranks.save, four, (2, 2), (10, 20), full) == [[]] * 4
     parts = [machine(four, number).checkpoint(20) for number in (0, 1)]
@@ -78,14 +87,18 @@ def test_checkpoint_in_parts_is_loaded_by_any_division_of_ranks(on_ranks: Ranks,
         assert [each[0] for each in found] == [True] * sum(ranks_of)
         assert sum(each[1] for each in found) == 1.0 + 2.0 + 3.0 + 4.0
         if ranks_of == (2, 2):
-            drawn = [torch.rand(1, generator=torch.Generator().manual_seed(20 + rank)).item() for rank in range(4)]
+            drawn = [
+                torch.rand(1, generator=torch.Generator().manual_seed(20 + rank)).item() for rank in range(4)
+            ]
             assert [each[2] for each in found] == drawn
         assert not list(loaded.glob("machine-*/.checkpoint-*"))
 
 
 def test_machine_with_an_empty_disk_gets_what_the_first_has(on_ranks: Ranks, saved: Path) -> None:
     first, second = machine(saved, 0).checkpoint(10), machine(saved, 1).checkpoint(10)
-    lost = set(held_checkpoints(machine(saved, 1))[0].files) - set(held_checkpoints(machine(saved, 0))[0].files)
+    lost = set(held_checkpoints(machine(saved, 1))[0].files) - set(
+        held_checkpoints(machine(saved, 0))[0].files
+    )
     for name in lost:
         shutil.copy2(second / name, first / name)
     shutil.rmtree(second)
@@ -102,11 +115,15 @@ def test_missing_and_damaged_files_end_the_load_on_every_rank(on_ranks: Ranks, s
     assert f"{shards[0].parent.name}/{shards[0].name}" not in held_checkpoints(machine(saved, 1))[0].files
     shards[0].unlink()
     missing = on_ranks.run(2, scattered_ranks.refused, saved, (1, 1), 10)
-    assert all(each.startswith("checkpoint-incomplete: checkpoint-10: 1 of its") and "machine-1 had it" in each for each in missing)
+    assert all(
+        each.startswith("checkpoint-incomplete: checkpoint-10: 1 of its") and "machine-1 had it" in each
+        for each in missing
+    )
 
 
 def changed(raw: bytes) -> bytes:
-    """Return a shard with another number as the first of its first tensor, which its reader does not notice."""
+    """Return a shard with another number as the first of its first tensor, which its reader does not
+    notice."""
     header = raw.rindex(b"PK\3\4", 0, raw.index(b"/data/0"))
     at = header + 30 + sum(struct.unpack_from("<HH", raw, header + 26))
     return raw[:at] + bytes(each ^ 0x40 for each in raw[at : at + 4]) + raw[at + 4 :]
@@ -117,7 +134,9 @@ def cut(raw: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("damage", [changed, pytest.param(cut, marks=pytest.mark.slow)])
-def test_damaged_shard_is_read_from_a_machine_with_a_good_one(on_ranks: Ranks, saved: Path, damage: Callable[[bytes], bytes]) -> None:
+def test_damaged_shard_is_read_from_a_machine_with_a_good_one(
+    on_ranks: Ranks, saved: Path, damage: Callable[[bytes], bytes]
+) -> None:
     on_ranks.run(2, scattered_ranks.bring_weights, saved, (1, 1), 10)
     second = machine(saved, 1)
     (shard,) = (second.checkpoint(10) / "pytorch_model_fsdp_0").glob("*.distcp")
@@ -135,8 +154,12 @@ def test_weights_come_to_the_first_machine_alone(on_ranks: Ranks, saved: Path) -
     assert manifest is not None
     assert {name for name in manifest.files if is_of_weights(name)} <= set(held.files) < set(manifest.files)
     assert held_checkpoints(machine(saved, 1)) == before
-    assert isinstance(inspect_checkpoint(machine(saved, 0).checkpoint(10), digests=True, weights_only=True), Checkpoint)
-    assert isinstance(inspect_checkpoint(machine(saved, 1).checkpoint(10), digests=False, weights_only=True), Rejected)
+    assert isinstance(
+        inspect_checkpoint(machine(saved, 0).checkpoint(10), digests=True, weights_only=True), Checkpoint
+    )
+    assert isinstance(
+        inspect_checkpoint(machine(saved, 1).checkpoint(10), digests=False, weights_only=True), Rejected
+    )
 
 
 def test_machines_that_see_one_directory_are_refused(on_ranks: Ranks, tmp_path: Path) -> None:
@@ -149,14 +172,21 @@ def test_machines_that_see_one_directory_are_refused(on_ranks: Ranks, tmp_path: 
 def test_rotation_counts_what_all_machines_have(on_ranks: Ranks, saved_twice: Path) -> None:
     shutil.rmtree(machine(saved_twice, 1).checkpoint(20))
     on_ranks.run(2, scattered_ranks.save, saved_twice, (1, 1), (30,), False, 2)
-    steps = [[each.step for each in complete_checkpoints(machine(saved_twice, number), elsewhere=None)[0]] for number in (0, 1)]
+    steps = [
+        [each.step for each in complete_checkpoints(machine(saved_twice, number), elsewhere=None)[0]]
+        for number in (0, 1)
+    ]
     assert steps == [[30, 20, 10], [30, 10]]
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-def test_kill_between_the_renames_of_two_machines_leaves_the_checkpoint_before(on_ranks: Ranks, saved_twice: Path, killed: int) -> None:
+def test_kill_between_the_renames_of_two_machines_leaves_the_checkpoint_before(
+    on_ranks: Ranks, saved_twice: Path, killed: int
+) -> None:
     unfinished = machine(saved_twice, killed).checkpoint(20)
-    unfinished.rename(unfinished.with_name(".checkpoint-20.stage-20"))  # as the save left it before its rename
+    unfinished.rename(
+        unfinished.with_name(".checkpoint-20.stage-20")
+    )  # as the save left it before its rename
     first, second = machine(saved_twice, 0), machine(saved_twice, 1)
     checkpoint, rejected = latest_checkpoint(first, elsewhere=held_checkpoints(second))
     assert checkpoint is not None

@@ -26,8 +26,12 @@ def test_schedule_continues_at_the_step() -> None:
     assert resumed.optimizer.param_groups[0]["lr"] == 0.125
 
 
-@pytest.mark.parametrize("other", [lambda of: MultiplicativeLR(of, lambda _: 0.5), ReduceLROnPlateau], ids=["factors", "plateau"])
-def test_schedule_that_is_no_function_of_the_step_is_refused(other: Callable[[torch.optim.Optimizer], object]) -> None:
+@pytest.mark.parametrize(
+    "other", [lambda of: MultiplicativeLR(of, lambda _: 0.5), ReduceLROnPlateau], ids=["factors", "plateau"]
+)
+def test_schedule_that_is_no_function_of_the_step_is_refused(
+    other: Callable[[torch.optim.Optimizer], object],
+) -> None:
     with pytest.raises(FsdpTuneError, match="is not a function of the step") as caught:
         restore_schedule(other(optimizer()), 3)
     assert caught.value.problems[0].code == "schedule-not-a-function"

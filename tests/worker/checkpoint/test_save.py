@@ -1,4 +1,5 @@
-"""A checkpoint is complete or absent, training does not change it while it is written, and rotation deletes only own ones."""
+"""A checkpoint is complete or absent, training does not change it while it is written, and rotation deletes
+only own ones."""
 
 from __future__ import annotations
 
@@ -15,9 +16,24 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from fsdp_tune.run.directory import CHECKPOINT_KIND, Rejected, RunDir, complete_checkpoints, inspect_checkpoint, latest_checkpoint
+from fsdp_tune.run.directory import (
+    CHECKPOINT_KIND,
+    Rejected,
+    RunDir,
+    complete_checkpoints,
+    inspect_checkpoint,
+    latest_checkpoint,
+)
 from fsdp_tune.run.launch_files import ResumeRequest
-from fsdp_tune.run.manifest import DAMAGE_NAME, MANIFEST_NAME, Manifest, damage, digest_file, list_files, read_manifest
+from fsdp_tune.run.manifest import (
+    DAMAGE_NAME,
+    MANIFEST_NAME,
+    Manifest,
+    damage,
+    digest_file,
+    list_files,
+    read_manifest,
+)
 from fsdp_tune.run.rotation import make_way, remove_leftovers, rotate
 from fsdp_tune.worker.checkpoint import save as saving
 from fsdp_tune.worker.checkpoint.save import Checkpointer, Saved
@@ -43,11 +59,19 @@ def run(tmp_path: Path) -> RunDir:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_seconds_of_a_save_are_from_its_request(run: RunDir, monkeypatch: pytest.MonkeyPatch, *, asynchronous: bool) -> None:
+def test_seconds_of_a_save_are_from_its_request(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, *, asynchronous: bool
+) -> None:
     """What is copied while training waits counts too: a stop must come that long before the end."""
     found: list[Saved] = []
     saver: Any = object.__new__(Checkpointer)
-    saver.__dict__.update(run=run, device_type="cpu", asynchronous=asynchronous, report=found.append, live=SimpleNamespace(full=True))
+    saver.__dict__.update(
+        run=run,
+        device_type="cpu",
+        asynchronous=asynchronous,
+        report=found.append,
+        live=SimpleNamespace(full=True),
+    )
     saver.heartbeat = SimpleNamespace(during=lambda *_: nullcontext())
     monkeypatch.setattr(saver, "_snapshot", lambda *_: time.sleep(0.2) or SimpleNamespace(step=1))
     monkeypatch.setattr(saver, "_write", lambda *_: time.sleep(0.1) or (7, None))
@@ -67,9 +91,17 @@ def steps(run: RunDir) -> list[int]:
 
 @pytest.mark.parametrize(
     ("keep", "protected", "left"),
-    [(2, set(), [50, 40]), (1, {10}, [50, 10]), (0, set(), [50]), (None, set(), [50, 40, 30, 20, 10]), (9, set(), [50, 40, 30, 20, 10])],
+    [
+        (2, set(), [50, 40]),
+        (1, {10}, [50, 10]),
+        (0, set(), [50]),
+        (None, set(), [50, 40, 30, 20, 10]),
+        (9, set(), [50, 40, 30, 20, 10]),
+    ],
 )
-def test_rotation_keeps_newest_and_protected_checkpoints(run: RunDir, keep: int | None, protected: set[int], left: list[int]) -> None:
+def test_rotation_keeps_newest_and_protected_checkpoints(
+    run: RunDir, keep: int | None, protected: set[int], left: list[int]
+) -> None:
     for step in (10, 20, 30, 40, 50):
         complete(run, step)
     gone = rotate(run, keep, protected=protected)
@@ -112,7 +144,10 @@ def test_files_of_others_make_way_for_a_checkpoint_under_a_visible_name(run: Run
     run.checkpoint(8).symlink_to("nowhere")
     (run.path / "other-checkpoint-8").touch()
     sentences = [make_way(run.checkpoint(step)) for step in (5, 6, 7, 8)]
-    assert sentences[3] == "checkpoint-8 was there and is no checkpoint of this run; it is now other-checkpoint-8-2"
+    assert (
+        sentences[3]
+        == "checkpoint-8 was there and is no checkpoint of this run; it is now other-checkpoint-8-2"
+    )
     moved = [run.path / f"other-checkpoint-{name}" for name in ("5", "6", "7", "8-2")]
     assert (moved[0] / "weights").is_file()
     assert (moved[1] / "notes.txt").read_text() == "theirs"
@@ -121,7 +156,9 @@ def test_files_of_others_make_way_for_a_checkpoint_under_a_visible_name(run: Run
 
 
 @pytest.mark.parametrize("is_scattered", [False, True])
-def test_save_reports_the_files_that_made_way(run: RunDir, monkeypatch: pytest.MonkeyPatch, *, is_scattered: bool) -> None:
+def test_save_reports_the_files_that_made_way(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, *, is_scattered: bool
+) -> None:
     saver: Any = object.__new__(Checkpointer)
     saver.__dict__.update(run=run, is_scattered=is_scattered, _group=None)
     monkeypatch.setattr(saver, "_lead", lambda act, _: act())
@@ -182,7 +219,12 @@ def test_checkpoint_lists_every_file_and_leaves_no_stage(bench: Bench) -> None:
 
 
 EVERY_SECOND = {"max_steps": 6, "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "warmup_steps": 0}
-BEST_IS_FIRST = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True, "save_total_limit": 1}
+BEST_IS_FIRST = {
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "loss",
+    "greater_is_better": True,
+    "save_total_limit": 1,
+}
 
 
 @on_devices
@@ -212,13 +254,16 @@ def test_last_checkpoint_has_the_weights_of_the_last_step_where_the_best_is_anot
 @on_devices
 @pytest.mark.ranks
 def test_rotation_keeps_the_best_until_a_better_one_is_written(bench: Bench) -> None:
-    run = new_run(bench, ALONE, {"training": EVERY_SECOND | {"metric_for_best_model": "loss", "save_total_limit": 1}})
+    run = new_run(
+        bench, ALONE, {"training": EVERY_SECOND | {"metric_for_best_model": "loss", "save_total_limit": 1}}
+    )
     outcomes = bench.on_ranks.run(ALONE.ranks, run_recording_rotations, str(run.path))
     assert outcomes[0] == [[2], [4], [6]]
 
 
 def run_recording_rotations(path: str) -> list[list[int]]:
-    """The steps that each rotation protects; each step is better than the one before, and saves are slower than steps."""
+    """The steps that each rotation protects; each step is better than the one before, and saves are slower
+    than steps."""
     from fsdp_tune.worker.checkpoint import save
 
     protected_steps: list[list[int]] = []
@@ -235,7 +280,8 @@ def run_recording_rotations(path: str) -> list[list[int]]:
 @on_devices
 @pytest.mark.ranks
 def test_background_save_has_the_state_of_its_step_and_is_resumed_from(bench: Bench) -> None:
-    """Steps continue while a save is written: it must be that of a run which waits, also to the run that resumes from it."""
+    """Steps continue while a save is written: it must be that of a run which waits, also to the run that
+    resumes from it."""
     case, short = Case("gpt2-dropout"), {"training": {"max_steps": 6, "save_steps": 2}}
     waiting = trained(bench, case, short | {"checkpoint": {"async": False}})
     background = trained(bench, case, short, run_with_slow_disk)
@@ -245,7 +291,10 @@ def test_background_save_has_the_state_of_its_step_and_is_resumed_from(bench: Be
     for run, step in ((background, 2), (background, 4), (resumed, 6)):
         one, other = (runs.saved_parameters(each, step) for each in (waiting, run))
         assert all(torch.equal(one[name], other[name]) for name in one), step
-    curves = [[(line["step"], line["loss"], line["grad_norm"]) for line in runs.loss_lines(run)] for run in (waiting, resumed)]
+    curves = [
+        [(line["step"], line["loss"], line["grad_norm"]) for line in runs.loss_lines(run)]
+        for run in (waiting, resumed)
+    ]
     assert curves[0] == curves[1]
 
 
@@ -293,21 +342,32 @@ def run_with_broken_disk(path: str, rank: int, operation: str, first: int, last:
 
 
 def saves(run: RunDir) -> dict[int, str]:
-    return {line["step"]: line["event"] for line in runs.lines(run) if str(line.get("event")).startswith("checkpoint_")}
+    return {
+        line["step"]: line["event"]
+        for line in runs.lines(run)
+        if str(line.get("event")).startswith("checkpoint_")
+    }
 
 
 @on_devices
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("operation", "rank"),
-    [("write", 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("open", 0), ("open", 1), ("write", 0)))],
+    [
+        ("write", 1),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("open", 0), ("open", 1), ("write", 0))),
+    ],
 )
-def test_failed_write_on_one_rank_leaves_no_checkpoint_and_the_next_save_succeeds(operation: str, rank: int, bench: Bench) -> None:
+def test_failed_write_on_one_rank_leaves_no_checkpoint_and_the_next_save_succeeds(
+    operation: str, rank: int, bench: Bench
+) -> None:
     worker = functools.partial(run_with_broken_disk, rank=rank, operation=operation, first=2, last=2)
     run = trained(bench, Case(), {"training": {"max_steps": 5, "save_steps": 2}}, worker)
     assert saves(run) == {2: "checkpoint_failed", 4: "checkpoint_saved", 5: "checkpoint_saved"}
     assert steps(run) == [5, 4]
-    assert not [path.name for path in run.path.iterdir() if path.name.startswith(".")], "no half-written stage stays"
+    assert not [path.name for path in run.path.iterdir() if path.name.startswith(".")], (
+        "no half-written stage stays"
+    )
     [line] = [line for line in runs.lines(run) if line.get("event") == "checkpoint_failed"]
     assert "No space left" in line["message"]
 
@@ -325,7 +385,9 @@ def test_run_whose_last_step_cannot_be_saved_fails(bench: Bench) -> None:
     run, outcomes = broken_run(bench, {"training": {"save_steps": 2}}, last=10**9)
     assert {outcome["exit_code"] for outcome in outcomes} == {1}
     problem = outcomes[0]["problem"]
-    assert problem["message"].startswith("rank 1 could not write its part of pytorch_model_fsdp_0: No space left on device; ")
+    assert problem["message"].startswith(
+        "rank 1 could not write its part of pytorch_model_fsdp_0: No space left on device; "
+    )
     assert "free space" in problem["hint"]
     assert steps(run) == []
 
@@ -333,7 +395,9 @@ def test_run_whose_last_step_cannot_be_saved_fails(bench: Bench) -> None:
 @on_devices
 @pytest.mark.ranks
 def test_stop_on_failed_save_stops_every_rank(bench: Bench) -> None:
-    _, outcomes = broken_run(bench, {"training": {"save_steps": 1}, "checkpoint": {"save_failure": "stop", "async": False}}, last=1)
+    _, outcomes = broken_run(
+        bench, {"training": {"save_steps": 1}, "checkpoint": {"save_failure": "stop", "async": False}}, last=1
+    )
     assert [(outcome["exit_code"], outcome["step"]) for outcome in outcomes] == [(1, 1), (1, 1)]
 
 

@@ -10,7 +10,8 @@ from fsdp_tune.worker.checkpoint.save import HostArena, Snapshot
 
 
 def test_background_copy_shares_no_memory_with_training() -> None:
-    """torchao's `to("cpu", copy=True)` of tensors in host memory does not copy: training would write into the checkpoint."""
+    """torchao's `to("cpu", copy=True)` of tensors in host memory does not copy: training would write into the
+    checkpoint."""
     weight = nn.Parameter(torch.randn(64, 64))
     optimizer = with_plain_rates(torchao_class(8))([weight], lr=1e-2)
 

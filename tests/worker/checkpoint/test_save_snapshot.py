@@ -31,7 +31,9 @@ def test_shards_of_a_device_are_saved_from_the_host_without_groups_of_their_own(
     def rank_main(rank: int) -> None:
         mesh = DeviceMesh("cuda", torch.arange(2), mesh_dim_names=("dp_shard",), _init_backend=False)
         local = WHOLE.chunk(2)[rank].clone()
-        spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=TensorMeta(WHOLE.shape, WHOLE.stride(), WHOLE.dtype))
+        spec = DTensorSpec(
+            mesh, (Shard(0),), tensor_meta=TensorMeta(WHOLE.shape, WHOLE.stride(), WHOLE.dtype)
+        )
         live = DTensor(local, spec, requires_grad=False)
         groups = dist.get_pg_count()
         copy = HostArena().copy(snapshot_of({"weight": live})).model["weight"]
@@ -49,11 +51,23 @@ def test_shards_of_a_device_are_saved_from_the_host_without_groups_of_their_own(
 
 def test_one_arena_holds_each_snapshot_in_turn() -> None:
     arena = HostArena()
-    live = {"odd": torch.arange(5, dtype=torch.int8), "scalar": torch.tensor(3.5), "wide": WHOLE.t(), "none": torch.empty(0, 4), "word": 7}
+    live = {
+        "odd": torch.arange(5, dtype=torch.int8),
+        "scalar": torch.tensor(3.5),
+        "wide": WHOLE.t(),
+        "none": torch.empty(0, 4),
+        "word": 7,
+    }
     first = arena.copy(snapshot_of(live)).model
     assert first.pop("word") == live.pop("word")
-    assert all(torch.equal(first[name], live[name]) and first[name].data_ptr() != live[name].data_ptr() for name in live if name != "none")
-    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in first.values()), "DCP would copy it again"
+    assert all(
+        torch.equal(first[name], live[name]) and first[name].data_ptr() != live[name].data_ptr()
+        for name in live
+        if name != "none"
+    )
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in first.values()), (
+        "DCP would copy it again"
+    )
     kept = {name: tensor.clone() for name, tensor in live.items()}
     for tensor in live.values():
         tensor += 1
@@ -65,7 +79,9 @@ def test_one_arena_holds_each_snapshot_in_turn() -> None:
     assert torch.equal(larger, torch.ones(10_000))
 
 
-def test_memory_of_a_device_is_copied_to_page_locked_memory_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_a_device_is_copied_to_page_locked_memory_and_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls: list[tuple[str, int]] = []
     monkeypatch.setattr(snapshot_module, "pin_memory", lambda address, size: calls.append(("pin", size)))
     monkeypatch.setattr(snapshot_module, "unpin_memory", lambda address: calls.append(("unpin", 0)))
@@ -77,16 +93,23 @@ def test_memory_of_a_device_is_copied_to_page_locked_memory_and_waited_for(monke
         arena.copy(snapshot_of({"weight": torch.ones(elements)}))
     assert calls == [("pin", 256), ("wait", 0), ("wait", 0), ("unpin", 0), ("pin", 2560), ("wait", 0)]
     del arena
-    assert calls[-1] == ("unpin", 0), "memory that is freed while locked counts as pinned when it is used again"
+    assert calls[-1] == ("unpin", 0), (
+        "memory that is freed while locked counts as pinned when it is used again"
+    )
 
 
 def test_background_thread_works_on_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[tuple[str, int]] = []
-    device = SimpleNamespace(current_device=lambda: 3, set_device=lambda index: chosen.append((threading.current_thread().name, index)))
+    device = SimpleNamespace(
+        current_device=lambda: 3,
+        set_device=lambda index: chosen.append((threading.current_thread().name, index)),
+    )
     monkeypatch.setattr(torch, "npu", device, raising=False)
     saver = Checkpointer.__new__(Checkpointer)
     saver.device_type = "npu"
-    monkeypatch.setattr(Checkpointer, "_write_reporting", lambda *_: chosen.append((threading.current_thread().name, -1)))
+    monkeypatch.setattr(
+        Checkpointer, "_write_reporting", lambda *_: chosen.append((threading.current_thread().name, -1))
+    )
     saver._write_in_background(snapshot_of({}), Saved(1, 0.0))
     assert saver._thread is not None
     saver._thread.join()

@@ -36,13 +36,31 @@ def test_each_rank_gets_its_shard(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stored", "code", "told"),
     [
-        ({"weight": WEIGHT}, "checkpoint-lacks-tensors", "1 tensors of the model are missing, the first is `bias`"),
-        ({"weight": torch.randn(1, 3), "bias": BIAS}, OTHER, "`weight` is (1, 3) torch.float32, the model has (5, 3) torch.float32"),
-        ({"weight": WEIGHT.bfloat16(), "bias": BIAS}, OTHER, "`weight` is (5, 3) torch.bfloat16, the model has (5, 3) torch.float32"),
-        ({"weight": WEIGHT, "bias": BIAS, "gate": BIAS.clone(), "head": WEIGHT.clone()}, OTHER, "`gate` is not in the model (and 1 more)"),
+        (
+            {"weight": WEIGHT},
+            "checkpoint-lacks-tensors",
+            "1 tensors of the model are missing, the first is `bias`",
+        ),
+        (
+            {"weight": torch.randn(1, 3), "bias": BIAS},
+            OTHER,
+            "`weight` is (1, 3) torch.float32, the model has (5, 3) torch.float32",
+        ),
+        (
+            {"weight": WEIGHT.bfloat16(), "bias": BIAS},
+            OTHER,
+            "`weight` is (5, 3) torch.bfloat16, the model has (5, 3) torch.float32",
+        ),
+        (
+            {"weight": WEIGHT, "bias": BIAS, "gate": BIAS.clone(), "head": WEIGHT.clone()},
+            OTHER,
+            "`gate` is not in the model (and 1 more)",
+        ),
     ],
 )
-def test_file_of_another_model_is_refused(stored: dict[str, torch.Tensor], code: str, told: str, tmp_path: Path) -> None:
+def test_file_of_another_model_is_refused(
+    stored: dict[str, torch.Tensor], code: str, told: str, tmp_path: Path
+) -> None:
     """A row that is one would be copied to all rows, another dtype cast."""
     save_file(stored, tmp_path / FULL_MODEL_FILE)
     with pytest.raises(FailedError, match=re.escape(told)) as caught:

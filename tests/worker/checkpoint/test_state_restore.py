@@ -19,7 +19,10 @@ from tests.merge.ranks import run_ranks
 def test_rank_0_verifies_all_files_and_others_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All files on each of hundreds of ranks are as many requests to one file system at once."""
     for rank in range(3):
-        torch.save({"own": {"sums": [1.0, 10.0, float(rank)], "loss_scale": None, "unwritten": []}}, tmp_path / rank_file(rank))
+        torch.save(
+            {"own": {"sums": [1.0, 10.0, float(rank)], "loss_scale": None, "unwritten": []}},
+            tmp_path / rank_file(rank),
+        )
     entries = {rank_file(rank): FileEntry(1, "") for rank in range(3)}
     (tmp_path / MANIFEST_NAME).write_text(Manifest(CHECKPOINT_KIND, entries, {}).to_json())
     read: list[tuple[int, str]] = []

@@ -41,4 +41,6 @@ def test_signal_during_a_load_stops_all_ranks(bench: Bench, folder: str, rank: i
     run = bench.written_run(BASE.recipe(str(bench.model("llama"))))
     runs.resume_from(run, bench.run(BASE), BASE.saved_step)
     outcomes = bench.on_ranks.run(2, functools.partial(stop_in_load, str(run.path), folder, rank))
-    assert [(outcome["exit_code"], outcome["exit_reason"]) for outcome in outcomes] == [(143, "preempted")] * 2
+    assert [(outcome["exit_code"], outcome["exit_reason"]) for outcome in outcomes] == [
+        (143, "preempted")
+    ] * 2

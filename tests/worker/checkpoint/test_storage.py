@@ -19,7 +19,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from fsdp_tune.core.errors import FailedError
 from fsdp_tune.run.manifest import digest_file
-from fsdp_tune.worker.checkpoint.storage import BlocksOnHost, HashingStream, RestrictedReader, write_safetensors, write_torch
+from fsdp_tune.worker.checkpoint.storage import (
+    BlocksOnHost,
+    HashingStream,
+    RestrictedReader,
+    write_safetensors,
+    write_torch,
+)
 from tests.cuda.devices import require
 from tests.parity.bench import Bench
 from tests.ranks import shared_ranks
@@ -45,7 +51,9 @@ def test_metadata_cannot_run_code(tmp_path: Path) -> None:
     assert not sentinel.exists()
 
 
-@pytest.mark.parametrize("name", ["builtins.eval", "os.system", "torch.load", "builtins.getattr", "torch.serialization.load"])
+@pytest.mark.parametrize(
+    "name", ["builtins.eval", "os.system", "torch.load", "builtins.getattr", "torch.serialization.load"]
+)
 def test_metadata_allows_only_listed_classes(name: str, tmp_path: Path) -> None:
     module, attribute = name.rsplit(".", 1)
     (tmp_path / ".metadata").write_bytes(b"c" + module.encode() + b"\n" + attribute.encode() + b"\n.")
@@ -62,7 +70,8 @@ def test_damaged_metadata_raises_package_error(raw: bytes, tmp_path: Path) -> No
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_entry_that_replaces_a_tensor_by_a_pickle_is_refused_unread(tmp_path: Path) -> None:
-    """DCP unpickles entries that are not tensors without restriction, also where the live state has a tensor of that name."""
+    """DCP unpickles entries that are not tensors without restriction, also where the live state has a tensor
+    of that name."""
     sentinel = tmp_path / "sentinel"
     dcp.save({"optimizer": {"exp_avg": RunsCode(sentinel)}}, checkpoint_id=tmp_path / "shards", no_dist=True)
     reader = RestrictedReader(tmp_path / "shards")
@@ -84,7 +93,9 @@ def test_metadata_of_a_real_checkpoint_is_read(bench: Bench) -> None:
 
 
 @given(st.lists(st.binary(max_size=100), max_size=20))
-def test_stream_has_the_digest_of_written_bytes(tmp_path_factory: pytest.TempPathFactory, chunks: list[bytes]) -> None:
+def test_stream_has_the_digest_of_written_bytes(
+    tmp_path_factory: pytest.TempPathFactory, chunks: list[bytes]
+) -> None:
     path = tmp_path_factory.mktemp("stream") / "file"
     stream = HashingStream(path)
     for chunk in chunks:
@@ -99,7 +110,11 @@ def test_stream_has_the_digest_of_written_bytes(tmp_path_factory: pytest.TempPat
 def test_written_safetensors_file_loads(tmp_path: Path) -> None:
     names = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
     tensors = {name: torch.arange(-3, 3).to(getattr(torch, name)).view(2, 3) for name in names}
-    tensors |= {"empty": torch.zeros(0, 4), "scalar": torch.tensor(2.5), "strided": torch.arange(6.0).view(2, 3).t()}
+    tensors |= {
+        "empty": torch.zeros(0, 4),
+        "scalar": torch.tensor(2.5),
+        "strided": torch.arange(6.0).view(2, 3).t(),
+    }
     entry = write_safetensors(tmp_path / "model.safetensors", tensors, {"format": "pt"})
     assert entry == digest_file(tmp_path / "model.safetensors")
     loaded = load_file(tmp_path / "model.safetensors")
@@ -146,13 +161,19 @@ def _blocks_read(folder: str, device: str) -> dict[str, Any]:
     dcp.save({"moment": torch.linspace(-1, 2, 256).view(4, 64)}, checkpoint_id=folder)
     blocks = OptimState8bit.zeros((4, 64), block_size=64, device=device)
     dcp.load({"moment": blocks}, storage_reader=RestrictedReader(folder), planner=BlocksOnHost())
-    return {"device": blocks.codes.device.type, "codes": blocks.codes.tolist(), "scale": blocks.scale.tolist()}
+    return {
+        "device": blocks.codes.device.type,
+        "codes": blocks.codes.tolist(),
+        "scale": blocks.scale.tolist(),
+    }
 
 
 def test_moments_stored_without_blocks_are_read_into_blocks_on_a_gpu(tmp_path: Path) -> None:
     require("cuda")
     on_ranks = shared_ranks("cuda")
-    ((host,), (device,)) = (on_ranks.run(1, _blocks_read, str(tmp_path / kind), kind) for kind in ("cpu", "cuda"))
+    ((host,), (device,)) = (
+        on_ranks.run(1, _blocks_read, str(tmp_path / kind), kind) for kind in ("cpu", "cuda")
+    )
     assert (host.pop("device"), device.pop("device")) == ("cpu", "cuda")
     assert device == host
     assert len({code for row in host["codes"] for code in row}) > 50

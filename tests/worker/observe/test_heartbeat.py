@@ -1,4 +1,5 @@
-"""Heartbeats: progress in each phase, the rank that others wait for, and reports of a rank without progress."""
+"""Heartbeats: progress in each phase, the rank that others wait for, and reports of a rank without
+progress."""
 
 from __future__ import annotations
 
@@ -103,7 +104,9 @@ def test_phases_of_a_step_are_those_of_its_parts() -> None:
 
 
 @pytest.mark.parametrize("phase", ["loading the model", "saving"])
-def test_bytes_moved_outside_a_step_are_progress(phase: str, ticking: HeartbeatWriter, run: RunDir, tmp_path: Path) -> None:
+def test_bytes_moved_outside_a_step_are_progress(
+    phase: str, ticking: HeartbeatWriter, run: RunDir, tmp_path: Path
+) -> None:
     ticking.beat(phase, 1)
     until(lambda: silent_seconds(run) > 0.3)
     writer = threading.Thread(target=(tmp_path / "shard").write_bytes, args=(b"x" * (3 << 20),))
@@ -113,7 +116,9 @@ def test_bytes_moved_outside_a_step_are_progress(phase: str, ticking: HeartbeatW
 
 
 @pytest.mark.parametrize("phase", ["training", "backward"])
-def test_background_save_does_not_hide_a_hanging_step(phase: str, ticking: HeartbeatWriter, run: RunDir, tmp_path: Path) -> None:
+def test_background_save_does_not_hide_a_hanging_step(
+    phase: str, ticking: HeartbeatWriter, run: RunDir, tmp_path: Path
+) -> None:
     ticking.beat(phase, 1)
     threading.Thread(target=(tmp_path / "shard").write_bytes, args=(b"x" * (3 << 20),)).start()
     until(lambda: silent_seconds(run) > 0.3)
@@ -143,7 +148,9 @@ def test_waiting_for_a_background_save_is_its_own_phase(run: RunDir) -> None:
     assert beat.phase == "training"
 
 
-def test_new_step_is_written_at_once(ticking: HeartbeatWriter, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_step_is_written_at_once(
+    ticking: HeartbeatWriter, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ticking.beat("training", 1)
     until(lambda: content(run)["step"] == 1)
     monkeypatch.setattr(heartbeats, "INTERVAL_SECONDS", 20.0)
@@ -194,11 +201,17 @@ def test_heartbeat_that_cannot_be_compared_is_written_on(
     until(lambda: content(run)["step"] == 7)
 
 
-def test_batches_of_an_evaluation_are_counted_until_the_phase_ends(ticking: HeartbeatWriter, run: RunDir) -> None:
+def test_batches_of_an_evaluation_are_counted_until_the_phase_ends(
+    ticking: HeartbeatWriter, run: RunDir
+) -> None:
     ticking.beat("training", 5)
     with ticking.during("evaluating", 5):
         ticking.count(3, 8)
-        until(lambda: (content(run)["phase"], content(run)["done"], content(run)["planned"]) == ("evaluating", 3, 8))
+        until(
+            lambda: (
+                (content(run)["phase"], content(run)["done"], content(run)["planned"]) == ("evaluating", 3, 8)
+            )
+        )
     ticking.beat("training", 6)
     until(lambda: (content(run)["step"], content(run)["done"], content(run)["planned"]) == (6, 0, 0))
 
@@ -208,10 +221,15 @@ def test_many_ranks_write_a_bounded_number_of_files_a_second(world_size: int) ->
     seconds = [heartbeats.interval_seconds(rank, world_size) for rank in range(world_size)]
     assert seconds[0] == 1.0
     assert max(seconds) <= heartbeats.SLOWEST_SECONDS < RECENT_SECONDS / 2
-    assert sum(1 / each for each in seconds) <= max(heartbeats.MOST_WRITES * 1.1, world_size / heartbeats.SLOWEST_SECONDS) + 1
+    assert (
+        sum(1 / each for each in seconds)
+        <= max(heartbeats.MOST_WRITES * 1.1, world_size / heartbeats.SLOWEST_SECONDS) + 1
+    )
 
 
-def test_rank_of_an_earlier_launch_writes_nothing_once_it_has_seen_its_successor(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_of_an_earlier_launch_writes_nothing_once_it_has_seen_its_successor(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     earlier, same = (started_in(run, "life-1", monkeypatch) for _ in range(2))
     later = started_in(run, "life-2", monkeypatch)
     earlier.beat("training", 9)
@@ -224,7 +242,9 @@ def test_rank_of_an_earlier_launch_writes_nothing_once_it_has_seen_its_successor
     assert not later.is_superseded()
 
 
-def test_successor_is_noticed_while_both_write(ticking: HeartbeatWriter, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_successor_is_noticed_while_both_write(
+    ticking: HeartbeatWriter, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(heartbeats, "COMPARED_SECONDS", 0.2)
     later = started_in(run, "life-2", monkeypatch)
     until(lambda: later.beat("training", 3) or later.beat("saving", 3) or ticking.is_superseded())
@@ -234,7 +254,9 @@ def test_successor_is_noticed_while_both_write(ticking: HeartbeatWriter, run: Ru
     assert (content(run)["launch"], content(run)["step"]) == ("life-2", 4)
 
 
-def test_cleared_file_of_a_running_rank_is_not_a_lost_directory(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cleared_file_of_a_running_rank_is_not_a_lost_directory(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     beat, replace = HeartbeatWriter(run, 0), Path.replace
 
     def cleared(path: Path, target: Path) -> Path:

@@ -34,7 +34,11 @@ def lines(run: RunDir) -> list[dict[str, Any]]:
 
 
 def test_resumed_file_is_truncated_to_the_checkpoint(run: RunDir) -> None:
-    old = [{"event": "train_started", "step": 0}, *({"step": step, "loss": 1.0 / step} for step in range(1, 8)), {"event": "x", "step": 6}]
+    old = [
+        {"event": "train_started", "step": 0},
+        *({"step": step, "loss": 1.0 / step} for step in range(1, 8)),
+        {"event": "x", "step": 6},
+    ]
     torn = '{"step": 8, "lo'
     run.metrics_jsonl.write_text("".join(json.dumps(line) + "\n" for line in old) + "not json\n[5]\n" + torn)
     metrics = MetricsFile(run, resume_step=5, enabled=True)
@@ -67,7 +71,9 @@ def test_line_is_on_disk_before_the_file_is_closed(run: RunDir) -> None:
 def test_lines_refused_by_the_disk_are_written_once_later(run: RunDir) -> None:
     metrics = MetricsFile(run, resume_step=None, enabled=True)
     metrics.write({"step": 1, "loss": 1.0})
-    with patch("fsdp_tune.run.metrics_file._write_all", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))):
+    with patch(
+        "fsdp_tune.run.metrics_file._write_all", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    ):
         metrics.write({"step": 2, "loss": 0.5})
     metrics.write({"step": 3, "loss": 0.25})
     metrics.close()
@@ -129,7 +135,11 @@ def sum_over_ranks() -> tuple[dict[str, float], list[float]]:
 def test_sums_cover_all_ranks_and_are_checkpointed(on_ranks: Ranks) -> None:
     answers = on_ranks.run(2, sum_over_ranks)
     for reduced, _ in answers:
-        assert (reduced["loss_sum"], reduced["tokens"], reduced["supervised_tokens"]) == (1.5 + 2.5 + 0.5, 21.0, 8.0)
+        assert (reduced["loss_sum"], reduced["tokens"], reduced["supervised_tokens"]) == (
+            1.5 + 2.5 + 0.5,
+            21.0,
+            8.0,
+        )
     assert [state for _, state in answers] == [[1.75, 10.0, 4.0], [2.75, 11.0, 4.0]]
 
 
@@ -193,7 +203,8 @@ def test_mfu_of_a_line_counts_packed_examples_each_by_itself(on_ranks: Ranks) ->
 @pytest.mark.parametrize("active", [400, None])
 def test_mfu_counts_active_parameters(active: int | None) -> None:
     loaded: Any = SimpleNamespace(
-        model=SimpleNamespace(config=MixtralConfig()), size=SimpleNamespace(active_parameters=active, trained_parameters=active)
+        model=SimpleNamespace(config=MixtralConfig()),
+        size=SimpleNamespace(active_parameters=active, trained_parameters=active),
     )
     size = model_size(loaded)
     assert (size.active_parameters if size else None) == active
@@ -206,8 +217,18 @@ def test_cpu_has_no_known_peak() -> None:
 @pytest.mark.parametrize(
     ("device", "counts", "allocated", "reserved"),
     [
-        ("cuda", SimpleNamespace(max_memory_allocated=lambda _: 2 << 30, max_memory_reserved=lambda _: 3 << 30), 2.0, 3.0),
-        ("xpu", SimpleNamespace(max_memory_allocated=lambda _: 2 << 30, max_memory_reserved=lambda _: 3 << 30), 2.0, 3.0),
+        (
+            "cuda",
+            SimpleNamespace(max_memory_allocated=lambda _: 2 << 30, max_memory_reserved=lambda _: 3 << 30),
+            2.0,
+            3.0,
+        ),
+        (
+            "xpu",
+            SimpleNamespace(max_memory_allocated=lambda _: 2 << 30, max_memory_reserved=lambda _: 3 << 30),
+            2.0,
+            3.0,
+        ),
         ("mtia", SimpleNamespace(max_memory_allocated=lambda _: 2 << 30), 2.0, None),
         ("mps", SimpleNamespace(), None, None),
         ("cpu", SimpleNamespace(), None, None),

@@ -19,25 +19,41 @@ from tests.parity.bench import Bench
 from tests.parity.cases import Case
 from tests.worker.short_runs import short_run
 
-SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
 
 
 def model_of(kind: str) -> Any:
     torch.manual_seed(0)
-    more = {"first_k_dense_replace": 0, "n_routed_experts": 4, "n_group": 1, "topk_group": 1} if kind == "deepseek_v3" else {}
-    config = AutoConfig.for_model(kind, **SIZES, **more, num_hidden_layers=2, num_local_experts=4, num_experts=4, num_experts_per_tok=2)
+    more = (
+        {"first_k_dense_replace": 0, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+        if kind == "deepseek_v3"
+        else {}
+    )
+    config = AutoConfig.for_model(
+        kind, **SIZES, **more, num_hidden_layers=2, num_local_experts=4, num_experts=4, num_experts_per_tok=2
+    )
     return AutoModelForCausalLM.from_config(config).train()
 
 
 def begin(loads: ExpertLoads, step: int, **arguments: Any) -> None:
-    given = cast(TrainingArguments, SimpleNamespace(**({"logging_steps": 2, "logging_first_step": False} | arguments)))
+    given = cast(
+        TrainingArguments, SimpleNamespace(**({"logging_steps": 2, "logging_first_step": False} | arguments))
+    )
     loads.on_step_begin(given, TrainerState(global_step=step - 1, max_steps=9), TrainerControl())
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_tokens_of_each_expert_are_those_of_the_router(kind: str, recomputed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_of_each_expert_are_those_of_the_router(
+    kind: str, recomputed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(metrics.dist, "all_reduce", lambda tensor: None)
     model = model_of(kind)
     if recomputed:
@@ -54,11 +70,17 @@ def test_tokens_of_each_expert_are_those_of_the_router(kind: str, recomputed: bo
     model.eval()
     model(input_ids=ids, use_cache=False)
     calls = 2 if not recomputed else 4
-    counts = [torch.cat(chosen[index][:calls]).flatten().bincount(minlength=4) // (calls // 2) for index in (0, 1)]
+    counts = [
+        torch.cat(chosen[index][:calls]).flatten().bincount(minlength=4) // (calls // 2) for index in (0, 1)
+    ]
     found = loads.facts(LoggedStep(1))
     means = [each.double().mean() for each in counts]
-    assert found["expert_load_max"] == max(float(each.max() / mean) for each, mean in zip(counts, means, strict=True))
-    assert found["expert_load_min"] == min(float(each.min() / mean) for each, mean in zip(counts, means, strict=True))
+    assert found["expert_load_max"] == max(
+        float(each.max() / mean) for each, mean in zip(counts, means, strict=True)
+    )
+    assert found["expert_load_min"] == min(
+        float(each.min() / mean) for each, mean in zip(counts, means, strict=True)
+    )
     assert found["experts_unused"] == sum(int((each == 0).sum()) for each in counts)
     worst = max((0, 1), key=lambda index: float(counts[index].max() / means[index]))
     assert found["expert_tokens"] == counts[worst].tolist()

@@ -71,7 +71,11 @@ def test_only_logged_steps_are_timed() -> None:
     told = {}
     for number in range(1, 8):
         answers: list[str] = []
-        step(shares, number, lambda answers=answers: (answers.append(group.unshard(async_op=True)), group.post_backward(1, 2)))
+        step(
+            shares,
+            number,
+            lambda answers=answers: (answers.append(group.unshard(async_op=True)), group.post_backward(1, 2)),
+        )
         assert answers == ["gathered"]
         group.unshard()  # an evaluation
         told[number] = shares.facts(LoggedStep(1))
@@ -84,7 +88,11 @@ def test_only_logged_steps_are_timed() -> None:
         assert communication >= 0.002
         assert told[number]["optimizer_seconds"] >= 0.001  # type: ignore[operator]
         assert told[number]["last_step_seconds"] >= communication + told[number]["optimizer_seconds"]  # type: ignore[operator]
-    assert told[1] == {"last_step_seconds": None, "optimizer_seconds": None, "exposed_communication_seconds": None}
+    assert told[1] == {
+        "last_step_seconds": None,
+        "optimizer_seconds": None,
+        "exposed_communication_seconds": None,
+    }
 
 
 @on_devices
@@ -96,13 +104,19 @@ def test_metrics_lines_have_the_time_not_spent_computing(bench: Bench) -> None:
     for line in lines:
         assert line["optimizer_seconds"] > 0
         assert line["exposed_communication_seconds"] > 0
-        assert line["optimizer_seconds"] + line["exposed_communication_seconds"] < line["last_step_seconds"] < line["step_seconds"]
+        assert (
+            line["optimizer_seconds"] + line["exposed_communication_seconds"]
+            < line["last_step_seconds"]
+            < line["step_seconds"]
+        )
     events = [line for line in every if line.get("event") == "checkpoint_saved"]
     stalls = [line["checkpoint_stall_seconds"] for line in lines]
     assert 0 < sum(stalls) <= sum(event["stall_seconds"] for event in events)
     [first] = [line for line in every if line.get("event") == "first_step"]
     assert list(first["phase_seconds"])[:3] == ["launching", "starting Python", "starting"]
-    assert {"importing", "loading the model", "forward", "backward", "optimizer step"} <= set(first["phase_seconds"])
+    assert {"importing", "loading the model", "forward", "backward", "optimizer step"} <= set(
+        first["phase_seconds"]
+    )
 
 
 @on_devices

@@ -20,12 +20,28 @@ from tests.parity.cases import Case
 
 
 def event(category: str, name: str, begin: float, end: float, thread: int = 1) -> dict[str, Any]:
-    return {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": end - begin, "tid": thread, "pid": 7}
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "ts": begin,
+        "dur": end - begin,
+        "tid": thread,
+        "pid": 7,
+    }
 
 
 def seconds(share: Share) -> list[float]:
     return [
-        round(value * 1e6) for value in (share.total, share.compute, share.all_gather, share.reduce_scatter, share.all_reduce, share.idle)
+        round(value * 1e6)
+        for value in (
+            share.total,
+            share.compute,
+            share.all_gather,
+            share.reduce_scatter,
+            share.all_reduce,
+            share.idle,
+        )
     ]
 
 
@@ -77,8 +93,14 @@ def test_host_waits_exclude_work_inside_them() -> None:
 def test_interval_operations_follow_set_laws() -> None:
     luck = random.Random(0)
     for _ in range(300):
-        one, other = (union((at, at + luck.randint(1, 9)) for at in luck.choices(range(60), k=luck.randint(0, 8))) for _ in range(2))
-        points = [{at for begin, end in intervals for at in range(int(begin), int(end))} for intervals in (one, other)]
+        one, other = (
+            union((at, at + luck.randint(1, 9)) for at in luck.choices(range(60), k=luck.randint(0, 8)))
+            for _ in range(2)
+        )
+        points = [
+            {at for begin, end in intervals for at in range(int(begin), int(end))}
+            for intervals in (one, other)
+        ]
         for made, wanted in (
             (intersection(one, other), points[0] & points[1]),
             (difference(one, other), points[0] - points[1]),
@@ -101,7 +123,9 @@ def test_profile_records_requested_steps_without_changing_numbers(bench: Bench) 
     run = bench.fresh_run(Case(accumulation=4), run_profiled)
     folder = run.path / "profile" / "steps-3-4"
     assert sorted(path.name for path in folder.iterdir()) == [
-        f"rank-000{rank}.{kind}.json{packed}" for rank in (0, 1) for kind, packed in (("breakdown", ""), ("trace", ".gz"))
+        f"rank-000{rank}.{kind}.json{packed}"
+        for rank in (0, 1)
+        for kind, packed in (("breakdown", ""), ("trace", ".gz"))
     ]
     [told] = [line for line in runs.lines(run) if line.get("event") == "profiled"]
     assert (told["step"], told["steps"]) == (4, 2)
@@ -112,7 +136,9 @@ def test_profile_records_requested_steps_without_changing_numbers(bench: Bench) 
     for share in parts.values():
         assert share["total"] == pytest.approx(sum(value for name, value in share.items() if name != "total"))
     plain = bench.run(Case(accumulation=4))
-    assert [line["loss"] for line in runs.lines(run) if "loss" in line] == [line["loss"] for line in runs.lines(plain) if "loss" in line]
+    assert [line["loss"] for line in runs.lines(run) if "loss" in line] == [
+        line["loss"] for line in runs.lines(plain) if "loss" in line
+    ]
 
 
 def test_profile_steps_round_trip(tmp_path: Path) -> None:

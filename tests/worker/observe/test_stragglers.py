@@ -10,7 +10,14 @@ from unittest.mock import patch
 import pytest
 
 from fsdp_tune.launch.run_status import run_status
-from fsdp_tune.worker.observe.stragglers import COST_SHARE, SUSTAINED_SECONDS, OwnTimes, Slowest, Sustained, slowest
+from fsdp_tune.worker.observe.stragglers import (
+    COST_SHARE,
+    SUSTAINED_SECONDS,
+    OwnTimes,
+    Slowest,
+    Sustained,
+    slowest,
+)
 from fsdp_tune.worker.step_observer import RankTimes
 from tests.cuda.devices import on_devices
 from tests.parity import runs
@@ -86,14 +93,21 @@ def test_no_rank_is_named_in_clean_runs(ranks: int) -> None:
     draws = random.Random(0)
     for _ in range(20):
         windows = int(3600 / 20)
-        found = [slowest([times(computing=draws.gauss(0.8, 0.016)) for _ in range(ranks)]) for _ in range(windows)]
+        found = [
+            slowest([times(computing=draws.gauss(0.8, 0.016)) for _ in range(ranks)]) for _ in range(windows)
+        ]
         assert set(named(*found)) == {None}
 
 
 def test_slow_rank_is_named_in_the_same_scatter() -> None:
     draws = random.Random(0)
     found = [
-        slowest([times(computing=draws.gauss(0.8, 0.016) + (2.5 * COST_SHARE if rank == 5 else 0.0)) for rank in range(8)])
+        slowest(
+            [
+                times(computing=draws.gauss(0.8, 0.016) + (2.5 * COST_SHARE if rank == 5 else 0.0))
+                for rank in range(8)
+            ]
+        )
         for _ in range(6)
     ]
     assert named(*found)[-1] == 5
@@ -123,7 +137,8 @@ def _shorter() -> Any:
 
 
 def run_with_a_slow_rank(path: str) -> dict[str, Any]:
-    """Rank 1 takes 0.3 s longer for each of its micro-batches: more than a busy machine takes from the other."""
+    """Rank 1 takes 0.3 s longer for each of its micro-batches: more than a busy machine takes from the
+    other."""
     import torch.distributed as dist
 
     from fsdp_tune.worker.trainer import FsdpTrainer
@@ -196,7 +211,9 @@ def test_slow_rank_is_named(bench: Bench) -> None:
 @pytest.mark.ranks
 @pytest.mark.e2e
 def test_slow_loader_is_named(bench: Bench) -> None:
-    assert {(event["rank"], event["part"]) for event in _events(bench.fresh_run(Case(), run_with_a_slow_loader))} == {(0, "data")}
+    assert {
+        (event["rank"], event["part"]) for event in _events(bench.fresh_run(Case(), run_with_a_slow_loader))
+    } == {(0, "data")}
 
 
 @pytest.mark.slow
@@ -206,7 +223,10 @@ def test_slow_disk_is_named(bench: Bench) -> None:
     run = bench.written_run(
         runs.merged(
             Case().recipe(str(bench.model("llama"))),
-            {"training": {"save_strategy": "steps", "save_steps": 1, "max_steps": 6, "logging_steps": 1}, "checkpoint": {"async": False}},
+            {
+                "training": {"save_strategy": "steps", "save_steps": 1, "max_steps": 6, "logging_steps": 1},
+                "checkpoint": {"async": False},
+            },
         )
     )
     runs.train(bench.on_ranks, run, 2, run_with_a_slow_disk)

@@ -1,4 +1,5 @@
-"""Trackers get the scores of each checkpoint once, at its step: from rank 0, and from the process after the ranks."""
+"""Trackers get the scores of each checkpoint once, at its step: from rank 0, and from the process after the
+ranks."""
 
 from __future__ import annotations
 
@@ -86,7 +87,11 @@ def test_full_disk_does_not_end_rank_0(run: RunDir, monkeypatch: pytest.MonkeyPa
 
 def test_rest_is_sent_once_after_the_ranks(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    monkeypatch.setattr(tracked_scores, "set_environment", lambda *_: monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(run.tensorboard)))
+    monkeypatch.setattr(
+        tracked_scores,
+        "set_environment",
+        lambda *_: monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(run.tensorboard)),
+    )
     document = {"model": {"name_or_path": "gpt2"}, "training": {"report_to": ["tensorboard"]}}
     evaluate(run, 10)
     log(sender(run, []))
@@ -94,4 +99,6 @@ def test_rest_is_sent_once_after_the_ranks(run: RunDir, monkeypatch: pytest.Monk
     for _ in range(2):
         send_rest(run, Recipe.model_validate(document))
     found = accumulators.EventAccumulator(str(run.tensorboard)).Reload()
-    assert [(each.step, round(each.value, 3)) for each in found.Scalars("train/sums/exact_match")] == [(20, 0.2)]
+    assert [(each.step, round(each.value, 3)) for each in found.Scalars("train/sums/exact_match")] == [
+        (20, 0.2)
+    ]

@@ -68,12 +68,15 @@ def test_hanging_tracker_is_abandoned() -> None:
     assert guard.on_log(4) is None  # type: ignore[attr-defined]
     guard.on_log(2)  # type: ignore[attr-defined]
     recorder.stuck.set()
-    assert told == ["Recorder failed and gets no more events: TimeoutError: `on_log` did not return within 0.3 s"]
+    assert told == [
+        "Recorder failed and gets no more events: TimeoutError: `on_log` did not return within 0.3 s"
+    ]
     assert len(recorder.seen) == 1
 
 
 class StandInWandb(types.ModuleType):
-    """The parts of wandb that `WandbCallback.setup` uses. `init` takes id, resume and directory from the environment, as wandb does."""
+    """The parts of wandb that `WandbCallback.setup` uses. `init` takes id, resume and directory from the
+    environment, as wandb does."""
 
     def __init__(self) -> None:
         super().__init__("wandb")
@@ -82,7 +85,9 @@ class StandInWandb(types.ModuleType):
         self.started: list[tuple[str | None, str | None, str | None]] = []
 
     def init(self, **_: Any) -> None:
-        self.started.append((os.environ.get("WANDB_RUN_ID"), os.environ.get("WANDB_RESUME"), os.environ.get("WANDB_DIR")))
+        self.started.append(
+            (os.environ.get("WANDB_RUN_ID"), os.environ.get("WANDB_RESUME"), os.environ.get("WANDB_DIR"))
+        )
         self.run = types.SimpleNamespace(_label=lambda **_: None)
 
 
@@ -101,7 +106,11 @@ def said_nothing(line: str) -> None:
 def started_wandb(run: RunDir, monkeypatch: pytest.MonkeyPatch, **given: str) -> tuple[str | None, ...]:
     """Id, resume mode and directory that wandb gets from one start of the ranks of `run`."""
     with monkeypatch.context() as patch:
-        patch.setattr(os, "environ", {**{name: value for name, value in os.environ.items() if "WANDB" not in name}, **given})
+        patch.setattr(
+            os,
+            "environ",
+            {**{name: value for name, value in os.environ.items() if "WANDB" not in name}, **given},
+        )
         wandb, errors = StandInWandb(), types.ModuleType("wandb.sdk.lib.config_util")
         errors.ConfigError = ValueError  # type: ignore[attr-defined]
         parents = {name: types.ModuleType(name) for name in ("wandb.sdk", "wandb.sdk.lib")}
@@ -131,12 +140,21 @@ def test_user_variables_take_precedence(tmp_path: Path, monkeypatch: pytest.Monk
     first, *_ = started_wandb(run, monkeypatch)
     assert started_wandb(run, monkeypatch, WANDB_RESUME="never") == (None, "never", str(tmp_path))
     assert started_wandb(run, monkeypatch)[0] == first
-    assert started_wandb(run, monkeypatch, WANDB_RUN_ID="mine", WANDB_DIR="/elsewhere") == ("mine", "allow", "/elsewhere")
+    assert started_wandb(run, monkeypatch, WANDB_RUN_ID="mine", WANDB_DIR="/elsewhere") == (
+        "mine",
+        "allow",
+        "/elsewhere",
+    )
     assert started_wandb(run, monkeypatch)[0] == "mine"
 
 
-def test_mlflow_continues_the_run_that_its_server_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, active = RunDir(tmp_path), types.SimpleNamespace(info=types.SimpleNamespace(run_id="from-the-server"))
+def test_mlflow_continues_the_run_that_its_server_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, active = (
+        RunDir(tmp_path),
+        types.SimpleNamespace(info=types.SimpleNamespace(run_id="from-the-server")),
+    )
     limits = types.SimpleNamespace(MAX_PARAM_VAL_LENGTH=250, MAX_PARAMS_TAGS_PER_BATCH=100)
     mlflow: Any = types.ModuleType("mlflow")
     mlflow.__version__, mlflow.utils = "3.0.0", types.SimpleNamespace(validation=limits)

@@ -1,4 +1,5 @@
-"""The read-back compares the experts that each rank holds, and the ranks that it exchanges tokens with, with those of the recipe."""
+"""The read-back compares the experts that each rank holds, and the ranks that it exchanges tokens with, with
+those of the recipe."""
 
 from __future__ import annotations
 
@@ -18,7 +19,11 @@ from tests.ranks import Ranks
 
 MODULE = "model.layers.0.mlp.experts"
 STACKS = (f"{MODULE}.gate_up_proj", f"{MODULE}.down_proj")
-RECIPE = recipe_of({"from_config": {"model_type": "mixtral", "num_hidden_layers": 1, "num_local_experts": 4}}, 4, fsdp={"ep_size": 2})
+RECIPE = recipe_of(
+    {"from_config": {"model_type": "mixtral", "num_hidden_layers": 1, "num_local_experts": 4}},
+    4,
+    fsdp={"ep_size": 2},
+)
 
 
 def model() -> Any:
@@ -53,10 +58,22 @@ def test_ranks_with_their_parts_pass(bare: Any) -> None:
     ("wrong", "sentence"),
     [
         (report([0, 2], [0, 1]), f"experts of `{STACKS[0]}`: rank 1 holds [0, 2], and its part is [2, 4]"),
-        (report([2, 4], [1, 3]), f"experts of `{MODULE}`: rank 1 exchanges tokens with ranks [1, 3], and its group is [0, 1]"),
-        (report([2, 4], [0, 1], ()), f"experts of `{MODULE}`: rank 1 exchanges tokens with ranks None, and its group is [0, 1]"),
-        (LiveState(exchanging_ranks={MODULE: [0, 1]}), f"experts of `{STACKS[0]}`: rank 1 holds None, and its part is [2, 4]"),
-        (report([2, 4], [0, 1], (MODULE, "other")), "experts of `other`: rank 1 exchanges tokens with ranks [0, 1], and its group is None"),
+        (
+            report([2, 4], [1, 3]),
+            f"experts of `{MODULE}`: rank 1 exchanges tokens with ranks [1, 3], and its group is [0, 1]",
+        ),
+        (
+            report([2, 4], [0, 1], ()),
+            f"experts of `{MODULE}`: rank 1 exchanges tokens with ranks None, and its group is [0, 1]",
+        ),
+        (
+            LiveState(exchanging_ranks={MODULE: [0, 1]}),
+            f"experts of `{STACKS[0]}`: rank 1 holds None, and its part is [2, 4]",
+        ),
+        (
+            report([2, 4], [0, 1], (MODULE, "other")),
+            "experts of `other`: rank 1 exchanges tokens with ranks [0, 1], and its group is None",
+        ),
     ],
     ids=["part of another rank", "other group", "forward without exchange", "no stacks", "another module"],
 )
@@ -65,7 +82,9 @@ def test_rank_that_differs_is_named(wrong: LiveState, sentence: str, bare: Any) 
 
 
 def test_run_that_divides_no_stack_is_reported() -> None:
-    assert found([LiveState()], torch.nn.Linear(1, 1)) == ["experts: the recipe divides them, and the run has no divided stack"]
+    assert found([LiveState()], torch.nn.Linear(1, 1)) == [
+        "experts: the recipe divides them, and the run has no divided stack"
+    ]
 
 
 def test_groups_of_different_sizes_are_in_the_report() -> None:
@@ -76,15 +95,20 @@ def test_groups_of_different_sizes_are_in_the_report() -> None:
 
 
 def live_states() -> tuple[Any, ...]:
-    """On a rank: what is read with divided experts, and after another forward has replaced the one that exchanges tokens."""
+    """On a rank: what is read with divided experts, and after another forward has replaced the one that
+    exchanges tokens."""
     from fsdp_tune.model.loading.assemble import wrap_whole
     from fsdp_tune.model.loading.construct import build_full
     from fsdp_tune.model.shard.process_groups import make_mesh
 
     recipe = recipe_of("gpt_oss", dist.get_world_size(), fsdp={"ep_size": 2})
-    wrapped: Any = wrap_whole(recipe, build_full(recipe), make_mesh(recipe, "cpu"), torch.device("cpu")).wrapped
+    wrapped: Any = wrap_whole(
+        recipe, build_full(recipe), make_mesh(recipe, "cpu"), torch.device("cpu")
+    ).wrapped
     before = _exchanging_ranks(wrapped), _own_experts(wrapped)
-    with patch.object(experts := wrapped.get_submodule(MODULE), "forward", type(experts).forward.__get__(experts)):
+    with patch.object(
+        experts := wrapped.get_submodule(MODULE), "forward", type(experts).forward.__get__(experts)
+    ):
         return *before, _exchanging_ranks(wrapped), _own_experts(wrapped)
 
 

@@ -15,7 +15,12 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.adapters.nf4 import Nf4Linear
 from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
-from fsdp_tune.worker.readback.trained import adapter_gradients, adapters_without_gradient, read_trained, training_differences
+from fsdp_tune.worker.readback.trained import (
+    adapter_gradients,
+    adapters_without_gradient,
+    read_trained,
+    training_differences,
+)
 from tests.model.recipes import recipe_of
 from tests.parity.architectures import make_model
 
@@ -30,10 +35,16 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_model("mixtral", tmp_path_factory.mktemp("mixtral")))
 
 
-EXPERTS: dict[str, Any] = {"r": 4, "target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+EXPERTS: dict[str, Any] = {
+    "r": 4,
+    "target_modules": ["q_proj"],
+    "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+}
 
 
-def found(base: str, change: Callable[[Any], None], sections: Mapping[str, Any] = MappingProxyType({}), **lora: Any) -> list[str]:
+def found(
+    base: str, change: Callable[[Any], None], sections: Mapping[str, Any] = MappingProxyType({}), **lora: Any
+) -> list[str]:
     lora = {"r": 4, "lora_dropout": 0.1} | lora
     recipe = recipe_of({"name_or_path": base}, lora=lora, precision={"mixed_precision": "bf16"}, **sections)
     model = build_full(recipe)
@@ -83,7 +94,15 @@ def adapter_in_bf16(model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "lora", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"target_modules": ["q_proj"]}, {"use_rslora": True}], ids=str
+    "lora",
+    [
+        {},
+        {"use_dora": True},
+        {"modules_to_save": ["lm_head"]},
+        {"target_modules": ["q_proj"]},
+        {"use_rslora": True},
+    ],
+    ids=str,
 )
 def test_adapters_of_a_recipe_are_accepted(base: str, lora: dict[str, Any]) -> None:
     assert found(base, lambda _: None, **lora) == []
@@ -108,11 +127,17 @@ def test_difference_from_the_recipe_is_reported(base: str, change: Callable[[Any
 
 @pytest.mark.parametrize(
     "lora",
-    [{"target_modules": ["q_proj"]}, {"target_modules": r".*\.q_proj"}, {"target_modules": ["q_proj"], "layers_to_transform": [1]}],
+    [
+        {"target_modules": ["q_proj"]},
+        {"target_modules": r".*\.q_proj"},
+        {"target_modules": ["q_proj"], "layers_to_transform": [1]},
+    ],
     ids=str,
 )
 def test_layer_without_its_adapter_is_reported(base: str, lora: dict[str, Any]) -> None:
-    assert found(base, without_adapter, **lora) == ["adapters: `model.layers.1.self_attn.q_proj` has none (1 linear layers)"]
+    assert found(base, without_adapter, **lora) == [
+        "adapters: `model.layers.1.self_attn.q_proj` has none (1 linear layers)"
+    ]
 
 
 def without_an_expert_adapter(model: Any) -> None:
@@ -133,22 +158,32 @@ def experts_in_fp32(model: Any) -> None:
     ("change", "sentences"),
     [
         (lambda _: None, []),
-        (without_an_expert_adapter, ["adapters: `model.layers.1.mlp.experts.gate_up_proj` has none (1 parameters)"]),
+        (
+            without_an_expert_adapter,
+            ["adapters: `model.layers.1.mlp.experts.gate_up_proj` has none (1 parameters)"],
+        ),
         (
             expert_scaled_twice,
-            ["adapters: the recipe means model.layers.1.mlp.experts.gate_up_proj to be scaled by 8, the run scales it by 16"],
+            [
+                "adapters: the recipe means model.layers.1.mlp.experts.gate_up_proj to be scaled by "
+                "8, the run scales it by 16"
+            ],
         ),
         (
             experts_in_fp32,
             [
-                "adapters: the recipe means model.layers.1.mlp.experts.base_layer.base_layer.gate_up_proj to be kept in torch.bfloat16, "
+                "adapters: the recipe means "
+                "model.layers.1.mlp.experts.base_layer.base_layer.gate_up_proj to be kept in "
+                "torch.bfloat16, "
                 "the run has torch.float32"
             ],
         ),
     ],
     ids=["as in the recipe", "missing", "scale", "dtype"],
 )
-def test_adapters_of_experts_are_compared(experts: str, change: Callable[[Any], None], sentences: list[str]) -> None:
+def test_adapters_of_experts_are_compared(
+    experts: str, change: Callable[[Any], None], sentences: list[str]
+) -> None:
     assert found(experts, change, **EXPERTS, lora_dropout=0.0) == sentences
 
 
@@ -177,7 +212,10 @@ def test_bytes_of_4_bits_that_were_cast_are_reported(tmp_path: Path) -> None:
 
     assert found(base, lambda _: None, {"quantization": {}}) == []
     [sentence] = found(base, cast, {"quantization": {}})
-    assert "layers.1.self_attn.q_proj.base_layer.weight_nf4 is meant to hold bytes, the run has torch.bfloat16" in sentence
+    assert (
+        "layers.1.self_attn.q_proj.base_layer.weight_nf4 is meant to hold bytes, the run has torch.bfloat16"
+        in sentence
+    )
 
 
 # ---- Gradients of step 1
@@ -197,19 +235,28 @@ def test_gradient_of_the_factor_that_starts_at_zero_counts(base: str, experts: s
     names = [f"model.layers.{index}.self_attn.q_proj" for index in range(3)]
     assert adapter_gradients(model) == {"model.embed_tokens": 2, names[0]: 2, names[1]: 1, names[2]: 0}
     stacks = build_full(recipe_of({"name_or_path": experts}, lora=EXPERTS))
-    assert {name.rpartition(".")[2] for name in adapter_gradients(stacks)} == {"q_proj", "gate_up_proj", "down_proj"}
+    assert {name.rpartition(".")[2] for name in adapter_gradients(stacks)} == {
+        "q_proj",
+        "gate_up_proj",
+        "down_proj",
+    }
 
 
 def test_adapters_without_gradient_on_every_rank_are_reported() -> None:
     """A row without tokens for it leaves a rank without a gradient."""
     ranks = [{"0.q_proj": 2, "1.q_proj": 0, "0.up": 0}, {"0.q_proj": 1, "1.q_proj": 1, "0.up": 2}]
-    assert adapters_without_gradient(ranks) == "adapters without a gradient in the first step: 1 of 2 q_proj, such as that of `1.q_proj`"
+    assert (
+        adapters_without_gradient(ranks)
+        == "adapters without a gradient in the first step: 1 of 2 q_proj, such as that of `1.q_proj`"
+    )
     assert adapters_without_gradient([{"0.q_proj": 2, "0.up": 2}]) is None
 
 
 def test_kind_of_module_that_the_model_never_calls_is_an_error() -> None:
     with pytest.raises(FsdpTuneError, match="adapters of `dt_proj` get no gradient in any layer") as caught:
-        adapters_without_gradient([{"0.q_proj": 2, "0.dt_proj": 0, "1.dt_proj": 0, "0.experts.down_proj": 2}] * 2)
+        adapters_without_gradient(
+            [{"0.q_proj": 2, "0.dt_proj": 0, "1.dt_proj": 0, "0.experts.down_proj": 2}] * 2
+        )
     assert caught.value.problems[0].hint == "leave them out: name only q_proj, down_proj"
 
 
@@ -230,12 +277,17 @@ def bare_in_4_bits(model: Any) -> None:
     ("change", "words"),
     [
         (lambda _: None, None),
-        (in_16_bits, "model.layers.1.self_attn.q_proj.base_layer to be in 4 bits, and the run has it in 16 (1 layers)"),
+        (
+            in_16_bits,
+            "model.layers.1.self_attn.q_proj.base_layer to be in 4 bits, and the run has it in 16 (1 layers)",
+        ),
         (other_scales, "to be in torch.float32, the run has torch.bfloat16"),
         (bare_in_4_bits, "`model.layers.1.self_attn.o_proj` has none"),
     ],
 )
-def test_layers_in_4_bits_are_compared_with_the_recipe(tmp_path: Path, change: Callable[[Any], None], words: str | None) -> None:
+def test_layers_in_4_bits_are_compared_with_the_recipe(
+    tmp_path: Path, change: Callable[[Any], None], words: str | None
+) -> None:
     sentences = found(str(make_model("llama-blocks", tmp_path)), change, {"quantization": {}})
     assert sentences == [] if words is None else any(words in sentence for sentence in sentences), sentences
 

@@ -35,7 +35,9 @@ OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]
 
 
 class Bench:
-    def __init__(self, kind: str = "AdamW", *, lr: float = 1e-3, dtype: torch.dtype = torch.float32, **options: Any) -> None:
+    def __init__(
+        self, kind: str = "AdamW", *, lr: float = 1e-3, dtype: torch.dtype = torch.float32, **options: Any
+    ) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 300), nn.Linear(300, 2)).to(dtype)
         made, own = OPTIMIZERS[kind]
@@ -46,7 +48,9 @@ class Bench:
     def unchanged(self, keep: str | None = None, *, stochastic: bool = False) -> list[str]:
         """One update, in which the parameter `keep` gets its old values back."""
         named = dict(self.model.named_parameters())
-        sample = UpdateSample({parameter: name for name, parameter in named.items()}, self.optimizer, stochastic=stochastic)
+        sample = UpdateSample(
+            {parameter: name for name, parameter in named.items()}, self.optimizer, stochastic=stochastic
+        )
         old = {name: parameter.detach().clone() for name, parameter in named.items()}
         self.optimizer.step()
         if keep is not None:
@@ -95,7 +99,9 @@ def test_cancelled_momentum_may_change_nothing() -> None:
         state["exp_avg"].fill_(1.0)
         state["exp_avg_sq"].fill_(1e-3)
         parameter.grad_dtype = None
-        parameter.grad = torch.full(parameter.shape, -9.03)  # -9.0 in bf16, which makes the new momentum exactly zero
+        parameter.grad = torch.full(
+            parameter.shape, -9.03
+        )  # -9.0 in bf16, which makes the new momentum exactly zero
     assert bench.unchanged() == []
 
 
@@ -115,7 +121,9 @@ def test_decay_and_update_of_less_than_half_a_unit_each_may_vanish() -> None:
         parameter.data.fill_(1.5)
         parameter.grad = torch.ones_like(parameter)
     assert bench.unchanged() == []
-    assert all(torch.equal(parameter, torch.full_like(parameter, 1.5)) for parameter in bench.model.parameters())
+    assert all(
+        torch.equal(parameter, torch.full_like(parameter, 1.5)) for parameter in bench.model.parameters()
+    )
 
 
 def test_stochastic_rounding_may_keep_a_value_until_the_update_is_a_full_ulp() -> None:

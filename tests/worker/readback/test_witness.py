@@ -1,4 +1,5 @@
-"""Runs with wrong ranks, weights or optimizer state stop within the first update, naming parameter and ranks."""
+"""Runs with wrong ranks, weights or optimizer state stop within the first update, naming parameter and
+ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +19,13 @@ import torch
 
 from fsdp_tune.core.topology import Topology
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.worker.readback.witness import RankFacts, checksums, copy_differences, generator_differences, row_differences
+from fsdp_tune.worker.readback.witness import (
+    RankFacts,
+    checksums,
+    copy_differences,
+    generator_differences,
+    row_differences,
+)
 from tests.conftest import REPOSITORY
 from tests.cuda.devices import on_devices
 from tests.parity import runs
@@ -26,7 +33,8 @@ from tests.parity.bench import Bench
 from tests.parity.cases import Case
 from tests.worker.short_runs import STEPS, new_run, short_run
 
-# ------------------------------------------------------------------------------------------------------------ comparisons
+# ------------------------------------------------------------------------------------------------------------
+# comparisons
 
 
 def facts(**changes: Any) -> RankFacts:
@@ -76,7 +84,9 @@ def test_replicas_are_compared_among_their_ranks() -> None:
     ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn]
+)
 def test_checksum_detects_one_changed_value(dtype: torch.dtype) -> None:
     values = torch.zeros(1000).to(dtype)
     [before] = checksums({"x": values, "empty": torch.zeros(0, 3)}).values()
@@ -88,7 +98,9 @@ def test_checksum_detects_one_changed_value(dtype: torch.dtype) -> None:
 def test_checksum_detects_equal_changes(count: int) -> None:
     """The weights of a norm, which weight decay shrinks alike."""
     assert checksums({"x": torch.ones(count)}) != checksums({"x": torch.full((count,), 0.9)})
-    assert checksums({"x": torch.zeros(count // 64, 64)}) != checksums({"x": torch.full((count // 64, 64), 0.5)})
+    assert checksums({"x": torch.zeros(count // 64, 64)}) != checksums(
+        {"x": torch.full((count // 64, 64), 0.5)}
+    )
 
 
 def test_checksum_detects_reordered_pieces() -> None:
@@ -96,7 +108,8 @@ def test_checksum_detects_reordered_pieces() -> None:
     assert checksums({"x": rows}) != checksums({"x": rows[[1, 0, 2, 3]]})
 
 
-# ---------------------------------------------------------------------------------------------------------- planted bugs
+# ----------------------------------------------------------------------------------------------------------
+# planted bugs
 
 
 def same_dropout_streams() -> AbstractContextManager[Any]:
@@ -227,7 +240,9 @@ def rotary_kernel_that_overwrites_its_inputs() -> AbstractContextManager[Any]:
 
     class Rotary(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        def forward(
+            ctx: Any, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+        ) -> Any:
             for states, rotated in zip((query, key), original(query, key, cos, sin), strict=True):
                 states.data.copy_(rotated)
             ctx.save_for_backward(cos, sin)
@@ -298,8 +313,10 @@ PLANTS = {
     "not updated": Planted(
         (parameter_not_updated_on_one_rank,),
         (
-            "rank 1: `model.layers.0.self_attn.q_proj.weight` has a gradient, and the optimizer did not change it",
-            "`model.layers.0.self_attn.q_proj.weight` of rank 1 differs from that of rank 0, which must be equal",
+            "rank 1: `model.layers.0.self_attn.q_proj.weight` has a gradient, and the optimizer did "
+            "not change it",
+            "`model.layers.0.self_attn.q_proj.weight` of rank 1 differs from that of rank 0, which "
+            "must be equal",
         ),
         step=FIRST_UPDATE,
         case=Case(strategy="NO_SHARD"),
@@ -313,13 +330,19 @@ PLANTS = {
     ),
     "diverging replicas, DDP": Planted(
         (replicas_that_diverge,),
-        ("`model.layers.0.self_attn.q_proj.weight` of rank 1 differs from that of rank 0, which must be equal",),
+        (
+            "`model.layers.0.self_attn.q_proj.weight` of rank 1 differs from that of rank 0, which "
+            "must be equal",
+        ),
         step=FIRST_UPDATE,
         case=Case(strategy="NO_SHARD"),
     ),
     "diverging replicas, HSDP": Planted(
         (replicas_that_diverge,),
-        ("`model.layers.0.self_attn.q_proj.weight` of rank 3 differs from that of rank 1, which must be equal",),
+        (
+            "`model.layers.0.self_attn.q_proj.weight` of rank 3 differs from that of rank 1, which "
+            "must be equal",
+        ),
         step=FIRST_UPDATE,
         case=HYBRID,
     ),
@@ -354,7 +377,10 @@ def run_planted(path: str, name: str) -> dict[str, Any]:
 
 @on_devices
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if one.is_fast else pytest.mark.slow) for name, one in PLANTS.items()])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if one.is_fast else pytest.mark.slow) for name, one in PLANTS.items()],
+)
 def test_planted_bug_stops_the_run(name: str, bench: Bench) -> None:
     planted = PLANTS[name]
     run = new_run(bench, planted.case, planted.keys)
@@ -367,10 +393,13 @@ def test_planted_bug_stops_the_run(name: str, bench: Bench) -> None:
         assert problem["code"] == "invariant-broken"
         assert problem["message"].startswith(f"step {planted.step}: ")
         found = document["witness"]["differences"]
-        assert [message for message in planted.messages if not any(message in sentence for sentence in found)] == []
+        assert [
+            message for message in planted.messages if not any(message in sentence for sentence in found)
+        ] == []
 
 
-# --------------------------------------------------------------------------------------------------------------- healthy
+# ---------------------------------------------------------------------------------------------------------------  # noqa: E501
+# healthy
 
 
 def resumed(bench: Bench, donor: Case) -> RunDir:
@@ -384,7 +413,9 @@ def resumed(bench: Bench, donor: Case) -> RunDir:
 @on_devices
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "donor", [None, pytest.param(Case(), marks=pytest.mark.slow), HYBRID], ids=["fresh", "resumed", "resumed from other ranks"]
+    "donor",
+    [None, pytest.param(Case(), marks=pytest.mark.slow), HYBRID],
+    ids=["fresh", "resumed", "resumed from other ranks"],
 )
 def test_generators_of_ranks_differ_on_a_fresh_start_and_on_resume(donor: Case | None, bench: Bench) -> None:
     run = short_run(bench) if donor is None else resumed(bench, donor)
@@ -396,13 +427,20 @@ def test_generators_of_ranks_differ_on_a_fresh_start_and_on_resume(donor: Case |
 @on_devices
 @pytest.mark.ranks
 def test_first_update_is_compared_once_after_warmup(bench: Bench) -> None:
-    assert [line["step"] for line in runs.lines(short_run(bench)) if line.get("event") == "witnessed"] == [FIRST_UPDATE]
+    assert [line["step"] for line in runs.lines(short_run(bench)) if line.get("event") == "witnessed"] == [
+        FIRST_UPDATE
+    ]
 
 
 @pytest.mark.slow
 def test_witness_costs_less_than_half_a_percent_of_the_demo(tmp_path: Path) -> None:
     output = tmp_path / "run"
-    changes = ("training.max_steps=100", "training.eval_strategy=no", f"output_dir={output}", "merge.at_end=false")
+    changes = (
+        "training.max_steps=100",
+        "training.eval_strategy=no",
+        f"output_dir={output}",
+        "merge.at_end=false",
+    )
     command = [
         sys.executable,
         "-m",
