@@ -123,8 +123,7 @@ def test_model_that_diverged_everywhere_is_reported_briefly(tmp_path, merge):
     assert "80 more tensors" in caught.value.problems[-1].message
 
 
-# -----------------------------------------------------------------------------------------------------------
-# averages
+# ---- averages
 
 
 def states(count: int) -> list[dict[str, torch.Tensor]]:

@@ -135,8 +135,7 @@ def test_archives_without_checksums_are_merged(tmp_path, merge):
     assert_weights(merge(tmp_path / SHARDS).output)
 
 
-# -------------------------------------------------------------------------------------------------------------  # noqa: E501
-# FSDP1
+# ---- FSDP1
 
 
 def fsdp1_weights() -> dict[str, torch.Tensor]:
@@ -169,8 +168,7 @@ def test_fsdp1_shards_on_a_mesh_merge_to_the_model(world_size, tmp_path, merge):
     assert_weights(merge(tmp_path / SHARDS).output, fsdp1_weights())
 
 
-# --------------------------------------------------------------------------------------------------
-# FULL_STATE_DICT
+# ---- FULL_STATE_DICT
 
 
 @pytest.mark.parametrize("sharded", [False, True])
