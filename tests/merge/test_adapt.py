@@ -18,7 +18,7 @@ from fsdp_tune.core.errors import FailedError, FsdpTuneError
 from fsdp_tune.core.tensors.file_formats import sort_names
 from fsdp_tune.merge.companions import fetch_model
 from fsdp_tune.merge.copy import gather, write
-from fsdp_tune.merge.lora import adapt
+from fsdp_tune.merge.lora import base_under_adapter
 from fsdp_tune.run.base_model import BASE_FILE, BaseModel
 from tests.merge import peft
 from tests.merge.checkpoints import SHARDS, make_run, merged_tensors, same_bits, save_dcp, save_on_ranks
@@ -183,7 +183,7 @@ def test_base_of_the_hub_is_read_at_the_commit_of_training(
         revisions.append(revision)
         return base
 
-    monkeypatch.setattr(adapt, "fetch_model", fetch)
+    monkeypatch.setattr(base_under_adapter, "fetch_model", fetch)
     assert_tensors(merge(folder).output, added(llama, adapter))
     assert revisions == [read]
 
