@@ -43,7 +43,7 @@ from fsdp_tune.jobs.options import DeviceKind, EvaluateOptions
 from fsdp_tune.jobs.recipes import check_cache, refuse_code, resolve_recipe
 from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.merge.card_metadata import hub_id
-from fsdp_tune.merge.output_directory import CARD_NAME, without_folders
+from fsdp_tune.merge.model_card import CARD_NAME, without_folders
 from fsdp_tune.merge.publish import CardResult, add_results
 from fsdp_tune.merge.quantised import rounding_notices
 from fsdp_tune.merge.source import newer_checkpoint
