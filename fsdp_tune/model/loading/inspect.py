@@ -49,8 +49,9 @@ def find_facts(recipe: Recipe) -> ModelInspection:
     from fsdp_tune.model.kernels.install import choose_kernels
     from fsdp_tune.model.kernels.linear_layers import choose_fp8, fp8_notices
     from fsdp_tune.model.loading.adapter_files import check_base
-    from fsdp_tune.model.loading.construct import build_empty, config_or_facts
+    from fsdp_tune.model.loading.construct import build_empty
     from fsdp_tune.model.loading.exported_config import local_tensors
+    from fsdp_tune.model.loading.model_config import config_or_facts
     from fsdp_tune.model.loading.tensor_account import account_for
     from fsdp_tune.model.loading.weight_files import check_weight_files
     from fsdp_tune.model.mixers import packing_notices
@@ -94,8 +95,9 @@ def find_facts(recipe: Recipe) -> ModelInspection:
                 *nf4_notices(recipe, model),
                 *fp8_notices(recipe, model, device),
                 *quantised_notices(recipe, model),
+                *slow_kernel_notices(model, kernels),
+                *packing_notices(kernels.get("data.packing")),
             ]
-            notices += [*slow_kernel_notices(model, kernels), *packing_notices(kernels.get("data.packing"))]
             notices += large_mask_notices(
                 recipe, model.config, found.layers, kernels["model.attn_implementation"]
             )
@@ -110,8 +112,9 @@ def find_facts(recipe: Recipe) -> ModelInspection:
 def _problems_of_base(recipe: Recipe) -> list[Problem]:
     """Return the problems that a recipe has whatever its adapters are, which cannot be made."""
     from fsdp_tune.model.kernels.install import choose_kernels
-    from fsdp_tune.model.loading.construct import build_base, config_or_facts
+    from fsdp_tune.model.loading.construct import build_base
     from fsdp_tune.model.loading.exported_config import local_tensors
+    from fsdp_tune.model.loading.model_config import config_or_facts
     from fsdp_tune.model.loading.positions import positions_of_run
     from fsdp_tune.model.loading.tensor_account import account_for
     from fsdp_tune.model.loading.weight_files import check_weight_files
@@ -155,12 +158,13 @@ def _facts(
         record_of_run,
     )
     from fsdp_tune.model.loading.kept_precision import HALVES, kinds_of_base
+    from fsdp_tune.model.loading.model_config import config_changes, generation_config
     from fsdp_tune.model.loading.positions import positions_of_run
     from fsdp_tune.model.loading.saved_layout import base_layout, published_names
     from fsdp_tune.model.loading.tensor_account import parameters_of
     from fsdp_tune.model.shard.local import count_elements
 
-    changes: dict[str, object] = {} if packaged else construct.config_changes(recipe)
+    changes: dict[str, object] = {} if packaged else config_changes(recipe)
     folder = base_folder(recipe)
     name, revision = str(recipe.model.name_or_path), recipe.model.revision
     tensors = account.record().of_base(name, revision) if account is not None else record_of_run(recipe)
@@ -183,7 +187,7 @@ def _facts(
         base_folder=str(folder) if folder is not None else None,
         config_changes=changes,
         exported_config=exported,
-        generation_config=exported_generation_config(recipe, construct.generation_config(recipe, config)),
+        generation_config=exported_generation_config(recipe, generation_config(recipe, config)),
         base_layout=layout,
         tensors=tensors,
         keeps_architectures=is_part_of_other(config, model, tensors),
@@ -355,7 +359,7 @@ def _wrapping(recipe: Recipe, model: PreTrainedModel) -> dict[str, object]:
 def _limits(
     recipe: Recipe, model: PreTrainedModel, *, packaged: bool, positions: int | None
 ) -> tuple[list[Problem], list[Notice]]:
-    from fsdp_tune.model.loading.construct import tie_notices
+    from fsdp_tune.model.loading.model_config import tie_notices
     from fsdp_tune.model.loading.packing import packing_problem
     from fsdp_tune.model.loading.positions import beyond_table_of_positions
     from fsdp_tune.model.loading.rotary import fixed_rotary
