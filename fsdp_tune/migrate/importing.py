@@ -38,6 +38,8 @@ from fsdp_tune.migrate.read.foreign_file import (
 from fsdp_tune.migrate.rules import FileKey, Inside, Outcome, Rule, Rules, each, outcome_of, same, section
 from fsdp_tune.migrate.settling import ask_each, settle_all
 from fsdp_tune.migrate.tools import accelerate_config, jobs, llama_factory, torchtune
+from fsdp_tune.migrate.tools.deepspeed import DEEPSPEED_RULES
+from fsdp_tune.migrate.tools.fms_hf_tuning import FMS_DATA_CONFIG
 from fsdp_tune.migrate.tools.table import TOOLS
 from fsdp_tune.recipe.key_paths import KeyPath, dotted
 from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Write
@@ -376,7 +378,7 @@ def _include(ledger: Ledger, found: ForeignFile) -> None:
     named += [
         ("deepspeed_config", "deepspeed_config_file"),
         ("fsdp_config",),
-        (accelerate_config.FMS_DATA_CONFIG,),
+        (FMS_DATA_CONFIG,),
     ]
     for key in named:
         named_file = named_values(found, ledger.value(*key))
@@ -408,7 +410,7 @@ def _named(file: FilePath | None) -> Rule:
 
 def _deepspeed(key: FileKey) -> Outcome:
     own = TOOLS[key.tool].rules.get("deepspeed", by_name)
-    return Inside(accelerate_config.DEEPSPEED_RULES) if isinstance(key.value, dict) else outcome_of(own, key)
+    return Inside(DEEPSPEED_RULES) if isinstance(key.value, dict) else outcome_of(own, key)
 
 
 def _variable(key: FileKey) -> Outcome:
@@ -452,7 +454,7 @@ _LAUNCHER: Rules = {
     **each(("nodes", "N"), jobs.nodes),  # of srun
     **each(STARTS_EACH_RANK, Drop("`fsdp-tune train` starts the ranks")),
     "config_file": _file(accelerate_config.ACCELERATE_RULES, _not_found),
-    "deepspeed_config_file": _file(accelerate_config.DEEPSPEED_RULES, _not_found),
+    "deepspeed_config_file": _file(DEEPSPEED_RULES, _not_found),
 }
 _NESTED: Rules = {"deepspeed": _deepspeed}
 
