@@ -15,6 +15,7 @@ from fsdp_tune.migrate.general import by_name
 from fsdp_tune.migrate.ledger import AccountRow, Ledger, without_places
 from fsdp_tune.migrate.open_keys import settle_computed
 from fsdp_tune.migrate.quoted import read_quoted
+from fsdp_tune.migrate.ranks_and_batch import RANKS
 from fsdp_tune.migrate.read.command_line import ENVIRONMENT, LAUNCHER, STARTS_EACH_RANK
 from fsdp_tune.migrate.read.foreign_file import (
     MANIFEST,
@@ -97,14 +98,11 @@ def import_file(
         found.computed = take_unexpanded(found.values)
     _refuse_other_training(found)
     said = read_overrides(overrides)
-    if (
-        num_gpus is not None
-        and (both := said.get(completion.RANKS) or said.get(completion.RANKS[:1])) is not None
-    ):
+    if num_gpus is not None and (both := said.get(RANKS) or said.get(RANKS[:1])) is not None:
         where, hint = both.where, "give one of them"
         raise usage_error(
             "duplicate-key",
-            f"`--num-gpus {num_gpus}` sets `{dotted(completion.RANKS)}` too",
+            f"`--num-gpus {num_gpus}` sets `{dotted(RANKS)}` too",
             hint=hint,
             where=where,
         )
