@@ -6,14 +6,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from fsdp_tune.data.format.conversations import (
-    CHAT_KEYS,
-    Message,
-    MessageReader,
-    after_system,
-    parsed_column,
-    read_template_variables,
-)
+from fsdp_tune.data.format.chat_columns import CHAT_KEYS, after_system, parsed_column, read_template_variables
+from fsdp_tune.data.format.conversations import MessageReader
+from fsdp_tune.data.format.message_keys import Message
 from fsdp_tune.data.format.row_account import METADATA, PACKED, KeyUse, RowAccount, names_variable
 from fsdp_tune.data.format.row_marks import MARKS, MEANING, TOKEN_MASKS, read_token_mask, take_mark
 from fsdp_tune.data.format.row_notes import Note

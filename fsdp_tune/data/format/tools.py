@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import cast
 
-from fsdp_tune.data.format.conversations import FUNCTIONS, Message, parsed_column, without_nulls
+from fsdp_tune.data.format.chat_columns import FUNCTIONS, parsed_column, without_nulls
+from fsdp_tune.data.format.message_keys import Message
 from fsdp_tune.data.read.row_files import ColumnError, RowError, kind_of, parse_text
 
 

@@ -17,8 +17,8 @@ from types import FrameType
 from typing import cast
 
 from fsdp_tune.core.errors import usage_error
-from fsdp_tune.data.format.conversations import Message
 from fsdp_tune.data.format.formats import Chat
+from fsdp_tune.data.format.message_keys import Message
 from fsdp_tune.data.format.row_notes import Note
 from fsdp_tune.data.format.templates import bundled_text, fitting_templates
 from fsdp_tune.data.format.tools import tool_calls, tool_names
