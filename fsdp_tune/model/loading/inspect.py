@@ -72,7 +72,7 @@ def find_facts(recipe: Recipe) -> ModelInspection:
             found = found.model_copy(update=_adapter(recipe, model))
             notices += [] if packaged else check_base(recipe, found.config_changes)
             notices += [*_untrained_experts(model), *_untrained_parts(model)]
-        notices += [*_kept_notices(recipe, model), *_rounded_notices(recipe, model, base, account)]
+        notices += [*_kept_notices(recipe, model), *_rounded_notices(model, base, account)]
         more_problems, more_notices = _limits(recipe, model, packaged=packaged, positions=found.max_positions)
         problems, notices = problems + more_problems, notices + more_notices
         with collected(problems):
@@ -159,19 +159,23 @@ def _facts(
         base_folder,
         exported_config,
         exported_generation_config,
+        is_on_hub,
         is_part_of_other,
         record_of_run,
     )
+    from fsdp_tune.model.loading.kept_precision import with_rounded
     from fsdp_tune.model.loading.model_config import config_changes, generation_config
     from fsdp_tune.model.loading.positions import positions_of_run
+    from fsdp_tune.model.loading.tensor_account import parameters_of
     from fsdp_tune.model.shard.local import count_elements
 
     changes: dict[str, object] = {} if packaged else config_changes(recipe)
     folder = base_folder(recipe)
-    name, revision = str(recipe.model.name_or_path), recipe.model.revision
-    tensors = account.record().of_base(name, revision) if account is not None else record_of_run(recipe)
+    tensors = account.record() if account is not None else record_of_run(recipe)
     exported = exported_config(recipe, changes, config, model, tensors)
     layout = _layout(recipe, config, model, base, account, tensors, has_files=has_files)
+    tensors = with_rounded(tensors, recipe, parameters_of(model), layout, base, account)
+    tensors = tensors.of_base(str(recipe.model.name_or_path), recipe.model.revision)
     return ModelFacts(
         packaged=packaged,
         model_type=config.model_type,
@@ -183,6 +187,7 @@ def _facts(
         generation_config=exported_generation_config(recipe, generation_config(recipe, config)),
         base_layout=layout,
         tensors=tensors,
+        has_unread_tensors=base is None and has_files and is_on_hub(recipe) and not packaged,
         keeps_architectures=is_part_of_other(config, model, tensors),
         parameters=count_elements(model.named_parameters()),
         trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
@@ -255,12 +260,12 @@ def _kept_notices(recipe: Recipe, model: PreTrainedModel) -> list[Notice]:
 
 
 def _rounded_notices(
-    recipe: Recipe, model: PreTrainedModel, base: BaseTensors | None, account: TensorAccount | None
+    model: PreTrainedModel, base: BaseTensors | None, account: TensorAccount | None
 ) -> list[Notice]:
-    """Return the notice about tensors that the base stores in fp32 among others in 16 bits, and a checkpoint
-    of the run in 16 bits.
+    """Return the notice about trained tensors that the base stores in fp32 among others in 16 bits, and a
+    checkpoint of the run in 16 bits.
 
-    A merge reads what is under an adapter from the base.
+    A merge reads those that are not trained from the base.
     """
     import torch
 
@@ -269,9 +274,7 @@ def _rounded_notices(
 
     if base is None or account is None:
         return []
-    state = {
-        name: each for name, each in parameters_of(model).items() if recipe.lora is None or each.requires_grad
-    }
+    state = {name: each for name, each in parameters_of(model).items() if each.requires_grad}
     names = sorted(
         name for name in fp32_of_base(base, account) & state.keys() if state[name].dtype != torch.float32
     )
@@ -282,19 +285,11 @@ def _rounded_notices(
         f" and {len(kinds) - _KINDS_SHOWN} more kinds" if len(kinds) > _KINDS_SHOWN else ""
     )
     message = (
-        f"the run stores {len(names):,} tensors in 16 bits that the base has in fp32, as transformers "
-        f"would: {shown}"
+        f"the run stores and trains {len(names):,} tensors in 16 bits that the base has in fp32, as "
+        f"transformers would: {shown}"
     )
-    is_stored = recipe.model.dtype != "fp32"
-    hint = f"`--set model.{'dtype' if is_stored else 'frozen_dtype'}=fp32` keeps them in fp32"
-    return [
-        Notice(
-            "fp32-of-base-rounded",
-            message,
-            where=Where(key="model.dtype" if is_stored else "model.frozen_dtype"),
-            hint=hint,
-        )
-    ]
+    hint = "`--set model.dtype=fp32` keeps them in fp32"
+    return [Notice("fp32-of-base-rounded", message, where=Where(key="model.dtype"), hint=hint)]
 
 
 def _adapter(recipe: Recipe, model: PreTrainedModel) -> dict[str, object]:
