@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from fsdp_tune.answer.examples import ModelToEvaluate, find_model, run_of_model
 from fsdp_tune.core.errors import usage_error
+from fsdp_tune.core.files import expanded
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import GenerateOptions
 from fsdp_tune.launch.command.resume import read_resolved
@@ -36,7 +37,7 @@ class ChosenModel:
 
 
 def choose_model(name: str, options: GenerateOptions, observer: Observer, stack: ExitStack) -> ChosenModel:
-    path = Path(name).expanduser()
+    path = expanded(name)
     run = run_of(path) if path.is_dir() else None
     if run is not None:
         return _of_run(run, name, _step(path, options), options, observer, stack)

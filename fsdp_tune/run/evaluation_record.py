@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fsdp_tune.recipe.schema.evaluation import CheckpointEvaluation
 from fsdp_tune.run.manifest import digest_of_values
@@ -26,13 +26,24 @@ class EvaluationRecord(Document):
     """Label of each set → digest of its rows as tokens and targets."""
     is_rounded: bool = False
     """Whether the quantised model is scored (`Recipe.ships_quantised`)."""
+    merge: dict[str, object] = field(default_factory=dict[str, object])
+    """Keys of `merge:` that decide the weights of the model, where they are not their defaults."""
 
     @classmethod
     def of(
-        cls, evaluation: CheckpointEvaluation, rows: Mapping[str, str], *, is_rounded: bool = False
+        cls,
+        evaluation: CheckpointEvaluation,
+        rows: Mapping[str, str],
+        *,
+        is_rounded: bool = False,
+        merge: Mapping[str, object] | None = None,
     ) -> EvaluationRecord:
         return cls(
-            uuid.uuid4().hex, evaluation.model_dump(mode="json", by_alias=True), dict(rows), is_rounded
+            uuid.uuid4().hex,
+            evaluation.model_dump(mode="json", by_alias=True),
+            dict(rows),
+            is_rounded,
+            dict(merge or {}),
         )
 
     @property
@@ -48,7 +59,9 @@ class EvaluationRecord(Document):
             each.set_label: [each.metric, each.answer, each.max_new_tokens, self.rows.get(each.set_label)]
             for each in section.sets
         }
-        rounded = {"is_rounded": True} if self.is_rounded else {}
+        weights = ({"is_rounded": True} if self.is_rounded else {}) | (
+            {"merge": self.merge} if self.merge else {}
+        )
         return digest_of_values(
-            {"sets": sets, "tasks": sorted(section.tasks), "task_rows": section.task_rows} | rounded
+            {"sets": sets, "tasks": sorted(section.tasks), "task_rows": section.task_rows} | weights
         )

@@ -234,6 +234,7 @@ OF_EVALUATIONS = [
         "evaluation:\n  tasks: [wikitext]\ntraining: {metric_for_best_model: wikitext/bits_per_byte}",
         "`training.greater_is_better` is missing",
     ),
+    (f"{_BY_SCORE}  greater_is_better: false\n", "is better when it is greater"),
     ("evaluation:\n  tasks: [mine.yaml]", "would run the code"),
     ("evaluation:\n  tasks: [arc_easy, folder/mine]", "would run the code"),
     (
@@ -357,6 +358,7 @@ COMPLETE = [
     ),
     (EVALUATED + "training: {metric_for_best_model: accuracy}", "is not measured"),
     (EVALUATED + "training: {metric_for_best_model: loss, greater_is_better: true}", "keep the worst"),
+    (EVALUATED + "training: {load_best_model_at_end: true, greater_is_better: true}", "eval_loss chooses"),
     (EVALUATED + "training: {early_stopping: {}, eval_strategy: no}", "needs evaluations"),
     (
         EVALUATED + "training: {load_best_model_at_end: true, eval_strategy: epoch, save_strategy: steps}",

@@ -10,6 +10,7 @@ so optimizers, checkpoints and merges see tensors of the usual names and shapes.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable
@@ -129,11 +130,8 @@ def _over_ranks(experts: nn.Module, group: dist.ProcessGroup) -> Callable[..., t
         )
         view = ModuleView(experts, num_experts=count // size, **dict(stacks))
         once = RoutedOnce.entered
-        route = (
-            _route(top_k_index, count, group)
-            if once is None
-            else once.route(top_k_index, lambda: _route(top_k_index, count, group))
-        )
+        make = functools.partial(_route, top_k_index, count, group)
+        route = make() if once is None else once.route(top_k_index, top_k_weights, make)
         rows = exchange(hidden_states[route.order // chosen], group, route.sent, route.received)
         ids, arrived = route.ids, len(rows)
         if (

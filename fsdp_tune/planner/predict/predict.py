@@ -437,6 +437,8 @@ def _assumptions(
         f"allocator: {'expandable segments' if segments == 'expandable' else 'plain segments'}",
         "every row is as long as data.max_length",
     ]
+    if efficiency.calibration:
+        found.append(efficiency.calibration)
     if not efficiency.is_measured and hardware.name != CPU:
         found.append(
             f"no measured matrix multiplication of {hardware.name} is published; the share of its "
