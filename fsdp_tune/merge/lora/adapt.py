@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fsdp_tune.core.command import BaseWeights
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
 from fsdp_tune.core.families import with_changes
+from fsdp_tune.core.tensors.activation_scales import dropped_notices
 from fsdp_tune.core.tensors.dtypes import DTYPES
-from fsdp_tune.core.tensors.encodings import dropped_notices
 from fsdp_tune.core.tensors.file_formats import (
     CONFIG_FILE,
     MAGNITUDE,
