@@ -33,7 +33,7 @@ from fsdp_tune.launch.command.recipe_changes import check, compare
 from fsdp_tune.launch.command.resume import Start, decide_start, move_aside, read_resolved
 from fsdp_tune.launch.command.run_files import RunFiles, write_resized, write_run
 from fsdp_tune.launch.machines.channel import CountedBar
-from fsdp_tune.launch.machines.launches import Machines
+from fsdp_tune.launch.machines.rendezvous import Machines
 from fsdp_tune.launch.machines.store import SERVED_SECONDS
 from fsdp_tune.launch.supervise.attempts import Resized
 from fsdp_tune.model.model_files import ModelFacts

@@ -71,7 +71,7 @@ from fsdp_tune.launch.command.run_files import RunFiles, write_run
 from fsdp_tune.launch.machines.channel import CountedBar, network_message, open_channel
 from fsdp_tune.launch.machines.directories import OwnDirectory
 from fsdp_tune.launch.machines.identity import identity_of
-from fsdp_tune.launch.machines.launches import Machines
+from fsdp_tune.launch.machines.rendezvous import Machines
 from fsdp_tune.launch.supervise.attempts import Attempts
 from fsdp_tune.launch.supervise.early_launch import EarlyLaunch, start_early
 from fsdp_tune.launch.supervise.supervisor import Message, Position

@@ -536,7 +536,7 @@ PLANTS: tuple[Plant, ...] = (
     ),
     plant(
         "missing machines not named",
-        "launch.machines.launches:Machines.gather",
+        "launch.machines.rendezvous:Machines.gather",
         always("present others"),
         rows="F031",
     ),

@@ -21,7 +21,7 @@ from fsdp_tune.jobs.options import TrainOptions
 from fsdp_tune.jobs.resizing import OwnRun, other_data
 from fsdp_tune.launch.machines import directories, store, verdicts
 from fsdp_tune.launch.machines.directories import OwnDirectory
-from fsdp_tune.launch.machines.launches import Machines
+from fsdp_tune.launch.machines.rendezvous import Machines
 from fsdp_tune.run.directory import Held, RunDir, held_checkpoints, inspect_checkpoint, latest_checkpoint
 from fsdp_tune.run.launch_files import ResumeRequest
 from fsdp_tune.run.rank_files import Verdict

@@ -19,8 +19,8 @@ from typing import Protocol
 from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Problem
 from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.launch.command.accelerate import LaunchPlan
-from fsdp_tune.launch.machines.launches import Machines
 from fsdp_tune.launch.machines.machine import Fewer, Standby
+from fsdp_tune.launch.machines.rendezvous import Machines
 from fsdp_tune.launch.supervise.early_launch import EarlyLaunch
 from fsdp_tune.launch.supervise.looks import reason_of
 from fsdp_tune.launch.supervise.supervisor import Event, Message, Supervisor

@@ -13,9 +13,9 @@ import pytest
 
 from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Problem
 from fsdp_tune.launch.command.accelerate import LaunchPlan
-from fsdp_tune.launch.machines import launches as machines
-from fsdp_tune.launch.machines.launches import Machines
+from fsdp_tune.launch.machines import peers
 from fsdp_tune.launch.machines.machine import Fewer, Standby
+from fsdp_tune.launch.machines.rendezvous import Machines
 from fsdp_tune.launch.supervise.attempts import Attempts, Resized
 from fsdp_tune.launch.supervise.supervisor import Event, Message
 from fsdp_tune.run.directory import RunDir
@@ -43,7 +43,7 @@ def continue_without_second(first: Machines, third: Machines) -> None:
 
 @pytest.fixture
 def three(play_of: Callable[[int], Play], monkeypatch: pytest.MonkeyPatch) -> tuple[Play, list[Machines]]:
-    monkeypatch.setattr(machines, "UNHEARD_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr(peers, "UNHEARD_SECONDS", PATIENCE_SECONDS)
     played = play_of(3)
     every = [played.machine(number, replacement_seconds=PATIENCE_SECONDS) for number in range(3)]
     start(*every)
@@ -151,8 +151,8 @@ def test_machine_that_is_cut_off_gives_up_before_the_first_continues_without_it(
         for number in range(2)
     )
     start(first, second)
-    earliest_seconds = machines.UNHEARD_SECONDS + replacement_seconds
-    for silent_seconds in (earliest_seconds - 5.0, machines.LOST_SECONDS + 1.0):
+    earliest_seconds = peers.UNHEARD_SECONDS + replacement_seconds
+    for silent_seconds in (earliest_seconds - 5.0, peers.LOST_SECONDS + 1.0):
         second._channel.silent_seconds = lambda _, seconds=silent_seconds: seconds  # type: ignore[method-assign]
         assert second.failure_elsewhere() is not None
 
@@ -254,7 +254,7 @@ def commands(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., list[Command]]:
-    monkeypatch.setattr(machines, "UNHEARD_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr(peers, "UNHEARD_SECONDS", PATIENCE_SECONDS)
     recipe = resolved(tmp_path, "launch.max_restarts=3")
     plan = plan_of({"0": []})
 

@@ -19,9 +19,9 @@ from fsdp_tune.core.errors import ExitReason, FsdpTuneError, usage_error
 from fsdp_tune.core.processes import StoppedBySignal
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.resizing import announce_end
-from fsdp_tune.launch.machines import directories, store
-from fsdp_tune.launch.machines import launches as machines
-from fsdp_tune.launch.machines.launches import Machines
+from fsdp_tune.launch.machines import directories, peers, store
+from fsdp_tune.launch.machines import rendezvous as machines
+from fsdp_tune.launch.machines.rendezvous import Machines
 from fsdp_tune.launch.supervise import supervisor as supervisors
 from fsdp_tune.launch.supervise.supervisor import Supervisor
 from fsdp_tune.run.directory import RunDir
@@ -327,7 +327,7 @@ def test_machine_that_has_left_a_launch_is_noticed(
     if is_told:
         there.end(ENDED_WELL)
     else:
-        monkeypatch.setattr(machines, "UNHEARD_SECONDS", LIMIT_SECONDS)
+        monkeypatch.setattr(peers, "UNHEARD_SECONDS", LIMIT_SECONDS)
         play.network.link(1).is_cut.set()
     until(here.has_one_left)
 
@@ -379,7 +379,7 @@ def test_hang_report_covers_all_machines(play_of: Callable[[int], Play]) -> None
 def test_machine_that_is_unheard_of_does_not_hide_a_hang(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the link is cut, neither learns whether the ranks of the other make progress, and both wait for
     them."""
-    monkeypatch.setattr(machines, "UNHEARD_SECONDS", 3 * LIMIT_SECONDS)
+    monkeypatch.setattr(peers, "UNHEARD_SECONDS", 3 * LIMIT_SECONDS)
     first, second = play.machine(0), play.machine(1)
     start(first, second)
     for machine in (first, second):
@@ -392,7 +392,7 @@ def test_machine_that_is_unheard_of_does_not_hide_a_hang(play: Play, monkeypatch
 
 def test_command_that_hangs_itself_does_not_hide_a_hang(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its channel is a process of its own, and still answers."""
-    monkeypatch.setattr(machines, "ATTESTED_SECONDS", 3 * LIMIT_SECONDS)
+    monkeypatch.setattr(peers, "ATTESTED_SECONDS", 3 * LIMIT_SECONDS)
     first, second = play.machine(0), play.machine(1)
     start(first, second)
     began = time.monotonic()
