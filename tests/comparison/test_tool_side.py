@@ -22,8 +22,9 @@ import fsdp_tune
 from fsdp_tune.cli.compare import comparison_page, verdict_of
 from fsdp_tune.comparison import tool_side
 from fsdp_tune.comparison.causes import option_paths
-from fsdp_tune.comparison.environments import ObservingChild, ToolChild, needed_requirements
+from fsdp_tune.comparison.environments import needed_requirements
 from fsdp_tune.comparison.observe import Side
+from fsdp_tune.comparison.side_processes import ObservingChild, ToolChild
 from fsdp_tune.comparison.stages import RANDOM, Observation, StageFacts, open_words, stages_until
 from fsdp_tune.jobs.options import CompareOptions
 from tests.comparison.tool_files import (
