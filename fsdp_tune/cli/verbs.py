@@ -32,7 +32,7 @@ from fsdp_tune.jobs.observer import Observer, PlanStage
 
 if TYPE_CHECKING:
     from fsdp_tune.cli.progress import LiveBar
-    from fsdp_tune.cli.train_view import StepView
+    from fsdp_tune.cli.step_view import StepView
     from fsdp_tune.jobs.observer import TrainingInputs, TrainResult
     from fsdp_tune.jobs.options import Allowed
     from fsdp_tune.planner.predict.predict import Plan
@@ -291,7 +291,7 @@ class Screen(Terminal, Observer):
     def training(self) -> Iterator[None]:
         """Keep a bar below the lines of the steps while ranks run."""
         from fsdp_tune.cli.progress import LiveBar, SilentBar
-        from fsdp_tune.cli.train_view import StepView
+        from fsdp_tune.cli.step_view import StepView
 
         self.end_phase()
         self.stop_waiting()
