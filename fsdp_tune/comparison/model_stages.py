@@ -17,11 +17,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from fsdp_tune.comparison.chosen import chosen_parameters
-from fsdp_tune.comparison.data_stages import MODEL_ROWS, DataSide
-from fsdp_tune.comparison.small_model import map_patterns, raw_config, with_default_sizes
-from fsdp_tune.comparison.stages import StageFacts
-from fsdp_tune.comparison.tool_side import (
+from fsdp_tune.comparison.both_sides import (
     AUTOCAST,
     SMALL_MODEL,
     cut_length,
@@ -31,6 +27,10 @@ from fsdp_tune.comparison.tool_side import (
     settle_draws,
     summary,
 )
+from fsdp_tune.comparison.chosen import chosen_parameters
+from fsdp_tune.comparison.data_stages import MODEL_ROWS, DataSide
+from fsdp_tune.comparison.small_model import map_patterns, raw_config, with_default_sizes
+from fsdp_tune.comparison.stages import StageFacts
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.small_config import scale_down_config
 from fsdp_tune.data.collate import collate, example_ids
