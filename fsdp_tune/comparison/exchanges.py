@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fsdp_tune.answer.examples import ReferenceAnswer, ScoredTokens
+from fsdp_tune.answer.model_requests import ReferenceAnswer, ScoredTokens
 from fsdp_tune.comparison.openai_server import ServedAnswer, ServedPrompt
 
 Decode = Callable[[Sequence[int]], str]

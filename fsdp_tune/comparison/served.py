@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fsdp_tune.answer.examples import ReferenceTokens, ScoreRequest
+from fsdp_tune.answer.model_requests import ReferenceTokens, ScoreRequest
 from fsdp_tune.comparison.exchanges import Decode, Exchange, Found, text_difference, token_difference
 from fsdp_tune.comparison.openai_server import ServedAnswer
 from fsdp_tune.comparison.served_answers import difference_or_tie, has_tokens, parts_within_character

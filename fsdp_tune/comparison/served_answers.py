@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fsdp_tune.answer.examples import ReferenceTokens, ScoredTokens
+from fsdp_tune.answer.model_requests import ReferenceTokens, ScoredTokens
 from fsdp_tune.comparison.exchanges import REPLACEMENT, Exchange, Found, quoted, shared_length
 from fsdp_tune.comparison.openai_server import ServedAnswer
 from fsdp_tune.comparison.served_logprobs import IN_FP32, ROUNDED, logprob_differences

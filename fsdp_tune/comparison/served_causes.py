@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fsdp_tune.answer.examples import ReferenceTokens, ScoredTokens
+from fsdp_tune.answer.model_requests import ReferenceTokens, ScoredTokens
 from fsdp_tune.comparison.exchanges import Decode, Exchange, Found, quoted, shared_length
 from fsdp_tune.comparison.openai_server import ServedAnswer
 from fsdp_tune.comparison.served_answers import answer_difference

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fsdp_tune.answer.examples import ScoredTokens
+from fsdp_tune.answer.model_requests import ScoredTokens
 from fsdp_tune.comparison.openai_server import ServedAnswer
 
 TOLERANCE = 0.02

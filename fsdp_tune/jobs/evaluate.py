@@ -16,22 +16,16 @@ from typing import Any
 import numpy as np
 import yaml
 
-from fsdp_tune.answer.examples import (
-    AnswerReader,
+from fsdp_tune.answer.examples import AnswerReader, read_examples, refuse_without_prompt
+from fsdp_tune.answer.find_model import ModelToEvaluate, find_model, run_of_model
+from fsdp_tune.answer.model_requests import Request, RowScore, SetRequest
+from fsdp_tune.answer.statistics import (
     Comparison,
     Estimate,
-    ModelToEvaluate,
-    Request,
-    RowScore,
     Scores,
-    SetRequest,
     bootstrap,
-    find_model,
     mcnemar,
     paired_bootstrap,
-    read_examples,
-    refuse_without_prompt,
-    run_of_model,
     wilson,
 )
 from fsdp_tune.core.atomic import check_output_file, write_file

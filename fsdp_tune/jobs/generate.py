@@ -16,16 +16,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
 
-from fsdp_tune.answer.examples import (
+from fsdp_tune.answer.find_model import ModelToEvaluate, find_model, run_of_model
+from fsdp_tune.answer.model_requests import (
     AnswerSettings,
     ModelsRequest,
-    ModelToEvaluate,
     ReferenceAnswer,
     ReferenceTokens,
     ScoredTokens,
     ScoreRequest,
-    find_model,
-    run_of_model,
 )
 from fsdp_tune.core.atomic import check_output_file, write_file
 from fsdp_tune.core.command import JsonAnswer

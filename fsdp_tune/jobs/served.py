@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from fsdp_tune.answer.examples import ReferenceAnswer, ReferenceTokens
+from fsdp_tune.answer.model_requests import ReferenceAnswer, ReferenceTokens
 from fsdp_tune.comparison.causes import DifferentKey, yaml_value
 from fsdp_tune.comparison.exchanges import Exchange
 from fsdp_tune.comparison.openai_server import (

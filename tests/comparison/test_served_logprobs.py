@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from fsdp_tune.answer.examples import ScoredTokens
+from fsdp_tune.answer.model_requests import ScoredTokens
 from fsdp_tune.comparison.openai_server import ServedAnswer, ServedToken
 from fsdp_tune.comparison.served_logprobs import scale_of
 
