@@ -7,7 +7,8 @@ from collections import deque
 from typing import Any
 
 from fsdp_tune.cli.progress import ScreenBar
-from fsdp_tune.cli.terminal import TREND, Terminal, trend
+from fsdp_tune.cli.terminal import Terminal
+from fsdp_tune.cli.terminal_text import TREND, trend
 from fsdp_tune.run.events import AnyEvent, FirstStep, Stopping, TrainStarted, number, read_event
 from fsdp_tune.run.time_left import TimeLeft
 

@@ -20,7 +20,8 @@ import typer
 
 from fsdp_tune.cli.completion import COMPLETERS
 from fsdp_tune.cli.failures import exit_code_of, problem_of
-from fsdp_tune.cli.terminal import Terminal, printable, write_text
+from fsdp_tune.cli.terminal import Terminal, write_text
+from fsdp_tune.cli.terminal_text import printable
 from fsdp_tune.core.command import Argument, Bar, Only, Option
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem, usage_error
 from fsdp_tune.core.limits import is_panic

@@ -339,7 +339,10 @@ PLANTS: tuple[Plant, ...] = (
     ),
     plant("secrets not masked", "core.secrets:masked", result("value"), rows="F120"),
     plant(
-        "terminal escapes not escaped", "cli.terminal:printable", always("unicodedata.category"), rows="F124"
+        "terminal escapes not escaped",
+        "cli.terminal_text:printable",
+        always("unicodedata.category"),
+        rows="F124",
     ),
     # merge
     plant(
