@@ -390,14 +390,14 @@ PLANTS: tuple[Plant, ...] = (
     ),
     plant(
         "failed launch not restarted",
-        "launch.supervise.attempts:is_transient",
+        "launch.supervise.restarts:is_transient",
         result("False"),
         rows="F041",
         by=("launch/test_attempts.py::killed_rank_restarts_the_run_with_a_message_and_a_metrics_event",),
     ),
     plant(
         "deterministic failure restarted",
-        "launch.supervise.attempts:decide_restart",
+        "launch.supervise.restarts:decide_restart",
         never("failure.step"),
         rows="F101",
     ),
