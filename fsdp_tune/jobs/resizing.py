@@ -17,8 +17,10 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from fsdp_tune.core.atomic import write_file
-from fsdp_tune.core.devices import host, versions, visible_devices
+from fsdp_tune.core.devices import visible_devices
 from fsdp_tune.core.errors import FsdpTuneError, Problem, usage_error
+from fsdp_tune.core.host import host
+from fsdp_tune.core.package_versions import versions
 from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.data.preparation import prepare as prepare_data
 from fsdp_tune.data.read.sources import OF_ROWS
