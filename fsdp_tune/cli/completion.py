@@ -9,11 +9,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
-
 
 Completer = Callable[[str], list[str]]
 """What was typed of a word → the words that it may become."""
