@@ -90,12 +90,7 @@ def _packed(
         return Unread(
             codes, f"holds {list(shape)} values, and its scales {list(of_scales.shape)} fit no groups of them"
         )
-    forms = [StoredType("I8", of_scales.shape)]
-    if len(of_scales.shape) == 2:
-        forms.append(
-            StoredType("I32", (-(-of_scales.shape[0] * width // 32), of_scales.shape[1]))
-        )  # since compressed-tensors 0.10
-    if zeros is not None and tensors[zeros] not in forms:
+    if zeros is not None and not _fits_scales(tensors[zeros], of_scales, width):
         return Unread(
             codes,
             f"has zero points {tensors[zeros].dtype} {list(tensors[zeros].shape)} for scales "
@@ -122,6 +117,16 @@ def _packed(
         rounds_to_scales=True,
         unused=unused,
     )
+
+
+def _fits_scales(zeros: StoredType, scales: StoredType, width: int) -> bool:
+    """Return whether zero points are one for each scale, as they are or packed."""
+    forms = [StoredType("I8", scales.shape)]
+    if len(scales.shape) == 2:
+        forms.append(
+            StoredType("I32", (-(-scales.shape[0] * width // 32), scales.shape[1]))
+        )  # since compressed-tensors 0.10
+    return zeros in forms
 
 
 def _has_zero_points(weights: Mapping[str, Any]) -> bool:
