@@ -48,8 +48,8 @@ class DataSide:
         self.steps_of_rows: list[list[Row]] = []
         self.complete: list[str] = []
 
-    def _data(self) -> None:
-        recipe = self._sampled()
+    def observe_data(self) -> None:
+        recipe = self.sampled()
         encoder = load_encoder(recipe)
         self.vocabulary, self.pad_id = encoder.vocabulary_size, encoder.pad_id
         prepared = prepare(recipe, encoder, check_rows=False)
@@ -110,7 +110,7 @@ class DataSide:
         self.complete.append("rows")
         if all(account.rows < self.rows for account in accounts):
             self.complete.append("eval_rows")
-        steps = self._total_steps()[0]
+        steps = self.total_steps()[0]
         if self.is_beside_tool or steps * self.recipe.global_batch_size > ORDERED_SEQUENCES:
             return
         self.complete.append("order")
@@ -118,7 +118,7 @@ class DataSide:
             found = [keys[store.pieces(index)[0].example] for index in rows.batch_after(step - 1).tolist()]
             self.stages["order"].values[f"step {step}"] = found
 
-    def _total_steps(self) -> tuple[int, bool]:
+    def total_steps(self) -> tuple[int, bool]:
         """Return the steps of the run, and whether the number of those of an epoch is assumed."""
         steps = int(training_value(self.recipe.training, "max_steps"))
         if steps > 0:
@@ -132,7 +132,7 @@ class DataSide:
             float(training_value(self.recipe.training, "num_train_epochs")) * of_epoch
         ), self.row_count is None
 
-    def _sampled(self) -> Recipe:
+    def sampled(self) -> Recipe:
         """Return the recipe with the first rows of each source, read in this process."""
         raw = self.recipe.model_dump(mode="json", by_alias=True)
         data = raw["data"]

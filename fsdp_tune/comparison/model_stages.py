@@ -80,7 +80,7 @@ class ModelSide(DataSide):
         self.start = ""  # model of the stages, once it is written
         self.chosen: dict[str, object] = {}
 
-    def _model(self) -> None:
+    def observe_model(self) -> None:
         if not self.is_beside_tool:
             self.chosen = chosen_parameters(self.recipe)
         recipe = self._one_process()

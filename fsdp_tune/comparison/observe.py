@@ -66,11 +66,12 @@ class Side(ModelSide):
         self.wanted = list(stages_until(request["until"]))
 
     def observe(self) -> Observation:
-        self._attempt(self._data, [name for name in self.wanted if name in DATA_STAGES])
+        self._attempt(self.observe_data, [name for name in self.wanted if name in DATA_STAGES])
         if self.wanted[-1] not in DATA_STAGES:
             self._attempt(self._rate, ["rate"])
             self._attempt(
-                self._model, [name for name in self.wanted if name not in (*DATA_STAGES, "rate", "defaults")]
+                self.observe_model,
+                [name for name in self.wanted if name not in (*DATA_STAGES, "rate", "defaults")],
             )
         if self.inputs_file is not None:
             self._attempt(self._write_inputs, [])
@@ -107,7 +108,7 @@ class Side(ModelSide):
         """Write what another tool needs to compute the same side: the rows as they are read, the model, and
         how much of both is used."""
         lines: list[str] = []
-        recipe = self._sampled()
+        recipe = self.sampled()
         for source, opened in enumerate(open_inputs(recipe, load_encoder(recipe), train_only=True)):
             read = ((file, row) for file, row in opened.source.read() if not isinstance(row, BadRow))
             for file, (number, values) in itertools.islice(read, opened.entry.max_rows):
@@ -138,7 +139,7 @@ class Side(ModelSide):
 
     def _rate(self) -> None:
         recipe, assumed = self.recipe, None
-        steps, is_assumed = self._total_steps()
+        steps, is_assumed = self.total_steps()
         if is_assumed:
             assumed = f"the learning rate is that of epochs of {NOMINAL_STEPS_OF_EPOCH:,} steps"
             self.left_out.append(f"the number of steps of an epoch: {assumed}")

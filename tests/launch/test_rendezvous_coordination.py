@@ -109,7 +109,7 @@ def test_first_machine_waits_for_one_that_comes_later(play: Play) -> None:
     assert (second.join(), second.next_launch()) == (None, 0)
     assert gathering.all() == [None]
     assert json.loads(play.run.machines_json.read_bytes()) == {"0": "host-0", "1": "host-1"}
-    assert abs(second._channel.clock_seconds(0)) < 5.0
+    assert abs(second.channel.clock_seconds(0)) < 5.0
 
 
 def test_first_machine_that_never_comes_is_named(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,7 @@ def test_two_commands_with_one_number_are_refused(play: Play) -> None:
     first = play.machine(0)
     both = [play.machine(1), play.machine(1)]
     joining = [Answers(each.join) for each in both]
-    until(lambda: any(each._channel.last.twin for each in both))
+    until(lambda: any(each.channel.last.twin for each in both))
     first.advance(1)
     first.gather(0)
     codes = [
@@ -180,7 +180,7 @@ def test_failure_of_first_machine_before_the_launch_ends_the_others(play: Play) 
     second = play.machine(1)
     joining = Answers(second.join)
     first = play.machine(0)
-    until(lambda: second._read(0) is not None)
+    until(lambda: second.read(0) is not None)
     with pytest.raises(Exception, match="no such file"), first:
         raise usage_error("file-not-found", "no such file", hint="look")
     (there,) = joining.all()
@@ -199,8 +199,8 @@ def test_finished_run_ends_the_others(play: Play) -> None:
 
 def test_stop_of_another_machine_before_the_launch_ends_the_first(play: Play) -> None:
     first, second = play.machine(0), play.machine(1)
-    until(lambda: second._read(0) is not None)
-    second._publish(life=first._report.life)
+    until(lambda: second.read(0) is not None)
+    second.publish(life=first.report.life)
     with pytest.raises(StoppedBySignal), second:
         raise StoppedBySignal(15)
     verdict = first.gather(0)
@@ -421,7 +421,7 @@ def test_next_launch_starts_without_silence(play: Play) -> None:
     start(first, second, launch=1)
     for machine in (first, second):
         machine.failure_elsewhere()
-        assert not machine._report.is_quiet
+        assert not machine.report.is_quiet
         assert not machine.share_quiet(is_quiet=True)
 
 

@@ -28,7 +28,7 @@ def test_short_cut_of_the_link_costs_nothing(play: Play) -> None:
     first, second = play.machine(0), play.machine(1)
     start(first, second)
     play.network.link(1).is_cut.set()
-    until(lambda: second._channel.last.fault)
+    until(lambda: second.channel.last.fault)
     first.end(KILLED)
     assert (first.failure_elsewhere(), second.failure_elsewhere()) == (None, None)
     play.network.link(1).is_cut.clear()
@@ -80,7 +80,7 @@ def test_first_machine_that_ended_without_a_word_is_lost(play: Play, monkeypatch
     link = play.network.link(1)
     monkeypatch.setattr(play.network, "port", 1)  # nothing listens there
     link.is_cut.set()
-    until(lambda: second._channel.last.fault)
+    until(lambda: second.channel.last.fault)
     link.is_cut.clear()
     assert second.next_launch() is None
     ending = _final(ECHO, None, second.lost_first())
@@ -104,14 +104,14 @@ def test_end_of_another_machine_is_not_its_loss(play: Play, monkeypatch: pytest.
     first, second = play.machine(0), play.machine(1)
     start(first, second)
     second.end(ENDED_WELL)
-    until(lambda: first._read_others()[1].verdict)
+    until(lambda: first.read_others()[1].verdict)
     monkeypatch.setattr(peers, "LOST_SECONDS", 0.1)
     play.network.link(1).is_cut.set()
     time.sleep(0.2)
     assert first.failure_elsewhere() is None
     first.conclude(ENDED_WELL)
     play.network.link(1).is_cut.clear()
-    until(lambda: (first_there := second._read(0)) is not None and first_there.state == "final")
+    until(lambda: (first_there := second.read(0)) is not None and first_there.state == "final")
     play.network.link(1).is_cut.set()
     time.sleep(0.2)
     assert second.failure_elsewhere() is None
@@ -131,7 +131,7 @@ def test_close_waits_until_the_last_document_is_read(play: Play) -> None:
     start(first, second)
     first.conclude(ENDED_WELL)
     first.close()
-    report = second._read(0)
+    report = second.read(0)
     assert report is not None
     assert report.state == "final"
 
@@ -170,11 +170,11 @@ def test_document_of_another_shape_is_ignored(play: Play) -> None:
     for number, document in enumerate(
         (
             {"token": "x", "launch": "many"},
-            {"token": "x", "ended": {"exit_code": 99}, "life": first._report.life},
+            {"token": "x", "ended": {"exit_code": 99}, "life": first.report.life},
         )
     ):
         stranger.publish(document)
-        until(lambda: first._channel.document(1) == document)  # noqa: B023
+        until(lambda: first.channel.document(1) == document)  # noqa: B023
         assert first.failure_elsewhere() is None, number
 
 

@@ -57,47 +57,47 @@ class Peers:
         identity: Identity | None,
     ) -> None:
         """`channel` and `identity`: None on a single machine."""
-        self._machine, self._count = machine, count
-        self._hang_seconds, self._replacement_seconds = hang_seconds, replacement_seconds
+        self.machine, self.count = machine, count
+        self.hang_seconds, self.replacement_seconds = hang_seconds, replacement_seconds
         self.members = tuple(range(count))
         """The machines of the launch. Ranks are numbered in this order."""
-        self._open_channel = channel
-        self._report = MachineReport(
+        self.open_channel = channel
+        self.report = MachineReport(
             token=secrets.token_hex(8), life=secrets.token_hex(8) if machine == 0 else None, identity=identity
         )
         self._work = 0
         self._work_at = self._polled_at = float("-inf")
-        self._reports: dict[int, MachineReport] = {}
-        self._tokens: dict[int, str] = {}
+        self.reports: dict[int, MachineReport] = {}
+        self.tokens: dict[int, str] = {}
         """On the first machine: the token of each other machine that has confirmed the launch."""
 
     @property
-    def _channel(self) -> Channel:
-        assert self._open_channel is not None, "a single machine has no channel"
-        return self._open_channel
+    def channel(self) -> Channel:
+        assert self.open_channel is not None, "a single machine has no channel"
+        return self.open_channel
 
     @property
     def others(self) -> list[int]:
         """The other machines of the launch."""
-        return [machine for machine in self.members if machine != self._machine]
+        return [machine for machine in self.members if machine != self.machine]
 
     def advance(self, n: int = 1) -> None:
         """Count work before a launch (rows, bytes), so that the others see that the first machine makes
         progress."""
         self._work += n
-        if self._open_channel is not None and LIVED.now() - self._work_at >= WORK_SECONDS:
+        if self.open_channel is not None and LIVED.now() - self._work_at >= WORK_SECONDS:
             self._work_at = LIVED.now()
-            self._channel.refuse_fatal()
-            self._publish(work=self._work)
+            self.channel.refuse_fatal()
+            self.publish(work=self._work)
 
-    def _is_there(self, machine: int) -> bool:
-        silent_seconds = self._channel.silent_seconds(machine)
+    def is_there(self, machine: int) -> bool:
+        silent_seconds = self.channel.silent_seconds(machine)
         return silent_seconds is not None and silent_seconds < UNHEARD_SECONDS
 
-    def _is_replaced(self, machine: int) -> bool:
+    def is_replaced(self, machine: int) -> bool:
         """Return whether another command has taken the number of a machine that had confirmed the launch."""
-        report = self._read(machine)
-        return report is not None and machine in self._tokens and report.token != self._tokens[machine]
+        report = self.read(machine)
+        return report is not None and machine in self.tokens and report.token != self.tokens[machine]
 
     def is_poll_due(self) -> bool:
         """Return whether to read the other machines: at most once a second, never on a single machine."""
@@ -108,25 +108,25 @@ class Peers:
 
     def failure_elsewhere(self) -> Problem | None:
         """Return the failure or loss of another machine, which ends the ranks here too."""
-        for machine, report in self._read_others().items():
+        for machine, report in self.read_others().items():
             if (problem := report.problem) is not None:
                 return Problem("machine-failed", f"machine {machine}: {problem.message}", hint=problem.hint)
             if (
                 machine == 0
                 and report.relayed.failure is not None
-                and report.relayed.failed_machine != self._machine
+                and report.relayed.failed_machine != self.machine
             ):
                 with suppress(ValueError, KeyError, TypeError):
                     return Problem.from_dict(report.relayed.failure)
-        if self._machine > 0:
+        if self.machine > 0:
             return self.left_out() or self.lost_first()
-        return next((self._lost_problem(machine) for machine in self._tokens if self._is_lost(machine)), None)
+        return next((self.lost_problem(machine) for machine in self.tokens if self._is_lost(machine)), None)
 
     def left_out(self) -> Problem | None:
         """Return, on another machine, that the first one has begun the next launch: it had heard nothing from
         here for too long."""
-        first = self._read(0)
-        if first is None or first.life != self._report.life or first.launch <= self._report.launch:
+        first = self.read(0)
+        if first is None or first.life != self.report.life or first.launch <= self.report.launch:
             return None
         return Problem(
             "machine-lost",
@@ -136,7 +136,7 @@ class Peers:
 
     def stopped_elsewhere(self) -> ExitReason | None:
         """Return why the ranks of another machine were stopped, or None. Ranks here would wait for them."""
-        for report in self._read_others().values():
+        for report in self.read_others().values():
             if (verdict := report.verdict) is not None and verdict.is_stop:
                 return verdict.reason
             if report.relayed.stop_reason is not None:
@@ -146,23 +146,23 @@ class Peers:
     def share_quiet(self, *, is_quiet: bool) -> bool:
         """Publish whether the ranks of this machine make no progress. Returns whether those of no other
         machine make any, as last read."""
-        if self.others and is_quiet != self._report.is_quiet:
-            self._publish(is_quiet=is_quiet)
+        if self.others and is_quiet != self.report.is_quiet:
+            self.publish(is_quiet=is_quiet)
         if self.others and not is_quiet and LIVED.now() - self._work_at >= ATTESTED_SECONDS / 3:
             self.advance()
         return self._are_quiet() and (
-            self._machine == 0 or not self._attests(0) or self._reports[0].relayed.are_quiet
+            self.machine == 0 or not self._attests(0) or self.reports[0].relayed.are_quiet
         )
 
     def _attests(self, machine: int) -> bool:
         """Return whether the command of a machine says that its ranks make progress, or whether they do. One
         that hangs itself does not."""
-        return self._is_there(machine) and self._channel.unchanged_seconds(machine) < ATTESTED_SECONDS
+        return self.is_there(machine) and self.channel.unchanged_seconds(machine) < ATTESTED_SECONDS
 
     def _are_quiet(self) -> bool:
         """Return whether no machine that this one reads reports progress."""
         reports = (
-            (machine, self._reports.get(machine)) for machine in ([0] if self._machine > 0 else self.others)
+            (machine, self.reports.get(machine)) for machine in ([0] if self.machine > 0 else self.others)
         )
         return all(
             not self._attests(machine) or (report is not None and report.makes_no_progress)
@@ -172,7 +172,7 @@ class Peers:
     def silent_seconds_elsewhere(self) -> float | None:
         """Return the seconds without progress if another machine has detected a hang and waits for the
         rank_states of this one."""
-        reports = self._read_others().values()
+        reports = self.read_others().values()
         direct = [report.silent_seconds for report in reports if report.rank_states]
         return max(
             [*direct, *(each for report in reports if (each := report.relayed.silent_seconds) is not None)],
@@ -182,11 +182,11 @@ class Peers:
     def share(self, rank_states: Sequence[RankState], silent_seconds: float) -> list[RankState]:
         """Publish the rank_states of this machine and wait for those of the others. Returns all known
         rank_states by rank."""
-        self._publish(rank_states=tuple(rank_states), silent_seconds=silent_seconds)
+        self.publish(rank_states=tuple(rank_states), silent_seconds=silent_seconds)
         deadline = LIVED.now() + SHARE_SECONDS
         while not self._has_all_states() and LIVED.now() < deadline:
             time.sleep(READ_SECONDS)
-        reports = self._read_others().values()
+        reports = self.read_others().values()
         every = {
             each.rank: each
             for report in reports
@@ -196,81 +196,81 @@ class Peers:
         return [every[rank] for rank in sorted(every)]
 
     def _has_all_states(self) -> bool:
-        reports = self._read_others()
-        if self._machine == 0:
+        reports = self.read_others()
+        if self.machine == 0:
             return len(reports) == len(self.others) and all(report.rank_states for report in reports.values())
         return 0 in reports and bool(reports[0].rank_states) and reports[0].relayed.is_complete
 
     def _is_lost(self, machine: int) -> bool:
         """Return whether a machine that takes part in the launch is gone. One that has published its end may
         leave."""
-        if machine in self._reports and self._reports[machine].verdict is not None:
+        if machine in self.reports and self.reports[machine].verdict is not None:
             return False
-        limit_seconds = min(LOST_SECONDS, self._hang_seconds + LOST_MARGIN_SECONDS)
-        if self._machine > 0:  # its ranks end before the first machine can continue without them
-            limit_seconds = min(limit_seconds, self._replacement_seconds + UNHEARD_SECONDS * 2 / 3)
-        silent_seconds = self._channel.silent_seconds(machine)
-        return self._is_replaced(machine) or (silent_seconds is not None and silent_seconds > limit_seconds)
+        limit_seconds = min(LOST_SECONDS, self.hang_seconds + LOST_MARGIN_SECONDS)
+        if self.machine > 0:  # its ranks end before the first machine can continue without them
+            limit_seconds = min(limit_seconds, self.replacement_seconds + UNHEARD_SECONDS * 2 / 3)
+        silent_seconds = self.channel.silent_seconds(machine)
+        return self.is_replaced(machine) or (silent_seconds is not None and silent_seconds > limit_seconds)
 
-    def _lost_problem(self, machine: int) -> Problem:
-        report, silent_seconds = self._reports.get(machine), self._channel.silent_seconds(machine)
+    def lost_problem(self, machine: int) -> Problem:
+        report, silent_seconds = self.reports.get(machine), self.channel.silent_seconds(machine)
         host = f" ({report.identity.host})" if report is not None and report.identity is not None else ""
         how = f"nothing has come from it for {format_seconds(silent_seconds or 0.0)}"
-        if self._is_replaced(machine):
+        if self.is_replaced(machine):
             how = "its command was started again"
         hint = "its command was killed, or the network between the machines failed"
         return Problem("machine-lost", f"machine {machine}{host} is lost: {how}", hint=hint)
 
     def lost_first(self) -> Problem | None:
         """Return, on another machine, why it cannot follow the first any more, or None."""
-        first = self._read(0)
+        first = self.read(0)
         if (
             first is None
-            or self._report.life is None
-            or (first.state == "final" and first.life == self._report.life)
+            or self.report.life is None
+            or (first.state == "final" and first.life == self.report.life)
         ):
             return None
-        if first.life != self._report.life or self._is_lost(0):
-            return self._lost_problem(0) if first.life == self._report.life else started_again(first)
-        if self._channel.refused_seconds > REFUSED_SECONDS:
-            message = f"machine 0 is lost: its command has ended ({self._channel.last.fault})"
+        if first.life != self.report.life or self._is_lost(0):
+            return self.lost_problem(0) if first.life == self.report.life else started_again(first)
+        if self.channel.refused_seconds > REFUSED_SECONDS:
+            message = f"machine 0 is lost: its command has ended ({self.channel.last.fault})"
             return Problem("machine-lost", message, hint="see the output of its command")
         return None
 
-    def _begin(self, launch: int, members: Sequence[int]) -> None:
+    def begin(self, launch: int, members: Sequence[int]) -> None:
         self.members = tuple(members)
-        self._report = replace(self._report, launch=launch)
-        self._reports, self._tokens = {}, {}
+        self.report = replace(self.report, launch=launch)
+        self.reports, self.tokens = {}, {}
 
-    def _publish(self, **changes: object) -> None:
-        self._report = replace(self._report, **changes)
-        if self._open_channel is not None:
-            self._open_channel.publish(json_safe(self._report.as_dict()))
+    def publish(self, **changes: object) -> None:
+        self.report = replace(self.report, **changes)
+        if self.open_channel is not None:
+            self.open_channel.publish(json_safe(self.report.as_dict()))
 
-    def _read_others(self) -> dict[int, MachineReport]:
+    def read_others(self) -> dict[int, MachineReport]:
         """Return the last report of each machine in this launch. A machine in the next launch has ended this
         one."""
-        for machine in self.others if self._machine == 0 else [0] if self.others else []:
-            report = self._read(machine)
-            if report is None or report.launch not in (self._report.launch, NOT_STARTED):
+        for machine in self.others if self.machine == 0 else [0] if self.others else []:
+            report = self.read(machine)
+            if report is None or report.launch not in (self.report.launch, NOT_STARTED):
                 continue
-            if report.life == self._report.life or self._failed_before_joining(machine, report):
-                self._reports[machine] = report
-        if self._machine == 0 and self.others:
-            relayed = relay(self._reports, len(self.others), are_quiet=self._are_quiet())
-            if relayed != self._report.relayed:
-                self._publish(relayed=relayed)
-        return self._reports
+            if report.life == self.report.life or self._failed_before_joining(machine, report):
+                self.reports[machine] = report
+        if self.machine == 0 and self.others:
+            relayed = relay(self.reports, len(self.others), are_quiet=self._are_quiet())
+            if relayed != self.report.relayed:
+                self.publish(relayed=relayed)
+        return self.reports
 
     def _failed_before_joining(self, machine: int, report: MachineReport) -> bool:
         """Return, on the first machine, whether one that has not joined the first launch has failed: it has
         not read which life this is."""
-        is_first = self._machine == 0 and self._report.launch <= 0 and machine not in self._tokens
+        is_first = self.machine == 0 and self.report.launch <= 0 and machine not in self.tokens
         return is_first and report.life is None and report.problem is not None
 
-    def _read(self, machine: int) -> MachineReport | None:
+    def read(self, machine: int) -> MachineReport | None:
         """Return the present report of a machine, or None."""
-        raw = self._channel.document(machine)
+        raw = self.channel.document(machine)
         with suppress(ValueError, KeyError, TypeError):
             return MachineReport.from_dict(raw) if raw else None
         return None

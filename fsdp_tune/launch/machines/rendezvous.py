@@ -71,38 +71,38 @@ class Machines(Peers):
         self._standby: Standby | None = None
 
     def __enter__(self) -> Self:
-        self._publish()
+        self.publish()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Publish why this command ends before it has ended a launch, and close the channel."""
-        if self._open_channel is None:
+        if self.open_channel is None:
             return
-        if error is not None and self._report.state not in ("ended", "final"):
+        if error is not None and self.report.state not in ("ended", "final"):
             ended = verdict_of(error)
-            self._publish(state="final" if self._machine == 0 else "ended", ended=ended.as_dict())
+            self.publish(state="final" if self.machine == 0 else "ended", ended=ended.as_dict())
         self.close()
 
     def close(self) -> None:
         """Let the others read the last document of this machine, then leave."""
-        if self._open_channel is not None:
-            self._open_channel.close()
+        if self.open_channel is not None:
+            self.open_channel.close()
 
     # ---- The first machine.
 
     def expected(self) -> list[int]:
         """Return, on the first machine, those to wait for: the machines of the last launch, and others that
         wait for the next one."""
-        return [machine for machine in range(self._count) if machine in self.members or self._waits(machine)]
+        return [machine for machine in range(self.count) if machine in self.members or self._waits(machine)]
 
     def _waits(self, machine: int) -> bool:
-        report = self._read(machine)
+        report = self.read(machine)
         return (
-            self._is_there(machine)
+            self.is_there(machine)
             and report is not None
-            and report.life == self._report.life
+            and report.life == self.report.life
             and report.ended is None
         )
 
@@ -119,8 +119,8 @@ class Machines(Peers):
         those that have not confirmed within `launch.replacement_timeout` are left out, and also, after the
         first launch, those that failed or were stopped. Without it, they end the run, and how is returned.
         """
-        self._begin(launch, range(self._count) if members is None else members)
-        if self._open_channel is None:
+        self.begin(launch, range(self.count) if members is None else members)
+        if self.open_channel is None:
             return None
         started = LIVED.now()
         facts: dict[str, object] = {
@@ -128,33 +128,31 @@ class Machines(Peers):
             "files": self._directory.offer(),
             "relayed": Relayed(),
         }
-        self._publish(launch=launch, state="gathering", ended=None, rank_states=(), is_quiet=False, **facts)
+        self.publish(launch=launch, state="gathering", ended=None, rank_states=(), is_quiet=False, **facts)
         while True:
             self.advance()  # the others wait for it
-            reports = self._read_others()
+            reports = self.read_others()
             ready = [
                 machine
                 for machine, report in reports.items()
                 if report.state == "ready" and report.launch == launch
             ]
-            present = [machine for machine in ready if self._is_there(machine)]
+            present = [machine for machine in ready if self.is_there(machine)]
             if len(present) == len(self.others):
                 break
             waited = LIVED.now() - started
-            idle = min(waited, self._channel.idle_seconds(set(self.others) - set(present)))
+            idle = min(waited, self.channel.idle_seconds(set(self.others) - set(present)))
             is_final = launch == 0 or is_enough is None
             if is_final and (ended := self._ended_before()) is not None:
                 return ended
             if (
                 is_enough is not None
-                and (waited if launch else idle) > self._replacement_seconds
+                and (waited if launch else idle) > self.replacement_seconds
                 and is_enough(1 + len(present))
             ):
                 return Fewer((0, *sorted(present)))
             if idle > (
-                self._hang_seconds
-                if is_enough is None
-                else max(self._hang_seconds, self._replacement_seconds)
+                self.hang_seconds if is_enough is None else max(self.hang_seconds, self.replacement_seconds)
             ):
                 return self._ended_before() or Verdict(
                     ExitCode.FAILED, ExitReason.FAILED, 0, self._missing(present, waited)
@@ -165,13 +163,13 @@ class Machines(Peers):
 
     def _start(self, reports: Mapping[int, MachineReport]) -> None:
         """Let the ranks of a launch start, whose other machines have all confirmed it."""
-        self._tokens = {machine: reports[machine].token for machine in self.others}
-        hosts = [self._report.identity, *(reports[machine].identity for machine in self.others)]
+        self.tokens = {machine: reports[machine].token for machine in self.others}
+        hosts = [self.report.identity, *(reports[machine].identity for machine in self.others)]
         write_json(
             self._run.machines_json,
             {str(at): identity.host for at, identity in enumerate(hosts) if identity is not None},
         )
-        self._publish(state="running")
+        self.publish(state="running")
 
     def held_elsewhere(self, limit_seconds: float | None = None) -> list[Held]:
         """Return, on the first machine, what the others have of each checkpoint; [] if all see the same
@@ -180,20 +178,20 @@ class Machines(Peers):
         Waits until all have reported it, or one has counted no work up to a limit; None: as for a launch,
         after which that is an error.
         """
-        if self._open_channel is None or isinstance(self._directory, SharedDirectory):
+        if self.open_channel is None or isinstance(self._directory, SharedDirectory):
             return []
-        started, others = LIVED.now(), set(self.expected()) - {self._machine}
+        started, others = LIVED.now(), set(self.expected()) - {self.machine}
         while True:
             self.advance()
-            self._channel.refuse_fatal()
+            self.channel.refuse_fatal()
             found = {machine: held for machine in others if (held := self._held_by(machine)) is not None}
             waited = LIVED.now() - started
-            idle = min(waited, self._channel.idle_seconds(others - found.keys()))
+            idle = min(waited, self.channel.idle_seconds(others - found.keys()))
             if len(found) == len(others) or (limit_seconds is not None and idle > limit_seconds):
                 return [each for held in found.values() for each in held]
             if limit_seconds is None:
                 ended = self._ended_before()
-                if ended is None and idle > self._hang_seconds:
+                if ended is None and idle > self.hang_seconds:
                     ended = Verdict(ExitCode.FAILED, ExitReason.FAILED, 0, self._missing(list(found), waited))
                 if ended is not None:
                     problem = ended.problem or Problem(
@@ -203,10 +201,10 @@ class Machines(Peers):
             time.sleep(READ_SECONDS)
 
     def _held_by(self, machine: int) -> tuple[Held, ...] | None:
-        report = self._read(machine)
+        report = self.read(machine)
         return (
             report.held
-            if report is not None and report.life == self._report.life and self._is_there(machine)
+            if report is not None and report.life == self.report.life and self.is_there(machine)
             else None
         )
 
@@ -219,7 +217,7 @@ class Machines(Peers):
 
     def conclude(self, ended: Verdict) -> None:
         """Publish, on the first machine, that there is no other launch."""
-        self._publish(state="final", ended=ended.as_dict())
+        self.publish(state="final", ended=ended.as_dict())
 
     def verdict(self, ended: Verdict) -> Verdict:
         """Return the verdict of the first machine for all: its own, or the first failure elsewhere that is
@@ -232,28 +230,28 @@ class Machines(Peers):
                 break
             time.sleep(READ_SECONDS)
         judged = combined(
-            ended, [verdict for report in self._reports.values() if (verdict := report.verdict) is not None]
+            ended, [verdict for report in self.reports.values() if (verdict := report.verdict) is not None]
         )
         if open_ones and judged.problem is not None and judged.problem.code in ECHO_CODES:
-            return replace(judged, problem=self._lost_problem(open_ones[0]))
+            return replace(judged, problem=self.lost_problem(open_ones[0]))
         return judged
 
     def has_one_left(self) -> bool:
         """Return whether a machine that this one reads has published how this launch ended there, or is not
         heard of any more."""
-        open_ones, read = self._unreported(), self.others if self._machine == 0 else self.others[:1]
+        open_ones, read = self._unreported(), self.others if self.machine == 0 else self.others[:1]
         return any(machine not in open_ones or not self._is_heard(machine) for machine in read)
 
     def _unreported(self) -> list[int]:
         """Return the machines that have not published how this launch ended there."""
-        reports = self._read_others()
+        reports = self.read_others()
         return [
             machine for machine in self.others if machine not in reports or reports[machine].verdict is None
         ]
 
     def _is_heard(self, machine: int) -> bool:
         """Return whether the command that took part in the launch may still report."""
-        return not self._is_replaced(machine) and self._is_there(machine)
+        return not self.is_replaced(machine) and self.is_there(machine)
 
     def _missing(self, present: Sequence[int], seconds: float) -> Problem:
         absent = [machine for machine in self.others if machine not in present]
@@ -278,12 +276,12 @@ class Machines(Peers):
 
         Returns how the run ended before that, or None.
         """
-        while self._channel.unchanged_seconds(0) < JOIN_SECONDS:
-            first = self._read(0)
+        while self.channel.unchanged_seconds(0) < JOIN_SECONDS:
+            first = self.read(0)
             if (
-                first is not None and self._report.life != first.life
+                first is not None and self.report.life != first.life
             ):  # also that of a command started after the one it had found
-                self._publish(life=first.life, held=self._directory.held(self.advance))
+                self.publish(life=first.life, held=self._directory.held(self.advance))
             if first is not None and first.state == "final":
                 return before_launch(first.verdict)
             if first is not None and (problem := self._problem_with(first)) is not None:
@@ -291,7 +289,7 @@ class Machines(Peers):
             if first is not None and first.files is not None:
                 return self._failed(problem) if (problem := self._take_files()) is not None else None
             time.sleep(READ_SECONDS)
-        why = f": {fault}" if (fault := self._channel.last.fault) else ", nor counted work for it"
+        why = f": {fault}" if (fault := self.channel.last.fault) else ", nor counted work for it"
         message = f"the first machine has not started this run within {format_seconds(JOIN_SECONDS)}{why}"
         return self._failed(
             Problem(
@@ -304,23 +302,23 @@ class Machines(Peers):
     def _failed(self, problem: Problem) -> Verdict:
         """Publish that this machine does not take part."""
         ended = Verdict(ExitCode.FAILED, ExitReason.FAILED, 0, problem)
-        self._publish(state="ended", ended=ended.as_dict())
+        self.publish(state="ended", ended=ended.as_dict())
         return ended
 
     def _problem_with(self, first: MachineReport) -> Problem | None:
-        if self._channel.last.twin is not None:
-            message = f"another command takes part in this run as machine {self._machine}"
+        if self.channel.last.twin is not None:
+            message = f"another command takes part in this run as machine {self.machine}"
             return Problem(
                 "machine-twice", message, hint="give each machine a number of its own (`--machine-rank`)"
             )
         if first.identity is None or self._identity is None:
             return None
-        return difference(self._machine, self._identity, first.identity, self._channel.clock_seconds(0))
+        return difference(self.machine, self._identity, first.identity, self.channel.clock_seconds(0))
 
     def _take_files(self) -> Problem | None:
         """Wait until this machine has the files that ranks read."""
         return self._directory.take(
-            self._machine, lambda: first.files if (first := self._read(0)) is not None else None
+            self.machine, lambda: first.files if (first := self.read(0)) is not None else None
         )
 
     def next_launch(self) -> int | Verdict | Standby | None:
@@ -332,31 +330,31 @@ class Machines(Peers):
         """
         confirmed: int | None = None
         while True:
-            first = self._read(0)
+            first = self.read(0)
             if first is None or self.lost_first() is not None:
                 return None
             if first.state == "final":
                 return first.verdict
-            if self._machine not in first.members:  # it waits as long as the first machine is there
+            if self.machine not in first.members:  # it waits as long as the first machine is there
                 if first.state == "running" and self._standby != (standby := Standby(first.members)):
                     self._standby = standby
                     return standby
                 time.sleep(READ_SECONDS)
                 continue
-            if self._channel.unchanged_seconds(0) > DECISION_SECONDS:
+            if self.channel.unchanged_seconds(0) > DECISION_SECONDS:
                 return None
-            if first.state == "gathering" and first.launch > self._report.launch:
+            if first.state == "gathering" and first.launch > self.report.launch:
                 if (problem := self._take_files()) is not None:
-                    self._publish(launch=first.launch)
+                    self.publish(launch=first.launch)
                     return self._failed(problem)
                 confirmed = first.launch
-                self._publish(
+                self.publish(
                     launch=first.launch, state="ready", ended=None, held=None, rank_states=(), is_quiet=False
                 )
             if first.state == "running" and first.launch == confirmed:
-                self._begin(first.launch, first.members)
+                self.begin(first.launch, first.members)
                 self._standby = None
-                self._publish(state="running")
+                self.publish(state="running")
                 return first.launch
             time.sleep(READ_SECONDS)
 
@@ -366,7 +364,7 @@ class Machines(Peers):
     def launch_id(self) -> str | None:
         """What distinguishes the ranks of this launch from those of earlier ones, which may still run; None
         on a single machine."""
-        return f"{self._report.life}-{self._report.launch}" if self.others else None
+        return f"{self.report.life}-{self.report.launch}" if self.others else None
 
     def environment(self) -> dict[str, str]:
         """Return variables for the launcher, so that agents of different lives or launches never form one
@@ -375,6 +373,6 @@ class Machines(Peers):
 
     def end(self, ended: Verdict) -> None:
         """Publish how this launch ended here."""
-        self._publish(state="ended", ended=ended.as_dict())
-        if self._machine > 0:  # after that: it may take long, and the first machine waits
-            self._publish(held=self._directory.held(self.advance, compares=ended.problem is not None))
+        self.publish(state="ended", ended=ended.as_dict())
+        if self.machine > 0:  # after that: it may take long, and the first machine waits
+            self.publish(held=self._directory.held(self.advance, compares=ended.problem is not None))
