@@ -24,10 +24,12 @@ from fsdp_tune.merge.copy.ties import Tied, find_ties
 from fsdp_tune.merge.copy.write import THREADS, CheckpointTensors, Written, write_tensors
 from fsdp_tune.merge.integrity import check_bytes_on_disk, check_headers
 from fsdp_tune.merge.load_check import Child, compare_parameters, load_and_run
-from fsdp_tune.merge.lora.adapt import Adapter, AdapterOptions, adapt
+from fsdp_tune.merge.lora.adapt import Adapter, adapt
+from fsdp_tune.merge.lora.base_under_adapter import AdapterOptions
 from fsdp_tune.merge.manifest_check import ManifestCheck
 from fsdp_tune.merge.merge_options import MergeAnswer, MergedAdapter, MergeOptions
-from fsdp_tune.merge.output_directory import Facts, write_companions, write_record
+from fsdp_tune.merge.merge_record import Facts, write_record
+from fsdp_tune.merge.output_directory import write_companions
 from fsdp_tune.merge.precision import find_kept
 from fsdp_tune.merge.quantised import (
     QuantisedModel,

@@ -164,8 +164,7 @@ def test_file_truncated_during_load_is_named(tmp_path):
         read_slices(Holder({name: value.clone() for name, value in STATE.items()}), weights)
 
 
-# ------------------------------------------------------------------------------------------------ which
-# files, and which of two
+# ---- which files, and which of two
 
 
 @pytest.fixture
@@ -210,15 +209,14 @@ def test_tensor_that_two_files_hold_is_refused_by_its_name_if_they_do_not_agree_
     assert find_facts(recipe).problems == ()
 
 
-# ------------------------------------------------------------------------------------------------------------------  # noqa: E501
-# memory
+# ---- memory
 
 
 def load_here(directory: str) -> dict[str, Any]:
     """On a rank: bytes of its shard, of the largest layer, of the model; by how much loading raised the
     resident set at its peak."""
     from fsdp_tune.model.loading.assemble import load
-    from fsdp_tune.model.loading.construct import model_config
+    from fsdp_tune.model.loading.model_config import model_config
 
     recipe = recipe_of({"name_or_path": directory})
     gc.collect()

@@ -22,28 +22,29 @@ import xxhash
 
 from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.errors import Where, failed_error
+from fsdp_tune.merge.copy.boxes import Box, boxes
 from fsdp_tune.merge.copy.decode import DecodingReader, reader_of
 from fsdp_tune.merge.copy.gather import (
     BUFFER_BYTES,
     HELD_BYTES,
-    Array,
-    Box,
     Budget,
     Delta,
     ExpertDelta,
-    NonFinite,
     TensorReader,
-    all_finite,
-    boxes,
-    convert,
-    count_non_finite,
     held_bytes,
-    is_checked,
     kind_of,
     read_factor,
-    rounded_to_nf4,
 )
 from fsdp_tune.merge.copy.layout import PAGE_BYTES, Layout, Placed
+from fsdp_tune.merge.copy.values import (
+    Array,
+    NonFinite,
+    all_finite,
+    convert,
+    count_non_finite,
+    is_checked,
+    rounded_to_nf4,
+)
 from fsdp_tune.merge.read.contents import CheckpointTensors
 from fsdp_tune.merge.read.reader import LowRankOfExperts, SourceTensor
 from fsdp_tune.merge.source import INDEX_NAME
@@ -344,14 +345,18 @@ def _as_trained(part: _Contribution, values: Array) -> Array:
 def _the_same(
     placed: Placed, parts: Sequence[_Contribution], box: Box, values: Array, buffers: _Buffers
 ) -> Array:
-    """Require equal values in all checkpoints of a dtype that has no mean (integers, fp8)."""
+    """Return `values`, which all checkpoints must have, since their dtype has no mean (integers, fp8).
+    Raises: FailedError."""
     other = buffers.out[: values.nbytes].view(values.dtype)
     for part in parts[1:]:
         part.reader.read(box, other)
         if not np.array_equal(other.view(np.uint8), values.view(np.uint8)):
+            what = (
+                f"`{placed.name}` is {placed.dtype.name}, which has no mean, and differs from that of "
+                "the newest checkpoint"
+            )
+            message, where = f"the checkpoints cannot be averaged: {what}", Where(str(part.tensor.files.root))
             raise failed_error(
-                "merge-average-differs",
-                f"the checkpoints cannot be averaged: `{placed.name}` is {placed.dtype.name}, which "
-                "has no mean, and differs between them",
+                "merge-average-differs", message, where=where, hint="merge one of them: `--step N`"
             )
     return values
