@@ -247,7 +247,7 @@ def _import_stack() -> None:
     import fsdp_tune.cli.app
     import fsdp_tune.worker.main
     import fsdp_tune.worker.setup
-    from fsdp_tune.core import devices
+    from fsdp_tune.core import package_versions
     from fsdp_tune.run import records
 
     for found in pkgutil.walk_packages(fsdp_tune.__path__, "fsdp_tune."):
@@ -257,7 +257,7 @@ def _import_stack() -> None:
     conversion_mapping.get_checkpoint_conversion_mapping(
         "llama"
     )  # its first call compiles a thousand regular expressions
-    devices.versions()  # reads the metadata of twenty packages
+    package_versions.versions()  # reads the metadata of twenty packages
     for kind in records.Document.__subclasses__():
         records._validator(kind)
     # The rendezvous describes its callers for a log, which takes seconds with as many modules as these.

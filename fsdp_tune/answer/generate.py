@@ -33,7 +33,8 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from fsdp_tune.answer.examples import (
+from fsdp_tune.answer.loaded_model import load_with_adapter
+from fsdp_tune.answer.model_requests import (
     AnswerSettings,
     Identified,
     ModelsRequest,
@@ -43,7 +44,6 @@ from fsdp_tune.answer.examples import (
     ScoredTokens,
     ScoreRequest,
 )
-from fsdp_tune.answer.loaded_model import load_with_adapter
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem
 from fsdp_tune.data.prompts import EncodedPrompt, Prompt, PromptFormat
 from fsdp_tune.data.read.row_files import RowError

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from fsdp_tune.answer.examples import ModelToEvaluate, Request
+from fsdp_tune.answer.find_model import ModelToEvaluate
+from fsdp_tune.answer.model_requests import Request
 from fsdp_tune.core.errors import failed_error, usage_error
 from fsdp_tune.core.hub import HubResource, hub_is_reachable
 from fsdp_tune.core.tensors.encodings import scales_among

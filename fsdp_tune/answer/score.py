@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from fsdp_tune.answer.examples import EvaluatedExample, Request, RowScore, SetRequest, read_examples
+from fsdp_tune.answer.examples import EvaluatedExample, read_examples
 from fsdp_tune.answer.loaded_model import load_model
+from fsdp_tune.answer.model_requests import Request, RowScore, SetRequest
 from fsdp_tune.core.errors import ExitCode, FailedError, FsdpTuneError, Problem, usage_error
 from fsdp_tune.data.collate import collate
 from fsdp_tune.data.store import IGNORE_INDEX, RowStore

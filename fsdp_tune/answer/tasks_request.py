@@ -8,7 +8,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Self
 
-from fsdp_tune.answer.examples import Z
+from fsdp_tune.answer.statistics import Z
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from fsdp_tune.cli.chat import chat, generate
 from fsdp_tune.cli.compare import compare
+from fsdp_tune.cli.completion import split_words
 from fsdp_tune.cli.env import cache, doctor, env
 from fsdp_tune.cli.explain import explain
 from fsdp_tune.cli.prepare import prepare
@@ -23,7 +24,7 @@ from fsdp_tune.cli.recipes import import_config, recipes, templates
 from fsdp_tune.cli.runs import evaluate, merge_checkpoint, push, report, status
 from fsdp_tune.cli.submit import submit
 from fsdp_tune.cli.train import plan, rehearse, train, validate
-from fsdp_tune.cli.verbs import Screen, split_words
+from fsdp_tune.cli.verbs import Screen
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem, usage_error
 from fsdp_tune.core.import_path import leave_out_working_directory
 from fsdp_tune.core.processes import StoppedBySignal, continue_in_utf8, open_standard_streams, reset_inherited

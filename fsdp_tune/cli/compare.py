@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import fsdp_tune
-from fsdp_tune.cli.terminal import wrapped
+from fsdp_tune.cli.terminal_text import wrapped
 from fsdp_tune.cli.verbs import Overrides, Screen, verb
 from fsdp_tune.core.atomic import check_output_file, write_file
 from fsdp_tune.core.command import Argument, Option

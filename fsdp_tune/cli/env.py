@@ -44,16 +44,9 @@ def env(screen: Screen) -> None:
 
 def gather() -> dict[str, Any]:
     """Collect the complete document, including what torch reports."""
-    from fsdp_tune.core.devices import (
-        hidden_by,
-        host,
-        interconnect,
-        lost_devices,
-        nvidia_driver,
-        torch_facts,
-        versions,
-        visible_devices,
-    )
+    from fsdp_tune.core.devices import hidden_by, lost_devices, nvidia_driver, torch_facts, visible_devices
+    from fsdp_tune.core.host import host, interconnect
+    from fsdp_tune.core.package_versions import versions
     from fsdp_tune.launch.command.accelerate import relevant_variables
     from fsdp_tune.launch.command.default_config import accelerate_default_config
 

@@ -9,7 +9,8 @@ import tempfile
 import traceback
 from pathlib import Path
 
-from fsdp_tune.cli.terminal import printable, write_text
+from fsdp_tune.cli.terminal import write_text
+from fsdp_tune.cli.terminal_text import printable
 from fsdp_tune.core.errors import ExitCode, Problem
 from fsdp_tune.core.library_errors import as_os_error
 from fsdp_tune.core.limits import limit_problem

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import fsdp_tune
-from fsdp_tune.cli.terminal import printable
+from fsdp_tune.cli.terminal_text import printable
 from fsdp_tune.cli.verbs import NamedRecipe, Screen, given, verb
 from fsdp_tune.core.command import Option
 from fsdp_tune.jobs.options import PrepareOptions

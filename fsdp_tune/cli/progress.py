@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from fsdp_tune.cli.terminal import NARROW, Terminal, printable, trend
+from fsdp_tune.cli.terminal import NARROW, Terminal
+from fsdp_tune.cli.terminal_text import printable, trend
 from fsdp_tune.core.units import MIB, format_clock, format_seconds
 
 if TYPE_CHECKING:

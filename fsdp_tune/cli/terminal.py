@@ -11,97 +11,24 @@ import contextlib
 import io
 import json
 import os
-import re
 import sys
 import textwrap
-import threading
 import time
-import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import TextIO
 
 import typer
 
-from fsdp_tune.cli.outlets import GONE, Outlet, OutletStream
-from fsdp_tune.core.atomic import DISK
+from fsdp_tune.cli.outlets import GONE, OutletStream
+from fsdp_tune.cli.terminal_log import TerminalLog
+from fsdp_tune.cli.terminal_text import LEAST_LAST_COLUMN, fitted, printable, problem_lines, wrapped
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import Notice, Problem
-from fsdp_tune.core.units import sparkline
 
-TREND = 20
-"""Values of a sparkline."""
 NARROW = 100
 """Columns below which a terminal gets short forms."""
-KEPT = "\n\t\u200c\u200d"
-"""Control characters that are printed: line ends, tabs, and the joiners of letters and emoji."""
-LEAST_LAST_COLUMN = 20
-"""Characters. A table whose last column would be narrower is printed as a list of records."""
-
-
-def printable(text: str) -> str:
-    """Return `text` with control characters escaped: names and rows from files may hold terminal escapes."""
-    return "".join(
-        char if char in KEPT or unicodedata.category(char) not in ("Cc", "Cf", "Cs") else repr(char)[1:-1]
-        for char in text
-    )
-
-
-def problem_lines(problem: Problem) -> list[str]:
-    """Return `error: recipe.yaml:14:3: message`, then a line for each hint."""
-    place = str(problem.where)
-    lines = [f"error: {place}: {problem.message}" if place else f"error: {problem.message}"]
-    if problem.hint:
-        lines.append(f"hint: {problem.hint}")
-    if problem.ways_out:
-        lines.append("ways out:")
-        lines.extend(f"  {way}" for way in problem.ways_out)
-    return lines
-
-
-def fitted(fields: Sequence[str], width: int) -> str:
-    """Join `fields`, most important first, with two spaces, and leave out those at the end that do not fit
-    into `width` columns."""
-    line = fields[0]
-    for field in fields[1:]:
-        if len(line) + 2 + len(field) > width:
-            break
-        line += f"  {field}"
-    return line
-
-
-def trend(values: Sequence[float], *, is_narrow: bool) -> str:
-    """Return a sparkline of the last `TREND` values, of half as many on a narrow terminal; "" for fewer than
-    two."""
-    shown = values[-(TREND // 2 if is_narrow else TREND) :]
-    return sparkline(shown) if len(shown) > 1 else ""
-
-
-def wrapped(text: str, width: int, indent: int | None = None) -> list[str]:
-    """Wrap a line between words. What is in backticks, to be typed as it is, and words longer than a line
-    stay on one line.
-
-    Later lines are indented by `indent`; None: by two more than the first.
-    """
-    if len(text) <= width or not text.strip():
-        return [text]
-    kept = _CODE.sub(lambda match: match[0].replace(" ", _NO_BREAK), text)
-    margin = " " * (len(text) - len(text.lstrip()) + 2 if indent is None else indent)
-    lines = textwrap.wrap(
-        kept, max(width, len(margin) + LEAST_LAST_COLUMN), subsequent_indent=margin, **_BETWEEN_WORDS
-    )
-    return [line.replace(_NO_BREAK, " ") for line in lines]
-
-
-_CODE = re.compile(r"`[^`]+`")
-_NO_BREAK = "\x00"
-_BETWEEN_WORDS: dict[str, Any] = {
-    "break_long_words": False,
-    "break_on_hyphens": False,
-    "replace_whitespace": False,
-    "expand_tabs": False,
-}
 
 
 class Terminal:
@@ -440,64 +367,6 @@ def _fitting_columns(
                 [[*row[:at], *row[at + 1 :]] for row in cells],
             )
     return columns, cells
-
-
-class TerminalLog:
-    """A file that gets every printed line with its time. The first failure closes it and is reported once: a
-    log never stops a command."""
-
-    def __init__(self, path: Path, failed: Callable[[Path, OSError], None]) -> None:
-        self._path, self._failed = path, failed
-        self._file: IO[bytes] | None = None
-        self._outlet: Outlet | None = None
-        self._lock = threading.Lock()
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = DISK.open_private(path, "ab")
-        except OSError as error:
-            failed(path, error)
-
-    def write(self, line: str) -> None:
-        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        data = "".join(f"{stamp}  {part}\n" for part in line.split("\n")).encode("utf-8", "backslashreplace")
-        if self._outlet is not None:
-            self._outlet.put(data)
-            return
-        try:
-            self._append(data)
-        except OSError as error:
-            self._give_up(error)
-
-    def _append(self, data: bytes) -> None:
-        with self._lock:
-            if self._file is not None:
-                DISK.write(self._file, data)
-                self._file.flush()
-
-    def stop_waiting(self) -> None:
-        """From now on a thread writes to the file."""
-        if self._outlet is None:
-            self._outlet = Outlet(self._append, self._give_up)
-
-    def close(self) -> None:
-        if self._outlet is not None and not self._outlet.close():
-            return  # the thread still waits for the disk, with the file
-        with self._lock:
-            if self._file is not None:
-                try:
-                    self._file.close()
-                except OSError as error:
-                    self._give_up(error)
-                self._file = None
-
-    def _give_up(self, error: OSError) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            with contextlib.suppress(
-                OSError
-            ):  # the disk has failed: what the buffer still holds cannot be written
-                file.close()
-        self._failed(self._path, error)
 
 
 def _has_descriptor(stream: TextIO) -> bool:

@@ -118,7 +118,8 @@ def plan(
         fsdp-tune plan my.yaml --gpu H100-SXM --target cheapest --write best.yaml
         fsdp-tune plan my.yaml --measure 3 --write best.yaml
     """
-    from fsdp_tune.cli.plan_view import html_page, show_errors
+    from fsdp_tune.cli.plan_page import html_page
+    from fsdp_tune.cli.plan_view import show_errors
     from fsdp_tune.core.atomic import check_output_file, write_file
     from fsdp_tune.recipe.rules.contradictions import INPUTS
 

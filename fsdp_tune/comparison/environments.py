@@ -1,8 +1,7 @@
-"""Where the sides of a comparison are computed: in a process with this interpreter (`comparison/observe.py`),
-or with another one.
+"""Other interpreters that compute a side of a comparison: a given one, or that of an environment with other
+versions of packages (`compare --with`).
 
-Environments with other versions of packages (`compare --with`) are made once for each list of requirements,
-never in this environment.
+Environments are made once for each list of requirements, never in this environment.
 """
 
 from __future__ import annotations
@@ -18,21 +17,18 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from fsdp_tune.comparison.stages import Observation, stages_until
+from fsdp_tune.comparison.tool_options import TOOLS
 from fsdp_tune.comparison.tool_trainers import PACKAGES
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.atomic import DISK, write_json
-from fsdp_tune.core.errors import FsdpTuneError, failed_error, usage_error
-from fsdp_tune.core.processes import QUIET_LIBRARIES, JsonChild
-from fsdp_tune.core.version import PACKAGE
+from fsdp_tune.core.errors import failed_error, usage_error
 from fsdp_tune.data.cache import alone
-from fsdp_tune.recipe.schema.recipe import Recipe
 
 ENVIRONMENTS = "environments"
 """Folder of the cache."""
@@ -185,7 +181,7 @@ def _output(command: Sequence[str]) -> tuple[int, str]:
     """Return the exit code and the output of a command in a tool's environment."""
     with tempfile.TemporaryFile("w+") as output:
         child = children.start(
-            command, _variables(), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            command, tool_variables(), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
         )
         try:
             code = child.wait()
@@ -195,7 +191,7 @@ def _output(command: Sequence[str]) -> tuple[int, str]:
         return code, output.read()
 
 
-def _variables() -> dict[str, str]:
+def tool_variables() -> dict[str, str]:
     variables = {
         name: value
         for name, value in os.environ.items()
@@ -219,27 +215,6 @@ def _run(command: Sequence[str]) -> None:
         raise failed_error("compare-environment", message, hint=hint)
 
 
-OBSERVE = ("-P", "-m", "fsdp_tune.comparison.observe")
-TOOL_SIDE = ("-P", "-m", "fsdp_tune.comparison.tool_side")
-LENT = (
-    *(
-        "accelerate",
-        "annotated-types",
-        "isal",
-        "jinja2",
-        "markupsafe",
-        "ml_dtypes",
-        "packaging",
-        "peft",
-        "psutil",
-        "pydantic",
-    ),
-    *("pydantic_core", "pyyaml", "typing-inspection", "typing_extensions", "xxhash"),
-)
-"""Packages that another interpreter of the same version of Python gets from this one if it lacks them. It
-needs its own torch, transformers and what these need."""
-
-
 def find_interpreter(python: Path) -> str:
     """Return the interpreter's path. Raises: usage error if it cannot be run."""
     found = shutil.which(str(python))
@@ -250,313 +225,6 @@ def find_interpreter(python: Path) -> str:
             hint="give the path of `bin/python` of a venv",
         )
     return str(Path(found).absolute())
-
-
-def _link(paths: Sequence[Path], folder: Path) -> None:
-    folder.mkdir(exist_ok=True)
-    for path in paths:
-        with contextlib.suppress(FileExistsError):
-            (folder / path.name).symlink_to(path)
-
-
-def _files_of(name: str) -> list[Path]:
-    """Return the files and folders of an installed package at the top of its environment, metadata
-    included."""
-    try:
-        found = importlib.metadata.distribution(name)
-    except importlib.metadata.PackageNotFoundError:
-        return []
-    tops = {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}
-    return [Path(str(found.locate_file(top))) for top in sorted(tops)]
-
-
-class _ComputedStages:
-    """What a process has computed, by key: up to which stage. B with A's values is often A."""
-
-    def __init__(self) -> None:
-        self._found: dict[str, tuple[str, Observation]] = {}
-
-    def get(self, key: str, until: str, compute: Callable[[], Observation]) -> Observation:
-        """Return the observation of a key up to a stage or beyond, computed if it is not known that far."""
-        known = self._found.get(key)
-        if known is None or until not in stages_until(known[0]):
-            known = self._found[key] = until, compute()
-        return known[1]
-
-
-class ObservingChild:
-    """The process that computes sides with one interpreter. It starts with the first request."""
-
-    def __init__(
-        self,
-        python: str,
-        folder: Path,
-        *,
-        rows: int,
-        model: str,
-        shows_defaults: bool = False,
-        is_beside_tool: bool = False,
-    ) -> None:
-        """`rows`: of each source. `model`: small or full. `shows_defaults`: the stage `defaults` is computed
-        too. `is_beside_tool`: a tool computes the other side."""
-        self._python, self._folder = python, folder
-        self.settings = {
-            "rows": rows,
-            "model": model,
-            "folder": str(folder),
-            "defaults": shows_defaults,
-            "beside_tool": is_beside_tool,
-        }
-        self._child: JsonChild | None = None
-        self._known = _ComputedStages()
-
-    def __enter__(self) -> ObservingChild:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._child is not None:
-            self._child.close()
-
-    def observe(self, recipe: Recipe, until: str) -> Observation:
-        """Compute a resolved recipe up to a stage or beyond. Raises: usage error if the interpreter lacks a
-        package, failed error if it crashed."""
-        key = recipe.model_copy(update={"name": None, "output_dir": "RUN"}).model_dump_json()
-        return self._known.get(key, until, lambda: self.computed(recipe, until))
-
-    def computed(self, recipe: Recipe, until: str, inputs: Path | None = None) -> Observation:
-        """Compute a recipe, whether or not it is known, and write to the file `inputs` what a tool needs for
-        it. Raises: as `observe`."""
-        request = {"recipe": recipe.model_dump(mode="json", by_alias=True), "until": until, **self.settings}
-        request |= {"inputs": str(inputs)} if inputs is not None else {}
-        child = self._started()
-        child.send(json.dumps(request))
-        found = child.receive()
-        if found is None:
-            raise self._crashed(child.failure())
-        return Observation.from_json(found)
-
-    def _started(self) -> JsonChild:
-        if self._child is None:
-            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-            lent: list[str] = []
-            if self._python != sys.executable:
-                # A folder with this package alone: other packages of this environment must not hide those of
-                # the other one.
-                alone, folder = (
-                    self._folder / "package",
-                    self._folder / f"lent-{sys.version_info.major}.{sys.version_info.minor}",
-                )
-                _link([PACKAGE], alone)
-                _link([path for name in LENT for path in _files_of(name)], folder)
-                environment["PYTHONPATH"], lent = str(alone), [str(folder)]
-            self._child = JsonChild((self._python, *OBSERVE, *lent), environment | QUIET_LIBRARIES)
-        return self._child
-
-    def _crashed(self, how: str) -> FsdpTuneError:
-        if "ImportError" in how or "ModuleNotFoundError" in how:
-            own = f"{sys.version_info.major}.{sys.version_info.minor}"
-            hint = (
-                f"it needs torch and transformers; packages such as pydantic are lent to a Python {own}, "
-                "and another one needs its own"
-            )
-            return usage_error(
-                "compare-python", f"`{self._python}` cannot run the comparison: {how}", hint=hint
-            )
-        return failed_error(
-            "compare-failed",
-            f"the comparison ended with {self._python}: {how}",
-            hint="`fsdp-tune env` shows the installation",
-        )
-
-
-TOOLS = {"TRL": "trl", "axolotl": "axolotl"}
-"""Tools that compute their own side → their package. `comparison/tool_trainers.py` has how."""
-_NOT_SENT_TO_TRL = (
-    *("env", "config", "trust_remote_code", "code_revision"),
-    *(
-        "fsdp",
-        "fsdp_config",
-        "deepspeed",
-        "accelerator_config",
-        "parallelism_config",
-        "tf32",
-        "local_rank",
-        "ddp_backend",
-    ),
-    *(
-        "dataset_num_proc",
-        "eval_steps",
-        "save_steps",
-        "logging_steps",
-        "resume_from_checkpoint",
-        "output_dir",
-        "run_name",
-    ),
-    *(
-        "gradient_checkpointing_kwargs",
-        "liger_kernel_config",
-        "torch_compile_backend",
-        "torch_compile_mode",
-        "dataloader_prefetch_factor",
-    ),
-    *(
-        "dataloader_persistent_workers",
-        "hub_model_id",
-        "hub_token",
-        "hub_strategy",
-        "metric_for_best_model",
-        "greater_is_better",
-    ),
-)
-_NOT_SENT_TO_AXOLOTL = (
-    *(
-        "env",
-        "trust_remote_code",
-        "plugins",
-        "deepspeed",
-        "test_datasets",
-        "gradient_checkpointing_kwargs",
-        "auto_find_batch_size",
-    ),
-    *(
-        "hub_model_id",
-        "hub_strategy",
-        "push_dataset_to_hub",
-        "wandb_project",
-        "wandb_entity",
-        "wandb_name",
-        "wandb_run_id",
-        "wandb_watch",
-    ),
-    *(
-        "mlflow_tracking_uri",
-        "comet_api_key",
-        "save_steps",
-        "saves_per_epoch",
-        "save_strategy",
-        "eval_steps",
-        "evals_per_epoch",
-    ),
-    *(
-        "eval_strategy",
-        "logging_steps",
-        "output_dir",
-        "dataset_prepared_path",
-        "resume_from_checkpoint",
-        "torch_compile_backend",
-    ),
-    *(
-        "dataset_processes",
-        "dataloader_prefetch_factor",
-        "ddp",
-        "ddp_timeout",
-        "ddp_find_unused_parameters",
-        "lora_model_dir",
-    ),
-    *(
-        "early_stopping_patience",
-        "tensor_parallel_size",
-        "context_parallel_size",
-        "sequence_parallel_degree",
-        "dp_shard_size",
-    ),
-    *(
-        "dp_replicate_size",
-        "load_best_model_at_end",
-        "metric_for_best_model",
-        "profiler_steps",
-        "loss_watchdog_threshold",
-    ),
-    *("use_tensorboard", "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"),
-)
-NOT_SENT = {"TRL": _NOT_SENT_TO_TRL, "axolotl": _NOT_SENT_TO_AXOLOTL}
-"""Options that a tool never gets: variables of its process, trust (which the request has), machines, and what
-is logged or saved."""
-
-
-_OFF_IN_TRL = (
-    *(
-        "do_eval",
-        "push_to_hub",
-        "use_liger_kernel",
-        "use_liger",
-        "gradient_checkpointing",
-        "activation_offloading",
-        "torch_compile",
-    ),
-    *("load_best_model_at_end", "dataloader_drop_last", "shuffle_dataset", "dataset_streaming"),
-)
-_SETTINGS_OF_TRL: dict[str, object] = {
-    **dict.fromkeys(_OFF_IN_TRL, False),
-    **dict.fromkeys(("eval_strategy", "evaluation_strategy", "save_strategy", "logging_strategy"), "no"),
-    "report_to": "none",
-    "use_cpu": True,
-    "disable_tqdm": True,
-    "dataloader_num_workers": 0,
-}
-_SETTINGS_OF_AXOLOTL: dict[str, object] = {
-    **dict.fromkeys(
-        ("use_wandb", "use_mlflow", "use_comet", "gradient_checkpointing", "torch_compile", "tf32"), False
-    ),
-    **dict.fromkeys(
-        (
-            "activation_offloading",
-            "shuffle_merged_datasets",
-            "lora_mlp_kernel",
-            "lora_qkv_kernel",
-            "lora_o_kernel",
-        ),
-        False,
-    ),
-    **dict.fromkeys(("dataset_num_proc", "val_set_size", "dataloader_num_workers"), 0),
-    "curriculum_sampling": True,
-}
-SETTINGS = {"TRL": _SETTINGS_OF_TRL, "axolotl": _SETTINGS_OF_AXOLOTL}
-"""Options that change no number on the CPU, or that end a run there. The order of the rows is observed
-apart."""
-
-
-class ToolChild:
-    """The process that computes one side with the tool of its configuration. It starts with the first
-    request."""
-
-    def __init__(self, python: str, tool: str, inputs: Mapping[str, object]) -> None:
-        """`inputs`: rows, model and sizes, the same for all requests."""
-        self._python, self._tool, self._inputs = python, tool, {**inputs, "settings": SETTINGS[tool]}
-        self._child: JsonChild | None = None
-        self._known = _ComputedStages()
-
-    def close(self) -> None:
-        if self._child is not None:
-            self._child.close()
-
-    def observe(self, values: Mapping[str, object], until: str) -> Observation:
-        """Compute the options of a configuration up to a stage or beyond. Raises: failed error if the process
-        ended."""
-        values = {name: value for name, value in values.items() if name not in NOT_SENT[self._tool]}
-        key = json.dumps(values, sort_keys=True, default=str)
-        return self._known.get(key, until, lambda: self._computed(values, until))
-
-    def started(self) -> JsonChild:
-        if self._child is None:
-            # A folder with this package alone: others of this environment must not hide those of the tool's.
-            alone = Path(str(self._inputs["rows"])).parent / "package"
-            _link([PACKAGE], alone)
-            variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(alone), **QUIET_LIBRARIES}
-            self._child = JsonChild((self._python, *TOOL_SIDE), _variables() | variables)
-        return self._child
-
-    def _computed(self, values: Mapping[str, object], until: str) -> Observation:
-        child = self.started()
-        request = {"tool": self._tool, "values": values, "until": list(stages_until(until)), **self._inputs}
-        child.send(json.dumps(request, default=str))
-        found = child.receive()
-        if found is None:
-            message = f"{self._tool} did not compute its side with {self._python}: {child.failure()}"
-            other = f"`--with {TOOLS[self._tool]}==VERSION` tries another version"
-            hint = f"`compare --tools import` compares the recipe that `import` makes; {other}"
-            raise failed_error("compare-failed", message, hint=hint)
-        return Observation.from_json(found)
 
 
 def needed_requirements(tools: Collection[str], given: Sequence[str]) -> list[str]:

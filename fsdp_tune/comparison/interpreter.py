@@ -7,7 +7,7 @@ import functools
 import platform
 import sys
 
-from fsdp_tune.core.devices import installed_versions
+from fsdp_tune.core.package_versions import installed_versions
 
 PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "peft", "numpy", "safetensors")
 

@@ -3,35 +3,20 @@ log-probabilities, greedy answers."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from fsdp_tune.answer.examples import ReferenceAnswer, ReferenceTokens, ScoredTokens, ScoreRequest
-from fsdp_tune.comparison.openai_server import ServedAnswer, ServedPrompt
+from fsdp_tune.answer.model_requests import ReferenceTokens, ScoreRequest
+from fsdp_tune.comparison.exchanges import Decode, Exchange, Found, text_difference, token_difference
+from fsdp_tune.comparison.openai_server import ServedAnswer
+from fsdp_tune.comparison.served_answers import difference_or_tie, has_tokens, parts_within_character
+from fsdp_tune.comparison.served_logprobs import FAR, LogprobDifferences, logprob_differences, scale_of
 from fsdp_tune.comparison.stages import ComparedStage, StageDifference
 from fsdp_tune.core.command import JsonAnswer
 
-TOLERANCE = 0.02
-"""Mean difference of log-probabilities that counts as none: what half precision moves the tokens of a greedy
-answer by."""
-UNCERTAIN, LEAST_UNCERTAIN = -0.1, 4
-"""Log-probability below which half precision shows, and the fewest such tokens that show it."""
-IN_FP32, MOST_IN_FP32 = 1e-5, 1e-3
-"""Median difference in which two programs that compute in fp32 agree, and how far one token may be off
-then."""
-FAR = 0.5
-"""Mean difference beyond which no dtype is the reason."""
-ROUNDED = 2.0
-"""Times what the model itself moves in the server's dtype: two programs round in other places."""
-OF_ONE_TOKEN = 20.0
-"""Times the tolerance: the same of a single token."""
-LEAST_SCALE, LEAST_EXPLAINED = 0.02, 0.9
-"""A scale of the logits is named if it is further from 1 than this, and explains this share of the squared
-differences."""
 TITLES = {
     "special_tokens": "tokens that begin and end a text",
     "template": "prompts as the chat template renders them",
@@ -41,9 +26,6 @@ TITLES = {
     "same_tokens": "log-probabilities with A's tokens as the prompts",
     "answers": "greedy answers",
 }
-Decode = Callable[[Sequence[int]], str]
-REPLACEMENT = "\ufffd"
-_SHOWN = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,86 +67,6 @@ class ServedNumbers(JsonAnswer):
     scale: float | None
     """The server's logits over the model's, if one factor explains the differences."""
     prompts: list[ComparedPrompt]
-
-
-@dataclass(slots=True)
-class Exchange:
-    """One prompt, and what model and server make of it."""
-
-    name: str
-    shown: str
-    row: str | None
-    reference: ReferenceAnswer
-    prompt: ServedPrompt
-    answer: ServedAnswer
-    same: ServedAnswer | None = None
-    """The answer to A's tokens; None if the server takes none."""
-    refused: str = ""
-    """What the server says instead."""
-    score: ScoredTokens | None = None
-    """The model's log-probabilities of `answer`, after A's tokens."""
-    same_score: ScoredTokens | None = None
-    half_score: ScoredTokens | None = None
-    """As `score` and `same_score`, by the model in the server's dtype; None if that was not computed."""
-    half_same_score: ScoredTokens | None = None
-    begun_score: ScoredTokens | None = None
-    """As `score`, after A's tokens with or without the beginning of text, where the server returns how many
-    tokens it reads alone."""
-
-    @property
-    def ids(self) -> tuple[int, ...]:
-        return tuple(self.reference.ids)
-
-
-@dataclass(frozen=True, slots=True)
-class _Differences:
-    """The server's log-probabilities minus the model's, float64 [tokens]; NaN where the server has none."""
-
-    values: npt.NDArray[np.float64]
-    texts: Sequence[str]
-    ours: Sequence[float]
-    theirs: Sequence[float]
-    of_prompt: int = 0
-    """The first values are those of the prompt's tokens."""
-    rounding: npt.NDArray[np.float64] | None = None
-    """By how much the model itself differs in the server's dtype, float64 [tokens]."""
-
-    @property
-    def known(self) -> npt.NDArray[np.float64]:
-        return np.abs(self.values[~np.isnan(self.values)])
-
-    def _is_in_fp32(self) -> bool:
-        """Return whether most tokens are as near as in fp32: then a token that is not is no rounding."""
-        off = self.known[np.array(self.ours)[~np.isnan(self.values)] < UNCERTAIN]
-        return len(off) >= LEAST_UNCERTAIN and float(np.median(off)) < IN_FP32
-
-    def parts(self) -> list[slice]:
-        """Return the tokens of the prompt, which may be improbable, and those of the answer, which are mostly
-        probable."""
-        return [
-            part for part in (slice(0, self.of_prompt), slice(self.of_prompt, None)) if len(self.values[part])
-        ]
-
-    def first(self, tolerance: float) -> int | None:
-        """Return the first token that is too far off; None if all are close.
-
-        The limit of a part is the tolerance, or twice what the model itself moves in the server's dtype if
-        that is more.
-        """
-        for part in self.parts():
-            off = np.nan_to_num(np.abs(self.values[part]))
-            known = off[~np.isnan(self.values[part])]
-            mean, one = tolerance, OF_ONE_TOKEN * tolerance
-            if self._is_in_fp32():
-                one = min(one, MOST_IN_FP32)
-            elif self.rounding is not None:
-                mean, one = (
-                    max(mean, ROUNDED * self.rounding[part].mean()),
-                    max(one, ROUNDED * self.rounding[part].max()),
-                )
-            if len(known) and (known.mean() > mean or known.max() > one):
-                return int(np.argmax(off > (one if known.max() > one else mean))) + (part.start or 0)
-        return None
 
 
 def compare_served(
@@ -231,13 +133,13 @@ def _prompt_stages(
             (each.name, *(text.removeprefix(bos) for text in (each.reference.text, each.prompt.text or "")))
             for each in rendered
         ]
-        stages.append(_stage("template", [(name, _text_difference(a, b)) for name, a, b in texts]))
+        stages.append(_stage("template", [(name, text_difference(a, b)) for name, a, b in texts]))
     known = [each for each in exchanges if each.prompt.ids is not None]
     if known:
         stages.append(
             _stage(
                 "prompt_tokens",
-                [(each.name, _token_difference(each.ids, each.prompt.ids or (), decode)) for each in known],
+                [(each.name, token_difference(each.ids, each.prompt.ids or (), decode)) for each in known],
             )
         )
     if not rendered and not known:
@@ -264,10 +166,6 @@ def _prompt_stages(
     return stages
 
 
-Found = tuple[str, str, str]
-"""Where in a place two sides differ, and both sides."""
-
-
 def _stage(name: str, places: Sequence[tuple[str, Found | None]], detail: str | None = None) -> ComparedStage:
     wrong = [(place, found) for place, found in places if found is not None]
     first = StageDifference(f"{wrong[0][0]}{wrong[0][1][0]}", *wrong[0][1][1:]) if wrong else None
@@ -280,59 +178,7 @@ def _without(name: str, why: str) -> ComparedStage:
     return ComparedStage(name, TITLES[name], "not_compared", why)
 
 
-def _text_difference(a: str, b: str) -> Found | None:
-    if a == b:
-        return None
-    at = shared_length(a, b)
-    return f", character {at}", quoted(a[max(at - 10, 0) :]), quoted(b[max(at - 10, 0) :])
-
-
-def _token_difference(a: Sequence[int], b: Sequence[int], decode: Decode) -> Found | None:
-    if tuple(a) == tuple(b):
-        return None
-    at = shared_length(a, b)
-    x, y = (
-        f"has ended after {at} tokens" if at >= len(each) else f"{decode([each[at]])!r} (id {each[at]})"
-        for each in (a, b)
-    )
-    return f", token {at}", x, y
-
-
-def shared_length(a: Sequence[object], b: Sequence[object]) -> int:
-    """Return the length of the part that both begin with."""
-    return next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def quoted(text: str) -> str:
-    return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…")
-
-
-# ---- Log-probabilities
-
-
-def logprob_differences(
-    answer: ServedAnswer | None, score: ScoredTokens | None, half: ScoredTokens | None = None
-) -> _Differences | None:
-    """Return the differences of the tokens that were identified; None if there are none. `half`: the score in
-    the server's dtype."""
-    if answer is None or score is None:
-        return None
-    theirs = [each.logprob for each in (*answer.prompt[1:], *answer.tokens[: len(score.tokens)])]
-    ours = _values(answer, score)
-    if not theirs:
-        return None
-    texts = [*(score.prompt_texts if answer.prompt else ()), *score.texts]
-    rounding = (
-        np.abs(np.array(_values(answer, half), np.float64) - np.array(ours, np.float64))
-        if half is not None
-        else None
-    )
-    values = np.array(theirs, np.float64) - np.array(ours, np.float64)
-    return _Differences(values, texts, ours, theirs, max(len(answer.prompt) - 1, 0), rounding)
-
-
-def _values(answer: ServedAnswer, score: ScoredTokens) -> list[float]:
-    return [*(score.prompt if answer.prompt else ()), *score.logprobs]
+# ---- Log-probabilities and answers
 
 
 def _logprobs(
@@ -381,41 +227,9 @@ def _logprobs(
     return _stage(name, places, detail)
 
 
-def _at(found: _Differences, at: int) -> str:
+def _at(found: LogprobDifferences, at: int) -> str:
     part, index = ("prompt", at + 1) if at < found.of_prompt else ("answer", at - found.of_prompt)
     return f", token {index} of the {part}, {found.texts[at]!r}"
-
-
-def scale_of(pairs: Sequence[tuple[ServedAnswer, ScoredTokens | None]]) -> float | None:
-    """Return the factor of the server's logits over the model's; None if no factor other than 1 explains how
-    they differ.
-
-    Least squares over the most probable tokens of each position, whose log-probabilities are logits up to a
-    constant of the position.
-    """
-    positions: list[npt.NDArray[np.float64]] = []  # [2, tokens] of each: model and server
-    for answer, score in pairs:
-        for token, own in zip(answer.tokens, score.top if score is not None else (), strict=False):
-            logprobs = [
-                (each, other.logprob) for each, other in zip(own, token.top, strict=False) if each is not None
-            ]
-            finite = [both for both in logprobs if all(map(math.isfinite, both))]
-            if len(finite) > 1:
-                values = np.array(finite, np.float64).T
-                positions.append(values - values.mean(axis=1, keepdims=True))
-    if not positions:
-        return None
-    ours, theirs = np.concatenate(positions, axis=1)
-    # A factor near 0 "explains" the differences of any two models.
-    before = min(float(((theirs - ours) ** 2).sum()), float((theirs**2).sum()))
-    if not (float((ours**2).sum()) > 0.0 and before > 0.0):
-        return None
-    scale = float((ours * theirs).sum() / (ours**2).sum())
-    explained = 1.0 - float(((theirs - scale * ours) ** 2).sum()) / before
-    return round(scale, 4) if abs(scale - 1.0) > LEAST_SCALE and explained > LEAST_EXPLAINED else None
-
-
-# ---- Answers
 
 
 def _answers(
@@ -426,13 +240,13 @@ def _answers(
     places: list[tuple[str, Found | None]] = []
     ties = 0
     for each in exchanges:
-        if not _has_tokens(each) and each.answer.text is None:
+        if not has_tokens(each) and each.answer.text is None:
             left_out.append(
                 f"the answer to {each.name}: the server has taken it apart (reasoning, calls of "
                 "tools), and returns no tokens"
             )
             continue
-        if not _has_tokens(each) and _parts_within_character(
+        if not has_tokens(each) and parts_within_character(
             each.answer.text or "", each.reference.answer_text
         ):
             left_out.append(
@@ -440,7 +254,7 @@ def _answers(
                 "in other ways"
             )
             continue
-        found, is_tie = _answer_difference(each, special, tolerance)
+        found, is_tie = difference_or_tie(each, special, tolerance)
         ties += is_tie
         places.append((each.name, found))
     if not places:
@@ -459,81 +273,6 @@ def is_near(exchanges: Sequence[Exchange]) -> bool:
         if (found := logprob_differences(answer, score)) is not None and len(found.known)
     ]
     return bool(found) and float(np.concatenate(found).mean()) < FAR
-
-
-def _has_tokens(each: Exchange) -> bool:
-    return each.score is not None and bool(each.score.tokens)
-
-
-def answer_difference(each: Exchange, special: ReferenceTokens, tolerance: float) -> Found | None:
-    """Return where the server's answer is another one than A's; None if it is not, or if it cannot be
-    compared."""
-    if not _has_tokens(each) and (
-        each.answer.text is None or _parts_within_character(each.answer.text, each.reference.answer_text)
-    ):
-        return None
-    return _answer_difference(each, special, tolerance)[0]
-
-
-def _answer_difference(
-    each: Exchange, special: ReferenceTokens, tolerance: float
-) -> tuple[Found | None, bool]:
-    """Return the first difference, and whether the answers part at a near tie: as near as the
-    log-probabilities of the answer differ."""
-    found = logprob_differences(each.answer, each.score)
-    is_known = found is not None and len(found.known) > 0
-    limit = max(IN_FP32, ROUNDED * float(found.known.max())) if found is not None and is_known else tolerance
-    if each.score is not None and each.score.tokens:
-        return _by_tokens(
-            each.answer, each.score, {int(token): text for token, text in special.ends.items()}, limit
-        )
-    return _by_text(each, limit)
-
-
-def _parts_within_character(a: str, b: str) -> bool:
-    at = shared_length(a, b)
-    return REPLACEMENT in (a[at : at + 1], b[at : at + 1])
-
-
-def _by_tokens(
-    answer: ServedAnswer, score: ScoredTokens, ends: Mapping[int, str], tolerance: float
-) -> tuple[Found | None, bool]:
-    """Return the first difference, and whether the answers part at a near tie."""
-    known, best = score.tokens, score.best
-    texts = [*score.texts, *(token.text for token in answer.tokens[len(known) :])]
-    for at, token in enumerate(known):
-        if token != best[at]:
-            gap = score.best_logprobs[at] - score.logprobs[at]
-            if gap <= tolerance:
-                return None, True
-            return (f", token {at}", f"{score.best_texts[at]!r}, by {gap:.3g}", repr(texts[at])), False
-        if token in ends and at < len(texts) - 1:
-            return (f", token {at}", f"ends with {ends[token]!r}", f"goes on with {texts[at + 1]!r}"), False
-    is_complete = len(known) == len(texts)
-    if (
-        is_complete
-        and answer.finish_reason == "stop"
-        and known[-1] not in ends
-        and best[len(known)] not in ends
-    ):
-        return (f", token {len(known)}", f"goes on with {score.best_texts[len(known)]!r}", "ends"), False
-    return None, False
-
-
-def _by_text(each: Exchange, tolerance: float) -> tuple[Found | None, bool]:
-    a, b = each.reference.answer_text, each.answer.text or ""
-    lengths, margins = each.reference.lengths, each.reference.margins
-    if a == b:
-        ended = each.answer.finish_reason == "stop"
-        if each.answer.finish_reason is None or ended is each.reference.is_ended:
-            return None, False
-        shown = {True: "ends", False: "does not end"}
-        return (f", after {len(lengths)} tokens", shown[each.reference.is_ended], shown[ended]), False
-    at = next((index for index, length in enumerate(lengths) if a[:length] != b[:length]), len(lengths) - 1)
-    if margins and margins[at] <= tolerance:
-        return None, True
-    shared = shared_length(a, b)
-    return (f", token {at}", quoted(a[shared:]), quoted(b[shared:])), False
 
 
 # ---- The result
@@ -561,7 +300,7 @@ def numbers_of(
     )
 
 
-def _compared(each: Exchange, found: _Differences | None) -> ComparedPrompt:
+def _compared(each: Exchange, found: LogprobDifferences | None) -> ComparedPrompt:
     known = found.known if found is not None else np.zeros(0)
     ids = each.prompt.ids
     return ComparedPrompt(

@@ -14,19 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fsdp_tune.answer.examples import ReferenceTokens, ScoredTokens
+from fsdp_tune.answer.model_requests import ReferenceTokens, ScoredTokens
+from fsdp_tune.comparison.exchanges import Decode, Exchange, Found, quoted, shared_length
 from fsdp_tune.comparison.openai_server import ServedAnswer
-from fsdp_tune.comparison.served import (
-    OF_ONE_TOKEN,
-    Decode,
-    Exchange,
-    Found,
-    answer_difference,
-    logprob_differences,
-    quoted,
-    scale_of,
-    shared_length,
-)
+from fsdp_tune.comparison.served_answers import answer_difference
+from fsdp_tune.comparison.served_logprobs import OF_ONE_TOKEN, logprob_differences, scale_of
 from fsdp_tune.comparison.stages import ComparedStage
 
 LEAST_TOKENS = 4

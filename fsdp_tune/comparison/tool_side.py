@@ -3,7 +3,8 @@
     python -m fsdp_tune.comparison.tool_side
 
 Started with the interpreter of the tool's environment, which has no package that fsdp_tune needs: of
-fsdp_tune it imports only `comparison/tool_trainers.py`. A request is a line on stdin, the fields of a
+fsdp_tune it imports only `comparison/both_sides.py`, `comparison/tool_rows.py` and
+`comparison/tool_trainers.py`, which import nothing else. A request is a line on stdin, the fields of a
 `ToolRequest`. The answer is a line on stdout, the fields of an `Observation`.
 
 The trainer is built without truncation and packing for the tokens, and again as the file has it for
@@ -23,10 +24,23 @@ import platform
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
+from fsdp_tune.comparison.both_sides import (
+    AUTOCAST,
+    DRAWN,
+    ROUNDING,
+    SMALL_MODEL,
+    cut_length,
+    dropouts,
+    dtype_text,
+    is_drawn,
+    plain_name,
+    settle_draws,
+    summary,
+)
+from fsdp_tune.comparison.tool_rows import ToolRows, step_rows
 from fsdp_tune.comparison.tool_trainers import (
     IGNORE_INDEX,
     PACKAGES,
@@ -37,96 +51,6 @@ from fsdp_tune.comparison.tool_trainers import (
     ToolTrainers,
 )
 
-SMALL_MODEL = (
-    "the model's own size and weights: its stages ran on a small one with random weights (`--model full` "
-    "loads it)"
-)
-AUTOCAST = "autocast of the forward"
-"""A place in the stage `dtypes`."""
-ROUNDING = (
-    "how half precision rounds: beside a tool, both sides compute in fp32, and the dtypes are "
-    "compared by name"
-)
-DRAWN = (
-    "first values of adapters and the masks of dropout, which each tool draws itself: both sides ran "
-    "with the same values, without dropout"
-)
-
-
-# ---- What both sides of a comparison compute in the same way
-
-
-def summary(tensor: Any) -> list[float]:
-    """Return the norm of a tensor and its product with a fixed vector, in fp64: other values change at least
-    one of them."""
-    torch = importlib.import_module("torch")
-    flat = tensor.double().reshape(-1)
-    return [
-        float(flat.norm()),
-        float(flat @ torch.cos(torch.arange(len(flat), dtype=torch.float64) * 0.7 + 1.0)),
-    ]
-
-
-def dtype_text(parameter: Any) -> str:
-    return (
-        f"{str(parameter.dtype).removeprefix('torch.')}, {'trained' if parameter.requires_grad else 'frozen'}"
-    )
-
-
-def dropouts(model: Any) -> dict[str, float]:
-    """Return the shares that a model drops in training, by module."""
-    nn = importlib.import_module("torch.nn")
-    found = {
-        name: float(module.p)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Dropout) and module.p
-    }
-    shares = {name: getattr(module, "attention_dropout", None) for name, module in model.named_modules()}
-    found |= {name: share for name, share in shares.items() if share and isinstance(share, float)}
-    return {f"dropout of {plain_name(name)}": share for name, share in found.items()}
-
-
-def settle_draws(model: Any) -> None:
-    """Switch dropout off, give adapters fixed first values, and upcast to fp32: nothing after other draws, or
-    after other last bits of half precision in Adam's first steps, could be compared."""
-    torch = importlib.import_module("torch")
-    model.float()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        elif getattr(module, "attention_dropout", None):
-            module.attention_dropout = 0.0
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if is_drawn(name):
-                wave = torch.sin(torch.arange(parameter.numel(), dtype=torch.float64) * 0.9 + 0.3) * 0.02
-                parameter.copy_(wave.reshape(parameter.shape))
-
-
-def is_drawn(name: str) -> bool:
-    return ".lora_A." in name or ".lora_embedding_A." in name
-
-
-def plain_name(name: str) -> str:
-    """Return the name of a parameter without what PEFT's model puts before it."""
-    return name.removeprefix("base_model.model.")
-
-
-def step_rows(step: int, count: int, size: int) -> list[int]:
-    """Return the rows of a step, counted from 0, of an epoch in the order of its rows; the last step of an
-    epoch may have fewer."""
-    at = step % max(1, math.ceil(count / size)) * size
-    return list(range(at, min(at + size, count)))
-
-
-def cut_length(length: int, trained: Sequence[int], most: int, after_first: int) -> int:
-    """Return how many tokens of a row run through the model: at most so many, or some after the first trained
-    one."""
-    return min(length, max(most, trained[0] + after_first if trained else 0))
-
-
-# ---- A tool
-
 
 def versions() -> dict[str, str | None]:
     found: dict[str, str | None] = {"python": platform.python_version()}
@@ -136,77 +60,11 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-class _ToolRows:
-    """The stages that do not depend on the tool, and the rows that it is given."""
-
-    def __init__(self, request: ToolRequest) -> None:
-        self.request = request
-        self.stages: dict[str, Facts] = {}
-        self.texts: dict[str, str] = {}
-        self.left_out: list[str] = []
-        lines = [json.loads(line) for line in Path(request.rows).read_text(encoding="utf-8").splitlines()]
-        self.keys: list[str] = [line["key"] for line in lines]
-        self.raw: list[dict[str, Any]] = [line["values"] for line in lines]
-        self.sources: list[int] = [line.get("source", 0) for line in lines]
-        self.names: dict[str, str] = {line["key"]: line["name"] for line in lines}
-        self.tokens: dict[str, list[int]] = {}
-
-    def leave_out(self, what: str) -> None:
-        if what not in self.left_out:
-            self.left_out.append(what)
-
-    def set_examples(
-        self, tokens: Sequence[list[int]], labels: Sequence[list[int]], decode: Callable[[list[int]], str]
-    ) -> None:
-        self.tokens = dict(zip(self.keys, tokens, strict=True))
-        flags = {
-            key: [0, *(int(label != IGNORE_INDEX) for label in each[1:])]
-            for key, each in zip(self.keys, labels, strict=True)
-        }
-        self.texts = {
-            str(token): decode([token]) for token in sorted({token for each in tokens for token in each})
-        }
-        self.stages |= {"tokens": {"values": self.tokens}, "labels": {"values": flags}}
-
-    def set_rows(self, rows: Sequence[tuple[list[int], Sequence[int] | None]], *, is_wrapped: bool) -> None:
-        """`rows`: tokens, and the lengths of their examples if the tool lists them."""
-        used: dict[str, int] = {}
-        stream = iter([(key, index) for key, ids in self.tokens.items() for index in range(len(ids))])
-        found: dict[str, list[list[Any]]] = {}
-        for number, (ids, lengths) in enumerate(rows):
-            if is_wrapped:
-                parts = [
-                    list(part) for _, part in groupby(islice(stream, len(ids)), key=lambda token: token[0])
-                ]
-                found[f"row {number}"] = [[*part[0], len(part)] for part in parts]
-                continue
-            pieces, at = [], 0
-            for length in lengths or [len(ids)]:
-                pieces.append(self._located(ids[at : at + length], used))
-                at += length
-            found[f"row {number}"] = pieces
-            self.names[f"row-id {number}"] = f"row {number} ({self.names.get(pieces[0][0], 'unknown')})"
-        self.stages["rows"] = {"values": found}
-
-    def _located(self, piece: list[int], used: dict[str, int]) -> list[Any]:
-        """Return [example, first token, tokens] of a piece: of the first example that has these tokens, and
-        has not given them yet."""
-        free = [(key, ids) for key, ids in self.tokens.items() if used.get(key, 0) < len(ids)]
-        free.sort(key=lambda each: each[1] != piece)  # a complete example first
-        for key, ids in free:
-            start = used.get(key, 0)
-            for at in dict.fromkeys((start, len(ids) - len(piece))):
-                if at >= start and ids[at : at + len(piece)] == piece:
-                    used[key] = at + len(piece)
-                    return [key, at, len(piece)]
-        return ["tokens of no example", 0, len(piece)]
-
-
 NEEDED = ("tokens", "rows", "model")
 """Stages without which no later one can be computed."""
 
 
-class _ToolSide(_ToolRows):
+class _ToolSide(ToolRows):
     def __init__(self, request: ToolRequest) -> None:
         super().__init__(request)
         self.torch: Any = importlib.import_module("torch")

@@ -68,7 +68,7 @@ class NotShownError(Exception):
 
 @dataclass
 class ToolRequest:
-    """What a tool computes its side from; the JSON object that `ToolChild` of `comparison/environments.py`
+    """What a tool computes its side from; the JSON object that `ToolChild` of `comparison/side_processes.py`
     sends."""
 
     tool: str

@@ -1,4 +1,4 @@
-"""Detect the accelerators and cores of this machine without importing torch, and describe it and this Python.
+"""Detect the accelerators and cores of this machine without importing torch.
 
 By NVML for NVIDIA, by device files for others. Importing torch takes two seconds and may initialise CUDA, and
 the command line only needs a count and a name. `torch_facts` queries torch in a child process, for `env`, and
@@ -8,25 +8,20 @@ if no accelerator is detected but the recipe needs one.
 from __future__ import annotations
 
 import ctypes
-import functools
-import importlib.metadata
 import json
 import os
 import platform
 import re
-import resource
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_tune.core.cgroups import core_limit, memory_limit
+from fsdp_tune.core.cgroups import core_limit
 from fsdp_tune.core.nvml import NVML_SUCCESS, Nvml, open_nvml
 from fsdp_tune.core.refused_variables import find_refusal
-from fsdp_tune.core.version import __version__
 
 TORCH_FACTS_SECONDS = 120.0
 AMD_NODES, DRM = Path("/sys/class/kfd/kfd/topology/nodes"), Path("/sys/class/drm")
@@ -409,111 +404,3 @@ def torch_facts() -> dict[str, Any]:
         lines = done.stderr.strip().splitlines()
         return {"error": lines[-1] if lines else f"torch ended with exit code {done.returncode}"}
     return json.loads(done.stdout.splitlines()[-1])
-
-
-# ---- Versions, memory, limits, and default config files of Accelerate
-
-
-PACKAGES = (
-    *(
-        "torch",
-        "transformers",
-        "accelerate",
-        "datasets",
-        "tokenizers",
-        "safetensors",
-        "huggingface_hub",
-        "peft",
-        "bitsandbytes",
-    ),
-    *(
-        "flash-attn",
-        "liger-kernel",
-        "torchao",
-        "triton",
-        "numpy",
-        "ml_dtypes",
-        "pydantic",
-        "typer",
-        "tensorboard",
-        "wandb",
-    ),
-)
-
-
-def versions() -> dict[str, str | None]:
-    """Return the installed version of each package, or None; read from metadata, without importing
-    anything."""
-    return {"python": platform.python_version(), "fsdp-tune": __version__, **installed_versions(PACKAGES)}
-
-
-def installed_versions(packages: Iterable[str]) -> dict[str, str | None]:
-    """Return the installed version of each of these packages, or None."""
-    return {name: _installed_version(name) for name in packages}
-
-
-@functools.cache
-def _installed_version(package: str) -> str | None:
-    """Kept, because reading the metadata takes 6 ms and each recipe that is read compares the version of
-    transformers."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def host() -> dict[str, Any]:
-    """Return the facts of the machine, sizes in bytes; None if the system does not report one."""
-    memory = _memory_info()
-    shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
-    return {
-        "name": platform.node(),
-        "system": f"{platform.system()} {platform.release()}",
-        "architecture": platform.machine(),
-        "executable": sys.executable,
-        "cores": os.cpu_count(),
-        "usable_cores": available_cores(),
-        "memory_bytes": memory.get("MemTotal"),
-        "memory_available_bytes": memory.get("MemAvailable"),
-        "memory_limit_bytes": limit.value if (limit := memory_limit()) is not None else None,
-        "shared_memory_bytes": shared.total if shared else None,
-        "open_files_limit": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        "locked_memory_limit_bytes": _limit(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
-    }
-
-
-def _limit(value: int) -> int | None:
-    return None if value == resource.RLIM_INFINITY else value
-
-
-def _memory_info() -> dict[str, int]:
-    """Return /proc/meminfo in bytes; {} on systems without it."""
-    try:
-        text = Path("/proc/meminfo").read_text(encoding="ascii")
-    except OSError:
-        return {}
-    return {
-        match[1]: int(match[2]) * 1024 for match in re.finditer(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)
-    }
-
-
-def interconnect() -> dict[str, Any]:
-    """Return the network devices: InfiniBand and RoCE ports with their state, and the names of all interfaces
-    except loopback."""
-    ports = {
-        f"{port.parent.parent.name}/{port.name}": {
-            "state": _word(port / "state"),
-            "rate": _word(port / "rate"),
-            "layer": _word(port / "link_layer"),
-        }
-        for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*"))
-    }
-    interfaces = sorted(path.name for path in Path("/sys/class/net").glob("*") if path.name != "lo")
-    return {"infiniband": ports, "interfaces": interfaces}
-
-
-def _word(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="ascii").strip()
-    except OSError:
-        return None

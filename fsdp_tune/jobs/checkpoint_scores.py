@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from fsdp_tune.answer.examples import find_model
+from fsdp_tune.answer.find_model import find_model
 from fsdp_tune.answer.tasks_request import TasksRequest
 from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.errors import FsdpTuneError, failed_error

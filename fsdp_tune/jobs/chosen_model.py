@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-from fsdp_tune.answer.examples import ModelToEvaluate, find_model, run_of_model
+from fsdp_tune.answer.find_model import ModelToEvaluate, find_model, run_of_model
 from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.files import expanded
 from fsdp_tune.jobs.observer import Observer

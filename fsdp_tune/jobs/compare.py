@@ -30,15 +30,9 @@ from fsdp_tune.comparison.causes import (
     with_passed_defaults,
     with_values,
 )
-from fsdp_tune.comparison.environments import (
-    TOOLS,
-    ObservingChild,
-    ToolChild,
-    find_interpreter,
-    needed_requirements,
-    python_with,
-)
+from fsdp_tune.comparison.environments import find_interpreter, needed_requirements, python_with
 from fsdp_tune.comparison.openai_server import is_url
+from fsdp_tune.comparison.side_processes import ObservingChild, ToolChild
 from fsdp_tune.comparison.stages import (
     DATA_STAGES,
     ComparedStage,
@@ -48,6 +42,7 @@ from fsdp_tune.comparison.stages import (
     tolerances,
     without_weights,
 )
+from fsdp_tune.comparison.tool_options import TOOLS
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, usage_error
 from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.core.user_cache import default_cache_directory

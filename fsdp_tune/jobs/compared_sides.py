@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fsdp_tune.comparison.environments import TOOLS
+from fsdp_tune.comparison.tool_options import TOOLS
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
 from fsdp_tune.data.format.templates import BUNDLED
 from fsdp_tune.jobs.answers import ImportedKey

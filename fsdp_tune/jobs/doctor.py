@@ -33,9 +33,10 @@ from fsdp_tune.cluster.submit.slurm import check_allocation
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.atomic import DISK, write_file
 from fsdp_tune.core.command import JsonAnswer
-from fsdp_tune.core.devices import gpu_states, host, interconnect, visible_devices
+from fsdp_tune.core.devices import gpu_states, visible_devices
 from fsdp_tune.core.errors import FailedError, Notice, Problem
 from fsdp_tune.core.gpus import detect
+from fsdp_tune.core.host import host, interconnect
 from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.core.topology import Group
 from fsdp_tune.jobs.inspection import inspect_model

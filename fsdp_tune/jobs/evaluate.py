@@ -15,14 +15,9 @@ from typing import Any
 
 import yaml
 
-from fsdp_tune.answer.examples import (
-    AnswerReader,
-    ModelToEvaluate,
-    Request,
-    RowScore,
-    find_model,
-    run_of_model,
-)
+from fsdp_tune.answer.examples import AnswerReader
+from fsdp_tune.answer.find_model import ModelToEvaluate, find_model, run_of_model
+from fsdp_tune.answer.model_requests import Request, RowScore
 from fsdp_tune.core.atomic import check_output_file, write_file
 from fsdp_tune.core.command import Bar, JsonAnswer
 from fsdp_tune.core.devices import this_machine

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pydantic import ValidationError
 
-from fsdp_tune.answer.examples import ModelToEvaluate
+from fsdp_tune.answer.find_model import ModelToEvaluate
 from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.user_cache import default_cache_directory
 from fsdp_tune.jobs.options import Allowed, EvaluateOptions

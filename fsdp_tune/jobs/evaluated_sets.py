@@ -7,19 +7,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fsdp_tune.answer.examples import (
-    AnswerReader,
+from fsdp_tune.answer.examples import AnswerReader, read_examples, refuse_without_prompt
+from fsdp_tune.answer.find_model import ModelToEvaluate
+from fsdp_tune.answer.model_requests import RowScore, SetRequest
+from fsdp_tune.answer.statistics import (
     Comparison,
     Estimate,
-    ModelToEvaluate,
-    RowScore,
     Scores,
-    SetRequest,
     bootstrap,
     mcnemar,
     paired_bootstrap,
-    read_examples,
-    refuse_without_prompt,
     wilson,
 )
 from fsdp_tune.core.command import JsonAnswer

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from fsdp_tune.answer.examples import (
+from fsdp_tune.answer.model_requests import (
     AnswerSettings,
     ModelsRequest,
     ReferenceAnswer,

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 
 import yaml
 
-from fsdp_tune.core import devices
+from fsdp_tune.core import devices, host
 from fsdp_tune.core.atomic import DISK, check_output_file, write_file
 from fsdp_tune.core.command import Target
 from fsdp_tune.core.devices import Device, Machine, installed_versions, nvidia_driver, this_machine
@@ -84,7 +84,7 @@ def budget_of(recipe: Recipe, gpu: Device | None) -> MemoryBudget | None:
     """Return the memory of a rank: its GPU's by the table or the driver, or its share of the host's. None if
     it is unknown."""
     if recipe.launch.device == "cpu":
-        facts, ranks = devices.host(), recipe.local_world_size
+        facts, ranks = host.host(), recipe.local_world_size
         known = [size for size in (facts["memory_bytes"], facts["memory_limit_bytes"]) if size is not None]
         return (
             MemoryBudget(f"the host's memory, shared by {ranks} ranks", min(known) // ranks)

@@ -17,8 +17,10 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from fsdp_tune.core.atomic import write_file
-from fsdp_tune.core.devices import host, versions, visible_devices
+from fsdp_tune.core.devices import visible_devices
 from fsdp_tune.core.errors import FsdpTuneError, Problem, usage_error
+from fsdp_tune.core.host import host
+from fsdp_tune.core.package_versions import versions
 from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.data.preparation import prepare as prepare_data
 from fsdp_tune.data.read.sources import OF_ROWS
@@ -33,7 +35,7 @@ from fsdp_tune.launch.command.recipe_changes import check, compare
 from fsdp_tune.launch.command.resume import Start, decide_start, move_aside, read_resolved
 from fsdp_tune.launch.command.run_files import RunFiles, write_resized, write_run
 from fsdp_tune.launch.machines.channel import CountedBar
-from fsdp_tune.launch.machines.launches import Machines
+from fsdp_tune.launch.machines.rendezvous import Machines
 from fsdp_tune.launch.machines.store import SERVED_SECONDS
 from fsdp_tune.launch.supervise.attempts import Resized
 from fsdp_tune.model.model_files import ModelFacts

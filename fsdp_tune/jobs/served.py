@@ -10,8 +10,9 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from fsdp_tune.answer.examples import ReferenceAnswer, ReferenceTokens
+from fsdp_tune.answer.model_requests import ReferenceAnswer, ReferenceTokens
 from fsdp_tune.comparison.causes import DifferentKey, yaml_value
+from fsdp_tune.comparison.exchanges import Exchange
 from fsdp_tune.comparison.openai_server import (
     OpenAIServer,
     RefusedError,
@@ -21,16 +22,9 @@ from fsdp_tune.comparison.openai_server import (
     key_of,
 )
 from fsdp_tune.comparison.runs import DifferentStep
-from fsdp_tune.comparison.served import (
-    TOLERANCE,
-    Exchange,
-    ServedNumbers,
-    compare_served,
-    is_near,
-    numbers_of,
-    score_request,
-)
+from fsdp_tune.comparison.served import ServedNumbers, compare_served, is_near, numbers_of, score_request
 from fsdp_tune.comparison.served_causes import begun_otherwise, served_cause
+from fsdp_tune.comparison.served_logprobs import TOLERANCE
 from fsdp_tune.comparison.stages import ComparedStage, StageDifference
 from fsdp_tune.comparison.verdicts import Verdict, evidence_of, verdict
 from fsdp_tune.core.command import JsonAnswer

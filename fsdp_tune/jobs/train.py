@@ -13,10 +13,11 @@ from pathlib import Path
 
 from fsdp_tune.cluster.submit.slurm import check_allocation
 from fsdp_tune.core import processes as children
-from fsdp_tune.core.devices import host, versions
 from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Notice, Problem, usage_error
+from fsdp_tune.core.host import host
 from fsdp_tune.core.library_errors import rust_errors_as_os_errors
 from fsdp_tune.core.ownership import temporary_directory
+from fsdp_tune.core.package_versions import versions
 from fsdp_tune.core.secrets import MASK, mask_text
 from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.data.preparation import Prepared, rows_of_step
@@ -66,7 +67,7 @@ from fsdp_tune.launch.command.run_files import RunFiles, write_run
 from fsdp_tune.launch.machines.channel import CountedBar, network_message, open_channel
 from fsdp_tune.launch.machines.directories import OwnDirectory
 from fsdp_tune.launch.machines.identity import identity_of
-from fsdp_tune.launch.machines.launches import Machines
+from fsdp_tune.launch.machines.rendezvous import Machines
 from fsdp_tune.launch.supervise.attempts import Attempts
 from fsdp_tune.launch.supervise.early_launch import EarlyLaunch, start_early
 from fsdp_tune.launch.supervise.supervisor import Message, Position

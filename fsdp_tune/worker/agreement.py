@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from fsdp_tune.cluster.doctor_checks import differences_of_ranks
-from fsdp_tune.core.devices import installed_versions
 from fsdp_tune.core.errors import FailedError, FsdpTuneError, Problem
 from fsdp_tune.core.library_errors import as_os_error
+from fsdp_tune.core.package_versions import installed_versions
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.manifest import digest

@@ -28,11 +28,13 @@ from pydantic import TypeAdapter
 
 from fsdp_tune.cluster.doctor_checks import MISSING, NOT_COMPARED, SHARED_CORE_SHARE, RankHealth, slow_ranks
 from fsdp_tune.core.atomic import DISK, write_file, write_json
-from fsdp_tune.core.devices import GpuState, gpu_states, host, versions
+from fsdp_tune.core.devices import GpuState, gpu_states
 from fsdp_tune.core.errors import FailedError, FsdpTuneError, Problem
 from fsdp_tune.core.files import expanded
+from fsdp_tune.core.host import host
 from fsdp_tune.core.library_errors import PEER_LOST
 from fsdp_tune.core.ownership import LOCKLESS
+from fsdp_tune.core.package_versions import versions
 from fsdp_tune.core.parent_death import die_with_launcher
 from fsdp_tune.core.processes import open_standard_streams
 from fsdp_tune.core.units import MIB

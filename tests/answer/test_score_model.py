@@ -11,8 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from fsdp_tune.answer.examples import Request, find_model
+from fsdp_tune.answer.find_model import find_model
 from fsdp_tune.answer.loaded_model import load_model
+from fsdp_tune.answer.model_requests import Request
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.tensors.file_formats import CONFIG_FILE
 from fsdp_tune.merge.merge_options import MergeOptions

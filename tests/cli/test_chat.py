@@ -15,7 +15,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from fsdp_tune.answer.examples import find_model
+from fsdp_tune.answer.find_model import find_model
 from fsdp_tune.cli.chat import AnswerView, WrappedText, chat, generate
 from fsdp_tune.cli.verbs import Screen
 from fsdp_tune.core.errors import FsdpTuneError

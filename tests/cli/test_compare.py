@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fsdp_tune.comparison.environments import ObservingChild
+from fsdp_tune.comparison.side_processes import ObservingChild
 from tests.cli.conftest import Cli, document
 from tests.cli.in_process import answer, errors, invoke, settings
 from tests.jobs.sides import in_process

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from fsdp_tune.cli.known_combinations import known_bad, version_tuple
-from fsdp_tune.core.devices import host, versions
+from fsdp_tune.core.host import host
+from fsdp_tune.core.package_versions import versions
 from tests.cli.conftest import Cli, document
 
 GOOD: dict[str, Any] = {

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from fsdp_tune.answer.examples import Request, RowScore
+from fsdp_tune.answer.model_requests import Request, RowScore
 from fsdp_tune.answer.score import run
 from fsdp_tune.cli.runs import evaluate
 from fsdp_tune.core.devices import Machine

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fsdp_tune.comparison.environments import ObservingChild
+from fsdp_tune.comparison.side_processes import ObservingChild
 from fsdp_tune.core.errors import ExitCode
 from fsdp_tune.migrate.ledger import leaves
 from tests.cli.conftest import Cli

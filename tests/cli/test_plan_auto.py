@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from fsdp_tune.cli.app import app
-from fsdp_tune.core import devices
+from fsdp_tune.core import devices, host
 from fsdp_tune.core.devices import Device
 from fsdp_tune.core.gpus import find_hardware
 from fsdp_tune.core.units import GIB
@@ -32,8 +32,8 @@ def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def host_with(monkeypatch: pytest.MonkeyPatch, memory: int | None, limit: int | None = None) -> None:
-    known = devices.host() | {"memory_bytes": memory, "memory_limit_bytes": limit}
-    monkeypatch.setattr(devices, "host", lambda: known)
+    known = host.host() | {"memory_bytes": memory, "memory_limit_bytes": limit}
+    monkeypatch.setattr(host, "host", lambda: known)
 
 
 def run(*arguments: str) -> Result:

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fsdp_tune.cli.plan_view import describe_changes, html_page
+from fsdp_tune.cli.plan_page import html_page
+from fsdp_tune.cli.plan_rows import describe_changes
 from fsdp_tune.planner.predict.predict import ScalingRow, plan
 from tests.planner.recipes import resolved
 from tests.planner.test_predict import A100, step

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.cli.terminal import wrapped
+from fsdp_tune.cli.terminal_text import wrapped
 from fsdp_tune.cli.verbs import Screen, command
 from fsdp_tune.core.errors import Notice, Problem
 from fsdp_tune.data.format.templates import bundled_text

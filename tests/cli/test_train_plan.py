@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_tune.cli.train_view import predicted_and_measured, predicted_line
+from fsdp_tune.cli.run_card import predicted_and_measured
+from fsdp_tune.cli.train_view import predicted_line
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError
 from fsdp_tune.core.gpus import find_hardware
 from fsdp_tune.core.units import GIB

@@ -6,9 +6,9 @@ from math import nan
 
 import pytest
 
-from fsdp_tune.answer.examples import ReferenceAnswer, ReferenceTokens, ScoredTokens
+from fsdp_tune.answer.model_requests import ReferenceAnswer, ReferenceTokens, ScoredTokens
+from fsdp_tune.comparison.exchanges import Exchange
 from fsdp_tune.comparison.openai_server import ServedAnswer, ServedPrompt, ServedToken
-from fsdp_tune.comparison.served import Exchange
 from fsdp_tune.comparison.served_causes import served_cause
 from fsdp_tune.comparison.stages import ComparedStage
 

@@ -20,10 +20,11 @@ import yaml
 
 import fsdp_tune
 from fsdp_tune.cli.compare import comparison_page, verdict_of
-from fsdp_tune.comparison import tool_side
+from fsdp_tune.comparison import tool_rows, tool_side
 from fsdp_tune.comparison.causes import option_paths
-from fsdp_tune.comparison.environments import ObservingChild, ToolChild, needed_requirements
+from fsdp_tune.comparison.environments import needed_requirements
 from fsdp_tune.comparison.observe import Side
+from fsdp_tune.comparison.side_processes import ObservingChild, ToolChild
 from fsdp_tune.comparison.stages import RANDOM, Observation, StageFacts, open_words, stages_until
 from fsdp_tune.jobs.options import CompareOptions
 from tests.comparison.tool_files import (
@@ -543,7 +544,7 @@ def test_newest_version_is_installed_unless_one_is_named() -> None:
 def test_piece_is_found_in_the_first_example_that_has_it(tmp_path: Path) -> None:
     rows = tmp_path / "rows"
     rows.write_text("".join(json.dumps({"key": key, "name": key, "values": {}}) + "\n" for key in "abc"))
-    side = tool_side._ToolRows(SimpleNamespace(rows=str(rows)))
+    side = tool_rows.ToolRows(SimpleNamespace(rows=str(rows)))
     side.set_examples([[1, 2, 3, 4], [1, 2], [5]], [[1, 2, 3, 4], [1, -100], [5]], str)
     assert side.stages["labels"]["values"] == {"a": [0, 1, 1, 1], "b": [0, 0], "c": [0]}
     side.set_rows([([1, 2, 5], [2, 1]), ([1, 2, 3], None), ([4], None), ([9], None)], is_wrapped=False)
@@ -558,8 +559,8 @@ def test_piece_is_found_in_the_first_example_that_has_it(tmp_path: Path) -> None
 
 
 def test_rows_of_a_step_follow_their_order_and_begin_again() -> None:
-    assert [tool_side.step_rows(step, 5, 2) for step in range(4)] == [[0, 1], [2, 3], [4], [0, 1]]
-    assert tool_side.step_rows(1, 3, 8) == [0, 1, 2]
+    assert [tool_rows.step_rows(step, 5, 2) for step in range(4)] == [[0, 1], [2, 3], [4], [0, 1]]
+    assert tool_rows.step_rows(1, 3, 8) == [0, 1, 2]
 
 
 # ---- With TRL

@@ -17,7 +17,8 @@ import torch
 from packaging.requirements import Requirement
 
 from fsdp_tune.comparison import environments, tool_trainers
-from fsdp_tune.comparison.environments import ObservingChild, ToolChild, python_with
+from fsdp_tune.comparison.environments import python_with
+from fsdp_tune.comparison.side_processes import ObservingChild, ToolChild
 from fsdp_tune.comparison.stages import Observation, stages_until
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.processes import JsonChild

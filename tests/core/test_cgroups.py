@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from fsdp_tune.core import cgroups
 from fsdp_tune.core.cgroups import GroupLimit, core_limit, memory_limit, process_limit
-from fsdp_tune.core.devices import host, this_machine
+from fsdp_tune.core.devices import this_machine
+from fsdp_tune.core.host import host
 from fsdp_tune.core.limits import limit_problem
 
 GIB = 1 << 30

@@ -339,7 +339,10 @@ PLANTS: tuple[Plant, ...] = (
     ),
     plant("secrets not masked", "core.secrets:masked", result("value"), rows="F120"),
     plant(
-        "terminal escapes not escaped", "cli.terminal:printable", always("unicodedata.category"), rows="F124"
+        "terminal escapes not escaped",
+        "cli.terminal_text:printable",
+        always("unicodedata.category"),
+        rows="F124",
     ),
     # merge
     plant(
@@ -387,14 +390,14 @@ PLANTS: tuple[Plant, ...] = (
     ),
     plant(
         "failed launch not restarted",
-        "launch.supervise.attempts:is_transient",
+        "launch.supervise.restarts:is_transient",
         result("False"),
         rows="F041",
         by=("launch/test_attempts.py::killed_rank_restarts_the_run_with_a_message_and_a_metrics_event",),
     ),
     plant(
         "deterministic failure restarted",
-        "launch.supervise.attempts:decide_restart",
+        "launch.supervise.restarts:decide_restart",
         never("failure.step"),
         rows="F101",
     ),
@@ -536,7 +539,7 @@ PLANTS: tuple[Plant, ...] = (
     ),
     plant(
         "missing machines not named",
-        "launch.machines.launches:Machines.gather",
+        "launch.machines.rendezvous:Machines.gather",
         always("present others"),
         rows="F031",
     ),

@@ -168,8 +168,8 @@ RECIPE_AND_INPUT = (
 LAUNCH = (
     _row("F030", "r", 11, REFUSED, "the rendezvous port is taken", "launch/test_ports::used_port_is_refused_before_launch"),
     _row(
-        "F031", "r", 9, REFUSED, "a machine of the run never joins", "launch/test_launches_coordination::first_machine_that_never_comes_is_named",
-        "launch/test_launches_coordination::missing_machine_is_named",
+        "F031", "r", 9, REFUSED, "a machine of the run never joins", "launch/test_rendezvous_coordination::first_machine_that_never_comes_is_named",
+        "launch/test_rendezvous_coordination::missing_machine_is_named",
     ),
     _row("F032", "r", 10, REFUSED, "ranks differ in recipe, data or versions", "worker/test_agreement_same::differing_ranks_are_named_with_versions"),
     _row("F033", "r", 11, SURVIVED, "a conflicting default accelerate config", "launch/test_accelerate_real::conflicting_default_config_is_ignored"),

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import fsdp_tune
-from fsdp_tune.comparison.environments import ObservingChild
+from fsdp_tune.comparison.side_processes import ObservingChild
 from fsdp_tune.jobs import served
 from fsdp_tune.jobs.options import CompareOptions, GenerateOptions
 from fsdp_tune.jobs.served import CompareAnswer

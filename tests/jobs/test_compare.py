@@ -16,7 +16,7 @@ import torch
 import yaml
 
 import fsdp_tune
-from fsdp_tune.comparison.environments import ObservingChild
+from fsdp_tune.comparison.side_processes import ObservingChild
 from fsdp_tune.comparison.stages import Observation
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.jobs import compared_runs

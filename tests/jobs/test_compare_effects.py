@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 import torch
 
-from fsdp_tune.comparison.environments import ObservingChild
+from fsdp_tune.comparison.side_processes import ObservingChild
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.jobs.served import CompareAnswer
 from fsdp_tune.recipe.schema.effects import DATA, NUMBERS, RESULT

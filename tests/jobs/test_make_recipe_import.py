@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import fsdp_tune
-from fsdp_tune.comparison.environments import ObservingChild
+from fsdp_tune.comparison.side_processes import ObservingChild
 from fsdp_tune.jobs.import_recipe import check_import
 from tests.jobs.sides import LLAMA, in_process
 from tests.migrate.foreign_files import ACCELERATE, AXOLOTL

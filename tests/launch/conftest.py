@@ -7,8 +7,8 @@ import pytest
 
 from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.launch.machines import channel as channels
-from fsdp_tune.launch.machines import directories, store
-from fsdp_tune.launch.machines import launches as machines
+from fsdp_tune.launch.machines import directories, peers, store
+from fsdp_tune.launch.machines import rendezvous as machines
 from fsdp_tune.launch.supervise import hang_diagnosis, rank_watch, supervisor
 from fsdp_tune.run.directory import RunDir
 from tests.launch.fake_ranks import Parts, PlanOf, fake_plan, write_parts_of_ranks
@@ -55,8 +55,9 @@ def quick_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "PRESENT_SECONDS", 0.5)
     monkeypatch.setattr(channels, "RESPAWN_SECONDS", 0.05)
     monkeypatch.setattr(machines, "READ_SECONDS", 0.01)
-    monkeypatch.setattr(machines, "WORK_SECONDS", 0.02)
-    monkeypatch.setattr(machines, "SHARE_SECONDS", 20.0)
+    monkeypatch.setattr(peers, "READ_SECONDS", 0.01)
+    monkeypatch.setattr(peers, "WORK_SECONDS", 0.02)
+    monkeypatch.setattr(peers, "SHARE_SECONDS", 20.0)
     monkeypatch.setattr(machines, "GATHER_SECONDS", 20.0)
     monkeypatch.setattr(directories, "VISIBLE_SECONDS", 0.5)
     monkeypatch.setattr(directories, "READ_SECONDS", 0.01)

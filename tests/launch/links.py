@@ -15,7 +15,7 @@ from fsdp_tune.core.errors import Problem
 from fsdp_tune.launch.machines import store
 from fsdp_tune.launch.machines.channel import Channel
 from fsdp_tune.launch.machines.identity import Identity
-from fsdp_tune.launch.machines.launches import Machines
+from fsdp_tune.launch.machines.rendezvous import Machines
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.rank_files import Verdict
 

@@ -16,14 +16,8 @@ import pytest
 
 from fsdp_tune.core.errors import ExitReason, Problem
 from fsdp_tune.launch.supervise import attempts
-from fsdp_tune.launch.supervise.attempts import (
-    Attempts,
-    Failure,
-    NewerCopy,
-    Restart,
-    decide_restart,
-    is_transient,
-)
+from fsdp_tune.launch.supervise.attempts import Attempts, NewerCopy
+from fsdp_tune.launch.supervise.restarts import Failure, Restart, decide_restart, is_transient
 from fsdp_tune.launch.supervise.supervisor import Event
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import ResumeRequest

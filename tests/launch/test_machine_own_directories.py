@@ -21,7 +21,7 @@ from fsdp_tune.jobs.options import TrainOptions
 from fsdp_tune.jobs.resizing import OwnRun, other_data
 from fsdp_tune.launch.machines import directories, store, verdicts
 from fsdp_tune.launch.machines.directories import OwnDirectory
-from fsdp_tune.launch.machines.launches import Machines
+from fsdp_tune.launch.machines.rendezvous import Machines
 from fsdp_tune.run.directory import Held, RunDir, held_checkpoints, inspect_checkpoint, latest_checkpoint
 from fsdp_tune.run.launch_files import ResumeRequest
 from fsdp_tune.run.rank_files import Verdict
@@ -119,7 +119,7 @@ def fail(machine: Machines) -> None:
 def test_failure_of_a_machine_before_it_joins_ends_the_run(play: OwnPlay) -> None:
     first, second = play.machine(0), play.machine(1)
     fail(second)
-    assert second._report.life is None
+    assert second.report.life is None
     with pytest.raises(FsdpTuneError) as caught:
         first.held_elsewhere()
     for problem in (caught.value.problems[0], problem_of(first.gather(0))):
@@ -166,7 +166,7 @@ def test_machine_that_counts_work_is_waited_for(
     play: OwnPlay, monkeypatch: pytest.MonkeyPatch, *, decides: bool
 ) -> None:
     first, second = play.machine(0), play.machine(1)
-    monkeypatch.setattr(first, "_hang_seconds", 0.3)
+    monkeypatch.setattr(first, "hang_seconds", 0.3)
 
     def prepare_and_join() -> Verdict | None:
         count_slowly(second.advance)
@@ -185,7 +185,7 @@ def test_restart_waits_for_digests_of_another_machine(play: OwnPlay) -> None:
     write_parts(play.runs, 10)
     first, second = play.machine(0), play.machine(1)
     start(first, second)
-    assert second._report.held is None
+    assert second.report.held is None
 
     def hash_slowly(progress: Callable[[int], object], *, compares: bool = True) -> tuple[Held, ...] | None:
         count_slowly(progress)
@@ -270,7 +270,7 @@ def test_missing_machine_is_named_before_the_start_is_decided(
     play: OwnPlay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = play.machine(0)
-    monkeypatch.setattr(first, "_hang_seconds", 0.2)
+    monkeypatch.setattr(first, "hang_seconds", 0.2)
     with pytest.raises(FsdpTuneError) as caught:
         first.held_elsewhere()
     assert caught.value.problems[0].code == "machines-missing"

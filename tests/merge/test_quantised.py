@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_tune.answer.examples import ModelToEvaluate, run_of_model
+from fsdp_tune.answer.find_model import ModelToEvaluate, run_of_model
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.version import __version__
 from fsdp_tune.jobs.results import is_merged, merge_checkpoint

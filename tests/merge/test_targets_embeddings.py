@@ -21,8 +21,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from fsdp_tune.answer.examples import Request, find_model
+from fsdp_tune.answer.find_model import find_model
 from fsdp_tune.answer.loaded_model import load_model
+from fsdp_tune.answer.model_requests import Request
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.tensors.file_formats import PREFIX, WEIGHTS_FILE
 from fsdp_tune.merge.merging import merge_checkpoint

@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 from packaging.requirements import Requirement
 
-from fsdp_tune.core import devices
+from fsdp_tune.core import package_versions
 from fsdp_tune.recipe.rules.trackers import TRACKERS, missing
 from fsdp_tune.recipe.schema.recipe import Training
 
@@ -120,7 +120,7 @@ def test_comet_needs_the_version_of_its_callback(
     monkeypatch: pytest.MonkeyPatch, version: str | None, is_usable: bool
 ) -> None:
     install(monkeypatch, ALL, {}, frozenset())
-    monkeypatch.setattr(devices, "_installed_version", lambda package: version)
+    monkeypatch.setattr(package_versions, "_installed_version", lambda package: version)
     found = missing("comet_ml", {})
     assert (found is None) == is_usable
     assert found is None or "comet-ml>=3.43.2" in found.hint

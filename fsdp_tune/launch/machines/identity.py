@@ -9,8 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fsdp_tune.core.devices import installed_versions, interconnect, versions, visible_devices
+from fsdp_tune.core.devices import visible_devices
 from fsdp_tune.core.errors import Problem
+from fsdp_tune.core.host import interconnect
+from fsdp_tune.core.package_versions import installed_versions, versions
 from fsdp_tune.core.secrets import masked
 from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.machines.route import INTERFACE_VARIABLES

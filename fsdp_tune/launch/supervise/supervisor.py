@@ -28,7 +28,7 @@ from fsdp_tune.core.processes import STOP_SIGNALS, ends_with_parent, without_ign
 from fsdp_tune.core.refused_variables import find_refusal
 from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.command.accelerate import LaunchPlan
-from fsdp_tune.launch.machines.launches import Machines
+from fsdp_tune.launch.machines.rendezvous import Machines
 from fsdp_tune.launch.supervise.early_launch import EarlyLaunch
 from fsdp_tune.launch.supervise.end_of_launch import (
     LaunchObservation,

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, failed_error, usage_error
 from fsdp_tune.core.families import family_of
 from fsdp_tune.core.files import read_regular
+from fsdp_tune.core.tensors.activation_scales import is_of_activations
 from fsdp_tune.core.tensors.dtypes import DTYPES, DType
 from fsdp_tune.core.tensors.encoded import Encoded, StoredType
-from fsdp_tune.core.tensors.encodings import find_encodings, is_of_activations, settings_of_files
+from fsdp_tune.core.tensors.encodings import find_encodings, settings_of_files
 from fsdp_tune.core.tensors.weight_files import UnusableIndexError, list_directory
 from fsdp_tune.core.values import as_mapping
 from fsdp_tune.merge.companions import CONFIG_NAME, MAX_CONFIG_BYTES, fetch_model, read_folder

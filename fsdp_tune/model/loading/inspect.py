@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, collected
 from fsdp_tune.core.reads import Reads
-from fsdp_tune.core.tensors.encodings import dropped_notices
+from fsdp_tune.core.tensors.activation_scales import dropped_notices
 from fsdp_tune.core.units import format_bytes
 from fsdp_tune.model import kept_inspections
 from fsdp_tune.model.model_files import AdapterFacts, KernelChoice, ModelFacts, ModelInspection

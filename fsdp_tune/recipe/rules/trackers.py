@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fsdp_tune.core.devices import installed_versions
+from fsdp_tune.core.package_versions import installed_versions
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from fsdp_tune.core.devices import installed_versions
+from fsdp_tune.core.package_versions import installed_versions
 from fsdp_tune.core.units import enumerated
 from fsdp_tune.recipe.schema.effects import (
     FREE,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_tune.cli import verbs
+from fsdp_tune.cli import completion
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.recipe.read.loader import load_recipe
 from tests.cli.forked import command, ended
@@ -88,15 +88,15 @@ def test_other_shells_complete_the_word_as_a_whole(shell: str) -> None:
 
 def test_recipes_are_names_of_the_catalogue_and_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    assert verbs.complete_recipes("mine") == ["mine.yml"]
-    assert verbs.complete_recipes("rec") == ["recipes/mine.yaml"]
-    assert verbs.complete_recipes("recipes/") == ["recipes/mine.yaml"]
-    assert {"gpt2_smoke", "mine.yml"} < set(verbs.complete_sides(""))
-    assert verbs.complete_runs("nowhere/") == verbs.complete_runs("runs/cache/") == []
+    assert completion.complete_recipes("mine") == ["mine.yml"]
+    assert completion.complete_recipes("rec") == ["recipes/mine.yaml"]
+    assert completion.complete_recipes("recipes/") == ["recipes/mine.yaml"]
+    assert {"gpt2_smoke", "mine.yml"} < set(completion.complete_sides(""))
+    assert completion.complete_runs("nowhere/") == completion.complete_runs("runs/cache/") == []
 
 
 def test_keys_are_those_that_can_be_set() -> None:
-    found = verbs.complete_keys("")
+    found = completion.complete_keys("")
     assert {
         "training.learning_rate",
         "training.max_grad_norm",
@@ -109,19 +109,21 @@ def test_keys_are_those_that_can_be_set() -> None:
 
 
 def test_only_key_that_fits_is_followed_by_its_values() -> None:
-    assert verbs.complete_overrides("data.packin") == ["data.packing", "data.packing_strategy"]
-    assert verbs.complete_overrides("data.streami") == [
+    assert completion.complete_overrides("data.packin") == ["data.packing", "data.packing_strategy"]
+    assert completion.complete_overrides("data.streami") == [
         "data.streaming=",
         "data.streaming=true",
         "data.streaming=false",
     ]
-    assert verbs.complete_overrides("training.weight_dec")[0] == "training.weight_decay="
-    assert verbs.complete_overrides("no.such.key") == verbs.complete_overrides("no.such.key=t") == []
-    assert verbs.complete_overrides("fsdp.version=") == ["fsdp.version=2"]
+    assert completion.complete_overrides("training.weight_dec")[0] == "training.weight_decay="
+    assert (
+        completion.complete_overrides("no.such.key") == completion.complete_overrides("no.such.key=t") == []
+    )
+    assert completion.complete_overrides("fsdp.version=") == ["fsdp.version=2"]
 
 
 def test_values_that_are_offered_are_taken() -> None:
-    offered = [verbs.complete_overrides(f"{key}=") for key in verbs.complete_keys("")]
+    offered = [completion.complete_overrides(f"{key}=") for key in completion.complete_keys("")]
     for pairs in zip_longest(*offered):  # every key at once, with its first value, its second, …
         assert refused([pair for pair in pairs if pair is not None]) == []
     assert refused(["data.packing=perhaps", "data.shuffle=true", "a.b=1"]) == ["data.packing", "a"]

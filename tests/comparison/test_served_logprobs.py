@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from fsdp_tune.answer.examples import ScoredTokens
+from fsdp_tune.answer.model_requests import ScoredTokens
 from fsdp_tune.comparison.openai_server import ServedAnswer, ServedToken
-from fsdp_tune.comparison.served import scale_of
+from fsdp_tune.comparison.served_logprobs import scale_of
 
 MODEL = [[-0.2, -1.9, -4.1], [-0.7, -1.0, -2.5]]
 

@@ -8,8 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from fsdp_tune.core.errors import ExitReason
-from fsdp_tune.launch.machines import launches as machines
-from fsdp_tune.launch.machines import store
+from fsdp_tune.launch.machines import peers, store
 from fsdp_tune.launch.supervise.attempts import _final
 from tests.launch.fake_ranks import ended
 from tests.launch.links import Answers, Play, failure_of, start, until
@@ -29,7 +28,7 @@ def test_short_cut_of_the_link_costs_nothing(play: Play) -> None:
     first, second = play.machine(0), play.machine(1)
     start(first, second)
     play.network.link(1).is_cut.set()
-    until(lambda: second._channel.last.fault)
+    until(lambda: second.channel.last.fault)
     first.end(KILLED)
     assert (first.failure_elsewhere(), second.failure_elsewhere()) == (None, None)
     play.network.link(1).is_cut.clear()
@@ -39,7 +38,7 @@ def test_short_cut_of_the_link_costs_nothing(play: Play) -> None:
 def test_long_cut_of_the_link_is_a_lost_machine_on_both(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = play.machine(0), play.machine(1)
     start(first, second)
-    monkeypatch.setattr(machines, "LOST_SECONDS", 0.3)
+    monkeypatch.setattr(peers, "LOST_SECONDS", 0.3)
     play.network.link(1).is_cut.set()
     until(first.failure_elsewhere)
     until(second.failure_elsewhere)
@@ -54,7 +53,7 @@ def test_machine_that_died_with_its_ranks_is_named_instead_of_a_lost_connection(
 ) -> None:
     first, second = play.machine(0), play.machine(1)
     start(first, second)
-    monkeypatch.setattr(machines, "UNHEARD_SECONDS", 0.2)
+    monkeypatch.setattr(peers, "UNHEARD_SECONDS", 0.2)
     play.network.link(1).is_cut.set()
     judged = first.verdict(ECHO)
     assert judged.problem is not None
@@ -74,14 +73,14 @@ def test_command_that_was_started_again_joins_the_next_launch(play: Play) -> Non
 
 
 def test_first_machine_that_ended_without_a_word_is_lost(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machines, "REFUSED_SECONDS", 0.2)
+    monkeypatch.setattr(peers, "REFUSED_SECONDS", 0.2)
     first, second = play.machine(0), play.machine(1)
     start(first, second)
     second.end(ECHO)
     link = play.network.link(1)
     monkeypatch.setattr(play.network, "port", 1)  # nothing listens there
     link.is_cut.set()
-    until(lambda: second._channel.last.fault)
+    until(lambda: second.channel.last.fault)
     link.is_cut.clear()
     assert second.next_launch() is None
     ending = _final(ECHO, None, second.lost_first())
@@ -105,14 +104,14 @@ def test_end_of_another_machine_is_not_its_loss(play: Play, monkeypatch: pytest.
     first, second = play.machine(0), play.machine(1)
     start(first, second)
     second.end(ENDED_WELL)
-    until(lambda: first._read_others()[1].verdict)
-    monkeypatch.setattr(machines, "LOST_SECONDS", 0.1)
+    until(lambda: first.read_others()[1].verdict)
+    monkeypatch.setattr(peers, "LOST_SECONDS", 0.1)
     play.network.link(1).is_cut.set()
     time.sleep(0.2)
     assert first.failure_elsewhere() is None
     first.conclude(ENDED_WELL)
     play.network.link(1).is_cut.clear()
-    until(lambda: (first_there := second._read(0)) is not None and first_there.state == "final")
+    until(lambda: (first_there := second.read(0)) is not None and first_there.state == "final")
     play.network.link(1).is_cut.set()
     time.sleep(0.2)
     assert second.failure_elsewhere() is None
@@ -132,7 +131,7 @@ def test_close_waits_until_the_last_document_is_read(play: Play) -> None:
     start(first, second)
     first.conclude(ENDED_WELL)
     first.close()
-    report = second._read(0)
+    report = second.read(0)
     assert report is not None
     assert report.state == "final"
 
@@ -171,11 +170,11 @@ def test_document_of_another_shape_is_ignored(play: Play) -> None:
     for number, document in enumerate(
         (
             {"token": "x", "launch": "many"},
-            {"token": "x", "ended": {"exit_code": 99}, "life": first._report.life},
+            {"token": "x", "ended": {"exit_code": 99}, "life": first.report.life},
         )
     ):
         stranger.publish(document)
-        until(lambda: first._channel.document(1) == document)  # noqa: B023
+        until(lambda: first.channel.document(1) == document)  # noqa: B023
         assert first.failure_elsewhere() is None, number
 
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from fsdp_tune.answer.examples import Scores, bootstrap, mcnemar, paired_bootstrap, wilson
+from fsdp_tune.answer.statistics import Scores, bootstrap, mcnemar, paired_bootstrap, wilson
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ from fsdp_tune.core.errors import ExitReason, FsdpTuneError, usage_error
 from fsdp_tune.core.processes import StoppedBySignal
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.resizing import announce_end
-from fsdp_tune.launch.machines import directories, store
-from fsdp_tune.launch.machines import launches as machines
-from fsdp_tune.launch.machines.launches import Machines
+from fsdp_tune.launch.machines import directories, peers, store
+from fsdp_tune.launch.machines import rendezvous as machines
+from fsdp_tune.launch.machines.rendezvous import Machines
 from fsdp_tune.launch.supervise import supervisor as supervisors
 from fsdp_tune.launch.supervise.supervisor import Supervisor
 from fsdp_tune.run.directory import RunDir
@@ -109,7 +109,7 @@ def test_first_machine_waits_for_one_that_comes_later(play: Play) -> None:
     assert (second.join(), second.next_launch()) == (None, 0)
     assert gathering.all() == [None]
     assert json.loads(play.run.machines_json.read_bytes()) == {"0": "host-0", "1": "host-1"}
-    assert abs(second._channel.clock_seconds(0)) < 5.0
+    assert abs(second.channel.clock_seconds(0)) < 5.0
 
 
 def test_first_machine_that_never_comes_is_named(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,7 @@ def test_two_commands_with_one_number_are_refused(play: Play) -> None:
     first = play.machine(0)
     both = [play.machine(1), play.machine(1)]
     joining = [Answers(each.join) for each in both]
-    until(lambda: any(each._channel.last.twin for each in both))
+    until(lambda: any(each.channel.last.twin for each in both))
     first.advance(1)
     first.gather(0)
     codes = [
@@ -180,7 +180,7 @@ def test_failure_of_first_machine_before_the_launch_ends_the_others(play: Play) 
     second = play.machine(1)
     joining = Answers(second.join)
     first = play.machine(0)
-    until(lambda: second._read(0) is not None)
+    until(lambda: second.read(0) is not None)
     with pytest.raises(Exception, match="no such file"), first:
         raise usage_error("file-not-found", "no such file", hint="look")
     (there,) = joining.all()
@@ -199,8 +199,8 @@ def test_finished_run_ends_the_others(play: Play) -> None:
 
 def test_stop_of_another_machine_before_the_launch_ends_the_first(play: Play) -> None:
     first, second = play.machine(0), play.machine(1)
-    until(lambda: second._read(0) is not None)
-    second._publish(life=first._report.life)
+    until(lambda: second.read(0) is not None)
+    second.publish(life=first.report.life)
     with pytest.raises(StoppedBySignal), second:
         raise StoppedBySignal(15)
     verdict = first.gather(0)
@@ -327,7 +327,7 @@ def test_machine_that_has_left_a_launch_is_noticed(
     if is_told:
         there.end(ENDED_WELL)
     else:
-        monkeypatch.setattr(machines, "UNHEARD_SECONDS", LIMIT_SECONDS)
+        monkeypatch.setattr(peers, "UNHEARD_SECONDS", LIMIT_SECONDS)
         play.network.link(1).is_cut.set()
     until(here.has_one_left)
 
@@ -379,7 +379,7 @@ def test_hang_report_covers_all_machines(play_of: Callable[[int], Play]) -> None
 def test_machine_that_is_unheard_of_does_not_hide_a_hang(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the link is cut, neither learns whether the ranks of the other make progress, and both wait for
     them."""
-    monkeypatch.setattr(machines, "UNHEARD_SECONDS", 3 * LIMIT_SECONDS)
+    monkeypatch.setattr(peers, "UNHEARD_SECONDS", 3 * LIMIT_SECONDS)
     first, second = play.machine(0), play.machine(1)
     start(first, second)
     for machine in (first, second):
@@ -392,7 +392,7 @@ def test_machine_that_is_unheard_of_does_not_hide_a_hang(play: Play, monkeypatch
 
 def test_command_that_hangs_itself_does_not_hide_a_hang(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its channel is a process of its own, and still answers."""
-    monkeypatch.setattr(machines, "ATTESTED_SECONDS", 3 * LIMIT_SECONDS)
+    monkeypatch.setattr(peers, "ATTESTED_SECONDS", 3 * LIMIT_SECONDS)
     first, second = play.machine(0), play.machine(1)
     start(first, second)
     began = time.monotonic()
@@ -421,7 +421,7 @@ def test_next_launch_starts_without_silence(play: Play) -> None:
     start(first, second, launch=1)
     for machine in (first, second):
         machine.failure_elsewhere()
-        assert not machine._report.is_quiet
+        assert not machine.report.is_quiet
         assert not machine.share_quiet(is_quiet=True)
 
 

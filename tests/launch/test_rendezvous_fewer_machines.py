@@ -13,9 +13,9 @@ import pytest
 
 from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Problem
 from fsdp_tune.launch.command.accelerate import LaunchPlan
-from fsdp_tune.launch.machines import launches as machines
-from fsdp_tune.launch.machines.launches import Machines
+from fsdp_tune.launch.machines import peers
 from fsdp_tune.launch.machines.machine import Fewer, Standby
+from fsdp_tune.launch.machines.rendezvous import Machines
 from fsdp_tune.launch.supervise.attempts import Attempts, Resized
 from fsdp_tune.launch.supervise.supervisor import Event, Message
 from fsdp_tune.run.directory import RunDir
@@ -43,7 +43,7 @@ def continue_without_second(first: Machines, third: Machines) -> None:
 
 @pytest.fixture
 def three(play_of: Callable[[int], Play], monkeypatch: pytest.MonkeyPatch) -> tuple[Play, list[Machines]]:
-    monkeypatch.setattr(machines, "UNHEARD_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr(peers, "UNHEARD_SECONDS", PATIENCE_SECONDS)
     played = play_of(3)
     every = [played.machine(number, replacement_seconds=PATIENCE_SECONDS) for number in range(3)]
     start(*every)
@@ -69,7 +69,7 @@ def test_too_few_machines_end_the_run(
     _, (first, second, third) = three
     second.close()
     third.close()
-    monkeypatch.setattr(first, "_hang_seconds", 2 * PATIENCE_SECONDS)
+    monkeypatch.setattr(first, "hang_seconds", 2 * PATIENCE_SECONDS)
     problem = problem_of(first.gather(1, first.expected(), two_or_more))
     assert problem.code == "machines-missing"
     assert problem.message.endswith("; missing: machine 1, machine 2")
@@ -99,7 +99,7 @@ def test_machine_that_waits_outside_a_launch_neither_ends_nor_stops_it(
     continue_without_second(first, third)
     other = played.machine(1, versions={"torch": "2.0"})
     assert problem_of(other.join()).code == "machines-differ"
-    until(lambda: (report := first._read(1)) is not None and report.verdict is not None)
+    until(lambda: (report := first.read(1)) is not None and report.verdict is not None)
     assert (first.failure_elsewhere(), first.stopped_elsewhere()) == (None, None)
     assert first.expected() == [0, 2]
 
@@ -117,7 +117,7 @@ def test_replacement_that_differs_is_left_out_of_a_restart(three: tuple[Play, li
 
 def test_patience_for_a_replacement_may_be_longer_than_for_a_hang(three: tuple[Play, list[Machines]]) -> None:
     _, (first, second, third) = three
-    first._hang_seconds = PATIENCE_SECONDS / 2
+    first.hang_seconds = PATIENCE_SECONDS / 2
     second.close()
     following = Answers(third.next_launch)
     assert first.gather(1, first.expected(), two_or_more) == Fewer((0, 2))
@@ -129,9 +129,9 @@ def test_machine_that_was_cut_off_ends_its_ranks_when_the_others_have_gone_on(
     three: tuple[Play, list[Machines]],
 ) -> None:
     played, (first, second, third) = three
-    second._replacement_seconds = 3600.0  # it does not give up by itself
+    second.replacement_seconds = 3600.0  # it does not give up by itself
     played.network.link(1).is_cut.set()
-    until(lambda: not first._is_there(1))
+    until(lambda: not first.is_there(1))
     continue_without_second(first, third)
     assert second.failure_elsewhere() is None
     played.network.link(1).is_cut.clear()
@@ -151,9 +151,9 @@ def test_machine_that_is_cut_off_gives_up_before_the_first_continues_without_it(
         for number in range(2)
     )
     start(first, second)
-    earliest_seconds = machines.UNHEARD_SECONDS + replacement_seconds
-    for silent_seconds in (earliest_seconds - 5.0, machines.LOST_SECONDS + 1.0):
-        second._channel.silent_seconds = lambda _, seconds=silent_seconds: seconds  # type: ignore[method-assign]
+    earliest_seconds = peers.UNHEARD_SECONDS + replacement_seconds
+    for silent_seconds in (earliest_seconds - 5.0, peers.LOST_SECONDS + 1.0):
+        second.channel.silent_seconds = lambda _, seconds=silent_seconds: seconds  # type: ignore[method-assign]
         assert second.failure_elsewhere() is not None
 
 
@@ -188,10 +188,10 @@ class Scripted(Attempts):
 
     def _launch(self) -> Generator[Event, None, Any]:
         first, others = self._machines, self._machines.others
-        if first._machine == 0:  # a launch takes time, in which the others see that it has started
+        if first.machine == 0:  # a launch takes time, in which the others see that it has started
             until(
                 lambda: all(
-                    (report := first._read(each)) is not None and report.state in ("running", "ended")
+                    (report := first.read(each)) is not None and report.state in ("running", "ended")
                     for each in others
                 )
             )
@@ -234,7 +234,7 @@ class Command:
         self.thread.start()
 
     def _run(self, machine: Machines) -> None:
-        if machine._machine > 0:
+        if machine.machine > 0:
             assert machine.join() is None
         with suppress(Killed):
             self.events.extend(self.attempts.events())
@@ -254,7 +254,7 @@ def commands(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., list[Command]]:
-    monkeypatch.setattr(machines, "UNHEARD_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr(peers, "UNHEARD_SECONDS", PATIENCE_SECONDS)
     recipe = resolved(tmp_path, "launch.max_restarts=3")
     plan = plan_of({"0": []})
 
