@@ -15,7 +15,8 @@ from fsdp_tune.cli.verbs import NamedRecipe, RecipeArgument, Screen, given, verb
 from fsdp_tune.core.command import Option
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, FsdpTuneError, failed_error, usage_error
 from fsdp_tune.core.units import enumerated, format_seconds
-from fsdp_tune.jobs.options import MeasureOptions, PlanOptions, RehearseOptions, TrainOptions, ValidateOptions
+from fsdp_tune.jobs.options import RehearseOptions, TrainOptions, ValidateOptions
+from fsdp_tune.jobs.plan_options import MeasureOptions, PlanOptions
 
 if TYPE_CHECKING:
     from fsdp_tune.jobs.sweep import SweepAnswer

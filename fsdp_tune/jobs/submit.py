@@ -30,9 +30,10 @@ from fsdp_tune.core.errors import ExitCode, FailedError, Notice, Where, failed_e
 from fsdp_tune.core.ownership import HeldError, owned
 from fsdp_tune.core.units import format_seconds, parse_seconds
 from fsdp_tune.jobs.observer import Observer
-from fsdp_tune.jobs.options import SlurmOptions, SubmitOptions, TrainOptions
+from fsdp_tune.jobs.options import TrainOptions
 from fsdp_tune.jobs.plan import checkpoint_bytes
 from fsdp_tune.jobs.recipes import sized_recipe
+from fsdp_tune.jobs.submit_options import SlurmOptions, SubmitOptions
 from fsdp_tune.jobs.sweep import OWN_KEYS, PlannedRun, plan_sweep
 from fsdp_tune.jobs.train import Preview, preview
 from fsdp_tune.recipe.read.catalogue import catalogue_directory

@@ -18,7 +18,7 @@ from fsdp_tune.cluster.submit.slurm import BLOCK_END
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.jobs import submit as jobs
 from fsdp_tune.jobs import sweep as sweeps
-from fsdp_tune.jobs.options import SlurmOptions, SubmitOptions
+from fsdp_tune.jobs.submit_options import SlurmOptions, SubmitOptions
 from fsdp_tune.launch.command.resume import Start
 from tests.cli.conftest import refuse_undeclared
 
