@@ -40,7 +40,9 @@ from fsdp_tune.recipe.schema.keys import pinned
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.rehearsal.lifecycle_checks import Check, Rehearsal
 from fsdp_tune.rehearsal.parity_checks import make_comparable, parity_checks
-from fsdp_tune.rehearsal.scale_down import ReadableInputs, ScaledRecipe, scale_down_recipe
+from fsdp_tune.rehearsal.scale_down import scale_down_recipe
+from fsdp_tune.rehearsal.scaled_data import ReadableInputs
+from fsdp_tune.rehearsal.scaled_recipe import ScaledRecipe
 
 
 @dataclass(frozen=True, slots=True)
