@@ -19,8 +19,8 @@ from fsdp_tune.model.internals.transformers_internals import attention_of
 from fsdp_tune.model.kernels.compiled import is_compiled
 from fsdp_tune.model.kernels.expert_kernels import live_experts
 from fsdp_tune.model.kernels.liger import modules_of_liger
-from fsdp_tune.model.kernels.linear_layers import mlp_slices_of
 from fsdp_tune.model.kernels.loss_in_head import loss_kernel_of
+from fsdp_tune.model.kernels.mlp_slices import mlp_slices_of
 from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.model.loading.construct import frozen_by_its_code
 from fsdp_tune.model.optim.adamw_in_blocks import blocks_fit, kept_as, parts_of
