@@ -163,7 +163,7 @@ def _show(screen: Screen, answer: SubmitAnswer) -> None:
 
 
 def _follow(screen: Screen, answer: SubmitAnswer) -> None:
-    from fsdp_tune.jobs.submit import follow_job
+    from fsdp_tune.jobs.following import follow_job
 
     try:
         ended = follow_job(answer, screen)
