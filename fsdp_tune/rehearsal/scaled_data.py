@@ -22,7 +22,7 @@ class ReadableInputs:
     data: bool = True
     tokens: int = 0
     """The row length at which the recipe's data keep trained tokens
-    (`data.preparation.length_with_targets`)."""
+    (`data.shortest_length.length_with_targets`)."""
 
 
 def scale_down_data(small: ScaledRecipe, recipe: Recipe, folder: Path, inputs: ReadableInputs) -> None:

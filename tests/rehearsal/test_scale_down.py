@@ -11,7 +11,8 @@ import pytest
 
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.data.account import source_lines
-from fsdp_tune.data.preparation import length_with_targets, prepare
+from fsdp_tune.data.preparation import prepare
+from fsdp_tune.data.shortest_length import length_with_targets
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.recipe.read.catalogue import catalogue
 from fsdp_tune.recipe.read.loader import load_recipe
