@@ -179,12 +179,7 @@ def prepare(
     source_rows: list[int | None] = []
     if recipe.data.streaming:
         file_stamps, unit_rows, source_rows = counted_units(recipe, inputs, cache_dir)
-        inputs = [
-            replace(opened, source=replace(opened.source, head=SAMPLE_ROWS))
-            if opened.set_name == TRAIN
-            else opened
-            for opened in inputs
-        ]
+        inputs = [_head_of(opened) if opened.set_name == TRAIN else opened for opened in inputs]
         check_rows = False
     stamps = [opened.source.stamps() for opened in inputs]
     training_key, key = _keys(recipe, encoder, inputs, digests, file_stamps)
@@ -215,6 +210,11 @@ def prepare(
         _refuse_few_rows(recipe, prepared)
         _refuse_unmeasured(recipe, prepared)
     return prepared
+
+
+def _head_of(opened: Input) -> Input:
+    """Return the input of the first rows of a source."""
+    return replace(opened, source=replace(opened.source, head=SAMPLE_ROWS))
 
 
 def _prepared(
