@@ -54,9 +54,7 @@ from fsdp_tune.worker.readback.sharding import (
     dtype_name,
     goes_to_host,
     offloads,
-    read_ddp,
-    read_fsdp1,
-    read_fsdp2,
+    read_sharding,
     wrapper_of,
 )
 from fsdp_tune.worker.readback.structure import structure_differences
@@ -77,11 +75,7 @@ def read_live(recipe: Recipe, loaded: Loaded, trainer: FsdpTrainer) -> LiveState
     parameters = list(wrapped.named_parameters())
     groups = [dist.group.WORLD, *process_groups(loaded.model, loaded.mesh)]
     exchanging = exchanging_ranks(loaded.model)
-    sharding = (
-        read_ddp(recipe, loaded)
-        if kind == "ddp"
-        else {"fsdp2": read_fsdp2, "fsdp1": read_fsdp1}[kind](loaded)
-    )
+    sharding = read_sharding(kind, recipe, loaded)
     return LiveState(
         wrapper=kind,
         world_size=dist.get_world_size(),

@@ -53,7 +53,12 @@ def goes_to_host(policy: object) -> bool:
     return isinstance(policy, CPUOffloadPolicy) or bool(getattr(policy, "offload_params", False))
 
 
-def read_fsdp2(loaded: Loaded) -> dict[str, Any]:
+def read_sharding(kind: str, recipe: Recipe, loaded: Loaded) -> dict[str, Any]:
+    """Return the fields of a report that depend on the wrapper."""
+    return _ddp(recipe, loaded) if kind == "ddp" else {"fsdp2": _fsdp2, "fsdp1": _fsdp1}[kind](loaded)
+
+
+def _fsdp2(loaded: Loaded) -> dict[str, Any]:
     names = {id(module): name or "(root)" for name, module in loaded.model.named_modules()}
     units: list[UnitState] = []
     placements: Counter[str] = Counter()
@@ -132,7 +137,7 @@ def _parsed(placements: Counter[str]) -> list[str]:
     return [word.strip(" '\"") for word in words.strip("[]").split(",")] if words != "[]" else []
 
 
-def read_fsdp1(loaded: Loaded) -> dict[str, Any]:
+def _fsdp1(loaded: Loaded) -> dict[str, Any]:
     units = [module for module in loaded.wrapped.modules() if isinstance(module, FullyShardedDataParallel)]
     strategy = only({unit.sharding_strategy.name for unit in units})
     precision = units[0].mixed_precision
@@ -156,7 +161,7 @@ def read_fsdp1(loaded: Loaded) -> dict[str, Any]:
     }
 
 
-def read_ddp(recipe: Recipe, loaded: Loaded) -> dict[str, Any]:
+def _ddp(recipe: Recipe, loaded: Loaded) -> dict[str, Any]:
     from fsdp_tune.model.step import compute_context
 
     storage = only({dtype_name(p.dtype) for p in cast_parameters(loaded)})
