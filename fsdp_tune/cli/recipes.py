@@ -13,7 +13,7 @@ import typer
 import fsdp_tune
 from fsdp_tune.cli.verbs import Screen, given, verb
 from fsdp_tune.core.command import Argument, Option
-from fsdp_tune.jobs.options import ImportOptions, NewRecipeOptions
+from fsdp_tune.jobs.recipe_options import ImportOptions, NewRecipeOptions
 
 if TYPE_CHECKING:
     from fsdp_tune.jobs.answers import TemplateAnswer

@@ -11,7 +11,7 @@ from fsdp_tune.cli.verbs import NamedRecipe, Screen, verb
 from fsdp_tune.core.command import Option
 from fsdp_tune.core.errors import ExitCode, usage_error
 from fsdp_tune.core.units import format_seconds
-from fsdp_tune.jobs.options import CloudOptions, KubernetesOptions, SlurmOptions, SubmitOptions
+from fsdp_tune.jobs.submit_options import CloudOptions, KubernetesOptions, SlurmOptions, SubmitOptions
 
 if TYPE_CHECKING:
     from fsdp_tune.cluster.submit.container_engines import Engine
@@ -163,7 +163,7 @@ def _show(screen: Screen, answer: SubmitAnswer) -> None:
 
 
 def _follow(screen: Screen, answer: SubmitAnswer) -> None:
-    from fsdp_tune.jobs.submit import follow_job
+    from fsdp_tune.jobs.following import follow_job
 
     try:
         ended = follow_job(answer, screen)

@@ -15,7 +15,8 @@ from fsdp_tune.cli.verbs import NamedRecipe, RecipeArgument, Screen, given, verb
 from fsdp_tune.core.command import Option
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, FsdpTuneError, failed_error, usage_error
 from fsdp_tune.core.units import enumerated, format_seconds
-from fsdp_tune.jobs.options import MeasureOptions, PlanOptions, RehearseOptions, TrainOptions, ValidateOptions
+from fsdp_tune.jobs.options import RehearseOptions, TrainOptions, ValidateOptions
+from fsdp_tune.jobs.plan_options import MeasureOptions, PlanOptions
 
 if TYPE_CHECKING:
     from fsdp_tune.jobs.sweep import SweepAnswer
@@ -298,35 +299,53 @@ def train(
         fsdp-tune train llama7b_full_shard --dry-run
         fsdp-tune train my.yaml --sweep training.learning_rate=1e-5,2e-5 --sweep lora.r=8,16
     """
+    _check_printed(full=full, dry_run=dry_run, quiet=quiet, prints=verbose or dry_run or no_start)
+    screen.is_quiet = quiet
+    screen.phase("reading the recipe")
+    from fsdp_tune.cli.train_view import show_preview
+    from fsdp_tune.jobs.train import preview
+
+    options = replace(options, **context.meta["arguments"])
+    screen.verbose = verbose
+    if sweep:
+        _check_single(full=full, no_start=no_start)
+        _sweep(screen, recipe, sweep, options, dry_run=dry_run)
+    loaded = recipe.load(allowed=options.allowed)
+    if dry_run:
+        show_preview(screen, preview(loaded, options, observer=screen), full=full)
+        return
+    _start(screen, loaded, options, no_start=no_start)
+
+
+def _check_printed(*, full: bool, dry_run: bool, quiet: bool, prints: bool) -> None:
+    """Raises: usage error for options of what is printed that contradict each other."""
     if full and not dry_run:
         raise usage_error(
             "usage", "`--full` belongs to `--dry-run`", hint="add `--dry-run`, or leave out `--full`"
         )
-    if quiet and (verbose or dry_run or no_start):
+    if quiet and prints:
         raise usage_error(
             "usage",
             "`--quiet` leaves out what `--verbose`, `--dry-run` and `--no-start` print",
             hint="leave out `--quiet`",
         )
-    screen.is_quiet = quiet
-    screen.phase("reading the recipe")
-    from fsdp_tune.cli import train_view as view
-    from fsdp_tune.jobs.train import WrittenRun, preview, write_only
 
-    options = replace(options, **context.meta["arguments"])
-    screen.verbose = verbose
-    if sweep:
-        if full or no_start:
-            raise usage_error(
-                "usage",
-                "`--full` and `--no-start` are for a single run",
-                hint="leave out `--sweep`, or the other option",
-            )
-        _sweep(screen, recipe, sweep, options, dry_run=dry_run)
-    loaded = recipe.load(allowed=options.allowed)
-    if dry_run:
-        view.show_preview(screen, preview(loaded, options, observer=screen), full=full)
-        return
+
+def _check_single(*, full: bool, no_start: bool) -> None:
+    """Raises: usage error for options of a single run, in a sweep."""
+    if full or no_start:
+        raise usage_error(
+            "usage",
+            "`--full` and `--no-start` are for a single run",
+            hint="leave out `--sweep`, or the other option",
+        )
+
+
+def _start(screen: Screen, loaded: LoadedRecipe, options: TrainOptions, *, no_start: bool) -> None:
+    """Start the run, or write its directory alone; end with the exit code of a run."""
+    from fsdp_tune.cli import train_view as view
+    from fsdp_tune.jobs.train import WrittenRun, write_only
+
     result = (write_only if no_start else fsdp_tune.train)(loaded, options, observer=screen)
     if not isinstance(result, WrittenRun):
         view.show_end(screen, result)

@@ -12,7 +12,7 @@ from fsdp_tune.core import families
 from fsdp_tune.core.hub import hub_is_reachable
 from fsdp_tune.recipe.read.catalogue import architecture
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.rehearsal.scale_down import map_layer_patterns
+from fsdp_tune.rehearsal.layer_patterns import map_layer_patterns
 from fsdp_tune.run.directory import run_of
 from fsdp_tune.run.written_files import model_files
 

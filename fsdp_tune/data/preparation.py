@@ -3,44 +3,28 @@ trained tokens."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
-from fsdp_tune.core.atomic import DISK, write_json
 from fsdp_tune.core.command import Bar
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, usage_error
 from fsdp_tune.core.user_cache import COMPILED, default_cache_directory
-from fsdp_tune.data.account import decoded_row, mean_tokens, rows_renamed, spread_indices
-from fsdp_tune.data.account_checks import notice_fields
+from fsdp_tune.data.account import decoded_row, rows_renamed, spread_indices
 from fsdp_tune.data.bad_rows import refuse_bad_share
 from fsdp_tune.data.build import BAD_ROWS_NAME, build_store
 from fsdp_tune.data.cache import STORES, built, content_key, record_use
-from fsdp_tune.data.inputs import TRAIN, Input, open_inputs, raw_rows
+from fsdp_tune.data.counted_stream import counted_units, short_stream, streamed_files
+from fsdp_tune.data.inputs import TRAIN, Input, open_inputs
 from fsdp_tune.data.read.file_access import FileDigests
-from fsdp_tune.data.read.row_files import BadRow
-from fsdp_tune.data.read.sources import find_source
 from fsdp_tune.data.report import DataReport, DecodedExample, ReportedExample
 from fsdp_tune.data.row_order import Attempt, RowOrder, continued, row_order
 from fsdp_tune.data.row_record import RowRecord
-from fsdp_tune.data.skipped_rows import (
-    NamedRow,
-    PreparedFiles,
-    SkippedRow,
-    StreamedFiles,
-    removed_rows,
-    resolved_rows,
-)
+from fsdp_tune.data.skipped_rows import NamedRow, PreparedFiles, SkippedRow, removed_rows, resolved_rows
 from fsdp_tune.data.store import EVALUATION_HASHES, RowStore
-from fsdp_tune.data.stream.units import count_units, rows_of, stream_stamps, stream_units, unstamped_files
+from fsdp_tune.data.stream.units import unstamped_files
 from fsdp_tune.data.tokenise.encoder import Encoder
-from fsdp_tune.data.tokenise.rows import RawRow, Tokeniser
 from fsdp_tune.recipe.fsdp_arguments import compiles
 from fsdp_tune.recipe.rules.training import measured_metrics
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -51,10 +35,6 @@ from fsdp_tune.run.launch_files import ResumeRequest
 from fsdp_tune.run.manifest import Manifest
 from fsdp_tune.run.records import Document
 
-UNIT_ROWS = "unit-rows"
-"""Folder below `data.cache_dir`: for each set of files of a stream, the numbers of their rows."""
-ROWS_FORMAT = 1
-"""Incremented when the same files would have other numbers of rows."""
 SAMPLE_ROWS = 1000
 """Rows of each streamed source that are prepared before the ranks start, to check and show them."""
 DATA_FORMAT = 12
@@ -140,7 +120,7 @@ class Prepared(Document):
         """
         if not named and not earlier:
             return self
-        files = _streamed_files(recipe, self.unit_rows) if self.is_stream else PreparedFiles(self.store())
+        files = streamed_files(recipe, self.unit_rows) if self.is_stream else PreparedFiles(self.store())
         changed = replace(self, skipped=resolved_rows(named, earlier, files, step))
         if not self.is_stream:
             left = self.train_rows - sum(len(rows) for _, rows in removed_rows(self.store(), changed.skipped))
@@ -198,31 +178,11 @@ def prepare(
     unit_rows: dict[str, int] = {}
     source_rows: list[int | None] = []
     if recipe.data.streaming:
-        file_stamps, unit_rows, source_rows = _counted_units(recipe, inputs, cache_dir)
-        inputs = [
-            replace(opened, source=replace(opened.source, head=SAMPLE_ROWS))
-            if opened.set_name == TRAIN
-            else opened
-            for opened in inputs
-        ]
+        file_stamps, unit_rows, source_rows = counted_units(recipe, inputs, cache_dir)
+        inputs = [_head_of(opened) if opened.set_name == TRAIN else opened for opened in inputs]
         check_rows = False
     stamps = [opened.source.stamps() for opened in inputs]
-    training_key = content_key(
-        [*_training_content(recipe, encoder, inputs, digests), *([file_stamps] if file_stamps else [])]
-    )
-    account = [
-        ACCOUNT_FORMAT,
-        *([EVALUATION_HASHES] if recipe.data.streaming else []),
-    ]  # older stores of streams lack the hashes
-    key = content_key(
-        [
-            training_key,
-            recipe.data.eval_packing,
-            recipe.data.eval_labels,
-            _content(inputs, digests, train=False),
-            *account,
-        ]
-    )
+    training_key, key = _keys(recipe, encoder, inputs, digests, file_stamps)
     path = cache_dir / STORES / key
 
     def build(stage: Path) -> dict[str, object]:
@@ -240,7 +200,7 @@ def prepare(
     if recipe.data.streaming:
         report = prepared.report.model_copy(update={"stream_sample_rows": SAMPLE_ROWS})
         prepared = replace(
-            prepared, report=report, notices=[*prepared.notices, *_short_stream(recipe, source_rows, report)]
+            prepared, report=report, notices=[*prepared.notices, *short_stream(recipe, source_rows, report)]
         )
     bad, rows = prepared.report.rows_bad.rows, prepared.report.rows_read
     refuse_bad_share(
@@ -252,87 +212,9 @@ def prepare(
     return prepared
 
 
-def _streamed_files(recipe: Recipe, unit_rows: Mapping[str, int]) -> StreamedFiles:
-    assert recipe.data.stream_lanes != "auto", "the recipe is resolved"
-    sources = [
-        find_source(entry, f"data.train[{index}]", streaming=True)
-        for index, entry in enumerate(recipe.data.train)
-    ]
-    units = [unit for source in sources for unit in stream_units(source, recipe.data.stream_lanes)]
-
-    def last_row(name: str) -> int:
-        # Several units have the name of a file that they read in turns (piece p of n: rows p, p + n, …), or
-        # that two sources have.
-        pieces = [unit for unit in units if unit.name == name]
-        return max(
-            (row.number if isinstance(row, BadRow) else row[0] for piece in pieces for row in piece.read()),
-            default=0,
-        )
-
-    return StreamedFiles([unit.name for unit in units], unit_rows, last_row)
-
-
-class _CountedStream(NamedTuple):
-    """The files of a stream and their rows."""
-
-    file_stamps: dict[str, str]
-    unit_rows: dict[str, int]
-    """Of the units that were counted, by name."""
-    source_rows: list[int | None]
-    """Of each source; None if one of its units was not counted."""
-
-
-def _counted_units(recipe: Recipe, inputs: Sequence[Input], cache_dir: Path) -> _CountedStream:
-    """Return the rows of a stream, from the cache if its files have not changed, else counted."""
-    assert recipe.data.stream_lanes != "auto", "the recipe is resolved"
-    of_sources = [
-        stream_units(opened.source, recipe.data.stream_lanes) for opened in inputs if opened.set_name == TRAIN
-    ]
-    units = [unit for of_source in of_sources for unit in of_source]
-    stamps = stream_stamps(units)
-    record = (
-        cache_dir / UNIT_ROWS / f"{content_key([ROWS_FORMAT, stamps, [unit.name for unit in units]])}.json"
-    )
-    known: dict[str, int] = {}
-    with suppress(
-        OSError, ValueError, TypeError, AttributeError, RecursionError
-    ):  # no record, or one that cannot be read: count again
-        known = {str(name): int(rows) for name, rows in json.loads(record.read_bytes()).items()}
-    counted = [count_units(of_source, known) for of_source in of_sources]
-    found: dict[str, int] = {}
-    for unit in [unit for of_source in counted for unit in of_source]:
-        if unit.rows is not None:  # two sources without files may have the same name
-            found[unit.name] = max(unit.rows, found.get(unit.name, 0))
-    if found != known:
-        with suppress(OSError):  # the cache is full or read-only: the next start counts again
-            DISK.mkdir(record.parent)
-            write_json(record, found)
-    return _CountedStream(stamps, found, [rows_of(of_source) for of_source in counted])
-
-
-def _short_stream(
-    recipe: Recipe, source_rows: Sequence[int | None], report: DataReport
-) -> list[dict[str, object]]:
-    """Return a notice if a stream has rows for fewer steps than the run. With packing their number follows
-    from the sample."""
-    data, most = recipe.data, int(training_value(recipe.training, "max_steps"))
-    full = data.max_length * report.sets[TRAIN].fill
-    total = 0.0  # rows of the run
-    for source, rows, tokens in zip(data.train, source_rows, mean_tokens(report), strict=True):
-        if source.repeats is None or rows is None:
-            return []
-        total += rows * source.repeats * (tokens / full if data.packing else 1)
-    steps = int(total // recipe.global_batch_size)
-    if steps >= most:
-        return []
-    message = (
-        f"the stream has rows for {'about ' if data.packing else ''}{steps:,} steps, and "
-        f"`training.max_steps` is {most:,}"
-    )
-    hint = (
-        f"the run would end there with `stream-ended`: raise `repeats`, or `--set training.max_steps={steps}`"
-    )
-    return [notice_fields(Notice("stream-short", message, hint=hint))]
+def _head_of(opened: Input) -> Input:
+    """Return the input of the first rows of a source."""
+    return replace(opened, source=replace(opened.source, head=SAMPLE_ROWS))
 
 
 def _prepared(
@@ -372,6 +254,33 @@ def _prepared(
         reused=reused,
         files=files if moved else (),
     )
+
+
+def _keys(
+    recipe: Recipe,
+    encoder: Encoder,
+    inputs: Sequence[Input],
+    digests: FileDigests,
+    file_stamps: Mapping[str, str],
+) -> tuple[str, str]:
+    """Return the key of the training rows, and that of all sets with their account."""
+    training_key = content_key(
+        [*_training_content(recipe, encoder, inputs, digests), *([file_stamps] if file_stamps else [])]
+    )
+    account = [
+        ACCOUNT_FORMAT,
+        *([EVALUATION_HASHES] if recipe.data.streaming else []),
+    ]  # older stores of streams lack the hashes
+    key = content_key(
+        [
+            training_key,
+            recipe.data.eval_packing,
+            recipe.data.eval_labels,
+            _content(inputs, digests, train=False),
+            *account,
+        ]
+    )
+    return training_key, key
 
 
 def _training_content(
@@ -455,33 +364,6 @@ def _refuse_unmeasured(recipe: Recipe, prepared: Prepared) -> None:
             message,
             hint=f"measured are {', '.join(measured)}; or raise `data.eval.fraction`",
         )
-
-
-# ---- The shortest usable `max_length` of a rehearsal: after a long prompt, the first trained token comes
-# late.
-
-FEW_ROWS = 16
-"""With fewer rows than this, every row must keep a trained token."""
-
-
-def length_with_targets(recipe: Recipe, encoder: Encoder, *, rows: int) -> int:
-    """Return the length at which half of the first `rows` rows of each source have a trained token; all of
-    them if there are few."""
-    return max(_of_source(opened, encoder, rows) for opened in open_inputs(recipe, encoder))
-
-
-def _of_source(opened: Input, encoder: Encoder, rows: int) -> int:
-    usable = [row for row in islice(raw_rows([opened]), rows) if isinstance(row, RawRow)]
-    done = Tokeniser(encoder, (opened.settings,)).chunk(usable)
-    ends = np.cumsum(done.lengths)
-    trained = [done.trained[end - length : end] for end, length in zip(ends, done.lengths, strict=True)]
-    needed = sorted(
-        2 + int(np.argmax(flags[1:])) for flags in trained
-    )  # the first token of a row is never a target
-    if not needed:
-        return 0
-    kept = len(needed) if len(needed) < FEW_ROWS else (len(needed) + 1) // 2
-    return needed[kept - 1]
 
 
 def rows_of_step(data_json: Path, recipe: Recipe, step: int) -> str | None:

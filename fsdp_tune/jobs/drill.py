@@ -21,18 +21,10 @@ from fsdp_tune.core.errors import FailedError, FsdpTuneError, failed_error
 from fsdp_tune.core.tensors.file_formats import read_header
 from fsdp_tune.core.units import format_seconds
 from fsdp_tune.jobs.observer import Observer
-from fsdp_tune.jobs.options import SlurmOptions, SubmitOptions
 from fsdp_tune.jobs.results import merge_checkpoint
-from fsdp_tune.jobs.submit import (
-    ENDED,
-    QueuedJob,
-    Submission,
-    already_queued,
-    call_slurm,
-    job_now,
-    queued_jobs,
-    submission,
-)
+from fsdp_tune.jobs.slurm_queue import ENDED, QueuedJob, already_queued, call_slurm, job_now, queued_jobs
+from fsdp_tune.jobs.submit import Submission, submission
+from fsdp_tune.jobs.submit_options import SlurmOptions, SubmitOptions
 from fsdp_tune.launch.command.resume import move_aside
 from fsdp_tune.launch.run_status import last_lines
 from fsdp_tune.merge.merge_options import MergeOptions, hints_with_command

@@ -16,8 +16,8 @@ from fsdp_tune.core.command import Bar
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
 from fsdp_tune.core.files import expanded
 from fsdp_tune.jobs.observer import Observer
-from fsdp_tune.jobs.options import Method, NewRecipeOptions
 from fsdp_tune.jobs.plan import plan
+from fsdp_tune.jobs.recipe_options import Method, NewRecipeOptions
 from fsdp_tune.planner.predict.predict import Plan
 from fsdp_tune.recipe.read.loader import LoadedRecipe, parse_recipe
 from fsdp_tune.recipe.references import can_only_be_a_path

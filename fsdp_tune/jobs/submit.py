@@ -1,18 +1,14 @@
-"""Submit a run to Slurm: the batch script, at most one job of a run in the queue, and following a job to its
-end."""
+"""Submit a run to Slurm: the batch script, and at most one job of a run in the queue."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from io import FileIO
 from pathlib import Path
 
 from fsdp_tune.cluster.submit.cluster_job import (
@@ -26,13 +22,15 @@ from fsdp_tune.cluster.submit.cluster_job import (
 from fsdp_tune.cluster.submit.slurm import parse_time, render, user_block
 from fsdp_tune.core.atomic import DISK, write_file
 from fsdp_tune.core.command import JsonAnswer
-from fsdp_tune.core.errors import ExitCode, FailedError, Notice, Where, failed_error, usage_error
+from fsdp_tune.core.errors import Notice, Where, usage_error
 from fsdp_tune.core.ownership import HeldError, owned
 from fsdp_tune.core.units import format_seconds, parse_seconds
 from fsdp_tune.jobs.observer import Observer
-from fsdp_tune.jobs.options import SlurmOptions, SubmitOptions, TrainOptions
+from fsdp_tune.jobs.options import TrainOptions
 from fsdp_tune.jobs.plan import checkpoint_bytes
 from fsdp_tune.jobs.recipes import sized_recipe
+from fsdp_tune.jobs.slurm_queue import QueuedJob, already_queued, call_slurm, queued_jobs
+from fsdp_tune.jobs.submit_options import SlurmOptions, SubmitOptions
 from fsdp_tune.jobs.sweep import OWN_KEYS, PlannedRun, plan_sweep
 from fsdp_tune.jobs.train import Preview, preview
 from fsdp_tune.recipe.read.catalogue import catalogue_directory
@@ -40,30 +38,11 @@ from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.references import output_directory
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.job_files import ENDED_BY_SLURM, JobFiles, read_attempts
-from fsdp_tune.run.metrics_file import json_objects, read_metrics
+from fsdp_tune.run.job_files import JobFiles
+from fsdp_tune.run.metrics_file import read_metrics
 
-CALL_SECONDS = 120.0
-"""Limit for a command of the engine."""
 LOCK_SECONDS = 150.0
 """A second `submit` waits this long for the first, to see its job."""
-POLL_SECONDS = 2.0
-UNREACHABLE_SECONDS = 900.0
-"""A controller that is restarted answers within minutes. The job does not need it meanwhile."""
-
-
-@dataclass(frozen=True, slots=True)
-class QueuedJob:
-    """A job as the queue shows it."""
-
-    id: str
-    state: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"job {self.id} is {self.state}" + (
-            f" ({self.reason})" if self.reason not in ("", "None") else ""
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +102,7 @@ class Submission:
             hint = "`--gpus-per-node N`, or write `launch.num_processes`, which is for all nodes"
             raise usage_error("submit-size", "the recipe does not say how many GPUs a node has", hint=hint)
         seen = self._previews()
-        recipe, open_ = (
-            seen[0].resolution.recipe,
-            [each for each in self.sweep if not each.preview.start.is_finished],
-        )
+        recipe = seen[0].resolution.recipe
         self.observer.notices(
             [notice for each in seen for notice in (*each.resolution.notices, *each.start.notices)]
         )
@@ -139,23 +115,7 @@ class Submission:
             raise usage_error(
                 "submit-time", message, hint=f"--time {format_seconds(2 * lead.seconds)} or more"
             )
-        job = ClusterJob(
-            name=self.options.job_name or str(recipe.name),
-            program=_program(),
-            arguments=("train", "--config", config, *self._settings(), "--resume", "auto"),
-            output_dir=self.files.output_dir,
-            working_directory=Path.cwd(),
-            machines=recipe.launch.num_machines,
-            gpus_per_machine=0 if on_cpus else recipe.local_world_size,
-            lead=lead,
-            cpus_per_machine=self.options.cpus_per_node or cores_of_machine(recipe),
-            time_limit=limit,
-            chooses_port=recipe.launch.num_machines > 1 and recipe.launch.main_process_port == "auto",
-            tasks=tuple(
-                ArrayTask(each.run.path, tuple(_set(_own_settings(each, self.loaded)))) for each in open_
-            ),
-            max_stalled_starts=self.options.max_stalled_starts,
-        )
+        job = self._job(recipe, config, lead, limit)
         block = self._block()
         if not _MEMORY.search(block or ""):
             message = (
@@ -177,6 +137,28 @@ class Submission:
             lead_seconds=lead.seconds,
             lead_reason=lead.reason,
             exit_code=None,
+        )
+
+    def _job(self, recipe: Recipe, config: str, lead: Lead, limit: str | None) -> ClusterJob:
+        """Return the job of the resolved recipe, without the runs of a sweep that have finished."""
+        open_ = [each for each in self.sweep if not each.preview.start.is_finished]
+        on_cpus = self.loaded.recipe.launch.device == "cpu"
+        return ClusterJob(
+            name=self.options.job_name or str(recipe.name),
+            program=_program(),
+            arguments=("train", "--config", config, *self._settings(), "--resume", "auto"),
+            output_dir=self.files.output_dir,
+            working_directory=Path.cwd(),
+            machines=recipe.launch.num_machines,
+            gpus_per_machine=0 if on_cpus else recipe.local_world_size,
+            lead=lead,
+            cpus_per_machine=self.options.cpus_per_node or cores_of_machine(recipe),
+            time_limit=limit,
+            chooses_port=recipe.launch.num_machines > 1 and recipe.launch.main_process_port == "auto",
+            tasks=tuple(
+                ArrayTask(each.run.path, tuple(_set(_own_settings(each, self.loaded)))) for each in open_
+            ),
+            max_stalled_starts=self.options.max_stalled_starts,
         )
 
     def _previews(self) -> list[Preview]:
@@ -366,161 +348,3 @@ def _alone(files: JobFiles) -> Iterator[None]:
                     ) from None
             time.sleep(0.2)
         yield
-
-
-def already_queued(queued: Sequence[QueuedJob]) -> Exception:
-    """Return the usage error for a run that has jobs in the queue."""
-    return usage_error(
-        "job-queued",
-        f"nothing is submitted: {queued[0]}, and trains this run"
-        + (f"; so do {len(queued) - 1} more" if queued[1:] else ""),
-        ways_out=(
-            "`--follow` shows that job until it ends",
-            f"`scancel {queued[0].id}` cancels it; a running one saves first",
-            "`--again` submits one that starts after it",
-        ),
-    )
-
-
-# ---- The engine's commands.
-
-
-def call_slurm(*command: str) -> str:
-    """Return the output of a command of Slurm. Raises: FailedError with its own words; usage error if it is
-    not on this machine."""
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=CALL_SECONDS,
-            stdin=subprocess.DEVNULL,
-        )
-    except FileNotFoundError:
-        hint = "run it on a login node of the cluster; `--print` needs no Slurm"
-        raise usage_error("no-slurm", f"there is no `{command[0]}` on this machine", hint=hint) from None
-    except subprocess.TimeoutExpired:
-        said = f"no answer within {CALL_SECONDS:.0f} s"
-    else:
-        if not done.returncode:
-            return done.stdout
-        said = done.stderr.strip() or f"exit code {done.returncode}"
-    hint = _REMEDIES.get(command[0], "`scontrol ping` shows whether the controller answers")
-    raise failed_error("slurm-failed", f"`{command[0]}` failed: {said}", hint=hint)
-
-
-_REMEDIES = {
-    "sbatch": "options of this command, or your lines in the script, set what it names; `sinfo` shows the "
-    "partitions"
-}
-
-
-def queued_jobs(files: JobFiles) -> list[QueuedJob]:
-    """Return the jobs of this run in the queue, those first that were submitted first.
-
-    They are known by their ids, and by their comment: a command that was killed after `sbatch` has written no
-    id.
-    """
-    try:
-        known = {str(line.get("job")) for line in json_objects(files.submitted.read_bytes())}
-    except FileNotFoundError:
-        known = set[str]()
-    return sorted(
-        (job for job, comment in _queue() if job.id in known or comment == files.mark),
-        key=lambda job: int(job.id),
-    )
-
-
-def job_now(job: str) -> QueuedJob | None:
-    """Return a job, also one that has ended a moment ago; None if the controller has forgotten it. Raises:
-    FailedError."""
-    return next((each for each, _ in _queue("--states=all") if each.id == job), None)
-
-
-def _queue(*options: str) -> Iterator[tuple[QueuedJob, str]]:
-    """Yield the jobs of this user with their comments; those of one array have one id."""
-    form = ("--noheader", f"--user={os.geteuid()}", "--format=%A|%T|%r|%k")
-    for line in call_slurm("squeue", *form, *options).splitlines():
-        number, state, reason, comment = (*line.split("|", 3), "", "", "")[:4]
-        yield QueuedJob(number, state, reason), comment.strip()
-
-
-ENDED = frozenset(
-    {
-        "COMPLETED",
-        "CANCELLED",
-        "FAILED",
-        "TIMEOUT",
-        "NODE_FAIL",
-        "PREEMPTED",
-        "BOOT_FAIL",
-        "DEADLINE",
-        "OUT_OF_MEMORY",
-    }
-)
-
-
-def follow_job(answer: SubmitAnswer, observer: Observer) -> SubmitAnswer:
-    """Report the state of a job and the lines of its log until it ends, starts again included. Return the
-    answer with its end.
-
-    Raises: FailedError if the controller does not answer for long.
-    """
-    job, files = str(answer.job), JobFiles(Path(answer.run_dir))
-    with closing(_Log(files.log(job), observer)) as log:
-        return _followed(answer, files, log)
-
-
-def _followed(answer: SubmitAnswer, files: JobFiles, log: _Log) -> SubmitAnswer:
-    job = str(answer.job)
-    shown: QueuedJob | None = None
-    answered_at = time.monotonic()
-    while True:
-        try:
-            now, answered_at = job_now(job), time.monotonic()
-        except FailedError:
-            if time.monotonic() - answered_at > UNREACHABLE_SECONDS:
-                raise
-            now = shown
-        log.show()
-        if now is not None and now != shown:
-            log.observer.message(str(now))
-            shown = now
-        if now is None or now.state in ENDED:
-            log.show()
-            state, code = _end_of(files, job, now.state if now is not None else "no longer known to Slurm")
-            return replace(answer, state=state, exit_code=code)
-        time.sleep(POLL_SECONDS)
-
-
-def _end_of(files: JobFiles, job: str, state: str) -> tuple[str, int]:
-    last = next((start for start in reversed(read_attempts(files.output_dir)) if start.job == job), None)
-    if (
-        last is None or last.exit_code is None or last.then == "requeued"
-    ):  # what came after it is not in the ledger
-        return state, ExitCode.OK if state == "COMPLETED" else ExitCode.FAILED
-    return state if last.then == ENDED_BY_SLURM else str(last.then), last.exit_code
-
-
-class _Log:
-    """The new complete lines of a job's output, which does not exist before its start."""
-
-    def __init__(self, path: Path, observer: Observer) -> None:
-        self._path, self.observer = path, observer
-        self._file: FileIO | None = None
-        self._rest = b""
-
-    def show(self) -> None:
-        if self._file is None:
-            try:
-                self._file = FileIO(str(self._path))
-            except FileNotFoundError:
-                return
-        *lines, self._rest = (self._rest + self._file.readall()).split(b"\n")
-        for line in lines:
-            self.observer.message(line.decode("utf-8", "replace"))
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()

@@ -28,9 +28,10 @@ from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, usage_error
 from fsdp_tune.core.units import format_bytes, parse_bytes, parse_seconds
 from fsdp_tune.jobs.observer import Observer, session
-from fsdp_tune.jobs.options import Allowed, CloudOptions, KubernetesOptions
+from fsdp_tune.jobs.options import Allowed
 from fsdp_tune.jobs.plan import checkpoint_bytes
 from fsdp_tune.jobs.recipes import code_not_allowed, resolve_recipe, sized_recipe
+from fsdp_tune.jobs.submit_options import CloudOptions, KubernetesOptions
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.metrics_file import read_metrics

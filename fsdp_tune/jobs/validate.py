@@ -18,9 +18,10 @@ from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, collected, usa
 from fsdp_tune.core.hub import download_model
 from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.data.account import SourceSample, sample_sources
-from fsdp_tune.data.preparation import Prepared, decoded_rows, length_with_targets
+from fsdp_tune.data.preparation import Prepared, decoded_rows
 from fsdp_tune.data.preparation import prepare as prepare_data
 from fsdp_tune.data.report import DecodedExample
+from fsdp_tune.data.shortest_length import length_with_targets
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.jobs.answers import CheckAnswer, RehearseAnswer
 from fsdp_tune.jobs.evaluating import check_evaluation, notices_of_evaluation
@@ -40,7 +41,9 @@ from fsdp_tune.recipe.schema.keys import pinned
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.rehearsal.lifecycle_checks import Check, Rehearsal
 from fsdp_tune.rehearsal.parity_checks import make_comparable, parity_checks
-from fsdp_tune.rehearsal.scale_down import ReadableInputs, ScaledRecipe, scale_down_recipe
+from fsdp_tune.rehearsal.scale_down import scale_down_recipe
+from fsdp_tune.rehearsal.scaled_data import ReadableInputs
+from fsdp_tune.rehearsal.scaled_recipe import ScaledRecipe
 
 
 @dataclass(frozen=True, slots=True)

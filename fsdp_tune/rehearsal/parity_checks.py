@@ -22,7 +22,8 @@ from fsdp_tune.recipe.schema.optimizers import DEFAULT_OPTIMIZER
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.world import World, experts_divide, readers
 from fsdp_tune.rehearsal.lifecycle_checks import Check, run_fsdp_tune, run_torch_script
-from fsdp_tune.rehearsal.scale_down import ROWS, ScaledRecipe
+from fsdp_tune.rehearsal.scaled_data import ROWS
+from fsdp_tune.rehearsal.scaled_recipe import ScaledRecipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.events import LossScaleBackedOff, read_event
 from fsdp_tune.run.metrics_file import read_metrics

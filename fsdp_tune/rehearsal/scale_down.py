@@ -10,57 +10,27 @@ from __future__ import annotations
 import fnmatch
 import json
 import math
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fsdp_tune.core import families
-from fsdp_tune.core.atomic import write_file
 from fsdp_tune.core.errors import failed_error
 from fsdp_tune.core.small_config import scale_down_config
 from fsdp_tune.core.topology import DATA_KEYS
 from fsdp_tune.recipe.schema.attention_kernels import needs_cuda
-from fsdp_tune.recipe.schema.recipe import EvalFraction, EvalRows, Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.world import readers
+from fsdp_tune.rehearsal.layer_patterns import map_layer_patterns, map_layer_regex
 from fsdp_tune.rehearsal.lifecycle_checks import run_torch_script
+from fsdp_tune.rehearsal.scaled_data import ReadableInputs, scale_down_data
+from fsdp_tune.rehearsal.scaled_recipe import ScaledRecipe
 
-MAX_LENGTH_TOKENS = 128
-ROWS = 400
-EVAL_ROWS = 16
 MICRO_BATCH_SIZE = 2
 SMALL_RANK = 4
 MOST_SHARING_RANKS = 2
 """Most ranks that share a row along a dimension: it divides the four heads, also where they are fewer in a
 layer."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReadableInputs:
-    """Which inputs of the recipe can be read on this machine."""
-
-    tokenizer: bool = True
-    data: bool = True
-    tokens: int = 0
-    """The row length at which the recipe's data keep trained tokens
-    (`data.preparation.length_with_targets`)."""
-
-
-@dataclass(slots=True)
-class ScaledRecipe:
-    """The document of a rehearsal's recipe, and its differences from the user's."""
-
-    document: dict[str, Any]
-    changes: list[str] = field(default_factory=list[str])
-
-    def write(self, folder: Path, name: str = "rehearsal.yaml") -> Path:
-        """Write the document as a recipe that `fsdp-tune train` accepts."""
-        import yaml
-
-        path = folder / name
-        write_file(path, yaml.safe_dump(self.document, sort_keys=False, allow_unicode=True))
-        return path
 
 
 def scale_down_recipe(
@@ -83,7 +53,7 @@ def scale_down_recipe(
         _adapters(small, folder)
     if device == "cpu":
         _kernels(small)
-    _data(small, recipe, folder, inputs)
+    scale_down_data(small, recipe, folder, inputs)
     sharing = _sharing_ranks(small, recipe, ranks)
     _slices_of_rows(small, recipe, sharing)
     _training(small, recipe, ranks, sharing, steps)
@@ -241,89 +211,6 @@ def _kernels(small: ScaledRecipe) -> None:
             )
 
 
-def _data(small: ScaledRecipe, recipe: Recipe, folder: Path, inputs: ReadableInputs) -> None:
-    """Read few and short rows, of the built-in data set if the recipe's cannot be read here."""
-    small.document["data"] |= {"cache_dir": str(folder / "cache"), "num_proc": "auto"}
-    if inputs.data and inputs.tokenizer:
-        _own_data(small, recipe)
-    else:
-        _builtin_data(small, recipe, inputs)
-    data = small.document["data"]
-    shortest = MAX_LENGTH_TOKENS * max(1, -(-inputs.tokens // MAX_LENGTH_TOKENS))
-    if recipe.data.max_length > shortest:
-        data["max_length"] = shortest
-        why = (
-            f", since prompts are longer than {MAX_LENGTH_TOKENS} tokens"
-            if shortest > MAX_LENGTH_TOKENS
-            else ""
-        )
-        small.changes.append(f"data.max_length: {shortest} instead of {recipe.data.max_length}{why}")
-        if recipe.data.overlong in ("drop", "error") and "overlong" in data:
-            data["overlong"] = (
-                "truncate"  # rows that fit the real length must not be dropped at the small one
-            )
-            small.changes.append(
-                f"data.overlong: truncate instead of {recipe.data.overlong}, which is for the real length"
-            )
-
-
-_KEPT_DATA = frozenset(
-    {"max_length", "packing", "packing_strategy", "pad_to_multiple_of", "shuffle", "cache_dir"}
-)
-"""Keys of `data` that rows of the built-in data set have too."""
-_REPLACED_DATA = frozenset({"train", "eval", "eval_packing", "stream_lanes", "num_proc"})
-"""Those that the rehearsal, or its resolution, sets itself."""
-
-
-def _builtin_data(small: ScaledRecipe, recipe: Recipe, inputs: ReadableInputs) -> None:
-    data = {name: value for name, value in small.document["data"].items() if name in _KEPT_DATA}
-    data["train"] = [{"path": "builtin:arithmetic", "split": "train", "max_rows": ROWS}]
-    data["eval"] = [
-        {"path": "builtin:arithmetic", "split": "test", "max_rows": EVAL_ROWS, "label": "held_out"}
-    ]
-    small.document["data"] = data
-    why = (
-        "that tokenizer encodes nothing else"
-        if inputs.data
-        else "some of the recipe's data cannot be read here"
-    )
-    small.changes.append(f"data: builtin:arithmetic, since {why}")
-    written = recipe.data.model_dump(exclude_defaults=True)
-    if others := [f"data.{name}" for name in written if name not in _KEPT_DATA | _REPLACED_DATA]:
-        small.changes.append(f"{', '.join(others)}: the default; NOT rehearsed")
-
-
-def _own_data(small: ScaledRecipe, recipe: Recipe) -> None:
-    data = small.document["data"]
-    if recipe.data.streaming:
-        data |= {"stream_lanes": "auto", "shuffle_buffer_size": min(data["shuffle_buffer_size"], ROWS)}
-        small.changes.append(
-            f"data: streams as in the recipe, shuffled in windows of {data['shuffle_buffer_size']} rows"
-        )
-    else:
-        for source in data["train"]:
-            source["max_rows"] = min(source["max_rows"] or ROWS, ROWS)
-        small.changes.append(f"data: at most the first {ROWS} rows of each source")
-    if recipe.data.on_bad_row == "skip":
-        data["max_bad_share"] = 1.0
-        small.changes.append(
-            f"data.max_bad_share: 1 instead of {recipe.data.max_bad_share:g}, which is a share of all rows"
-        )
-    wanted = recipe.data.eval
-    if isinstance(wanted, EvalRows) and wanted.rows > EVAL_ROWS:
-        data["eval"] = {"rows": EVAL_ROWS}
-        small.changes.append(f"data.eval.rows: {EVAL_ROWS} instead of {wanted.rows}")
-    elif (
-        isinstance(wanted, EvalFraction) and wanted.fraction < EVAL_ROWS / ROWS
-    ):  # a small part of few rows may be none
-        data["eval"] = {"fraction": EVAL_ROWS / ROWS}
-        small.changes.append(f"data.eval.fraction: {EVAL_ROWS / ROWS:g} instead of {wanted.fraction:g}")
-    elif isinstance(wanted, list):
-        for source in data["eval"]:
-            source["max_rows"] = min(source["max_rows"] or EVAL_ROWS, EVAL_ROWS)
-        small.changes.append(f"data.eval: at most the first {EVAL_ROWS} rows of each set")
-
-
 def _sharing_ranks(small: ScaledRecipe, recipe: Recipe, ranks: int) -> int:
     """Let few ranks share each row, and return their number."""
     sharing = 1
@@ -464,78 +351,3 @@ def _experts(small: ScaledRecipe, recipe: Recipe, config: Mapping[str, Any], ran
         small.document["fsdp"]["ep_size"] = fewer
         missing = "; the exchange of tokens is NOT rehearsed" if fewer == 1 else ""
         small.changes.append(f"fsdp.ep_size: {fewer} instead of {given}{missing}")
-
-
-_NUMBER_IN_REGEX = re.compile(r"(?<![\w{,\[-])\d+(?![\w},\]-])")
-"""A literal number, outside repetition counts and character ranges."""
-
-
-def map_layer_patterns(patterns: Sequence[str], of: int, to: int) -> list[str]:
-    """Map patterns of names (`model.layers.12.*`) from a model of `of` layers to one of `to` layers.
-
-    A small layer represents a block of layers, and is matched if all layers of its block were. If no block is
-    matched entirely, one small layer is, so that every pattern still matches a layer and, unless it matched
-    all layers, leaves one out.
-    """
-    layers: dict[tuple[str, str], set[int]] = {}
-    order: list[str | tuple[str, str]] = []
-    for pattern in patterns:
-        found = _layers_of(pattern, of)
-        if found is None:
-            order.append(pattern)
-            continue
-        around = (found.before, found.after)
-        if around not in layers:
-            order.append(around)
-        layers.setdefault(around, set()).update(found.indexes)
-    mapped: list[str] = []
-    for each in order:
-        if isinstance(each, str):
-            mapped.append(each)
-        else:
-            before, after = each
-            mapped += [
-                ".".join(filter(None, (before, str(index), after))) for index in _blocks(layers[each], of, to)
-            ]
-    return mapped
-
-
-class _LayerPattern(NamedTuple):
-    """A pattern of module names that names layers: its parts before and after the index, and the matching
-    indexes."""
-
-    before: str
-    after: str
-    indexes: set[int]
-
-
-def _layers_of(pattern: str, of: int) -> _LayerPattern | None:
-    """Return the layers that a pattern names; None if it has no layer index."""
-    parts = pattern.split(".")
-    for position, part in enumerate(parts):
-        if re.fullmatch(r"[\d*?\[\]!-]+", part) and any(
-            character.isdigit() or character == "?" for character in part
-        ):
-            found = {index for index in range(of) if fnmatch.fnmatchcase(str(index), part)}
-            if found:
-                return _LayerPattern(".".join(parts[:position]), ".".join(parts[position + 1 :]), found)
-    return None
-
-
-def map_layer_regex(regex: str, of: int, to: int) -> str:
-    """Map a regular expression of module names (`model\\.layers\\.(12|13)\\.mlp`) from a model of `of` layers
-    to one of `to` layers."""
-    numbers = {int(text) for text in _NUMBER_IN_REGEX.findall(regex)} & set(range(of))
-    if not numbers:
-        return regex
-    chosen = _blocks(numbers, of, to)
-    return _NUMBER_IN_REGEX.sub(
-        lambda found: str(min(chosen, key=lambda index: abs(index - int(found[0]) * to // of))), regex
-    )
-
-
-def _blocks(indexes: Iterable[int], of: int, to: int) -> list[int]:
-    """Return the small layers that represent the given layers."""
-    given = set(indexes)
-    blocks = {small: {index for index in range(of) if index * to // of == small} for small in range(to)}
-    return [small for small, block in blocks.items() if block and block <= given] or [min(given) * to // of]

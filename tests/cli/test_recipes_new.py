@@ -11,7 +11,7 @@ import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
 from fsdp_tune.jobs import make_recipe as job
-from fsdp_tune.jobs.options import NewRecipeOptions
+from fsdp_tune.jobs.recipe_options import NewRecipeOptions
 from fsdp_tune.recipe.read.loader import load_recipe
 from tests.cli.conftest import Cli, document
 from tests.cli.fake_tracing import FakeTracing, replaced_tracing  # noqa: F401  a fixture

@@ -16,9 +16,10 @@ from typer.testing import CliRunner, Result
 from fsdp_tune.cli.app import app
 from fsdp_tune.cluster.submit.slurm import BLOCK_END
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.jobs import following
 from fsdp_tune.jobs import submit as jobs
 from fsdp_tune.jobs import sweep as sweeps
-from fsdp_tune.jobs.options import SlurmOptions, SubmitOptions
+from fsdp_tune.jobs.submit_options import SlurmOptions, SubmitOptions
 from fsdp_tune.launch.command.resume import Start
 from tests.cli.conftest import refuse_undeclared
 
@@ -65,7 +66,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("FAKE", str(folder))
     monkeypatch.setattr(jobs, "checkpoint_bytes", lambda recipe: 10**6)
-    monkeypatch.setattr(jobs, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(following, "POLL_SECONDS", 0.02)
     return fake
 
 
@@ -273,7 +274,7 @@ def test_interrupted_follow_leaves_the_job_alone(slurm: FakeSlurm, monkeypatch: 
     def interrupt(job: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(jobs, "job_now", interrupt)
+    monkeypatch.setattr(following, "job_now", interrupt)
     done = submit("--follow")
     assert done.exit_code == 130
     assert "job 1 goes on without this command" in done.stdout

@@ -13,15 +13,17 @@ import fsdp_tune
 from fsdp_tune.core.command import declared
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.jobs import options
+from fsdp_tune.jobs.plan_options import PlanOptions
+from fsdp_tune.jobs.recipe_options import ImportOptions
 from fsdp_tune.merge.merge_options import MergeOptions
 
 JOBS = {
     fsdp_tune.validate: options.ValidateOptions,
-    fsdp_tune.plan: options.PlanOptions,
+    fsdp_tune.plan: PlanOptions,
     fsdp_tune.prepare: options.PrepareOptions,
     fsdp_tune.rehearse: options.RehearseOptions,
     fsdp_tune.push: options.PushOptions,
-    fsdp_tune.import_recipe: options.ImportOptions,
+    fsdp_tune.import_recipe: ImportOptions,
 }
 """Jobs that take their options as keywords."""
 NO_OPTIONS = {"observer", "samples"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fsdp_tune.model.kernels.linear_layers import _in_slices
+from fsdp_tune.model.kernels.mlp_slices import _in_slices
 
 
 def check_masks(device: str, *, tokens: int, slice_tokens: int) -> None:

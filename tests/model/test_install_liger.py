@@ -21,7 +21,7 @@ from fsdp_tune.model.kernels import liger
 from fsdp_tune.model.kernels.head import Logits, LossOptions, summed_linear_loss
 from fsdp_tune.model.kernels.install import choose_kernels, choose_loss, install_kernels
 from fsdp_tune.model.kernels.liger import apply_liger, choose_liger, liger_summed_loss, modules_of_liger
-from fsdp_tune.model.kernels.linear_layers import mlp_slices_of
+from fsdp_tune.model.kernels.mlp_slices import mlp_slices_of
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.model_files import KernelChoice
 from fsdp_tune.model.shard.recompute import recompute_activations

@@ -43,7 +43,8 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Rehearsal:
     """A complete rehearsal of the embedded recipe; several tests inspect its files."""
     from fsdp_tune.core.devices import Machine
     from fsdp_tune.recipe.resolve import resolve
-    from fsdp_tune.rehearsal.scale_down import ReadableInputs, scale_down_recipe
+    from fsdp_tune.rehearsal.scale_down import scale_down_recipe
+    from fsdp_tune.rehearsal.scaled_data import ReadableInputs
 
     folder = tmp_path_factory.mktemp("rehearsal")
     recipe = resolve(load_recipe("gpt2_smoke").recipe, Machine(None, 0, 2, None), cwd=folder).recipe

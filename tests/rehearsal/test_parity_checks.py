@@ -13,7 +13,7 @@ from fsdp_tune.recipe.rules.experts import EXPERT_PARALLEL_RULES
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.world import WORLD_RULES, World
 from fsdp_tune.rehearsal.parity_checks import STEPS, _compared, make_comparable, switches
-from fsdp_tune.rehearsal.scale_down import ScaledRecipe
+from fsdp_tune.rehearsal.scaled_recipe import ScaledRecipe
 from fsdp_tune.run.directory import RunDir
 
 WRITTEN: dict[str, Any] = {

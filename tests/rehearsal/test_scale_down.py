@@ -11,21 +11,18 @@ import pytest
 
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.data.account import source_lines
-from fsdp_tune.data.preparation import length_with_targets, prepare
+from fsdp_tune.data.preparation import prepare
+from fsdp_tune.data.shortest_length import length_with_targets
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.recipe.read.catalogue import catalogue
 from fsdp_tune.recipe.read.loader import load_recipe
 from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.rehearsal.layer_patterns import map_layer_patterns, map_layer_regex
 from fsdp_tune.rehearsal.parity_checks import make_comparable
-from fsdp_tune.rehearsal.scale_down import (
-    MAX_LENGTH_TOKENS,
-    ReadableInputs,
-    ScaledRecipe,
-    map_layer_patterns,
-    map_layer_regex,
-    scale_down_recipe,
-)
+from fsdp_tune.rehearsal.scale_down import scale_down_recipe
+from fsdp_tune.rehearsal.scaled_data import MAX_LENGTH_TOKENS, ReadableInputs
+from fsdp_tune.rehearsal.scaled_recipe import ScaledRecipe
 
 MACHINE = Machine(None, 0, 2, None)
 LLAMA = {

@@ -7,33 +7,27 @@ that makes the settings. Any difference from it, or between ranks, stops the run
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor, Shard
-from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_tune.core.errors import FailedError, Problem
 from fsdp_tune.core.units import MIB
-from fsdp_tune.model.internals import torch_internals as internals
 from fsdp_tune.model.internals.transformers_internals import attention_of
 from fsdp_tune.model.kernels.compiled import is_compiled
 from fsdp_tune.model.kernels.expert_kernels import live_experts
 from fsdp_tune.model.kernels.liger import modules_of_liger
-from fsdp_tune.model.kernels.linear_layers import mlp_slices_of
 from fsdp_tune.model.kernels.loss_in_head import loss_kernel_of
+from fsdp_tune.model.kernels.mlp_slices import mlp_slices_of
 from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.model.loading.construct import frozen_by_its_code
 from fsdp_tune.model.optim.adamw_in_blocks import blocks_fit, kept_as, parts_of
 from fsdp_tune.model.optim.muon import ORTHOGONAL
 from fsdp_tune.model.sequence_parallel import sequence_group_of
-from fsdp_tune.model.shard.expert_parallel import divided_experts, exchange_group
-from fsdp_tune.model.shard.local import TORCH_DTYPE, kept_in_fp32, local_part, offset_of, plain_name
-from fsdp_tune.model.shard.wrap import fsdp_groups, process_groups, shard_dim
+from fsdp_tune.model.shard.local import TORCH_DTYPE, kept_in_fp32, local_part, plain_name
+from fsdp_tune.model.shard.wrap import process_groups
 from fsdp_tune.recipe.fsdp_arguments import expected
 from fsdp_tune.recipe.schema.optimizers import (
     BLOCK,
@@ -43,25 +37,32 @@ from fsdp_tune.recipe.schema.optimizers import (
     state_dtype,
 )
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.records import (
-    ChosenKernel,
-    GroupState,
-    LiveState,
-    OneOrAll,
-    PluginState,
-    ReadBack,
-    UnitState,
-)
+from fsdp_tune.run.records import ChosenKernel, GroupState, LiveState, OneOrAll, PluginState, ReadBack
 from fsdp_tune.worker.agreement import gather
 from fsdp_tune.worker.rank import time_limits_seconds
+from fsdp_tune.worker.readback.experts import (
+    exchanging_ranks,
+    expert_differences,
+    group_size,
+    inside_differences,
+    own_experts,
+)
+from fsdp_tune.worker.readback.one_or_all import only
 from fsdp_tune.worker.readback.quantised import quantised_differences, read_quantised
+from fsdp_tune.worker.readback.sharding import (
+    cast_parameters,
+    dtype_name,
+    goes_to_host,
+    offloads,
+    read_sharding,
+    wrapper_of,
+)
 from fsdp_tune.worker.readback.structure import structure_differences
 from fsdp_tune.worker.readback.trained import fp8_differences, read_fp8, read_trained
 
 if TYPE_CHECKING:
     from fsdp_tune.worker.trainer import FsdpTrainer
 
-T = TypeVar("T")
 
 # Below this, the interpreter's own noise is larger than the model.
 _MIN_BYTES_FOR_RESIDENT_CHECK = 256 * MIB
@@ -70,22 +71,22 @@ _MIN_BYTES_FOR_RESIDENT_CHECK = 256 * MIB
 def read_live(recipe: Recipe, loaded: Loaded, trainer: FsdpTrainer) -> LiveState:
     """The report of this rank."""
     wrapped = loaded.wrapped
-    kind = _wrapper(wrapped)
+    kind = wrapper_of(wrapped)
     parameters = list(wrapped.named_parameters())
     groups = [dist.group.WORLD, *process_groups(loaded.model, loaded.mesh)]
-    exchanging = _exchanging_ranks(loaded.model)
-    sharding = _ddp(recipe, loaded) if kind == "ddp" else {"fsdp2": _fsdp2, "fsdp1": _fsdp1}[kind](loaded)
+    exchanging = exchanging_ranks(loaded.model)
+    sharding = read_sharding(kind, recipe, loaded)
     return LiveState(
         wrapper=kind,
         world_size=dist.get_world_size(),
         mesh=list(loaded.mesh.shape) if loaded.mesh is not None else [],
         sequence_group=1 if (group := sequence_group_of(wrapped)) is None else group.size(),
-        expert_group=_group_size(exchanging),
+        expert_group=group_size(exchanging),
         exchanging_ranks=exchanging,
-        own_experts=_own_experts(loaded.model),
-        parameter_dtype=_only({_name(p.dtype) for p in _cast_parameters(loaded)}),
+        own_experts=own_experts(loaded.model),
+        parameter_dtype=only({dtype_name(p.dtype) for p in cast_parameters(loaded)}),
         kept_in_fp32=_kept_dtypes(loaded),
-        offload_params=_offloads(wrapped, kind),
+        offload_params=offloads(wrapped, kind),
         global_batch_size=trainer.parts.rows.global_batch,
         gradient_accumulation_steps=trainer.args.gradient_accumulation_steps,
         micro_batch=trainer.parts.rows.micro_batch,
@@ -98,7 +99,7 @@ def read_live(recipe: Recipe, loaded: Loaded, trainer: FsdpTrainer) -> LiveState
         local_bytes=sum(local_part(p).numel() * p.element_size() for _, p in parameters),
         peak_growth_bytes=loaded.peak_growth_bytes,
         trained=read_trained(loaded.model),
-        frozen_dtypes=sorted({str(_name(p.dtype)) for _, p in parameters if not p.requires_grad}),
+        frozen_dtypes=sorted({str(dtype_name(p.dtype)) for _, p in parameters if not p.requires_grad}),
         tokens_per_step_at_most=trainer.parts.rows.global_batch * recipe.data.max_length,
         data_order_digest=trainer.parts.rows.digest(),
         optimizer=type(trainer.optimizer).__name__ if trainer.optimizer is not None else None,
@@ -127,34 +128,6 @@ def read_live(recipe: Recipe, loaded: Loaded, trainer: FsdpTrainer) -> LiveState
     )
 
 
-def _exchanging_ranks(model: nn.Module) -> dict[str, list[int]]:
-    """Return the ranks among which each module of experts exchanges tokens in its live forward, by name of
-    the module."""
-    groups = {name: exchange_group(module) for name, module in model.named_modules()}
-    return {name: dist.get_process_group_ranks(group) for name, group in groups.items() if group is not None}
-
-
-def _group_size(exchanging: dict[str, list[int]]) -> int | list[str]:
-    """Return the number of ranks among which experts exchange tokens (1: none do); all numbers, if they
-    differ between modules."""
-    return _only({len(ranks) for ranks in exchanging.values()} or {1})
-
-
-def _own_experts(model: nn.Module) -> dict[str, list[int]]:
-    """Return the part of each stack that this rank holds, in its first dimension, of modules that exchange
-    tokens."""
-    stacks = {
-        f"{name}.{key}": stack
-        for name, module in model.named_modules()
-        if exchange_group(module) is not None
-        for key, stack in module.named_parameters(recurse=False)
-    }
-    return {
-        name: [offset_of(stack)[0], offset_of(stack)[0] + local_part(stack).shape[0]]
-        for name, stack in stacks.items()
-    }
-
-
 def _parameter_groups(wrapped: nn.Module, optimizer: torch.optim.Optimizer) -> list[GroupState]:
     names = {parameter: plain_name(name) for name, parameter in wrapped.named_parameters()}
     return [
@@ -170,240 +143,17 @@ def _parameter_groups(wrapped: nn.Module, optimizer: torch.optim.Optimizer) -> l
     ]
 
 
-def _wrapper(wrapped: nn.Module) -> str:
-    if isinstance(wrapped, FSDPModule):
-        return "fsdp2"
-    if isinstance(wrapped, FullyShardedDataParallel):
-        return "fsdp1"
-    return "ddp" if isinstance(wrapped, DistributedDataParallel) else type(wrapped).__name__
-
-
-def _cast_parameters(loaded: Loaded) -> list[nn.Parameter]:
-    """Return the trained parameters whose dtype is that of the recipe: all but those that the model's class
-    keeps in fp32."""
-    kept = kept_in_fp32(loaded.model)
-    return [
-        p for name, p in loaded.wrapped.named_parameters() if p.requires_grad and plain_name(name) not in kept
-    ]
-
-
 def _kept_dtypes(loaded: Loaded) -> dict[str, int]:
     """Return the number of parameters and buffers that the model's class keeps in fp32, by their dtype on
     this rank."""
     kept = kept_in_fp32(loaded.model)
     named = [*loaded.wrapped.named_parameters(), *loaded.wrapped.named_buffers()]
-    return dict(Counter(str(_name(tensor.dtype)) for name, tensor in named if plain_name(name) in kept))
-
-
-def _name(dtype: torch.dtype | None) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def _only(values: set[T]) -> T | list[str]:
-    """Return the single value, or all of them, sorted, if there are several."""
-    return next(iter(values)) if len(values) == 1 else sorted(map(str, values))
-
-
-def _of_all(values: Iterable[OneOrAll]) -> OneOrAll:
-    """Return `_only` of values that may be several themselves."""
-    return _only({each for value in values for each in (value if isinstance(value, list) else [value])})
-
-
-def _offloads(wrapped: nn.Module, kind: str) -> bool:
-    policies = (
-        [wrapped.cpu_offload] if kind == "fsdp1" else [group.offload_policy for group in fsdp_groups(wrapped)]
-    )
-    return any(map(_goes_to_host, policies))
-
-
-def _goes_to_host(policy: object) -> bool:
-    """FSDP2 encodes it in the class of the policy, FSDP1 in a field."""
-    return isinstance(policy, CPUOffloadPolicy) or bool(getattr(policy, "offload_params", False))
-
-
-def _fsdp2(loaded: Loaded) -> dict[str, Any]:
-    names = {id(module): name or "(root)" for name, module in loaded.model.named_modules()}
-    units: list[UnitState] = []
-    placements: Counter[str] = Counter()
-    for group in fsdp_groups(loaded.model):
-        tensors = [parameter.sharded_param for parameter in group.fsdp_params]
-        placements.update(
-            str([str(p) for p in tensor.placements]) for tensor in tensors if not _is_inside(tensor)
-        )
-        policies = [parameter.mp_policy for parameter in group.fsdp_params]
-        state: Any = internals.FSDP_STATE.of(group.modules[0])()
-        units.append(
-            UnitState(
-                modules=[names.get(id(m), "?") for m in group.modules],
-                parameters=sum(tensor.numel() for tensor in tensors),
-                is_trained=any(tensor.requires_grad for tensor in tensors),
-                reshard_after_forward=_reshard(group),
-                param_dtype=_only({_name(policy.param_dtype) for policy in policies}),
-                reduce_dtype=_only({_name(policy.reduce_dtype) for policy in policies}),
-                output_dtype=_only({_name(policy.output_dtype) for policy in policies}),
-                forward_prefetch=len(internals.FORWARD_PREFETCH.of(state)),
-                # A list of the unit itself ends the prefetching: no unit before it has a backward.
-                backward_prefetch=sum(other is not state for other in internals.BACKWARD_PREFETCH.of(state)),
-            )
-        )
-    as_stored = [unit for unit in units if tuple(unit.modules) in loaded.units.of_precision]
-    cast = [unit for unit in units if unit not in as_stored]
-    holder = (loaded.units.holder,)
-    stays_gathered = {("(root)",), holder} | loaded.units.keeps_gathered
-    layers = [unit for unit in units if tuple(unit.modules) not in stays_gathered]
-    first_trained = next((index for index, unit in enumerate(layers) if unit.is_trained), 0)
-    plain = [name for name, p in loaded.model.named_parameters() if not isinstance(p, DTensor)]
-    storage = _only({_name(p.dtype) for p in _cast_parameters(loaded)})
-    return {
-        "placements": _parsed(placements),
-        "reshard_after_forward": _only({unit.reshard_after_forward for unit in layers}) if layers else None,
-        "reshard_after_backward": _only(
-            {group.reshard_after_backward for group in fsdp_groups(loaded.model)}
-        ),
-        "compute_dtype": _of_all(unit.param_dtype or storage for unit in cast),
-        "cast_although_kept": [unit.modules[0] for unit in as_stored if unit.param_dtype is not None],
-        "reduce_dtype": _of_all(unit.reduce_dtype for unit in units),
-        "forward_prefetch": max((unit.forward_prefetch for unit in layers), default=0),
-        "backward_prefetch": max((unit.backward_prefetch for unit in layers[first_trained:]), default=0)
-        or "implicit",
-        "prefetching_units": len(layers),
-        # Frozen units before the first trained one have no backward, and are not gathered ahead of it.
-        "prefetching_units_of_backward": len(layers) - first_trained,
-        "output_dtype": _of_all(unit.output_dtype for unit in units),
-        "units": units,
-        "sharded_inside": [
-            name for name, p in loaded.model.named_parameters() if isinstance(p, DTensor) and _is_inside(p)
-        ],
-        "not_sharded": plain,
-        "sharded": sum(isinstance(p, DTensor) for p in loaded.model.parameters()),
-    }
-
-
-def _is_inside(tensor: DTensor) -> bool:
-    """Return whether a stack of experts is sharded inside of each expert."""
-    return any(isinstance(placement, Shard) and placement.dim != 0 for placement in tensor.placements)
-
-
-def _stacks_to_divide(recipe: Recipe, model: nn.Module) -> dict[str, int]:
-    """Return the number of experts in each stack that the recipe divides, by name of the parameter."""
-    modules = {name: model.get_submodule(name) for name in divided_experts(recipe, model)}
-    return {
-        f"{name}.{key}": len(stack)
-        for name, module in modules.items()
-        for key, stack in module.named_parameters(recurse=False)
-    }
-
-
-def _inside_differences(recipe: Recipe, loaded: Loaded, report: LiveState) -> list[str]:
-    if report.sharded_inside is None:
-        return []
-    ranks = report.mesh[-1]
-    sharded = [(name, p.shape) for name, p in loaded.model.named_parameters() if isinstance(p, DTensor)]
-    divided = _stacks_to_divide(recipe, loaded.model)
-    wanted = [name for name, shape in sharded if name in divided or shard_dim(recipe, shape, ranks)]
-    wrong = sorted(set(wanted) ^ set(report.sharded_inside))
-    return (
-        [f"sharded_inside: the recipe means {wanted!r}, the run has {report.sharded_inside!r}"]
-        if wrong
-        else []
-    )
-
-
-def _expert_differences(recipe: Recipe, loaded: Loaded, reports: list[LiveState]) -> list[str]:
-    """Return a sentence for each rank that does not hold its experts, or exchanges tokens with others than
-    the ranks of its group.
-
-    Neighbouring ranks are a group, and hold neighbouring experts of every stack.
-    """
-    size, found = recipe.fsdp.ep_size, list[str]()
-    modules, counts = divided_experts(recipe, loaded.model), _stacks_to_divide(recipe, loaded.model)
-    if size > 1 and not modules:
-        return ["experts: the recipe divides them, and the run has no divided stack"]
-    for rank, report in enumerate(reports):
-        place, group = rank % size, list(range(rank - rank % size, rank - rank % size + size))
-        parts = {name: [count // size * place, count // size * (place + 1)] for name, count in counts.items()}
-        groups, live = dict.fromkeys(modules, group), report.exchanging_ranks
-        if (
-            other := next(
-                (name for name in sorted({*groups, *live}) if live.get(name) != groups.get(name)), None
-            )
-        ) is not None:
-            found.append(
-                f"experts of `{other}`: rank {rank} exchanges tokens with ranks {live.get(other)}, "
-                f"and its group is {groups.get(other)}"
-            )
-        elif (
-            wrong := next((name for name in parts if report.own_experts.get(name) != parts[name]), None)
-        ) is not None:
-            found.append(
-                f"experts of `{wrong}`: rank {rank} holds {report.own_experts.get(wrong)}, and its "
-                f"part is {parts[wrong]}"
-            )
-    return found
-
-
-def _reshard(group: Any) -> bool | int:
-    after = group.post_forward_mesh_info
-    if after is None:
-        return False
-    return (
-        True
-        if after is group.mesh_info or after.shard_mesh_size == group.mesh_info.shard_mesh_size
-        else int(after.shard_mesh_size)
-    )
-
-
-def _parsed(placements: Counter[str]) -> list[str]:
-    """`Shard(dim=0)` for torch's `S(0)`, so that the report does not change with torch's way of printing."""
-    text = _only(set(placements)) if placements else "[]"
-    words = str(text).replace("S(0)", "Shard(dim=0)").replace("'R'", "'Replicate()'")
-    return [word.strip(" '\"") for word in words.strip("[]").split(",")] if words != "[]" else []
-
-
-def _fsdp1(loaded: Loaded) -> dict[str, Any]:
-    units = [module for module in loaded.wrapped.modules() if isinstance(module, FullyShardedDataParallel)]
-    strategy = _only({unit.sharding_strategy.name for unit in units})
-    precision = units[0].mixed_precision
-    storage = _only({_name(p.dtype) for p in _cast_parameters(loaded)})
-    # torch answers any strategy with NO_SHARD on one rank; the root alone is freed by no one between forward
-    # and backward.
-    return {
-        "placements": []
-        if strategy == "NO_SHARD"
-        else [*(["Replicate()"] if "HYBRID" in strategy else []), "Shard(dim=0)"],
-        "reshard_after_forward": None
-        if strategy == "NO_SHARD" or len(units) == 1
-        else strategy in {"FULL_SHARD", "HYBRID_SHARD"},
-        "compute_dtype": _name(precision.param_dtype) or storage,
-        "reduce_dtype": _name(precision.reduce_dtype),
-        "units": [
-            UnitState(modules=[type(unit.module).__name__], strategy=unit.sharding_strategy.name)
-            for unit in units
-        ],
-        "sharded": len(units),
-    }
-
-
-def _ddp(recipe: Recipe, loaded: Loaded) -> dict[str, Any]:
-    from fsdp_tune.model.step import compute_context
-
-    storage = _only({_name(p.dtype) for p in _cast_parameters(loaded)})
-    with compute_context(recipe, recipe.launch.device):
-        enabled = torch.is_autocast_enabled(recipe.launch.device)
-        compute = _name(torch.get_autocast_dtype(recipe.launch.device)) if enabled else storage
-    return {
-        "placements": [],
-        "reshard_after_forward": None,
-        "compute_dtype": compute,
-        "reduce_dtype": storage,
-        "units": [],
-        "sharded": 0,
-    }
+    return dict(Counter(str(dtype_name(tensor.dtype)) for name, tensor in named if plain_name(name) in kept))
 
 
 def _recomputed(model: nn.Module) -> OneOrAll:
     kinds = {_recomputes(module) for module in model.modules()} - {None}
-    return _only(kinds) if kinds else "none"
+    return only(kinds) if kinds else "none"
 
 
 def _recomputes(module: nn.Module) -> str | None:
@@ -425,7 +175,7 @@ def _plugin(trainer: FsdpTrainer) -> PluginState | None:
         fsdp_version=plugin.fsdp_version,
         reshard_after_forward=str(plugin.reshard_after_forward),
         state_dict_type=str(plugin.state_dict_type).rsplit(".", 1)[-1],
-        cpu_offload=_goes_to_host(plugin.cpu_offload),
+        cpu_offload=goes_to_host(plugin.cpu_offload),
     )
 
 
@@ -466,8 +216,8 @@ def differences(recipe: Recipe, loaded: Loaded, reports: list[LiveState]) -> lis
         found.append(
             f"process groups have different time limits: {', '.join(f'{limit:g} s' for limit in limits)}"
         )
-    found += _inside_differences(recipe, loaded, reports[0])
-    found += _expert_differences(recipe, loaded, reports)
+    found += inside_differences(recipe, loaded, reports[0])
+    found += expert_differences(recipe, loaded, reports)
     found += _kept_differences(reports[0])
     found += fp8_differences(recipe, loaded, reports[0].fp8)
     found += quantised_differences(recipe, loaded, reports[0].quantised_training)

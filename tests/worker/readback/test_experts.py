@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fsdp_tune.recipe.fsdp_arguments import expected
 from fsdp_tune.run.records import LiveState
-from fsdp_tune.worker.readback.report import _exchanging_ranks, _expert_differences, _group_size, _own_experts
+from fsdp_tune.worker.readback.experts import exchanging_ranks, expert_differences, group_size, own_experts
 from tests.model.recipes import recipe_of
 from tests.ranks import Ranks
 
@@ -42,7 +42,7 @@ RIGHT = [report([0, 2], [0, 1]), report([2, 4], [0, 1]), report([0, 2], [2, 3]),
 
 def found(reports: list[LiveState], bare: Any) -> list[str]:
     loaded: Any = SimpleNamespace(model=bare)
-    return _expert_differences(RECIPE, loaded, reports)
+    return expert_differences(RECIPE, loaded, reports)
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +89,10 @@ def test_run_that_divides_no_stack_is_reported() -> None:
 
 
 def test_groups_of_different_sizes_are_in_the_report() -> None:
-    found = _group_size({MODULE: [0, 1], "other": [0, 1, 2, 3]})
+    found = group_size({MODULE: [0, 1], "other": [0, 1, 2, 3]})
     assert found == ["2", "4"]
     assert LiveState(expert_group=found).expert_group == found
-    assert (_group_size({MODULE: [0, 1]}), _group_size({})) == (2, 1)
+    assert (group_size({MODULE: [0, 1]}), group_size({})) == (2, 1)
 
 
 def live_states() -> tuple[Any, ...]:
@@ -106,11 +106,11 @@ def live_states() -> tuple[Any, ...]:
     wrapped: Any = wrap_whole(
         recipe, build_full(recipe), make_mesh(recipe, "cpu"), torch.device("cpu")
     ).wrapped
-    before = _exchanging_ranks(wrapped), _own_experts(wrapped)
+    before = exchanging_ranks(wrapped), own_experts(wrapped)
     with patch.object(
         experts := wrapped.get_submodule(MODULE), "forward", type(experts).forward.__get__(experts)
     ):
-        return *before, _exchanging_ranks(wrapped), _own_experts(wrapped)
+        return *before, exchanging_ranks(wrapped), own_experts(wrapped)
 
 
 @pytest.mark.ranks

@@ -14,7 +14,7 @@ from torch import nn
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.kernels.install import choose_kernels, install_kernels
-from fsdp_tune.model.kernels.linear_layers import find_mlps, mlp_slices_of
+from fsdp_tune.model.kernels.mlp_slices import find_mlps, mlp_slices_of
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.shard.recompute import recompute_activations
 from fsdp_tune.recipe.schema.recipe import Recipe
