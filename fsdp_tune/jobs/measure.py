@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fsdp_tune.core.atomic import check_output_file, write_file
-from fsdp_tune.core.devices import installed_versions, nvidia_driver
+from fsdp_tune.core.devices import nvidia_driver
 from fsdp_tune.core.errors import (
     EXIT_CODE_OF_REASON,
     ExitCode,
@@ -24,6 +24,7 @@ from fsdp_tune.core.errors import (
     usage_error,
 )
 from fsdp_tune.core.gpus import CPU
+from fsdp_tune.core.package_versions import installed_versions
 from fsdp_tune.core.units import format_figure, parse_seconds
 from fsdp_tune.jobs.observer import Observer, TrainResult, session
 from fsdp_tune.jobs.options import Allowed, TrainOptions

@@ -21,9 +21,10 @@ import yaml
 from fsdp_tune.core import devices, host
 from fsdp_tune.core.atomic import DISK, check_output_file, write_file
 from fsdp_tune.core.command import Target
-from fsdp_tune.core.devices import Device, Machine, installed_versions, nvidia_driver, this_machine
+from fsdp_tune.core.devices import Device, Machine, nvidia_driver, this_machine
 from fsdp_tune.core.errors import FsdpTuneError, Notice, failed_error, usage_error
 from fsdp_tune.core.gpus import CPU, Hardware, cpu_rank, detect, known_hardware
+from fsdp_tune.core.package_versions import installed_versions
 from fsdp_tune.jobs.observer import Observer, session
 from fsdp_tune.jobs.options import Allowed
 from fsdp_tune.jobs.recipes import check_cache, resolve_recipe

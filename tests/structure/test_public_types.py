@@ -185,7 +185,7 @@ def test_example_of_the_python_page_is_free_of_type_errors(installed: Path, tmp_
 def test_type_that_is_not_declared_is_found_in_the_installed_copy(installed: Path, tmp_path: Path) -> None:
     module = next(installed.parents[1].glob(f"lib/*/site-packages/{PACKAGE}/jobs/train.py"))
     text = module.read_text(encoding="utf-8")
-    planted = text.replace("def train(recipe: LoadedRecipe,", "def train(recipe,")
+    planted = text.replace("recipe: LoadedRecipe,", "recipe,", 1)
     assert planted != text
     module.write_text(planted, encoding="utf-8")
     try:

@@ -171,9 +171,9 @@ def _inferred_outcome(seen: LaunchObservation, rank: int) -> Outcome | None:
         return None
     code = 0 if seen.launcher_code == 0 else _exit_code_of(seen, rank)
     code = _common_code(seen) if code is None else code
-    reason = _REASON_OF_CODE.get(code, ExitReason.FAILED) if code in set(ExitCode) else None
-    if code is None or reason is None:
+    if code is None or code not in set(ExitCode):
         return None
+    reason = _REASON_OF_CODE.get(code, ExitReason.FAILED)
     step = max(seen.last_step, seen.saved_step or 0)
     if code in GOOD_CODES:
         return Outcome(code, reason, rank=rank, step=step)
