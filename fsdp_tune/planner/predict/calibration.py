@@ -16,7 +16,6 @@ from typing import Any
 from fsdp_tune.core.atomic import write_json
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
 from fsdp_tune.core.gpus import Hardware, detect
-from fsdp_tune.core.values import is_list
 from fsdp_tune.planner.predict.divided_step import step_time
 from fsdp_tune.planner.predict.timing import Efficiency, UnknownFigure, efficiency_of
 from fsdp_tune.planner.trace_format import Trace
@@ -229,9 +228,13 @@ def _read(cache: Path) -> dict[str, list[Calibration]]:
     if not path.exists():
         return {}
     try:
-        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        document: dict[str, list[dict[str, Any]] | float] = json.loads(path.read_text(encoding="utf-8"))
         # An earlier version has one factor of a GPU model, from an unknown setting.
-        return {name: [_entry(each) for each in every] for name, every in document.items() if is_list(every)}
+        return {
+            name: [_entry(each) for each in every]
+            for name, every in document.items()
+            if isinstance(every, list)
+        }
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise usage_error("calibration-damaged", f"{path} is damaged: {error}", hint="remove it") from error
 
