@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from fsdp_tune.core.errors import Problem, Where
 from fsdp_tune.core.units import ScalarError, enumerated, parse_plain, printable, shown
+from fsdp_tune.recipe.conversions import STRATEGIES_ELSEWHERE
 from fsdp_tune.recipe.key_paths import KeyPath, dotted
 from fsdp_tune.recipe.read.yaml_source import (
     UNSPACED,
@@ -41,7 +42,6 @@ from fsdp_tune.recipe.schema.training_fields import (
     owner_of,
     version_gap,
 )
-from fsdp_tune.recipe.synonyms import STRATEGIES_ELSEWHERE
 
 
 def node_at(tree: Node, path: Sequence[str | int]) -> Node | None:
