@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import TypeAdapter
 
-from fsdp_tune.cluster.doctor_checks import MISSING, NOT_COMPARED, SHARED_CORE_SHARE, RankHealth, slow_ranks
+from fsdp_tune.cluster.health_facts import MISSING, NOT_COMPARED, RankHealth
+from fsdp_tune.cluster.speed_checks import SHARED_CORE_SHARE, slow_ranks
 from fsdp_tune.core.atomic import DISK, write_file, write_json
 from fsdp_tune.core.devices import GpuState, gpu_states, host, versions
 from fsdp_tune.core.errors import FailedError, FsdpTuneError, Problem
