@@ -734,7 +734,7 @@ PLANTS: tuple[Plant, ...] = (
     ),
     plant(
         "generation of the GPU ignored",
-        "recipe.resolve:_Resolver.gpu",
+        "recipe.device_choice:compare_gpu",
         value("capability", "None"),
         rows="F146",
         by=("recipe/test_resolve.py::fp8_on_an_old_gpu_is_refused_before_ranks_start",),
