@@ -69,6 +69,7 @@ from fsdp_tune.worker.observe.step_phases import StepProgress
 from fsdp_tune.worker.observe.stragglers import Stragglers
 from fsdp_tune.worker.observe.tracked_scores import SendScores
 from fsdp_tune.worker.observe.tracker_ids import keep_id
+from fsdp_tune.worker.prepared_trainer import Parts
 from fsdp_tune.worker.rank import Rank, share_time_limit
 from fsdp_tune.worker.readback.witness import Witness
 from fsdp_tune.worker.rows.batches import ByTokens, Collator, MicroBatches
@@ -77,7 +78,7 @@ from fsdp_tune.worker.rows.training_rows import PreparedRows, SourceTokens, Trai
 from fsdp_tune.worker.samples import Samples
 from fsdp_tune.worker.step_observer import StepObserver
 from fsdp_tune.worker.stop_request import StopRequest
-from fsdp_tune.worker.trainer import FsdpTrainer, Parts
+from fsdp_tune.worker.trainer import FsdpTrainer
 from fsdp_tune.worker.training_arguments import training_arguments
 
 

@@ -205,7 +205,7 @@ PLANTS: tuple[Plant, ...] = (
     ),
     plant(
         "step without targets has loss 0",
-        "worker.trainer:FsdpTrainer.get_batch_samples",
+        "worker.prepared_trainer:PreparedTrainer.get_batch_samples",
         never("total"),
         rows="F021",
         by=("faults/test_numbers.py::step_without_targets_is_an_error",),
