@@ -29,7 +29,7 @@ from fsdp_tune.launch.command.resume import takes_best
 from fsdp_tune.recipe.read.catalogue import find_recipe
 from fsdp_tune.recipe.read.loader import LoadedRecipe, parse_recipe
 from fsdp_tune.recipe.read.overrides import OptionOverride
-from fsdp_tune.recipe.read.yaml_source import read_text
+from fsdp_tune.recipe.read.recipe_text import read_text
 from fsdp_tune.recipe.references import output_directory
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.metrics_file import read_metrics, seconds_in_steps

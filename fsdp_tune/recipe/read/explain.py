@@ -13,15 +13,8 @@ from fsdp_tune.core.errors import Problem, Where
 from fsdp_tune.core.units import ScalarError, enumerated, parse_plain, printable, shown
 from fsdp_tune.recipe.conversions import STRATEGIES_ELSEWHERE
 from fsdp_tune.recipe.key_paths import KeyPath, dotted
-from fsdp_tune.recipe.read.yaml_source import (
-    UNSPACED,
-    ListNode,
-    MappingNode,
-    Node,
-    ScalarNode,
-    entries_of,
-    plain_value,
-)
+from fsdp_tune.recipe.read.yaml_mistakes import UNSPACED
+from fsdp_tune.recipe.read.yaml_source import ListNode, MappingNode, Node, ScalarNode, entries_of, plain_value
 from fsdp_tune.recipe.schema.keys import (
     choices,
     closest,
