@@ -6,14 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import median_low
 
-from fsdp_tune.cluster.health_facts import (
-    HealthCheck,
-    HealthNeeds,
-    RankHealth,
-    State,
-    first_ranks,
-    judged,
-)
+from fsdp_tune.cluster.health_facts import HealthCheck, HealthNeeds, RankHealth, State, first_ranks, judged
 from fsdp_tune.core.units import format_bytes
 from fsdp_tune.run.health_files import CollectiveTime, NetworkFacts
 

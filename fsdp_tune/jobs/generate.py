@@ -45,8 +45,8 @@ from fsdp_tune.merge import merging
 from fsdp_tune.merge.merge_options import MergeOptions, hints_with_command
 from fsdp_tune.merge.quantised import rounding_notices
 from fsdp_tune.merge.source import newer_checkpoint
+from fsdp_tune.recipe.schema.data_section import DataSource
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.sections import DataSource
 from fsdp_tune.run.directory import RunDir, checkpoint_step, latest_checkpoint, run_of
 
 ANSWER = (sys.executable, "-P", "-m", "fsdp_tune.answer.generate")

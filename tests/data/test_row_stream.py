@@ -31,7 +31,7 @@ from fsdp_tune.data.stream.units import (
     stream_units,
     unstamped_files,
 )
-from fsdp_tune.recipe.schema.sections import DataSource
+from fsdp_tune.recipe.schema.data_section import DataSource
 from fsdp_tune.run import remote_files
 from tests.data.hub_of_files import COMMIT
 from tests.data.row_files import WRITERS, lines, tar, zstd

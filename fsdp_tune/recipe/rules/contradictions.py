@@ -27,9 +27,9 @@ from fsdp_tune.recipe.rules.limits import (
 from fsdp_tune.recipe.rules.rates import RATE_RULES
 from fsdp_tune.recipe.rules.training import OPTIMIZER_RULES, TRAINING_RULES, rounds_stochastically
 from fsdp_tune.recipe.schema.attention_kernels import SDPA_OR_EAGER, TORCH_VARLEN, needs_cuda
+from fsdp_tune.recipe.schema.data_section import DataSource
 from fsdp_tune.recipe.schema.keys import Finding, Rule, closest, given
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.sections import DataSource
 from fsdp_tune.recipe.schema.strategies import STRATEGIES
 
 INPUTS = frozenset({"no-tokenizer", "no-data"})
