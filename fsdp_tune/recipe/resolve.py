@@ -16,7 +16,8 @@ from fsdp_tune.recipe.decisions import Decisions
 from fsdp_tune.recipe.device_choice import compare_gpu, decide_ranks
 from fsdp_tune.recipe.fewer_machines import described_sizes
 from fsdp_tune.recipe.references import PEFT_DEFAULTS, absolute_paths, continue_adapter, output_directory
-from fsdp_tune.recipe.rules.limits import FP8_MULTIPLE, computes_in_fp8, lora_limits, slow_bf16_cpu
+from fsdp_tune.recipe.rules.adapters import lora_limits
+from fsdp_tune.recipe.rules.limits import FP8_MULTIPLE, computes_in_fp8, slow_bf16_cpu
 from fsdp_tune.recipe.rules.trackers import missing
 from fsdp_tune.recipe.rules.training import is_better_when_smaller
 from fsdp_tune.recipe.schema.keys import as_notice, as_problem, given
