@@ -76,6 +76,7 @@ def gather() -> dict[str, Any]:
 
 
 def show(screen: Screen, facts: dict[str, Any]) -> None:
+    """Print the document of `gather` as tables."""
     screen.table(
         "versions",
         ["package", "version"],

@@ -69,16 +69,8 @@ def slurm(
     """
     from fsdp_tune.jobs.submit import submission
 
-    if print_only and follow:
-        raise usage_error(
-            "usage", "`--print` submits nothing that `--follow` could show", hint="pass only one of them"
-        )
-    if sweep and follow:
-        raise usage_error(
-            "usage",
-            "`--follow` shows a single run",
-            hint="`fsdp-tune status DIR --watch` shows all runs of a sweep",
-        )
+    if follow:
+        _check_follow(print_only=print_only, is_sweep=bool(sweep))
     if drill:
         if recipe.recipe or recipe.config or recipe.name or print_only or follow or sweep or options.again:
             raise usage_error(
@@ -99,6 +91,16 @@ def slurm(
         observer=screen,
     )
     _submit(screen, made, print_only=print_only, follow=follow)
+
+
+def _check_follow(*, print_only: bool, is_sweep: bool) -> None:
+    """Raises: usage error if there is no run, or more than one, that `--follow` could show."""
+    if print_only:
+        message, hint = "`--print` submits nothing that `--follow` could show", "pass only one of them"
+        raise usage_error("usage", message, hint=hint)
+    if is_sweep:
+        hint = "`fsdp-tune status DIR --watch` shows all runs of a sweep"
+        raise usage_error("usage", "`--follow` shows a single run", hint=hint)
 
 
 def _submit(screen: Screen, made: Submission, *, print_only: bool, follow: bool) -> None:

@@ -347,8 +347,9 @@ def _mixture(
         (opened for opened, amount in zip(entries, tokens or sizes, strict=True) if not amount), None
     )
     if empty is not None:
+        message = f"`{empty.entry.path}` has no row left to train on, so no share of it can be drawn"
         raise usage_error(
-            "no-rows", f"`{empty.entry.path}` has no row left to train on, so no share of it can be drawn"
+            "no-rows", message, hint="remove the entry from `data.train`, or give it other rows"
         )
     return train.take(mixed(train.sources, sizes, weights, mixture, tokens))
 

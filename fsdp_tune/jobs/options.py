@@ -268,13 +268,13 @@ class MeasureOptions:
         ),
     ] = None
     measure_steps: Annotated[
-        int,
+        int | None,
         Option(
-            "With --measure: measured steps of each recipe, after two that do not count.",
+            "With --measure: measured steps of each recipe, after two that do not count [default: 5].",
             metavar="N",
             minimum=1,
         ),
-    ] = 5
+    ] = None
     minutes: Annotated[
         float | None,
         Option("With --measure: start no measurement that would end after this time.", metavar="MINUTES"),

@@ -24,7 +24,8 @@ from fsdp_tune.merge.copy.ties import Tied, find_ties
 from fsdp_tune.merge.copy.write import THREADS, CheckpointTensors, Written, write_tensors
 from fsdp_tune.merge.integrity import check_bytes_on_disk, check_headers
 from fsdp_tune.merge.load_check import Child, compare_parameters, load_and_run
-from fsdp_tune.merge.lora.adapt import Adapter, AdapterOptions, adapt
+from fsdp_tune.merge.lora.adapt import Adapter, adapt
+from fsdp_tune.merge.lora.base_under_adapter import AdapterOptions
 from fsdp_tune.merge.manifest_check import ManifestCheck
 from fsdp_tune.merge.merge_options import MergeAnswer, MergedAdapter, MergeOptions
 from fsdp_tune.merge.output_directory import Facts, write_companions, write_record

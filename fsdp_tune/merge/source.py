@@ -335,8 +335,7 @@ def newer_checkpoint(run: RunDir, output: Path) -> tuple[Notice, ...]:
     return (Notice("merge-out-of-date", message, Where(str(output)), hint),)
 
 
-# -------------------------------------------------------------------------------------------------------
-# within a run
+# ---- within a run
 
 
 ELSEWHERE = (

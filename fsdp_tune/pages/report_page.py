@@ -109,7 +109,6 @@ def _rendered(
     prompts = samples_of(
         runs, steps=max(2, int(share * SAMPLE_STEPS)), characters=int(share * SAMPLE_CHARACTERS) // count + 40
     )
-    facts = dict.fromkeys(key for run in runs for key in run.environment)
     scripts = [_uplot("uPlot.iife.min.js"), asset("report.js")]
     connect = "connect-src 'self'; " if is_live else ""
     return _template().render(
@@ -123,14 +122,7 @@ def _rendered(
         styles=[_uplot("uPlot.min.css"), asset("page.css"), asset("report.css")],
         scripts=scripts,
         licence=_uplot("LICENSE"),
-        data=_inert(
-            json.dumps(
-                [chart.as_json(limit) for chart in charts],
-                ensure_ascii=False,
-                allow_nan=False,
-                separators=(",", ":"),
-            )
-        ),
+        data=_inert(_charts_json(charts, limit)),
         first_marked=next((chart for chart in charts if chart.marks), None),
         groups=[
             (name, list(group)) for name, group in groupby(enumerate(charts), key=lambda each: each[1].group)
@@ -153,11 +145,19 @@ def _rendered(
         written=[(run, run.written[: int(share * RECIPE_CHARACTERS)]) for run in runs],
         resolved=[(run, _resolved(run)) for run in runs[:RESOLVED_RECIPES]],
         environment=difference_table(found.environment, runs),
-        facts=Table(
-            ["", *(run.label for run in runs)],
-            [[fact, *(run.environment.get(fact, "–") for run in runs)] for fact in facts],
-        ),
+        facts=_facts_table(runs),
     )
+
+
+def _charts_json(charts: Sequence[Chart], limit: int) -> str:
+    values = [chart.as_json(limit) for chart in charts]
+    return json.dumps(values, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def _facts_table(runs: Sequence[RunRecord]) -> Table:
+    facts = dict.fromkeys(key for run in runs for key in run.environment)
+    rows = [[fact, *(run.environment.get(fact, "–") for run in runs)] for fact in facts]
+    return Table(["", *(run.label for run in runs)], rows)
 
 
 def _title(runs: Sequence[RunRecord]) -> str:

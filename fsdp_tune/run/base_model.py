@@ -1,7 +1,8 @@
-"""What a run records of its base. base.json in RUN/model and in RUN/adapter: the identity of the model under
-an adapter, whose files do not hold it. base_layout.json in RUN/model: how files of the base store the
-parameters that the model stacks or names otherwise. tensors.json in RUN/model: what becomes of each tensor in
-the files of the base.
+"""What a run records of its base model: which one it is, how its files name tensors, and what became of each.
+
+base.json, in RUN/model and in RUN/adapter, is the identity of the model under an adapter, whose files do not
+hold it. base_layout.json in RUN/model says how files of the base store the parameters that the model stacks
+or names otherwise. tensors.json in RUN/model says what becomes of each tensor in the files of the base.
 
 transformers 5 stacks the experts of a mixture in one parameter and renames modules; the files of a model on
 the hub, transformers 4 and vLLM have one tensor for each expert and the older names (`WeightConverter` and

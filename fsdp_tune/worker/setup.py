@@ -17,7 +17,7 @@ from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.data.account import mean_tokens
 from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.data.row_order import RowOrder
-from fsdp_tune.data.row_record import ROWS_FACT, record_of
+from fsdp_tune.data.row_record import ROWS_FACT, RowRecord, record_of
 from fsdp_tune.data.store import RowStore, evaluation_hashes
 from fsdp_tune.data.stream.row_stream import open_stream
 from fsdp_tune.data.stream.units import refuse_changed_files
@@ -127,29 +127,42 @@ def build_trainer(
     callback = RunCallback(run, stop, say, witness, is_first=rank.is_first, saves=request.saves)
     observers = _observers(parts, witness, callback, device, rank, start, say)
     if recipe.evaluation.is_on and recipe.evaluation.when == "between_steps":
-        observers.insert(
-            observers.index(callback), ScoresBetweenSteps(stop, say)
-        )  # before the callback that times the steps
+        # before the callback that times the steps
+        observers.insert(observers.index(callback), ScoresBetweenSteps(stop, say))
     trainer = FsdpTrainer(parts, arguments, _early_stopping(recipe), observers)
     _set_up_trackers(trainer, run, recipe, say)
     trainer.create_optimizer()
-    trainer.checkpointer = Checkpointer(
+    live = replace(_live(recipe, trainer), scattered=scattered)
+    rows_so_far = prepared.record(recipe)
+    trainer.checkpointer = _checkpointer(trainer, live, rows_so_far, rank, resume, device_type, say)
+    return trainer, callback, resume
+
+
+def _checkpointer(
+    trainer: FsdpTrainer,
+    live: Live,
+    record: RowRecord,
+    rank: Rank,
+    resume: Checkpoint | None,
+    device_type: str,
+    say: Callable[[str], None],
+) -> Checkpointer:
+    parts = trainer.parts
+    run, recipe, mesh = parts.run, parts.recipe, parts.loaded.mesh
+    facts = trainer_state_facts(rank.world_size, list(mesh.shape) if mesh else [], run.recipe_digest())
+    return Checkpointer(
         run=run,
-        live=replace(_live(recipe, trainer), scattered=scattered),
+        live=live,
         device_type=device_type,
         asynchronous=recipe.checkpoint.async_,
         keep=recipe.training.save_total_limit,
-        facts=trainer_state_facts(
-            rank.world_size, list(loaded.mesh.shape) if loaded.mesh else [], run.recipe_digest()
-        )
-        | {ROWS_FACT: prepared.record(recipe).as_dict()},
+        facts=facts | {ROWS_FACT: record.as_dict()},
         report=_reporter(trainer, recipe, say),
-        heartbeat=heartbeat,
+        heartbeat=parts.heartbeat,
         last_step=resume.step if resume else None,
         is_scattered=recipe.has_own_directories,
         kept=partial(kept_for_scores, run, recipe),
     )
-    return trainer, callback, resume
 
 
 def _observers(

@@ -104,7 +104,7 @@ def reference(tmp_path: Path) -> RunDir:
     return RunDir(tmp_path / "reference" / "run")
 
 
-# ------------------------------------------------------------------------------------------------ drawing
+# ---- drawing
 
 
 def setting(machines: int = 1, first_step: int = 0) -> Setting:
@@ -186,7 +186,7 @@ def test_short_stop_is_below_hang_timeout_and_long_stop_above() -> None:
     assert all(one.seconds < HANG if one.kind == SHORT_STOP else one.seconds > HANG + 5 for one in stops)
 
 
-# ------------------------------------------------------------------------------------------------ invariants
+# ---- invariants
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_open_port_is_detected() -> None:
         assert listening(port) == [f"port {port} is still open"]
 
 
-# ------------------------------------------------------------------------------------------------ ends
+# ---- ends
 
 HANG_TEXT = "error: no progress for 25s: rank 1 (step 3, `forward`, stopped (SIGSTOP)) is late"
 KILLED_TEXT = "error: rank 1 was killed by SIGKILL at step 3"
@@ -453,7 +453,7 @@ def test_undisturbed_attempt_must_finish() -> None:
     )
 
 
-# ------------------------------------------------------------------------------------------------ observation
+# ---- observation
 
 
 def test_processes_are_found_by_marker_without_their_parent(tmp_path: Path) -> None:
@@ -544,7 +544,7 @@ def test_handled_and_ignored_signals_count_as_listening() -> None:
         child.kill()
 
 
-# ------------------------------------------------------------------------------------------------ the page
+# ---- the page
 
 
 def tally_of(*hits: tuple[str, str, str]) -> Tally:
@@ -566,8 +566,7 @@ def test_results_of_as_many_machines_are_replaced_and_shown() -> None:
     assert f"{KILL} 2, " in text
 
 
-# ------------------------------------------------------------------------------------------------ the disk,
-# and a run
+# ---- the disk, and a run
 
 needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="the shim is compiled by gcc")
 

@@ -87,7 +87,7 @@ def fill(disk: Path, what: str) -> list[Path]:
     raise AssertionError("the disk took everything")
 
 
-# ------------------------------------------------------------------------------------------------ limits
+# ---- limits
 
 
 @pytest.mark.parametrize("descriptors", [24, 96])
@@ -152,7 +152,7 @@ def test_locale_without_utf8_changes_nothing(locale: str, tmp_path: Path) -> Non
     assert "läufe-ığ" in run.text
 
 
-# ------------------------------------------------------------------------------------------------ processes
+# ---- processes
 
 SAVES = {"training.save_steps": 20}
 
@@ -229,7 +229,7 @@ __import__('time').sleep(60)
         group.rmdir()
 
 
-# ------------------------------------------------------------------------------------------------ directories
+# ---- directories
 
 
 def test_run_that_was_copied_while_it_trained_and_one_that_was_moved_continue(tmp_path: Path) -> None:

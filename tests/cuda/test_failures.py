@@ -75,8 +75,7 @@ def after(step: int, how: str) -> str:
     return f"1:{STEPS_OF_THE_START + step}:{how}"
 
 
-# ------------------------------------------------------------------------------------------------------- a
-# device that fails
+# ---- a device that fails
 
 
 @pytest.mark.slow
@@ -162,8 +161,7 @@ def test_rank_that_the_watchdog_of_nccl_ends_has_its_message(tmp_path: Path) -> 
     assert "Timeout(ms)=5000" in ended.problem["message"]
 
 
-# -------------------------------------------------------------------------------------------------------------------  # noqa: E501
-# memory
+# ---- memory
 
 
 MANY_ROWS = {"training.per_device_train_batch_size": 256, "training.global_batch_size": 512}
@@ -223,8 +221,7 @@ def test_memory_that_cannot_be_pinned_is_the_hosts(
     assert way in ended.printed
 
 
-# ---------------------------------------------------------------------------------------------------- which
-# GPUs there are
+# ---- which GPUs there are
 
 
 def test_hidden_gpus_are_named_with_the_variable(tmp_path: Path) -> None:
@@ -319,8 +316,7 @@ def test_env_reports_devices_driver_lost_devices_and_slow_bf16(tmp_path: Path) -
     assert {"gpu-lost", "no-bf16"} <= {row["code"] for row in found["known_bad"]}
 
 
-# --------------------------------------------------------------------------------------------------------
-# kinds of GPUs
+# ---- kinds of GPUs
 
 
 def validated(gpu: str, *changes: str) -> dict[str, Any]:

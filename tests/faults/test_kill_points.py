@@ -72,8 +72,7 @@ def every_kill(
     return len(points)
 
 
-# -------------------------------------------------------------------------------------------------------------  # noqa: E501
-# rotation
+# ---- rotation
 
 
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
@@ -163,8 +162,7 @@ def test_leftovers_are_removed_and_links_not_followed(tmp_path: Path) -> None:
     assert verified_steps(run) == [10]
 
 
-# ------------------------------------------------------------------------------------------------- a new run,
-# and a resumed one
+# ---- a new run, and a resumed one
 
 
 @pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)])
@@ -252,8 +250,7 @@ def test_resume_of_a_directory_whose_files_were_damaged_is_one_error(tmp_path: P
     count(corruptions=done)
 
 
-# ----------------------------------------------------------------------------------------------------------------  # noqa: E501
-# a merge
+# ---- a merge
 
 
 @pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)])

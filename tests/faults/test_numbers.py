@@ -173,8 +173,7 @@ def test_tracker_that_fails_or_hangs_is_a_warning(what: str, told: str, training
     training.is_whole(run)
 
 
-# ---------------------------------------------------------------------------------------------------------------  # noqa: E501
-# no targets
+# ---- no targets
 
 
 def untrained_store(folder: Path, rows: set[int]) -> Path:

@@ -38,8 +38,7 @@ def each(rest: Sequence[Any]) -> list[Any]:
     return [pytest.param(one, marks=slow, id=str(one)) for one in rest]
 
 
-# ------------------------------------------------------------------------------------------------------------------  # noqa: E501
-# kills
+# ---- kills
 
 
 def death(training: Training, *happenings: Happening) -> RunDir:
@@ -133,8 +132,7 @@ def test_rank_killed_at_a_file_operation_of_a_save_resumes(
     training.is_whole(run)
 
 
-# ----------------------------------------------------------------------------------------------------------------  # noqa: E501
-# signals
+# ---- signals
 
 
 @on_devices
@@ -211,8 +209,7 @@ def test_failed_save_on_stop_exits_1_and_keeps_older_checkpoint(rank: int, train
     training.is_whole(run)
 
 
-# --------------------------------------------------------------------------------------------------- disks,
-# and what is left
+# ---- disks, and what is left
 
 
 @on_devices
@@ -263,8 +260,7 @@ def test_metrics_are_truncated_to_the_checkpoint_and_hold_each_step_once(
     assert found == (wanted[newest.step :] if kind == "gone" else wanted)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# other worlds
+# ---- other worlds
 
 
 @on_devices

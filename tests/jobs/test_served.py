@@ -310,7 +310,7 @@ MISTAKES: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (
         {"answers": {"/v1/chat/completions": (503, {"error": {"message": "Loading model"}})}},
         {},
-        "server-response",
+        "server-busy",
         "Loading model",
     ),
     ({"models": ("one", "two")}, {}, "server-models", "serves 2 models: one, two"),

@@ -18,7 +18,7 @@ from fsdp_tune.core.errors import FailedError, FsdpTuneError
 from fsdp_tune.core.tensors.file_formats import sort_names
 from fsdp_tune.merge.companions import fetch_model
 from fsdp_tune.merge.copy import gather, write
-from fsdp_tune.merge.lora import adapt
+from fsdp_tune.merge.lora import base_under_adapter
 from fsdp_tune.run.base_model import BASE_FILE, BaseModel
 from tests.merge import peft
 from tests.merge.checkpoints import SHARDS, make_run, merged_tensors, same_bits, save_dcp, save_on_ranks
@@ -63,8 +63,7 @@ def base(llama, tmp_path) -> Path:
     return base_directory(llama, tmp_path / "base")
 
 
-# --------------------------------------------------------------------------------------------- where an
-# adapter comes from
+# ---- where an adapter comes from
 
 
 def sharded_peft_model(folder: Path, state: dict[str, torch.Tensor]) -> Path:
@@ -184,13 +183,12 @@ def test_base_of_the_hub_is_read_at_the_commit_of_training(
         revisions.append(revision)
         return base
 
-    monkeypatch.setattr(adapt, "fetch_model", fetch)
+    monkeypatch.setattr(base_under_adapter, "fetch_model", fetch)
     assert_tensors(merge(folder).output, added(llama, adapter))
     assert revisions == [read]
 
 
-# -------------------------------------------------------------------------------------------------------------  # noqa: E501
-# arithmetic
+# ---- arithmetic
 
 
 @pytest.mark.parametrize(
@@ -326,8 +324,7 @@ def test_average_of_merged_checkpoints_is_the_mean_of_their_sums(llama, tmp_path
     )
 
 
-# --------------------------------------------------------------------- what stands beside the factors:
-# embeddings, heads, biases
+# ---- what stands beside the factors: embeddings, heads, biases
 
 
 def test_adapted_embedding_leaves_tied_head_unchanged(tmp_path, merge):
@@ -438,8 +435,7 @@ def test_base_without_model_prefix_keeps_its_names(tmp_path, merge):
     )
 
 
-# -----------------------------------------------------------------------------------------------------------------  # noqa: E501
-# export
+# ---- export
 
 
 @pytest.mark.parametrize("source", ["whole model", "adapter shards"])
@@ -520,8 +516,7 @@ def test_dora_without_magnitudes_is_refused(llama, base, tmp_path, merge):
         merge(folder, base=str(base))
 
 
-# ----------------------------------------------------------------------------------------------------------------  # noqa: E501
-# refusals
+# ---- refusals
 
 
 def refused(tmp_path: Path) -> list[str]:

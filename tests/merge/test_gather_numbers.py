@@ -123,8 +123,7 @@ def test_model_that_diverged_everywhere_is_reported_briefly(tmp_path, merge):
     assert "80 more tensors" in caught.value.problems[-1].message
 
 
-# -----------------------------------------------------------------------------------------------------------
-# averages
+# ---- averages
 
 
 def states(count: int) -> list[dict[str, torch.Tensor]]:
@@ -190,8 +189,13 @@ def test_averaging_different_models_is_refused(tmp_path, merge):
 def test_averaging_different_integers_is_refused(tmp_path, merge):
     first, second = states(2)
     run = make_run(tmp_path / "run", {1: first, 2: {**second, "steps": torch.arange(5) + 1}})
-    with pytest.raises(FsdpTuneError, match="`steps` is int64, which has no mean"):
+    with pytest.raises(
+        FsdpTuneError, match="`steps` is int64, which has no mean, and differs from that of the newest"
+    ) as caught:
         merge(run, average="last:2")
+    [problem] = caught.value.problems
+    assert str(run / "checkpoint-1") in str(problem.where)
+    assert problem.hint == "merge one of them: `--step N`"
 
 
 def test_flipped_bit_in_any_of_the_averaged_checkpoints_is_found(tmp_path, merge):

@@ -188,8 +188,7 @@ def test_card_of_streamed_run_does_not_give_the_size_of_its_sample(tmp_path):
         assert f"| Size of the data | {expected} |" in card
 
 
-# -------------------------------------------------------------------------------------------------------
-# transformers
+# ---- transformers
 
 
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])

@@ -57,8 +57,7 @@ def fails(source: Path, tmp_path: Path, **options: object) -> FsdpTuneError:
     return caught.value
 
 
-# --------------------------------------------------------------------------------------------------- ways to
-# break it
+# ---- ways to break it
 
 
 def change(path: Path, edit: Callable[[bytearray], object]) -> Path:

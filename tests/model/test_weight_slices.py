@@ -164,8 +164,7 @@ def test_file_truncated_during_load_is_named(tmp_path):
         read_slices(Holder({name: value.clone() for name, value in STATE.items()}), weights)
 
 
-# ------------------------------------------------------------------------------------------------ which
-# files, and which of two
+# ---- which files, and which of two
 
 
 @pytest.fixture
@@ -210,8 +209,7 @@ def test_tensor_that_two_files_hold_is_refused_by_its_name_if_they_do_not_agree_
     assert find_facts(recipe).problems == ()
 
 
-# ------------------------------------------------------------------------------------------------------------------  # noqa: E501
-# memory
+# ---- memory
 
 
 def load_here(directory: str) -> dict[str, Any]:

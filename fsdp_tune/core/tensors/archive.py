@@ -355,8 +355,7 @@ def open_archive(files: ReadableFiles, file: str, start: int, length_bytes: int)
     return Archive(ends, members, has_checksums=any(member.CRC for member in members.values()))
 
 
-# ---------------------------------------------------------------------------------------------------------
-# data.pkl
+# ---- data.pkl
 
 
 def _storage(identifier: object) -> tuple[DType | None, str]:

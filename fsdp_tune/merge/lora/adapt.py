@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fsdp_tune.core.command import BaseWeights
-from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
-from fsdp_tune.core.families import with_changes
+from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, usage_error
 from fsdp_tune.core.tensors.dtypes import DTYPES
-from fsdp_tune.core.tensors.encodings import dropped_notices
 from fsdp_tune.core.tensors.file_formats import (
     CONFIG_FILE,
     MAGNITUDE,
@@ -29,16 +27,22 @@ from fsdp_tune.core.tensors.file_formats import (
     unknown_field_notices,
     unwrapped,
 )
-from fsdp_tune.merge.companions import Companions, fetch_model, find_companions
-from fsdp_tune.merge.lora.biases import without_foreign_biases
+from fsdp_tune.merge.companions import Companions, find_companions
+from fsdp_tune.merge.lora.base_under_adapter import (
+    AdapterOptions,
+    base_in_checkpoint,
+    layout_of,
+    read_base_under,
+    with_names_of_model,
+)
 from fsdp_tune.merge.lora.config import AdapterConfig, derive_config, find_config
 from fsdp_tune.merge.lora.targets import Layers, add_layers
-from fsdp_tune.merge.read.base import has_weights, read_base, record_of_base, without_others
+from fsdp_tune.merge.read.base import has_weights, read_base, without_others
 from fsdp_tune.merge.read.contents import CheckpointTensors, Contents, must_agree
 from fsdp_tune.merge.read.reader import SourceFiles, SourceTensor, is_peft
 from fsdp_tune.merge.source import Format, Selection, Weights
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.base_model import BASE_FILE, AdapterBase, BaseLayout, BaseModel, Published, open_base
+from fsdp_tune.run.base_model import Published
 from fsdp_tune.run.directory import SHARD_FOLDER
 from fsdp_tune.run.written_files import model_files
 
@@ -50,17 +54,6 @@ _NAMING, _PATTERNS = (
     ("rank_pattern", "alpha_pattern"),
 )
 """Fields of adapter_config.json with names of modules: lists, and the keys of objects."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterOptions:
-    """`export`: `--adapter`. `config`: `--adapter-config`. `base`: `--base`. `weights`: `merge.base`,
-    `--base-weights`."""
-
-    export: bool = False
-    weights: BaseWeights = "trained"
-    config: Path | None = None
-    base: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +171,6 @@ def _file_to_write(contents: Contents, weights: Weights) -> tuple[str, ...]:
     )
 
 
-# --------------------------------------------------------------------------------------------------------------  # noqa: E501
-# merged
-
-
 def _merge(
     stack: ExitStack,
     contents: Contents,
@@ -192,83 +181,43 @@ def _merge(
 ) -> Adapted:
     is_whole = all(_is_whole(found, weights) for found, weights in zip(names, selection.weights, strict=True))
     config.check_mergeable(has_own_base=is_whole)
-    notices: list[Notice] = []
-    trained: BaseModel | None = None
-    renamed: dict[str, str] = {}
     if is_whole:
-        base, base_name, companions = (
-            None,
-            options.base or config.base,
-            find_companions(selection, options.base),
-        )
-        below: dict[str, SourceTensor] | None = None
+        base = base_in_checkpoint(selection, config, options)
     else:
-        record = (
-            selection.run.base_json if selection.run is not None else selection.weights[0].root / BASE_FILE
-        )
-        of_adapter = open_base(config.values, record, given=options.base)
-        trained = of_adapter.trained
-        base_name, base = _fetch_base(config, options, of_adapter)
-        companions = find_companions(selection, str(base), origin=base_name)
-        if not companions.is_of_run:
-            companions = companions.with_tokenizer_of([w.root for w in selection.weights])
-            if companions.config is not None:
-                companions = replace(
-                    companions, config=with_changes(companions.config, of_adapter.config_changes)
-                )
-        of_base = read_base(stack, base)
-        record_of_tensors = record_of_base(selection)
-        of_model = without_others(of_base, record_of_tensors)
-        if not record_of_tensors.counts:  # of another tool
-            of_model = without_foreign_biases(of_model, base)
-        below, renamed = _with_names_of_model(of_model, _layout_of(selection))
-        notices += (
-            dropped_notices(of_base.of_activations, Where(str(base))) if selection.run is None else ()
-        )  # a run has reported it
-        if trained is not None and trained.nf4_scales is not None and options.weights == "trained":
-            below |= _in_4_bits(below, trained, base)
-        if options.base is None and selection.run is None:
-            notices.append(
-                Notice(
-                    "merge-adapter-base",
-                    f"the weights under the adapter are those of `{base_name}`, as {CONFIG_FILE} says",
-                )
-            )
+        base = read_base_under(stack, selection, config, options)
     added: list[Layers] = []
     for source, found, weights in zip(contents.sources, names, selection.weights, strict=True):
-        layers = _layers(source.tensors, found, below, base or weights.root, config)
+        layers = _layers(source.tensors, found, base.tensors, base.folder or weights.root, config)
         if layers.magnitudes and len(contents.sources) > 1:
             raise config.unsupported(
                 "the mean of several checkpoints of DoRA is not supported", "merge one of them: `--step N`"
             )
-        added.append(add_layers(layers, config, companions.config))
+        added.append(add_layers(layers, config, base.companions.config))
     sources = tuple(
         replace(source, tensors=layers.tensors)
         for source, layers in zip(contents.sources, added, strict=True)
     )
     must_agree(sources, selection.weights)
-    scalings = sorted({scaling for layers in added for scaling in layers.scalings})
+    base_weights = options.weights if base.was_in_4_bits else None
     count = len(names[0].factors)
-    shown = ", ".join(f"{scaling:g}" for scaling in scalings[:4])
-    base_weights = options.weights if trained is not None and trained.nf4_scales is not None else None
-    below_it = {
-        "trained": " of 4 bits that it was trained on",
-        "original": ", which it was not trained on: those were in 4 bits",
-    }
-    to_what = f"the weights{below_it[base_weights] if base_weights is not None else ''}"
-    notices.append(
-        Notice(
-            "merge-adapter",
-            f"a LoRA adapter of {count} layers, scaled by {shown or 'nothing'}, was added to {to_what}",
-        )
-    )
-    adapter = Adapter(config, False, count, base, base_name, base_weights, added[0].config_changes, renamed)
+    notices = (*contents.notices, *base.notices, _added_notice(count, added, base_weights))
+    changes = added[0].config_changes
+    adapter = Adapter(config, False, count, base.folder, base.name, base_weights, changes, base.renamed)
     ordered = tuple(sources[0].tensors.values())
-    return Adapted(
-        replace(contents, sources=sources, ordered=ordered, notices=(*contents.notices, *notices)),
-        companions,
-        adapter,
-    )
+    merged = replace(contents, sources=sources, ordered=ordered, notices=notices)
+    return Adapted(merged, base.companions, adapter)
+
+
+def _added_notice(count: int, added: Sequence[Layers], base_weights: BaseWeights | None) -> Notice:
+    scalings = sorted({scaling for layers in added for scaling in layers.scalings})
+    shown = ", ".join(f"{scaling:g}" for scaling in scalings[:4]) or "nothing"
+    to_what = {
+        None: "the weights",
+        "trained": "the weights of 4 bits that it was trained on",
+        "original": "the weights, which it was not trained on: those were in 4 bits",
+    }[base_weights]
+    message = f"a LoRA adapter of {count} layers, scaled by {shown}, was added to {to_what}"
+    return Notice("merge-adapter", message)
 
 
 def _layers(
@@ -307,7 +256,7 @@ def merge_problems(recipe: Recipe, facts: ModelFacts) -> list[Problem]:
     where = Where(key="lora.target_modules")
     try:
         with ExitStack() as stack:
-            below, _ = _with_names_of_model(
+            below, _ = with_names_of_model(
                 without_others(read_base(stack, folder), facts.tensors), facts.base_layout
             )
             files = SourceFiles(folder)
@@ -342,84 +291,6 @@ def _is_whole(names: PeftNames, weights: Weights) -> bool:
     return has_base and bool(rest) and weights.format not in (Format.PEFT, Format.PEFT_PICKLE)
 
 
-def _fetch_base(config: AdapterConfig, options: AdapterOptions, base: AdapterBase) -> tuple[str, Path]:
-    """Return name and directory of the base. Raises: FailedError for weights that are known not to be those
-    of the training."""
-    if base.name is None:
-        raise usage_error(
-            "merge-adapter-base",
-            "the checkpoint holds only an adapter, and its config does not name the model that it "
-            "was trained on",
-            where=Where(str(config.path)),
-            ways_out=("give the model: `--base MODEL`", "write the adapter alone: `--adapter`"),
-        )
-    folder = fetch_model(
-        base.name, revision=base.revision, named_in=config.path if options.base is None else None
-    )
-    if base.has_other_weights(folder):
-        assert base.trained is not None
-        raise failed_error(
-            "merge-adapter-base",
-            f"the weights of {base.name} are not those that the adapter was trained on",
-            where=Where(str(folder)),
-            ways_out=(
-                f"give a copy of the weights of {base.trained.name} as they were: `--base MODEL`",
-                "write the adapter alone: `--adapter`",
-            ),
-        )
-    return base.name, folder
-
-
-def _in_4_bits(
-    below: Mapping[str, SourceTensor], trained: BaseModel, folder: Path
-) -> dict[str, SourceTensor]:
-    """Return the tensors of the base that the run held in 4 bits, marked so. Raises: FailedError if the base
-    has other names."""
-    found: dict[str, SourceTensor] = {}
-    for name in trained.nf4_weights:
-        known = next((each for each in (name, name.partition(".")[2]) if each in below), None)
-        if known is None:
-            raise failed_error(
-                "merge-adapter-base",
-                f"it has no `{name}`, which was trained in 4 bits",
-                where=Where(str(folder)),
-                ways_out=(
-                    "give the base with these names: `--base MODEL`",
-                    "add the adapter to the weights as they are: `--base-weights original`",
-                ),
-            )
-        found[known] = replace(below[known], nf4_scales=trained.nf4_scales)
-    return found
-
-
-def _layout_of(selection: Selection) -> BaseLayout:
-    return (
-        BaseLayout.read(selection.run.base_layout_json) if selection.run is not None else None
-    ) or BaseLayout()
-
-
-def _with_names_of_model(
-    below: dict[str, SourceTensor], layout: BaseLayout
-) -> tuple[dict[str, SourceTensor], dict[str, str]]:
-    """Return the tensors of a run's base by the names that the adapter's modules have in the model, and those
-    names: {new: old}."""
-    found = {new: old for new, old in layout.renamed.items() if old in below and new not in below}
-    if (prefixes := layout.prefixes()) is not None:  # of a base of several modalities, for experts too
-        ours, theirs = prefixes
-        taken = set(found.values())
-        found |= {
-            ours + old.removeprefix(theirs): old
-            for old in below
-            if old.startswith(theirs) and old not in taken
-        }
-    names = {old: new for new, old in found.items()}
-    return {(name := names.get(old, old)): replace(tensor, name=name) for old, tensor in below.items()}, found
-
-
-# ------------------------------------------------------------------------------------------------------------
-# exported
-
-
 def _export(
     contents: Contents, selection: Selection, names: PeftNames, config: AdapterConfig, options: AdapterOptions
 ) -> Adapted:
@@ -439,7 +310,7 @@ def _export(
         if name in names.saved or not _is_whole(names, weights) or _is_trained_bias(name, names, config):
             module, _, rest = name.rpartition(".")
             keys[f"{PREFIX}{module}.base_layer.{rest}" if name in names.wrapped else PREFIX + name] = key
-    published = _layout_of(selection).published
+    published = layout_of(selection).published
     if published is not None:
         keys = {PREFIX + published.name_of(name.removeprefix(PREFIX)): key for name, key in keys.items()}
     source = CheckpointTensors(

@@ -61,27 +61,14 @@ class ForeignFile:
 def read_foreign(path: Path, tool: str | None = None) -> ForeignFile:
     """Read a file, and recognise its tool unless it is given. Raises: FsdpTuneError if it has no keys, or
     those of no tool."""
-    notebook = (
-        shell_script(code_cells(read_text(path, most_bytes=MOST_BYTES), path))
-        if path.suffix == ".ipynb"
-        else ""
-    )
+    notebook = ""
+    if path.suffix == ".ipynb":
+        notebook = shell_script(code_cells(read_text(path, most_bytes=MOST_BYTES), path))
     command = command_in(notebook) if notebook else None
     options: dict[str, BatchOption] = {}
     is_command = command is not None and parse_command(command.words).tool is not None
     if path.suffix in SCRIPTS and not is_command:
-        if tool not in (None, UNSLOTH):
-            hint = "name the file of its options, or the script with its command"
-            raise usage_error(
-                "unknown-foreign-file",
-                f"a Python file is not a configuration of {tool}",
-                hint=hint,
-                where=Where(str(path)),
-            )
-        script = read_script(read_text(path, most_bytes=MOST_BYTES), path)
-        return ForeignFile(
-            path, UNSLOTH, script.values, script.lines, {}, script.beside, script.computed, script.unread
-        )
+        return _script(path, tool)
     text = notebook or read_text(path)
     if not notebook and path.suffix not in (*_YAML, ".json", ".toml"):
         command = command_in(text, variables(options := batch_options(text)))
@@ -89,24 +76,7 @@ def read_foreign(path: Path, tool: str | None = None) -> ForeignFile:
     if manifest is not None and (command := command_in(manifest.script, manifest.known)) is None:
         raise _nothing_to_import(manifest, path)
     if command is not None:
-        values, named = parse_command(command.words)
-        above: dict[KeyPath, list[str]] = {(): command.comments}
-        values |= (
-            {MANIFEST: machines}
-            if manifest is not None and (machines := _machines(manifest, command))
-            else {}
-        )
-        values |= {SBATCH: {name: option.value for name, option in options.items()}} if options else {}
-        lines: dict[KeyPath, int] = {(SBATCH, name): option.line for name, option in options.items()}
-        found = ForeignFile(
-            path,
-            tool or named or "",
-            values,
-            lines,
-            above,
-            unread=command.unread,
-            written_file=command.written_file,
-        )
+        found = _of_command(path, tool, command, manifest, options)
     elif path.suffix == ".json":
         found = ForeignFile(path, tool or "", _json(text, path))
     elif path.suffix == ".toml":
@@ -114,23 +84,60 @@ def read_foreign(path: Path, tool: str | None = None) -> ForeignFile:
     else:
         found = _yaml(text, path, tool or "")
     _take_named_file(found)
-    if not found.tool and (other := other_tool(found.values)) is not None:
-        message, hint = no_importer(other, found.values)
-        raise usage_error("unknown-foreign-file", message, hint=hint, where=Where(str(path)))
-    found.tool = found.tool or tool_of(found.values) or ""
-    if not found.tool:
-        names = ", ".join(OPTION_NAMES)
-        message = (
-            "this is not recognised as the configuration of another trainer; keys that identify one: "
-            f"{tried(found.values)}"
-        )
-        raise usage_error(
-            "unknown-foreign-file",
-            message,
-            hint=f"name the tool with `--from`: {names}",
-            where=Where(str(path)),
-        )
+    found.tool = found.tool or _recognised(found)
     return found
+
+
+def _script(path: Path, tool: str | None) -> ForeignFile:
+    if tool not in (None, UNSLOTH):
+        message = f"a Python file is not a configuration of {tool}"
+        hint = "name the file of its options, or the script with its command"
+        raise usage_error("unknown-foreign-file", message, hint=hint, where=Where(str(path)))
+    script = read_script(read_text(path, most_bytes=MOST_BYTES), path)
+    return ForeignFile(
+        path, UNSLOTH, script.values, script.lines, {}, script.beside, script.computed, script.unread
+    )
+
+
+def _of_command(
+    path: Path,
+    tool: str | None,
+    command: ForeignCommand,
+    manifest: JobManifest | None,
+    options: Mapping[str, BatchOption],
+) -> ForeignFile:
+    values, named = parse_command(command.words)
+    if manifest is not None and (machines := _machines(manifest, command)):
+        values |= {MANIFEST: machines}
+    if options:
+        values |= {SBATCH: {name: option.value for name, option in options.items()}}
+    lines: dict[KeyPath, int] = {(SBATCH, name): option.line for name, option in options.items()}
+    above: dict[KeyPath, list[str]] = {(): command.comments}
+    return ForeignFile(
+        path,
+        tool or named or "",
+        values,
+        lines,
+        above,
+        unread=command.unread,
+        written_file=command.written_file,
+    )
+
+
+def _recognised(found: ForeignFile) -> str:
+    """Return the tool whose keys a file has. Raises: usage error if there is no importer for it."""
+    where = Where(str(found.path))
+    if (other := other_tool(found.values)) is not None:
+        message, hint = no_importer(other, found.values)
+        raise usage_error("unknown-foreign-file", message, hint=hint, where=where)
+    if tool := tool_of(found.values):
+        return tool
+    message = (
+        "this is not recognised as the configuration of another trainer; keys that identify one: "
+        f"{tried(found.values)}"
+    )
+    hint = f"name the tool with `--from`: {', '.join(OPTION_NAMES)}"
+    raise usage_error("unknown-foreign-file", message, hint=hint, where=where)
 
 
 def _manifest(text: str, path: Path) -> JobManifest | None:

@@ -345,40 +345,44 @@ def _option_string(work: Translation, place: NamePath) -> None:
             hint,
         )
     for word in words:
-        name = word.upper()
-        if name in STRATEGIES:
-            work.put(
-                ("fsdp", "sharding_strategy"),
-                MappingEntry(entry.where, text_node(name, entry.node.where)),
-                dotted(place),
-            )
-            work.add_notice(
-                entry.where,
-                "fsdp.sharding_strategy",
-                f"`{word}` in `{dotted(place)}` is now `fsdp.sharding_strategy: {name}`",
-            )
-        elif name == "OFFLOAD":
-            offload = ScalarNode(value=True, text="true", plain=True, where=entry.node.where)
-            work.put(("fsdp", "offload_params"), MappingEntry(entry.where, offload), dotted(place))
-            work.add_notice(
-                entry.where,
-                "fsdp.offload_params",
-                f"`offload` in `{dotted(place)}` is now `fsdp.offload_params: true`",
-            )
-        elif name == "AUTO_WRAP":
-            work.add_notice(
-                entry.where,
-                "fsdp.auto_wrap_policy",
-                f"`auto_wrap` in `{dotted(place)}` is not needed: decoder layers are wrapped by default",
-            )
-        else:
-            known = ", ".join([*(name.lower() for name in STRATEGIES), "auto_wrap", "offload"])
-            work.add_problem(
-                entry.where,
-                "fsdp",
-                f"`{shown(word)}` is not an option of `{dotted(place)}`",
-                f"options are {known}",
-            )
+        _option_word(work, entry, place, word)
+
+
+def _option_word(work: Translation, entry: MappingEntry, place: NamePath, word: str) -> None:
+    name = word.upper()
+    if name in STRATEGIES:
+        work.put(
+            ("fsdp", "sharding_strategy"),
+            MappingEntry(entry.where, text_node(name, entry.node.where)),
+            dotted(place),
+        )
+        work.add_notice(
+            entry.where,
+            "fsdp.sharding_strategy",
+            f"`{word}` in `{dotted(place)}` is now `fsdp.sharding_strategy: {name}`",
+        )
+    elif name == "OFFLOAD":
+        offload = ScalarNode(value=True, text="true", plain=True, where=entry.node.where)
+        work.put(("fsdp", "offload_params"), MappingEntry(entry.where, offload), dotted(place))
+        work.add_notice(
+            entry.where,
+            "fsdp.offload_params",
+            f"`offload` in `{dotted(place)}` is now `fsdp.offload_params: true`",
+        )
+    elif name == "AUTO_WRAP":
+        work.add_notice(
+            entry.where,
+            "fsdp.auto_wrap_policy",
+            f"`auto_wrap` in `{dotted(place)}` is not needed: decoder layers are wrapped by default",
+        )
+    else:
+        known = ", ".join([*(name.lower() for name in STRATEGIES), "auto_wrap", "offload"])
+        work.add_problem(
+            entry.where,
+            "fsdp",
+            f"`{shown(word)}` is not an option of `{dotted(place)}`",
+            f"options are {known}",
+        )
 
 
 def _config_section(work: Translation, place: NamePath) -> None:

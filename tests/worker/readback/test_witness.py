@@ -33,8 +33,7 @@ from tests.parity.bench import Bench
 from tests.parity.cases import Case
 from tests.worker.short_runs import STEPS, new_run, short_run
 
-# ------------------------------------------------------------------------------------------------------------
-# comparisons
+# ---- comparisons
 
 
 def facts(**changes: Any) -> RankFacts:
@@ -108,8 +107,7 @@ def test_checksum_detects_reordered_pieces() -> None:
     assert checksums({"x": rows}) != checksums({"x": rows[[1, 0, 2, 3]]})
 
 
-# ----------------------------------------------------------------------------------------------------------
-# planted bugs
+# ---- planted bugs
 
 
 def same_dropout_streams() -> AbstractContextManager[Any]:
@@ -398,8 +396,7 @@ def test_planted_bug_stops_the_run(name: str, bench: Bench) -> None:
         ] == []
 
 
-# ---------------------------------------------------------------------------------------------------------------  # noqa: E501
-# healthy
+# ---- healthy
 
 
 def resumed(bench: Bench, donor: Case) -> RunDir:
