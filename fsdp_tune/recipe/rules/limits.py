@@ -45,8 +45,8 @@ def fp8_limits(recipe: Recipe) -> Iterator[Finding]:
     fsdp = recipe.fsdp
     if computes_in_fp8(recipe) and fsdp.version == 1 and recipe.is_sharded:
         message = (
-            f"`{PRECISION_KEY}: fp8` needs FSDP2: `fsdp.version: 1` concatenates weights into flat vectors, which "
-            "have no scale for each weight"
+            f"`{PRECISION_KEY}: fp8` needs FSDP2: `fsdp.version: 1` concatenates weights into flat vectors, "
+            "which have no scale for each weight"
         )
         yield Finding(
             "contradiction",
