@@ -33,15 +33,8 @@ from fsdp_tune.recipe.schema.keys import value_of
 from fsdp_tune.recipe.schema.reference import passed_defaults
 from fsdp_tune.recipe.world import batch_arithmetic
 from fsdp_tune.run.directory import RunDir, checkpoint_step
-from fsdp_tune.run.events import (
-    AnyEvent,
-    FirstStep,
-    SamplesGenerated,
-    Stopping,
-    TrainStarted,
-    number,
-    read_event,
-)
+from fsdp_tune.run.events import FirstStep, SamplesGenerated, Stopping, TrainStarted, number, read_event
+from fsdp_tune.run.metrics_event import AnyEvent
 from fsdp_tune.run.metrics_file import read_metrics, seconds_in_steps
 from fsdp_tune.run.records import Prediction
 from fsdp_tune.run.time_left import TimeLeft

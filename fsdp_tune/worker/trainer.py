@@ -21,7 +21,8 @@ from transformers import TrainerCallback, TrainingArguments
 from fsdp_tune.model.shard.recompute import RecomputationCheck
 from fsdp_tune.model.shard.wrap import begin_micro_batch
 from fsdp_tune.model.step import auxiliary_loss_weight, forward_backward, loss_options
-from fsdp_tune.run.events import EarlyStopped, GradientSpike, PrecisionWarning, SpikeEvent
+from fsdp_tune.run.events import EarlyStopped, GradientSpike, PrecisionWarning
+from fsdp_tune.run.metrics_event import SpikeEvent
 from fsdp_tune.run.records import ReadBack
 from fsdp_tune.worker.agreement import gather, stop_on
 from fsdp_tune.worker.checkpoint.restore import trainer_state_json

@@ -41,7 +41,7 @@ from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.files import is_inside, read_regular
 from fsdp_tune.core.secrets import mask_text
 from fsdp_tune.run.directory import CHECKPOINT_KIND, MERGE_RECORD, RunDir, best_so_far, checkpoint_step
-from fsdp_tune.run.events import MetricsEvent, Mirrored, MirrorFailed
+from fsdp_tune.run.events import Mirrored, MirrorFailed
 from fsdp_tune.run.manifest import (
     MANIFEST_NAME,
     FileEntry,
@@ -51,6 +51,7 @@ from fsdp_tune.run.manifest import (
     list_files,
     read_manifest,
 )
+from fsdp_tune.run.metrics_event import MetricsEvent
 from fsdp_tune.run.metrics_file import append_event
 from fsdp_tune.run.mirror_state import MirrorState, state_path
 from fsdp_tune.run.remote_files import ContentError, UrlError, Verified
