@@ -13,15 +13,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fsdp_tune.cluster.mirror.download import fetch_checkpoint, remove_stage
 from fsdp_tune.cluster.mirror.remote_run import (
     Listing,
     MirrorIdentity,
     RemoteCheckpoint,
     RemoteRun,
-    fetch_checkpoint,
     mirror_error,
     read_identity,
-    remove_stage,
     run_folder,
 )
 from fsdp_tune.cluster.mirror.writer import SILENCE_SECONDS, MirrorInUseError, Writer, WriterRecord

@@ -18,7 +18,8 @@ from s3fs import S3FileSystem
 
 from fsdp_tune.cluster.mirror import writer as writing
 from fsdp_tune.cluster.mirror.remote_run import RemoteRun, mirror_error
-from fsdp_tune.cluster.mirror.send import Sender, follow
+from fsdp_tune.cluster.mirror.send import follow
+from fsdp_tune.cluster.mirror.sender import Sender
 from fsdp_tune.cluster.mirror.writer import MirrorInUseError
 from fsdp_tune.run import remote_files
 from fsdp_tune.run.directory import RunDir

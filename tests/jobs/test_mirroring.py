@@ -16,7 +16,8 @@ import pytest
 
 from fsdp_tune.cluster.mirror import writer as writing
 from fsdp_tune.cluster.mirror.remote_run import IDENTITY_NAME, RemoteRun, read_identity
-from fsdp_tune.cluster.mirror.send import Sender, follow
+from fsdp_tune.cluster.mirror.send import follow
+from fsdp_tune.cluster.mirror.sender import Sender
 from fsdp_tune.cluster.mirror.writer import MirrorInUseError, Writer
 from fsdp_tune.core.errors import FsdpTuneError, Notice
 from fsdp_tune.jobs import mirroring as jobs
