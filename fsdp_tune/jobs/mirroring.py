@@ -37,7 +37,7 @@ from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir, best_so_far
 from fsdp_tune.run.manifest import digest_data
 from fsdp_tune.run.mirror_state import MirrorState, state_path
-from fsdp_tune.run.remote_files import ContentError, UrlError
+from fsdp_tune.run.remote_requests import ContentError, UrlError
 
 STALL_SECONDS = 180.0
 """The command waits for the mirror at its end while bytes are sent or hashed, and this long without any."""

@@ -38,7 +38,7 @@ from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.directory import CHECKPOINT_NAME, Checkpoint, RunDir, existing_run, inspect_checkpoint
 from fsdp_tune.run.manifest import FileEntry
-from fsdp_tune.run.remote_files import ContentError, UrlError
+from fsdp_tune.run.remote_requests import ContentError, UrlError
 
 if TYPE_CHECKING:
     from fsdp_tune.pages.report_page import Differences

@@ -21,12 +21,13 @@ from fsdp_tune.cluster.mirror.remote_run import RemoteCheckpoint, RemoteRun
 from fsdp_tune.cluster.mirror.send import follow
 from fsdp_tune.cluster.mirror.sender import Sender
 from fsdp_tune.core.atomic import STAGE_MARK, Disk
-from fsdp_tune.run import remote_files
+from fsdp_tune.run import remote_requests
 from fsdp_tune.run.directory import CHECKPOINT_KIND, MERGE_RECORD, Checkpoint, RunDir, inspect_checkpoint
 from fsdp_tune.run.manifest import MANIFEST_NAME, FileEntry, Manifest, read_manifest
 from fsdp_tune.run.metrics_file import read_metrics
 from fsdp_tune.run.mirror_state import MirrorState, state_path
-from fsdp_tune.run.remote_files import ContentError, RemoteDirectory, UrlError
+from fsdp_tune.run.remote_files import RemoteDirectory
+from fsdp_tune.run.remote_requests import ContentError, UrlError
 from tests.cluster.mirrors import (
     Crash,
     complete_and_verified,
@@ -41,7 +42,7 @@ from tests.cluster.mirrors import (
 
 @pytest.fixture(autouse=True)
 def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_files, "WAITS", (0.0,))
+    monkeypatch.setattr(remote_requests, "WAITS", (0.0,))
     monkeypatch.setattr(Disk, "fsync", lambda _, file: file.flush())
     monkeypatch.setattr(Disk, "fsync_dir", lambda *_: None)
 
@@ -283,9 +284,9 @@ def test_request_that_botocore_does_not_send_is_not_repeated(monkeypatch: pytest
     def request() -> None:
         raise ParamValidationError('Parameter validation failed:\nInvalid bucket name "my bucket"')
 
-    monkeypatch.setattr(remote_files.time, "sleep", lambda _: pytest.fail("it waited"))
+    monkeypatch.setattr(remote_requests.time, "sleep", lambda _: pytest.fail("it waited"))
     with pytest.raises(UrlError, match="Invalid bucket name") as caught:
-        remote_files.retried(request)
+        remote_requests.retried(request)
     assert caught.value.refusal == "other"
 
 

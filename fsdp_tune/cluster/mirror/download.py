@@ -30,7 +30,7 @@ from fsdp_tune.core.atomic import (
 )
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, damage, digest_file
-from fsdp_tune.run.remote_files import ContentError
+from fsdp_tune.run.remote_requests import ContentError
 
 RUN_FILES_PRIVATE = frozenset({"recipe.yaml", "recipe.json", "environment.json"})
 Advance = Callable[[int], object]

@@ -24,7 +24,8 @@ from fsdp_tune.core.files import is_inside
 from fsdp_tune.run.directory import CHECKPOINT_KIND, CHECKPOINT_NAME, RunDir
 from fsdp_tune.run.manifest import MANIFEST_NAME, FileEntry, Manifest
 from fsdp_tune.run.records import Document
-from fsdp_tune.run.remote_files import PACKAGES, RemoteDirectory, RemoteEntry, UrlError
+from fsdp_tune.run.remote_files import PACKAGES, RemoteDirectory, RemoteEntry
+from fsdp_tune.run.remote_requests import UrlError
 
 PENDING_NAME = "pending.json"
 """Next to the files of a folder that is not complete: a manifest of what this tool wrote there or is about to

@@ -24,7 +24,7 @@ from fsdp_tune.cluster.mirror.remote_run import RemoteRun
 from fsdp_tune.cluster.mirror.sender import POLL_SECONDS, Sender
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.mirror_state import state_path
-from fsdp_tune.run.remote_files import ContentError, UrlError
+from fsdp_tune.run.remote_requests import ContentError, UrlError
 
 REMOTE_POLL_SECONDS = 10.0
 """Between two looks of another machine at what the first one misses."""

@@ -43,7 +43,8 @@ from fsdp_tune.run.manifest import (
 from fsdp_tune.run.metrics_event import MetricsEvent
 from fsdp_tune.run.metrics_file import append_event
 from fsdp_tune.run.mirror_state import MirrorState, state_path
-from fsdp_tune.run.remote_files import ContentError, UrlError, Verified
+from fsdp_tune.run.remote_files import Verified
+from fsdp_tune.run.remote_requests import ContentError, UrlError
 from fsdp_tune.run.written_files import require_unchanged_output
 
 POLL_SECONDS = 1.0
