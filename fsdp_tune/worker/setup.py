@@ -62,10 +62,11 @@ from fsdp_tune.worker.checkpoint.save import Checkpointer, Saved, trainer_state_
 from fsdp_tune.worker.checkpoint.state import Live
 from fsdp_tune.worker.compile_events import CompileReport
 from fsdp_tune.worker.observe import trackers
+from fsdp_tune.worker.observe.expert_loads import ExpertLoads
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
-from fsdp_tune.worker.observe.metrics import ExpertLoads, StepShares
 from fsdp_tune.worker.observe.profile import Profile
 from fsdp_tune.worker.observe.step_phases import StepProgress
+from fsdp_tune.worker.observe.step_shares import StepShares
 from fsdp_tune.worker.observe.stragglers import Stragglers
 from fsdp_tune.worker.observe.tracked_scores import SendScores
 from fsdp_tune.worker.observe.tracker_ids import keep_id
