@@ -21,7 +21,8 @@ from fsdp_tune.jobs.options import EvaluateOptions, PushOptions
 from fsdp_tune.merge.merge_options import MergeOptions
 
 if TYPE_CHECKING:
-    from fsdp_tune.jobs.evaluate import Evaluation, SetResult
+    from fsdp_tune.jobs.evaluate import Evaluation
+    from fsdp_tune.jobs.evaluated_sets import SetResult
     from fsdp_tune.jobs.results import RunReport
     from fsdp_tune.launch.run_status import DirectoryStatus, RunStatus
     from fsdp_tune.merge.merging import MergeResult

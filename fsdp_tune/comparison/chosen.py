@@ -8,7 +8,8 @@ model in its own size.
 from __future__ import annotations
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.model.loading.construct import build_empty, model_config
+from fsdp_tune.model.loading.construct import build_empty
+from fsdp_tune.model.loading.model_config import model_config
 from fsdp_tune.model.optim.optimizer import options_by_parameter
 from fsdp_tune.model.shard.local import decayed_names
 from fsdp_tune.recipe.schema.recipe import Recipe

@@ -67,7 +67,8 @@ from fsdp_tune.data.row_order import RowOrder, row_order
 from fsdp_tune.data.store import IGNORE_INDEX, Row, RowStore
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.model.kernels.fake_quantised import prepare_quantised
-from fsdp_tune.model.loading.construct import build_full, model_config
+from fsdp_tune.model.loading.construct import build_full
+from fsdp_tune.model.loading.model_config import model_config
 from fsdp_tune.model.mixers import separate_packed
 from fsdp_tune.model.optim.optimizer import build_optimizer
 from fsdp_tune.model.sequence_parallel import rows_known

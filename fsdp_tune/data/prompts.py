@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 from fsdp_tune.core.errors import Notice
-from fsdp_tune.data.format.conversations import CHAT_KEYS, Message, parsed_column
+from fsdp_tune.data.format.chat_columns import CHAT_KEYS, parsed_column
 from fsdp_tune.data.format.formats import Chat, Text
+from fsdp_tune.data.format.message_keys import Message
 from fsdp_tune.data.inputs import format_settings
 from fsdp_tune.data.read.row_files import BadRow, ColumnError, RowError, kind_of
 from fsdp_tune.data.report import DataReport, InputAccount

@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from fsdp_tune.comparison.causes import (
     different_key,
     different_paths,
     is_among,
-    is_named,
     option_paths,
     setting_of,
     value_at,
@@ -42,7 +41,6 @@ from fsdp_tune.comparison.environments import (
 from fsdp_tune.comparison.openai_server import is_url
 from fsdp_tune.comparison.stages import (
     DATA_STAGES,
-    NEVER_COMPARED,
     ComparedStage,
     Observation,
     compare_observations,
@@ -50,15 +48,12 @@ from fsdp_tune.comparison.stages import (
     tolerances,
     without_weights,
 )
-from fsdp_tune.comparison.verdicts import evidence_of, unsettled_keys, verdict
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, usage_error
 from fsdp_tune.core.ownership import temporary_directory
-from fsdp_tune.core.secrets import mask_text
 from fsdp_tune.core.user_cache import default_cache_directory
-from fsdp_tune.data.format.templates import BUNDLED
-from fsdp_tune.data.read.file_access import FileDigests
-from fsdp_tune.jobs.answers import ImportedKey
-from fsdp_tune.jobs.compared_runs import ComparedRuns, cause_not_shown, compare_runs
+from fsdp_tune.jobs.compared_runs import compare_runs
+from fsdp_tune.jobs.compared_sides import TEMPLATES, ComparedSide, read_side, resolved_side
+from fsdp_tune.jobs.found_differences import Findings
 from fsdp_tune.jobs.observer import Observer, session
 from fsdp_tune.jobs.options import CompareOptions
 from fsdp_tune.jobs.recipes import refuse_code, resolve_recipe
@@ -66,56 +61,22 @@ from fsdp_tune.jobs.served import (
     Cause,
     CompareAnswer,
     LaterDifference,
-    SideAnswer,
     cause_in_tool,
     cause_of_keys,
     cause_of_versions,
     compare_with_server,
     first_of,
-    not_compared_lines,
 )
-from fsdp_tune.launch.command.resume import read_resolved
-from fsdp_tune.migrate.importing import ImportedRecipe, import_file, options_of
-from fsdp_tune.migrate.ledger import DEFAULT_OF, Fate
+from fsdp_tune.migrate.importing import ImportedRecipe, import_file
+from fsdp_tune.migrate.ledger import Fate
 from fsdp_tune.pages.run_record import differing_values
 from fsdp_tune.recipe.key_paths import KeyPath, dotted
-from fsdp_tune.recipe.read.loader import LoadedRecipe, load_recipe, parse_recipe
+from fsdp_tune.recipe.read.loader import parse_recipe
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import chooses_by_evaluation
-from fsdp_tune.run.directory import RunDir
 
-_TEMPLATES = frozenset(BUNDLED)
 Versions = dict[str, list[str | None]]
 """Library → its version in A and in B, of those that differ."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Side:
-    name: str
-    kind: str
-    loaded: LoadedRecipe
-    recipe: Recipe
-    """Resolved."""
-    run: RunDir | None = None
-    imported: ImportedRecipe | None = None
-    options: dict[str, object] | None = None
-    """Those of the tool that computes this side."""
-
-    @property
-    def written(self) -> dict[str, object]:
-        return self.loaded.recipe.model_dump(mode="json", by_alias=True)
-
-    @property
-    def resolved(self) -> dict[str, object]:
-        return self.recipe.model_dump(mode="json", by_alias=True)
-
-    @property
-    def not_carried(self) -> list[ImportedKey]:
-        """Keys of a foreign file that its recipe lacks. A default of the tool that the file spells out says
-        nothing more."""
-        rows = () if self.imported is None else self.imported.rows
-        left_out = [row for row in rows if row.fate in (Fate.DROPPED, Fate.QUESTION)]
-        return [ImportedKey(**row.as_dict()) for row in left_out if not row.reason.startswith(DEFAULT_OF)]
 
 
 def compare(
@@ -149,8 +110,8 @@ def compare(
     with session():
         if is_url(str(b)) and not isinstance(a, ImportedRecipe):
             return compare_with_server(str(a), str(b), options, observer)
-        one = _read(a if isinstance(a, ImportedRecipe) else str(a), (), options, observer)
-        other = _read(str(b), overrides, options, observer)
+        one = read_side(a if isinstance(a, ImportedRecipe) else str(a), (), options, observer)
+        other = read_side(str(b), overrides, options, observer)
         options = _with_interpreter(one, other, options, observer)
         paths = list(
             different_paths(with_passed_defaults(one.resolved), with_passed_defaults(other.resolved))
@@ -158,7 +119,7 @@ def compare(
         chooses = any(chooses_by_evaluation(side.recipe.training) for side in (one, other))
         values = [(path, value_at(one.resolved, path), value_at(other.resolved, path)) for path in paths]
         keys = {path: different_key(path, a, b, chooses_by_evaluation=chooses) for path, a, b in values}
-        result = _Result(one, other, keys, options)
+        result = Findings(one, other, keys, options)
         if one.run is not None and other.run is not None:
             result.runs = compare_runs(
                 one.run, other.run, (one.recipe, other.recipe), list(keys.values()), options.tolerance
@@ -170,7 +131,9 @@ def compare(
         return result.answer()
 
 
-def _with_interpreter(a: _Side, b: _Side, options: CompareOptions, observer: Observer) -> CompareOptions:
+def _with_interpreter(
+    a: ComparedSide, b: ComparedSide, options: CompareOptions, observer: Observer
+) -> CompareOptions:
     """Make the environment that is needed, and return the options with its interpreter."""
     requirements = needed_requirements(
         [side.kind for side in (a, b) if side.options is not None], options.requirements
@@ -181,177 +144,7 @@ def _with_interpreter(a: _Side, b: _Side, options: CompareOptions, observer: Obs
     return replace(options, python=python_with(requirements, default_cache_directory()))
 
 
-def _read(
-    side: str | ImportedRecipe, overrides: Sequence[str], options: CompareOptions, observer: Observer
-) -> _Side:
-    """Read a side. Raises: FsdpTuneError."""
-    if isinstance(side, ImportedRecipe):
-        return _resolved(
-            str(side.path),
-            parse_recipe(side.text, side.path, overrides, name=side.path.stem),
-            side,
-            options,
-            observer,
-        )
-    name, path = side, Path(side)
-    if RunDir(path).is_used:
-        if overrides:
-            raise usage_error(
-                "compare-override",
-                f"`--set` changes a recipe, and `{name}` is a run",
-                hint="leave out `--set`",
-            )
-        run = RunDir(path.resolve())
-        recipe = read_resolved(run)
-        return _Side(name, "run", LoadedRecipe(recipe, (), run.recipe_json, "", (), {}), recipe, run)
-    imported: ImportedRecipe | None = None
-    try:
-        loaded = load_recipe(name, overrides)
-    except FsdpTuneError as error:
-        is_command = path.is_file() and path.suffix in (".sh", ".bash", ".txt")
-        if not is_command and not any(problem.code == "foreign-configuration" for problem in error.problems):
-            raise
-        imported = import_file(path, num_gpus=options.num_gpus, templates=_TEMPLATES)
-        loaded = parse_recipe(imported.text, path, overrides, name=path.stem)
-    return _resolved(name, loaded, imported, options, observer)
-
-
-def _resolved(
-    name: str,
-    loaded: LoadedRecipe,
-    imported: ImportedRecipe | None,
-    options: CompareOptions,
-    observer: Observer,
-) -> _Side:
-    if options.num_gpus is not None and loaded.recipe.launch.num_processes == "auto":
-        launch = loaded.recipe.launch.model_copy(update={"num_processes": options.num_gpus})
-        loaded = replace(loaded, recipe=loaded.recipe.model_copy(update={"launch": launch}))
-    resolution = resolve_recipe(loaded, options.allowed, observer)
-    observer.notices(resolution.notices)
-    kind, values = imported.tool if imported else "recipe", None
-    if imported is not None and kind in TOOLS and options.tools == "run" and not loaded.overrides:
-        values = options_of(imported.path)
-    return _Side(name, kind, loaded, resolution.recipe, None, imported, values)
-
-
-@dataclass
-class _Result:
-    """What is found, part by part."""
-
-    a: _Side
-    b: _Side
-    keys: dict[KeyPath, DifferentKey]
-    """That differ in the resolved recipes."""
-    options: CompareOptions
-    tolerance: float = 0.0
-    environment: dict[str, list[str | None]] = field(default_factory=dict[str, "list[str | None]"])
-    runs: ComparedRuns = field(default_factory=ComparedRuns)
-    """Of two runs: their files. Its stages come before and after those of the recipes."""
-    stages: list[ComparedStage] = field(default_factory=list[ComparedStage])
-    observations: tuple[Observation, Observation] | None = None
-    causes: list[LaterDifference] = field(default_factory=list[LaterDifference])
-    left_out: list[str] = field(default_factory=list[str])
-    failed: list[str] = field(default_factory=list[str])
-    interpreters: tuple[str | None, str | None] = (None, None)
-    tool_versions: tuple[str | None, str | None] = (None, None)
-
-    @property
-    def is_of_runs(self) -> bool:
-        return self.a.run is not None and self.b.run is not None
-
-    def all_stages(self) -> list[ComparedStage]:
-        return [*self.runs.before, *self.stages, *self.runs.after]
-
-    def unsettled(self) -> list[KeyPath]:
-        """Return the keys that change rows, numbers or the delivered model, and are not shown to make no
-        difference."""
-        changing = [path for path, key in self.keys.items() if key.changes_numbers]
-        digests = FileDigests(default_cache_directory())
-        return unsettled_keys(
-            changing, (self.a.resolved, self.b.resolved), self.all_stages(), self.observations, digests
-        )
-
-    def answer(self) -> CompareAnswer:
-        stages, unsettled = self.all_stages(), self.unsettled()
-        environment = self.runs.environment | self.environment
-        found = first_of(stages)
-        causes = (
-            self.causes if found is not None and self.causes and self.causes[0].difference == found else []
-        )
-        shown_cause = causes[0].cause if causes else None
-        keys = sorted(self.keys.values(), key=lambda key: not key.changes_numbers)
-        open_keys = [self.keys[path] for path in unsettled]
-        by_lines = {"steps", "evaluations"}
-        return CompareAnswer(
-            equal=(outcome := verdict(stages, unsettled, failed=bool(self.failed))) == "equal",
-            a=self._side_answer(0),
-            b=self._side_answer(1),
-            keys=keys,
-            environment=environment,
-            stages=stages,
-            first=found,
-            cause=shown_cause or (cause_not_shown(found, open_keys, environment, stages) if found else None),
-            later=causes[1:] if causes else self.causes,
-            first_step=self.runs.first,
-            first_bits=self.runs.first_bits,
-            rows_of_step=self.runs.rows_of_step,
-            tolerance=self.tolerance or self.runs.tolerance,
-            not_compared=self._not_compared(stages, unsettled),
-            failed=self.failed,
-            verdict=outcome,
-            compared=[
-                *evidence_of([stage for stage in stages if stage.name not in by_lines]),
-                *self.runs.compared,
-            ],
-            unsettled=[key.key for key in open_keys],
-        )
-
-    def _not_compared(self, stages: Sequence[ComparedStage], unsettled: Sequence[KeyPath]) -> list[str]:
-        missing = ((each.title, str(each.detail)) for each in stages if each.status == "not_compared")
-        left_out = [*self.left_out, *self.runs.left_out, *not_compared_lines(missing)]
-        for side in (self.a, self.b):
-            left_out += not_compared_lines(
-                (f"`{key.key}`", f"of {side.name}: {key.reason or key.fate}") for key in side.not_carried
-            )
-            if side.imported is not None and side.options is None:
-                left_out.append(
-                    f"what {side.kind} computes: {side.name} is the recipe that `import` makes of it"
-                )
-            left_out += [
-                f"`{key}`, to decide: {words}"
-                for key, words in (side.imported.decisions if side.imported else ())
-            ]
-        shown = {key.key for each in self.causes if each.cause is not None for key in each.cause.keys}
-        if (
-            self.stages
-            and not self.failed
-            and all(each.cause is not None and each.cause.is_shown for each in self.causes)
-        ):
-            written = {
-                dotted(path) for path in different_paths(self.a.written, self.b.written)
-            }  # others follow from these
-            unseen = [
-                dotted(path)
-                for path in unsettled
-                if not is_named(dotted(path), shown) and is_named(dotted(path), written)
-            ]
-            left_out += not_compared_lines((f"`{key}`", "no stage shows an effect") for key in unseen)
-        return list(dict.fromkeys([*left_out, *(NEVER_COMPARED if self.stages else ())]))
-
-    def _side_answer(self, index: int) -> SideAnswer:
-        side = (self.a, self.b)[index]
-        overrides = [mask_text(each) for each in side.loaded.overrides]
-        return SideAnswer(
-            side.name,
-            side.kind,
-            self.interpreters[index],
-            side.not_carried,
-            overrides,
-            self.tool_versions[index],
-        )
-
-
-def _without(side: _Side, options: Sequence[KeyPath]) -> _Side:
+def _without(side: ComparedSide, options: Sequence[KeyPath]) -> ComparedSide:
     """Return a side that its tool computes without some of its options."""
     return replace(side, options=with_values(side.options or {}, {}, options))
 
@@ -363,7 +156,7 @@ class _Walk:
     computes B and not A.
     """
 
-    def __init__(self, result: _Result, folder: Path, stack: ExitStack, observer: Observer) -> None:
+    def __init__(self, result: Findings, folder: Path, stack: ExitStack, observer: Observer) -> None:
         self._result, self._observer = result, observer
         self._options = options = result.options
         self._folder, self._stack = folder, stack
@@ -389,7 +182,7 @@ class _Walk:
         self._tools = {side.name: self._tool_of(side) for side in tools}
         self._tolerance, self._of_steps = self._tolerance_of()
 
-    def _tool_of(self, side: _Side) -> ToolChild:
+    def _tool_of(self, side: ComparedSide) -> ToolChild:
         """Return the process in which a tool computes a side, on the rows and the model of the recipe that
         `import` makes."""
         recipe, python = side.recipe, self._options.python
@@ -405,7 +198,7 @@ class _Walk:
         }
         return self._stack.enter_context(closing(ToolChild(find_interpreter(python), side.kind, inputs)))
 
-    def _observe(self, side: _Side, until: str) -> Observation:
+    def _observe(self, side: ComparedSide, until: str) -> Observation:
         if side.options is None:
             return (self._here if side is self._result.a else self._there).observe(side.recipe, until)
         return self._tools[side.name].observe(side.options, until)
@@ -456,7 +249,7 @@ class _Walk:
         ]
         self._kept, self._changed = (other, one) if self._is_turned else (one, other)
 
-    def _read_by_tool(self, side: _Side, seen: Observation) -> _Side:
+    def _read_by_tool(self, side: ComparedSide, seen: Observation) -> ComparedSide:
         # The rows are those of the file in any case.
         named = [
             row for row in (side.imported.rows if side.imported else ()) if str(row.path[0]) in seen.ignored
@@ -477,10 +270,10 @@ class _Walk:
         ignored = frozenset(str(row.path[0]) for row in rows)
         try:
             path, gpus = side.imported.path, self._options.num_gpus
-            imported = import_file(path, tool=side.kind, num_gpus=gpus, templates=_TEMPLATES, ignored=ignored)
+            imported = import_file(path, tool=side.kind, num_gpus=gpus, templates=TEMPLATES, ignored=ignored)
             loaded = parse_recipe(imported.text, path, (), name=path.stem)
             return replace(
-                _resolved(side.name, loaded, imported, self._options, Observer()), options=side.options
+                resolved_side(side.name, loaded, imported, self._options, Observer()), options=side.options
             )
         except FsdpTuneError:
             return side
@@ -531,7 +324,7 @@ class _Walk:
         recipe = self._recipe_with(paths)
         return None if recipe is None else child.observe(recipe, until)
 
-    def _tool_with(self, side: _Side, paths: Sequence[KeyPath], until: str) -> Observation:
+    def _tool_with(self, side: ComparedSide, paths: Sequence[KeyPath], until: str) -> Observation:
         kept, own = self._kept.options or {}, side.options or {}
         rows = [row for each in (side, self._kept) for row in (each.imported.rows if each.imported else ())]
         chosen = option_paths(paths, [(row.path, row.targets) for row in rows], (kept, own))
@@ -560,7 +353,9 @@ class _Walk:
             side.kind, side.name, values, open_words(stage, side.imported.decisions, kept, changed)
         )
 
-    def _needless(self, side: _Side, compared: Callable[[_Side], ComparedStage]) -> tuple[KeyPath, ...]:
+    def _needless(
+        self, side: ComparedSide, compared: Callable[[ComparedSide], ComparedStage]
+    ) -> tuple[KeyPath, ...]:
         """Return the options of a tool's side without which a stage is equal."""
         if side.options is None or side.imported is None:
             return ()

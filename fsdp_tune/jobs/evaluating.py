@@ -32,8 +32,8 @@ from fsdp_tune.core.processes import StoppedBySignal
 from fsdp_tune.core.units import GIB, format_bytes
 from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder, load_encoder
 from fsdp_tune.jobs.checkpoint_scores import options_of_set
-from fsdp_tune.jobs.evaluate import prepare_set
 from fsdp_tune.jobs.evaluated_recipes import recipe_of_run
+from fsdp_tune.jobs.evaluated_sets import prepare_set
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.launch.command.accelerate import clean
 from fsdp_tune.launch.scoring import LOG, WATCH_SECONDS, Outcome, ScoringProcess, evaluation_device

@@ -28,7 +28,8 @@ from fsdp_tune.merge.lora.adapt import Adapter, adapt
 from fsdp_tune.merge.lora.base_under_adapter import AdapterOptions
 from fsdp_tune.merge.manifest_check import ManifestCheck
 from fsdp_tune.merge.merge_options import MergeAnswer, MergedAdapter, MergeOptions
-from fsdp_tune.merge.output_directory import Facts, write_companions, write_record
+from fsdp_tune.merge.merge_record import Facts, write_record
+from fsdp_tune.merge.output_directory import write_companions
 from fsdp_tune.merge.precision import find_kept
 from fsdp_tune.merge.quantised import (
     QuantisedModel,

@@ -1,7 +1,5 @@
 """The directory that a merge writes: checks that protect existing files, recovery after a killed merge, and
-its small files.
-
-These are the config, the tokenizer, the model card, and `merge.json` with the origin of every tensor.
+its config and tokenizer.
 """
 
 from __future__ import annotations
@@ -10,18 +8,9 @@ import errno
 import glob
 import json
 import os
-import platform
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from html import escape
 from pathlib import Path
-from typing import Any
-
-import ml_dtypes
-import numpy as np
-import yaml
 
 from fsdp_tune.core.atomic import (
     DISK,
@@ -33,28 +22,18 @@ from fsdp_tune.core.atomic import (
     staging_path,
     undo_fill,
 )
-from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, failed_error, usage_error
+from fsdp_tune.core.errors import Notice, Where, failed_error, usage_error
 from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.ownership import announced, is_abandoned
 from fsdp_tune.core.tensors.encodings import needs_settings
 from fsdp_tune.core.tensors.file_formats import CONFIG_FILE
 from fsdp_tune.core.units import format_bytes
-from fsdp_tune.core.version import __version__
-from fsdp_tune.data.report import DataReport
-from fsdp_tune.merge.card_metadata import base_metadata, data_metadata
 from fsdp_tune.merge.companions import CONFIG_NAME, Companions, output_config
 from fsdp_tune.merge.copy.layout import Layout
-from fsdp_tune.merge.copy.write import Written
 from fsdp_tune.merge.lora.adapt import Adapter
-from fsdp_tune.merge.source import Format, MergeSettings, Selection, Weights
-from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.base_model import BaseRecord
+from fsdp_tune.merge.source import Format, Selection, Weights
 from fsdp_tune.run.directory import MERGE_RECORD as RECORD_NAME
-from fsdp_tune.run.directory import RunDir, enclosing_checkpoint
-from fsdp_tune.run.manifest import digest_data, digest_file
-from fsdp_tune.run.metrics_file import read_metrics
-from fsdp_tune.run.records import Environment, read_object
-from fsdp_tune.run.written_files import seal_record
+from fsdp_tune.run.directory import enclosing_checkpoint
 
 _RECORD_BYTES, _RECORD_BYTES_OF_TENSOR = 256 << 10, 1 << 10
 """Upper bounds of what the files that are made for the output take: config, index, card, and merge.json with
@@ -307,34 +286,6 @@ def put(path: Path, data: bytes) -> None:
         DISK.write(file, data)
 
 
-# ---- The small files
-
-
-RECORD_KIND = "fsdp-tune merged model"
-_ABSOLUTE_PATH = re.compile(r"/[^\n]+")
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """The contents of merge.json and of the model card."""
-
-    selection: Selection
-    settings: MergeSettings
-    companions: Companions
-    layout: Layout
-    written: Written
-    tied: Mapping[str, str]
-    left_out: dict[str, str]
-    base_tensors: BaseRecord
-    adapter: Adapter | None = None
-    origin: str | None = None
-    """The URL that the checkpoint was downloaded from."""
-
-    @property
-    def steps(self) -> list[int]:
-        return [weights.step for weights in self.selection.weights if weights.step is not None]
-
-
 def write_companions(
     stage: Path,
     companions: Companions,
@@ -360,233 +311,3 @@ def write_companions(
         put(stage / CONFIG_NAME, (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())
     for name, path in companions.files.items():
         put(stage / name, read_regular(path))
-
-
-def write_record(stage: Path, output_name: str, facts: Facts) -> None:
-    """Write merge.json and the model card, the last files of the stage."""
-    files = {path.relative_to(stage).as_posix() for path in stage.rglob("*") if path.is_file()} | {
-        RECORD_NAME,
-        CARD_NAME,
-    }
-    record = seal_record(
-        _record(facts) | {"files": sorted(files), **_digests_of_files(stage, files, facts.layout)}
-    )
-    put(
-        stage / RECORD_NAME,
-        (json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode(),
-    )
-    rows = [
-        ("Checkpoint", ", ".join(weights.checkpoint.name for weights in facts.selection.weights)),
-        ("Step", ", ".join(map(str, facts.steps)) or "unknown"),
-        ("Parameters", f"{facts.layout.total_parameters:,}"),
-        (DTYPE_ROW, facts.layout.main_dtype.name),
-        *([("Tensors of the base", shown)] if (shown := facts.base_tensors.describe()) else []),
-    ]
-    if (
-        facts.settings.recipe is not None
-        and (section := facts.settings.recipe.quantised_training) is not None
-    ):
-        rows.append(
-            (
-                QUANTISED_ROW,
-                f"{section.train}; the losses below are of rounded weights, and these are not rounded",
-            )
-        )
-    run = facts.selection.run
-    name = (facts.settings.recipe.name if facts.settings.recipe else None) or (
-        run.name if run is not None else output_name
-    )
-    base, is_adapter = (
-        (facts.adapter.base_name, facts.adapter.is_exported) if facts.adapter is not None else (None, False)
-    )
-    card = model_card(
-        name, facts.settings.recipe, facts.selection.run, facts.steps, rows, base=base, is_adapter=is_adapter
-    )
-    put(stage / CARD_NAME, card.encode())
-
-
-def _digests_of_files(stage: Path, files: Collection[str], layout: Layout) -> dict[str, object]:
-    """Return size and digest of each file but the card, which others change: of weights, the digest of the
-    header."""
-    headers = {
-        file.name: {"size_bytes": file.size_bytes, "digest": digest_data(file.header).digest}
-        for file in layout.files
-    }
-    others = sorted(set(files) - headers.keys() - {RECORD_NAME, CARD_NAME})
-    return {"headers": headers, "contents": {name: asdict(digest_file(stage / name)) for name in others}}
-
-
-def _record(facts: Facts) -> dict[str, object]:
-    run = facts.selection.run
-    return {
-        "kind": RECORD_KIND,
-        "format_version": 1,
-        "source": [facts.origin]
-        if facts.origin
-        else [str(weights.checkpoint) for weights in facts.selection.weights],
-        "steps": facts.steps,
-        "reason": facts.selection.reason,
-        "recipe_digest": run.recipe_digest() if run is not None else None,
-        "companions": f"{facts.origin}.run/model"
-        if facts.origin and facts.companions.is_of_run
-        else facts.companions.origin,
-        "dtype_option": facts.settings.dtype,
-        "verified": facts.settings.verify,
-        "tied": dict(facts.tied),
-        "left_out": facts.left_out,
-        "base_tensors": {
-            "counts": facts.base_tensors.counts,
-            "decoded_by": facts.base_tensors.rules,
-            "carried": list(facts.base_tensors.carried),
-            "left_out": list(facts.base_tensors.left_out),
-        },
-        "adapter": facts.adapter.as_dict() if facts.adapter is not None else None,
-        "non_finite": {name: str(counts) for name, counts in sorted(facts.written.non_finite.items())},
-        "versions": {
-            "fsdp_tune": __version__,
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-            "ml_dtypes": ml_dtypes.__version__,
-        },
-        "digest": "xxh3_128 of the tensor's bytes, hexadecimal",
-        "tensors": {
-            placed.name: {
-                "file": placed.file,
-                "dtype": placed.dtype.name,
-                "shape": list(placed.shape),
-                "digest": facts.written.digests[placed.name],
-            }
-            for file in facts.layout.files
-            for placed in file.tensors
-        },
-    }
-
-
-CARD_NAME = "README.md"
-DTYPE_ROW = "dtype"
-QUANTISED_ROW = "Quantisation emulated in training"
-"""Label of the card's row for a run with `quantization.train`."""
-MERGED_WITH = "Merged with fsdp-tune"
-"""Beginning of the card's sentence about the merge; the version follows."""
-
-
-def model_card(
-    name: str,
-    recipe: Recipe | None,
-    run: RunDir | None,
-    steps: Sequence[int],
-    facts: Sequence[tuple[str, str]],
-    *,
-    base: str | None = None,
-    is_adapter: bool = False,
-) -> str:
-    """Return the card as Markdown. `facts` are (label, value) rows. `base` names the base model where no
-    recipe does."""
-    library = "peft" if is_adapter else "transformers"
-    front: dict[str, object] = {
-        "library_name": library,
-        "pipeline_tag": "text-generation",
-        "tags": ["fsdp-tune", *(["lora"] if is_adapter else [])],
-    }
-    rows = list(facts)
-    base = base or (recipe.model.name_or_path if recipe is not None else None)
-    if base:
-        rows.append(("Base model", without_folders(base)))
-    front |= base_metadata(base, is_adapter=is_adapter, is_resolved=recipe is not None)
-    if recipe is not None and recipe.data.train:
-        front |= data_metadata(recipe.data.train)
-        rows.append(("Data", ", ".join(without_folders(source.path) for source in recipe.data.train)))
-    if run is not None and steps:
-        rows.extend([*_data_values(run), *_last_values(run, max(steps)), *_versions(run)])
-    lines = [
-        "---",
-        *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front.items()),
-        "---",
-        "",
-        f"# {escape(name)}",
-        "",
-    ]
-    lines += ["| | |", "|---|---|", *(f"| {label} | {card_cell(value)} |" for label, value in rows), ""]
-    lines += [f"{MERGED_WITH} {__version__}; `merge.json` lists every tensor with its digest.", ""]
-    if recipe is not None:
-        lines += ["## Recipe", "", "```yaml", _published(recipe).replace("```", "'''").rstrip(), "```", ""]
-    return "\n".join(lines)
-
-
-def _published(recipe: Recipe) -> str:
-    """Return the resolved recipe without defaults as YAML.
-
-    Settings of a machine, above all `launch.env`, folders of its files, and the comments of recipe.yaml are
-    left out: only the owner can read that file, and a card is published.
-    """
-    left_out = {"launch": True, "output_dir": True, "data": {"cache_dir", "num_proc"}}
-    settings = recipe.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude=left_out)
-    return yaml.safe_dump(without_folders(settings), sort_keys=False, allow_unicode=True)
-
-
-def without_folders(value: object) -> Any:
-    """Return a value in which each absolute path, also in lists and mappings, is only its last part: folders
-    name people and projects."""
-    if isinstance(value, dict):
-        return {key: without_folders(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [without_folders(each) for each in value]
-    return Path(value).name if isinstance(value, str) and _ABSOLUTE_PATH.fullmatch(value) else value
-
-
-def _data_values(run: RunDir) -> list[tuple[str, str]]:
-    """Return size and digest of the training data; nothing if their account cannot be read."""
-    try:
-        data = read_object(run.data_json)
-        report = DataReport.model_validate(data["report"])
-        if report.stream_sample_rows is not None:  # the account is of the first rows of each source
-            return [("Size of the data", "a stream"), ("Digest of data and settings", str(data["key"]))]
-        account = report.sets["train"]
-        size = f"{account.rows:,} rows of {account.examples:,} examples, {account.tokens:,} tokens an epoch"
-        size += f"; {account.repeated} repeated an earlier one" if account.repeated.rows else ""
-        size += (
-            f"; {account.dropped_duplicates} left out as duplicates"
-            if account.dropped_duplicates.rows
-            else ""
-        )
-        return [("Size of the data", size), ("Digest of data and settings", str(data["key"]))]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-
-
-def _versions(run: RunDir) -> list[tuple[str, str]]:
-    try:
-        found = Environment.read(run.environment_json)
-    except FsdpTuneError:
-        return []
-    versions = found.versions if found is not None else {}
-    named = [
-        f"{name} {versions[name]}"
-        for name in ("fsdp-tune", "torch", "transformers", "accelerate")
-        if versions.get(name)
-    ]
-    return [("Trained with", ", ".join(named))] if named else []
-
-
-def _last_values(run: RunDir, step: int) -> list[tuple[str, str]]:
-    """Return rows of the card with the last metrics at or before the merged step. A value of an earlier step
-    says which it is."""
-    lines = [line for line in read_metrics(run) if isinstance(line.get("step"), int) and line["step"] <= step]
-    rows: list[tuple[str, str]] = []
-    for key, label in (
-        ("loss", "Training loss"),
-        ("eval_loss", "Evaluation loss"),
-        ("tokens", "Tokens trained on"),
-    ):
-        values = [(line["step"], line[key]) for line in lines if isinstance(line.get(key), (int, float))]
-        if values:
-            of_step, value = values[-1]
-            shown = label if of_step == step else f"{label} (step {of_step})"
-            rows.append((shown, f"{value:,}" if key == "tokens" else f"{value:.4f}"))
-    return rows
-
-
-def card_cell(value: str) -> str:
-    """Return a value as plain text: a name of data that is HTML or a link must not be one on a published
-    page."""
-    return re.sub(r"([\\`\[\]|])", r"\\\1", escape(value, quote=False)).replace("\n", " ")

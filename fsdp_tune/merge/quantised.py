@@ -25,14 +25,8 @@ from fsdp_tune.core.processes import JsonChild
 from fsdp_tune.core.version import __version__
 from fsdp_tune.merge.load_check import CHILD_ENVIRONMENT
 from fsdp_tune.merge.merge_options import QuantisedAnswer
-from fsdp_tune.merge.output_directory import (
-    CARD_NAME,
-    DTYPE_ROW,
-    MERGED_WITH,
-    QUANTISED_ROW,
-    RECORD_NAME,
-    writing_to,
-)
+from fsdp_tune.merge.model_card import CARD_NAME, DTYPE_ROW, MERGED_WITH, QUANTISED_ROW
+from fsdp_tune.merge.output_directory import RECORD_NAME, writing_to
 from fsdp_tune.merge.publish import without_results
 from fsdp_tune.merge.source import INDEX_NAME
 from fsdp_tune.recipe.schema.recipe import Recipe

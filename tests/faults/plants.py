@@ -362,13 +362,13 @@ PLANTS: tuple[Plant, ...] = (
     ),
     plant(
         "NaN and infinity merged",
-        "merge.copy.gather:all_finite",
+        "merge.copy.values:all_finite",
         statement("return _LARGEST_FINITE_BITS", "return True"),
         rows="F106",
     ),
     plant(
         "values truncated instead of rounded",
-        "merge.copy.gather:convert",
+        "merge.copy.values:convert",
         statement("values.dtype", "values = np.trunc(values * 64) / 64; _"),
         rows="F113",
     ),

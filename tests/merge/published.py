@@ -27,8 +27,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import merge_checkpoint
 from fsdp_tune.model.adapters.lora import name_in_base
-from fsdp_tune.model.loading.construct import build_empty, build_full, model_config
+from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.loading.inspect import find_facts
+from fsdp_tune.model.loading.model_config import model_config
 from fsdp_tune.model.loading.weight_slices import find_weight_files, fits, read_slices
 from fsdp_tune.model.model_files import ModelInspection
 from fsdp_tune.recipe.schema.recipe import Recipe

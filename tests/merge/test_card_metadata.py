@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import ModelCard, constants
 
 from fsdp_tune.merge.card_metadata import hub_id
-from fsdp_tune.merge.output_directory import model_card
+from fsdp_tune.merge.model_card import model_card
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_tune.core.tensors.dtypes import Extent, is_row_major
-from fsdp_tune.merge.copy.gather import boxes, intersection
+from fsdp_tune.merge.copy.boxes import boxes, intersection
 from fsdp_tune.merge.read.dcp import gap_or_overlap, without_replicas
 from fsdp_tune.merge.read.reader import Chunk
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fsdp_tune.core.tensors.dtypes import DTYPES, OF_SAFETENSORS
-from fsdp_tune.merge.copy.gather import NonFinite, all_finite, convert, count_non_finite, is_checked
+from fsdp_tune.merge.copy.values import NonFinite, all_finite, convert, count_non_finite, is_checked
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 

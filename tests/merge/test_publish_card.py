@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
-from fsdp_tune.merge.output_directory import model_card
+from fsdp_tune.merge.model_card import model_card
 from fsdp_tune.merge.publish import CardResult, add_results
 from fsdp_tune.recipe.schema.recipe import Recipe
 

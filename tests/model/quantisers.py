@@ -14,7 +14,8 @@ from transformers import __version__
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.tensors.encoded import StoredType
-from fsdp_tune.model.loading.construct import build_empty, model_config
+from fsdp_tune.model.loading.construct import build_empty
+from fsdp_tune.model.loading.model_config import model_config
 from fsdp_tune.model.loading.tensor_account import BaseTensors, account_for
 from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.model.families import FAMILIES

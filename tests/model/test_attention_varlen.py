@@ -16,7 +16,8 @@ from fsdp_tune.data.store import RowStore
 from fsdp_tune.model.generate import generate
 from fsdp_tune.model.kernels import varlen as attention
 from fsdp_tune.model.loading.assemble import load
-from fsdp_tune.model.loading.construct import build_full, model_config
+from fsdp_tune.model.loading.construct import build_full
+from fsdp_tune.model.loading.model_config import model_config
 from fsdp_tune.model.sequence_parallel import rows_known
 from fsdp_tune.model.shard.process_groups import join_groups
 from fsdp_tune.model.step import micro_batch_loss, model_inputs

@@ -13,13 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.model.loading.construct import (
-    build_empty,
-    build_full,
-    embedding_rows,
-    generation_config,
-    model_config,
-)
+from fsdp_tune.model.loading.construct import build_empty, build_full, embedding_rows
+from fsdp_tune.model.loading.model_config import generation_config, model_config
 from fsdp_tune.recipe.read.catalogue import architecture
 from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.model.families import FAMILIES

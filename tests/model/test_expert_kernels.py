@@ -17,7 +17,8 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.expert_kernels import EXPERTS_KERNELS
 from fsdp_tune.model.internals.transformers_internals import EXPERTS, attention_of
 from fsdp_tune.model.kernels.expert_kernels import choose_experts, live_experts
-from fsdp_tune.model.loading.construct import build_empty, build_full, model_config
+from fsdp_tune.model.loading.construct import build_empty, build_full
+from fsdp_tune.model.loading.model_config import model_config
 from fsdp_tune.model.model_files import WRITTEN
 from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.model.families import FAMILIES

@@ -260,7 +260,8 @@ def _rename_argument(model: Any) -> None:
     ],
 )
 def test_experts_that_ranks_may_not_all_call_or_own_are_refused(change: Any, reason: str) -> None:
-    from fsdp_tune.model.loading.construct import build_empty, config_or_facts
+    from fsdp_tune.model.loading.construct import build_empty
+    from fsdp_tune.model.loading.model_config import config_or_facts
 
     recipe = recipe_of("mixtral", 2, fsdp={"ep_size": 2})
     model: Any = build_empty(recipe, config_or_facts(recipe)[0])

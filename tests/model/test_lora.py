@@ -24,8 +24,9 @@ from fsdp_tune.model.adapters.lora import (
     name_in_file,
     stacks_without_adapters,
 )
-from fsdp_tune.model.loading.construct import build_empty, build_full, model_config
+from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.loading.inspect import adapter_facts
+from fsdp_tune.model.loading.model_config import model_config
 from fsdp_tune.recipe.schema.recipe import Lora, Recipe
 from tests.model.families import FAMILIES
 from tests.model.recipes import lora_recipe, recipe_of

@@ -12,8 +12,8 @@ import pytest
 from transformers import AutoConfig
 
 from fsdp_tune.data.tokenise.exported_tokenizer import TokenizerOrigin
-from fsdp_tune.model.loading.construct import model_config
 from fsdp_tune.model.loading.inspect import find_facts
+from fsdp_tune.model.loading.model_config import model_config
 from fsdp_tune.model.model_files import ModelFacts, save_model_files
 from tests.architectures.tiny import config_of
 from tests.model.families import FAMILIES

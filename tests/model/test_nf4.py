@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.tensors.dtypes import NF4_BLOCK, NF4_VALUES
-from fsdp_tune.merge.copy.gather import rounded_to_nf4
+from fsdp_tune.merge.copy.values import rounded_to_nf4
 from fsdp_tune.model.adapters.nf4 import (
     Nf4Linear,
     dequantise,

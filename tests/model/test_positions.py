@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from fsdp_tune.model.loading.construct import build_full, build_with_buffers, model_config
+from fsdp_tune.model.loading.construct import build_full, build_with_buffers
+from fsdp_tune.model.loading.model_config import model_config
 from fsdp_tune.model.loading.rotary import fix_rotary_frequencies
 from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.model.families import FAMILIES

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.model.loading.construct import build_full, model_config
+from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.loading.inspect import find_facts
+from fsdp_tune.model.loading.model_config import model_config
 from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of

@@ -14,8 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.loading import untie
-from fsdp_tune.model.loading.construct import build_empty, build_full, is_tied, model_config
+from fsdp_tune.model.loading.construct import build_empty, build_full, is_tied
 from fsdp_tune.model.loading.inspect import find_facts
+from fsdp_tune.model.loading.model_config import model_config
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 

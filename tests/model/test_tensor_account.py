@@ -19,8 +19,9 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.tensors.encoded import StoredType
 from fsdp_tune.merge.lora.adapt import merge_problems
 from fsdp_tune.model.loading import exported_config, tensor_account
-from fsdp_tune.model.loading.construct import build_empty, build_full, model_config
+from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.loading.inspect import find_facts
+from fsdp_tune.model.loading.model_config import model_config
 from fsdp_tune.model.loading.tensor_account import BaseTensors, account_for
 from fsdp_tune.model.loading.weight_slices import find_weight_files, read_slices
 from tests.model.families import FAMILIES

@@ -16,7 +16,8 @@ from fsdp_tune.model.internals import transformers_internals as internals
 from fsdp_tune.model.internals.internal import Attribute, Name, NoFallback
 from fsdp_tune.model.internals.transformers_internals import require_trainer_hooks
 from fsdp_tune.model.kernels.attention import choose_attention
-from fsdp_tune.model.loading.construct import build_empty, config_or_facts
+from fsdp_tune.model.loading.construct import build_empty
+from fsdp_tune.model.loading.model_config import config_or_facts
 from fsdp_tune.model.shard.fsdp_units import decoder_layer_classes
 from tests.model.recipes import recipe_of
 from tests.structure.internals import entries

@@ -216,7 +216,7 @@ def load_here(directory: str) -> dict[str, Any]:
     """On a rank: bytes of its shard, of the largest layer, of the model; by how much loading raised the
     resident set at its peak."""
     from fsdp_tune.model.loading.assemble import load
-    from fsdp_tune.model.loading.construct import model_config
+    from fsdp_tune.model.loading.model_config import model_config
 
     recipe = recipe_of({"name_or_path": directory})
     gc.collect()

@@ -7,79 +7,29 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, cast
 
+from fsdp_tune.data.format.chat_columns import after_system, without_nulls
+from fsdp_tune.data.format.message_keys import (
+    CALL_KEYS,
+    CALL_PARTS,
+    FUNCTION_CALL,
+    FUNCTION_KEYS,
+    MESSAGE_KEYS,
+    PAIRS,
+    PART_KEYS,
+    REASONING_KEYS,
+    REASONING_NAMES,
+    REASONING_PARTS,
+    RESULT_KEYS,
+    RESULT_PART,
+    ROLES,
+    TEXT_PARTS,
+    USE_KEYS,
+    USE_PART,
+    Message,
+)
 from fsdp_tune.data.format.row_account import NESTED_METADATA, RowAccount
-from fsdp_tune.data.format.row_marks import MARKS, MEANING, mark_of_parts, take_mark
+from fsdp_tune.data.format.row_marks import MARKS, mark_of_parts, take_mark
 from fsdp_tune.data.read.row_files import ColumnError, RowError, kind_of, parse_text
-
-Message = dict[str, Any]
-
-FUNCTION_CALL = "function_call"
-"""LLaMA-Factory's role for a function call as JSON text; converted to an assistant's message with
-`tool_calls`. Also OpenAI's key of a message for one call."""
-TOOL_CALL = "tool_call"
-"""The same in ms-swift, where calls that are made together are messages in a row."""
-FUNCTIONS = "functions"
-"""OpenAI's older column for `tools`."""
-VARIABLES, THINKING = "chat_template_kwargs", "enable_thinking"
-RESERVED_VARIABLES = (
-    "messages", "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict",  # noqa: E501
-    "return_assistant_tokens_mask",
-)  # fmt: skip
-"""Arguments of transformers' `apply_chat_template` that the package sets."""
-TEXT_PARTS = ("text", "input_text", "output_text")
-"""Types of a part of `content`; the last two are those of OpenAI's Responses."""
-USE_PART, RESULT_PART = "tool_use", "tool_result"
-"""Anthropic's types of parts: a call in an answer, and its result in a message of the user."""
-REASONING_PARTS, CALL_PARTS = ("reasoning", "thinking"), (TOOL_CALL, "tool_calls", USE_PART)
-"""LLaMA-Factory's types of parts of an answer, next to text, and Anthropic's for a call."""
-REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
-"""Keys of a message for its reasoning: text, or a list of parts as in axolotl."""
-ROLES = {
-    "system": "system",
-    "developer": "developer",
-    **dict.fromkeys(("user", "human"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "chatgpt", "model", "bot"), "assistant"),
-    **dict.fromkeys(
-        ("tool", "function", "observation", "observations", "tool_response", "function_response", "ipython"),
-        "tool",
-    ),
-    **dict.fromkeys((FUNCTION_CALL, TOOL_CALL), FUNCTION_CALL),
-}
-"""Roles in the rows of several tools, under `role` and under `from`, and what they are for chat templates."""
-MESSAGE_KEYS = {
-    "role": "",
-    "from": "",
-    "content": "",
-    "value": "",
-    "tool_calls": "calls of functions",
-    FUNCTION_CALL: "a call of a function",
-    "tool_call_id": "the id of a call",
-    "name": "the name of the speaker or function",
-    **dict.fromkeys(REASONING_NAMES, "reasoning"),
-    **dict.fromkeys(MARKS, MEANING),
-}
-"""Keys of a message, and what they are read as where that is not their name."""
-PAIRS = (("human", "assistant"), ("input", "output"))
-"""Keys of a question and its answer in one object: of ms-swift, and of Capybara."""
-PART_KEYS = {"type": "", "text": "", "value": "", "content": "", **dict.fromkeys(MARKS, MEANING)}
-USE_KEYS = {"type": "", "id": "the id of a call", "name": "", "input": "the arguments of a call"}
-RESULT_KEYS = {
-    "type": "",
-    "tool_use_id": "the id of a call",
-    "content": "the result of a call",
-    **dict.fromkeys(MARKS, MEANING),
-}
-REASONING_KEYS = PART_KEYS | dict.fromkeys(REASONING_PARTS, "reasoning")
-FUNCTION_KEYS = {"name": "", "arguments": ""}
-CALL_KEYS = {"id": "", "type": "", "function": "", **FUNCTION_KEYS}
-CHAT_KEYS = {
-    "system": "the system message",
-    "tools": "functions",
-    FUNCTIONS: "functions",
-    VARIABLES: "variables of the chat template",
-    THINKING: "a variable of the chat template",
-}
-"""Columns of a chat next to its messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,67 +322,6 @@ def _mark_of_message(lists: list[_Parts], index: int, *, own: bool | None, is_an
     names = list(dict.fromkeys(name for parts in lists for name in parts.mark_names))
     of = " and ".join(f"`{parts.name}`" for parts in lists if parts.mark_names)
     return mark_of_parts(marks, f"message {index}: ", own=own, names=names, of=of, is_answer=is_answer)
-
-
-def after_system(messages: list[Message], row: dict[str, object]) -> list[Message]:
-    """Return the messages after that of the column `system`, if the row has one."""
-    system: object = row.get("system")
-    if not system:
-        return messages
-    if not isinstance(system, str):
-        raise ColumnError("system", f"holds {kind_of(system)} instead of text")
-    if messages[0]["role"] != "system":
-        return [{"role": "system", "content": system}, *messages]
-    if messages[0]["content"] != system:
-        raise ColumnError(
-            "system", "differs from the first message of the conversation, which is from `system`"
-        )
-    return messages
-
-
-def read_template_variables(row: dict[str, object]) -> dict[str, object]:
-    """Return the object in the column `chat_template_kwargs` (as in TRL), which may be JSON text; {} if it is
-    empty."""
-    variables = parsed_column(row, VARIABLES)
-    thinking: object = row.get(THINKING)
-    if thinking is not None and not isinstance(thinking, bool):
-        raise ColumnError(THINKING, f"holds {kind_of(thinking)} instead of true or false")
-    switched: dict[str, object] = {} if thinking is None else {THINKING: thinking}
-    if not variables:
-        return switched
-    if not isinstance(variables, dict):
-        raise ColumnError(VARIABLES, f"holds {kind_of(variables)} instead of an object")
-    reserved = next((name for name in RESERVED_VARIABLES if name in variables), None)
-    if reserved is not None:
-        raise ColumnError(VARIABLES, f"sets `{reserved}`, which is not a variable of chat templates")
-    if switched and cast(dict[str, object], variables).get(THINKING) not in (None, thinking):
-        raise ColumnError(THINKING, f"and `{VARIABLES}` set it differently")
-    return switched | without_nulls(cast(dict[str, object], variables))
-
-
-def parsed_column(row: dict[str, object], column: str) -> object:
-    """Return the value of a column, parsed if it is JSON text; None for blank text."""
-    value: object = row.get(column)
-    if not isinstance(value, str):
-        return value
-    try:
-        return parse_text(value) if value.strip() else None
-    except ValueError as error:
-        raise ColumnError(column, f"holds text that is not JSON: {error}") from error
-
-
-def without_nulls(value: object) -> Any:
-    """Return `value` without keys whose value is null: Arrow gives each struct of a column the keys of all
-    structs."""
-    if isinstance(value, dict):
-        return {
-            key: without_nulls(part)
-            for key, part in cast(dict[str, object], value).items()
-            if part is not None
-        }
-    if isinstance(value, list):
-        return [without_nulls(part) for part in cast(list[object], value)]
-    return value
 
 
 def _turns(row: dict[str, object], column: str) -> list[object]:

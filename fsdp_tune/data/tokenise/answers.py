@@ -16,8 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.data.format.conversations import Message
-from fsdp_tune.data.format.formats import Chat, tool_calls
+from fsdp_tune.data.format.formats import Chat
+from fsdp_tune.data.format.message_keys import Message
+from fsdp_tune.data.format.tools import tool_calls
 from fsdp_tune.data.read.row_files import RowError, parse_text
 from fsdp_tune.data.tokenise.encoder import Encoder
 

@@ -17,10 +17,11 @@ from types import FrameType
 from typing import cast
 
 from fsdp_tune.core.errors import usage_error
-from fsdp_tune.data.format.conversations import Message
-from fsdp_tune.data.format.formats import Chat, tool_calls, tool_names
+from fsdp_tune.data.format.formats import Chat
+from fsdp_tune.data.format.message_keys import Message
 from fsdp_tune.data.format.row_notes import Note
 from fsdp_tune.data.format.templates import bundled_text, fitting_templates
+from fsdp_tune.data.format.tools import tool_calls, tool_names
 from fsdp_tune.data.read.row_files import RowError, parse_text
 from fsdp_tune.data.tokenise.answers import FIRST_NUMBER, Answer, Rendering, common_length
 from fsdp_tune.data.tokenise.encoder import Encoder

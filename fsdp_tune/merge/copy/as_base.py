@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fsdp_tune.merge.copy.gather import Box, intersection
+from fsdp_tune.merge.copy.boxes import Box, intersection
 from fsdp_tune.merge.read.contents import CheckpointTensors
 from fsdp_tune.merge.read.reader import Chunk, ChunkPart, LowRankOfExperts, SourceTensor
 from fsdp_tune.run.base_model import BaseLayout, FileTensor, Piece

@@ -8,7 +8,9 @@ import math
 import numpy as np
 
 from fsdp_tune.core.tensors.dtypes import OF_SAFETENSORS
-from fsdp_tune.merge.copy.gather import Array, Box, TensorReader, convert, read_in_full
+from fsdp_tune.merge.copy.boxes import Box
+from fsdp_tune.merge.copy.gather import TensorReader, read_in_full
+from fsdp_tune.merge.copy.values import Array, convert
 from fsdp_tune.merge.read.reader import EncodedTensor, SourceTensor
 
 

@@ -14,8 +14,9 @@ import numpy as np
 
 from fsdp_tune.core.errors import Notice
 from fsdp_tune.core.families import TIE_KEY, is_embedding, tie_setting, tied_candidates
+from fsdp_tune.merge.copy.boxes import boxes
 from fsdp_tune.merge.copy.decode import reader_of
-from fsdp_tune.merge.copy.gather import BUFFER_BYTES, boxes
+from fsdp_tune.merge.copy.gather import BUFFER_BYTES
 from fsdp_tune.merge.read.contents import CheckpointTensors
 from fsdp_tune.merge.read.reader import SourceTensor
 

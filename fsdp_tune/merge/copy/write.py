@@ -22,28 +22,29 @@ import xxhash
 
 from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.errors import Where, failed_error
+from fsdp_tune.merge.copy.boxes import Box, boxes
 from fsdp_tune.merge.copy.decode import DecodingReader, reader_of
 from fsdp_tune.merge.copy.gather import (
     BUFFER_BYTES,
     HELD_BYTES,
-    Array,
-    Box,
     Budget,
     Delta,
     ExpertDelta,
-    NonFinite,
     TensorReader,
-    all_finite,
-    boxes,
-    convert,
-    count_non_finite,
     held_bytes,
-    is_checked,
     kind_of,
     read_factor,
-    rounded_to_nf4,
 )
 from fsdp_tune.merge.copy.layout import PAGE_BYTES, Layout, Placed
+from fsdp_tune.merge.copy.values import (
+    Array,
+    NonFinite,
+    all_finite,
+    convert,
+    count_non_finite,
+    is_checked,
+    rounded_to_nf4,
+)
 from fsdp_tune.merge.read.contents import CheckpointTensors
 from fsdp_tune.merge.read.reader import LowRankOfExperts, SourceTensor
 from fsdp_tune.merge.source import INDEX_NAME

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from fsdp_tune.core.values import as_list, is_mapping
-from fsdp_tune.migrate.general import chat_template, decays_by_default, dtype, named_optimizer, source
+from fsdp_tune.migrate.general import decays_by_default, dtype, named_optimizer
 from fsdp_tune.migrate.ledger import Ledger
 from fsdp_tune.migrate.rules import (
     Also,
@@ -19,11 +19,8 @@ from fsdp_tune.migrate.rules import (
     each,
     fine_or,
     implies,
-    in_source,
-    is_on,
     off_or,
     outcome_of,
-    rename,
     same,
     section,
     steps,
@@ -31,12 +28,12 @@ from fsdp_tune.migrate.rules import (
     variable,
 )
 from fsdp_tune.migrate.tool import Method, Tool
+from fsdp_tune.migrate.tools.automodel_objects import TARGET, class_named
+from fsdp_tune.migrate.tools.automodel_rows import EVAL_LOADER, LOADER, PACKING, set_of_rows, set_tokenizer
 from fsdp_tune.migrate.tools.experts import expert_ranks
-from fsdp_tune.recipe.key_paths import KeyPath
 from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Write
 from fsdp_tune.recipe.read.tool_detection import AUTOMODEL
 
-TARGET = "_target_"
 _OPTIMIZERS = {
     "AdamW": "adamw_torch",
     "Adam": "adamw_torch",
@@ -46,17 +43,6 @@ _OPTIMIZERS = {
 }
 _FROM_FILES = Drop("it follows from the files of the model")
 _KERNELS = Drop("kernels of Automodel; here they are chosen in `kernels:` and by `model.attn_implementation`")
-_COLLATION = Drop("rows are padded to the longest of a batch, and packed rows are full")
-_RENAMED = {
-    "context": "instruction",
-    "question": "instruction",
-    "answer": "output",
-    "instruction": "instruction",
-}
-
-
-def _last(component: object) -> str:
-    return str(component or "").rpartition(".")[2]
 
 
 # ---- Model and adapter
@@ -240,131 +226,15 @@ _PARALLEL: Rules = {
     ),
 }
 
-# ---- Data
-
-
-def _rows(place: KeyPath) -> Rule:
-    """Return a rule for a set of rows. Its class decides: chats, columns, or prompts that code makes."""
-    entry = source(place, _SET)
-    asked = Ask("write the rows as `data: {train: [{path: NAME}]}`", place[:2])
-    return lambda key: outcome_of(entry if is_mapping(key.value) else asked, key)
-
-
-def _class_of_rows(key: FileKey) -> Outcome:
-    name = _last(key.value)
-    if name == "ChatDataset" or name.startswith("ColumnMapped"):
-        return Write({(*key.place, "format"): "messages" if name == "ChatDataset" else "alpaca"})
-    return Ask(
-        f"`{name}` makes its rows in code: write them as prompt and completion, or as messages", key.place
-    )
-
-
-def _columns(key: FileKey) -> Outcome:
-    if not key.mapping:
-        return Ask("rename the columns by `rename_columns`", key.place)
-    names = _RENAMED | ({"question": "input"} if "context" in key.mapping else {})
-    other = Ask("rename the column by `rename_columns`", key.place)
-    return Inside({content: rename(names[content]) if content in names else other for content in key.mapping})
-
-
-_CUT_TOO = Drop("rows of evaluations are cut at `data.max_length` too")
-
-
-def _truncation(key: FileKey) -> Outcome:
-    if key.place[1] != "train":
-        return _CUT_TOO
-    if key.value in (True, "longest_first", "only_first"):
-        return Write({"data.overlong": "truncate"})
-    return Ask(
-        "longer rows are not cut there: `data: {overlong: truncate}`, `drop` or `error`", "data.overlong"
-    )
-
-
-def _length(key: FileKey) -> Outcome:
-    if key.place[1] == "eval":
-        return _CUT_TOO
-    return (
-        Write({"data.max_length": key.value})
-        if isinstance(key.value, int)
-        else Ask("write `data: {max_length: N}`", "data.max_length")
-    )
-
-
-def _tokenizer(key: FileKey) -> Outcome:
-    """The tokenizer of a set; a recipe has one for all rows."""
-    name = key.mapping.get("pretrained_model_name_or_path")
-    if name is None or name in (
-        key.of_file("model", "pretrained_model_name_or_path"),
-        key.of_recipe("model", "tokenizer"),
-    ):
-        return Drop("it is that of the model")
-    if key.of_recipe("model", "tokenizer") is None:
-        return Write({"model.tokenizer": name})
-    return Ask("all rows have one tokenizer here", "model.tokenizer")
-
-
-_SET: Rules = {
-    TARGET: _class_of_rows,
-    **each(("path_or_dataset", "path_or_dataset_id", "dataset_name", "paths"), in_source("path")),
-    **each(("limit_dataset_samples", "num_samples_limit"), in_source("max_rows")),
-    "column_mapping": _columns,
-    **each(("seq_length", "seq_len"), _length),
-    "answer_only_loss_mask": lambda key: Write(
-        {(*key.place, "loss_on"): "completion" if is_on(key.value) else "all"}
-    ),
-    "mask_history": switch(
-        lambda key: Write({(*key.place, "loss_on"): "last_assistant"}), Drop("off, as it is here")
-    ),
-    "chat_template": chat_template,
-    "tokenizer": _tokenizer,
-    **each(
-        ("padding", "pad_to_max_length", "unshifted", "align_to_bos"),
-        Drop("rows are padded to the longest of a batch"),
-    ),
-    "truncation": _truncation,
-    **each(
-        ("shuffle_seed", "shuffle_files"), Drop("rows are shuffled in each epoch, by `training.data_seed`")
-    ),
-}
-
-
-def _packed(key: FileKey) -> Outcome:
-    if not isinstance(key.value, int) or key.value <= 0:
-        return Drop("off, as it is here")
-    return Write({"data.packing": True, "data.max_length": key.value})
-
-
-_PACKING: Rules = {
-    **each(("packed_sequence_size", "pack_size"), _packed),
-    **each(
-        ("packing_strategy", "max_packs", "packing_ratio", "num_proc"), Drop("`data.packing` packs all rows")
-    ),
-    "split_across_pack": switch(
-        Write({"data.packing_strategy": "wrapped"}), Write({"data.packing_strategy": "bfd"})
-    ),
-}
-_LOADER: Rules = {
-    "shuffle": same("data.shuffle"),
-    "num_workers": same("training.dataloader_num_workers"),
-    **each(
-        (TARGET, "collate_fn", "drop_last", "pin_memory", "prefetch_factor", "persistent_workers"), _COLLATION
-    ),
-    "batch_size": Drop("the micro-batch is `training.per_device_train_batch_size`"),
-}
-_EVAL_LOADER: Rules = {
-    **_LOADER,
-    "shuffle": _COLLATION,
-    "num_workers": _COLLATION,
-    "batch_size": same("training.per_device_eval_batch_size"),
-}
-
 # ---- Optimizer, schedule, checkpoints
 
 
 def defaults(ledger: Ledger) -> dict[str, object]:
     """Return the decay, that of the class in torch, and the schedule: constant without `lr_scheduler`, a
     cosine with it."""
-    is_adamw = decays_by_default(ledger, of_the_class=_last(ledger.value("optimizer", TARGET)) == "AdamW")
+    is_adamw = decays_by_default(
+        ledger, of_the_class=class_named(ledger.value("optimizer", TARGET)) == "AdamW"
+    )
     # Adam, SGD and the AdamW of TransformerEngine (`FusedAdam`) have none.
     decay: dict[str, object] = {"training.weight_decay": 0.01} if is_adamw else {}
     if not isinstance(ledger.value("lr_scheduler"), dict):
@@ -495,7 +365,7 @@ RULES: Rules = {
     ),
     "model": section(_MODEL),
     "peft": section(_PEFT),
-    "tokenizer": _tokenizer,
+    "tokenizer": set_tokenizer,
     "distributed": section(_PARALLEL),
     "parallelizer": section(
         {TARGET: Drop("ranks are sharded by `fsdp:`"), "activation_checkpointing": _recomputation}
@@ -503,11 +373,11 @@ RULES: Rules = {
     "loss_fn": Drop(
         "the loss is the cross-entropy of the trained tokens; `kernels.loss` chooses how it is computed"
     ),
-    "dataset": _rows(("data", "train", 0)),
-    "validation_dataset": _rows(("data", "eval", 0)),
-    "packed_sequence": section(_PACKING),
-    "dataloader": section(_LOADER),
-    "validation_dataloader": section(_EVAL_LOADER),
+    "dataset": set_of_rows(("data", "train", 0)),
+    "validation_dataset": set_of_rows(("data", "eval", 0)),
+    "packed_sequence": section(PACKING),
+    "dataloader": section(LOADER),
+    "validation_dataloader": section(EVAL_LOADER),
     "optimizer": section(_STEP),
     "lr_scheduler": section(_RATES),
     "clip_grad_norm": section({"max_norm": same("training.max_grad_norm")}),

@@ -35,8 +35,8 @@ from fsdp_tune.migrate.rules import (
     switch,
 )
 from fsdp_tune.migrate.tool import TRAINER_DEFAULTS, Method, Tool
-from fsdp_tune.migrate.tools.flat_options import JOINED, MEDIA, method, unless_pretraining
 from fsdp_tune.migrate.tools.long_rows import CUT_BY_TRL
+from fsdp_tune.migrate.tools.swift import JOINED, MEDIA, method, unless_pretraining
 from fsdp_tune.recipe.key_paths import KeyPath
 from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Weight, Write, in_words
 from fsdp_tune.recipe.read.tool_detection import LLAMA_FACTORY

@@ -26,10 +26,10 @@ from fsdp_tune.core.reads import Reads
 from fsdp_tune.core.tensors.encodings import dropped_notices
 from fsdp_tune.core.units import format_bytes
 from fsdp_tune.model import kept_inspections
-from fsdp_tune.model.model_files import AdapterFacts, ModelFacts, ModelInspection
+from fsdp_tune.model.model_files import AdapterFacts, KernelChoice, ModelFacts, ModelInspection
 from fsdp_tune.recipe.schema.optimizers import pairs_of
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.base_model import BaseLayout
+from fsdp_tune.run.base_model import BaseLayout, BaseRecord
 from fsdp_tune.run.written_files import require_unchanged_output
 
 _KINDS_SHOWN = 4
@@ -42,18 +42,15 @@ if TYPE_CHECKING:
 
 def find_facts(recipe: Recipe) -> ModelInspection:
     """Return all facts of the model that do not need its weights. Problems are collected, not raised."""
-    from fsdp_tune.model.adapters.nf4 import nf4_notices
-    from fsdp_tune.model.kernels.attention import large_mask_notices
-    from fsdp_tune.model.kernels.class_kernels import slow_kernel_notices
-    from fsdp_tune.model.kernels.fake_quantised import choose_quantised, quantised_notices
+    from fsdp_tune.model.kernels.fake_quantised import choose_quantised
     from fsdp_tune.model.kernels.install import choose_kernels
-    from fsdp_tune.model.kernels.linear_layers import choose_fp8, fp8_notices
+    from fsdp_tune.model.kernels.linear_layers import choose_fp8
     from fsdp_tune.model.loading.adapter_files import check_base
-    from fsdp_tune.model.loading.construct import build_empty, config_or_facts
+    from fsdp_tune.model.loading.construct import build_empty
     from fsdp_tune.model.loading.exported_config import local_tensors
+    from fsdp_tune.model.loading.model_config import config_or_facts
     from fsdp_tune.model.loading.tensor_account import account_for
     from fsdp_tune.model.loading.weight_files import check_weight_files
-    from fsdp_tune.model.mixers import packing_notices
     from fsdp_tune.model.optim.adamw_in_blocks import require_optimizer
 
     problems = check_weight_files(recipe)
@@ -83,22 +80,13 @@ def find_facts(recipe: Recipe) -> ModelInspection:
         with collected(problems):
             require_optimizer(recipe)
             problems += _optimizer_problems(recipe)
-        device = str(recipe.launch.device)
         with collected(problems):
             kernels = (
                 choose_fp8(recipe, model)
                 | choose_quantised(recipe, model)
-                | choose_kernels(recipe, model, device)
+                | choose_kernels(recipe, model, str(recipe.launch.device))
             )
-            notices += [
-                *nf4_notices(recipe, model),
-                *fp8_notices(recipe, model, device),
-                *quantised_notices(recipe, model),
-            ]
-            notices += [*slow_kernel_notices(model, kernels), *packing_notices(kernels.get("data.packing"))]
-            notices += large_mask_notices(
-                recipe, model.config, found.layers, kernels["model.attn_implementation"]
-            )
+            notices += _kernel_notices(recipe, model, kernels, found.layers)
             found = found.model_copy(update={"kernels": kernels})
     except FsdpTuneError as error:
         problems += error.problems
@@ -107,11 +95,32 @@ def find_facts(recipe: Recipe) -> ModelInspection:
     return ModelInspection(found, tuple(problems), tuple(notices))
 
 
+def _kernel_notices(
+    recipe: Recipe, model: PreTrainedModel, kernels: dict[str, KernelChoice], layers: int
+) -> list[Notice]:
+    from fsdp_tune.model.adapters.nf4 import nf4_notices
+    from fsdp_tune.model.kernels.attention import large_mask_notices
+    from fsdp_tune.model.kernels.class_kernels import slow_kernel_notices
+    from fsdp_tune.model.kernels.fake_quantised import quantised_notices
+    from fsdp_tune.model.kernels.linear_layers import fp8_notices
+    from fsdp_tune.model.mixers import packing_notices
+
+    return [
+        *nf4_notices(recipe, model),
+        *fp8_notices(recipe, model, str(recipe.launch.device)),
+        *quantised_notices(recipe, model),
+        *slow_kernel_notices(model, kernels),
+        *packing_notices(kernels.get("data.packing")),
+        *large_mask_notices(recipe, model.config, layers, kernels["model.attn_implementation"]),
+    ]
+
+
 def _problems_of_base(recipe: Recipe) -> list[Problem]:
     """Return the problems that a recipe has whatever its adapters are, which cannot be made."""
     from fsdp_tune.model.kernels.install import choose_kernels
-    from fsdp_tune.model.loading.construct import build_base, config_or_facts
+    from fsdp_tune.model.loading.construct import build_base
     from fsdp_tune.model.loading.exported_config import local_tensors
+    from fsdp_tune.model.loading.model_config import config_or_facts
     from fsdp_tune.model.loading.positions import positions_of_run
     from fsdp_tune.model.loading.tensor_account import account_for
     from fsdp_tune.model.loading.weight_files import check_weight_files
@@ -151,30 +160,18 @@ def _facts(
         exported_config,
         exported_generation_config,
         is_part_of_other,
-        is_text_alone,
         record_of_run,
     )
-    from fsdp_tune.model.loading.kept_precision import HALVES, kinds_of_base
+    from fsdp_tune.model.loading.model_config import config_changes, generation_config
     from fsdp_tune.model.loading.positions import positions_of_run
-    from fsdp_tune.model.loading.saved_layout import base_layout, published_names
-    from fsdp_tune.model.loading.tensor_account import parameters_of
     from fsdp_tune.model.shard.local import count_elements
 
-    changes: dict[str, object] = {} if packaged else construct.config_changes(recipe)
+    changes: dict[str, object] = {} if packaged else config_changes(recipe)
     folder = base_folder(recipe)
     name, revision = str(recipe.model.name_or_path), recipe.model.revision
     tensors = account.record().of_base(name, revision) if account is not None else record_of_run(recipe)
     exported = exported_config(recipe, changes, config, model, tensors)
-    layout = BaseLayout()
-    if has_files:
-        layout = base_layout(recipe, model, base, text_alone=is_text_alone(config, model, tensors))
-        layout = layout.with_fp32(_kept_by_class(recipe, config))
-        if base is not None and account is not None:
-            layout = layout.with_fp32(
-                dict.fromkeys(HALVES, kinds_of_base(base, account, parameters_of(model)))
-            )
-    if recipe.lora is not None:
-        layout = replace(layout, published=published_names(config, model, layout))
+    layout = _layout(recipe, config, model, base, account, tensors, has_files=has_files)
     return ModelFacts(
         packaged=packaged,
         model_type=config.model_type,
@@ -183,7 +180,7 @@ def _facts(
         base_folder=str(folder) if folder is not None else None,
         config_changes=changes,
         exported_config=exported,
-        generation_config=exported_generation_config(recipe, construct.generation_config(recipe, config)),
+        generation_config=exported_generation_config(recipe, generation_config(recipe, config)),
         base_layout=layout,
         tensors=tensors,
         keeps_architectures=is_part_of_other(config, model, tensors),
@@ -196,6 +193,34 @@ def _facts(
         max_positions=positions_of_run(recipe, config),
         attention=attention_of(model.config),
     )
+
+
+def _layout(
+    recipe: Recipe,
+    config: PreTrainedConfig,
+    model: PreTrainedModel,
+    base: BaseTensors | None,
+    account: TensorAccount | None,
+    tensors: BaseRecord,
+    *,
+    has_files: bool,
+) -> BaseLayout:
+    from fsdp_tune.model.loading.exported_config import is_text_alone
+    from fsdp_tune.model.loading.kept_precision import HALVES, kinds_of_base
+    from fsdp_tune.model.loading.saved_layout import base_layout, published_names
+    from fsdp_tune.model.loading.tensor_account import parameters_of
+
+    layout = BaseLayout()
+    if has_files:
+        layout = base_layout(recipe, model, base, text_alone=is_text_alone(config, model, tensors))
+        layout = layout.with_fp32(_kept_by_class(recipe, config))
+        if base is not None and account is not None:
+            layout = layout.with_fp32(
+                dict.fromkeys(HALVES, kinds_of_base(base, account, parameters_of(model)))
+            )
+    if recipe.lora is not None:
+        layout = replace(layout, published=published_names(config, model, layout))
+    return layout
 
 
 def _kept_by_class(recipe: Recipe, config: PreTrainedConfig) -> dict[str, tuple[str, ...]]:
@@ -355,7 +380,7 @@ def _wrapping(recipe: Recipe, model: PreTrainedModel) -> dict[str, object]:
 def _limits(
     recipe: Recipe, model: PreTrainedModel, *, packaged: bool, positions: int | None
 ) -> tuple[list[Problem], list[Notice]]:
-    from fsdp_tune.model.loading.construct import tie_notices
+    from fsdp_tune.model.loading.model_config import tie_notices
     from fsdp_tune.model.loading.packing import packing_problem
     from fsdp_tune.model.loading.positions import beyond_table_of_positions
     from fsdp_tune.model.loading.rotary import fixed_rotary

@@ -29,7 +29,8 @@ from transformers import PreTrainedConfig
 
 from fsdp_tune.core.devices import available_cores
 from fsdp_tune.core.errors import FsdpTuneError, Problem
-from fsdp_tune.model.loading.construct import attention, config_or_facts
+from fsdp_tune.model.loading.construct import attention
+from fsdp_tune.model.loading.model_config import config_or_facts
 from fsdp_tune.model.shard.fsdp_units import UnitPlan, plan_units
 from fsdp_tune.planner.predict.depth import DepthError, Repeated, full_depth, repeated_layers
 from fsdp_tune.planner.predict.mixture import with_ep_size

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.gpus import find_hardware
-from fsdp_tune.model.loading.construct import model_config
+from fsdp_tune.model.loading.model_config import model_config
 from fsdp_tune.planner.predict.derive import alike, at_micro_batch, prime_for
 from fsdp_tune.planner.predict.divided_step import step_work
 from fsdp_tune.planner.predict.mixture import divided_memory

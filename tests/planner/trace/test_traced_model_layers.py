@@ -10,7 +10,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.model.loading.construct import build_empty, config_or_facts
+from fsdp_tune.model.loading.construct import build_empty
+from fsdp_tune.model.loading.model_config import config_or_facts
 from fsdp_tune.model.shard.fsdp_units import plan_units
 from fsdp_tune.planner.predict.depth import Repeated, full_depth, repeated_layers
 from fsdp_tune.planner.predict.memory import peak_memory

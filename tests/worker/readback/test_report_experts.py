@@ -27,7 +27,8 @@ RECIPE = recipe_of(
 
 
 def model() -> Any:
-    from fsdp_tune.model.loading.construct import build_empty, config_or_facts
+    from fsdp_tune.model.loading.construct import build_empty
+    from fsdp_tune.model.loading.model_config import config_or_facts
 
     return build_empty(RECIPE, config_or_facts(RECIPE)[0])
 

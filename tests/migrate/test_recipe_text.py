@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_tune.migrate.importing import scalar
+from fsdp_tune.migrate.recipe_text import scalar
 from fsdp_tune.recipe.read.yaml_source import MappingNode, compose, plain_value
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
