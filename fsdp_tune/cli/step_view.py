@@ -9,7 +9,8 @@ from typing import Any
 from fsdp_tune.cli.progress import ScreenBar
 from fsdp_tune.cli.terminal import Terminal
 from fsdp_tune.cli.terminal_text import TREND, trend
-from fsdp_tune.run.events import AnyEvent, FirstStep, Stopping, TrainStarted, number, read_event
+from fsdp_tune.run.events import FirstStep, Stopping, TrainStarted, number, read_event
+from fsdp_tune.run.metrics_event import AnyEvent
 from fsdp_tune.run.time_left import TimeLeft
 
 ENDED_PHASES = ("finished", "failed")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where
 from fsdp_tune.data.format.row_account import ignoring_hint
 from fsdp_tune.data.read.row_files import BadRow
-from fsdp_tune.recipe.schema.sections import Data
+from fsdp_tune.recipe.schema.data_section import Data
 
 EXAMPLES = 10
 """Kinds of bad rows that are shown."""

@@ -20,10 +20,10 @@ from fsdp_tune.data.read.shapes import delimiter_hint, shape_hint
 from fsdp_tune.data.read.sources import RowSource, find_source
 from fsdp_tune.data.tokenise.encoder import Encoder
 from fsdp_tune.data.tokenise.rows import RawRow
+from fsdp_tune.recipe.schema.data_section import DataSource
 from fsdp_tune.recipe.schema.kinds import NO_TEMPLATE
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.row_formats import ROW_FORMATS
-from fsdp_tune.recipe.schema.sections import DataSource
 
 TRAIN = "train"
 """Formats whose rows hold the complete text of an example, with marks of what is trained."""

@@ -27,8 +27,8 @@ from fsdp_tune.data.stream.units import unstamped_files
 from fsdp_tune.data.tokenise.encoder import Encoder
 from fsdp_tune.recipe.fsdp_arguments import compiles
 from fsdp_tune.recipe.rules.training import measured_metrics
+from fsdp_tune.recipe.schema.data_section import DataSource
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.sections import DataSource
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.directory import RunDir, checkpoint_step
 from fsdp_tune.run.launch_files import ResumeRequest

@@ -20,9 +20,9 @@ from fsdp_tune.data.tokenise.encoding import encode_texts
 from fsdp_tune.data.tokenise.rows import RawRow, Tokeniser
 from fsdp_tune.data.tokenise.sample_prompts import render_prompt
 from fsdp_tune.data.tokenise.special_tokens import InseparableError, RestoringEncoder, SpecialTokens
+from fsdp_tune.recipe.schema.data_section import DataSource
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.row_formats import ROW_FORMATS
-from fsdp_tune.recipe.schema.sections import DataSource
 
 PromptKind = Literal["question", "chat", "text"]
 """question: formatted as the model was trained. chat: a row with `messages`. text: continued as it is."""

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from fsdp_tune.core.errors import Where, usage_error
 from fsdp_tune.data.batches import splitmix64
 from fsdp_tune.data.store import Int64, Mask, UInt64
-from fsdp_tune.recipe.schema.sections import EvalFraction, EvalRows, Mixture
+from fsdp_tune.recipe.schema.data_section import EvalFraction, EvalRows, Mixture
 
 NAMED_ROWS = 10
 """Number of rows that a message or a report lists; the rest are only counted."""

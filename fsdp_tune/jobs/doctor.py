@@ -18,16 +18,8 @@ from pathlib import Path
 import yaml
 from pydantic import TypeAdapter
 
-from fsdp_tune.cluster.doctor_checks import (
-    HealthCheck,
-    HealthNeeds,
-    RankHealth,
-    RankLimits,
-    State,
-    judge_health,
-    judge_limits,
-    judge_space,
-)
+from fsdp_tune.cluster.doctor_checks import judge_health, judge_limits, judge_space
+from fsdp_tune.cluster.health_facts import HealthCheck, HealthNeeds, RankHealth, RankLimits, State
 from fsdp_tune.cluster.submit.container_job import shared_memory
 from fsdp_tune.cluster.submit.slurm import check_allocation
 from fsdp_tune.core import processes as children

@@ -10,8 +10,8 @@ from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.user_cache import default_cache_directory
 from fsdp_tune.jobs.options import Allowed, EvaluateOptions
 from fsdp_tune.launch.command.resume import read_resolved
+from fsdp_tune.recipe.schema.data_section import DataSource
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.sections import DataSource
 from fsdp_tune.run.directory import RunDir
 
 

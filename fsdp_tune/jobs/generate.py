@@ -36,8 +36,8 @@ from fsdp_tune.jobs.evaluated_recipes import recipe_of_model, recipe_of_run
 from fsdp_tune.jobs.observer import Observer, session
 from fsdp_tune.jobs.options import GenerateOptions
 from fsdp_tune.jobs.recipes import refuse_code
+from fsdp_tune.recipe.schema.data_section import DataSource
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.sections import DataSource
 
 ANSWER = (sys.executable, "-P", "-m", "fsdp_tune.answer.generate")
 UNUSABLE = "prompt-unusable"

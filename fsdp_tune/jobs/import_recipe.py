@@ -23,8 +23,8 @@ from fsdp_tune.migrate.importing import ImportedRecipe, import_file
 from fsdp_tune.migrate.ledger import Fate
 from fsdp_tune.recipe.key_paths import dotted
 from fsdp_tune.recipe.read.tool_detection import OPTION_NAMES
+from fsdp_tune.recipe.schema.data_section import BUILDERS, DataSource
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.sections import BUILDERS, DataSource
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,15 +13,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fsdp_tune.cluster.mirror.download import fetch_checkpoint, remove_stage
 from fsdp_tune.cluster.mirror.remote_run import (
     Listing,
     MirrorIdentity,
     RemoteCheckpoint,
     RemoteRun,
-    fetch_checkpoint,
     mirror_error,
     read_identity,
-    remove_stage,
     run_folder,
 )
 from fsdp_tune.cluster.mirror.writer import SILENCE_SECONDS, MirrorInUseError, Writer, WriterRecord
@@ -38,7 +37,7 @@ from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir, best_so_far
 from fsdp_tune.run.manifest import digest_data
 from fsdp_tune.run.mirror_state import MirrorState, state_path
-from fsdp_tune.run.remote_files import ContentError, UrlError
+from fsdp_tune.run.remote_requests import ContentError, UrlError
 
 STALL_SECONDS = 180.0
 """The command waits for the mirror at its end while bytes are sent or hashed, and this long without any."""

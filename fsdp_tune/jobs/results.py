@@ -17,13 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import xxhash
 
-from fsdp_tune.cluster.mirror.remote_run import (
-    Listing,
-    RemoteCheckpoint,
-    RemoteRun,
-    fetch_checkpoint,
-    mirror_error,
-)
+from fsdp_tune.cluster.mirror.download import fetch_checkpoint
+from fsdp_tune.cluster.mirror.remote_run import Listing, RemoteCheckpoint, RemoteRun, mirror_error
 from fsdp_tune.core.atomic import DISK, check_output_file, json_safe, write_file
 from fsdp_tune.core.errors import FailedError, FsdpTuneError, Notice, Where, failed_error, usage_error
 from fsdp_tune.core.secrets import mask_text
@@ -43,7 +38,7 @@ from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.directory import CHECKPOINT_NAME, Checkpoint, RunDir, existing_run, inspect_checkpoint
 from fsdp_tune.run.manifest import FileEntry
-from fsdp_tune.run.remote_files import ContentError, UrlError
+from fsdp_tune.run.remote_requests import ContentError, UrlError
 
 if TYPE_CHECKING:
     from fsdp_tune.pages.report_page import Differences

@@ -31,7 +31,7 @@ from fsdp_tune.merge.best_checkpoint import best_checkpoint
 from fsdp_tune.recipe.read.catalogue import find_recipe
 from fsdp_tune.recipe.read.loader import LoadedRecipe, parse_recipe
 from fsdp_tune.recipe.read.overrides import OptionOverride
-from fsdp_tune.recipe.read.yaml_source import read_text
+from fsdp_tune.recipe.read.recipe_text import read_text
 from fsdp_tune.recipe.references import output_directory
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.directory import RunDir, complete_checkpoints

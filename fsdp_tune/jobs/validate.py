@@ -35,7 +35,7 @@ from fsdp_tune.model.model_files import ModelFacts, check_vocabulary
 from fsdp_tune.planner.search.search import undecided
 from fsdp_tune.recipe.read.catalogue import find_recipe
 from fsdp_tune.recipe.read.loader import LoadedRecipe, WrongRecipeError, load_recipe
-from fsdp_tune.recipe.read.yaml_source import read_text
+from fsdp_tune.recipe.read.recipe_text import read_text
 from fsdp_tune.recipe.resolve import ABSENT, Resolution, UnresolvedError, split_absent
 from fsdp_tune.recipe.schema.keys import pinned
 from fsdp_tune.recipe.schema.recipe import Recipe

@@ -23,13 +23,13 @@ from fsdp_tune.run.event_parts import CheckpointScore, SpikeRow, shown_scores
 from fsdp_tune.run.events import (
     CheckpointEvaluated,
     CheckpointEvaluationFailed,
-    SpikeEvent,
     TrainStarted,
     number,
     read_event,
 )
 from fsdp_tune.run.job_files import JobStart, read_attempts
 from fsdp_tune.run.launch_files import LaunchRecord
+from fsdp_tune.run.metrics_event import SpikeEvent
 from fsdp_tune.run.metrics_file import json_objects, metrics_with
 from fsdp_tune.run.mirror_state import MirrorState, state_path
 from fsdp_tune.run.rank_files import Verdict, read_heartbeat, read_outcome

@@ -15,7 +15,7 @@ from typing import cast
 import yaml
 
 from fsdp_tune.recipe.references import can_only_be_a_path, exists
-from fsdp_tune.recipe.schema.sections import DataSource
+from fsdp_tune.recipe.schema.data_section import DataSource
 
 _FILES_OF_A_SET = re.compile(r"(?:hf://|https://huggingface\.co/)datasets/([\w.-]+/[\w.-]+?)(?:@[^/]+)?/.+")
 

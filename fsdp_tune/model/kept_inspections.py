@@ -22,8 +22,8 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.reads import Reads, digest_of
 from fsdp_tune.core.user_cache import INSPECTIONS, default_cache_directory
 from fsdp_tune.model.model_files import ModelInspection
+from fsdp_tune.recipe.schema.data_section import Mixture
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.sections import Mixture
 from fsdp_tune.run.manifest import digest
 
 _PACKAGE = Path(__file__).parents[1]

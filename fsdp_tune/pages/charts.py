@@ -12,7 +12,8 @@ import numpy as np
 from fsdp_tune.core.units import format_figure
 from fsdp_tune.pages.metrics_table import Curve
 from fsdp_tune.pages.run_record import RunRecord
-from fsdp_tune.run.events import AnyEvent, MachinesChanged, RecipeChanged, Restarted, TrainStarted
+from fsdp_tune.run.events import MachinesChanged, RecipeChanged, Restarted, TrainStarted
+from fsdp_tune.run.metrics_event import AnyEvent
 
 MAX_POINTS, MIN_POINTS = 2000, 50
 

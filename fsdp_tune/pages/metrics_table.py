@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from fsdp_tune.run.checkpoint_scores import of_newest_definition
-from fsdp_tune.run.events import AnyEvent, CheckpointEvaluated, TrainStarted, number, read_event
+from fsdp_tune.run.events import CheckpointEvaluated, TrainStarted, number, read_event
+from fsdp_tune.run.metrics_event import AnyEvent
 
 Line = Mapping[str, object]
 """One object of metrics.jsonl."""

@@ -23,8 +23,9 @@ from fsdp_tune.launch.run_status import RunStatus, run_status
 from fsdp_tune.pages.metrics_table import Curve, Line, MetricsTable, sort_lines
 from fsdp_tune.recipe.schema.keys import values_by_key
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.events import AnyEvent, number
+from fsdp_tune.run.events import number
 from fsdp_tune.run.launch_files import LaunchRecord
+from fsdp_tune.run.metrics_event import AnyEvent
 from fsdp_tune.run.metrics_file import MetricsReader, read_metrics
 from fsdp_tune.run.records import Environment, Prediction, ReadBack
 

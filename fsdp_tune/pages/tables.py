@@ -17,7 +17,8 @@ from fsdp_tune.data.account import spread_indices
 from fsdp_tune.data.inputs import TRAIN
 from fsdp_tune.data.report import InputAccount
 from fsdp_tune.pages.run_record import RunRecord
-from fsdp_tune.run.events import AnyEvent, SamplesGenerated, SpikeEvent
+from fsdp_tune.run.events import SamplesGenerated
+from fsdp_tune.run.metrics_event import AnyEvent, SpikeEvent
 
 UNKNOWN = "–"
 EVENT_CHARACTERS = 4000

@@ -29,10 +29,10 @@ from fsdp_tune.core.hub import cached_model_file
 from fsdp_tune.core.tensors.file_formats import CONFIG_FILE, PREFIX, WEIGHTS_FILE, DamagedHeader, read_header
 from fsdp_tune.core.values import as_items
 from fsdp_tune.recipe.rules.contradictions import OUTPUT_FIELDS
+from fsdp_tune.recipe.schema.data_section import BUILDERS
 from fsdp_tune.recipe.schema.keys import Finding, given
 from fsdp_tune.recipe.schema.kinds import is_jinja
 from fsdp_tune.recipe.schema.recipe import Lora, Recipe
-from fsdp_tune.recipe.schema.sections import BUILDERS
 
 PACKAGE = Path(__file__).resolve().parent.parent
 

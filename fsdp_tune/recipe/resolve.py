@@ -6,31 +6,21 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where
-from fsdp_tune.core.gpus import known_hardware
 from fsdp_tune.core.user_cache import default_cache_directory
+from fsdp_tune.recipe.decisions import Decisions
+from fsdp_tune.recipe.device_choice import compare_gpu, decide_ranks
 from fsdp_tune.recipe.fewer_machines import described_sizes
 from fsdp_tune.recipe.references import PEFT_DEFAULTS, absolute_paths, continue_adapter, output_directory
-from fsdp_tune.recipe.rules.limits import (
-    FP8_MULTIPLE,
-    OLDEST_BF16_GPU,
-    computes_in_fp8,
-    experts_gpu_problem,
-    flash_gpu_problem,
-    fp8_gpu_problem,
-    lora_limits,
-    slow_bf16,
-    slow_bf16_cpu,
-)
+from fsdp_tune.recipe.rules.adapters import lora_limits
+from fsdp_tune.recipe.rules.limits import FP8_MULTIPLE, computes_in_fp8, slow_bf16_cpu
 from fsdp_tune.recipe.rules.trackers import missing
 from fsdp_tune.recipe.rules.training import is_better_when_smaller
-from fsdp_tune.recipe.schema.attention_kernels import SDPA_OR_EAGER
-from fsdp_tune.recipe.schema.keys import Finding, as_notice, as_problem, given
+from fsdp_tune.recipe.schema.keys import as_notice, as_problem, given
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.recipe.world import (
@@ -44,9 +34,6 @@ from fsdp_tune.recipe.world import (
     readers_of_rows,
 )
 
-ASSUMED_DEVICES = 8
-"""Devices per machine if none is visible and the recipe gives no number (`validate`, `plan`, `--dry-run`)."""
-CPU_RANKS = 2
 MOST_PROCESSES = 16
 """Largest number of tokenising processes, regardless of the number of cores."""
 
@@ -96,24 +83,6 @@ class UnresolvedError(FsdpTuneError):
         super().__init__(*problems)
 
 
-def cpu_way_out(recipe: Recipe, machine: Machine) -> str:
-    """Return the options that train a recipe on the CPU, with a number of ranks that suits the cores where
-    the recipe has more, and in fp32 where the CPU computes bf16 slowly."""
-    launch, options = recipe.launch, "--set launch.device=cpu"
-    if not machine.has_bf16_cpu and recipe.precision.mixed_precision == "bf16":
-        options += " --set precision.mixed_precision=no"
-    most = max(machine.cores, CPU_RANKS) * launch.num_machines
-    if launch.num_processes != "auto" and launch.num_processes > most:
-        sizes = range(most, 0, -launch.num_machines)
-        fitting = (
-            size
-            for size in sizes
-            if not any(True for rule in WORLD_RULES for _ in rule(recipe, World(size, launch.num_machines)))
-        )
-        options += f" --set launch.num_processes={next(fitting, CPU_RANKS * launch.num_machines)}"
-    return f"{options} to train on the CPU"
-
-
 def resolve(
     recipe: Recipe,
     machine: Machine,
@@ -135,9 +104,9 @@ def resolve(
     `elsewhere`: the run starts on another machine, so files and packages that are missing here are notices.
     """
     work = _Resolver(recipe, machine, assume, positions or {})
-    work.launch()
+    decide_ranks(work)
     work.precision()
-    work.gpu()
+    compare_gpu(work)
     world = World(work.data["launch"]["num_processes"], recipe.launch.num_machines)
     findings = [finding for rule in WORLD_RULES for finding in rule(work.recipe, world)]
     of_world = [as_problem(finding, work.positions) for finding in findings]
@@ -175,38 +144,7 @@ def resolve(
     return Resolution(resolved, work.reasons, tuple(work.notices))
 
 
-@dataclass(slots=True)
-class _Resolver:
-    recipe: Recipe
-    machine: Machine
-    assume: str | None
-    positions: Mapping[str, Where]
-    data: dict[str, Any] = field(default_factory=dict[str, Any])
-    reasons: dict[str, str] = field(default_factory=dict[str, str])
-    notices: list[Notice] = field(default_factory=list[Notice])
-    problems: list[Problem] = field(default_factory=list[Problem])
-
-    def __post_init__(self) -> None:
-        self.data = self.recipe.model_dump(by_alias=True)
-
-    def decide(self, key: str, value: object, reason: str) -> None:
-        section, name = key.split(".")
-        self.data[section][name] = value
-        self.reasons[key] = reason
-
-    def add_problem(
-        self,
-        code: str,
-        keys: tuple[str, ...],
-        message: str,
-        hint: str | None = None,
-        ways_out: tuple[str, ...] = (),
-    ) -> None:
-        self.problems.append(as_problem(Finding(code, keys, message, hint, ways_out), self.positions))
-
-    def add_notice(self, code: str, keys: tuple[str, ...], message: str, hint: str | None = None) -> None:
-        self.notices.append(as_notice(Finding(code, keys, message, hint), self.positions, strict=False))
-
+class _Resolver(Decisions):
     def fewer_machines(self, resolved: Recipe) -> None:
         found, is_wrong = described_sizes(self.recipe, resolved)
         if found is not None and is_wrong:
@@ -238,21 +176,6 @@ class _Resolver:
             )
         self.problems.extend(as_problem(finding, self.positions) for finding in findings)
 
-    def launch(self) -> None:
-        device = self._device()
-        self._processes(device)
-        launch, local_ranks = (
-            self.recipe.launch,
-            max(1, self.data["launch"]["num_processes"] // self.recipe.launch.num_machines),
-        )
-        if launch.num_cpu_threads_per_process == "auto":
-            threads = max(1, self.machine.cores // local_ranks)
-            self.decide(
-                "launch.num_cpu_threads_per_process",
-                threads,
-                f"{self.machine.cores} cores / {local_ranks} local ranks",
-            )
-
     def precision(self) -> None:
         """Decide the compute dtype, on which later decisions depend."""
         is_slow = self.data["launch"]["device"] == "cpu" and not self.machine.has_bf16_cpu
@@ -267,134 +190,6 @@ class _Resolver:
             self.recipe = self.recipe.model_copy(update={"precision": decided})
         if is_slow and (found := slow_bf16_cpu(self.recipe)) is not None:
             self.add_notice(found.code, found.keys, found.message, found.hint)
-
-    def _device(self) -> str:
-        wanted, there = self.recipe.launch.device, self.machine.device
-        if wanted == "auto":
-            if there is not None:
-                named = f" ({self.machine.device_name})" if self.machine.device_name else ""
-                self.decide("launch.device", there, f"the accelerator of this machine{named}")
-                return there
-            if self.assume is None:
-                message = (
-                    f"no accelerator was found on this machine{self._unseen()}, and the CPU is never "
-                    "chosen silently"
-                )
-                self.add_problem(
-                    "no-device", ("launch.device",), message, None, (cpu_way_out(self.recipe, self.machine),)
-                )
-            device = self.assume or "cuda"
-            self.decide("launch.device", device, "assumed: no accelerator was found on this machine")
-            return device
-        if wanted not in {"cpu", there} and self.assume is None:
-            shows = f"it shows {there}" if there else f"it shows no accelerator{self._unseen()}"
-            ways_out = (cpu_way_out(self.recipe, self.machine),)
-            self.add_problem(
-                "no-device",
-                ("launch.device",),
-                f"`launch.device: {wanted}` is not on this machine: {shows}",
-                None,
-                ways_out,
-            )
-        return wanted
-
-    def _unseen(self) -> str:
-        """Why this machine's GPUs do not count, in parentheses."""
-        hidden = [f"`{self.machine.hidden}` hides its GPUs"] if self.machine.hidden else []
-        lost = [f"{each} does not respond" for each in self.machine.lost]
-        return f" ({', '.join([*hidden, *lost])})" if hidden or lost else ""
-
-    def gpu(self) -> None:
-        """Compare the recipe with the GPU: whether it responds, its precisions, its attention kernels."""
-        name = self.machine.device_name or "this GPU"
-        capability = self.machine.capability
-        if self.data["launch"]["device"] != "cuda":
-            return
-        if self.machine.lost and self.machine.device == "cuda":
-            message = f"the driver lists {', '.join(self.machine.lost)}, and the run does without"
-            self.add_notice(
-                "gpu-lost",
-                (),
-                message,
-                "`dmesg` has its XID error; a reset (`nvidia-smi --gpu-reset`) or a reboot may recover it",
-            )
-        if capability is None:
-            return
-        if computes_in_fp8(self.recipe) and (found := fp8_gpu_problem(name, capability)) is not None:
-            add = self.add_problem if self.assume is None else self.add_notice
-            add(found.code, found.keys, found.message, found.hint)
-        if (found := slow_bf16(self.recipe, name, capability)) is not None:
-            self.add_notice(found.code, found.keys, found.message, found.hint)
-        for problem_of in (flash_gpu_problem, experts_gpu_problem):
-            if (found := problem_of(self.recipe, name, capability)) is not None:
-                add = self.add_problem if self.assume is None else self.add_notice
-                add(found.code, found.keys, found.message, found.hint)
-        if (
-            self.recipe.model.attn_implementation == "auto"
-            and self.recipe.compute_dtype != "fp32"
-            and capability < OLDEST_BF16_GPU
-        ):
-            wanted, has = (".".join(map(str, version)) for version in (OLDEST_BF16_GPU, capability))
-            reason = f"FlashAttention needs compute capability {wanted}; {name} has {has}"
-            self.decide("model.attn_implementation", SDPA_OR_EAGER, reason)
-
-    def _processes(self, device: str) -> None:
-        launch, machine = self.recipe.launch, self.machine
-        if launch.num_processes == "auto":
-            if device == "cpu":
-                count, reason = (
-                    CPU_RANKS * launch.num_machines,
-                    f"{CPU_RANKS} CPU ranks a machine: the fewest that shard",
-                )
-            elif machine.device == device and machine.device_count:
-                count = machine.device_count * launch.num_machines
-                reason = f"{machine.device_count} visible devices × {launch.num_machines} machines"
-            else:
-                count = ASSUMED_DEVICES * launch.num_machines
-                reason = f"assumed: {ASSUMED_DEVICES} devices × {launch.num_machines} machines"
-                message = f"this machine shows no {device} device: {ASSUMED_DEVICES} per machine are assumed"
-                self.add_notice(
-                    "assumed-devices", ("launch.num_processes",), message, "write `launch.num_processes`"
-                )
-            self.decide("launch.num_processes", count, reason)
-            return
-        local = launch.num_processes // launch.num_machines
-        if device == "cuda" and self.assume is not None:
-            self._known_machine(local)
-        if (
-            device != "cpu"
-            and self.assume is None
-            and machine.device == device
-            and local > machine.device_count
-        ):
-            message = (
-                f"{local} ranks on this machine need {local} {device} devices, and "
-                f"{machine.device_count} are visible{self._unseen()}"
-            )
-            hint = (
-                f"write `launch.num_processes: {machine.device_count * launch.num_machines}`, or check "
-                "CUDA_VISIBLE_DEVICES"
-            )
-            self.add_problem("too-few-devices", ("launch.num_processes",), message, hint)
-
-    def _known_machine(self, local: int) -> None:
-        """Report more ranks on a machine than any machine of the table of GPUs has: mostly
-        `launch.num_machines` is missing."""
-        launch, most = (
-            self.recipe.launch,
-            max(gpu.devices_per_machine or 0 for gpu in known_hardware().values()),
-        )
-        if launch.num_processes == "auto" or local <= most:
-            return
-        message = (
-            f"`launch.num_machines: {launch.num_machines}` puts {local} ranks on a machine, and none "
-            f"known has more than {most} GPUs"
-        )
-        hint = (
-            f"`--set launch.num_machines={-(-launch.num_processes // most)}`; `submit slurm` takes "
-            "`--nodes` and `--gpus-per-node`"
-        )
-        self.add_notice("ranks-of-a-machine", ("launch.num_processes",), message, hint)
 
     def mesh(self, world: World) -> None:
         found = mesh_sizes(self.recipe, world)

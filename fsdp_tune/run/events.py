@@ -8,126 +8,29 @@ are made from them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import fields
 from functools import cache
-from typing import ClassVar, Literal, TypeVar, cast, dataclass_transform
+from typing import cast
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
-from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.units import format_bytes, format_seconds
-from fsdp_tune.run.event_parts import (
-    ChangedKey,
-    CheckpointScore,
-    GeneratedSample,
-    SpikeRow,
-    describe,
-    shown_rows,
-    shown_scores,
+from fsdp_tune.run.event_parts import ChangedKey, CheckpointScore, GeneratedSample, shown_scores
+from fsdp_tune.run.metrics_event import (
+    COMMON,
+    DECLARED,
+    AnyEvent,
+    MessageEvent,
+    MetricsEvent,
+    OtherEvent,
+    SpikeEvent,
+    event,
 )
-
-EventLevel = Literal["routine", "news", "warning", "alarm"]
-"""`routine`: every healthy run has it. `warning`: the report marks it. `alarm`: a warning that the terminal
-prints on stderr."""
 
 SHOWN_PHASE_SECONDS = 0.1
 NAMED_ROWS = 200
 """Rows that the event of a spike names at most."""
-
-
-@dataclass(frozen=True, slots=True)
-class MetricsEvent(JsonAnswer):
-    """Base of the events. A field that may be None is None where the line of an earlier version does not have
-    it."""
-
-    __pydantic_config__: ClassVar[dict[str, bool]] = {"allow_inf_nan": False}
-    name: ClassVar[str]
-    level: ClassVar[EventLevel]
-    is_shown: ClassVar[bool]
-    """Whether the terminal prints it."""
-    marks_curves: ClassVar[bool]
-    """Whether it is a vertical line in the charts of a loss."""
-    is_of_run: ClassVar[bool]
-    """Written by the command between launches, and kept when the run starts over at step 0."""
-
-    step: int
-    time: float | None = field(default=None, kw_only=True)
-    """Wall clock, in seconds, at which the line was written; None: it has not been written yet."""
-
-    def line(self, time: float) -> dict[str, JsonValue]:
-        """Return the object that metrics.jsonl has of it."""
-        return {"event": self.name, **self.as_dict(), "time": time}
-
-    def details(self) -> dict[str, JsonValue]:
-        """Return the fields that only this event has."""
-        return {key: value for key, value in self.as_dict().items() if key not in COMMON}
-
-    def shown(self) -> list[str]:
-        """Return the lines of the terminal."""
-        return describe(self.name, self.step, self.details())
-
-
-@dataclass(frozen=True, slots=True)
-class OtherEvent:
-    """An event of another version: its name is not known, or its fields are not those of this version."""
-
-    name: str
-    step: int | None
-    time: float | None
-    fields: Mapping[str, JsonValue]
-
-    @property
-    def level(self) -> EventLevel:
-        return EVENTS[self.name].level if self.name in EVENTS else "news"
-
-    @property
-    def is_shown(self) -> bool:
-        return self.name not in EVENTS or EVENTS[self.name].is_shown
-
-    @property
-    def marks_curves(self) -> bool:
-        return self.name in EVENTS and EVENTS[self.name].marks_curves
-
-    def details(self) -> Mapping[str, JsonValue]:
-        return self.fields
-
-    def shown(self) -> list[str]:
-        return describe(self.name, self.step, self.fields)
-
-
-AnyEvent = MetricsEvent | OtherEvent
-Declared = TypeVar("Declared", bound=MetricsEvent)
-EVENTS: dict[str, type[MetricsEvent]] = {}
-"""Name → its class, in the order of the reference."""
-COMMON = tuple(each.name for each in fields(MetricsEvent))
-"""Fields of every event."""
-
-
-@dataclass_transform(frozen_default=True)
-def event(
-    name: str,
-    level: EventLevel = "news",
-    *,
-    is_shown: bool = True,
-    marks_curves: bool = False,
-    is_of_run: bool = False,
-) -> Callable[[type[Declared]], type[Declared]]:
-    """Declare an event. The docstring of its class is what the reference has of it."""
-
-    def declare(kind: type[Declared]) -> type[Declared]:
-        made = dataclass(frozen=True, slots=True)(kind)
-        made.name, made.level, made.is_shown, made.marks_curves, made.is_of_run = (
-            name,
-            level,
-            is_shown,
-            marks_curves,
-            is_of_run,
-        )
-        EVENTS[name] = made
-        return made
-
-    return declare
 
 
 def read_event(line: Mapping[str, object]) -> AnyEvent | None:
@@ -161,38 +64,6 @@ def number(value: object) -> float | None:
 @cache
 def _validator(kind: type[MetricsEvent]) -> TypeAdapter[MetricsEvent]:
     return TypeAdapter(kind)
-
-
-@dataclass(frozen=True, slots=True)
-class MessageEvent(MetricsEvent):
-    """An event with a sentence and nothing else."""
-
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class SpikeEvent(MetricsEvent):
-    """A spike of the loss or of the gradient norm."""
-
-    message: str
-    rows: list[SpikeRow] | None
-    rows_total: int | None
-    """Also of those that are not named."""
-
-    def shown(self) -> list[str]:
-        worst = self.worst_rows()
-        return [
-            *describe(self.name, self.step, {"message": self.message}),
-            *([f"  {worst}"] if worst else []),
-        ]
-
-    def worst_rows(self) -> str | None:
-        """Return the rows of the micro-batch with the highest loss in one line; None if it names none."""
-        return (
-            shown_rows(self.rows, len(self.rows) if self.rows_total is None else self.rows_total)
-            if self.rows
-            else None
-        )
 
 
 # ---- The events
@@ -545,3 +416,7 @@ class RecipeChanged(MetricsEvent):
     """A resume changed keys: for each `key`, `old`, `new`, `class`."""
 
     changes: list[ChangedKey]
+
+
+EVENTS: dict[str, type[MetricsEvent]] = dict(DECLARED)
+"""Name → its class, in the order of the reference."""

@@ -18,7 +18,8 @@ from pydantic_core import from_json
 from fsdp_tune.core.atomic import json_safe
 from fsdp_tune.core.files import LINE_BYTES, lines_of, open_regular, read_regular, refuse_larger
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.events import EVENTS, MetricsEvent
+from fsdp_tune.run.events import EVENTS
+from fsdp_tune.run.metrics_event import MetricsEvent
 
 METRICS_BYTES = 1 << 30
 """Limit of a metrics.jsonl that is read from its start; a line has half a KiB."""

@@ -25,7 +25,7 @@ from fsdp_tune.worker.observe.step_phases import AttachedCallback
 from fsdp_tune.worker.stop_request import StopRequest
 
 if TYPE_CHECKING:
-    from fsdp_tune.worker.trainer import Parts
+    from fsdp_tune.worker.prepared_trainer import Parts
 
 
 class ScoresBetweenSteps(AttachedCallback):

@@ -20,8 +20,8 @@ from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.parent_death import LAUNCHER_PID
 from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.launch.command.accelerate import manual_commands
+from fsdp_tune.recipe.device_choice import cpu_way_out
 from fsdp_tune.recipe.fsdp_arguments import OWNED_PREFIXES, environment
-from fsdp_tune.recipe.resolve import cpu_way_out
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import train_command

@@ -62,13 +62,15 @@ from fsdp_tune.worker.checkpoint.save import Checkpointer, Saved, trainer_state_
 from fsdp_tune.worker.checkpoint.state import Live
 from fsdp_tune.worker.compile_events import CompileReport
 from fsdp_tune.worker.observe import trackers
+from fsdp_tune.worker.observe.expert_loads import ExpertLoads
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
-from fsdp_tune.worker.observe.metrics import ExpertLoads, StepShares
 from fsdp_tune.worker.observe.profile import Profile
 from fsdp_tune.worker.observe.step_phases import StepProgress
+from fsdp_tune.worker.observe.step_shares import StepShares
 from fsdp_tune.worker.observe.stragglers import Stragglers
 from fsdp_tune.worker.observe.tracked_scores import SendScores
 from fsdp_tune.worker.observe.tracker_ids import keep_id
+from fsdp_tune.worker.prepared_trainer import Parts
 from fsdp_tune.worker.rank import Rank, share_time_limit
 from fsdp_tune.worker.readback.witness import Witness
 from fsdp_tune.worker.rows.batches import ByTokens, Collator, MicroBatches
@@ -77,7 +79,7 @@ from fsdp_tune.worker.rows.training_rows import PreparedRows, SourceTokens, Trai
 from fsdp_tune.worker.samples import Samples
 from fsdp_tune.worker.step_observer import StepObserver
 from fsdp_tune.worker.stop_request import StopRequest
-from fsdp_tune.worker.trainer import FsdpTrainer, Parts
+from fsdp_tune.worker.trainer import FsdpTrainer
 from fsdp_tune.worker.training_arguments import training_arguments
 
 

@@ -38,11 +38,11 @@ from fsdp_tune.run.events import (
     GradientSpike,
     LossScaleBackedOff,
     LossSpike,
-    SpikeEvent,
     StepSkipped,
     WeightsLookRandom,
     ZeroGradient,
 )
+from fsdp_tune.run.metrics_event import SpikeEvent
 from fsdp_tune.run.metrics_file import MetricsFile
 from fsdp_tune.worker.agreement import gather
 from fsdp_tune.worker.rows.batches import Batch

@@ -15,7 +15,8 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.jobs.results import merge_checkpoint
 from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.remote_files import RemoteDirectory, UrlError
+from fsdp_tune.run.remote_files import RemoteDirectory
+from fsdp_tune.run.remote_requests import UrlError
 from tests.cli.conftest import Done
 from tests.cluster.test_remote_run import send_all
 from tests.merge.checkpoints import finish_checkpoint, make_run, merged_tensors

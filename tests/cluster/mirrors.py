@@ -8,8 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from fsdp_tune.cluster.mirror import writer
-from fsdp_tune.cluster.mirror.remote_run import MirrorIdentity, RemoteCheckpoint, RemoteRun, fetch_checkpoint
-from fsdp_tune.cluster.mirror.send import Sender, follow
+from fsdp_tune.cluster.mirror.download import fetch_checkpoint
+from fsdp_tune.cluster.mirror.remote_run import MirrorIdentity, RemoteCheckpoint, RemoteRun
+from fsdp_tune.cluster.mirror.send import follow
+from fsdp_tune.cluster.mirror.sender import Sender
 from fsdp_tune.cluster.mirror.writer import Writer
 from fsdp_tune.core.ownership import this_owner
 from fsdp_tune.run.directory import CHECKPOINT_KIND, Checkpoint, RunDir, inspect_checkpoint

@@ -7,14 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from fsdp_tune.cluster.doctor_checks import (
-    HealthCheck,
-    HealthNeeds,
-    RankHealth,
-    differences_of_ranks,
-    judge_health,
-    slow_ranks,
-)
+from fsdp_tune.cluster.doctor_checks import differences_of_ranks, judge_health
+from fsdp_tune.cluster.health_facts import HealthCheck, HealthNeeds, RankHealth
+from fsdp_tune.cluster.speed_checks import slow_ranks
 from fsdp_tune.core.devices import GpuState
 from fsdp_tune.core.units import GIB, MIB
 from fsdp_tune.run.health_files import CollectiveTime, LinkTime, NetworkFacts, NetworkInterface, OutputFacts

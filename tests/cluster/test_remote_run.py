@@ -15,15 +15,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fsdp_tune.cluster.mirror import send as sending
-from fsdp_tune.cluster.mirror.remote_run import RemoteCheckpoint, RemoteRun, fetch_checkpoint
-from fsdp_tune.cluster.mirror.send import Sender, follow
+from fsdp_tune.cluster.mirror import sender as folders
+from fsdp_tune.cluster.mirror.download import fetch_checkpoint
+from fsdp_tune.cluster.mirror.remote_run import RemoteCheckpoint, RemoteRun
+from fsdp_tune.cluster.mirror.send import follow
+from fsdp_tune.cluster.mirror.sender import Sender
 from fsdp_tune.core.atomic import STAGE_MARK, Disk
-from fsdp_tune.run import remote_files
+from fsdp_tune.run import remote_requests
 from fsdp_tune.run.directory import CHECKPOINT_KIND, MERGE_RECORD, Checkpoint, RunDir, inspect_checkpoint
 from fsdp_tune.run.manifest import MANIFEST_NAME, FileEntry, Manifest, read_manifest
 from fsdp_tune.run.metrics_file import read_metrics
 from fsdp_tune.run.mirror_state import MirrorState, state_path
-from fsdp_tune.run.remote_files import ContentError, RemoteDirectory, UrlError
+from fsdp_tune.run.remote_files import RemoteDirectory
+from fsdp_tune.run.remote_requests import ContentError, UrlError
 from tests.cluster.mirrors import (
     Crash,
     complete_and_verified,
@@ -38,7 +42,7 @@ from tests.cluster.mirrors import (
 
 @pytest.fixture(autouse=True)
 def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_files, "WAITS", (0.0,))
+    monkeypatch.setattr(remote_requests, "WAITS", (0.0,))
     monkeypatch.setattr(Disk, "fsync", lambda _, file: file.flush())
     monkeypatch.setattr(Disk, "fsync_dir", lambda *_: None)
 
@@ -280,9 +284,9 @@ def test_request_that_botocore_does_not_send_is_not_repeated(monkeypatch: pytest
     def request() -> None:
         raise ParamValidationError('Parameter validation failed:\nInvalid bucket name "my bucket"')
 
-    monkeypatch.setattr(remote_files.time, "sleep", lambda _: pytest.fail("it waited"))
+    monkeypatch.setattr(remote_requests.time, "sleep", lambda _: pytest.fail("it waited"))
     with pytest.raises(UrlError, match="Invalid bucket name") as caught:
-        remote_files.retried(request)
+        remote_requests.retried(request)
     assert caught.value.refusal == "other"
 
 
@@ -337,7 +341,8 @@ def test_interrupted_download_continues_with_the_files_that_are_there(
 def test_machines_without_a_shared_disk_send_their_own_files(
     tmp_path: Path, remote: RemoteRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sending, "POLL_SECONDS", 0.02)
+    for module in (sending, folders):
+        monkeypatch.setattr(module, "POLL_SECONDS", 0.02)
     first, second = make_run(tmp_path / "a" / "run"), make_run(tmp_path / "b" / "run")
     save(first, 5)
     shutil.copytree(first.checkpoint(5), second.checkpoint(5))
@@ -378,7 +383,7 @@ def test_rotated_checkpoint_is_still_sent_from_its_links(
     monkeypatch.setattr(RemoteDirectory, "send", rotate_then_send)
     assert send_all(run, remote)
     assert complete_and_verified(remote, tmp_path / "check") == [5]
-    assert not (run.path / sending.PINS).exists()
+    assert not (run.path / folders.PINS).exists()
 
 
 def test_store_that_changes_bytes_never_has_a_complete_checkpoint(

@@ -18,11 +18,12 @@ from s3fs import S3FileSystem
 
 from fsdp_tune.cluster.mirror import writer as writing
 from fsdp_tune.cluster.mirror.remote_run import RemoteRun, mirror_error
-from fsdp_tune.cluster.mirror.send import Sender, follow
+from fsdp_tune.cluster.mirror.send import follow
+from fsdp_tune.cluster.mirror.sender import Sender
 from fsdp_tune.cluster.mirror.writer import MirrorInUseError
-from fsdp_tune.run import remote_files
+from fsdp_tune.run import remote_files, remote_requests
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.remote_files import ContentError, UrlError
+from fsdp_tune.run.remote_requests import ContentError, UrlError
 from tests.cluster.mirrors import (
     Elsewhere,
     complete_and_verified,
@@ -142,7 +143,7 @@ def proxy(moto: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> Iterator[Pr
     }
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(remote_files, "WAITS", (0.05, 0.05))
+    monkeypatch.setattr(remote_requests, "WAITS", (0.05, 0.05))
     S3FileSystem.clear_instance_cache()
     files = S3FileSystem()
     if files.exists("backup"):

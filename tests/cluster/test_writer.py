@@ -14,17 +14,13 @@ import pytest
 
 from fsdp_tune.cluster.mirror import writer as writing
 from fsdp_tune.cluster.mirror.remote_run import RemoteRun
-from fsdp_tune.cluster.mirror.send import Sender, follow
+from fsdp_tune.cluster.mirror.send import follow
+from fsdp_tune.cluster.mirror.sender import Sender
 from fsdp_tune.cluster.mirror.writer import MirrorInUseError, Writer
 from fsdp_tune.run.manifest import digest_data
-from fsdp_tune.run.remote_files import NoConditionalWritesError, RemoteDirectory, UrlError
-from tests.cluster.mirrors import (
-    Elsewhere,
-    complete_and_verified,
-    make_run,
-    save,
-    send_all,
-)
+from fsdp_tune.run.remote_files import RemoteDirectory
+from fsdp_tune.run.remote_requests import NoConditionalWritesError, UrlError
+from tests.cluster.mirrors import Elsewhere, complete_and_verified, make_run, save, send_all
 
 
 @pytest.fixture(autouse=True)

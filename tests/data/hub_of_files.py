@@ -91,7 +91,7 @@ def main(paths: list[str]) -> None:
     os.environ["HF_ENDPOINT"] = f"http://127.0.0.1:{server.server_port}"
     from fsdp_tune.data.read.sources import find_source
     from fsdp_tune.data.stream.units import stream_stamps, stream_units
-    from fsdp_tune.recipe.schema.sections import DataSource
+    from fsdp_tune.recipe.schema.data_section import DataSource
 
     context = multiprocessing.get_context("fork")
     queue = context.Queue()

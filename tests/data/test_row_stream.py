@@ -31,8 +31,8 @@ from fsdp_tune.data.stream.units import (
     stream_units,
     unstamped_files,
 )
-from fsdp_tune.recipe.schema.sections import DataSource
-from fsdp_tune.run import remote_files
+from fsdp_tune.recipe.schema.data_section import DataSource
+from fsdp_tune.run import remote_requests
 from tests.data.hub_of_files import COMMIT
 from tests.data.row_files import WRITERS, lines, tar, zstd
 
@@ -296,7 +296,7 @@ class Files(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(remote_files, "WAITS", (0.0, 0.0))
+    monkeypatch.setattr(remote_requests, "WAITS", (0.0, 0.0))
     monkeypatch.setattr(file_access, "FIRST_BLOCK", 700)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     for name in FILES:

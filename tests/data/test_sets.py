@@ -24,7 +24,7 @@ from fsdp_tune.data.sets import (
     wrapped,
 )
 from fsdp_tune.data.store import Int64
-from fsdp_tune.recipe.schema.sections import EvalFraction, EvalRows, Mixture
+from fsdp_tune.recipe.schema.data_section import EvalFraction, EvalRows, Mixture
 
 
 def examples_of(*lengths: int, sources: list[int] | None = None) -> Examples:

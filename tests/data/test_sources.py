@@ -12,7 +12,7 @@ from fsdp_tune.data.read.file_access import FileDigests
 from fsdp_tune.data.read.row_files import BadRow
 from fsdp_tune.data.read.sources import COMPRESSED, KIND_OF_SUFFIX, RowSource, find_source
 from fsdp_tune.recipe.references import can_only_be_a_path
-from fsdp_tune.recipe.schema.sections import DataSource
+from fsdp_tune.recipe.schema.data_section import DataSource
 from tests.data.support import write_jsonl
 
 

@@ -25,8 +25,8 @@ from fsdp_tune.data.tokenise.chat import render_chat
 from fsdp_tune.data.tokenise.conversations import ChatTokens, chat_tokens
 from fsdp_tune.data.tokenise.exported_tokenizer import save_tokenizer
 from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder, load_encoder, open_tokenizer
+from fsdp_tune.recipe.schema.data_section import DataSource
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.sections import DataSource
 
 BUILTIN = "builtin:arithmetic"
 

@@ -205,7 +205,7 @@ PLANTS: tuple[Plant, ...] = (
     ),
     plant(
         "step without targets has loss 0",
-        "worker.trainer:FsdpTrainer.get_batch_samples",
+        "worker.prepared_trainer:PreparedTrainer.get_batch_samples",
         never("total"),
         rows="F021",
         by=("faults/test_numbers.py::step_without_targets_is_an_error",),
@@ -737,7 +737,7 @@ PLANTS: tuple[Plant, ...] = (
     ),
     plant(
         "generation of the GPU ignored",
-        "recipe.resolve:_Resolver.gpu",
+        "recipe.device_choice:compare_gpu",
         value("capability", "None"),
         rows="F146",
         by=("recipe/test_resolve.py::fp8_on_an_old_gpu_is_refused_before_ranks_start",),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_tune.cluster.doctor_checks import HealthCheck, State
+from fsdp_tune.cluster.health_facts import HealthCheck, State
 from fsdp_tune.core.devices import GpuState
 from fsdp_tune.core.errors import Notice, Problem
 from fsdp_tune.core.units import GIB

@@ -16,7 +16,8 @@ import pytest
 
 from fsdp_tune.cluster.mirror import writer as writing
 from fsdp_tune.cluster.mirror.remote_run import IDENTITY_NAME, RemoteRun, read_identity
-from fsdp_tune.cluster.mirror.send import Sender, follow
+from fsdp_tune.cluster.mirror.send import follow
+from fsdp_tune.cluster.mirror.sender import Sender
 from fsdp_tune.cluster.mirror.writer import MirrorInUseError, Writer
 from fsdp_tune.core.errors import FsdpTuneError, Notice
 from fsdp_tune.jobs import mirroring as jobs
@@ -25,7 +26,8 @@ from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.run.directory import CHECKPOINT_KIND, Checkpoint, RunDir, inspect_checkpoint
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file, list_files
 from fsdp_tune.run.mirror_state import MirrorState
-from fsdp_tune.run.remote_files import RemoteDirectory, UrlError
+from fsdp_tune.run.remote_files import RemoteDirectory
+from fsdp_tune.run.remote_requests import UrlError
 from tests.cluster.test_remote_run import make_run, save, send_all
 from tests.cluster.test_writer import Elsewhere
 from tests.launch.test_accelerate import resolved

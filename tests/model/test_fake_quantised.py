@@ -223,7 +223,7 @@ def test_older_torchao_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("dtype", "count"), [("bf16", 1), ("no", 0)])
 def test_compiled_layers_that_round_in_fp32_are_refused(dtype: str, count: int) -> None:
     """A graph of inductor keeps scale and quotient in fp32, while the conversion rounds both to bf16."""
-    from fsdp_tune.recipe.rules.limits import quantised_training_limits
+    from fsdp_tune.recipe.rules.adapters import quantised_training_limits
 
     found = [
         *quantised_training_limits(quantised(kernels={"compile": True}, precision={"mixed_precision": dtype}))

@@ -25,7 +25,7 @@ from fsdp_tune.model.shard import recompute
 from fsdp_tune.model.step import scale_gradients
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.worker.observe import flight_recorder
-from fsdp_tune.worker.observe.metrics import ExpertLoads
+from fsdp_tune.worker.observe.expert_loads import ExpertLoads
 from fsdp_tune.worker.readback.dtype_audit import DtypeAudit, warnings_of, why_not_audited
 from fsdp_tune.worker.step_observer import LoggedStep
 from tests.structure.internals import entries

@@ -360,10 +360,10 @@ BREAKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "no weight decay": _replaced("fsdp_tune.model.shard.local.decays", lambda name, parameter: False),
     "no clipping": _replaced("fsdp_tune.worker.step_checks.clip_factor", _no_clipping),
     "optimizer state not restored on resume": _replaced(
-        "fsdp_tune.worker.trainer.restore_optimizer", lambda live, path: None
+        "fsdp_tune.worker.prepared_trainer.restore_optimizer", lambda live, path: None
     ),
     "schedule not restored on resume": _replaced(
-        "fsdp_tune.worker.trainer.restore_schedule", lambda scheduler, step: None
+        "fsdp_tune.worker.prepared_trainer.restore_schedule", lambda scheduler, step: None
     ),
     "evaluation repeats rows": _replaced("fsdp_tune.worker.eval_sets.eval_batches", _repeated_rows),
     "adapters outside of the units": leave_adapters_out_of_units,
@@ -383,6 +383,6 @@ BREAKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "loss averaged over data ranks alone": average_over_data_ranks_alone,
     "shared rows counted on each rank": count_shared_rows_on_each_rank,
     "dropout of adapters equal on all ranks": _replaced(
-        "fsdp_tune.worker.trainer.seed_for_rank", lambda seed, step: seed
+        "fsdp_tune.worker.prepared_trainer.seed_for_rank", lambda seed, step: seed
     ),
 }

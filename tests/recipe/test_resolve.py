@@ -11,7 +11,8 @@ import pytest
 import fsdp_tune
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.errors import FsdpTuneError, Problem
-from fsdp_tune.recipe.resolve import ASSUMED_DEVICES, Resolution, resolve
+from fsdp_tune.recipe.device_choice import ASSUMED_DEVICES
+from fsdp_tune.recipe.resolve import Resolution, resolve
 from fsdp_tune.recipe.schema.keys import value_of
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value

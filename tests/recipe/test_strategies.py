@@ -9,9 +9,9 @@ from typing import get_args
 import pytest
 
 from fsdp_tune.recipe import fsdp_arguments as fsdp
+from fsdp_tune.recipe.conversions import STRATEGIES_ELSEWHERE
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.strategies import STRATEGIES, ShardingStrategy
-from fsdp_tune.recipe.synonyms import STRATEGIES_ELSEWHERE
 
 
 def test_each_name_that_a_recipe_takes_has_its_row() -> None:

@@ -12,7 +12,8 @@ import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem
 from fsdp_tune.recipe.read.loader import load_recipe
-from fsdp_tune.recipe.read.yaml_source import MAX_FILE_BYTES, MappingNode, compose, plain_value, read_text
+from fsdp_tune.recipe.read.recipe_text import MAX_FILE_BYTES, read_text
+from fsdp_tune.recipe.read.yaml_source import MappingNode, compose, plain_value
 from tests.recipe.loading import one_problem, problems
 
 

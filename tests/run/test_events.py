@@ -17,13 +17,12 @@ from fsdp_tune.run.events import (
     NAMED_ROWS,
     FirstStep,
     LossSpike,
-    MetricsEvent,
-    OtherEvent,
     Profiled,
     RankSlowed,
     RecipeChanged,
     read_event,
 )
+from fsdp_tune.run.metrics_event import MetricsEvent, OtherEvent
 from fsdp_tune.run.metrics_file import append_event, read_metrics
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_tune.core.atomic import DISK
-from fsdp_tune.run import remote_files
+from fsdp_tune.run import remote_requests
 from fsdp_tune.run.manifest import DIGEST_CHUNK_BYTES, Digester
 from fsdp_tune.run.remote_files import RemoteDirectory
 
@@ -26,7 +26,7 @@ def failing_second_write(monkeypatch: pytest.MonkeyPatch) -> None:
         return write(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(DISK, "write", fails)
-    monkeypatch.setattr(remote_files, "WAITS", (0.0,))
+    monkeypatch.setattr(remote_requests, "WAITS", (0.0,))
 
 
 @pytest.mark.usefixtures("failing_second_write")

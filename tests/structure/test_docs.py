@@ -245,6 +245,8 @@ def dictionary_keys(path: str, *functions: str) -> set[str]:
 def test_every_field_of_a_training_line_is_documented() -> None:
     written = (
         dictionary_keys("worker/observe/metrics.py", "facts", "peak_memory_gib")
+        | dictionary_keys("worker/observe/expert_loads.py", "facts")
+        | dictionary_keys("worker/observe/step_shares.py", "facts")
         | dictionary_keys("worker/step_checks.py", "facts")
         | dictionary_keys("worker/rows/streamed_rows.py", "facts")
         | {"step", "epoch", "time", "source_<label>_loss"}  # whose name is not a constant

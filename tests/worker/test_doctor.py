@@ -14,7 +14,7 @@ import pytest
 from fsdp_tune.core.errors import FailedError
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.health_files import NetworkFacts, NetworkInterface
-from fsdp_tune.worker import doctor
+from fsdp_tune.worker import doctor, speed_probe
 
 
 def recipe(**launch: object) -> Recipe:
@@ -40,8 +40,8 @@ def test_products_in_a_row_show_a_limit_of_the_cpu(running: float, stopped: floa
             now += stopped
         times.append(now)
     assert min(after - before for before, after in pairwise(times)) == pytest.approx(0.010)
-    assert least <= doctor.least_mean(times) < 4 * least
-    assert doctor.least_mean([0.0, 0.1]) == float("inf")
+    assert least <= speed_probe.least_mean(times) < 4 * least
+    assert speed_probe.least_mean([0.0, 0.1]) == float("inf")
 
 
 def test_directory_without_weights_is_a_missing_input(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from fsdp_tune.worker import step_checks
 from fsdp_tune.worker.checkpoint.state import rng_state, set_rng_state
 from fsdp_tune.worker.observe import flight_recorder
 from fsdp_tune.worker.observe import out_of_memory as memory
-from fsdp_tune.worker.observe.metrics import StepShares, Stopwatch
+from fsdp_tune.worker.observe.step_shares import StepShares, Stopwatch
 from fsdp_tune.worker.rank import (
     Rank,
     flight_recorder_variables,

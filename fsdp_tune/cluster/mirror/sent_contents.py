@@ -12,7 +12,7 @@ from fsdp_tune.core.files import read_regular
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.manifest import MANIFEST_NAME, list_files
 from fsdp_tune.run.metrics_file import METRICS_BYTES
-from fsdp_tune.run.remote_files import ContentError
+from fsdp_tune.run.remote_requests import ContentError
 from fsdp_tune.run.written_files import model_files
 
 

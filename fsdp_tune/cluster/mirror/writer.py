@@ -27,7 +27,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from fsdp_tune.core.ownership import Owner, is_running, parse_owner, this_owner
-from fsdp_tune.run.remote_files import NoConditionalWritesError, RemoteDirectory, UrlError
+from fsdp_tune.run.remote_files import RemoteDirectory
+from fsdp_tune.run.remote_requests import NoConditionalWritesError, UrlError
 
 WRITERS = "writers"
 BEAT_SECONDS = 10.0

@@ -35,7 +35,8 @@ from fsdp_tune.core.atomic import DISK, write_json
 from fsdp_tune.core.errors import Where, usage_error
 from fsdp_tune.core.hub import first_line
 from fsdp_tune.run.manifest import digest, digest_file, digest_number
-from fsdp_tune.run.remote_files import PACKAGES, STAMP_KEYS, UrlError, retried
+from fsdp_tune.run.remote_files import PACKAGES, STAMP_KEYS
+from fsdp_tune.run.remote_requests import UrlError, retried
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -13,7 +13,7 @@ from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.core.hub import cache_only, causes_of, first_line, hub_is_reachable, unreachable
-from fsdp_tune.recipe.schema.sections import DataSource
+from fsdp_tune.recipe.schema.data_section import DataSource
 
 
 def load_saved(path: Path, split: str, where: Where) -> Any:

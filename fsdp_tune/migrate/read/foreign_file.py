@@ -25,8 +25,9 @@ from fsdp_tune.migrate.read.shell_script import Unexpanded
 from fsdp_tune.recipe.key_paths import KeyPath
 from fsdp_tune.recipe.read.other_tools import no_importer, other_tool
 from fsdp_tune.recipe.read.plain_yaml import about_the_file, compose_plain
+from fsdp_tune.recipe.read.recipe_text import read_text
 from fsdp_tune.recipe.read.tool_detection import OPTION_NAMES, SCRIPTS, TORCHTUNE, UNSLOTH, tool_of, tried
-from fsdp_tune.recipe.read.yaml_source import ListNode, MappingNode, Node, read_text
+from fsdp_tune.recipe.read.yaml_source import ListNode, MappingNode, Node
 
 _PLACEHOLDER = re.compile(r"\$\{[^{}]*\}|\$[A-Za-z_]\w*$")
 """Text that a tool, or the shell, replaces before it is a value."""

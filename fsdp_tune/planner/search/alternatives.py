@@ -19,7 +19,8 @@ from fsdp_tune.core.gpus import Hardware
 from fsdp_tune.core.topology import DATA_KEYS
 from fsdp_tune.planner.predict.memory import DTYPE_BYTES
 from fsdp_tune.planner.trace_format import Counts
-from fsdp_tune.recipe.resolve import ASSUMED_DEVICES, resolve
+from fsdp_tune.recipe.device_choice import ASSUMED_DEVICES
+from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.rules.contradictions import INPUTS, RULES
 from fsdp_tune.recipe.rules.training import TOKENS_KEY
 from fsdp_tune.recipe.schema.keys import refused, value_of

@@ -35,7 +35,8 @@ from fsdp_tune.model.shard.fsdp_units import UnitPlan, plan_units
 from fsdp_tune.planner.predict.depth import DepthError, Repeated, full_depth, repeated_layers
 from fsdp_tune.planner.predict.mixture import with_ep_size
 from fsdp_tune.planner.trace.assemble import assemble, count, unit_list
-from fsdp_tune.planner.trace.fake_gpu import (
+from fsdp_tune.planner.trace.fake_world import fake_world
+from fsdp_tune.planner.trace.traced_model import (
     build_traced,
     container_of,
     has_unit_of_several_layers,
@@ -43,7 +44,6 @@ from fsdp_tune.planner.trace.fake_gpu import (
     shallow_recipe,
     without_dropped,
 )
-from fsdp_tune.planner.trace.fake_world import fake_world
 from fsdp_tune.planner.trace.traced_step import run_step
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.references import without_adapter

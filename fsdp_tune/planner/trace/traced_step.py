@@ -48,15 +48,9 @@ from fsdp_tune.model.step import (
 )
 from fsdp_tune.planner.trace import fake_gpu
 from fsdp_tune.planner.trace.cuda_kernels import CudaAttention, Rows, packed_rows
-from fsdp_tune.planner.trace.fake_gpu import (
-    STREAMS,
-    attention_windows,
-    nothing,
-    on_fake_device,
-    replaced,
-    values_of_host,
-)
+from fsdp_tune.planner.trace.fake_gpu import STREAMS, nothing, replaced, values_of_host
 from fsdp_tune.planner.trace.recorder import PHASE, Place, Recorder
+from fsdp_tune.planner.trace.traced_model import attention_windows, on_fake_device
 from fsdp_tune.planner.trace_format import GROUPS
 from fsdp_tune.recipe.schema.attention_kernels import TORCH_VARLEN
 from fsdp_tune.recipe.schema.recipe import Recipe

@@ -11,16 +11,11 @@ from pydantic import ValidationError
 
 from fsdp_tune.core.errors import Problem, Where
 from fsdp_tune.core.units import ScalarError, enumerated, parse_plain, printable, shown
+from fsdp_tune.recipe.conversions import STRATEGIES_ELSEWHERE
 from fsdp_tune.recipe.key_paths import KeyPath, dotted
-from fsdp_tune.recipe.read.yaml_source import (
-    UNSPACED,
-    ListNode,
-    MappingNode,
-    Node,
-    ScalarNode,
-    entries_of,
-    plain_value,
-)
+from fsdp_tune.recipe.read.yaml_mistakes import UNSPACED
+from fsdp_tune.recipe.read.yaml_source import ListNode, MappingNode, Node, ScalarNode, entries_of, plain_value
+from fsdp_tune.recipe.schema.data_section import EVAL_TAGS
 from fsdp_tune.recipe.schema.keys import (
     choices,
     closest,
@@ -33,7 +28,6 @@ from fsdp_tune.recipe.schema.keys import (
 from fsdp_tune.recipe.schema.kinds import Text
 from fsdp_tune.recipe.schema.optimizers import OPTIMIZERS
 from fsdp_tune.recipe.schema.recipe import Training
-from fsdp_tune.recipe.schema.sections import EVAL_TAGS
 from fsdp_tune.recipe.schema.training_fields import (
     TRAINING_FIELDS,
     installed_transformers,
@@ -41,7 +35,6 @@ from fsdp_tune.recipe.schema.training_fields import (
     owner_of,
     version_gap,
 )
-from fsdp_tune.recipe.synonyms import STRATEGIES_ELSEWHERE
 
 
 def node_at(tree: Node, path: Sequence[str | int]) -> Node | None:

@@ -21,17 +21,10 @@ from fsdp_tune.recipe.read.explain import check_free_mappings, check_training, e
 from fsdp_tune.recipe.read.legacy import settle, take_aliases, translate
 from fsdp_tune.recipe.read.other_tools import no_importer, other_tool
 from fsdp_tune.recipe.read.overrides import OptionOverride, apply_overrides
+from fsdp_tune.recipe.read.recipe_text import read_text
 from fsdp_tune.recipe.read.tool_detection import SCRIPTS, foreign_tool
 from fsdp_tune.recipe.read.wrong_values import broken, drop, touches, without
-from fsdp_tune.recipe.read.yaml_source import (
-    ListNode,
-    MappingNode,
-    Node,
-    ScalarNode,
-    compose,
-    plain_value,
-    read_text,
-)
+from fsdp_tune.recipe.read.yaml_source import ListNode, MappingNode, Node, ScalarNode, compose, plain_value
 from fsdp_tune.recipe.rules.contradictions import REMARKS, RULES
 from fsdp_tune.recipe.rules.without_effect import inactive_keys
 from fsdp_tune.recipe.schema.keys import Finding, as_notice, as_problem, field_at, refused, sections_in

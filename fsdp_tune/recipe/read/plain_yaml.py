@@ -6,7 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem, usage_error
-from fsdp_tune.recipe.read.yaml_source import Node, compose_all, plain_value, read_text
+from fsdp_tune.recipe.read.recipe_text import read_text
+from fsdp_tune.recipe.read.yaml_source import Node, compose_all, plain_value
 
 
 def read_plain_yaml(path: Path) -> object:

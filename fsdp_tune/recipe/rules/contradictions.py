@@ -14,22 +14,18 @@ from collections.abc import Iterator, Sequence
 from fsdp_tune.core.families import SCALED_FIELDS
 from fsdp_tune.core.units import printable, shown
 from fsdp_tune.core.values import texts_below
+from fsdp_tune.recipe.rules.adapters import ADAPTER_RULES
 from fsdp_tune.recipe.rules.evaluation import EVALUATION_RULES, best_is_not_merged, builder_has_files
 from fsdp_tune.recipe.rules.experts import EXPERT_PARALLEL_RULES
 from fsdp_tune.recipe.rules.launch import ENVIRONMENT_RULES
-from fsdp_tune.recipe.rules.limits import (
-    ADAPTER_RULES,
-    EXPERTS_RULES,
-    FP8_RULES,
-    SEQUENCE_RULES,
-    STREAMING_RULES,
-)
+from fsdp_tune.recipe.rules.limits import EXPERTS_RULES, FP8_RULES, SEQUENCE_RULES
 from fsdp_tune.recipe.rules.rates import RATE_RULES
+from fsdp_tune.recipe.rules.streaming import STREAMING_RULES
 from fsdp_tune.recipe.rules.training import OPTIMIZER_RULES, TRAINING_RULES, rounds_stochastically
 from fsdp_tune.recipe.schema.attention_kernels import SDPA_OR_EAGER, TORCH_VARLEN, needs_cuda
+from fsdp_tune.recipe.schema.data_section import DataSource
 from fsdp_tune.recipe.schema.keys import Finding, Rule, closest, given
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.sections import DataSource
 from fsdp_tune.recipe.schema.strategies import STRATEGIES
 
 INPUTS = frozenset({"no-tokenizer", "no-data"})

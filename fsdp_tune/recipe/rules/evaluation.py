@@ -9,10 +9,10 @@ import re
 from collections.abc import Iterator
 
 from fsdp_tune.core.units import shown
+from fsdp_tune.recipe.schema.data_section import BUILDERS, DataSource
 from fsdp_tune.recipe.schema.evaluation import EvaluationSet
 from fsdp_tune.recipe.schema.keys import Finding, Rule
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.sections import BUILDERS, DataSource
 from fsdp_tune.recipe.schema.training_fields import training_value
 
 _KEY = "evaluation.sets"

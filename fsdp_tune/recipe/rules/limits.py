@@ -1,8 +1,7 @@
-"""Where features work: fp8 and bf16, `parallelism.sp_size`, `data.streaming`, `lora:` and `quantization:`.
+"""Where features work: fp8 and bf16, kernels of experts and attention, and `parallelism.sp_size`.
 
 The rules are part of `rules.contradictions.RULES`. `recipe.world` checks the ranks of sequence parallelism;
-the limits of the model itself are in `model.kernels.linear_layers`, `model.sequence_parallel` and
-`model.adapters.lora`.
+the limits of the model itself are in `model.kernels.linear_layers` and `model.sequence_parallel`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Iterator
 from fsdp_tune.core.expert_kernels import EXPERTS_KERNELS
 from fsdp_tune.core.flash_kernels import flash_version
 from fsdp_tune.recipe.schema.keys import Finding, Rule, given
-from fsdp_tune.recipe.schema.recipe import Lora, Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 
 FP8_MULTIPLE = 16
@@ -24,7 +23,11 @@ row on all of them."""
 OLDEST_BF16_GPU = (8, 0)
 """Compute capability of Ampere, the first GPUs with tensor cores for bf16 and the oldest with
 FlashAttention."""
-_KEY, _RECIPE, _KERNEL = "precision.mixed_precision", "precision.fp8_recipe", "model.attn_implementation"
+PRECISION_KEY, _RECIPE, _KERNEL = (
+    "precision.mixed_precision",
+    "precision.fp8_recipe",
+    "model.attn_implementation",
+)
 _EXPERTS = "kernels.experts"
 
 
@@ -42,11 +45,14 @@ def fp8_limits(recipe: Recipe) -> Iterator[Finding]:
     fsdp = recipe.fsdp
     if computes_in_fp8(recipe) and fsdp.version == 1 and recipe.is_sharded:
         message = (
-            f"`{_KEY}: fp8` needs FSDP2: `fsdp.version: 1` concatenates weights into flat vectors, which "
-            "have no scale for each weight"
+            f"`{PRECISION_KEY}: fp8` needs FSDP2: `fsdp.version: 1` concatenates weights into flat vectors, "
+            "which have no scale for each weight"
         )
         yield Finding(
-            "contradiction", (_KEY, "fsdp.version"), message, "use `fsdp.version: 2`, or write `bf16`"
+            "contradiction",
+            (PRECISION_KEY, "fsdp.version"),
+            message,
+            "use `fsdp.version: 2`, or write `bf16`",
         )
     if not gathers_in_fp8(recipe):
         return
@@ -75,9 +81,11 @@ def fp8_gpu_problem(name: str, capability: tuple[int, int]) -> Finding | None:
     if capability >= OLDEST_FP8_GPU:
         return None
     wanted, has = ".".join(map(str, OLDEST_FP8_GPU)), ".".join(map(str, capability))
-    message = f"`{_KEY}: fp8` needs compute capability {wanted} (Ada, Hopper, Blackwell); {name} has {has}"
+    message = (
+        f"`{PRECISION_KEY}: fp8` needs compute capability {wanted} (Ada, Hopper, Blackwell); {name} has {has}"
+    )
     older = "bf16" if capability >= OLDEST_BF16_GPU else "fp16"
-    return Finding("fp8-gpu-too-old", (_KEY,), message, f"write `{_KEY}: {older}`")
+    return Finding("fp8-gpu-too-old", (PRECISION_KEY,), message, f"write `{PRECISION_KEY}: {older}`")
 
 
 def flash_gpu_problem(recipe: Recipe, name: str, capability: tuple[int, int]) -> Finding | None:
@@ -118,7 +126,7 @@ def experts_kernel(recipe: Recipe) -> Iterator[Finding]:
         message = f"{written} computes in 16 bits, and this recipe computes in fp32"
         yield Finding(
             "contradiction",
-            (_EXPERTS, _KEY),
+            (_EXPERTS, PRECISION_KEY),
             message,
             "leave `experts` at auto, or write `mixed_precision: bf16`",
         )
@@ -153,9 +161,12 @@ def slow_bf16(recipe: Recipe, name: str, capability: tuple[int, int]) -> Finding
         "times slower than it computes fp16"
     )
     if recipe.precision.mixed_precision == "bf16":
-        return Finding("bf16-gpu-too-old", (_KEY,), message, f"write `{_KEY}: fp16`")
+        return Finding("bf16-gpu-too-old", (PRECISION_KEY,), message, f"write `{PRECISION_KEY}: fp16`")
     return Finding(
-        "bf16-gpu-too-old", ("model.dtype",), message, f"write `model.dtype: fp32` and `{_KEY}: fp16`"
+        "bf16-gpu-too-old",
+        ("model.dtype",),
+        message,
+        f"write `model.dtype: fp32` and `{PRECISION_KEY}: fp16`",
     )
 
 
@@ -163,7 +174,7 @@ def slow_bf16_cpu(recipe: Recipe) -> Finding | None:
     """Return what bf16 costs on CPU ranks whose CPU has no instructions for it."""
     if recipe.compute_dtype != "bf16":
         return None
-    keys = (_KEY,) if recipe.model.dtype == "fp32" else ("model.dtype", _KEY)
+    keys = (PRECISION_KEY,) if recipe.model.dtype == "fp32" else ("model.dtype", PRECISION_KEY)
     message = (
         "this CPU has no instructions for bf16 (AMX, AVX512_BF16): linear layers take 5 to 26 times as "
         "long as in fp32"
@@ -261,303 +272,3 @@ def sequence_limits(recipe: Recipe) -> Iterator[Finding]:
 
 
 SEQUENCE_RULES: tuple[Rule, ...] = (rows_divide, sequence_limits)
-
-
-_STREAMING = "data.streaming"
-_WHY = "`data.streaming: true` reads rows while the run trains"
-
-
-def stream_has_an_end(recipe: Recipe) -> Iterator[Finding]:
-    if recipe.data.streaming and training_value(recipe.training, "max_steps") <= 0:
-        message = f"{_WHY}, so their number is unknown, and `training.max_steps` is missing"
-        yield Finding("missing-key", (_STREAMING, "training"), message, "write `training.max_steps`")
-
-
-def stream_needs_no_prepared_rows(recipe: Recipe) -> Iterator[Finding]:
-    """Refuse what needs all rows before the first step."""
-    data = recipe.data
-    if not data.streaming:
-        return
-    if data.eval is not None and not isinstance(data.eval, list):
-        message = f"{_WHY}, and `data.eval` would hold out a part of all rows"
-        yield Finding(
-            "contradiction",
-            ("data.eval", _STREAMING),
-            message,
-            "give the rows to evaluate on as sources: `eval: [{path: …}]`",
-        )
-    if recipe.training.per_device_train_batch_tokens is not None:
-        message = f"{_WHY}, and `training.per_device_train_batch_tokens` forms batches of all rows by length"
-        keys = ("training.per_device_train_batch_tokens", _STREAMING)
-        yield Finding("contradiction", keys, message, "use `data.packing: true`, which fills rows")
-    if data.drop_duplicates:
-        message = f"{_WHY}, and `data.drop_duplicates: true` compares all rows with each other"
-        yield Finding("contradiction", ("data.drop_duplicates", _STREAMING), message, "leave one of them out")
-    if data.mixture.temperature != 1.0:
-        message = (
-            f"{_WHY}, so the sizes of the sources, which `data.mixture.temperature` flattens, are unknown"
-        )
-        yield Finding(
-            "contradiction", ("data.mixture.temperature", _STREAMING), message, "give each source a `weight`"
-        )
-    for index in [index for index, source in enumerate(data.train) if source.max_rows is not None]:
-        key = f"data.train[{index}].max_rows"
-        message = (
-            f"{_WHY}, in lanes that do not read it from its beginning to its end, so `max_rows` has "
-            "no meaning"
-        )
-        yield Finding("contradiction", (key, _STREAMING), message, "select files by `data_files`")
-
-
-def stream_has_no_epochs(recipe: Recipe) -> Iterator[Finding]:
-    """Refuse to act once an epoch: the only one ends with the run, so that a run that is stopped would have
-    no checkpoint."""
-    for name in ("save_strategy", "eval_strategy", "logging_strategy"):
-        if recipe.data.streaming and training_value(recipe.training, name) == "epoch":
-            key = f"training.{name}"
-            message = (
-                f"`{key}: epoch` waits for the end of an epoch, and `data.streaming: true` has none "
-                "before the last step"
-            )
-            yield Finding("contradiction", (key, _STREAMING), message, f"write `{name}: steps`")
-
-
-def mixture_of_a_stream_has_weights(recipe: Recipe) -> Iterator[Finding]:
-    data = recipe.data
-    if not data.streaming or len(data.train) < 2:
-        return
-    if missing := [index for index, source in enumerate(data.train) if source.weight is None]:
-        message = (
-            f"{_WHY}, so the sizes of the sources are unknown, and `data.train[{missing[0]}]` has no `weight`"
-        )
-        yield Finding(
-            "missing-key",
-            (f"data.train[{missing[0]}]", _STREAMING),
-            message,
-            "give each source a `weight`, its share",
-        )
-
-
-def curriculum_is_in_order(recipe: Recipe) -> Iterator[Finding]:
-    data, before = recipe.data, 0
-    for index, stage in enumerate(data.curriculum):
-        key = f"data.curriculum[{index}]"
-        if stage.until_step <= before:
-            message = f"`{key}` ends at step {stage.until_step}, and the stage before it at step {before}"
-            yield Finding(
-                "wrong-value", (f"{key}.until_step",), message, "write the stages in the order of their steps"
-            )
-        if len(stage.weights) != len(data.train) or not any(stage.weights):
-            message = (
-                f"`{key}.weights` has {len(stage.weights)} values, and `data.train` {len(data.train)} entries"
-            )
-            if len(stage.weights) == len(data.train):
-                message = f"`{key}.weights` are all 0"
-            yield Finding(
-                "wrong-value", (f"{key}.weights",), message, "write one number for each entry, in their order"
-            )
-        before = stage.until_step
-
-
-def passes_are_of_a_stream(recipe: Recipe) -> Iterator[Finding]:
-    for index, source in enumerate(recipe.data.train):
-        if source.repeats is not None and not recipe.data.streaming:
-            key = f"data.train[{index}].repeats"
-            message = f"`{key}` limits the passes over a stream, and `data.streaming` is false"
-            yield Finding(
-                "contradiction",
-                (key, _STREAMING),
-                message,
-                "use `training.num_train_epochs`, or `weight`s of the sources",
-            )
-
-
-STREAMING_RULES: tuple[Rule, ...] = (
-    *(
-        stream_has_an_end,
-        stream_needs_no_prepared_rows,
-        stream_has_no_epochs,
-        mixture_of_a_stream_has_weights,
-    ),
-    *(curriculum_is_in_order, passes_are_of_a_stream),
-)
-
-
-def lora_limits(recipe: Recipe) -> Iterator[Finding]:
-    if recipe.lora is None:
-        return
-    if recipe.model.from_config is not None:
-        message = (
-            "`lora:` trains a small change of a trained model, and `model.from_config` starts from "
-            "random weights, which nothing keeps"
-        )
-        yield Finding(
-            "contradiction",
-            ("model.from_config", "lora"),
-            message,
-            "write `model.name_or_path`, or leave `lora:` out",
-        )
-    if recipe.model.freeze:
-        message = "`model.freeze` has no effect with `lora:`, which freezes every parameter of the model"
-        yield Finding(
-            "contradiction",
-            ("model.freeze", "lora"),
-            message,
-            "leave it out; `lora.modules_to_save` names modules to train in full",
-        )
-    if recipe.fsdp.version == 1 and recipe.is_sharded:
-        message = (
-            "`lora:` needs FSDP2: `fsdp.version: 1` joins frozen and trained parameters of a unit in one "
-            "flat tensor of one dtype"
-        )
-        yield Finding("contradiction", ("fsdp.version", "lora"), message, "use `fsdp.version: 2`")
-    start = recipe.lora.init_lora_weights
-    if isinstance(start, str) and start != "gaussian":
-        message = (
-            f"`lora.init_lora_weights: {start}` is not supported: initialisations from the weights "
-            "(PiSSA, OLoRA, EVA …) change the base"
-        )
-        yield Finding(
-            "wrong-value",
-            ("lora.init_lora_weights",),
-            message,
-            "write true (A uniform, B zero) or gaussian (A normal, B zero)",
-        )
-    if recipe.lora.use_dora and recipe.lora.init_lora_weights is False:
-        message = (
-            "`lora.use_dora: true` with `init_lora_weights: false` is not supported: the lengths of the "
-            "rows are those of the base"
-        )
-        yield Finding(
-            "contradiction",
-            ("lora.init_lora_weights", "lora.use_dora"),
-            message,
-            "leave `init_lora_weights` out",
-        )
-    if recipe.lora.target_parameters:
-        yield from _of_parameters(recipe, recipe.lora)
-    if computes_in_fp8(recipe):
-        message = (
-            "`precision.mixed_precision: fp8` with `lora:` is not supported: the adapted layers "
-            "compute in bf16"
-        )
-        yield Finding("contradiction", ("precision.mixed_precision", "lora"), message, "write `bf16`")
-
-
-def _of_parameters(recipe: Recipe, lora: Lora) -> Iterator[Finding]:
-    key, why = (
-        "lora.target_parameters",
-        "an adapter of stacked matrices is added to them before they multiply",
-    )
-    if lora.lora_dropout:
-        yield Finding(
-            "contradiction",
-            ("lora.lora_dropout", key),
-            f"`lora.lora_dropout` with `{key}` is not supported: {why}",
-            "write 0",
-        )
-    if lora.use_dora:
-        message = f"`lora.use_dora: true` with `{key}` is not supported"
-        yield Finding("contradiction", ("lora.use_dora", key), message, "write `use_dora: false`")
-    if recipe.kernels.compile:
-        message = (
-            f"`kernels.compile: true` with `{key}` is not supported: layers would be recompiled in every step"
-        )
-        yield Finding("contradiction", ("kernels.compile", key), message, "write `kernels: {compile: false}`")
-    if recipe.kernels.liger is True:
-        message = (
-            f"`kernels.liger: true` with `{key}` is not supported: Liger would replace the forward of "
-            "the adapted experts"
-        )
-        yield Finding("contradiction", ("kernels.liger", key), message, "write `kernels: {liger: auto}`")
-
-
-_TRAIN = "quantization.train"
-
-
-def quantization_limits(recipe: Recipe) -> Iterator[Finding]:
-    if (
-        recipe.quantization is not None
-        and recipe.quantization.load is None
-        and recipe.quantization.train is None
-    ):
-        message = "`quantization: {load: null}` without `train` quantises nothing"
-        yield Finding(
-            "missing-key",
-            ("quantization.load", "quantization"),
-            message,
-            "leave `quantization` out, or write `train: int4`",
-        )
-    if recipe.nf4 is None:
-        return
-    if recipe.lora is None:
-        message = (
-            "`quantization:` holds frozen weights in 4 bits, which cannot be trained: `lora:` is missing"
-        )
-        keys = ("quantization.load", "quantization", _TRAIN)  # with `train`, `load` has another default
-        yield Finding("contradiction", keys, message, "add `lora: {}`, or leave `quantization` out")
-    if recipe.merge.dtype == "keep" and recipe.merge.base == "trained" and recipe.merge.adapter != "adapter":
-        message = (
-            "`merge.dtype: keep` cannot keep the trained weights of `quantization.load`, which are in 4 bits"
-        )
-        yield Finding(
-            "contradiction",
-            ("merge.dtype", "quantization", _TRAIN),
-            message,
-            "leave `merge.dtype` out, or write `merge: {base: original}`",
-        )
-
-
-def quantised_training_limits(recipe: Recipe) -> Iterator[Finding]:
-    """Refuse what `quantization.train` would train otherwise than the converted model computes."""
-    section = recipe.quantised_training
-    if section is None:
-        return
-    what = f"`{_TRAIN}: {section.train}`"
-    if section.load is not None:
-        message = (
-            f"{what} trains the weights, and `quantization.load: {section.load}` holds frozen ones in 4 bits"
-        )
-        yield Finding("contradiction", (_TRAIN, "quantization.load"), message, "leave one of them out")
-    elif recipe.lora is not None:
-        message = (
-            f"{what} with `lora:` is not supported: PEFT adds the adapter to the product of rounded "
-            "weights, torchao has no layer that "
-        )
-        message += "rounds their sum, and the merged and converted model would compute with the rounded sum"
-        hint = "leave `lora:` out, or train an adapter on a quantised base: `quantization: {load: nf4}`"
-        yield Finding("contradiction", (_TRAIN, "lora"), message, hint)
-    if section.group_size == 1:
-        yield Finding(
-            "wrong-value",
-            ("quantization.group_size",),
-            "`quantization.group_size: 1` is a scale for each weight",
-            "write 32",
-        )
-    if recipe.merge.quantise and recipe.merge.dtype not in ("auto", "keep", "fp32", recipe.compute_dtype):
-        message = (
-            f"`merge.quantise: true` rounds weights of {recipe.compute_dtype}, and `merge.dtype: "
-            f"{recipe.merge.dtype}` has others"
-        )
-        yield Finding("contradiction", ("merge.dtype", "merge.quantise"), message, "leave `merge.dtype` out")
-    if computes_in_fp8(recipe):
-        message = f"{what} with `{_KEY}: fp8` is not supported: both replace the linear layers"
-        yield Finding("contradiction", (_KEY, _TRAIN), message, "write `bf16`")
-    if recipe.kernels.compile and recipe.compute_dtype != "fp32":
-        message = (
-            f"{what} with `kernels.compile: true` in {recipe.compute_dtype} is not supported: a compiled "
-            "graph computes scales in fp32"
-        )
-        message += ", so that weights near an edge are rounded to another value than in the converted model"
-        yield Finding("contradiction", ("kernels.compile", _TRAIN), message, "leave `kernels.compile` out")
-    if recipe.kernels.mlp_slice_tokens is not None:
-        message = (
-            f"{what} with `kernels.mlp_slice_tokens` is not supported: the weights would be quantised "
-            "again for each slice"
-        )
-        yield Finding(
-            "contradiction", ("kernels.mlp_slice_tokens", _TRAIN), message, "leave `mlp_slice_tokens` out"
-        )
-
-
-ADAPTER_RULES: tuple[Rule, ...] = (lora_limits, quantization_limits, quantised_training_limits)

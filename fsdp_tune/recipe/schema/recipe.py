@@ -15,6 +15,7 @@ from typing import Annotated, Literal, cast
 from pydantic import ConfigDict
 
 from fsdp_tune.core.topology import DIMENSIONS, Topology
+from fsdp_tune.recipe.schema.data_section import Data, DataSource, EvalFraction, EvalRows, Mixture
 from fsdp_tune.recipe.schema.effects import (
     DATA,
     FREE,
@@ -47,16 +48,11 @@ from fsdp_tune.recipe.schema.kinds import (
 from fsdp_tune.recipe.schema.row_formats import DataFormat
 from fsdp_tune.recipe.schema.sections import (
     CheckpointSection,
-    Data,
-    DataSource,
-    EvalFraction,
-    EvalRows,
     Extensions,
     Kernels,
     Launch,
     Lora,
     Merge,
-    Mixture,
     Model,
     Quantization,
     Tokens,

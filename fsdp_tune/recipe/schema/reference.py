@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_tune.core.units import enumerated
+from fsdp_tune.recipe.schema.data_section import DataSource
 from fsdp_tune.recipe.schema.keys import NOT_YET, Key, all_keys, default_of, field_words
 from fsdp_tune.recipe.schema.kinds import Section
 from fsdp_tune.recipe.schema.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.sections import DataSource
 from fsdp_tune.recipe.schema.training_fields import (
     TRAINING_FIELDS,
     TrainingField,

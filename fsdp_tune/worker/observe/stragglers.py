@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from fsdp_tune.run.events import RankRecovered, RankSlowed
 from fsdp_tune.run.metrics_file import MetricsFile
-from fsdp_tune.worker.observe.metrics import StepShares
+from fsdp_tune.worker.observe.step_shares import StepShares
 from fsdp_tune.worker.step_observer import LoggedStep, RankTimes, StepObserver
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from fsdp_tune.planner.predict.divided_step import step_work
 from fsdp_tune.planner.predict.mixture import divided_memory
 from fsdp_tune.planner.predict.timing import efficiency_of
 from fsdp_tune.planner.trace.cuda_kernels import grouped_flops, grouped_product
-from fsdp_tune.planner.trace.fake_gpu import build_traced
+from fsdp_tune.planner.trace.traced_model import build_traced
 from fsdp_tune.planner.trace_format import DTYPES, KINDS, Trace
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of

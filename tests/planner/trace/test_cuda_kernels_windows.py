@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig, PreTrainedConfig
 
 from fsdp_tune.planner.trace.cuda_kernels import TILE_TOKENS, flash_flops, flash_share
-from fsdp_tune.planner.trace.fake_gpu import attention_windows
+from fsdp_tune.planner.trace.traced_model import attention_windows
 from tests.planner.recipes import resolved
 
 SIZES = {

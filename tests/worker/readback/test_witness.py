@@ -111,7 +111,7 @@ def test_checksum_detects_reordered_pieces() -> None:
 
 
 def same_dropout_streams() -> AbstractContextManager[Any]:
-    return patch("fsdp_tune.worker.trainer.seed_for_rank", lambda seed, step: seed)
+    return patch("fsdp_tune.worker.prepared_trainer.seed_for_rank", lambda seed, step: seed)
 
 
 def another_seed_for_weights() -> AbstractContextManager[Any]:
@@ -133,9 +133,9 @@ def stale_parameter_on_one_rank() -> AbstractContextManager[Any]:
     """The optimizer holds an older tensor of one parameter."""
     import torch.distributed as dist
 
-    from fsdp_tune.worker import trainer
+    from fsdp_tune.worker import prepared_trainer
 
-    original = trainer.build_optimizer
+    original = prepared_trainer.build_optimizer
 
     def build_optimizer(*arguments: Any) -> Any:
         optimizer = original(*arguments)
@@ -144,7 +144,7 @@ def stale_parameter_on_one_rank() -> AbstractContextManager[Any]:
             held[1] = torch.nn.Parameter(held[1].detach().clone())
         return optimizer
 
-    return patch.object(trainer, "build_optimizer", build_optimizer)
+    return patch.object(prepared_trainer, "build_optimizer", build_optimizer)
 
 
 def _after_step(change: Any) -> AbstractContextManager[Any]:

@@ -16,7 +16,12 @@ from fsdp_tune.model.shard.fsdp_units import plan_units
 from fsdp_tune.planner.predict.depth import Repeated, full_depth, repeated_layers
 from fsdp_tune.planner.predict.memory import peak_memory
 from fsdp_tune.planner.trace.cuda_kernels import CudaAttention
-from fsdp_tune.planner.trace.fake_gpu import container_of, layer_signatures, shallow_recipe, without_dropped
+from fsdp_tune.planner.trace.traced_model import (
+    container_of,
+    layer_signatures,
+    shallow_recipe,
+    without_dropped,
+)
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.model.families import FAMILIES
@@ -225,7 +230,7 @@ def test_flash_kernels_of_a_model_without_sdpa_are_planned() -> None:
 def test_flash_attention_of_a_model_without_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import LlamaForCausalLM
 
-    from fsdp_tune.planner.trace.fake_gpu import build_traced
+    from fsdp_tune.planner.trace.traced_model import build_traced
 
     monkeypatch.setattr(LlamaForCausalLM, "_supports_flash_attn", False)
     recipe = deep(2, model={"attn_implementation": "flash_attention_2"})
@@ -234,7 +239,7 @@ def test_flash_attention_of_a_model_without_it_is_refused(monkeypatch: pytest.Mo
 
 
 def test_flex_attention_is_refused_with_the_reason() -> None:
-    from fsdp_tune.planner.trace.fake_gpu import build_traced
+    from fsdp_tune.planner.trace.traced_model import build_traced
 
     recipe = deep(2, model={"attn_implementation": "flex_attention"})
     with pytest.raises(

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerControl, TrainerState, TrainingArguments
 
 from fsdp_tune.run.metrics_file import read_metrics
-from fsdp_tune.worker.observe import metrics
-from fsdp_tune.worker.observe.metrics import ExpertLoads
+from fsdp_tune.worker.observe import expert_loads
+from fsdp_tune.worker.observe.expert_loads import ExpertLoads
 from fsdp_tune.worker.step_observer import LoggedStep
 from tests.cuda.devices import on_devices
 from tests.parity.bench import Bench
@@ -54,7 +54,7 @@ def begin(loads: ExpertLoads, step: int, **arguments: Any) -> None:
 def test_tokens_of_each_expert_are_those_of_the_router(
     kind: str, recomputed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics.dist, "all_reduce", lambda tensor: None)
+    monkeypatch.setattr(expert_loads.dist, "all_reduce", lambda tensor: None)
     model = model_of(kind)
     if recomputed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -89,7 +89,7 @@ def test_tokens_of_each_expert_are_those_of_the_router(
 
 
 def test_only_logged_steps_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics.dist, "all_reduce", lambda tensor: None)
+    monkeypatch.setattr(expert_loads.dist, "all_reduce", lambda tensor: None)
     model = model_of("mixtral")
     loads = ExpertLoads(model, torch.device("cpu"))
     ids = torch.arange(12)[None]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_tune.worker.observe.metrics import StepShares
+from fsdp_tune.worker.observe.step_shares import StepShares
 from fsdp_tune.worker.step_observer import LoggedStep
 from tests.cuda.devices import on_devices
 from tests.parity import runs

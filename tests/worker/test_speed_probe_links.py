@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from fsdp_tune.run.health_files import LinkTime
-from fsdp_tune.worker import doctor
-from fsdp_tune.worker.doctor import pairs_of_round, time_links
+from fsdp_tune.worker import speed_probe
 from fsdp_tune.worker.rank import Rank
+from fsdp_tune.worker.speed_probe import pairs_of_round, time_links
 from tests.ranks import Ranks
 
 
@@ -28,14 +28,14 @@ def links_with_a_slow_machine(slow: int) -> list[LinkTime]:
     import torch.distributed as dist
 
     rank = Rank(dist.get_rank(), 0, dist.get_world_size())
-    exchange = doctor._exchange
+    exchange = speed_probe._exchange
 
     def late(*arguments: Any) -> float:
         if rank.index == slow:
             time.sleep(0.1)
         return exchange(*arguments)
 
-    doctor._exchange, doctor.PAIR_BYTES = late, 1 << 16
+    speed_probe._exchange, speed_probe.PAIR_BYTES = late, 1 << 16
     return time_links("cpu", rank, 1)
 
 
@@ -51,21 +51,22 @@ def test_messages_of_a_slow_machine_take_longer(on_ranks: Ranks) -> None:
 def links_with_a_fixed_rate(bytes_per_second: float, pair_bytes: int) -> list[LinkTime]:
     import torch.distributed as dist
 
-    doctor.PAIR_BYTES = pair_bytes
+    speed_probe.PAIR_BYTES = pair_bytes
 
     def fixed(sent: Any, *_: Any) -> float:
         return len(sent) / bytes_per_second
 
-    doctor._exchange = fixed
+    speed_probe._exchange = fixed
     return time_links("cpu", Rank(dist.get_rank(), 0, dist.get_world_size()), 1)
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("bytes_per_second", "measured"), [(1 << 30, doctor.PAIR_BYTES), (1 << 20, doctor.PAIR_BYTES // 16)]
+    ("bytes_per_second", "measured"),
+    [(1 << 30, speed_probe.PAIR_BYTES), (1 << 20, speed_probe.PAIR_BYTES // 16)],
 )
 def test_slow_link_is_measured_with_fewer_bytes(
     on_ranks: Ranks, bytes_per_second: float, measured: int
 ) -> None:
-    for (link,) in on_ranks.run(2, links_with_a_fixed_rate, bytes_per_second, doctor.PAIR_BYTES):
+    for (link,) in on_ranks.run(2, links_with_a_fixed_rate, bytes_per_second, speed_probe.PAIR_BYTES):
         assert (link.bytes, link.seconds) == (measured, measured / bytes_per_second)
