@@ -47,8 +47,8 @@ def gather() -> dict[str, Any]:
     from fsdp_tune.core.devices import hidden_by, lost_devices, nvidia_driver, torch_facts, visible_devices
     from fsdp_tune.core.host import host, interconnect
     from fsdp_tune.core.package_versions import versions
-    from fsdp_tune.launch.command.accelerate import relevant_variables
     from fsdp_tune.launch.command.default_config import accelerate_default_config
+    from fsdp_tune.launch.command.inherited import relevant_variables
 
     devices = [
         {"kind": each.kind, "name": each.name, "memory_bytes": each.memory_bytes}

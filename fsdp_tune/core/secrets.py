@@ -2,7 +2,7 @@
 files or the screen.
 
 No list is complete. So the values of inherited variables are shown only if their names are known
-(`launch/command/accelerate.py`), and files that may contain a secret are readable by their owner only.
+(`launch/command/inherited.py`), and files that may contain a secret are readable by their owner only.
 """
 
 from __future__ import annotations

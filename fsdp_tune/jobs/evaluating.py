@@ -35,7 +35,7 @@ from fsdp_tune.jobs.checkpoint_scores import options_of_set
 from fsdp_tune.jobs.evaluated_recipes import recipe_of_run
 from fsdp_tune.jobs.evaluated_sets import prepare_set
 from fsdp_tune.jobs.observer import Observer
-from fsdp_tune.launch.command.accelerate import clean
+from fsdp_tune.launch.command.inherited import clean
 from fsdp_tune.launch.scoring import LOG, WATCH_SECONDS, Outcome, ScoringProcess, evaluation_device
 from fsdp_tune.merge.source import newer_checkpoint
 from fsdp_tune.model.model_files import ModelFacts

@@ -26,7 +26,7 @@ from fsdp_tune.core.devices import only_visible, visible_devices
 from fsdp_tune.core.errors import Problem
 from fsdp_tune.core.processes import QUIET_LIBRARIES
 from fsdp_tune.core.units import format_seconds, parse_seconds
-from fsdp_tune.launch.command.accelerate import clean
+from fsdp_tune.launch.command.inherited import clean
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.checkpoint_scores import scratch_of, warnings_of_scores
 from fsdp_tune.run.directory import Checkpoint, RunDir

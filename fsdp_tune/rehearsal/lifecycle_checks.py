@@ -23,7 +23,7 @@ import psutil
 
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.errors import ExitCode
-from fsdp_tune.launch.command.accelerate import SLURM_PREFIX
+from fsdp_tune.launch.command.inherited import SLURM_PREFIX
 from fsdp_tune.run.directory import RunDir, complete_checkpoints, latest_checkpoint
 from fsdp_tune.run.metrics_file import read_metrics
 from fsdp_tune.run.rank_files import read_heartbeat

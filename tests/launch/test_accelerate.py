@@ -12,14 +12,9 @@ import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.secrets import MASK
-from fsdp_tune.launch.command.accelerate import (
-    FREE,
-    LaunchPlan,
-    check_extra,
-    clean,
-    manual_commands,
-    relevant_variables,
-)
+from fsdp_tune.launch.command.accelerate import LaunchPlan, manual_commands
+from fsdp_tune.launch.command.extra_arguments import FREE, check_extra
+from fsdp_tune.launch.command.inherited import clean, relevant_variables
 from fsdp_tune.recipe.fsdp_arguments import accelerate_config
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.worker import rank
