@@ -89,7 +89,7 @@ import plan_speed
 import fsdp_tune.cli.app, fsdp_tune.jobs.train
 recipe, hardware = plan_speed.resolved(sys.argv[1], sys.argv[2])
 began = time.perf_counter()
-from fsdp_tune.jobs.plan import PlanSession
+from fsdp_tune.jobs.plan_session import PlanSession
 with PlanSession(recipe, hardware) as plans:
     plans.plan_once()
 print(json.dumps({"cached answer": time.perf_counter() - began}))

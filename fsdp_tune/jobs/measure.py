@@ -28,7 +28,9 @@ from fsdp_tune.core.package_versions import installed_versions
 from fsdp_tune.core.units import format_figure, parse_seconds
 from fsdp_tune.jobs.observer import Observer, TrainResult, session
 from fsdp_tune.jobs.options import Allowed, TrainOptions
-from fsdp_tune.jobs.plan import PlannedHere, PlanSession, decisions, planned_here, recipe_body, recipe_text
+from fsdp_tune.jobs.plan import PlannedHere, planned_here
+from fsdp_tune.jobs.plan_session import PlanSession, decisions
+from fsdp_tune.jobs.ranked_recipe import recipe_body, recipe_text
 from fsdp_tune.jobs.train import train
 from fsdp_tune.planner.predict.calibration import FULL_ROWS, Measured
 from fsdp_tune.planner.predict.predict import MeasuredPlan, Plan

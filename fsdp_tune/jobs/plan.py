@@ -6,248 +6,49 @@ learn from a run.
 
 from __future__ import annotations
 
-import copy
 import json
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
-import yaml
-
-from fsdp_tune.core import devices, host
 from fsdp_tune.core.atomic import DISK, check_output_file, write_file
 from fsdp_tune.core.command import Target
-from fsdp_tune.core.devices import Device, Machine, nvidia_driver, this_machine
-from fsdp_tune.core.errors import FsdpTuneError, Notice, failed_error, usage_error
+from fsdp_tune.core.devices import this_machine
+from fsdp_tune.core.errors import FsdpTuneError, Notice, usage_error
 from fsdp_tune.core.gpus import CPU, Hardware, cpu_rank, detect, known_hardware
-from fsdp_tune.core.package_versions import installed_versions
 from fsdp_tune.jobs.observer import Observer, session
 from fsdp_tune.jobs.options import Allowed
+from fsdp_tune.jobs.plan_session import (
+    PlanSession,
+    budget_of,
+    cache_of,
+    decide_open_keys,
+    decisions,
+    one_trace,
+    visible_gpu,
+)
+from fsdp_tune.jobs.ranked_recipe import recipe_text
 from fsdp_tune.jobs.recipes import check_cache, resolve_recipe
 from fsdp_tune.planner import tracing as traces
 from fsdp_tune.planner.gpu_file import find_or_read_hardware
-from fsdp_tune.planner.predict.calibration import (
-    Measured,
-    calibrated_efficiency,
-    known_calibrations,
-    learn,
-    read_run,
-    setting_of,
-)
-from fsdp_tune.planner.predict.experts import expert_rows, why_experts
 from fsdp_tune.planner.predict.memory import disk
-from fsdp_tune.planner.predict.mixture import LOADS_ASSUMED
-from fsdp_tune.planner.predict.predict import Plan, ScalingRow, SmallestHardware
-from fsdp_tune.planner.predict.predict import plan as predict
-from fsdp_tune.planner.predict.timing import Efficiency, UnknownFigure
-from fsdp_tune.planner.search.alternatives import devices_of_machine, differences
-from fsdp_tune.planner.search.candidates import PlannedRecipe, Search
-from fsdp_tune.planner.search.scaling import forced_changes, machines_for, scaling_table
+from fsdp_tune.planner.predict.predict import Plan
+from fsdp_tune.planner.search.alternatives import devices_of_machine
+from fsdp_tune.planner.search.scaling import forced_changes, machines_for
 from fsdp_tune.planner.search.search import (
-    RECOMPUTATION,
-    RESHARDING,
     Decided,
-    MemoryBudget,
-    Ranking,
-    decide_by_memory,
-    other_trainings,
-    rank_recipes,
-    smallest_hardware,
     undecided,
 )
-from fsdp_tune.planner.search.search import decide as decide_with_trace
 from fsdp_tune.planner.trace_format import Trace
-from fsdp_tune.planner.tracing import keep_plan, kept_plan, plan_key
 from fsdp_tune.recipe.read.loader import LoadedRecipe, parse_recipe
 from fsdp_tune.recipe.read.overrides import OptionOverride
-from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.rules.contradictions import INPUTS
 from fsdp_tune.recipe.schema.keys import value_of
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.world import World
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.records import Prediction
-
-
-def visible_gpu(recipe: Recipe) -> Device | None:
-    """Return this machine's first accelerator, or None if it is not of the recipe's kind."""
-    if recipe.launch.device == "cpu":
-        return None
-    visible = devices.visible_devices(os.environ)
-    return visible[0] if visible and visible[0].kind == recipe.launch.device else None
-
-
-def budget_of(recipe: Recipe, gpu: Device | None) -> MemoryBudget | None:
-    """Return the memory of a rank: its GPU's by the table or the driver, or its share of the host's. None if
-    it is unknown."""
-    if recipe.launch.device == "cpu":
-        facts, ranks = host.host(), recipe.local_world_size
-        known = [size for size in (facts["memory_bytes"], facts["memory_limit_bytes"]) if size is not None]
-        return (
-            MemoryBudget(f"the host's memory, shared by {ranks} ranks", min(known) // ranks)
-            if known
-            else None
-        )
-    if gpu is None:
-        return None
-    if (hardware := detect(gpu.name)) is not None:
-        return MemoryBudget.of(hardware)
-    return MemoryBudget(gpu.name, gpu.memory_bytes) if gpu.memory_bytes is not None else None
-
-
-def decide_open_keys(recipe: Recipe, budget: MemoryBudget | None, *, offline: bool = False) -> Decided:
-    """Decide what a resolved recipe leaves to a plan, from a trace in a child process or in the cache.
-
-    The notices name what was decided without knowing the memory.
-    """
-    with traces.Tracing(_cache_of(recipe) / "traces", offline=offline) as tracing:
-        return decide_with_trace(recipe, budget, _one_trace(tracing))
-
-
-def decisions(decided: Decided) -> dict[str, str]:
-    """Return key → the value that was decided, with the reason."""
-    values = {key: value_of(decided.recipe, key) for key in decided.reasons}
-    words = {key: str(value).lower() if isinstance(value, bool) else value for key, value in values.items()}
-    return {key: f"{words[key]} ({reason})" for key, reason in decided.reasons.items()}
-
-
-def _cache_of(recipe: Recipe) -> Path:
-    assert recipe.data.cache_dir is not None, "the recipe is resolved"
-    return Path(recipe.data.cache_dir)
-
-
-def _one_trace(tracing: traces.Tracing) -> Callable[[Recipe], Trace]:
-    def traced(recipe: Recipe) -> Trace:
-        (found,) = tracing([recipe])
-        if isinstance(found, FsdpTuneError):
-            raise found
-        return found
-
-    return traced
-
-
-@dataclass
-class PlanSession:
-    """Plans of one recipe on one kind of GPU. A context: leaving it ends the process that traces."""
-
-    recipe: Recipe
-    hardware: Hardware
-    exact: bool = False
-    _trace: Trace | None = field(default=None)
-
-    @property
-    def efficiency(self) -> Efficiency:
-        """The constants of this GPU for this recipe, calibrated if this machine has measured such a one.
-        Raises: as `trace`."""
-        setting = setting_of(self.recipe, self.trace(), installed_versions(["torch"])["torch"], self._driver)
-        return calibrated_efficiency(_cache_of(self.recipe), self.hardware, setting)
-
-    @cached_property
-    def _driver(self) -> str | None:
-        return nvidia_driver()
-
-    @cached_property
-    def _tracing(self) -> traces.Tracing:
-        return traces.Tracing(_cache_of(self.recipe) / "traces", exact=self.exact)
-
-    def __enter__(self) -> PlanSession:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._tracing.close()
-
-    def decide(self) -> Decided:
-        """Decide for this GPU what the recipe leaves to a plan, and use it from now on. Raises: FsdpTuneError
-        if it cannot be traced."""
-        found = Decided(self.recipe, {})
-        if undecided(self.recipe):
-            found = decide_by_memory(self.recipe, MemoryBudget.of(self.hardware), _one_trace(self._tracing))
-            self.recipe = found.recipe
-        return found
-
-    def trace(self) -> Trace:
-        """Trace the recipe itself, once. Raises: FsdpTuneError if its model is not found or cannot be
-        traced."""
-        if self._trace is None:
-            self._trace = _one_trace(self._tracing)(self.recipe)
-        return self._trace
-
-    def plan(self) -> Plan:
-        return predict(self.recipe, self.hardware, self.trace(), efficiency=self.efficiency)
-
-    def with_experts(self, made: Plan) -> Plan:
-        """Add to the plan of this recipe what other numbers of ranks that divide the experts would change."""
-        try:
-            rows = expert_rows(self.trace(), self.hardware, self.recipe.launch.num_machines, self.efficiency)
-        except UnknownFigure as error:
-            return replace(made, unknown=[*made.unknown, f"experts: {error}"])
-        assumed = [LOADS_ASSUMED] if rows and LOADS_ASSUMED not in made.assumptions else []
-        return replace(
-            made,
-            experts=rows,
-            experts_because=why_experts(rows, self.recipe),
-            assumptions=[*made.assumptions, *assumed],
-        )
-
-    def plan_other(self, recipe: Recipe) -> Plan:
-        """Plan another resolved recipe on the same GPUs. Raises: FsdpTuneError if it cannot be traced."""
-        return predict(recipe, self.hardware, _one_trace(self._tracing)(recipe), efficiency=self.efficiency)
-
-    def plan_once(self) -> Plan:
-        """Return the plan kept from an earlier command, without its timeline, or make and keep it."""
-        cache = _cache_of(self.recipe) / "plans"
-        calibrations = (known_calibrations(_cache_of(self.recipe), self.hardware), self._driver)
-        key = plan_key(
-            self.recipe,
-            self.hardware,
-            calibrations,
-            traces.trace_key(self.recipe, exact=self.exact, vocabulary=None),
-        )
-        found = kept_plan(cache, key, self.recipe)
-        if found is None:
-            found = self.plan()
-            keep_plan(cache, key, found)
-        return found
-
-    def _search(self, progress: Callable[[str], None] = lambda _text: None) -> Search:
-        def traced(recipes: Sequence[Recipe]) -> Iterator[Trace | None]:
-            found = (self._tracing.result(key) for key in self._tracing.request(recipes))
-            return (None if isinstance(each, FsdpTuneError) else each for each in found)
-
-        return Search(self.hardware, traced, efficiency=self.efficiency, progress=progress)
-
-    def search(self, target: Target, progress: Callable[[str], None]) -> Ranking:
-        """Rank other recipes; `progress` is called with the changes of each recipe that is tried."""
-        return rank_recipes(self._search(progress), self.recipe, self.trace(), target)
-
-    def smallest_hardware(self, ranked: Sequence[PlannedRecipe]) -> SmallestHardware | None:
-        return smallest_hardware(self._search(), self.recipe, ranked)
-
-    def other_trainings(self) -> tuple[Plan, ...]:
-        return tuple(each.plan for each in other_trainings(self._search(), self.recipe))
-
-    def scaling(self) -> list[ScalingRow]:
-        return scaling_table(self._search(), self.recipe)
-
-    def calibrate(self, run: Path) -> str:
-        """Learn this GPU's speed from a run and use it here and in later plans. Return a line that reports
-        it."""
-        measured = read_run(run, self.hardware)
-        factor = self.learn(measured)
-        return (
-            f"{self.hardware.name} took {factor:.2f} of the predicted time in {measured.steps} steps of "
-            f"{run}; kept for later plans"
-        )
-
-    def learn(self, measured: Measured) -> float:
-        """Learn this GPU's speed, use it here and in later plans, and return measured ÷ predicted time."""
-        with replace(self, recipe=measured.recipe, _trace=None) as own:
-            return learn(_cache_of(self.recipe), self.hardware, measured, own.trace())[1]
-
 
 # ---- The plan of a run on this machine. Nothing is predicted on a CPU, or for a GPU that is not in the
 # table.
@@ -289,8 +90,8 @@ def plan_here(recipe: Recipe) -> MachinePlan:
 def trace_of(recipe: Recipe) -> Trace | None:
     """Return the trace of a step of a resolved recipe; None if it cannot be traced here."""
     try:
-        with traces.Tracing(_cache_of(recipe) / "traces") as tracing:
-            return _one_trace(tracing)(recipe)
+        with traces.Tracing(cache_of(recipe) / "traces") as tracing:
+            return one_trace(tracing)(recipe)
     except (FsdpTuneError, ValueError):
         return None
 
@@ -503,115 +304,3 @@ def _ranked(
         write_file(write, recipe_text(plans, write, planned.written, found.ranked[0], why))
         observer.message(f"the best recipe is {write}")
     return made
-
-
-_BATCH = ("training.global_batch_size", "training.per_device_train_batch_tokens")
-"""Keys that the search resets and that `_settle_batch` keeps."""
-
-
-def recipe_text(
-    plans: PlanSession, path: Path, written: dict[str, object], best: PlannedRecipe, why: Sequence[str]
-) -> str:
-    """Return the text of the file `path`. It begins with the comments `why`.
-
-    `written` are the keys that the user wrote, by section; they keep their place. Raises: FsdpTuneError if
-    the text is not a recipe that loads as `best` and fits.
-    """
-    body = recipe_body(plans.recipe, written, best)
-    again = _load(body, path, best.recipe, plans.hardware)
-    planned = plans.plan_other(again)
-    if planned.fits == "no":
-        raise failed_error(
-            "written-recipe-differs",
-            f"the recipe for {path} does not fit when it is planned again: {planned.fits_because}",
-        )
-    return "\n".join([*why, _predicted(planned), "", body])
-
-
-def recipe_body(base: Recipe, written: dict[str, object], best: PlannedRecipe) -> str:
-    """Return a ranked recipe as its user would write it, with the changed keys marked. `base` is the resolved
-    recipe of the user."""
-    changes = best.plan.recipe_changes
-    document = _document(written, base, best.recipe, changes)
-    return _marked(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), changes)
-
-
-def _document(
-    written: Mapping[str, object], base: Recipe, best: Recipe, changes: Mapping[str, object]
-) -> dict[str, object]:
-    """Return the keys of the file: the user's, less those that `best` has otherwise, and the changes."""
-    document: dict[str, Any] = copy.deepcopy(dict(written))
-    sections = {
-        section: cast("dict[str, object]", keys)
-        for section, keys in document.items()
-        if isinstance(keys, dict)
-    }
-    for section, keys in sections.items():
-        for name in list(keys):
-            key = f"{section}.{name}"
-            if key not in (*changes, *_BATCH) and value_of(best, key) != value_of(base, key):
-                del keys[name]
-    if document.get("launch", {}).get("device") == "cpu":
-        document["launch"]["device"] = best.launch.device
-    for key in (RECOMPUTATION, RESHARDING):  # a plan might decide differently for another micro-batch
-        section, name = key.split(".")
-        if document.get(section, {}).get(name) == "auto":
-            document[section][name] = value_of(best, key)
-    size = {"launch.num_processes": best.world_size, "launch.num_machines": best.launch.num_machines}
-    for key, value in {**changes, **size}.items():
-        section, name = key.split(".")
-        document.setdefault(section, {})[name] = value
-    _settle_batch(document.setdefault("training", {}), best)
-    return document
-
-
-def _settle_batch(training: dict[str, object], best: Recipe) -> None:
-    """Write the batch as the user did: by tokens, by the global batch, or by accumulation."""
-    if training.get("per_device_train_batch_tokens") is not None:
-        training.pop("per_device_train_batch_size", None)
-    elif training.get("global_batch_size") is not None:
-        training["global_batch_size"] = best.global_batch_size
-        training.pop("gradient_accumulation_steps", None)
-    else:
-        training["gradient_accumulation_steps"] = best.training.gradient_accumulation_steps
-
-
-def _load(text: str, path: Path, best: Recipe, hardware: Hardware) -> Recipe:
-    """Load and resolve the text as `train` would. Raises: FsdpTuneError if it is refused or is not `best`."""
-    loaded = parse_recipe(text, path, unneeded=INPUTS)
-    machine = Machine(best.launch.device, best.world_size, 1, hardware.name, hardware.capability)
-    again = resolve(
-        loaded.recipe, machine, cwd=Path.cwd(), assume=best.launch.device, positions=loaded.positions
-    ).recipe
-    if found := differences(best, again):
-        raise failed_error(
-            "written-recipe-differs",
-            f"the recipe for {path} is not the one that was planned: {', '.join(found)}",
-        )
-    return again
-
-
-def _predicted(planned: Plan) -> str:
-    predicted = (
-        f"# Predicted: {planned.device_gib:.1f} of {planned.usable_gib:.1f} GiB on each GPU (fits: "
-        f"{planned.fits})"
-    )
-    if planned.step_seconds is not None and planned.tokens_per_second_per_device is not None:
-        predicted += (
-            f", {planned.step_seconds:.3g} s a step, {planned.tokens_per_second_per_device:,.0f} tokens "
-            "a second and GPU"
-        )
-    return f"{predicted}."
-
-
-def _marked(text: str, changes: Mapping[str, object]) -> str:
-    """Mark the lines of changed keys; keys of a section are indented by two."""
-    lines: list[str] = []
-    section = ""
-    for line in text.splitlines():
-        key = line.split(":")[0]
-        if not line.startswith(" "):
-            section = key
-        is_changed = line.startswith("  ") and f"{section}.{key.strip()}" in changes
-        lines.append(f"{line}  # changed by plan" if is_changed else line)
-    return "\n".join(lines) + "\n"

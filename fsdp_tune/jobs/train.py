@@ -39,7 +39,8 @@ from fsdp_tune.jobs.inspection import inspect_model, with_tensors
 from fsdp_tune.jobs.mirroring import Mirroring, given_back
 from fsdp_tune.jobs.observer import Observer, TrainingInputs, TrainResult, session
 from fsdp_tune.jobs.options import TrainOptions
-from fsdp_tune.jobs.plan import decisions, keep_prediction, plan_here, refuse_what_cannot_fit
+from fsdp_tune.jobs.plan import keep_prediction, plan_here, refuse_what_cannot_fit
+from fsdp_tune.jobs.plan_session import decisions
 from fsdp_tune.jobs.recipes import check_cache, resolve_recipe
 from fsdp_tune.jobs.resizing import (
     OwnRun,

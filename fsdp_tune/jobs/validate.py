@@ -29,7 +29,7 @@ from fsdp_tune.jobs.first_rows import FIRST_ROWS, CheckedSource
 from fsdp_tune.jobs.inspection import Inspection, inspect, inspect_remaining
 from fsdp_tune.jobs.observer import Observer, session
 from fsdp_tune.jobs.options import Allowed
-from fsdp_tune.jobs.plan import budget_of, decide_open_keys, visible_gpu
+from fsdp_tune.jobs.plan_session import budget_of, decide_open_keys, visible_gpu
 from fsdp_tune.jobs.recipes import check_cache, resolve_recipe
 from fsdp_tune.model.model_files import ModelFacts, check_vocabulary
 from fsdp_tune.planner.search.search import undecided

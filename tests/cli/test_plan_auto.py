@@ -15,7 +15,7 @@ from fsdp_tune.core import devices, host
 from fsdp_tune.core.devices import Device
 from fsdp_tune.core.gpus import find_hardware
 from fsdp_tune.core.units import GIB
-from fsdp_tune.jobs.plan import budget_of, visible_gpu
+from fsdp_tune.jobs.plan_session import budget_of, visible_gpu
 from tests.cli.conftest import Cli, document
 from tests.cli.fake_tracing import FakeTracing, replaced_tracing  # noqa: F401  a fixture
 from tests.cli.inspection import fake_model  # noqa: F401  a fixture

@@ -9,7 +9,7 @@ import pytest
 
 from fsdp_tune.core.gpus import find_hardware
 from fsdp_tune.core.units import GIB
-from fsdp_tune.jobs.plan import PlanSession
+from fsdp_tune.jobs.plan_session import PlanSession
 from fsdp_tune.planner.predict.predict import Plan, plan
 from fsdp_tune.planner.tracing import keep_plan, kept_plan, plan_key
 from tests.planner.hand_trace import Hand
