@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from fsdp_tune.worker.checkpoint.save import HostArena, Snapshot
+from fsdp_tune.worker.checkpoint.snapshot import HostArena, Snapshot
 from tests.gpu.conftest import DEVICE, IS_EMULATED, IS_SMALL
 
 pytestmark = [

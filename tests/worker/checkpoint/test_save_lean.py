@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fsdp_tune.model.optim.adamw_in_blocks import kept_as, parts_of, torchao_class, with_plain_rates
-from fsdp_tune.worker.checkpoint.save import HostArena, Snapshot
+from fsdp_tune.worker.checkpoint.snapshot import HostArena, Snapshot
 
 
 def test_background_copy_shares_no_memory_with_training() -> None:

@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from fsdp_tune.worker.checkpoint import save as snapshot_module
-from fsdp_tune.worker.checkpoint.save import Checkpointer, HostArena, Saved, Snapshot
+from fsdp_tune.worker.checkpoint import snapshot as snapshot_module
+from fsdp_tune.worker.checkpoint.save import Checkpointer, Saved
+from fsdp_tune.worker.checkpoint.snapshot import HostArena, Snapshot
 from tests.merge.ranks import run_ranks
 
 WHOLE = torch.arange(5 * 3, dtype=torch.float32).reshape(5, 3)
