@@ -26,7 +26,7 @@ from fsdp_tune.data.collate import collate
 from fsdp_tune.data.store import IGNORE_INDEX, RowStore
 from fsdp_tune.model.generate import end_ids_of, generate, room
 from fsdp_tune.model.step import shift_labels
-from fsdp_tune.recipe.references import Extension
+from fsdp_tune.recipe.extensions import Extension
 
 
 @dataclass(frozen=True, slots=True)

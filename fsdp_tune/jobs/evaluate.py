@@ -42,8 +42,8 @@ from fsdp_tune.merge.model_card import CARD_NAME, without_folders
 from fsdp_tune.merge.publish import CardResult, add_results
 from fsdp_tune.merge.quantised import rounding_notices
 from fsdp_tune.merge.source import newer_checkpoint
+from fsdp_tune.recipe.extensions import Extension, find_extension
 from fsdp_tune.recipe.read.loader import LoadedRecipe
-from fsdp_tune.recipe.references import Extension, find_extension
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 

@@ -20,9 +20,10 @@ from fsdp_tune.data.read.file_access import is_url
 from fsdp_tune.data.read.sources import find_source
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import Allowed
+from fsdp_tune.recipe.extensions import find_extensions, named_extensions
 from fsdp_tune.recipe.fsdp_arguments import compiles
 from fsdp_tune.recipe.read.loader import LoadedRecipe, WrongRecipeError, load_recipe
-from fsdp_tune.recipe.references import can_only_be_a_path, find_extensions, named_extensions
+from fsdp_tune.recipe.references import can_only_be_a_path
 from fsdp_tune.recipe.resolve import Resolution, UnresolvedError, resolve, split_absent
 from fsdp_tune.recipe.rules.launch import variables_to_allow
 from fsdp_tune.recipe.schema.keys import pinned

@@ -39,9 +39,9 @@ from fsdp_tune.launch.machines.rendezvous import Machines
 from fsdp_tune.launch.machines.store import SERVED_SECONDS
 from fsdp_tune.launch.supervise.attempts import Resized
 from fsdp_tune.model.model_files import ModelFacts
+from fsdp_tune.recipe.extensions import Extension
 from fsdp_tune.recipe.fewer_machines import recipe_for_machines, smaller_sizes
 from fsdp_tune.recipe.read.loader import LoadedRecipe
-from fsdp_tune.recipe.references import Extension
 from fsdp_tune.recipe.resolve import Resolution
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import CHECKPOINT_KIND, Checkpoint, Held, RunDir, checkpoint_step, locked

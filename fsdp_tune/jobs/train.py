@@ -75,8 +75,10 @@ from fsdp_tune.launch.supervise.supervisor import Message, Position
 from fsdp_tune.merge.merge_options import MergeOptions, hints_with_command
 from fsdp_tune.merge.publish import check_access
 from fsdp_tune.model.model_files import ModelFacts, base_of, check_vocabulary, save_model_files
+from fsdp_tune.recipe.continued_adapter import without_adapter
+from fsdp_tune.recipe.extensions import Extension, find_extensions
 from fsdp_tune.recipe.read.loader import LoadedRecipe
-from fsdp_tune.recipe.references import Extension, find_extensions, from_run, without_adapter
+from fsdp_tune.recipe.references import from_run
 from fsdp_tune.recipe.resolve import Resolution
 from fsdp_tune.recipe.rules.evaluation import best_is_evaluated
 from fsdp_tune.recipe.rules.rates import schedule_of_steps

@@ -1,38 +1,28 @@
-"""What a recipe names outside of itself: files and directories, user extensions, and the adapter that a run
-starts from.
+"""The files and directories that a recipe names outside of itself.
 
 Paths are made absolute, so that every rank finds the same files. Inputs that only the start of a run reads
 are taken by a resume from the run's directory if their files are gone: RUN/model has the configuration of the
 model, its tokenizer and its chat template, and a checkpoint has the weights; only that of an adapter has no
 weights of the base.
-
-Extensions are entry points of installed distributions, found without importing them. Unset keys of `lora:`
-become those of the adapter that `lora.adapter` names, as by PEFT's `from_pretrained`.
 """
 
 from __future__ import annotations
 
 import glob
 import json
-import re
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from importlib.metadata import EntryPoint, entry_points
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self, cast
+from typing import Any, NamedTuple, cast
 
-from pydantic import ValidationError
-
-from fsdp_tune.core.errors import NOWHERE, FsdpTuneError, Problem, Where, usage_error
 from fsdp_tune.core.files import expanded
 from fsdp_tune.core.hub import cached_model_file
-from fsdp_tune.core.tensors.file_formats import CONFIG_FILE, PREFIX, WEIGHTS_FILE, DamagedHeader, read_header
 from fsdp_tune.core.values import as_items
 from fsdp_tune.recipe.rules.contradictions import OUTPUT_FIELDS
 from fsdp_tune.recipe.schema.data_section import BUILDERS
-from fsdp_tune.recipe.schema.keys import Finding, given
+from fsdp_tune.recipe.schema.keys import Finding
 from fsdp_tune.recipe.schema.kinds import is_jinja
-from fsdp_tune.recipe.schema.recipe import Lora, Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -311,261 +301,3 @@ def from_run(recipe: Recipe, run: Path, keys: Collection[str]) -> Recipe:
     return recipe.model_copy(
         update={"model": recipe.model.model_copy(update=model), "data": recipe.data.model_copy(update=data)}
     )
-
-
-Kind = Literal["callbacks", "loaders", "metrics"]
-
-
-@dataclass(frozen=True, slots=True)
-class Extension:
-    """An entry point of the group `fsdp_tune.KIND`."""
-
-    kind: str
-    name: str
-    target: str
-    """`package.module:attribute`."""
-    distribution: str
-    version: str
-
-    def __str__(self) -> str:
-        return f"`{self.name}` of {self.distribution} {self.version}"
-
-    def as_dict(self) -> dict[str, str]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, raw: Mapping[str, str]) -> Self:
-        return cls(**raw)
-
-    def load(self, where: Where = NOWHERE) -> Any:
-        """Import the object. Call it only where the user has allowed extensions. Raises: usage error."""
-        try:
-            return EntryPoint(self.name, self.target, f"fsdp_tune.{self.kind}").load()
-        except FsdpTuneError:  # a stop signal
-            raise
-        except Exception as error:
-            message = f"{self} (`{self.target}`) cannot be imported: {type(error).__name__}: {error}"
-            raise usage_error("extension-failed", message, where=where) from error
-
-
-def find_extension(kind: Kind, name: str, where: Where = NOWHERE) -> Extension:
-    """Return the installed extension of this name. Raises: usage error that lists the installed names."""
-    installed = entry_points(group=f"fsdp_tune.{kind}")
-    found = [each for each in installed if each.name == name]
-    if not found:
-        names = ", ".join(sorted({each.name for each in installed})) or "none"
-        message = f"no installed distribution has the entry point `{name}` in the group `fsdp_tune.{kind}`"
-        raise usage_error("unknown-extension", message, where=where, hint=f"installed: {names}")
-    extensions = {_described(kind, each) for each in found}
-    if len(extensions) > 1:
-        message = f"several distributions have the entry point `{name}` in the group `fsdp_tune.{kind}`"
-        hint = f"uninstall all but one of {', '.join(sorted(each.distribution for each in extensions))}"
-        raise usage_error("ambiguous-extension", message, where=where, hint=hint)
-    return extensions.pop()
-
-
-def _described(kind: Kind, point: EntryPoint) -> Extension:
-    assert point.dist is not None, "entry points that are found belong to a distribution"
-    return Extension(kind, point.name, point.value, point.dist.name, point.dist.version)
-
-
-class NamedExtension(NamedTuple):
-    key: str
-    """Of the recipe."""
-    kind: Kind
-    name: str
-
-
-def named_extensions(recipe: Recipe) -> list[NamedExtension]:
-    """Return each extension that the recipe names."""
-    lists: tuple[tuple[Kind, list[str]], ...] = (
-        ("callbacks", recipe.extensions.callbacks),
-        ("metrics", recipe.extensions.metrics),
-    )
-    named = [
-        NamedExtension(f"extensions.{kind}[{i}]", kind, name)
-        for kind, names in lists
-        for i, name in enumerate(names)
-    ]
-    sources = [
-        (f"{key}.loader", entry.loader) for key, entry in recipe.data.sources if entry.loader is not None
-    ]
-    return [*named, *(NamedExtension(key, "loaders", name) for key, name in sources)]
-
-
-def find_extensions(recipe: Recipe) -> list[Extension]:
-    """Return the installed extensions that a recipe names, without importing them. Raises: FsdpTuneError with
-    every unknown name."""
-    found: list[Extension] = []
-    problems: list[Problem] = []
-    for key, kind, name in named_extensions(recipe):
-        try:
-            found.append(find_extension(kind, name, Where(key=key)))
-        except FsdpTuneError as error:
-            problems.extend(error.problems)
-    if problems:
-        raise FsdpTuneError(*problems)
-    return found
-
-
-ADAPTER_KEY = "lora.adapter"
-# Keys of `lora:` that PEFT's config has under the same names, with PEFT's values for those that it leaves
-# out.
-PEFT_DEFAULTS: dict[str, object] = {
-    "r": 8,
-    "lora_alpha": 8,
-    "lora_dropout": 0.0,
-    "bias": "none",
-    "use_rslora": False,
-    "use_dora": False,
-    "target_parameters": [],
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "modules_to_save": [],
-}
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-_MODULE = re.compile(rf"{re.escape(PREFIX)}(.+)\.lora_(embedding_)?A(\.weight)?")
-
-
-@dataclass(slots=True)
-class ContinuedAdapter:
-    """`values`: of keys of `lora:`; `reason`: where they are from."""
-
-    values: dict[str, object] = field(default_factory=dict[str, object])
-    reason: str = ""
-    findings: list[Finding] = field(default_factory=list[Finding])
-
-
-def continue_adapter(recipe: Recipe, cwd: Path, output: Path) -> ContinuedAdapter:
-    """Return the place of the adapter and the values of unset keys. `output`: the run directory, which has
-    them if it was started before.
-
-    Whether the adapter fits the model is checked with the model (`model.loading.adapter_files`).
-    """
-    assert recipe.lora is not None
-    assert recipe.lora.adapter is not None
-    named = absolute_path(recipe.lora.adapter, cwd).resolve()
-    inside = named / "adapter"
-    folder = inside if not (named / CONFIG_FILE).is_file() and (inside / CONFIG_FILE).is_file() else named
-    config = _read_object(folder / CONFIG_FILE)
-    if config is None and (recorded := _recorded_lora(output, (named, inside))) is not None:
-        own = {
-            key: recorded[key]
-            for key in Lora.model_fields
-            if key in recorded and not given(recipe, f"lora.{key}")
-        }
-        return ContinuedAdapter(
-            own | {"adapter": recorded["adapter"]}, "recorded by the run as it was started"
-        )
-    found = ContinuedAdapter({"adapter": str(folder)}, f"the adapter's {CONFIG_FILE}")
-    if config is None:
-        found.findings += _adapter_of_run(named)
-    elif config.get("peft_type") == "LORA":
-        own = {
-            key: value
-            for key, value in _lora_values(config, folder).items()
-            if not given(recipe, f"lora.{key}")
-        }
-        found.findings += _invalid_values(folder, own)
-        found.values |= own
-    return found
-
-
-def without_adapter(recipe: Recipe) -> Recipe:
-    """Return the recipe for building a model whose adapters are filled from a checkpoint, or not at all; the
-    files may be gone."""
-    if recipe.lora is None or recipe.lora.adapter is None:
-        return recipe
-    return recipe.model_copy(update={"lora": recipe.lora.model_copy(update={"adapter": None})})
-
-
-def _lora_values(config: Mapping[str, object], folder: Path) -> dict[str, object]:
-    values = {
-        key: default if config.get(key) is None else config[key] for key, default in PEFT_DEFAULTS.items()
-    }
-    layers = config.get("layers_to_transform")
-    targets = config.get("target_modules")
-    # PEFT's other ways to choose modules have no keys here: the tensors tell which modules were chosen.
-    if targets is None or config.get("exclude_modules") or config.get("layers_pattern"):
-        return values | {
-            "target_modules": _adapted_modules(folder, values["target_parameters"]),
-            "layers_to_transform": None,
-        }
-    return values | {
-        "target_modules": targets,
-        "layers_to_transform": [layers] if isinstance(layers, int) else layers,
-    }
-
-
-def _adapted_modules(folder: Path, parameters: object) -> list[str]:
-    """Return the full names of the modules with factors in the file, except the owners of
-    `target_parameters`."""
-    path = folder / WEIGHTS_FILE
-    try:
-        with open(path, "rb") as file:
-
-            def read(at: int, count: int) -> bytes:
-                file.seek(at)
-                return file.read(count)
-
-            names = [entry.name for entry in read_header(read, path.stat().st_size, {})]
-    except (OSError, DamagedHeader):
-        return []  # reported when the tensors are read
-    owners = tuple(str(name).rpartition(".")[0] for name in cast(list[object], parameters))
-    modules = (found[1] for name in names if (found := _MODULE.fullmatch(name)))
-    return sorted(
-        {name for name in modules if not name.removesuffix(".base_layer").endswith(owners)}
-        if owners
-        else set(modules)
-    )
-
-
-def _invalid_values(folder: Path, values: Mapping[str, object]) -> Iterator[Finding]:
-    try:
-        Lora.model_validate(values)
-    except ValidationError as error:
-        reasons = {
-            str(wrong["loc"][0]): wrong["msg"] for wrong in error.errors()
-        }  # a union has one for each of its types
-        for key, reason in reasons.items():
-            message = f"{ADAPTER_KEY}: {folder}: its `{key}` is {json.dumps(values.get(key))}: {reason}"
-            yield Finding(
-                "adapter-does-not-fit",
-                (ADAPTER_KEY,),
-                message,
-                f"correct its {CONFIG_FILE}, or write `lora.{key}`",
-            )
-
-
-def _adapter_of_run(named: Path) -> Iterator[Finding]:
-    """Report a run of this package without an exported adapter."""
-    step = _CHECKPOINT.fullmatch(named.name)
-    run = named.parent if step else named
-    if (run / "recipe.json").is_file():
-        options = f" --step {step[1]} --output DIR" if step else ""
-        message = (
-            f"{ADAPTER_KEY}: {named} is a {'checkpoint' if step else 'run'}, and has no adapter in "
-            "PEFT's format"
-        )
-        place = "DIR" if step else run
-        hint = (
-            f"`fsdp-tune merge-checkpoint {run} --adapter{options}` writes one; then `--set "
-            f"lora.adapter={place}`"
-        )
-        yield Finding("adapter-does-not-fit", (ADAPTER_KEY,), message, hint)
-
-
-def _recorded_lora(output: Path, named: tuple[Path, ...]) -> dict[str, object] | None:
-    """Return `lora:` of the recipe of a run that was started from this adapter."""
-    recipe = _read_object(output / "recipe.json") or {}
-    lora = cast(dict[str, object], recipe.get("lora") or {})
-    return lora if lora.get("adapter") in [str(each) for each in named] else None
-
-
-def _read_object(path: Path) -> dict[str, object] | None:
-    """Return a JSON object; None if there is none, which is reported with the model."""
-    try:
-        found: object = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None
-    return cast(dict[str, object], found) if isinstance(found, dict) else None

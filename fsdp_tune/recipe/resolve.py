@@ -12,10 +12,11 @@ from pathlib import Path
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where
 from fsdp_tune.core.user_cache import default_cache_directory
+from fsdp_tune.recipe.continued_adapter import PEFT_DEFAULTS, continue_adapter
 from fsdp_tune.recipe.decisions import Decisions
 from fsdp_tune.recipe.device_choice import compare_gpu, decide_ranks
 from fsdp_tune.recipe.fewer_machines import described_sizes
-from fsdp_tune.recipe.references import PEFT_DEFAULTS, absolute_paths, continue_adapter, output_directory
+from fsdp_tune.recipe.references import absolute_paths, output_directory
 from fsdp_tune.recipe.rules.adapters import lora_limits
 from fsdp_tune.recipe.rules.limits import FP8_MULTIPLE, computes_in_fp8, slow_bf16_cpu
 from fsdp_tune.recipe.rules.trackers import missing

@@ -145,7 +145,7 @@ class Environment(Document):
     devices: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """`kind`, `name` and `memory_bytes` of each visible device."""
     extensions: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
-    """Fields of `recipe.references.Extension`."""
+    """Fields of `recipe.extensions.Extension`."""
     base: str | None = None
     """`run.base_model.identify_weights` of the model that the run starts from; None with random weights."""
 

@@ -31,7 +31,9 @@ from fsdp_tune.model.loading.model_config import model_config
 from fsdp_tune.model.mixers import packs
 from fsdp_tune.model.shard.wrap import process_groups
 from fsdp_tune.model.step import LossScale, auxiliary_loss_weight
-from fsdp_tune.recipe.references import find_extension, from_run, without_adapter
+from fsdp_tune.recipe.continued_adapter import without_adapter
+from fsdp_tune.recipe.extensions import find_extension
+from fsdp_tune.recipe.references import from_run
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.checkpoint_scores import kept_for_scores

@@ -296,7 +296,7 @@ def test_answers_do_not_depend_on_the_batch(here: Path, models: Path) -> None:
 def test_extension_metric_gets_each_row_without_padding(
     here: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fsdp_tune.recipe.references import Extension
+    from fsdp_tune.recipe.extensions import Extension
 
     shapes: list[tuple[int, ...]] = []
 

@@ -304,7 +304,7 @@ PLANTS: tuple[Plant, ...] = (
     # launch
     plant(
         "variables of another job kept",
-        "launch.command.accelerate:clean",
+        "launch.command.inherited:clean",
         result("dict(environment), removed"),
         rows="F034",
     ),

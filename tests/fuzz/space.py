@@ -85,7 +85,7 @@ NOT_DRAWN: dict[str, str] = {
     ),
     **dict.fromkeys(
         ("extensions", "extensions.callbacks", "extensions.metrics"),
-        "run code of other packages; tests/recipe/test_references_extensions.py has them",
+        "run code of other packages; tests/recipe/test_extensions.py has them",
     ),
     **dict.fromkeys(
         ("training.max_steps", "training.num_train_epochs"),

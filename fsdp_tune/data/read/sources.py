@@ -31,7 +31,8 @@ from fsdp_tune.data.read.file_access import (
 from fsdp_tune.data.read.hub_sets import list_hub_files, load_from_hub, load_saved
 from fsdp_tune.data.read.readers import read_rows
 from fsdp_tune.data.read.row_files import BadRow, NumberedRow, dataset_rows
-from fsdp_tune.recipe.references import can_only_be_a_path, find_extension
+from fsdp_tune.recipe.extensions import find_extension
+from fsdp_tune.recipe.references import can_only_be_a_path
 from fsdp_tune.recipe.schema.data_section import BUILDERS, DataSource
 from fsdp_tune.run.manifest import Digester
 

@@ -46,7 +46,7 @@ from fsdp_tune.planner.trace.traced_model import (
 )
 from fsdp_tune.planner.trace.traced_step import run_step
 from fsdp_tune.planner.trace_format import Trace
-from fsdp_tune.recipe.references import without_adapter
+from fsdp_tune.recipe.continued_adapter import without_adapter
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 
