@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 from fsdp_tune.core.files import expanded
 from fsdp_tune.core.hub import cached_model_file
 from fsdp_tune.core.values import as_items
-from fsdp_tune.recipe.rules.contradictions import OUTPUT_FIELDS
+from fsdp_tune.recipe.rules.paths import OUTPUT_FIELDS
 from fsdp_tune.recipe.schema.data_section import BUILDERS
 from fsdp_tune.recipe.schema.keys import Finding
 from fsdp_tune.recipe.schema.kinds import is_jinja

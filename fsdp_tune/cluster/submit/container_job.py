@@ -24,7 +24,7 @@ from fsdp_tune.core.units import GIB, MIB
 from fsdp_tune.launch.command.accelerate import DEFAULT_MULTI_MACHINE_PORT
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.references import can_only_be_a_path
-from fsdp_tune.recipe.rules.contradictions import OUTPUT_FIELDS
+from fsdp_tune.recipe.rules.paths import OUTPUT_FIELDS
 from fsdp_tune.recipe.schema.data_section import BUILDERS
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value

@@ -8,23 +8,21 @@ needs the machine or the number of ranks: rules that do are in `recipe.world`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 
 from fsdp_tune.core.families import SCALED_FIELDS
-from fsdp_tune.core.units import printable, shown
-from fsdp_tune.core.values import texts_below
 from fsdp_tune.recipe.rules.adapters import ADAPTER_RULES
 from fsdp_tune.recipe.rules.evaluation import EVALUATION_RULES, best_is_not_merged, builder_has_files
 from fsdp_tune.recipe.rules.experts import EXPERT_PARALLEL_RULES
+from fsdp_tune.recipe.rules.kernels import attention_kernel, kernels, mlp_slices
 from fsdp_tune.recipe.rules.launch import ENVIRONMENT_RULES
 from fsdp_tune.recipe.rules.limits import EXPERTS_RULES, FP8_RULES, SEQUENCE_RULES
+from fsdp_tune.recipe.rules.paths import no_nul_characters, no_shell_variables_in_paths, written_paths
 from fsdp_tune.recipe.rules.rates import RATE_RULES
 from fsdp_tune.recipe.rules.streaming import STREAMING_RULES
 from fsdp_tune.recipe.rules.training import OPTIMIZER_RULES, TRAINING_RULES, rounds_stochastically
-from fsdp_tune.recipe.schema.attention_kernels import SDPA_OR_EAGER, TORCH_VARLEN, needs_cuda
 from fsdp_tune.recipe.schema.data_section import DataSource
-from fsdp_tune.recipe.schema.keys import Finding, Rule, closest, given
+from fsdp_tune.recipe.schema.keys import Finding, Rule, given
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.strategies import STRATEGIES
 
@@ -236,72 +234,6 @@ def bf16_storage(recipe: Recipe) -> Iterator[Finding]:
         )
 
 
-OUTPUT_FIELDS = re.compile(r"\{(name|seed)\}")
-
-
-_SHELL_VARIABLE = re.compile(r"\$(\{)?([A-Za-z_][A-Za-z0-9_]*)(?(1)\})")
-
-
-def no_shell_variables_in_paths(recipe: Recipe) -> Iterator[Finding]:
-    """`$SCRATCH/x` would become a directory of that name. Paths that are only read may contain a `$`, but not
-    begin with one."""
-    read = [("model.name_or_path", recipe.model.name_or_path), ("model.tokenizer", recipe.model.tokenizer)]
-    read += [
-        (f"{key}.path", source.path) for key, source in (*recipe.data.sources, *recipe.evaluation.sources)
-    ]
-    read = [(key, path) for key, path in read if path is not None and path.startswith("$")]
-    for key, path in [
-        ("output_dir", recipe.output_dir),
-        ("data.cache_dir", recipe.data.cache_dir or ""),
-        *read,
-    ]:
-        if variable := _SHELL_VARIABLE.search(path):
-            message = (
-                f"`{key}` contains `{shown(variable[0])}`, and a recipe does not expand variables of "
-                "the shell"
-            )
-            through_shell = (
-                "" if "[" in key else f', or let the shell expand it: `--set {key}="{shown(path)}"`'
-            )
-            yield Finding("shell-variable", (key,), message, f"write the path out{through_shell}")
-
-
-def written_paths(recipe: Recipe) -> Iterator[Finding]:
-    path, keys = recipe.output_dir, ("output_dir",)
-    rest = OUTPUT_FIELDS.sub("", path)
-    if _SHELL_VARIABLE.search(path):
-        pass  # reported by `no_shell_variables_in_paths`
-    elif "{" in rest or "}" in rest:
-        braces = re.search(r"\{[^{}]*\}?|\}", rest)
-        message = f"`output_dir` contains `{shown(braces[0] if braces else rest)}`, which is not filled in"
-        yield Finding("bad-output-dir", keys, message, "only {name} and {seed} are")
-    elif path.startswith("~"):
-        yield Finding(
-            "bad-output-dir",
-            keys,
-            "`output_dir` begins with `~`, which is not expanded",
-            "write the path out",
-        )
-    for key, text, code in (
-        ("output_dir", path, "bad-output-dir"),
-        ("data.cache_dir", recipe.data.cache_dir, "wrong-value"),
-    ):
-        if found := next((character for character in text or "" if not character.isprintable()), None):
-            escape = printable(found)
-            hint = f"in double quotes `{escape}` is one character: write the path in single quotes"
-            yield Finding(code, (key,), f"`{key}` contains the control character `{escape}`", hint)
-
-
-def no_nul_characters(recipe: Recipe) -> Iterator[Finding]:
-    """No path, name or text of a recipe may have one: the operating system ends a name there."""
-    for key, text in texts_below(recipe.model_dump(by_alias=True)):
-        if "\0" in text and not key.startswith(
-            ("launch.env.", "output_dir", "data.cache_dir")
-        ):  # these have rules of their own
-            hint = "in double quotes `\\0` is one character: write the value in single quotes"
-            yield Finding("wrong-value", (key,), f"`{key}` contains the character `\\x00`", hint)
-
-
 def rope_scaling(recipe: Recipe) -> Iterator[Finding]:
     scaling = recipe.model.rope_scaling
     if scaling is None:
@@ -333,39 +265,6 @@ def rope_scaling(recipe: Recipe) -> Iterator[Finding]:
             yield Finding("contradiction", keys, message, "keep one of them")
 
 
-_OWN_KERNELS = (TORCH_VARLEN, SDPA_OR_EAGER)
-
-
-KERNELS = (
-    "auto",
-    "eager",
-    "sdpa",
-    "flash_attention_2",
-    "flash_attention_3",
-    "flash_attention_4",
-    "flex_attention",
-    *_OWN_KERNELS,
-)
-
-
-def attention_kernel(recipe: Recipe) -> Iterator[Finding]:
-    """A name that transformers does not list may be the model's own; one that is close to a listed name is a
-    typing error."""
-    kernel = recipe.model.attn_implementation
-    if near := None if kernel in KERNELS or "/" in kernel else closest(kernel, KERNELS):
-        message = f"`model.attn_implementation` is `{shown(kernel)}`, which is not a kernel of transformers"
-        yield Finding("wrong-value", ("model.attn_implementation",), message, f"did you mean `{near}`?")
-    elif recipe.launch.device == "cpu" and (needs_cuda(kernel) or kernel == "flex_attention"):
-        # FlashAttention is CUDA code; torch has no backward pass of FlexAttention on the CPU.
-        message = f"`model.attn_implementation: {kernel}` cannot train on the CPU"
-        yield Finding(
-            "contradiction",
-            ("model.attn_implementation", "launch.device"),
-            message,
-            "leave it at auto, or write `sdpa`",
-        )
-
-
 def device_limits(recipe: Recipe) -> Iterator[Finding]:
     if recipe.launch.device == "mps":
         message = (
@@ -390,89 +289,6 @@ def device_limits(recipe: Recipe) -> Iterator[Finding]:
                 (key, "fsdp.version", "launch.device"),
                 message,
                 "leave it out, or use `fsdp.version: 2`",
-            )
-
-
-def kernels(recipe: Recipe) -> Iterator[Finding]:
-    """Liger is Triton code, and its loss rounds the gradients of the logits before fp16's loss scale is
-    applied."""
-    kernels, fsdp = recipe.kernels, recipe.fsdp
-    liger = [
-        (key, value)
-        for key, value in (("kernels.liger", kernels.liger), ("kernels.loss", kernels.loss))
-        if value in (True, "liger")
-    ]
-    if liger and recipe.launch.device == "cpu":
-        key, value = liger[0]
-        message = (
-            f"`{key}: {str(value).lower()}` cannot run on `launch.device: cpu`: Liger's kernels are for GPUs"
-        )
-        hint = (
-            "leave it at auto" if key == "kernels.liger" else "write `chunked`, which holds no logits either"
-        )
-        yield Finding("contradiction", (key, "launch.device"), message, hint)
-    elif kernels.loss == "liger" and recipe.precision.mixed_precision == "fp16":
-        message = (
-            "`kernels.loss: liger` rounds gradients before fp16's loss scale is applied, most of them to zero"
-        )
-        yield Finding(
-            "contradiction",
-            ("kernels.loss", "precision.mixed_precision"),
-            message,
-            "write `chunked`, or train in bf16",
-        )
-    # Offloaded inputs are saved outside the compiled part of a layer; a policy for its operators would have
-    # to see inside.
-    if (
-        kernels.compile
-        and fsdp.activation_checkpointing_offload
-        and fsdp.activation_checkpointing == "selective"
-    ):
-        message = (
-            "`kernels.compile: true` with `fsdp.activation_checkpointing_offload: true` compiles a "
-            "recomputed layer as one piece, "
-            "in which `fsdp.activation_checkpointing: selective` cannot select operators"
-        )
-        keys = ("fsdp.activation_checkpointing", "fsdp.activation_checkpointing_offload", "kernels.compile")
-        yield Finding(
-            "contradiction", keys, message, "write `full`, or leave `activation_checkpointing_offload` out"
-        )
-
-
-def mlp_slices(recipe: Recipe) -> Iterator[Finding]:
-    if recipe.kernels.mlp_slice_tokens is None:
-        return
-    refused = (
-        (
-            "kernels.compile",
-            recipe.kernels.compile,
-            True,
-            "the compiler would put all slices into one graph",
-            "false",
-        ),
-        (
-            "precision.mixed_precision",
-            recipe.precision.mixed_precision,
-            "fp8",
-            "weights' gradients have one scale for all tokens",
-            "bf16",
-        ),
-        (
-            "fsdp.activation_checkpointing",
-            recipe.fsdp.activation_checkpointing,
-            "selective",
-            "it keeps products of all slices",
-            "full",
-        ),
-    )
-    for key, value, without, why, instead in refused:
-        if value == without:
-            message = f"`{key}: {str(value).lower()}` contradicts `kernels.mlp_slice_tokens`: {why}"
-            yield Finding(
-                "contradiction",
-                (key, "kernels.mlp_slice_tokens"),
-                message,
-                f"write `{instead}`, or leave `mlp_slice_tokens` out",
             )
 
 
