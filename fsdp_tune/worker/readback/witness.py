@@ -35,11 +35,11 @@ from fsdp_tune.run.records import ReadBack
 from fsdp_tune.worker.agreement import gather, stop_on
 from fsdp_tune.worker.observe.step_phases import AttachedCallback
 from fsdp_tune.worker.readback.trained import (
-    UpdateSample,
     adapter_gradients,
     adapters_without_gradient,
     parameters_without_gradient,
 )
+from fsdp_tune.worker.readback.updates import UpdateSample
 
 GATHERED_STEPS = 3
 """The first steps of a run, at whose beginning no unit may be gathered."""

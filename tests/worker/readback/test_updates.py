@@ -15,7 +15,7 @@ from fsdp_tune.model.optim.lean_adamw import LeanAdamW
 from fsdp_tune.model.optim.muon import Muon
 from fsdp_tune.model.optim.optimizer import round_before_step
 from fsdp_tune.recipe.schema.optimizers import MUON_DEFAULTS
-from fsdp_tune.worker.readback.trained import UpdateSample
+from fsdp_tune.worker.readback.updates import UpdateSample
 
 
 def muon(parameters: Iterable[nn.Parameter], **options: Any) -> Muon:
