@@ -1,4 +1,5 @@
-"""Compare what a run trains with the recipe: frozen parameters, adapters, their scales and dtypes, and fp8."""
+"""Compare what a run trains with the recipe: frozen parameters, adapters, their scales and dtypes, and
+fp8."""
 
 from __future__ import annotations
 
