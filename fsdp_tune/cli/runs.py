@@ -79,7 +79,8 @@ def _read_status(screen: Screen, path: Path) -> RunStatus | DirectoryStatus:
     """Return the status of the run, or of the runs in the directory. A run that cannot be read is a notice
     there."""
     from fsdp_tune.launch.run_status import DirectoryStatus, run_status
-    from fsdp_tune.run.directory import RunDir, existing_run, runs_in
+    from fsdp_tune.run.directory import RunDir
+    from fsdp_tune.run.find_runs import existing_run, runs_in
 
     if RunDir(path).is_used or not (runs := runs_in(path.resolve())):
         return run_status(existing_run(path))

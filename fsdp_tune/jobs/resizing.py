@@ -44,7 +44,8 @@ from fsdp_tune.recipe.fewer_machines import recipe_for_machines, smaller_sizes
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.resolve import Resolution
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.directory import CHECKPOINT_KIND, Checkpoint, Held, RunDir, checkpoint_step, locked
+from fsdp_tune.run.claim import locked
+from fsdp_tune.run.directory import CHECKPOINT_KIND, Checkpoint, Held, RunDir, checkpoint_step
 from fsdp_tune.run.launch_files import LaunchRecord, ResumeRequest
 from fsdp_tune.run.manifest import Manifest
 from fsdp_tune.run.records import Environment

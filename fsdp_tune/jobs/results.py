@@ -36,7 +36,8 @@ from fsdp_tune.merge.source import newer_checkpoint
 from fsdp_tune.recipe.rules.launch import MIRROR_URL
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
-from fsdp_tune.run.directory import CHECKPOINT_NAME, Checkpoint, RunDir, existing_run, inspect_checkpoint
+from fsdp_tune.run.directory import CHECKPOINT_NAME, Checkpoint, RunDir, inspect_checkpoint
+from fsdp_tune.run.find_runs import existing_run
 from fsdp_tune.run.manifest import FileEntry
 from fsdp_tune.run.remote_requests import ContentError, UrlError
 

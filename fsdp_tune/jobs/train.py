@@ -85,7 +85,8 @@ from fsdp_tune.recipe.rules.rates import schedule_of_steps
 from fsdp_tune.recipe.schema.keys import as_problem
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import refuse_other_base, weights_at_start
-from fsdp_tune.run.directory import RunDir, latest_checkpoint, locked
+from fsdp_tune.run.claim import locked
+from fsdp_tune.run.directory import RunDir, latest_checkpoint
 from fsdp_tune.run.rank_files import Verdict, read_outcome
 from fsdp_tune.run.records import Environment
 

@@ -1,9 +1,4 @@
-"""Every path that a run owns, its complete checkpoints, and the claim of the command that owns it.
-
-A command that starts or replaces a run owns RUN/run.lock (`fsdp_tune.core.ownership`), so one command at a
-time works in a run directory. The id of its claim identifies one lifetime of the run: from this start to the
-end of the command, restarts included.
-"""
+"""Every path that a run owns, and its complete checkpoints."""
 
 from __future__ import annotations
 
@@ -13,16 +8,13 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from fsdp_tune.core.atomic import STAGE_MARK, separate
-from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, usage_error
+from fsdp_tune.core.errors import Problem, usage_error
 from fsdp_tune.core.files import read_regular
-from fsdp_tune.core.ownership import HeldError, Owner, live_owner, owned
 from fsdp_tune.run.held_directory import HeldDirectory
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, Progress, damage, mark_damaged, read_manifest
 from fsdp_tune.run.records import Document
@@ -409,39 +401,6 @@ def best_so_far(checkpoint: Path) -> BestStep | None:
     return BestStep(step, found.get("best_metric")) if isinstance(step, int) else None
 
 
-def existing_run(path: Path) -> RunDir:
-    """Return the run whose directory `path` is. Raises: usage error `not-a-run`, with the runs that are
-    near."""
-    run = RunDir(path.resolve())
-    if not run.is_used:
-        message = (
-            f"{path} is not a run directory (it has no {run.recipe_json.name})"
-            if path.exists()
-            else f"{path} does not exist"
-        )
-        raise usage_error(
-            "not-a-run", message, hint=_near(path) or "pass the run directory that `train` printed"
-        )
-    return run
-
-
-def _near(path: Path) -> str | None:
-    """Return a hint that names the run that contains `path`, or the runs in it."""
-    if RunDir(path.parent).is_used:
-        return f"give the run that contains it: {path.parent}"
-    runs = [run.name for run in runs_in(path)]
-    return f"the runs in it are {', '.join(runs[:8])}{' …' if len(runs) > 8 else ''}" if runs else None
-
-
-def runs_in(path: Path) -> list[RunDir]:
-    """Return the runs whose directories are in `path`, sorted by name, without those that are being
-    created."""
-    found = (
-        [inner for inner in sorted(path.iterdir()) if STAGE_MARK not in inner.name] if path.is_dir() else []
-    )
-    return [RunDir(inner) for inner in found if RunDir(inner).is_used]
-
-
 def run_of(path: Path) -> RunDir | None:
     """Return the run whose directory, or one of whose checkpoints, `path` is; None for anything else."""
     for candidate in (path, path.parent if checkpoint_step(path) is not None else path):
@@ -459,45 +418,3 @@ def checkpoint_to_start_from(path: Path) -> Checkpoint | None:
         return latest_checkpoint(run)[0]
     verdict = inspect_checkpoint(path, digests=False)
     return verdict if isinstance(verdict, Checkpoint) else None
-
-
-def refuse_when_held(run: RunDir) -> None:
-    """Raise a usage error if another command owns the directory. Claims nothing: a command may claim it right
-    after."""
-    owner = live_owner(run.lock)
-    if owner is not None:
-        raise in_use(run, owner)
-
-
-def in_use(run: RunDir, by: Owner | str, *ways_out: str) -> FsdpTuneError:
-    ways = (f"fsdp-tune status {run.path}", "--set output_dir=… for another directory", *ways_out)
-    return usage_error("run-in-use", f"{run.path} is in use by {by}", ways_out=ways)
-
-
-@contextmanager
-def locked(run: RunDir) -> Iterator[list[Notice]]:
-    """Own the run directory and yield notices. Raises: usage error if another command owns it.
-
-    Files that are appended to are separated from those of a copy by `cp -al`; all others are replaced as they
-    are written.
-    """
-    with ExitStack() as stack:
-        try:
-            claim = stack.enter_context(owned(run.lock))
-        except HeldError as error:
-            ways_out = () if error.is_certain else (f"remove {run.lock} if that process has certainly ended",)
-            raise in_use(run, error.owner or "another command", *ways_out) from None
-        for appended in (run.metrics_jsonl, *run.logs.glob("*.log"), *run.path.glob("bad_rows-*.jsonl")):
-            separate(appended)
-        notices: list[Notice] = []
-        if not claim.has_flock:
-            message = (
-                f"the file system of {run.path} has no file locks; the existence of {run.lock.name} is "
-                "used instead"
-            )
-            notices.append(Notice("no-file-locks", message))
-        if claim.previous is not None:
-            notices.append(
-                Notice("stale-lock", f"the lock of {claim.previous}, which has ended, was taken over")
-            )
-        yield notices

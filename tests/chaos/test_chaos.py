@@ -20,7 +20,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fsdp_tune.run.directory import CHECKPOINT_KIND, RunDir, locked
+from fsdp_tune.run.claim import locked
+from fsdp_tune.run.directory import CHECKPOINT_KIND, RunDir
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file
 from tests.chaos import page
 from tests.chaos.__main__ import Chaos

@@ -31,15 +31,8 @@ from fsdp_tune.launch.command.resume import (
 from fsdp_tune.launch.command.run_files import RunFiles, write_run
 from fsdp_tune.launch.run_status import run_status
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.directory import (
-    CHECKPOINT_KIND,
-    Checkpoint,
-    Held,
-    Rejected,
-    RunDir,
-    latest_checkpoint,
-    locked,
-)
+from fsdp_tune.run.claim import locked
+from fsdp_tune.run.directory import CHECKPOINT_KIND, Checkpoint, Held, Rejected, RunDir, latest_checkpoint
 from fsdp_tune.run.launch_files import LaunchRecord
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file
 from fsdp_tune.run.rank_files import Verdict

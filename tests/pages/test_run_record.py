@@ -12,7 +12,7 @@ from fsdp_tune.core.atomic import stage_path
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.pages.run_record import RunReader, differing_values, labels_of, read_run
 from fsdp_tune.run import metrics_file
-from fsdp_tune.run.directory import existing_run
+from fsdp_tune.run.find_runs import existing_run
 from tests.pages.written import training_line, written
 
 

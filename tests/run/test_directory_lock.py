@@ -22,13 +22,14 @@ import pytest
 from fsdp_tune.core import ownership
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.ownership import HeldError, live_owner, owned, read_owner, temporary_directory
-from fsdp_tune.run.directory import RunDir, locked
+from fsdp_tune.run.claim import locked
+from fsdp_tune.run.directory import RunDir
 from tests.conftest import REPOSITORY
 
 HOLDER = """
 import fcntl, os, sys, time
 from pathlib import Path
-from fsdp_tune.run.directory import locked
+from fsdp_tune.run.claim import locked
 from fsdp_tune.run.directory import RunDir
 if len(sys.argv) > 2:
     def without_locks(*_):

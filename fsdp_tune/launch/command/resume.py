@@ -20,6 +20,7 @@ from fsdp_tune.launch.command.recipe_changes import Change, check, compare
 from fsdp_tune.recipe.references import missing_start_inputs
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
+from fsdp_tune.run.claim import in_use, locked, refuse_when_held
 from fsdp_tune.run.directory import (
     Checkpoint,
     Held,
@@ -29,15 +30,12 @@ from fsdp_tune.run.directory import (
     checkpoint_step,
     complete_checkpoints,
     enclosing_checkpoint,
-    in_use,
     inspect_checkpoint,
     lacks_weights,
     latest_checkpoint,
-    locked,
     missing_files,
     name_aside,
     refuse_lost_recipe,
-    refuse_when_held,
 )
 from fsdp_tune.run.launch_files import ResumeRequest, read_recipe_json, train_command
 from fsdp_tune.run.manifest import Progress

@@ -22,7 +22,8 @@ from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.launch.command.resume import Start
 from fsdp_tune.recipe.fsdp_arguments import accelerate_config
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.directory import RunDir, digest_of_recipe, locked
+from fsdp_tune.run.claim import locked
+from fsdp_tune.run.directory import RunDir, digest_of_recipe
 from fsdp_tune.run.events import RecipeChanged
 from fsdp_tune.run.launch_files import LaunchRecord, ResumeRequest
 from fsdp_tune.run.metrics_file import append_event
