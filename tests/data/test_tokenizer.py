@@ -110,7 +110,7 @@ import sys
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.data.preparation import prepare
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.sections import DataSource
+from fsdp_tune.recipe.schema.data_section import DataSource
 data = {{"train": [{{"path": "{BUILTIN}"}}], "max_length": 32, "cache_dir": {str(tmp_path)!r}}}
 recipe = Recipe.model_validate({{"model": {{"tokenizer": "{BUILTIN}"}}, "data": data, "launch": {{"num_processes": 1}}}})
 prepare(recipe, load_encoder(recipe))

@@ -142,7 +142,7 @@ NO_ERROR_FOR_MISSING = Parameter(
 )
 """A keyword that `cached_file` passes on. False: a file that a model does not have is None."""
 
-# ---- Methods of the Trainer that `worker/trainer.py` overrides or calls
+# ---- Methods of the Trainer that `worker/trainer.py` and its base override or call
 
 _HOOKS = (
     "_prepare_for_training",
