@@ -73,11 +73,8 @@ def slurm(
         _check_follow(print_only=print_only, is_sweep=bool(sweep))
     if drill:
         if recipe.recipe or recipe.config or recipe.name or print_only or follow or sweep or options.again:
-            raise usage_error(
-                "usage",
-                "`--drill` trains its own recipe",
-                hint="leave out the recipe; only options for the size of the job apply",
-            )
+            hint = "leave out the recipe; only options for the size of the job apply"
+            raise usage_error("usage", "`--drill` trains its own recipe", hint=hint)
         _drill(screen, options, slurm_options, list(recipe.overrides))
     screen.phase("reading the recipe")
     made = submission(
