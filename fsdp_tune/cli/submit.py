@@ -31,9 +31,9 @@ def slurm(
     sweep: Annotated[
         Sequence[str],
         Option(
-            "Train once for each value of a key, each run on one node as an element of a job array, "
-            "in a directory below `output_dir`; the "
-            "same command again submits those that have not finished. Repeatable: all combinations.",
+            "Train once for each value of a key, each run on one node as an element of a job array, in a "
+            "directory below `output_dir`; the same command again submits those that have not finished. "
+            "Repeatable: all combinations.",
             metavar="KEY=VALUE,VALUE",
         ),
     ] = (),
@@ -46,9 +46,9 @@ def slurm(
     drill: Annotated[
         bool,
         Option(
-            "Without a recipe: put a small job in runs/drill through preemption, node loss and the "
-            "time limit, and compare "
-            "its model with that of an undisturbed job. Takes about 20 minutes; affects no other job."
+            "Without a recipe: put a small job in runs/drill through preemption, node loss and the time "
+            "limit, and compare its model with that of an undisturbed job. Takes about 20 minutes; affects "
+            "no other job."
         ),
     ] = False,
 ) -> None:

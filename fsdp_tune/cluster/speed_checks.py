@@ -44,9 +44,8 @@ def judge_matmul(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck
         for rank in slow
     ]
     found += [
-        f"{facts[rank].label} takes {means[rank] / median_low(means) - 1:.0%} longer than the median "
-        "for matrix products in a row, "
-        "though not for a single one"
+        f"{facts[rank].label} takes {means[rank] / median_low(means) - 1:.0%} longer than the median for "
+        "matrix products in a row, though not for a single one"
         for rank in sorted(
             set(slow_ranks(means, SHARED_CORE_SHARE)) - set(slow), key=lambda rank: -means[rank]
         )

@@ -156,10 +156,9 @@ def _lack_of_room(recipe: Recipe, model: ModelFacts, plan: Plan | None) -> str |
     if needed_gib <= free_gib:
         return None
     return (
-        f"`evaluation.when: between_steps` needs {needed_gib:.1f} GiB and activations on each GPU, "
-        f"and {max(0.0, free_gib):.1f} of "
-        f"{plan.usable_gib:.1f} GiB are free: parameters and optimizer state of its rank, and CUDA "
-        f"contexts, take {kept_gib:.1f} GiB"
+        f"`evaluation.when: between_steps` needs {needed_gib:.1f} GiB and activations on each GPU, and "
+        f"{max(0.0, free_gib):.1f} of {plan.usable_gib:.1f} GiB are free: parameters and optimizer state of "
+        f"its rank, and CUDA contexts, take {kept_gib:.1f} GiB"
     )
 
 

@@ -269,8 +269,8 @@ def test_nothing_below_a_child_is_left_when_it_has_been_ended(ends_itself: bool,
     GPU."""
     file = tmp_path / "pid"
     inner = (
-        f"import os, signal, time; signal.signal(15, 1); open({str(file)!r}, "
-        "'w').write(str(os.getpid())); time.sleep(30)"
+        f"import os, signal, time; signal.signal(15, 1); open({str(file)!r}, 'w').write(str(os.getpid())); "
+        "time.sleep(30)"
     )
     outer = (
         f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-ISc', {inner!r}], "

@@ -478,12 +478,12 @@ def test_context_of_answers_that_begin_with_white_space_has_the_ids_of_inference
 
 TOOLS_V3 = (
     '[AVAILABLE_TOOLS] [{"type": "function", "function": {"name": "add", "description": "Add.", '
-    '"parameters": '
-    '{"type": "object", "properties": {"a": {"type": "integer", "description": "A."}}}}}][/AVAILABLE_TOOLS]'
+    '"parameters": {"type": "object", "properties": {"a": {"type": "integer", "description": '
+    '"A."}}}}}][/AVAILABLE_TOOLS]'
 )
 CALL_V3 = (
-    '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "abcdefghi"}]</s>'
-    '[TOOL_RESULTS] {"content": 2, "call_id": "abcdefghi"}[/TOOL_RESULTS]'
+    '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "abcdefghi"}]</s>[TOOL_RESULTS] {"content": '
+    '2, "call_id": "abcdefghi"}[/TOOL_RESULTS]'
 )
 MISTRAL_COMMON = [
     (

@@ -347,8 +347,7 @@ def _fp32_failures(
             step = off.index(max(off)) + 1
             failures.append(
                 f"{name} is off by {max(off):.1e} at step {step} ({ours[step - 1]:.8g} instead of "
-                f"{theirs[step - 1]:.8g}); "
-                f"rounding carries the plain loop by {max(rounding):.1e}"
+                f"{theirs[step - 1]:.8g}); rounding carries the plain loop by {max(rounding):.1e}"
             )
     if found.first_gradients:
         failures += _gradient_failures(found.first_gradients, true.first_gradients)

@@ -163,12 +163,12 @@ def test_interrupted_rehearsal_ends_its_training(tmp_path: Path, monkeypatch: py
 def test_killed_rehearsal_ends_its_children(tmp_path: Path) -> None:
     """The child writes its pid and sleeps; the kernel kills it when its parent is killed."""
     child = (
-        "import os, pathlib, time; "
-        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); time.sleep(60)"
+        f"import os, pathlib, time; pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); "
+        "time.sleep(60)"
     )
     parent = (
-        "import sys; from fsdp_tune.rehearsal.lifecycle_checks import run_child; "
-        f"run_child((sys.executable, '-c', {child!r}))"
+        "import sys; from fsdp_tune.rehearsal.lifecycle_checks import run_child; run_child((sys.executable, "
+        f"'-c', {child!r}))"
     )
     rehearsal = subprocess.Popen([sys.executable, "-c", parent])
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():

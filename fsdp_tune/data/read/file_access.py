@@ -281,9 +281,9 @@ HELD_OUT_SHARE = 0.1
 EOS, PAD, TURN_END = "<|endoftext|>", "<|pad|>", "<|end|>"
 ROLES = ("system", "user", "assistant", "tool")
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
-    "{{ eos_token if message['role'] == 'assistant' else '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{{ eos_token if "
+    "message['role'] == 'assistant' else '<|end|>' }}{% endfor %}{% if add_generation_prompt "
+    "%}<|assistant|>{% endif %}"
 )
 MODEL_MAX_LENGTH = 1 << 20
 

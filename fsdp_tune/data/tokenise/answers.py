@@ -381,9 +381,8 @@ class Rendering:
             rest = _unmarked(marked, len(header), text[: answer.end])
         if rest and not self._special.fullmatch(rest.strip()):
             raise RowError(
-                f"message {index + 1}: the generation markers of the chat template exclude "
-                f"{rest[:SHOWN]!r}, which the model must generate "
-                "after the generation prompt"
+                f"message {index + 1}: the generation markers of the chat template exclude {rest[:SHOWN]!r}, "
+                "which the model must generate after the generation prompt"
             )
 
     @contextmanager
@@ -449,8 +448,7 @@ def _unstable(index: int, text: str, prompt: str) -> str:
     at = common_length(text, prompt)
     return (
         f"the chat template is not prefix-stable: before message {index + 1} the model receives "
-        f"{prompt[at : at + SHOWN]!r} "
-        f"where the conversation with that message has {text[at : at + SHOWN]!r}"
+        f"{prompt[at : at + SHOWN]!r} where the conversation with that message has {text[at : at + SHOWN]!r}"
     )
 
 

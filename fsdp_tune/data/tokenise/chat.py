@@ -71,9 +71,8 @@ def limit_characters(count: int, characters: int) -> None:
     """Raises: RowError if the examples of one conversation are too long together."""
     if characters > MOST_CHARACTERS:
         raise RowError(
-            f"the conversation needs {count} examples, each with the context of its answer at "
-            f"inference, with {characters:,} characters "
-            "(`loss_on: last_assistant` trains the last answer only)"
+            f"the conversation needs {count} examples, each with the context of its answer at inference, "
+            f"with {characters:,} characters (`loss_on: last_assistant` trains the last answer only)"
         )
 
 

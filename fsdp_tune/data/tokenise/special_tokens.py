@@ -48,8 +48,8 @@ class InseparableError(RowError):
 
     def __init__(self) -> None:
         super().__init__(
-            "special tokens in its content cannot be encoded as text "
-            "(`data.special_tokens_in_content: control` keeps them)"
+            "special tokens in its content cannot be encoded as text (`data.special_tokens_in_content: "
+            "control` keeps them)"
         )
 
 

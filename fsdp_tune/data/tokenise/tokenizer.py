@@ -129,9 +129,8 @@ def _missing_template_tokens(recipe: Recipe, encoder: TokenizerEncoder) -> Itera
             names = ", ".join(f"`{each}`" for each in fitting)
             yield Notice(
                 "template-tokens-missing",
-                f"the chat template `{name}` writes {', '.join(f'`{token}`' for token in missing)}, "
-                "which the vocabulary does not have: "
-                "they are encoded as text",
+                f"the chat template `{name}` writes {', '.join(f'`{token}`' for token in missing)}, which "
+                "the vocabulary does not have: they are encoded as text",
                 where=Where(key=key),
                 hint=f"add them (`model.tokens.add`), or use a template that fits the vocabulary: {names}",
             )
@@ -396,8 +395,8 @@ def _one_template(templates: dict[str, str], name: str) -> str:
     if "default" not in templates:
         raise usage_error(
             "several-chat-templates",
-            f"the tokenizer of `{name}` has chat templates "
-            f"{', '.join(f'`{key}`' for key in templates)}, and none is the default",
+            f"the tokenizer of `{name}` has chat templates {', '.join(f'`{key}`' for key in templates)}, "
+            "and none is the default",
             hint="choose one by `data.chat_template: file.jinja`",
         )
     return templates["default"]

@@ -218,8 +218,8 @@ class Attempts:
         lost = [machine for machine in before if machine not in self._members]
         message = f"continuing on {_named(self._members)}" + (f", without {_named(lost)}" if lost else "")
         message += (
-            f": {_counted(resized.ranks, 'rank')} × "
-            f"{_counted(resized.accumulation, 'micro-batch', 'es')} a step; "
+            f": {_counted(resized.ranks, 'rank')} × {_counted(resized.accumulation, 'micro-batch', 'es')} "
+            "a step; "
         )
         message += "the global batch is the same"
         changed = MachinesChanged(
@@ -327,8 +327,8 @@ class Attempts:
                 continue
             replaced = usable is not None and usable.path == each.path
             message = (
-                f"{each.path.name} is "
-                f"{'replaced by the copy of the mirror' if replaced else 'not used'}: {each.reason}"
+                f"{each.path.name} is {'replaced by the copy of the mirror' if replaced else 'not used'}: "
+                f"{each.reason}"
             )
             append_event(self._plan.run, CheckpointRejected(step, each.path.name, message))
             messages.append(message)

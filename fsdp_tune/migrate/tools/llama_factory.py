@@ -79,14 +79,12 @@ LINE_ENDS = frozenset(
 """Templates that end an answer with white space after the token that ends the turn (`format_assistant` in its
 data/template.py, 2026-08); `python -m tests.migrate.tool_keys --check` finds new ones."""
 _LINE_END = (
-    "LLaMA-Factory also trains the line end that its template writes after the last token of an "
-    "answer; here it is context, "
-    "which only labels of your own train (`format: segments` or `tokenized`)"
+    "LLaMA-Factory also trains the line end that its template writes after the last token of an answer; here "
+    "it is context, which only labels of your own train (`format: segments` or `tokenized`)"
 )
 _OF_TOKENIZER = (
-    "Without `template`, LLaMA-Factory also trains white space that the tokenizer's template writes "
-    "after the last token of an answer, "
-    "as ChatML does; here it is context"
+    "Without `template`, LLaMA-Factory also trains white space that the tokenizer's template writes after "
+    "the last token of an answer, as ChatML does; here it is context"
 )
 
 

@@ -402,9 +402,8 @@ def _limits(
     for kind, original in fixed_rotary(model).items():
         if longest > original:
             message = (
-                f"`rope_type: {kind}`: every row uses the rotary frequencies for data.max_length "
-                f"({longest} tokens); "
-                f"transformers uses others for batches of up to {original} tokens"
+                f"`rope_type: {kind}`: every row uses the rotary frequencies for data.max_length ({longest} "
+                f"tokens); transformers uses others for batches of up to {original} tokens"
             )
             notices.append(
                 Notice(

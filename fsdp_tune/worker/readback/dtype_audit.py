@@ -133,7 +133,7 @@ def warnings_of(recipe: Recipe, report: dict[str, dict[str, int]]) -> list[str]:
     low = [dtype for dtype in report.get("reduce", {}) if dtype in LOW]
     if low and recipe.world_size >= MANY_RANKS:
         found.append(
-            f"gradients of {recipe.world_size} ranks were summed in {low[0]} "
-            "(precision.reduce_dtype: fp32 costs twice the traffic)"
+            f"gradients of {recipe.world_size} ranks were summed in {low[0]} (precision.reduce_dtype: fp32 "
+            "costs twice the traffic)"
         )
     return found
