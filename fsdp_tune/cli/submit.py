@@ -72,22 +72,20 @@ def slurm(
     if follow:
         _check_follow(print_only=print_only, is_sweep=bool(sweep))
     if drill:
-        if recipe.recipe or recipe.config or recipe.name or print_only or follow or sweep or options.again:
-            hint = "leave out the recipe; only options for the size of the job apply"
-            raise usage_error("usage", "`--drill` trains its own recipe", hint=hint)
+        is_given = recipe.recipe or recipe.config or recipe.name
+        _check_drill(is_alone=not (is_given or print_only or follow or sweep or options.again))
         _drill(screen, options, slurm_options, list(recipe.overrides))
     screen.phase("reading the recipe")
-    made = submission(
-        recipe.source(),
-        recipe.overrides,
-        options,
-        slurm_options,
-        name=recipe.name,
-        sweep=sweep,
-        is_printed=print_only,
-        observer=screen,
-    )
+    given = (recipe.source(), recipe.overrides, options, slurm_options)
+    made = submission(*given, name=recipe.name, sweep=sweep, is_printed=print_only, observer=screen)
     _submit(screen, made, print_only=print_only, follow=follow)
+
+
+def _check_drill(*, is_alone: bool) -> None:
+    """Raises: usage error if a recipe, or an option of one, is given with `--drill`."""
+    if not is_alone:
+        hint = "leave out the recipe; only options for the size of the job apply"
+        raise usage_error("usage", "`--drill` trains its own recipe", hint=hint)
 
 
 def _check_follow(*, print_only: bool, is_sweep: bool) -> None:
