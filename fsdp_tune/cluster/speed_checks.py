@@ -138,9 +138,8 @@ def judge_links(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck 
             pair = (min(each.machine, link.machine), max(each.machine, link.machine))
             pairs[pair] = max(link.seconds * largest / link.bytes, pairs.get(pair, 0.0))
             way = (link.machine, each.machine)
-            rates[way] = (
-                rates.get(way, 0.0) + link.bytes / link.seconds
-            )  # all ranks of a machine exchange at once
+            # all ranks of a machine exchange at once
+            rates[way] = rates.get(way, 0.0) + link.bytes / link.seconds
     if not pairs:
         return None
     usual = sorted(pairs.values())[len(pairs) // 8]

@@ -148,9 +148,8 @@ def _lack_of_room(recipe: Recipe, model: ModelFacts, plan: Plan | None) -> str |
         or not evaluation_device(recipe).is_gpu
     ):
         return None
-    contexts_gib = (
-        plan.device_gib - plan.peak_reserved_gib + CONTEXT_BYTES / GIB
-    )  # of the rank, with NCCL, and of the evaluation
+    # of the rank, with NCCL, and of the evaluation
+    contexts_gib = plan.device_gib - plan.peak_reserved_gib + CONTEXT_BYTES / GIB
     kept_gib = sum(plan.components.get(name, 0.0) for name in KEPT_BETWEEN_STEPS) + contexts_gib
     needed_gib, free_gib = _model_bytes(recipe, model) / GIB, plan.usable_gib - kept_gib
     if needed_gib <= free_gib:
@@ -275,9 +274,8 @@ class Evaluating:
         self._rotate()
         self._send_to_trackers()
         for identity, outcome in self._outcomes.items():
-            for line in (
-                outcome.shown() if identity not in shown else ()
-            ):  # the others were read from metrics.jsonl
+            # the others were read from metrics.jsonl
+            for line in outcome.shown() if identity not in shown else ():
                 self._observer.message(line)
 
     def _send_to_trackers(self) -> None:

@@ -146,9 +146,8 @@ class PreparedTrainer(Trainer):
             self.parts.metrics.write_missing(own["unwritten"])
             if self.parts.scale is not None and own["loss_scale"] is not None:
                 self.parts.scale.load_state_dict(own["loss_scale"])
-            self.gate.skipped_steps = int(
-                own.get("skipped_steps", 0)
-            )  # a checkpoint of an earlier version has none
+            # a checkpoint of an earlier version has none
+            self.gate.skipped_steps = int(own.get("skipped_steps", 0))
             restore_schedule(self.lr_scheduler, self._updates)
             is_same = self._compare_best(own.get("best_by"))
             self.evaluated_step = self.state.global_step if own.get("evaluated", True) and is_same else None

@@ -225,9 +225,8 @@ def test_missing_tokenizer_is_distinguished_from_unreachable_hub(tmp_path: Path)
     assert found.ways_out[0] == "give a local path in `model.tokenizer`"
     (tmp_path / "tokenizer.json").write_text("{")
     assert problem(recipe(tmp_path)).code == "tokenizer-unreadable"
-    (tmp_path / "tokenizer.json").write_text(
-        '{"added_tokens": [], "model": {"type": "Other"}}'
-    )  # tokenizers raises a plain Exception
+    # tokenizers raises a plain Exception
+    (tmp_path / "tokenizer.json").write_text('{"added_tokens": [], "model": {"type": "Other"}}')
     assert problem(recipe(tmp_path)).code == "tokenizer-unreadable"
 
 

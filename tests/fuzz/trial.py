@@ -118,9 +118,8 @@ def _refused(draw: Draw, folder: Path, model: Path) -> Problem | None:
             continue
         tree = runs.merged(BASE, each.recipe() | {"output_dir": str(folder / "run")})
         tree["model"]["name_or_path"] = str(model)
-        if (
-            tree["model"].get("attn_implementation") == FLASH_STAND_IN
-        ):  # no flash kernel of the hub runs on the CPU, but this one does
+        # no flash kernel of the hub runs on the CPU, but this one does
+        if tree["model"].get("attn_implementation") == FLASH_STAND_IN:
             tree["model"]["attn_implementation"] = "sdpa"
         try:
             resolve(

@@ -112,9 +112,8 @@ def refusal(monkeypatch: pytest.MonkeyPatch, name: str, *overrides: str) -> set[
     """Return the codes of the errors with which a rehearsal ends before it starts a run."""
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast  # noqa: F401  two threads would import them at once
 
-    monkeypatch.setattr(
-        inspection, "_inspect_in_child", lambda recipe, **_: find_facts(recipe)
-    )  # without the imports of a child
+    # without the imports of a child
+    monkeypatch.setattr(inspection, "_inspect_in_child", lambda recipe, **_: find_facts(recipe))
     monkeypatch.setattr(lifecycle_checks, "start_training", lambda *_: pytest.fail("a run is started"))
     with pytest.raises(FsdpTuneError) as caught:
         rehearse(load_recipe(name, overrides))

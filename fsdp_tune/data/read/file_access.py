@@ -369,9 +369,8 @@ def builtin_tokenizer(path: str) -> Tokenizer:
     words = [*_UNITS, *_TENS, *_OTHER_WORDS]
     pieces = [*letters, *words, *(f"Ġ{word}" for word in words)]  # Ġ is how byte-level BPE writes a space
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(
-        models.BPE(vocab=vocabulary, merges=[], ignore_merges=True)
-    )  # a full word is looked up first, then its bytes
+    # a full word is looked up first, then its bytes
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     for token in (EOS, PAD, TURN_END, *(f"<|{role}|>" for role in ROLES)):

@@ -375,9 +375,8 @@ class Rendering:
             raise RowError("the chat template renders the same conversation differently each time")
         rest = _unmarked(marked, answer.begin, text[: answer.end])
         header, _ = (self._around_plain(index) if rest else None) or ("", "")
-        if len(header) > answer.begin and text.startswith(
-            header
-        ):  # Gemma 4 supplies no header after the result of a tool
+        # Gemma 4 supplies no header after the result of a tool
+        if len(header) > answer.begin and text.startswith(header):
             rest = _unmarked(marked, len(header), text[: answer.end])
         if rest and not self._special.fullmatch(rest.strip()):
             raise RowError(

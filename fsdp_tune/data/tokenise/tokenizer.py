@@ -89,9 +89,8 @@ def open_tokenizer(recipe: Recipe) -> LoadedTokenizer:
     origin = describe_origin(tokenizer, None if is_builtin(name) else _folder_of(name, recipe))
     notices = _set_special_tokens(tokenizer, recipe, name)
     if recipe.data.chat_template is not None:
-        tokenizer.chat_template = resolve_template(
-            recipe.data.chat_template
-        )  # saved with the model, so that inference uses the template of the training
+        # saved with the model, so that inference uses the template of the training
+        tokenizer.chat_template = resolve_template(recipe.data.chat_template)
     elif isinstance(tokenizer.chat_template, dict):
         tokenizer.chat_template = _one_template(tokenizer.chat_template, name)
     return LoadedTokenizer(tokenizer, tuple(notices), origin)
@@ -157,9 +156,8 @@ class TokenizerEncoder:
         self.bos_id: int | None = (
             None if tokenizer.bos_token is None else _id(tokenizer, str(tokenizer.bos_token))
         )
-        self.chat_template: str | None = cast(
-            "str | None", tokenizer.chat_template
-        )  # a single template: `open_tokenizer` has selected it
+        # a single template: `open_tokenizer` has selected it
+        self.chat_template: str | None = cast("str | None", tokenizer.chat_template)
         self.prefix_ids = _prefix_ids(tokenizer)
         self.special_tokens = _special_tokens(tokenizer, added)
         self._backend = _plain_backend(tokenizer)

@@ -309,9 +309,8 @@ def _as_text(word: str) -> str:
 
 def _is_shown(name: str) -> bool:
     """Return whether the value is listed: nobody knows what a variable with another name contains."""
-    return (
-        name in _SHOWN or is_plain_setting(name) or has_secret_name(name)
-    )  # the value of a secret name is the mask
+    # the value of a secret name is the mask
+    return name in _SHOWN or is_plain_setting(name) or has_secret_name(name)
 
 
 def masked_variables(environment: Mapping[str, str]) -> list[str]:
@@ -582,9 +581,8 @@ def _settings(recipe: Recipe, run: RunDir, address: Address) -> dict[str, str]:
             # otherwise the agent chooses a port for the ranks, which another process may take
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0",
         }
-    return (
-        recipe.launch.env | settings
-    )  # recipe.rules refuses variables that this tool sets; ours have precedence
+    # recipe.rules refuses variables that this tool sets; ours have precedence
+    return recipe.launch.env | settings
 
 
 def manual_commands(recipe: Recipe, run: RunDir) -> tuple[str, ...]:

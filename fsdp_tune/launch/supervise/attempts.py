@@ -239,9 +239,8 @@ class Attempts:
                 )
                 continue
             if not isinstance(launch, int):
-                if (
-                    self._machines.left_out() is not None
-                ):  # the run has gone on without this machine, and its end counts
+                # the run has gone on without this machine, and its end counts
+                if self._machines.left_out() is not None:
                     ended = None
                 yield _final(ended, launch, self._machines.lost_first())
                 return
@@ -253,9 +252,8 @@ class Attempts:
                 )
             supervisor, ended = yield from self._launch()
             self._machines.end(ended)
-            if (
-                self._sizes is not None and ended.is_stop and supervisor.signals
-            ):  # of this machine; the run may continue without it
+            # of this machine; the run may continue without it
+            if self._sizes is not None and ended.is_stop and supervisor.signals:
                 yield ended
                 return
 

@@ -406,9 +406,8 @@ TOOL = Tool(
         "training.report_to": [],
     },
     adapter_defaults={"lora.r": 8, "lora.target_modules": "all-linear", "precision.mixed_precision": "bf16"},
-    full_defaults={
-        "precision.mixed_precision": "no"
-    },  # weights are cast to fp32, and computed in it without `bf16`
+    # weights are cast to fp32, and computed in it without `bf16`
+    full_defaults={"precision.mixed_precision": "no"},
     adapter_switches=("finetuning_type",),
     trains_adapters=True,
     long_rows=CUT_BY_TRL,  # `wrapped`: `stage: pt`

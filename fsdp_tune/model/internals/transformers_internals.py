@@ -51,9 +51,8 @@ def eager_config(folder: Path) -> object:
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     forget_kernels(config)
-    ATTENTION.set(
-        config, "eager"
-    )  # by attribute: `_attn_implementation` in a config.json wins over the argument
+    # by attribute: `_attn_implementation` in a config.json wins over the argument
+    ATTENTION.set(config, "eager")
     return config
 
 

@@ -201,9 +201,8 @@ def language_model_of(full: PreTrainedModel, name: str) -> PreTrainedModel:
             _OTHER,
         )
     _require_same_logits(full, text.eval(), name)
-    text.generation_config = copy.deepcopy(
-        full.generation_config
-    )  # it may end a turn by another token than the text's configuration
+    # it may end a turn by another token than the text's configuration
+    text.generation_config = copy.deepcopy(full.generation_config)
     return text
 
 

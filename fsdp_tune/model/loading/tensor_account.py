@@ -266,9 +266,8 @@ def names_in_model(
     known: dict[str, InModel] = {}
     found: dict[str, InModel] = {}
     meta: Any = state
-    for name in sorted(
-        names, key=dot_natural_key
-    ):  # the order in which transformers renames, which one of its renamings depends on
+    # the order in which transformers renames, which one of its renamings depends on
+    for name in sorted(names, key=dot_natural_key):
         kind = _EXPERT.sub("0", name)
         if kind not in known:
             new, pattern = rename_source_key(kind, renamings, converters, model.base_model_prefix, meta)

@@ -82,9 +82,8 @@ class DtypeAudit:
         kind = _KINDS.get(func.overloadpacket.__name__)
         if kind is not None:
             for tensor in _tensors(args):
-                if tensor.is_floating_point() or (
-                    kind == "gather" and tensor.dtype == torch.uint8
-                ):  # a unit of several dtypes
+                # a unit of several dtypes
+                if tensor.is_floating_point() or (kind == "gather" and tensor.dtype == torch.uint8):
                     self._seen[kind][str(multiplied_as(tensor)).removeprefix("torch.")] += 1
                     break
 

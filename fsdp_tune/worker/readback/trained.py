@@ -116,9 +116,8 @@ def _to_gather(recipe: Recipe, loaded: Loaded) -> list[nn.Linear]:
         module for module in loaded.model.modules() if isinstance(module, nn.Linear) and is_fp8(module)
     ]
     even = [module for module in converted if module.out_features % shards == 0]
-    if (
-        recipe.launch.device == "cpu"
-    ):  # gloo sends fp8 only as bytes, which is how a unit goes that holds something else as well
+    # gloo sends fp8 only as bytes, which is how a unit goes that holds something else as well
+    if recipe.launch.device == "cpu":
         alone = {
             id(owner) for owners in _owners_by_unit(loaded) if all(map(is_fp8, owners)) for owner in owners
         }
@@ -471,9 +470,8 @@ def _sample(name: str, parameter: nn.Parameter, state: Mapping[str, object]) -> 
     spaced = torch.arange(0, gradient.numel(), max(1, gradient.numel() // SPACED), device=gradient.device)[
         :SPACED
     ]
-    extremes = torch.stack(
-        [gradient.argmax(), gradient.argmin()]
-    )  # no copy of the gradient, as its magnitudes would be
+    # no copy of the gradient, as its magnitudes would be
+    extremes = torch.stack([gradient.argmax(), gradient.argmin()])
     positions = torch.cat([spaced, extremes])
     copied: dict[str, torch.Tensor] = {}
     for key, value in state.items():
