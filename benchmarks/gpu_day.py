@@ -95,10 +95,11 @@ def run_part(part: Any, bench: Any, seconds: float, found: dict[str, Any], note:
             note()
     except (EOFError, OSError):  # OSError: in the middle of a row
         process.join(GRACE_SECONDS)
+        # from outside: the next call continues it
         was_killed = process.exitcode in (
             -signal.SIGKILL,
             -signal.SIGTERM,
-        )  # from outside: the next call continues it
+        )
         ended = {"ended": f"its process ended with code {process.exitcode}", "is_complete": not was_killed}
     except BaseException:  # the call is ended
         end(process, 0.0)
@@ -111,9 +112,8 @@ def end(process: BaseProcess, patience_seconds: float = 1.0) -> None:
     process.join(patience_seconds)
     if process.is_alive() and process.pid is not None:
         os.killpg(process.pid, signal.SIGKILL)  # what it started dies with it
-        process.join(
-            GRACE_SECONDS
-        )  # in a call of the driver it cannot be ended, and the others still have their time
+        # in a call of the driver it cannot be ended, and the others still have their time
+        process.join(GRACE_SECONDS)
 
 
 # ---- All of them

@@ -92,9 +92,8 @@ def prepare_environment(*, tiny: bool) -> None:
         "TOKENIZERS_PARALLELISM": "false",
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }
-    os.environ.pop(
-        "PYTHONDONTWRITEBYTECODE", None
-    )  # without bytecode of the wheels each process compiles them again
+    # without bytecode of the wheels each process compiles them again
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # threads of numpy do not survive a fork
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if tiny:

@@ -392,9 +392,8 @@ PARTS = (
     ),
     Part(
         "adapters",
-        "LoRA adapters of rank 16 on all linear layers of the 8B Llama, one row of 4,096 tokens a "
-        "step, loss in slices, every layer "
-        "recomputed unless said. The loop by hand has whole logits.",
+        "LoRA adapters of rank 16 on all linear layers of the 8B Llama, one row of 4,096 tokens a step, "
+        "loss in slices, every layer recomputed unless said. The loop by hand has whole logits.",
         90,
         adapters,
         (*_NAME, ("fits", "plan: fits", ""), *_TIME, ("compile_seconds", "compiling, s", ".0f"), *_MEMORY),
@@ -425,9 +424,8 @@ PARTS = (
     ),
     Part(
         "long rows",
-        "1B Llama, one packed row of four examples a step, every layer recomputed, loss in slices: "
-        "torch's variable-length attention, "
-        "flash-attn, and sdpa with a mask.",
+        "1B Llama, one packed row of four examples a step, every layer recomputed, loss in slices: torch's "
+        "variable-length attention, flash-attn, and sdpa with a mask.",
         90,
         long_rows,
         (*_NAME, ("fits", "plan: fits", ""), *_TIME, *_MEMORY),

@@ -424,9 +424,8 @@ def measured(folder: Path, reason: str | None, log: Path) -> Measured:
 
     run = RunDir(folder)
     text = run.metrics_jsonl.read_text(encoding="utf-8") if run.metrics_jsonl.exists() else ""
-    every = [
-        json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")
-    ]  # a killed one may have cut its last
+    # a killed one may have cut its last
+    every = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
     message = None
     if reason is not None:
         logs = [

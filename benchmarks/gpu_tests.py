@@ -83,9 +83,8 @@ def _tests(bench: Bench, mark: str, arguments: Sequence[str]) -> Iterator[Row]:
     count = 0
     with log.open("wb") as out:
         process = subprocess.Popen(
-            ends_with_parent(
-                [*command, "-q", "-m", mark, *arguments]
-            ),  # in a session of its own, that of the part does not reach it
+            # in a session of its own, that of the part does not reach it
+            ends_with_parent([*command, "-q", "-m", mark, *arguments]),
             cwd=ROOT,
             env=os.environ | {RESULTS: str(results)},
             stdin=subprocess.DEVNULL,

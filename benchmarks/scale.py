@@ -137,9 +137,8 @@ def control_channel(ranks: int, folder: Path) -> Figures:  # noqa: ARG001  all p
     connected_seconds = time.perf_counter() - began
     document = {"token": "0123456789abcdef", "state": "running", "identity": "x" * 2000}
     first_seconds = seconds = 0.0
-    for version in range(
-        3
-    ):  # the first exchange writes, the second reads what all have written, the third has nothing new
+    # the first exchange writes, the second reads what all have written, the third has nothing new
+    for version in range(3):
         counter.clear()
         first_seconds, began = 0.0, time.perf_counter()
         for exchange in exchanges:

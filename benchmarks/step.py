@@ -301,9 +301,8 @@ def run(options: argparse.Namespace, folder: Path) -> None:
     if adapters["lora"]:
         write_base(size, folder / "base")
     inherited = filter(None, [os.environ.get("PYTHONPATH")])
-    paths = os.pathsep.join(
-        [str(HERE.parent), str(HERE), *inherited]
-    )  # this checkout's, whichever is installed
+    # this checkout's, whichever is installed
+    paths = os.pathsep.join([str(HERE.parent), str(HERE), *inherited])
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths}
     environment |= {ADDRESS: address, WARM_UP_STEPS: str(options.steps)}
     contenders: list[Contender] = []

@@ -139,10 +139,11 @@ def join(task: dict[str, Any], rank: int) -> None:
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
     }
+    # Accelerate asks for them; the ranks have met already
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "1",
-    }  # Accelerate asks for them; the ranks have met already
+    }
     if device == "cuda":
         torch.cuda.set_device(rank)
         own: dict[str, Any] = {"backend": "cpu:gloo,cuda:nccl", "device_id": torch.device("cuda", rank)}

@@ -30,18 +30,18 @@ session.begin()  # before pytest starts further processes, which belong to it
 # No deadline: a busy machine makes any example slow, and a hang is seen without one.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("searching", print_blob=True, deadline=None)
-settings.load_profile(
-    os.environ.get("HYPOTHESIS_PROFILE", "repeatable")
-)  # a change is judged by its own faults, not by the day's luck
+# a change is judged by its own faults, not by the day's luck
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 # Nor by constants of the modules that a process happens to have imported, for which each process parses all
 # of the package.
 providers.is_local_module_file = lambda _path: False
 
+# `nohup pytest`, `pytest &` in a script: what is ignored here stays so in the commands
 for _number in (
     signal.SIGINT,
     signal.SIGHUP,
     signal.SIGQUIT,
-):  # `nohup pytest`, `pytest &` in a script: what is ignored here stays so in the commands
+):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else lambda *_: None)
 
@@ -168,9 +168,8 @@ def loopback_only(monkeypatch: pytest.MonkeyPatch) -> None:
     connect = socket.socket.connect
 
     def guarded(self: socket.socket, address: object) -> None:
-        if (
-            self.family in (socket.AF_INET, socket.AF_INET6) and self.type != socket.SOCK_DGRAM
-        ):  # that sends nothing
+        # that sends nothing
+        if self.family in (socket.AF_INET, socket.AF_INET6) and self.type != socket.SOCK_DGRAM:
             host = address[0] if isinstance(address, tuple) else address
             if host not in ("127.0.0.1", "::1", "localhost", "0.0.0.0", socket.gethostname()):
                 raise AssertionError(f"a test reached for the network: {address}")

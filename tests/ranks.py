@@ -254,9 +254,8 @@ def _import_stack() -> None:
         if not found.name.endswith(".__main__"):
             importlib.import_module(found.name)
     torch.set_num_threads(1)
-    conversion_mapping.get_checkpoint_conversion_mapping(
-        "llama"
-    )  # its first call compiles a thousand regular expressions
+    # its first call compiles a thousand regular expressions
+    conversion_mapping.get_checkpoint_conversion_mapping("llama")
     package_versions.versions()  # reads the metadata of twenty packages
     for kind in records.Document.__subclasses__():
         records._validator(kind)

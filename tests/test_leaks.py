@@ -44,9 +44,8 @@ def test_listening_port_is_reported() -> None:
 def test_port_that_was_open_before_without_a_notice_is_not_blamed_on_the_next_that_binds() -> None:
     with socket.socket() as quiet, socket.socket() as closed:
         address = (ctypes.c_ubyte * 16)(*socket.AF_INET.to_bytes(2, "little"), 0, 0, 127, 0, 0, 1)
-        assert (
-            ctypes.CDLL(None).bind(quiet.fileno(), address, 16) == 0
-        )  # as C++ does: Python has no event of it
+        # as C++ does: Python has no event of it
+        assert ctypes.CDLL(None).bind(quiet.fileno(), address, 16) == 0
         quiet.listen()
         with leaks.nothing_left("of another"):
             closed.bind(("127.0.0.1", 0))

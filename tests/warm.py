@@ -256,9 +256,8 @@ def serve_command(connection: Connection, descriptors: list[int]) -> None:
     """Fork a command, report its pid, its end and its orphans. It is killed if the process that asked for it
     ends."""
     command: Command = pickle.loads(connection.recv_bytes())
-    if (
-        command.module != CODE
-    ):  # tests of a process of pytest expect that what they orphan is waited for by process 1
+    # tests of a process of pytest expect that what they orphan is waited for by process 1
+    if command.module != CODE:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     own = os.getpid()
     child = os.fork()
@@ -370,9 +369,8 @@ def _reset_python(command: Command) -> None:
     util._finalizer_registry.clear()
     random.seed()
     if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(
-            1
-        )  # as in `tests.ranks`: a fork has to replace the pool of threads
+        # as in `tests.ranks`: a fork has to replace the pool of threads
+        sys.modules["torch"].set_num_threads(1)
     os.environ.clear()
     os.environ.update(command.environment)
     if command.is_bound:

@@ -100,9 +100,8 @@ class AnswerReader:
         if self._pattern is None:
             return text.strip()
         match = self._pattern.search(text)
-        found = (
-            None if match is None else match[1 if match.re.groups else 0]
-        )  # None also if an optional group takes no part
+        # None also if an optional group takes no part
+        found = None if match is None else match[1 if match.re.groups else 0]
         return None if found is None else found.strip()
 
     def target(self, example: EvaluatedExample) -> str:

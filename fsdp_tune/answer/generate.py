@@ -218,9 +218,8 @@ class Answering:
             emit({"phase": f"loading {model.name}"})
             loaded, adapted = load_with_adapter(model, loading)
             ends = tuple(sorted({*prompts.end_ids, *end_ids_of(loaded)}))
-            loaded.generation_config = (
-                GenerationConfig()
-            )  # `generate` takes from it what it is not given, such as penalties
+            # `generate` takes from it what it is not given, such as penalties
+            loaded.generation_config = GenerationConfig()
             contexts: list[Callable[[], contextlib.AbstractContextManager[object]]] = [contextlib.nullcontext]
             if request.adapter_off and adapted is not None:
                 contexts.append(adapted.disable_adapter)

@@ -69,9 +69,8 @@ class Scorer:
     def _loss(self, chosen: Sequence[int], examples: Sequence[EvaluatedExample]) -> list[RowScore]:
         logits, targets = self._forward(examples)
         totals: list[float] = []
-        for row, wanted in zip(
-            logits, targets, strict=True
-        ):  # fp32 copies of the logits of all rows would not fit with long rows
+        # fp32 copies of the logits of all rows would not fit with long rows
+        for row, wanted in zip(logits, targets, strict=True):
             trained = wanted != IGNORE_INDEX
             losses = F.cross_entropy(row[trained].float(), wanted[trained], reduction="none")
             totals.append(float(losses.double().sum()))

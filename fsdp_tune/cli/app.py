@@ -164,9 +164,8 @@ app.command(short_help="Check the machines before a run.")(doctor)
 app.add_typer(submit, no_args_is_help=False)
 app.add_typer(cache, no_args_is_help=False)
 app.add_typer(templates, no_args_is_help=False)
-app.add_typer(
-    recipes, no_args_is_help=False
-)  # a missing command is reported like any other error, also with --json
+# a missing command is reported like any other error, also with --json
+app.add_typer(recipes, no_args_is_help=False)
 
 
 def main() -> None:

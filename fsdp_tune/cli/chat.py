@@ -173,9 +173,8 @@ class Conversation:
         finally:
             view.end()
         self.answers += found
-        for turns, answer in zip(
-            self._turns, found, strict=False
-        ):  # an answer that was stopped is the last one
+        # an answer that was stopped is the last one
+        for turns, answer in zip(self._turns, found, strict=False):
             turns += [{"role": "user", "content": text}, {"role": "assistant", "content": answer.output}]
             if answer.finish_reason != "stop":
                 how = (

@@ -51,9 +51,8 @@ def compare(
     b: Annotated[
         str | None,
         Argument(
-            "The same, or the address of a server with OpenAI's API. With --set, --python or --with, "
-            "B may be left out; "
-            "A is then compared with its changed form.",
+            "The same, or the address of a server with OpenAI's API. With --set, --python or --with, B may "
+            "be left out; A is then compared with its changed form.",
             metavar="B",
         ),
     ] = None,

@@ -46,9 +46,8 @@ def _refusal(error: BaseException) -> Problem | None:
 
 
 def _file_system_problem(error: OSError, log: str | None) -> Problem:
-    if (
-        isinstance(error, FileNotFoundError) and error.filename is None and error.__cause__ is None
-    ):  # what os.getcwd raises
+    # what os.getcwd raises
+    if isinstance(error, FileNotFoundError) and error.filename is None and error.__cause__ is None:
         return Problem(
             "file-system", "the current directory has been removed", hint="change to one that exists"
         )

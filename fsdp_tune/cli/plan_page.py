@@ -88,9 +88,8 @@ def _timeline(plan: Plan) -> str:
     below = np.zeros(len(x))
     areas: list[str] = []
     keys: list[str] = []
-    order = sorted(
-        components, key=lambda name: float(components[name].min()), reverse=True
-    )  # permanent components at the bottom
+    # permanent components at the bottom
+    order = sorted(components, key=lambda name: float(components[name].min()), reverse=True)
     for name, colour in zip(order, _cycle(len(order)), strict=True):
         above = below + components[name] / GIB
         areas.append(

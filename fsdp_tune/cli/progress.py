@@ -67,9 +67,8 @@ class ScreenBar:
         """Show a phase with the time since it began in place of the detail, until the next phase; an empty
         one ends it."""
         with self._lock:
-            if (
-                phase.split(" ")[0] != self._phase.split(" ")[0]
-            ):  # `evaluating 3/9 batches` continues `evaluating 2/9 batches`
+            # `evaluating 3/9 batches` continues `evaluating 2/9 batches`
+            if phase.split(" ")[0] != self._phase.split(" ")[0]:
                 self._phase_began = time.monotonic()
             self._phase = phase
 
@@ -171,10 +170,11 @@ class LiveBar(ScreenBar):
         from rich.live import Live
 
         super().__init__(label, total, unit)
+        # of the terminal itself; `Live` replaces sys.stdout
         self._screen_began, self._draws = (
             screen.began,
             screen.draws,
-        )  # of the terminal itself; `Live` replaces sys.stdout
+        )
         self._console = Console(file=screen.talk)
         # A stream that is sent to a file stays there; rich would move its lines to the terminal.
         self._live = Live(

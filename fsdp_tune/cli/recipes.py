@@ -153,11 +153,10 @@ def import_config(
     file: Annotated[
         Path,
         Argument(
-            "A configuration of axolotl, TRL, LLaMA-Factory, ms-swift, torchtune, NeMo Automodel, "
-            "Soup, fms-hf-tuning, Accelerate or "
-            "DeepSpeed (YAML or JSON), a script or notebook with the command that starts one of them "
-            "or transformers' `run_clm.py`, or "
-            "with the calls of unsloth. Scripts and notebooks are parsed, never run.",
+            "A configuration of axolotl, TRL, LLaMA-Factory, ms-swift, torchtune, NeMo Automodel, Soup, "
+            "fms-hf-tuning, Accelerate or DeepSpeed (YAML or JSON), a script or notebook with the command "
+            "that starts one of them or transformers' `run_clm.py`, or with the calls of unsloth. Scripts "
+            "and notebooks are parsed, never run.",
             metavar="FILE",
         ),
     ],

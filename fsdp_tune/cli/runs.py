@@ -67,8 +67,8 @@ def status(
         except KeyboardInterrupt:
             screen.document(answer)
             screen.message(
-                "no longer watched; "
-                f"{'the run is' if isinstance(answer, RunStatus) else 'the runs are'} not affected"
+                f"no longer watched; {'the run is' if isinstance(answer, RunStatus) else 'the runs are'} not "
+                "affected"
             )
             raise typer.Exit(ExitCode.INTERRUPTED) from None
     screen.document(answer)
@@ -241,9 +241,8 @@ def evaluate(
     config: Annotated[
         str | None,
         Option(
-            "Take data format, chat template and eval sets from this recipe: a YAML file or a name "
-            "of the catalogue "
-            "[default: those of the run that wrote the model].",
+            "Take data format, chat template and eval sets from this recipe: a YAML file or a name of the "
+            "catalogue [default: those of the run that wrote the model].",
             flags=("--config", "-c"),
             metavar="RECIPE",
         ),
@@ -324,8 +323,7 @@ def merge_checkpoint(
         str,
         Argument(
             "A run directory, a `checkpoint-N` of any tool, a folder of `.distcp` shards, or a PEFT "
-            "adapter. In a mirror: "
-            "the URL of a run or of its checkpoint.",
+            "adapter. In a mirror: the URL of a run or of its checkpoint.",
             metavar="SRC",
         ),
     ],
@@ -369,9 +367,9 @@ def _show(screen: Screen, result: MergeResult) -> None:
     screen.message(f"merged {result.source}{f': {result.reason}' if result.is_choice else ''}")
     screen.message(
         f"{result.tensors:,} tensors, {result.parameters:,} parameters, {result.dtype}, "
-        f"{format_bytes(result.size_bytes)} "
-        f"in {format_seconds(result.seconds)}{f' ({rate:.2f} GB/s)' if rate >= 0.01 else ''}, "
-        f"verified: {result.verified}"
+        f"{format_bytes(result.size_bytes)} in "
+        f"{format_seconds(result.seconds)}{f' ({rate:.2f} GB/s)' if rate >= 0.01 else ''}, verified: "
+        f"{result.verified}"
     )
     screen.message(
         f"the {'adapter' if result.adapter is not None and result.adapter.is_exported else 'model'} "

@@ -31,9 +31,9 @@ def slurm(
     sweep: Annotated[
         Sequence[str],
         Option(
-            "Train once for each value of a key, each run on one node as an element of a job array, "
-            "in a directory below `output_dir`; the "
-            "same command again submits those that have not finished. Repeatable: all combinations.",
+            "Train once for each value of a key, each run on one node as an element of a job array, in a "
+            "directory below `output_dir`; the same command again submits those that have not finished. "
+            "Repeatable: all combinations.",
             metavar="KEY=VALUE,VALUE",
         ),
     ] = (),
@@ -46,9 +46,9 @@ def slurm(
     drill: Annotated[
         bool,
         Option(
-            "Without a recipe: put a small job in runs/drill through preemption, node loss and the "
-            "time limit, and compare "
-            "its model with that of an undisturbed job. Takes about 20 minutes; affects no other job."
+            "Without a recipe: put a small job in runs/drill through preemption, node loss and the time "
+            "limit, and compare its model with that of an undisturbed job. Takes about 20 minutes; affects "
+            "no other job."
         ),
     ] = False,
 ) -> None:
@@ -72,25 +72,20 @@ def slurm(
     if follow:
         _check_follow(print_only=print_only, is_sweep=bool(sweep))
     if drill:
-        if recipe.recipe or recipe.config or recipe.name or print_only or follow or sweep or options.again:
-            raise usage_error(
-                "usage",
-                "`--drill` trains its own recipe",
-                hint="leave out the recipe; only options for the size of the job apply",
-            )
+        is_given = recipe.recipe or recipe.config or recipe.name
+        _check_drill(is_alone=not (is_given or print_only or follow or sweep or options.again))
         _drill(screen, options, slurm_options, list(recipe.overrides))
     screen.phase("reading the recipe")
-    made = submission(
-        recipe.source(),
-        recipe.overrides,
-        options,
-        slurm_options,
-        name=recipe.name,
-        sweep=sweep,
-        is_printed=print_only,
-        observer=screen,
-    )
+    given = (recipe.source(), recipe.overrides, options, slurm_options)
+    made = submission(*given, name=recipe.name, sweep=sweep, is_printed=print_only, observer=screen)
     _submit(screen, made, print_only=print_only, follow=follow)
+
+
+def _check_drill(*, is_alone: bool) -> None:
+    """Raises: usage error if a recipe, or an option of one, is given with `--drill`."""
+    if not is_alone:
+        hint = "leave out the recipe; only options for the size of the job apply"
+        raise usage_error("usage", "`--drill` trains its own recipe", hint=hint)
 
 
 def _check_follow(*, print_only: bool, is_sweep: bool) -> None:

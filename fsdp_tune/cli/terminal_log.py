@@ -64,8 +64,7 @@ class TerminalLog:
     def _give_up(self, error: OSError) -> None:
         file, self._file = self._file, None
         if file is not None:
-            with contextlib.suppress(
-                OSError
-            ):  # the disk has failed: what the buffer still holds cannot be written
+            # the disk has failed: what the buffer still holds cannot be written
+            with contextlib.suppress(OSError):
                 file.close()
         self._failed(self._path, error)

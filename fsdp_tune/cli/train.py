@@ -264,8 +264,7 @@ def train(
         Sequence[str],
         Option(
             "Train once for each value of a key, one run after another, each in a directory below "
-            "`output_dir`; the same command again "
-            "continues. Repeatable: all combinations.",
+            "`output_dir`; the same command again continues. Repeatable: all combinations.",
             metavar="KEY=VALUE,VALUE",
         ),
     ] = (),

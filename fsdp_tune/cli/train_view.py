@@ -92,8 +92,7 @@ def adapter_lines(facts: ModelFacts) -> list[str]:
     modules = ", ".join(f"{count} {name}" for name, count in adapter.modules.items())
     return [
         f"lora: adapters on {modules}; {adapter.trained_parameters:,} parameters trained "
-        f"({adapter.share:.2%} of the base), "
-        f"{format_bytes(adapter.trained_bytes)}",
+        f"({adapter.share:.2%} of the base), {format_bytes(adapter.trained_bytes)}",
         *([f"quantization: {facts.quantization}"] if facts.quantization is not None else []),
     ]
 

@@ -44,9 +44,8 @@ def judge_matmul(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck
         for rank in slow
     ]
     found += [
-        f"{facts[rank].label} takes {means[rank] / median_low(means) - 1:.0%} longer than the median "
-        "for matrix products in a row, "
-        "though not for a single one"
+        f"{facts[rank].label} takes {means[rank] / median_low(means) - 1:.0%} longer than the median for "
+        "matrix products in a row, though not for a single one"
         for rank in sorted(
             set(slow_ranks(means, SHARED_CORE_SHARE)) - set(slow), key=lambda rank: -means[rank]
         )
@@ -139,9 +138,8 @@ def judge_links(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck 
             pair = (min(each.machine, link.machine), max(each.machine, link.machine))
             pairs[pair] = max(link.seconds * largest / link.bytes, pairs.get(pair, 0.0))
             way = (link.machine, each.machine)
-            rates[way] = (
-                rates.get(way, 0.0) + link.bytes / link.seconds
-            )  # all ranks of a machine exchange at once
+            # all ranks of a machine exchange at once
+            rates[way] = rates.get(way, 0.0) + link.bytes / link.seconds
     if not pairs:
         return None
     usual = sorted(pairs.values())[len(pairs) // 8]

@@ -153,10 +153,11 @@ class DataSide:
         labels: dict[str, list[int]] = {}
         for index, key in enumerate(self._keys(store)):
             ids, trained, origin = store.example(index)
+            # the first token of an example is never a target
             tokens[key], labels[key] = (
                 ids.tolist(),
                 [0, *trained[1:].tolist()],
-            )  # the first token of an example is never a target
+            )
             self.names[key] = f"example {index} ({shown_origin(origin)})"
         self.stages["tokens"], self.stages["labels"] = StageFacts(tokens), StageFacts(labels)
 

@@ -105,9 +105,8 @@ class OpenAIServer:
         self._key = key
         handlers: list[urllib.request.BaseHandler] = [_NoRedirect()]
         if _is_loopback(self.url):
-            handlers.append(
-                urllib.request.ProxyHandler({})
-            )  # a proxy cannot reach this machine's own address
+            # a proxy cannot reach this machine's own address
+            handlers.append(urllib.request.ProxyHandler({}))
         self._opener = urllib.request.build_opener(*handlers)
         self.model = self._model(model)
         self.properties: Mapping[str, object] = {}

@@ -249,9 +249,8 @@ class _ToolSide(ToolRows):
             0,
         )
         args.warmup_ratio, args.lr_scheduler_kwargs = None, {}
-        trainer.get_train_dataloader = lambda: (
-            batches
-        )  # of a DataLoader, axolotl changes how it reads its rows
+        # of a DataLoader, axolotl changes how it reads its rows
+        trainer.get_train_dataloader = lambda: batches
         self._watch_losses(trainer)
         watch = _GradientWatch(trainer, transformers.TrainerCallback)
         trained = {plain_name(name): p for name, p in trainer.model.named_parameters() if p.requires_grad}

@@ -232,9 +232,8 @@ class TrlTrainers:
             "trust_remote_code": self.request.trust_remote_code,
         }
         tokenizer = transformers.AutoTokenizer.from_pretrained(self.request.tokenizer, **own)
-        columns = dict.fromkeys(
-            name for row in self.raw for name in row
-        )  # `from_list` has those of the first row
+        # `from_list` has those of the first row
+        columns = dict.fromkeys(name for row in self.raw for name in row)
         return self.trl.SFTTrainer(
             model=self.request.model,
             args=args,

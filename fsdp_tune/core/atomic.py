@@ -175,10 +175,11 @@ def _is_stream(path: Path) -> bool:
         return False
     if not stat.S_ISREG(mode):
         return not stat.S_ISDIR(mode)
+    # of standard output that is sent to a file
     names = [
         path.absolute(),
         *([path.readlink()] if path.is_symlink() else []),
-    ]  # of standard output that is sent to a file
+    ]
     return any(str(name).startswith(("/proc/", "/dev/fd/")) for name in names)
 
 

@@ -291,9 +291,8 @@ def _clear_dead(path: Path) -> Owner | None:
     try:
         os.close(os.open(guard, _FLAGS | os.O_CREAT | os.O_EXCL, 0o644))
     except FileExistsError:
-        if (
-            _age(guard, _file_system_time(path.parent)) >= FOREIGN_SILENCE_SECONDS
-        ):  # left by a process that was killed here
+        # left by a process that was killed here
+        if _age(guard, _file_system_time(path.parent)) >= FOREIGN_SILENCE_SECONDS:
             guard.unlink(missing_ok=True)
         time.sleep(_RETRY_SECONDS)
         return None

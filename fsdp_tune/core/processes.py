@@ -91,9 +91,8 @@ def end(child: subprocess.Popen[str], below: Iterable[psutil.Process] = ()) -> N
     release(child)
     if child.returncode is None:
         left = [*below, *descendants(child)]
-        with contextlib.suppress(
-            ProcessLookupError, PermissionError
-        ):  # PermissionError: macOS, for a group of zombies
+        # PermissionError: macOS, for a group of zombies
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
         _kill(left)
@@ -258,9 +257,8 @@ def open_standard_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(
-                os.open(os.devnull, os.O_RDWR), True
-            )  # gets the lowest free number, which is this one
+            # gets the lowest free number, which is this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
         if getattr(sys, name) is None:  # Python makes no stream of a closed descriptor
             stream = os.fdopen(
                 number,
@@ -413,9 +411,10 @@ def port_refusal(port: int) -> OSError | None:
                     probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 probe.bind(("", port))
         except OSError as error:
+            # a machine without addresses of the family
             if error.errno not in (
                 errno.EAFNOSUPPORT,
                 errno.EADDRNOTAVAIL,
-            ):  # a machine without addresses of the family
+            ):
                 return error
     return None

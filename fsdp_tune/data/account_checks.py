@@ -101,10 +101,9 @@ def _split_notices(report: DataReport) -> Iterator[Notice]:
     if split.rows:
         yield Notice(
             "chats-split",
-            f"{split.rows:,} conversations were split into {split.examples:,} examples, each with "
-            "the context of its answers at "
-            "inference: the chat template renders earlier messages differently once more follow (it "
-            "may drop their reasoning)",
+            f"{split.rows:,} conversations were split into {split.examples:,} examples, each with the "
+            "context of its answers at inference: the chat template renders earlier messages differently "
+            "once more follow (it may drop their reasoning)",
             hint="each example repeats its context, which costs tokens; `data.loss_on: last_assistant` "
             "trains the last answer only",
         )
@@ -117,9 +116,8 @@ def _repeat_notices(recipe: Recipe, report: DataReport) -> Iterator[Notice]:
         if account.repeats > MANY_REPEATS:
             yield Notice(
                 "source-repeated",
-                f"`{account.path}`: each of its {account.rows:,} rows is drawn {account.repeats:.1f} "
-                "times an epoch; "
-                f"the source makes up {account.share:.0%} of the training tokens",
+                f"`{account.path}`: each of its {account.rows:,} rows is drawn {account.repeats:.1f} times "
+                f"an epoch; the source makes up {account.share:.0%} of the training tokens",
                 hint="lower its `weight`, or set `data.mixture.stopping_strategy: first_exhausted` or "
                 "`data.mixture.weight_by: tokens`",
             )
@@ -258,9 +256,8 @@ _NOTES = (
     ),
     Notice(
         "tokenised-apart",
-        "a token would span the text that the model receives and the answer that it must generate, "
-        "so these were tokenised "
-        "separately, as at inference",
+        "a token would span the text that the model receives and the answer that it must generate, so these "
+        "were tokenised separately, as at inference",
         hint="no change is needed; white space that ends a prompt or begins an answer causes it",
     ),
     Notice(

@@ -70,9 +70,8 @@ def counted_units(recipe: Recipe, inputs: Sequence[Input], cache_dir: Path) -> C
         cache_dir / UNIT_ROWS / f"{content_key([ROWS_FORMAT, stamps, [unit.name for unit in units]])}.json"
     )
     known: dict[str, int] = {}
-    with suppress(
-        OSError, ValueError, TypeError, AttributeError, RecursionError
-    ):  # no record, or one that cannot be read: count again
+    # no record, or one that cannot be read: count again
+    with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
         known = {str(name): int(rows) for name, rows in json.loads(record.read_bytes()).items()}
     counted = [count_units(of_source, known) for of_source in of_sources]
     found: dict[str, int] = {}

@@ -368,9 +368,8 @@ def _renaming_hint(columns: Sequence[str], first: dict[str, object]) -> str:
         return f"write the better answers as rows of their own: `jq -c '{program}' OLD.jsonl > NEW.jsonl`"
     if not renames:
         return (
-            "a format needs `prompt` and `completion`, `instruction` and `output`, `messages`, or "
-            "`text`: rename columns with "
-            "`rename_columns: {OLD: NEW}` of the source, or write such rows"
+            "a format needs `prompt` and `completion`, `instruction` and `output`, `messages`, or `text`: "
+            "rename columns with `rename_columns: {OLD: NEW}` of the source, or write such rows"
         )
     shown = ", ".join(f"{old}: {new}" for old, new in renames.items() if old != new)
     hint = f"rename them, for example `rename_columns: {{{shown}}}`"

@@ -267,10 +267,11 @@ def _keys(
     training_key = content_key(
         [*_training_content(recipe, encoder, inputs, digests), *([file_stamps] if file_stamps else [])]
     )
+    # older stores of streams lack the hashes
     account = [
         ACCOUNT_FORMAT,
         *([EVALUATION_HASHES] if recipe.data.streaming else []),
-    ]  # older stores of streams lack the hashes
+    ]
     key = content_key(
         [
             training_key,
@@ -292,9 +293,8 @@ def _training_content(
     if data.streaming:
         settings |= data.model_dump(include={"stream_lanes", "curriculum", "shuffle", "shuffle_buffer_size"})
     split = None if isinstance(data.eval, list) or data.eval is None else data.eval.model_dump()
-    if (
-        data.drop_duplicates
-    ):  # a run of a version without the key has the same training rows, and can be resumed
+    # a run of a version without the key has the same training rows, and can be resumed
+    if data.drop_duplicates:
         settings |= {"drop_duplicates": True if split is None else "also held out"}
     return [DATA_FORMAT, encoder.digest, settings, split, _content(inputs, digests, train=True)]
 

@@ -27,9 +27,8 @@ def _of_source(opened: Input, encoder: Encoder, rows: int) -> int:
     done = Tokeniser(encoder, (opened.settings,)).chunk(usable)
     ends = np.cumsum(done.lengths)
     trained = [done.trained[end - length : end] for end, length in zip(ends, done.lengths, strict=True)]
-    needed = sorted(
-        2 + int(np.argmax(flags[1:])) for flags in trained
-    )  # the first token of a row is never a target
+    # the first token of a row is never a target
+    needed = sorted(2 + int(np.argmax(flags[1:])) for flags in trained)
     if not needed:
         return 0
     kept = len(needed) if len(needed) < FEW_ROWS else (len(needed) + 1) // 2

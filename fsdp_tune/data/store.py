@@ -131,10 +131,11 @@ class RowStore:
         )
 
     def __reduce__(self) -> tuple[type[Self], tuple[Path, tuple[Origin, ...], tuple[str, ...]]]:
+        # else pickle would copy the mapped arrays
         return (
             type(self),
             (self.path, self._skipped, self.files),
-        )  # else pickle would copy the mapped arrays
+        )
 
     def __len__(self) -> int:
         return len(self._rows) - 1

@@ -62,9 +62,9 @@ def token_micro_batches(lengths: Int64, budget: TokenBudget, dp_size: int) -> li
         raise ValueError(f"a row of {widths[0]} token slots exceeds the budget of {budget.slots}")
     wanted = -(-len(_starts(widths, budget.slots)) // dp_size) * dp_size
     starts = _evened(widths, budget.slots, wanted)
-    last = starts[
-        wanted - dp_size
-    ]  # in range: `wanted` is the smallest possible number of micro-batches, rounded up to a multiple of `dp_size`  # noqa: E501
+    # in range: `wanted` is the smallest possible number of micro-batches, rounded up to a multiple of
+    # `dp_size`
+    last = starts[wanted - dp_size]
     starts[wanted - dp_size :] = [last + start for start in _evened(widths[last:], budget.slots, dp_size)]
     cut = _split_largest(list(pairwise([*starts, len(widths)])), widths, wanted)
     taken = [order[start:end] for start, end in cut] + [order[:0]] * (wanted - len(cut))

@@ -184,9 +184,8 @@ def check_space(
 
 
 def _traced(trace: Trace | None, judged: Sequence[HealthCheck]) -> list[HealthCheck]:
-    if trace is not None or any(
-        check.name == "inputs" and check.state == "fail" for check in judged
-    ):  # a missing model has no trace
+    # a missing model has no trace
+    if trace is not None or any(check.name == "inputs" and check.state == "fail" for check in judged):
         return []
     finding = "the step could not be traced, so neither messages nor checkpoints have a known size"
     return [HealthCheck("sizes", "warn", finding, "`fsdp-tune plan` shows the reason")]
@@ -213,9 +212,8 @@ def _packages(recipe: Recipe) -> list[HealthCheck]:
 def _host_name(recipe: Recipe, plan: LaunchPlan) -> HealthCheck:
     """gloo connects to the address of the host's own name, unless a variable names the interface."""
     name = socket.gethostname()
-    interface = plan.env.get(
-        "GLOO_SOCKET_IFNAME"
-    )  # chosen by the launch if a route leads to the first machine
+    # chosen by the launch if a route leads to the first machine
+    interface = plan.env.get("GLOO_SOCKET_IFNAME")
     if recipe.launch.num_machines == 1 or interface is not None:
         return HealthCheck(
             "host name",
@@ -328,9 +326,8 @@ def _phases(ranks: Sequence[int], files: HealthFiles) -> str:
 
 def _failed(ranks: Sequence[int], files: HealthFiles, exit_code: int, log: Path) -> HealthCheck:
     problems = {rank: json.loads(path.read_text(encoding="utf-8")) for rank, path in files.problems().items()}
-    for rank, problem in sorted(
-        problems.items(), key=lambda pair: pair[1]["code"] == "lost-rank"
-    ):  # of a lost peer only if nothing else
+    # of a lost peer only if nothing else
+    for rank, problem in sorted(problems.items(), key=lambda pair: pair[1]["code"] == "lost-rank"):
         return HealthCheck(
             "ranks",
             "fail",

@@ -306,9 +306,8 @@ class _Watched:
             self.state = job_now(self.job)
         if self.state is not None and self.state != before:
             self.observer.message(str(self.state))
-        if (
-            self.state is not None and self.state.reason == "BeginTime"
-        ):  # Slurm lets a requeued job wait for two minutes
+        # Slurm lets a requeued job wait for two minutes
+        if self.state is not None and self.state.reason == "BeginTime":
             with suppress(FailedError):
                 call_slurm("scontrol", "update", f"JobId={self.job}", "StartTime=now")
 

@@ -279,9 +279,8 @@ def _check_models(
         except FsdpTuneError:  # it has no tokenizer of its own, or none that can be trained with
             continue
         shared = own.keys() & other.keys()
-        if 2 * sum(own[token] == other[token] for token in shared) < len(
-            shared
-        ):  # some special tokens may be renumbered
+        # some special tokens may be renumbered
+        if 2 * sum(own[token] == other[token] for token in shared) < len(shared):
             message = (
                 f"the tokenizer of `{model.name}` gives other ids than that of the rows, so its scores "
                 "would mean nothing"

@@ -148,18 +148,16 @@ def _lack_of_room(recipe: Recipe, model: ModelFacts, plan: Plan | None) -> str |
         or not evaluation_device(recipe).is_gpu
     ):
         return None
-    contexts_gib = (
-        plan.device_gib - plan.peak_reserved_gib + CONTEXT_BYTES / GIB
-    )  # of the rank, with NCCL, and of the evaluation
+    # of the rank, with NCCL, and of the evaluation
+    contexts_gib = plan.device_gib - plan.peak_reserved_gib + CONTEXT_BYTES / GIB
     kept_gib = sum(plan.components.get(name, 0.0) for name in KEPT_BETWEEN_STEPS) + contexts_gib
     needed_gib, free_gib = _model_bytes(recipe, model) / GIB, plan.usable_gib - kept_gib
     if needed_gib <= free_gib:
         return None
     return (
-        f"`evaluation.when: between_steps` needs {needed_gib:.1f} GiB and activations on each GPU, "
-        f"and {max(0.0, free_gib):.1f} of "
-        f"{plan.usable_gib:.1f} GiB are free: parameters and optimizer state of its rank, and CUDA "
-        f"contexts, take {kept_gib:.1f} GiB"
+        f"`evaluation.when: between_steps` needs {needed_gib:.1f} GiB and activations on each GPU, and "
+        f"{max(0.0, free_gib):.1f} of {plan.usable_gib:.1f} GiB are free: parameters and optimizer state of "
+        f"its rank, and CUDA contexts, take {kept_gib:.1f} GiB"
     )
 
 
@@ -276,9 +274,8 @@ class Evaluating:
         self._rotate()
         self._send_to_trackers()
         for identity, outcome in self._outcomes.items():
-            for line in (
-                outcome.shown() if identity not in shown else ()
-            ):  # the others were read from metrics.jsonl
+            # the others were read from metrics.jsonl
+            for line in outcome.shown() if identity not in shown else ():
                 self._observer.message(line)
 
     def _send_to_trackers(self) -> None:

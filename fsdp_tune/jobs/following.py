@@ -54,9 +54,8 @@ def _followed(answer: SubmitAnswer, files: JobFiles, log: _Log) -> SubmitAnswer:
 
 def _end_of(files: JobFiles, job: str, state: str) -> tuple[str, int]:
     last = next((start for start in reversed(read_attempts(files.output_dir)) if start.job == job), None)
-    if (
-        last is None or last.exit_code is None or last.then == "requeued"
-    ):  # what came after it is not in the ledger
+    # what came after it is not in the ledger
+    if last is None or last.exit_code is None or last.then == "requeued":
         return state, ExitCode.OK if state == "COMPLETED" else ExitCode.FAILED
     return state if last.then == ENDED_BY_SLURM else str(last.then), last.exit_code
 

@@ -111,9 +111,8 @@ class Findings:
             and not self.failed
             and all(each.cause is not None and each.cause.is_shown for each in self.causes)
         ):
-            written = {
-                dotted(path) for path in different_paths(self.a.written, self.b.written)
-            }  # others follow from these
+            # others follow from these
+            written = {dotted(path) for path in different_paths(self.a.written, self.b.written)}
             unseen = [
                 dotted(path)
                 for path in unsettled

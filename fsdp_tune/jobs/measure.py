@@ -94,39 +94,31 @@ def measure(
                     found = plans.search("fastest", lambda _changes: bar.advance())
             chosen = found.to_measure(count)
             if not chosen:
-                raise usage_error(
-                    "nothing-fits",
-                    f"no recipe fits {made.num_processes} × {made.gpu}, so there is none to measure",
-                )
+                message = f"no recipe fits {made.num_processes} × {made.gpu}, so there is none to measure"
+                raise usage_error("nothing-fits", message)
             measuring = _Measuring(steps, minutes, allowed, observer)
             for number, each in enumerate(chosen, 1):
                 loaded = parse_recipe(recipe_body(plans.recipe, planned.written, each), recipe.path)
                 measuring.trials.append(Trial(each, loaded, folder / str(number)))
             stop = measuring.run()
-            made = replace(
-                made, alternatives=tuple(each.plan for each in found.ranked), best_because=found.because
-            )
-            made = replace(made, measured=tuple(each.figures for each in measuring.fastest_first()))
+            ranked = tuple(each.plan for each in found.ranked)
+            measured = tuple(each.figures for each in measuring.fastest_first())
+            made = replace(made, alternatives=ranked, best_because=found.because, measured=measured)
             observer.planned(made, "measured")
             fastest = measuring.fastest_first()[0]
             if fastest.figures.step_seconds is not None:
                 with PlanSession(plans.recipe, planned.hardware, exact=exact) as plans:
                     if write is not None:
-                        write_file(
-                            write,
-                            recipe_text(
-                                plans, write, planned.written, fastest.planned, _why(made, fastest.figures)
-                            ),
-                        )
+                        why = _why(made, fastest.figures)
+                        write_file(write, recipe_text(plans, write, planned.written, fastest.planned, why))
                         observer.message(f"the fastest recipe is {write}")
                     _calibrate(plans, fastest, observer)
         if stop is not None:
             raise stop
         if fastest.figures.step_seconds is None:
             message = f"none of {len(chosen)} recipes was measured; the first: {fastest.figures.problem}"
-            raise failed_error(
-                "nothing-measured", message, hint="`fsdp-tune train` on this machine shows the complete error"
-            )
+            hint = "`fsdp-tune train` on this machine shows the complete error"
+            raise failed_error("nothing-measured", message, hint=hint)
         return made
 
 

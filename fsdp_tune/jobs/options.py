@@ -191,16 +191,14 @@ class CompareOptions:
         Literal["run", "import"],
         Option(
             "run: TRL and axolotl compute their configurations, in an environment that is created for them "
-            "(`--with trl==X` selects the version); import: "
-            "compare the imported recipes.",
+            "(`--with trl==X` selects the version); import: compare the imported recipes.",
         ),
     ] = "run"
     tolerance: Annotated[
         float | None,
         Option(
-            "Relative difference that counts as equal [default: 1e-6; with --python 1e-4, in half "
-            "precision 0.02; "
-            "between lines of two runs 1.5e-5, in half precision 0.001; with a server 0.02, the mean "
+            "Relative difference that counts as equal [default: 1e-6; with --python 1e-4, in half precision "
+            "0.02; between lines of two runs 1.5e-5, in half precision 0.001; with a server 0.02, the mean "
             "difference of log-probabilities].",
             metavar="X",
         ),

@@ -204,9 +204,8 @@ def planned_here(
         machine_devices = devices_of_machine(hardware) if hardware is not None else num_gpus
         options, forced = _on_other_ranks(loaded, num_gpus, machine_devices)
     written = _with_options(loaded, options)
-    if (
-        hardware is not None and plain.launch.device != "cuda"
-    ):  # GPUs are planned, whatever the recipe runs on here
+    # GPUs are planned, whatever the recipe runs on here
+    if hardware is not None and plain.launch.device != "cuda":
         options.append(OptionOverride(f"plan for {hardware.name}", "launch.device=cuda"))
     resolution = resolve_recipe(_with_options(loaded, options), allowed, observer, planned=hardware)
     check_cache(resolution.recipe)

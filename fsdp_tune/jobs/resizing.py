@@ -211,9 +211,8 @@ class OwnRun:
         if problem is not None:
             return problem
         run = self.plan.run
-        if not (
-            is_new := not run.is_used
-        ):  # also one that another command has made since: that of machine 0 if both see one directory
+        # also one that another command has made since: that of machine 0 if both see one directory
+        if not (is_new := not run.is_used):
             try:
                 self._lock()
             except FsdpTuneError as error:

@@ -428,9 +428,8 @@ def follow_report(
     from fsdp_tune.pages.report_page import LivePage, report_page
 
     readers = _readers(runs)  # each keeps what it has read of metrics.jsonl
-    first = _report(
-        [reader.read() for reader in readers]
-    )  # before the port is taken, so that a mistake is reported at once
+    # before the port is taken, so that a mistake is reported at once
+    first = _report([reader.read() for reader in readers])
     watched = [each.run for each in first.runs]
 
     def watch() -> None:

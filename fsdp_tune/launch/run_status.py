@@ -237,8 +237,7 @@ def run_status(run: RunDir) -> RunStatus:
         checkpoint is not None or bool(rejected) or any("step" in line for line in lines)
     )
     state = _state(owner, ranks, verdict, is_copy=is_copy)
-    evaluated = checkpoint_events(run)[-RECENT_LINES:]
-    scored = [each for each in evaluated if isinstance(each, CheckpointEvaluated)]
+    scored, evaluation_problem = _scores(run)
     total_steps = _total_steps(run.metrics_jsonl, lines)
     left, at = _time_left(lines, total_steps), max(rank.step for rank in ranks)
     return RunStatus(
@@ -253,21 +252,15 @@ def run_status(run: RunDir) -> RunStatus:
         checkpoint=str(checkpoint.path) if checkpoint else None,
         rejected_checkpoints=[RejectedCheckpoint(str(bad.path), bad.reason) for bad in rejected],
         merged=str(run.merged) if run.merged.is_dir() else None,
-        problem=verdict.problem.message
-        if verdict is not None and verdict.problem
-        else next(iter(problems), None),
+        problem=verdict.problem.message if verdict and verdict.problem else next(iter(problems), None),
         ways_on=[] if state in _CONTINUES else _next_commands(run, recipe, state, checkpoint),
         logs=str(run.logs),
         seconds_left=left.seconds_left(at) if state == RUNNING else None,
         ends_at=left.ends_at(at) if state == RUNNING else None,
         recent_losses=losses,
         evaluation=_evaluation(run.metrics_jsonl),
-        evaluated_checkpoints=[
-            EvaluatedCheckpoint(each.step, each.scores) for each in of_newest_definition(scored)
-        ],
-        evaluation_problem=next(
-            (each.problem for each in evaluated[-1:] if isinstance(each, CheckpointEvaluationFailed)), None
-        ),
+        evaluated_checkpoints=scored,
+        evaluation_problem=evaluation_problem,
         tokens_per_second_per_device=number(logged[-1].get("tokens_per_second_per_device"))
         if logged
         else None,
@@ -280,6 +273,16 @@ def run_status(run: RunDir) -> RunStatus:
         starts=read_attempts(run.path),
         first_machine=_first_machine(run),
     )
+
+
+def _scores(run: RunDir) -> tuple[list[EvaluatedCheckpoint], str | None]:
+    """Return the evaluated checkpoints by the newest definition of the scores, and why the last evaluation
+    failed."""
+    evaluated = checkpoint_events(run)[-RECENT_LINES:]
+    scored = [each for each in evaluated if isinstance(each, CheckpointEvaluated)]
+    failed = [each.problem for each in evaluated[-1:] if isinstance(each, CheckpointEvaluationFailed)]
+    found = [EvaluatedCheckpoint(each.step, each.scores) for each in of_newest_definition(scored)]
+    return found, next(iter(failed), None)
 
 
 def _first_machine(run: RunDir) -> str | None:

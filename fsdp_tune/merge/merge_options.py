@@ -81,9 +81,8 @@ class MergeOptions:
     verify: Annotated[
         MergeCheck | None,
         Option(
-            "quick: check digests, names and shapes; read 32 KiB of every 2 MiB back. full: also "
-            "read every byte back from the disk "
-            "and load the model. [default: the run's, else quick]."
+            "quick: check digests, names and shapes; read 32 KiB of every 2 MiB back. full: also read every "
+            "byte back from the disk and load the model. [default: the run's, else quick]."
         ),
     ] = None
     base: Annotated[

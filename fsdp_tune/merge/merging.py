@@ -214,9 +214,8 @@ def _settle(selection: Selection, options: MergeOptions) -> MergeSettings:
     settings = settle(selection, options)
     if settings.quantise:
         check_quantised(settings.recipe, settings.dtype)
-    if (
-        options.quantise
-    ):  # by the recipe's key, a directory in the way must not keep the merged model from being written
+    # by the recipe's key, a directory in the way must not keep the merged model from being written
+    if options.quantise:
         check_quantised_target(settings.output, overwrite=options.overwrite)
     return settings
 

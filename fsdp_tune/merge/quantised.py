@@ -105,8 +105,8 @@ def rounding_notices(recipe: Recipe | None, merged: Path, run: RunDir | None) ->
         return _outdated(merged, merged.with_name(merged.name.removesuffix(_ENDING)))
     target, source = quantised_directory(merged), shlex.quote(str(run.path)) if run is not None else "RUN"
     message = (
-        "the run computed with rounded weights (`quantization.train: "
-        f"{recipe.quantised_training.train}`), also for its `eval_loss`"
+        f"the run computed with rounded weights (`quantization.train: {recipe.quantised_training.train}`), "
+        "also for its `eval_loss`"
     )
     message += "; these weights are not rounded, and give another loss"
     outdated = _outdated(target, merged)

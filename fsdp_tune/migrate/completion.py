@@ -118,9 +118,8 @@ def _settle_dtype(ledger: Ledger) -> None:
     if source is None or not has_adapter(ledger) or ledger.tool == TORCHTUNE:
         return
     del ledger.settings[("model", "dtype")]
-    if (
-        source.weight is not Weight.GIVEN
-    ):  # frozen matrices are stored in the dtype of the computation here too
+    # frozen matrices are stored in the dtype of the computation here too
+    if source.weight is not Weight.GIVEN:
         return
     ledger.settings[("model", "frozen_dtype")] = source
     for row in source.rows:

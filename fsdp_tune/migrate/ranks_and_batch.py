@@ -74,9 +74,8 @@ def settle_batch(ledger: Ledger, num_gpus: int | None) -> None:
                 f"{math.ceil(num_gpus / GPUS_OF_A_MACHINE)} with {GPUS_OF_A_MACHINE} each"
             )
             ledger.decide(MACHINES, words)
-    if (
-        ledger.is_answered(GLOBAL) and ledger.get(*GLOBAL) is not None
-    ):  # the file's accumulation would fix the number of ranks
+    # the file's accumulation would fix the number of ranks
+    if ledger.is_answered(GLOBAL) and ledger.get(*GLOBAL) is not None:
         ledger.discard(ACCUMULATION, "follows from `training.global_batch_size`, which `--set` decides")
     if ledger.get(*GLOBAL) is not None or ledger.is_answered(GLOBAL):
         return

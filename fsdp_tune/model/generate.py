@@ -39,9 +39,8 @@ def generate(
     if family_of(plain.config.model_type).reads_padding:
         return _generate_without_cache(model, prompts, max_new_tokens, end_ids, pad_id, device, all_finished)
     takes = inspect.signature(plain.forward).parameters
-    cache_name = (
-        "cache" if "cache" in takes else "past_key_values"
-    )  # transformers 5.24 renamed the argument and the output
+    # transformers 5.24 renamed the argument and the output
+    cache_name = "cache" if "cache" in takes else "past_key_values"
     # Router logits of a forward with a cache do not fit the attention mask (transformers'
     # `load_balancing_loss_func`).
     options: dict[str, object] = {
@@ -70,9 +69,8 @@ def generate(
         new.append(token)
         finished = finished | torch.isin(token, ends) | (len(new) >= limits)
         ids = torch.cat([ids, token[:, None]], dim=1)
-        mask = torch.cat(
-            [mask, (~finished).to(mask.dtype)[:, None]], dim=1
-        )  # positions of finished rows stay below the model's last
+        # positions of finished rows stay below the model's last
+        mask = torch.cat([mask, (~finished).to(mask.dtype)[:, None]], dim=1)
     rows = torch.stack(new, dim=1).tolist() if new else [[] for _ in prompts]
     return [_until_end(row[:most], end_ids) for row, most in zip(rows, rooms, strict=True)]
 

@@ -103,9 +103,8 @@ def entry_path(command: Sequence[str], recipe: str, environment: Mapping[str, st
             [list(command), recipe, dict(environment), str(Path.cwd()), python], sort_keys=True
         )
         path = default_cache_directory() / INSPECTIONS / digest(given, size=16)
-        path.parent.mkdir(
-            parents=True, exist_ok=True
-        )  # now, since libraries of the process look whether the cache is there
+        # now, since libraries of the process look whether the cache is there
+        path.parent.mkdir(parents=True, exist_ok=True)
     except (FsdpTuneError, OSError):
         return None
     return path
@@ -116,9 +115,8 @@ def keep(path: Path, recipe: Recipe, found: ModelInspection, reads: Reads) -> No
     is not an error."""
     if found.facts is None or found.problems or recipe.model.trust_remote_code:
         return
-    for file in _PACKAGE.rglob(
-        "*.json"
-    ):  # modules of this package read them when they are imported, before anything is recorded
+    # modules of this package read them when they are imported, before anything is recorded
+    for file in _PACKAGE.rglob("*.json"):
         reads.include(str(file))
     for text in (
         *_texts(recipe.model.model_dump()),

@@ -45,9 +45,8 @@ class Documents:
     def spans(self) -> tuple[Span, ...]:
         """Of each example, in order. The first access waits for the device."""
         tokens = self.position_ids.shape[1]
-        restarts = (
-            self.position_ids.diff(dim=1, prepend=self.position_ids[:, :1] - 2) != 1
-        )  # also at the first token of a row
+        # also at the first token of a row
+        restarts = self.position_ids.diff(dim=1, prepend=self.position_ids[:, :1] - 2) != 1
         starts: list[list[int]] = restarts.nonzero().tolist()
         ends = [
             start if row == of else tokens

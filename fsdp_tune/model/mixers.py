@@ -215,9 +215,9 @@ def _refuse_units_inside(recipe: Recipe, model: nn.Module, mixers: Iterable[str]
     ) is not None:
         raise usage_error(
             "contradiction",
-            "`data.packing` calls a mixer once for each group of examples, and "
-            f"`fsdp.auto_wrap_policy: {recipe.fsdp.auto_wrap_policy}` "
-            f"makes a unit of `{unit}` inside, which ranks would gather in different numbers",
+            "`data.packing` calls a mixer once for each group of examples, and `fsdp.auto_wrap_policy: "
+            f"{recipe.fsdp.auto_wrap_policy}` makes a unit of `{unit}` inside, which ranks would gather in "
+            "different numbers",
             where=Where(key="fsdp.auto_wrap_policy"),
             hint="--set fsdp.auto_wrap_policy=TRANSFORMER_BASED_WRAP",
         )

@@ -130,9 +130,8 @@ def to_heads(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> list[torc
 def to_tokens(output: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Exchange the output of a kernel, [rows, tokens, own heads, width], for [rows, own tokens, heads,
     width]."""
-    parts = output.unflatten(1, (group.size(), -1)).permute(
-        1, 2, 0, 3, 4
-    )  # [rank, own tokens, rows, own heads, width]
+    # [rank, own tokens, rows, own heads, width]
+    parts = output.unflatten(1, (group.size(), -1)).permute(1, 2, 0, 3, 4)
     return exchange(parts, group).permute(2, 1, 0, 3, 4).flatten(2, 3).contiguous()
 
 

@@ -146,9 +146,8 @@ def micro_batch_loss(
     inputs, targets = model_inputs(batch), shift_labels(batch["labels"])
     ids = None if source_losses is None or "source_ids" not in batch else shift_labels(batch["source_ids"])
     if (rows := shared_rows()) is not None:
-        targets = rows.own_tokens(
-            targets
-        )  # after the shift: the last target of a rank is the first token of the next rank
+        # after the shift: the last target of a rank is the first token of the next rank
+        targets = rows.own_tokens(targets)
         ids = None if ids is None else rows.own_tokens(ids)
     of_tokens: torch.Tensor | None = None
     with examples_alone(model, batch):
@@ -315,9 +314,8 @@ def sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
     if device.type == "cpu":
         norms = [torch.linalg.vector_norm(piece, dim=-1, dtype=torch.float32) for piece in gradients]
     else:
-        norms = FOREACH_NORM.get()(
-            gradients, 2, dtype=torch.float32
-        )  # without `dtype`, the norm of bf16 gradients would be bf16
+        # without `dtype`, the norm of bf16 gradients would be bf16
+        norms = FOREACH_NORM.get()(gradients, 2, dtype=torch.float32)
     return torch.cat([norm.reshape(-1).to(exact) for norm in norms]).square().sum()
 
 

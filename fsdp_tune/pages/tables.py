@@ -177,9 +177,8 @@ class RunEvents:
 
 def events_of(run: RunRecord, limit: int) -> RunEvents:
     """Return at most `limit` events: routine ones are left out first, and of the others the oldest."""
-    events = [
-        event for event in run.metrics.events if not isinstance(event, SamplesGenerated)
-    ]  # they have a section of their own
+    # they have a section of their own
+    events = [event for event in run.metrics.events if not isinstance(event, SamplesGenerated)]
     rank = sorted(range(len(events)), key=lambda at: (events[at].level == "routine", -at))
     kept = [events[at] for at in sorted(rank[:limit])]
     warnings = sum(event.level in WARNING_LEVELS for event in events)

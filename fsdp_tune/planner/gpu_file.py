@@ -46,9 +46,8 @@ def read_hardware(path: Path) -> Hardware:
         raise usage_error(
             "wrong-gpu-file", f"{path} is not a mapping of keys to values", where=Where(str(path))
         )
-    fields: dict[str, object] = {
-        str(key): value for key, value in content.items()
-    }  # a key of YAML may be a number
+    # a key of YAML may be a number
+    fields: dict[str, object] = {str(key): value for key, value in content.items()}
     wrong = [*_wrong_keys(fields), *_wrong_values(fields)]
     if wrong:
         raise FsdpTuneError(

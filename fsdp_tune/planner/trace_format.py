@@ -44,10 +44,11 @@ _WHERE = [
     ("step", "i1"),  # optimizer step: -1 before the first, then 0, 1 …
     ("micro", "i1"),  # micro-batch of that step; -1 outside forward, loss and backward
     ("phase", "i1"),  # index into PHASES
+    # current decoder layer, or that of the tensor in clip, optimizer and zero_grad; -1 for none
     (
         "layer",
         "i2",
-    ),  # current decoder layer, or that of the tensor in clip, optimizer and zero_grad; -1 for none
+    ),
     ("module", "i4"),  # index into Trace.modules: the innermost current module
     ("stream", "i1"),  # index into Trace.streams; 0 is the compute stream
 ]

@@ -133,9 +133,8 @@ def _invalid_values(folder: Path, values: Mapping[str, object]) -> Iterator[Find
     try:
         Lora.model_validate(values)
     except ValidationError as error:
-        reasons = {
-            str(wrong["loc"][0]): wrong["msg"] for wrong in error.errors()
-        }  # a union has one for each of its types
+        # a union has one for each of its types
+        reasons = {str(wrong["loc"][0]): wrong["msg"] for wrong in error.errors()}
         for key, reason in reasons.items():
             message = f"{ADAPTER_KEY}: {folder}: its `{key}` is {json.dumps(values.get(key))}: {reason}"
             yield Finding(

@@ -154,8 +154,8 @@ def _decide_processes(work: Decisions, device: str) -> None:
         _note_unknown_machine(work, local)
     if device != "cpu" and work.assume is None and machine.device == device and local > machine.device_count:
         message = (
-            f"{local} ranks on this machine need {local} {device} devices, and "
-            f"{machine.device_count} are visible{_unseen(work.machine)}"
+            f"{local} ranks on this machine need {local} {device} devices, and {machine.device_count} are "
+            f"visible{_unseen(work.machine)}"
         )
         hint = (
             f"write `launch.num_processes: {machine.device_count * launch.num_machines}`, or check "

@@ -127,12 +127,13 @@ _MEANING: dict[str, dict[str, Any]] = {
     },
     "NO_SHARD": {"mesh": (), "placements": [], "reshard_after_forward": None},
 }
+# fp8 applies to single modules: `worker.readback.report`
 _COMPUTE = {
     "no": "float32",
     "bf16": "bfloat16",
     "fp16": "float16",
     "fp8": "bfloat16",
-}  # fp8 applies to single modules: `worker.readback.report`
+}
 _STORAGE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -150,19 +151,19 @@ def expected(recipe: Recipe) -> dict[str, object]:
     reshard = meaning["reshard_after_forward"] if explicit is None or isinstance(explicit, bool) else explicit
     placements = meaning["placements"]
     if wrapper == "fsdp1" and recipe.world_size == 1:
+        # FSDP1 on one rank has nothing to shard; FSDP2 creates DTensors regardless
         placements, reshard = (
             [],
             None,
-        )  # FSDP1 on one rank has nothing to shard; FSDP2 creates DTensors regardless
+        )
     if recipe.fsdp.auto_wrap_policy == "NO_WRAP" or not meaning["mesh"]:
         # the root is the only unit, and its backward starts where its forward ends; or nothing is sharded
         reshard = None
     of_fsdp2: dict[str, object] = {}
     if wrapper == "fsdp2":
         of_fsdp2["output_dtype"] = None  # the model's output, and with it the loss, is not rounded
-        of_fsdp2["reshard_after_backward"] = (
-            recipe.fsdp.reshard_after_backward
-        )  # of all micro-batches but the last
+        # of all micro-batches but the last
+        of_fsdp2["reshard_after_backward"] = recipe.fsdp.reshard_after_backward
     if wrapper == "fsdp2" and recipe.fsdp.auto_wrap_policy != "NO_WRAP":
         backward = recipe.fsdp.backward_prefetch
         of_fsdp2["forward_prefetch"] = int(recipe.fsdp.forward_prefetch)

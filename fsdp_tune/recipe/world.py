@@ -250,9 +250,8 @@ def budget_accumulation(recipe: Recipe, world: World) -> int:
     training = recipe.training
     assert training.global_batch_size is not None
     assert training.per_device_train_batch_tokens is not None
-    rows = max(
-        1, training.per_device_train_batch_tokens // recipe.data.max_length
-    )  # `rules.training` refuses a budget of less than one
+    # `rules.training` refuses a budget of less than one
+    rows = max(1, training.per_device_train_batch_tokens // recipe.data.max_length)
     return -(-training.global_batch_size // (rows * data_ranks(recipe, world)))
 
 

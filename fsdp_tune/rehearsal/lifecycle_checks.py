@@ -192,9 +192,8 @@ class Rehearsal:
         try:
             victim = self._wait_for_checkpoint(child.poll)
             if victim is not None:
-                with contextlib.suppress(
-                    ProcessLookupError
-                ):  # the run has just ended; its exit code is checked below
+                # the run has just ended; its exit code is checked below
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(victim, signal.SIGKILL)
             result = finish(child)
         finally:

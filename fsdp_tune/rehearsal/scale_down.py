@@ -301,8 +301,8 @@ def _training(small: ScaledRecipe, recipe: Recipe, ranks: int, sharing: int, ste
             "per_device_train_batch_tokens": micro_batch * small.document["data"]["max_length"],
         }
     small.changes.append(
-        f"training: {steps} steps of {batch} sequences ({micro_batch} × "
-        f"{readers(ranks // sharing, sharing)} × {accumulation} accumulation)"
+        f"training: {steps} steps of {batch} sequences ({micro_batch} × {readers(ranks // sharing, sharing)} "
+        f"× {accumulation} accumulation)"
     )
     written = recipe.model_dump(mode="json")["training"]
     for name in _LISTED_TRAINING:

@@ -76,11 +76,12 @@ def train_command(run: RunDir, *options: str) -> str:
     if record is None or not record.command:
         return f"fsdp-tune train … {shlex.join(options)}"
     end = record.command.index("--") if "--" in record.command else len(record.command)
+    # the run has its rows
     replaced = {name for name, _ in _split(options)} | {
         "--overwrite",
         "--no-start",
         "--skip-rows",
-    }  # the run has its rows
+    }
     kept = [word for name, words in _split(record.command[:end]) if name not in replaced for word in words]
     change = "" if record.cwd in (None, str(working_directory())) else f"cd {shlex.quote(record.cwd)} && "
     return change + shlex.join(["fsdp-tune", *kept, *options, *record.command[end:]])

@@ -87,9 +87,8 @@ def require_unchanged_output(folder: Path) -> None:
 
     Raises: FailedError that names each file that differs.
     """
-    if not os.path.lexists(
-        folder / MERGE_RECORD
-    ):  # else any directory, such as `/`, would be searched in full
+    # else any directory, such as `/`, would be searched in full
+    if not os.path.lexists(folder / MERGE_RECORD):
         return
     files = [path for path in folder.rglob("*") if path.is_file()]
     _compare_output(folder, tuple(sorted((str(path), *_identity(path)) for path in files)))

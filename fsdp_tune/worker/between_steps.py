@@ -40,9 +40,8 @@ class ScoresBetweenSteps(AttachedCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         step, trainer = state.global_step, self.trainer
-        is_ending = (
-            control.should_training_stop or step >= state.max_steps
-        )  # the command scores it after the ranks
+        # the command scores it after the ranks
+        is_ending = control.should_training_stop or step >= state.max_steps
         if is_ending or step == self._step or not trainer.parts.recipe.evaluation.evaluates(step):
             return
         self._step, began = step, time.monotonic()

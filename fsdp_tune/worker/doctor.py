@@ -202,9 +202,8 @@ def _difference(recipe: Recipe, machine: int, *, is_first_here: bool) -> str | N
     from fsdp_tune.launch.machines.identity import difference, identity_of
     from fsdp_tune.worker.agreement import gather
 
-    mine = (
-        replace(identity_of(recipe, os.environ), versions={}) if is_first_here else None
-    )  # versions are a check of their own
+    # versions are a check of their own
+    mine = replace(identity_of(recipe, os.environ), versions={}) if is_first_here else None
     first = gather(mine)[0]
     problem = None if mine is None or first is None else difference(machine, mine, first, 0.0)
     return None if problem is None else problem.message
@@ -328,9 +327,8 @@ def probe_output(
 def _write(path: Path, size_bytes: int) -> tuple[int, float]:
     """Write a file of at most `size_bytes` for about two seconds. Return its size and the seconds, with
     fsync. Raises: OSError."""
-    chunk = memoryview(
-        os.urandom(min(CHUNK_BYTES, size_bytes))
-    )  # compressing file systems would store zeros as nothing
+    # compressing file systems would store zeros as nothing
+    chunk = memoryview(os.urandom(min(CHUNK_BYTES, size_bytes)))
     written, began = 0, time.monotonic()
     with DISK.open(path) as file:
         while written < size_bytes and time.monotonic() - began < WRITE_SECONDS:

@@ -78,9 +78,8 @@ def run_rank(
     stop_request.end()
     end_loader_processes()
     heartbeat.close()
-    if (
-        heartbeat.is_superseded()
-    ):  # before the last beat, which would replace that of the rank that has taken its place
+    # before the last beat, which would replace that of the rank that has taken its place
+    if heartbeat.is_superseded():
         return outcome
     with contextlib.suppress(OSError, FsdpTuneError):
         heartbeat.beat("finished" if outcome.exit_code == 0 else "failed")

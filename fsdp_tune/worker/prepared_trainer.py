@@ -111,13 +111,13 @@ class PreparedTrainer(Trainer):
             self._locate_nonfinite,
         )
         self.batches: list[Batch] = []
-        self._batches_done = 0
-        self._step_tokens = 0  # over all ranks, padding left out
-        self._last_line_step = 0
+        self.batches_done = 0
+        self.step_tokens = 0  # over all ranks, padding left out
+        self.last_line_step = 0
         self._best_by: str | None = None
-        self._evaluated_step: int | None = None
-        self._observers = [self.lines, self.gate, parts.rows, *observers]
-        for each in self._observers:
+        self.evaluated_step: int | None = None
+        self.observers = [self.lines, self.gate, parts.rows, *observers]
+        for each in self.observers:
             each.attach(self)
 
     # ---- Preparation: the model is wrapped and the batches are this rank's already, so Accelerate has
@@ -146,12 +146,11 @@ class PreparedTrainer(Trainer):
             self.parts.metrics.write_missing(own["unwritten"])
             if self.parts.scale is not None and own["loss_scale"] is not None:
                 self.parts.scale.load_state_dict(own["loss_scale"])
-            self.gate.skipped_steps = int(
-                own.get("skipped_steps", 0)
-            )  # a checkpoint of an earlier version has none
+            # a checkpoint of an earlier version has none
+            self.gate.skipped_steps = int(own.get("skipped_steps", 0))
             restore_schedule(self.lr_scheduler, self._updates)
             is_same = self._compare_best(own.get("best_by"))
-            self._evaluated_step = self.state.global_step if own.get("evaluated", True) and is_same else None
+            self.evaluated_step = self.state.global_step if own.get("evaluated", True) and is_same else None
             self.args.eval_on_start = self._owes_evaluation()  # what the recipe has is for step 0
             if self.state.global_step >= max_steps:
                 self._load_rng_state(resume_from_checkpoint)  # which the first step would do
@@ -172,7 +171,7 @@ class PreparedTrainer(Trainer):
         # list.
         self.wrapped.zero_grad = optimizer.zero_grad
         self.lines.start(self.state.global_step)
-        self._last_line_step = self.state.global_step
+        self.last_line_step = self.state.global_step
         return self.wrapped, train_dataloader
 
     def _compare_best(self, before: str | None) -> bool:
@@ -191,7 +190,7 @@ class PreparedTrainer(Trainer):
         """Whether the last step of the run so far has to be evaluated, and was not: a stop leaves it out, or
         the recipe has changed."""
         args, state, order = self.args, self.state, self.parts.rows.order
-        if not self.parts.evals or args.eval_strategy == "no" or self._evaluated_step == state.global_step:
+        if not self.parts.evals or args.eval_strategy == "no" or self.evaluated_step == state.global_step:
             return False
         if state.global_step >= state.max_steps:
             return True
@@ -242,7 +241,7 @@ class PreparedTrainer(Trainer):
         Trainer."""
         return self.state.global_step - (self.gate.skipped_steps if self.parts.scale is not None else 0)
 
-    def _correct_schedule(self) -> None:
+    def correct_schedule(self) -> None:
         """Take from the schedule a step that fp16 has skipped: the Trainer steps it after each one, since no
         optimizer of Accelerate reports that."""
         schedule = self.lr_scheduler
@@ -267,7 +266,7 @@ class PreparedTrainer(Trainer):
             "unwritten": list(self.parts.metrics.unwritten),
             "rows": self.parts.rows.state(),
             "best_by": self._best_by,
-            "evaluated": self._evaluated_step == self.state.global_step,
+            "evaluated": self.evaluated_step == self.state.global_step,
         }
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -321,7 +320,7 @@ class PreparedTrainer(Trainer):
         step over all ranks."""
         self.times.begin_step()
         batches, total = self._global_batch(epoch_iterator, num_batches)
-        while self._step_tokens == 0:  # the lanes of a stream end one by one
+        while self.step_tokens == 0:  # the lanes of a stream end one by one
             self.parts.rows.skip_empty(self.state.global_step)
             batches, total = self._global_batch(epoch_iterator, num_batches)
         if total == 0:
@@ -330,7 +329,7 @@ class PreparedTrainer(Trainer):
                 f"step {self.state.global_step + 1}: no token of the global batch is trained, so "
                 "there is no loss",
             )
-        self.batches, self._batches_done = [batch for batch in batches if batch.tensors], 0
+        self.batches, self.batches_done = [batch for batch in batches if batch.tensors], 0
         return batches, total
 
     def _global_batch(self, epoch_iterator: Iterator[Batch], num_batches: int) -> tuple[list[Batch], int]:
@@ -350,7 +349,7 @@ class PreparedTrainer(Trainer):
         summed = torch.tensor([mine, tokens], dtype=torch.float64)
         with self.times.waiting():
             dist.all_reduce(summed)
-        total, self._step_tokens = int(summed[0].item()), int(summed[1].item())
+        total, self.step_tokens = int(summed[0].item()), int(summed[1].item())
         return batches, total
 
 

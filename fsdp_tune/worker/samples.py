@@ -58,9 +58,8 @@ class Samples(AttachedCallback):
         wrapped, topology = self.trainer.wrapped, self._recipe.topology
         rank, size = topology.data_rank(dist.get_rank()), topology.data_size
         own = {index: self._prompts[index] for index in range(rank, len(self._prompts), size)}
-        prompts = (
-            list(own.values()) or self._prompts[:1]
-        )  # a rank without a prompt takes part in the forwards
+        # a rank without a prompt takes part in the forwards
+        prompts = list(own.values()) or self._prompts[:1]
         model = self.trainer.parts.loaded.model
         ends = {self._encoder.eos_id, *end_ids_of(model)}
         wrapped.eval()

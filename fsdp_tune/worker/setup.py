@@ -184,9 +184,8 @@ def _observers(
     shares = StepShares(loaded.wrapped, device)
     return [
         shares,
-        *(
-            [] if recipe.kernels.compile else [ExpertLoads(loaded.model, device)]
-        ),  # hooks inside compiled layers are not called
+        # hooks inside compiled layers are not called
+        *([] if recipe.kernels.compile else [ExpertLoads(loaded.model, device)]),
         *([Profile(run, profiled, rank.index)] if profiled else []),
         *([CompileReport(say)] if recipe.kernels.compile else []),
         witness,

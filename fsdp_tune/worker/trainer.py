@@ -67,8 +67,8 @@ class FsdpTrainer(PreparedTrainer):
             return torch.zeros((), device=self.args.device)
         if not model.training:
             model.train()
-        self._batches_done += 1
-        begin_micro_batch(self.parts.recipe, self.wrapped, is_last=self._batches_done == len(self.batches))
+        self.batches_done += 1
+        begin_micro_batch(self.parts.recipe, self.wrapped, is_last=self.batches_done == len(self.batches))
         tensors = {
             name: tensor.to(self.args.device, non_blocking=True) for name, tensor in batch.tensors.items()
         }
@@ -100,7 +100,7 @@ class FsdpTrainer(PreparedTrainer):
         topology, sums = self.parts.recipe.topology, self.lines.sums
         ranks, is_counted = topology.gradient_size, topology.counts_loss(dist.get_rank())
         share = ranks / step_targets
-        auxiliary = self._auxiliary_weight * ranks / self._step_tokens
+        auxiliary = self._auxiliary_weight * ranks / self.step_tokens
         scale = self.parts.scale.scale if self.parts.scale is not None else None
         loss, loss_sum = forward_backward(
             *(self.parts.recipe, model, tensors, share),
@@ -111,7 +111,7 @@ class FsdpTrainer(PreparedTrainer):
         )
         if is_counted:
             sums.add(loss_sum)
-        self._recent.add(self.state.global_step + 1, self._batches_done, batch, loss_sum)
+        self._recent.add(self.state.global_step + 1, self.batches_done, batch, loss_sum)
         return loss
 
     def _write_audit(self, report: dict[str, dict[str, int]]) -> None:
@@ -129,7 +129,7 @@ class FsdpTrainer(PreparedTrainer):
         return self._checked_norm(None) if grad_norm is None else grad_norm
 
     def _checked_norm(self, max_norm: float | None) -> torch.Tensor:
-        self._correct_schedule()
+        self.correct_schedule()
         return self.gate.pass_or_skip(self.state.global_step + 1, max_norm, self.live_optimizer, self.batches)
 
     # ---- Logging, evaluation, saving
@@ -154,8 +154,8 @@ class FsdpTrainer(PreparedTrainer):
         self.parts.heartbeat.beat("training", step)
         if self.control.should_log or self.control.should_evaluate:
             self.gate.check_pending()
-        if self.control.should_log and step > self._last_line_step:
-            self._last_line_step = step
+        if self.control.should_log and step > self.last_line_step:
+            self.last_line_step = step
             self._log_line(step, None if grad_norm is None else float(grad_norm), learning_rate)
         if self.control.should_evaluate:
             was_ending = self.control.should_training_stop
@@ -172,8 +172,8 @@ class FsdpTrainer(PreparedTrainer):
         self, step: int, grad_norm: torch.Tensor | float | None, learning_rate: float | None
     ) -> None:
         """Write the line of the last steps, which no later one would count, and why the run ends here."""
-        if step > self._last_line_step:
-            self._last_line_step = step
+        if step > self.last_line_step:
+            self.last_line_step = step
             self._log_line(step, None if grad_norm is None else float(grad_norm), learning_rate)
         stopping = self.parts.recipe.training.early_stopping
         evaluations = f"{stopping.patience} evaluations" if stopping is not None else "its evaluations"
@@ -186,7 +186,7 @@ class FsdpTrainer(PreparedTrainer):
 
     def _log_line(self, step: int, grad_norm: float | None, learning_rate: float | None) -> None:
         logged = LoggedStep(step, grad_norm, learning_rate)
-        line = {name: value for each in self._observers for name, value in each.facts(logged).items()}
+        line = {name: value for each in self.observers for name, value in each.facts(logged).items()}
         self.state.num_input_tokens_seen = self.lines.tokens
         self.log(line)
         assert self.lines.last_loss is not None  # of `facts`
@@ -245,7 +245,7 @@ class FsdpTrainer(PreparedTrainer):
                 parts.heartbeat.count,
             )
         seconds = time.monotonic() - started
-        self.last_eval_loss, self._evaluated_step = metrics["eval_loss"], self.state.global_step
+        self.last_eval_loss, self.evaluated_step = metrics["eval_loss"], self.state.global_step
         self.log({**metrics, "eval_seconds": seconds})
         self.lines.leave_out(seconds)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)

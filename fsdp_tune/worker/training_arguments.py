@@ -43,9 +43,8 @@ def training_arguments(recipe: Recipe, run: RunDir) -> TrainingArguments:
         "push_to_hub": False,  # merged/ is pushed once, after the merge
         "dataloader_pin_memory": recipe.launch.device == "cuda",
     }
-    if (
-        recipe.best_by_score
-    ):  # another process measures it; `run.checkpoint_scores` and the merge choose by it
+    # another process measures it; `run.checkpoint_scores` and the merge choose by it
+    if recipe.best_by_score:
         fields |= dict.fromkeys(("load_best_model_at_end", "metric_for_best_model", "greater_is_better"))
     fields = {name: value for name, value in fields.items() if value is not None or name == "data_seed"}
     # Only `worker.checkpoint.save` deletes checkpoints: with a limit of 1, `Trainer._finalize_training`
@@ -53,9 +52,8 @@ def training_arguments(recipe: Recipe, run: RunDir) -> TrainingArguments:
     fields["save_total_limit"] = None
     own_optimizer = fields.pop("optim") if fields.get("optim") in OWN_VALUES["OptimizerNames"] else None
     arguments = TrainingArguments(**fields)
-    arguments.optim = (
-        own_optimizer or arguments.optim
-    )  # for trackers: the trainer creates the optimizer from the recipe
+    # for trackers: the trainer creates the optimizer from the recipe
+    arguments.optim = own_optimizer or arguments.optim
     if arguments.fsdp:
         # TrainingArguments translates `fsdp_config` and drops unknown fields: pass the plugin its own
         # arguments.

@@ -88,9 +88,8 @@ def test_lm_eval_agrees_row_by_row(repository: Path, tmp_path: Path) -> None:
     rows = [line for line in data.read_text(encoding="utf-8").splitlines() if len(line) < 330][:12]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-    (tmp_path / "without_eos.yaml").write_text(
-        RECIPE.replace("append_eos: true", "append_eos: false")
-    )  # lm_eval scores no EOS
+    # lm_eval scores no EOS
+    (tmp_path / "without_eos.yaml").write_text(RECIPE.replace("append_eos: true", "append_eos: false"))
     (tmp_path / "tasks").mkdir()
     for name, text in TASKS.items():
         (tmp_path / "tasks" / name).write_text(text)

@@ -528,9 +528,8 @@ def test_every_part_runs_on_an_emulated_gpu(tmp_path: Path, repository: Path) ->
     environment = with_gpus(1) | {"PYTHON": sys.executable}
     from gpu_parts import PARTS
 
-    parts = [
-        each.name for each in PARTS if each.name not in ("kernels", "parity")
-    ]  # these are tests, which other suites run
+    # these are tests, which other suites run
+    parts = [each.name for each in PARTS if each.name not in ("kernels", "parity")]
     command = [*day, "--patience", "20", "--from", str(tmp_path / "plans"), "--output", str(tmp_path / "out")]
     subprocess.run(
         [*command, *(word for name in parts for word in ("--part", name))], check=True, env=environment

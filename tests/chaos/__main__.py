@@ -163,8 +163,7 @@ class Chaos:
         gpus = " with emulated GPUs" if self.device == "cuda" else ""
         return (
             f"{self.stories} runs on {machines}{gpus}, {self.attempts} starts, {self.tally.count()} "
-            "disturbances, "
-            f"{len(self.violations)} violations."
+            f"disturbances, {len(self.violations)} violations."
         )
 
 

@@ -116,9 +116,8 @@ def judge(
 def _fits(end: End, code: int | None, attempt: Attempt, machine: int) -> bool:
     """A run that was restarted and then finished must have reported why it was restarted."""
     is_restarted = attempt.restarts > 0 and code == OK
-    text = (
-        attempt.text if is_restarted else attempt.texts[machine]
-    )  # the first machine alone decides on a restart
+    # the first machine alone decides on a restart
+    text = attempt.text if is_restarted else attempt.texts[machine]
     return (end.code == code or (is_restarted and end.code not in (INTERRUPTED, PREEMPTED))) and bool(
         re.search(end.pattern, " ".join(text.split()))
     )
@@ -150,14 +149,12 @@ def _ends(disturbance: Disturbance | None, attempt: Attempt, machine: int, last_
         yield End(FAILED, _REFUSED[disturbance.kind])
         if disturbance.machine != machine:  # a rank that cannot write its outcome is only missing there
             yield End(FAILED, r"rank \d+ ended before it could report")
-        if (
-            disturbance.kind == READ_ONLY_DISK
-        ):  # the rank's log and the launcher's are there too; the other command repeats the verdict
+        # the rank's log and the launcher's are there too; the other command repeats the verdict
+        if disturbance.kind == READ_ONLY_DISK:
             yield End(FAILED, r"rank \d+ ended with exit code 1 before it could report")
         return
-    if (
-        disturbance.kind == LONG_CUT
-    ):  # longer than `launch.hang_timeout`; before the first step and after the last, it may not be noticed
+    # longer than `launch.hang_timeout`; before the first step and after the last, it may not be noticed
+    if disturbance.kind == LONG_CUT:
         yield from _without_the_other(machine)
         if attempt.situation.step == 0 or last_step - attempt.situation.step <= STEPS_READ_AHEAD:
             yield End(OK)

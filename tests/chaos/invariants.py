@@ -87,9 +87,8 @@ def leftovers(run: RunDir, *, is_finished: bool, seen: Collection[int]) -> list[
     `seen`: pids of the run."""
     found: list[str] = []
     owner = live_owner(run.lock)
-    if (
-        owner is not None and Path(f"/proc/{owner.pid}").exists()
-    ):  # of a machine with another name, its age alone would tell
+    # of a machine with another name, its age alone would tell
+    if owner is not None and Path(f"/proc/{owner.pid}").exists():
         found.append(f"run.lock is still held by {owner}")
     shared = ((path, re.match(r"torch_(\d+)_", path.name)) for path in Path("/dev/shm").iterdir())
     found += [f"{path} is left" for path, match in shared if match and int(match[1]) in seen]

@@ -140,9 +140,8 @@ class Watcher:
             return set()
         if self._agents:  # it may also decide on a restart
             return {"merging"} if self._has_ended_well() else set()
-        is_merging = any(
-            self._run.path.glob(f".{self._run.merged.name}{STAGE_MARK}*")
-        )  # of a run that had finished before
+        # of a run that had finished before
+        is_merging = any(self._run.path.glob(f".{self._run.merged.name}{STAGE_MARK}*"))
         return {"merging"} if is_merging else {"preparing"}
 
     def _has_ended_well(self) -> bool:

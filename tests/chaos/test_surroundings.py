@@ -197,9 +197,8 @@ def assert_continues(folder: Path, run: RunDir, name: str) -> None:
     """The next start trains on from the newest checkpoint, and a signal ends it with a save."""
     begun = steps_of(run)[-1]
     with started(folder, SAVES, "--resume", "auto", run=run, name=name) as again:
-        again.until(
-            lambda: "first step" in again.text and again.steps[-1] > begun + 3
-        )  # lines of the killed start are there before
+        # lines of the killed start are there before
+        again.until(lambda: "first step" in again.text and again.steps[-1] > begun + 3)
         again.send(signal.SIGTERM)
         assert again.end() == ExitCode.PREEMPTED, again.text
         assert f"checkpoint-{begun}" in again.text

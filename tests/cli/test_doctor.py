@@ -57,9 +57,8 @@ def test_healthy_ranks_raise_no_alarm_and_nothing_is_left(cli: Cli, tmp_path: Pa
     assert done.returncode == 0, done.stderr
     answer = document(done)
     alarms = unhealthy(answer)
-    alarms.pop(
-        "matrix product", None
-    )  # other tests take the cores of one rank; test_doctor_checks.py holds this check
+    # other tests take the cores of one rank; test_doctor_checks.py holds this check
+    alarms.pop("matrix product", None)
     assert alarms == {}
     assert {each["kind"] for each in answer["ranks"][0]["collectives"]} >= {"all_gather", "reduce_scatter"}
     assert [each["rank"] for each in answer["ranks"]] == [0, 1]

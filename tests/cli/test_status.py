@@ -79,9 +79,8 @@ def test_status_names_the_rows_of_the_newest_spike_wherever_it_is(tmp_path: Path
 
 def test_status_has_speed_memory_and_sparkline(tmp_path: Path) -> None:
     lines = status(run_in(tmp_path, "a"))
-    at = next(
-        number for number, line in enumerate(lines) if line.startswith("step ")
-    )  # after the path, which may take two lines
+    # after the path, which may take two lines
+    at = next(number for number, line in enumerate(lines) if line.startswith("step "))
     assert re.fullmatch(r"step 30 of 60, last line \d+\.\ds ago, loss 2\.0000", lines[at])
     assert lines[at + 1] == "last losses: █▇▆▅▄▄▃▂▂▁"
     assert lines[at + 2] == "1,234 tokens/s/device, 9.00 GiB reserved, 10.00 GiB planned (-10%)"

@@ -231,10 +231,11 @@ class Pods:
             (self.directory / name).write_text(content, encoding="utf-8")
         container = spec["template"]["spec"]["containers"][0]
         variables = {each["name"]: each["value"] for each in container["env"]}
+        # no DNS of a cluster here, and no network of a pod
         variables |= {
             "MASTER_ADDR": "127.0.0.1",
             "GLOO_SOCKET_IFNAME": "lo",
-        }  # no DNS of a cluster here, and no network of a pod
+        }
         script = container["command"][-1].replace("$$", "$")  # as the kubelet does
         return [
             self.start(

@@ -45,9 +45,8 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, value in read.config.to_dict().items()
         if name not in ("quantization_config", "_name_or_path")
     }
-    model = AutoModelForCausalLM.from_config(
-        type(read.config)(**settings), dtype=torch.float32
-    )  # transformers saves no dequantised model
+    # transformers saves no dequantised model
+    model = AutoModelForCausalLM.from_config(type(read.config)(**settings), dtype=torch.float32)
     model.load_state_dict(read.state_dict())
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(source, gguf_file=WEIGHTS).save_pretrained(folder)

@@ -57,9 +57,8 @@ def test_signal_during_a_finaliser_is_not_lost(
                 sys.exit(143 if stopped.number == number else 1)
 
     monkeypatch.setattr(app, "app", app_of_minutes)
-    monkeypatch.setattr(
-        app, "INTERRUPT_AGAIN_SECONDS", 0.3
-    )  # on a busy machine the finaliser may take longer than 10 ms
+    # on a busy machine the finaliser may take longer than 10 ms
+    monkeypatch.setattr(app, "INTERRUPT_AGAIN_SECONDS", 0.3)
     done = ended(command())
     assert (done.code, done.err) == (exit_code, "")
 

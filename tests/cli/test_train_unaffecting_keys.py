@@ -125,9 +125,8 @@ def differences(change: Change, before: RunDir, after: RunDir) -> list[str]:
         found.append(f"no line of the last step: {sorted(others)}")
     for step in common:
         names = ["grad_norm", "learning_rate", "tokens"]
-        if (
-            lines[step]["supervised_tokens"] == others[step]["supervised_tokens"]
-        ):  # or the loss is a mean over other steps
+        # or the loss is a mean over other steps
+        if lines[step]["supervised_tokens"] == others[step]["supervised_tokens"]:
             names.append("loss")
         for name in names:
             one, other = lines[step][name], others[step][name]

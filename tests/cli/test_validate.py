@@ -311,10 +311,11 @@ def test_rows_beyond_the_limit_or_outside_the_main_thread_are_read_and_not_rende
 
 @pytest.mark.usefixtures("fake_model")
 def test_missing_data_file_is_reported_with_the_recipe_line(recipe: Path) -> None:
+    # with and without a tokenizer to judge rows by
     for tokenizer in (
         "builtin:arithmetic",
         "nobody/nothing",
-    ):  # with and without a tokenizer to judge rows by
+    ):
         text = SMALL.replace("{path: builtin:arithmetic}", "{path: gone.jsonl}").replace(
             "tokenizer: builtin:arithmetic", f"tokenizer: {tokenizer}"
         )

@@ -316,9 +316,8 @@ def test_jobset_tells_preemptions_from_mistakes_by_the_message_of_the_job(messag
         if any(re.search(it, message) for it in each.get("onJobFailureMessagePatterns", [""]))
     )
     assert first["action"] == action
-    assert first["onJobFailureReasons"] == [
-        "PodFailurePolicy"
-    ]  # a Job whose pod failed otherwise has BackoffLimitExceeded, and is restarted
+    # a Job whose pod failed otherwise has BackoffLimitExceeded, and is restarted
+    assert first["onJobFailureReasons"] == ["PodFailurePolicy"]
     assert re.fullmatch(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?", first["name"])  # JobSet's webhook
 
 

@@ -187,9 +187,8 @@ def test_lead_is_measured_or_estimated_and_has_a_floor() -> None:
     assert measured_lead(
         [*saves, {"loss": 1.0, "step_seconds": 10.0}, {"eval_loss": 1.0, "eval_seconds": 60.0}]
     ) == Lead(490, "2 × 3m20s (slowest of 2 saves) + 3 steps of 10.0s + an evaluation of 1m00s")
-    stalled = [
-        {**saves[0], "seconds": 0.6, "stall_seconds": 300.0}
-    ]  # by a version that did not count the stall
+    # by a version that did not count the stall
+    stalled = [{**saves[0], "seconds": 0.6, "stall_seconds": 300.0}]
     assert measured_lead(stalled).seconds == 600  # type: ignore[union-attr]
     assert measured_lead([{"loss": 1.0, "step_seconds": 10.0}]) is None
     assert estimated_lead(1e6).seconds == 120

@@ -50,9 +50,8 @@ def write_gguf(
     special = {each["content"]: each["id"] for each in tokenizer["added_tokens"]}
     tokens = sorted(plain | special, key=(plain | special).__getitem__)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(
-        "llama-bpe"
-    )  # words of the vocabulary are tokens without merges, as in this tokenizer
+    # words of the vocabulary are tokens without merges, as in this tokenizer
+    writer.add_tokenizer_pre("llama-bpe")
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token in special else 1 for token in tokens])
     writer.add_token_merges(["a b"])

@@ -20,9 +20,8 @@ from fsdp_tune.data.read.file_access import EOS, PAD, builtin_tokenizer
 
 BOS = "<|begin|>"
 TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] "
-    "}}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% "
+    "endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 WITH_SYSTEM = TEMPLATE.replace("{% for", "<|system|>add numbers<|end|>{% for", 1)
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}

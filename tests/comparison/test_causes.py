@@ -36,9 +36,8 @@ B: dict[str, Any] = {
 def test_paths_enter_lists_of_one_length_and_stop_at_a_missing_section() -> None:
     assert list(different_paths(A, B)) == [("data", "train", 1, "path"), ("lora",), ("training", "x")]
     assert list(different_paths({"a": [1]}, {"a": [1, 2]})) == [("a",)]
-    assert list(different_paths({"a": True}, {"a": 1})) == [
-        ("a",)
-    ]  # a recipe does not take one for the other
+    # a recipe does not take one for the other
+    assert list(different_paths({"a": True}, {"a": 1})) == [("a",)]
 
 
 def test_values_of_another_document_are_copied_and_missing_keys_removed() -> None:
@@ -72,9 +71,8 @@ def test_no_cause_can_be_left_out_where_keys_undo_each_other_and_nothing_is_comp
 
     def vanishes(chosen: Sequence[KeyPath]) -> bool:
         tried.append(frozenset(chosen))
-        return {("b",), ("c",)} <= set(chosen) and (
-            (("a",) in chosen) or (("d",) not in chosen)
-        )  # d undoes it, unless a is there
+        # d undoes it, unless a is there
+        return {("b",), ("c",)} <= set(chosen) and ((("a",) in chosen) or (("d",) not in chosen))
 
     assert causing(keys, vanishes) == (("b",), ("c",))
     assert len(tried) == len(set(tried))

@@ -171,12 +171,13 @@ def test_least_limit_of_all_visible_groups_holds(found: list[Hierarchy]) -> None
         ("0::/", "/", {"cpu.max": "5000 100000"}, 1),
         ("0::/", "/", {"cpu.max": ""}, None),
         ("0::/", "/", {"cpu.max": "100000 0"}, None),
+        # a container that sees its own group at the root
         (
             "0::/of/the/host",
             "/another",
             {"cpu.max": "200000 100000"},
             2,
-        ),  # a container that sees its own group at the root
+        ),
         ("0::/../../elsewhere", "/", {"cpu.max": "200000 100000", "../cpu.max": "100000 100000"}, 2),
         ("0::/it", "/..", {"cpu.max": "200000 100000"}, 2),
         ("", "/", {"cpu.max": "200000 100000"}, None),

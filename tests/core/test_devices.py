@@ -146,10 +146,11 @@ def test_torch_confirms_detected_devices() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
+        # oneDNN takes bf16 here, and is slow
         (
             "processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512bw avx512vl avx512dq\n",
             False,
-        ),  # oneDNN takes bf16 here, and is slow
+        ),
         ("flags\t\t: fpu avx512f avx512_bf16\n", True),
         ("flags\t\t: fpu amx_tile amx_bf16\n", True),
         ("Features\t: fp asimd bf16 i8mm\n", True),

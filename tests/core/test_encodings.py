@@ -511,27 +511,30 @@ FOUR = {
         ({**FOUR, W + "weight_scale": fp8(16, 2)}, MODELOPT, "up_proj.weight"),
         ({**FOUR, W + "weight_scale": torch.rand(16, 4)}, MODELOPT, "up_proj.weight"),
         ({**FOUR, W + "weight_scale_2": torch.rand(16)}, MODELOPT, "up_proj.weight"),
+        # AWQ: it scales the input
         (
             {**FOUR, W + "pre_quant_scale": torch.rand(64)},
             MODELOPT,
             "pre_quant_scale",
-        ),  # AWQ: it scales the input
+        ),
+        # a layer next to the weight
         (
             {**FOUR, W + "svdquant_lora_a": torch.rand(4, 64)},
             MODELOPT,
             "svdquant_lora_a",
-        ),  # a layer next to the weight
+        ),
         (
             {W + "weight": torch.rand(16, 64), W + "pre_quant_scale": torch.rand(64)},
             MODELOPT,
             "pre_quant_scale",
         ),
         (drop("weight")(FOUR), MODELOPT, "weight_scale"),
+        # int8: its input is scaled, too
         (
             {**FOUR, W + "weight": torch.zeros(16, 64, dtype=torch.int8)},
             MODELOPT,
             "up_proj.weight",
-        ),  # int8: its input is scaled, too
+        ),
         (
             {"e.up_proj": FOUR[W + "weight"], "e.up_proj_weight_scale": FOUR[W + "weight_scale"]},
             MODELOPT,

@@ -53,17 +53,17 @@ def test_every_family_with_a_quirk_is_a_model_type() -> None:
 
 MEAN_SOMETHING_ELSE = {
     "cli/step_view.py": {"opt"},  # the optimizer
+    # chat templates, whose names users write
     "data/format/templates.py": {
         "qwen3",
         "mistral",
         "gemma3",
         "phi3",
-    },  # chat templates, whose names users write
+    },
     "merge/read/reader.py": {"opt"},  # an entry of a checkpoint's header: the optimizer
     "migrate/general.py": {"gemma3"},
-    "migrate/tools/llama_factory.py": {
-        *(llama_factory.LINE_ENDS & CONFIG_MAPPING_NAMES.keys())
-    },  # its templates
+    # its templates
+    "migrate/tools/llama_factory.py": {*(llama_factory.LINE_ENDS & CONFIG_MAPPING_NAMES.keys())},
     "migrate/tools/swift_templates.py": {*(swift_templates.LINE_ENDS & CONFIG_MAPPING_NAMES.keys())},
     "migrate/tools/torchtune.py": {"phi3", "qwen2"},  # its modules
     "planner/trace/recorder.py": {"clip"},  # a phase of a step: clipping
@@ -195,10 +195,11 @@ def test_names_for_the_number_of_experts_agree_in_every_family() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "widest", "mean"),
+    # five layers of 256, one of 512
     [
         ({}, 512, (4, 299)),
         ({"head_dim": 16, "global_head_dim": 16}, 16, (4, 16)),
-    ],  # five layers of 256, one of 512
+    ],
     ids=["published", "narrow"],
 )
 def test_heads_of_layers_that_differ(fields: dict[str, Any], widest: int, mean: tuple[int, int]) -> None:

@@ -68,9 +68,8 @@ TRAINED_OTHERWISE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Adapter 'default'"
-)  # PEFT takes `lora_B.bias` for a part of a sharded tensor
+# PEFT takes `lora_B.bias` for a part of a sharded tensor
+@pytest.mark.filterwarnings("ignore:Adapter 'default'")
 @pytest.mark.parametrize("what", TRAINED_OTHERWISE)
 def test_adapter_that_is_trained_otherwise_is_merged_and_not_continued(what: str, tmp_path: Path) -> None:
     base, adapter = make_model("gpt2", tmp_path / "base"), tmp_path / "adapter"

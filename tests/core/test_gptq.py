@@ -114,11 +114,12 @@ I32 = torch.int32
     [
         ("gptq", {"qzeros": None}, "qweight"),
         ("gptq", {"scales": None}, "qweight"),
+        # 3 bits
         (
             "gptq",
             {"qweight": torch.zeros(9, 32, dtype=I32), "qzeros": torch.zeros(3, 3, dtype=I32)},
             "qweight",
-        ),  # 3 bits
+        ),
         ("gptq", {"g_idx": torch.zeros(95, dtype=I32)}, "qweight"),
         ("gptq", {"qweight": torch.zeros(12, 40, dtype=I32)}, "qweight"),
         ("gptq", {"qzeros": torch.zeros(2, 4, dtype=I32)}, "qweight"),

@@ -101,9 +101,8 @@ def test_no_child_writes_compiled_code_to_the_directory_for_temporary_files(
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     code = "import torch; print(torch.compile(lambda x: (x.sin() + 1).sum(0))(torch.ones(8, 8)).shape)"
-    if "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS" not in inspect.getsource(
-        torch._inductor.config
-    ):  # torch 2.11: only `compile_layers` sets it
+    # torch 2.11: only `compile_layers` sets it
+    if "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS" not in inspect.getsource(torch._inductor.config):
         code = f"import torch._inductor.config as c; c.cpp_cache_precompile_headers = False; {code}"
     environment = {
         **os.environ,
@@ -120,9 +119,8 @@ def test_no_child_writes_compiled_code_to_the_directory_for_temporary_files(
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
 @pytest.mark.parametrize("is_alive", [True, False])
 def test_rank_whose_launcher_died_before_its_first_line_ends(is_alive: bool) -> None:
-    with subprocess.Popen(
-        SLEEP if not is_alive else ["true"]
-    ) as other:  # a process that is not above the rank, and is not reused
+    # a process that is not above the rank, and is not reused
+    with subprocess.Popen(SLEEP if not is_alive else ["true"]) as other:
         launcher = os.getpid() if is_alive else other.pid
         code = (
             "from fsdp_tune.core.parent_death import die_with_launcher\ndie_with_launcher()\nprint('lives')"
@@ -269,8 +267,8 @@ def test_nothing_below_a_child_is_left_when_it_has_been_ended(ends_itself: bool,
     GPU."""
     file = tmp_path / "pid"
     inner = (
-        f"import os, signal, time; signal.signal(15, 1); open({str(file)!r}, "
-        "'w').write(str(os.getpid())); time.sleep(30)"
+        f"import os, signal, time; signal.signal(15, 1); open({str(file)!r}, 'w').write(str(os.getpid())); "
+        "time.sleep(30)"
     )
     outer = (
         f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-ISc', {inner!r}], "

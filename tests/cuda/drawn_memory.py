@@ -98,9 +98,8 @@ def drawn(seed: int) -> Draw:
     if dice.random() < 0.5:
         switches["training.optim"] = dice.choice(_OPTIMIZERS)
     switches |= _adapters(dice) if dice.random() < 0.25 else {}
-    if (
-        switches.get("fsdp.version") == 1
-    ):  # no trace of FSDP1 gets past `flat_param.data = flat_param.to("cpu")`: fake devices do not mix
+    # no trace of FSDP1 gets past `flat_param.data = flat_param.to("cpu")`: fake devices do not mix
+    if switches.get("fsdp.version") == 1:
         switches.pop("fsdp.offload_params", None)
     ranks = dice.choice((1, 2, 2))
     micro = dice.choice((1, 2, 4))

@@ -105,9 +105,8 @@ def _devices(native):
     )
     cuda = torch.cuda
     cuda._exchange_device = native.exchange_device
-    cuda._maybe_exchange_device = lambda index: native.exchange_device(
-        index
-    )  # dynamo knows each by its own object
+    # dynamo knows each by its own object
+    cuda._maybe_exchange_device = lambda index: native.exchange_device(index)
     cuda._cudart = Runtime(native)
     cuda.is_current_stream_capturing = lambda: False
     cuda.nccl.version = lambda: (2, 28, 9)

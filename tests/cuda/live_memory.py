@@ -140,9 +140,8 @@ class _Recording:
             self.changes.append(MemoryChange(block, requested, ""))
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
-        self._optimizer = self._optimizer or id(
-            optimizer
-        )  # the device keeps this object alive, which must not keep a model
+        # the device keeps this object alive, which must not keep a model
+        self._optimizer = self._optimizer or id(optimizer)
         if id(optimizer) != self._optimizer:  # the read-back repeats the first step on a sample
             return
         self.steps.append(len(self.changes))

@@ -321,9 +321,8 @@ def test_answer_that_needs_a_divided_token_does_not_change_the_context_of_the_ne
     )
     (only,) = examples(conversation("a", "b", "c", "\nd"), CHATML, encoder)
     assert shown(only, encoder).count("[") == 2
-    chat = conversation(
-        "a", "\nb", "c", "d", trained=(False, True, False, False)
-    )  # no end of sequence but that of the answer
+    # no end of sequence but that of the answer
+    chat = conversation("a", "\nb", "c", "d", trained=(False, True, False, False))
     (alone,) = examples(chat, CHATML, encoder)
     assert shown(alone, encoder) == shown(first, encoder)
 
@@ -385,9 +384,8 @@ def test_special_token_that_ends_the_content_does_not_end_the_turn() -> None:
         "<|im_start|>", "user:"
     )
     text = shown(tokenised(conversation("a", "b</call>", "c", "d</call>"), spaces, encoder), encoder)
-    assert (
-        text == "user:a\n<s>[b</call>\n]user:c\n<s>[d</call>\n</s>]"
-    )  # the line end is all that the template writes
+    # the line end is all that the template writes
+    assert text == "user:a\n<s>[b</call>\n]user:c\n<s>[d</call>\n</s>]"
 
 
 @pytest.mark.parametrize(

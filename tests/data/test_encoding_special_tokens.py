@@ -294,9 +294,8 @@ def test_added_tokens_that_the_template_writes_cannot_be_forged() -> None:
         2,
         1,
     ]
-    ended = TokenizerEncoder(
-        encoder.tokenizer, added=["<|im_end|>"]
-    )  # the end of sequence is not for the rows
+    # the end of sequence is not for the rows
+    ended = TokenizerEncoder(encoder.tokenizer, added=["<|im_end|>"])
     assert not any(token.is_added for token in ended.special_tokens)
 
 

@@ -139,9 +139,8 @@ def test_hint_names_no_column_that_the_file_does_not_have(tmp_path: Path, row: d
         prepared(tmp_path, write_jsonl(tmp_path / "rows.jsonl", [row]))
     assert caught.value.problems[0].code == "no-format"
     assert caught.value.problems[0].hint == (
-        "a format needs `prompt` and `completion`, `instruction` and `output`, `messages`, or "
-        "`text`: rename columns with "
-        "`rename_columns: {OLD: NEW}` of the source, or write such rows"
+        "a format needs `prompt` and `completion`, `instruction` and `output`, `messages`, or `text`: rename "
+        "columns with `rename_columns: {OLD: NEW}` of the source, or write such rows"
     )
 
 

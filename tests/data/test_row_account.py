@@ -260,9 +260,8 @@ def test_account_names_what_is_read_and_ignored(tmp_path: Path) -> None:
         tmp_path, file, encoder=encoder, max_length=256, ignore_columns=["stars", "messages.grade"]
     )
     assert key_lines(found.report) == [
-        f"{file}: `messages` read; `system` read as the system message; `id`, `messages.id`, "
-        "`source` ignored as metadata; "
-        "`messages.grade`, `stars` ignored by `data.ignore_columns`"
+        f"{file}: `messages` read; `system` read as the system message; `id`, `messages.id`, `source` "
+        "ignored as metadata; `messages.grade`, `stars` ignored by `data.ignore_columns`"
     ]
     (account,) = found.report.inputs
     assert KeyAccount("stars", "ignored", "", 1) in account.keys

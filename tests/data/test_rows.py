@@ -210,9 +210,8 @@ def test_white_space_after_the_end_of_sequence_is_no_reason_for_a_second_one(
     encoder = ByteEncoder()
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": text} for text, _ in END_CASES])
     found = prepared(tmp_path, rows, encoder=encoder, packing=packing)
-    wanted = [
-        expected.replace("[a", "a[", 1) for _, expected in END_CASES
-    ]  # the first token of an example is never a target
+    # the first token of an example is never a target
+    wanted = [expected.replace("[a", "a[", 1) for _, expected in END_CASES]
     texts = [marked(row, encoder) for row in rows_of(found)]
     if packing:
         assert len(texts) < len(wanted)

@@ -251,7 +251,8 @@ def test_first_rejected_row_alone_has_the_hint_and_names_the_key_of_the_source()
 
 
 def test_row_that_no_template_renders_gets_no_hint() -> None:
+    # half of a character
     chat = Chat(
         [{"role": "user", "content": "\ud800"}, {"role": "assistant", "content": "hi"}], (False, True)
-    )  # half of a character
+    )
     assert template_for(chat, ByteEncoder(), CHATML) is None

@@ -311,12 +311,13 @@ REFUSED = [
 EMPTY_BLOCK = "<think>⏎⏎</think>⏎⏎"
 MARKED = [
     ("llama 3", "trl/llama3_training", "system", []),
+    # the last character of the header, and the line end after the turn
     (
         "qwen 2.5",
         "trl/qwen2_5_training",
         "tools",
         ["⏎", "⏎", "⏎", "⏎"],
-    ),  # the last character of the header, and the line end after the turn
+    ),
     ("qwen 3", "trl/qwen3_training", "reasoning", ["⏎", "⏎"]),
     ("qwen 3", "trl/qwen3_training", "tools", [EMPTY_BLOCK, "⏎", EMPTY_BLOCK, "⏎"]),
     ("qwen 3.5", "trl/qwen3_5_think_training", "think", ["<think>⏎", "⏎", "<think>⏎", "⏎"]),
@@ -478,12 +479,12 @@ def test_context_of_answers_that_begin_with_white_space_has_the_ids_of_inference
 
 TOOLS_V3 = (
     '[AVAILABLE_TOOLS] [{"type": "function", "function": {"name": "add", "description": "Add.", '
-    '"parameters": '
-    '{"type": "object", "properties": {"a": {"type": "integer", "description": "A."}}}}}][/AVAILABLE_TOOLS]'
+    '"parameters": {"type": "object", "properties": {"a": {"type": "integer", "description": '
+    '"A."}}}}}][/AVAILABLE_TOOLS]'
 )
 CALL_V3 = (
-    '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "abcdefghi"}]</s>'
-    '[TOOL_RESULTS] {"content": 2, "call_id": "abcdefghi"}[/TOOL_RESULTS]'
+    '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "abcdefghi"}]</s>[TOOL_RESULTS] {"content": '
+    '2, "call_id": "abcdefghi"}[/TOOL_RESULTS]'
 )
 MISTRAL_COMMON = [
     (
@@ -605,9 +606,8 @@ def test_first_message_of_the_assistant_is_trained_after_the_generation_prompt_o
         with pytest.raises(RowError) as caught:
             runs(messages, True, False, True)
         assert (caught.value.hint is None) == (name in REJECTS_FIRST_ANSWER)
-        if caught.value.hint is not None and not name.startswith(
-            "deepseek r1"
-        ):  # which rejects all answers without reasoning
+        # which rejects all answers without reasoning
+        if caught.value.hint is not None and not name.startswith("deepseek r1"):
             assert "data.loss_on=last_assistant" in caught.value.hint
             assert len(runs(messages, False, False, True)) == 1
         return

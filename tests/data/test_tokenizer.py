@@ -110,7 +110,7 @@ import sys
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.data.preparation import prepare
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.sections import DataSource
+from fsdp_tune.recipe.schema.data_section import DataSource
 data = {{"train": [{{"path": "{BUILTIN}"}}], "max_length": 32, "cache_dir": {str(tmp_path)!r}}}
 recipe = Recipe.model_validate({{"model": {{"tokenizer": "{BUILTIN}"}}, "data": data, "launch": {{"num_processes": 1}}}})
 prepare(recipe, load_encoder(recipe))
@@ -225,9 +225,8 @@ def test_missing_tokenizer_is_distinguished_from_unreachable_hub(tmp_path: Path)
     assert found.ways_out[0] == "give a local path in `model.tokenizer`"
     (tmp_path / "tokenizer.json").write_text("{")
     assert problem(recipe(tmp_path)).code == "tokenizer-unreadable"
-    (tmp_path / "tokenizer.json").write_text(
-        '{"added_tokens": [], "model": {"type": "Other"}}'
-    )  # tokenizers raises a plain Exception
+    # tokenizers raises a plain Exception
+    (tmp_path / "tokenizer.json").write_text('{"added_tokens": [], "model": {"type": "Other"}}')
     assert problem(recipe(tmp_path)).code == "tokenizer-unreadable"
 
 

@@ -149,9 +149,8 @@ PLANTS: tuple[Plant, ...] = (
     plant(
         "evaluation advances the training generator",
         "model.shard.gathered:outside_step",
-        replace(
-            "torch.random.fork_rng", "lambda *_, **__: (torch.rand(1), torch.no_grad())[1]"
-        ),  # one draw, not restored
+        # one draw, not restored
+        replace("torch.random.fork_rng", "lambda *_, **__: (torch.rand(1), torch.no_grad())[1]"),
         rows="F091 F064",
         by=(
             "faults/test_train.py::stop_and_resume_at_any_step_continues_losses[3-cpu]",

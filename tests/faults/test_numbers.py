@@ -130,9 +130,8 @@ def test_unwritable_metrics_end_the_run_after_saving(step: int, training: Traini
     assert outcome(run, 1)["exit_code"] == 1
     assert verified_steps(run)[-1] == saved
     if step == 5:
-        training.attempt(
-            run, [Happening(1, "forward", 8)]
-        )  # the same checkpoint twice: each line comes back once
+        # the same checkpoint twice: each line comes back once
+        training.attempt(run, [Happening(1, "forward", 8)])
     training.finish(run)
     training.is_whole(run)
 

@@ -186,9 +186,8 @@ def test_disk_refusing_any_of_a_few_operations_is_reported_and_the_next_save_suc
     tmp_path: Path, on_ranks: Ranks, count: Count
 ) -> None:
     cases = Cases(tmp_path, on_ranks)
-    faults = broken(cases, (errno.ENOSPC, errno.EIO), every_write=60, every=10)[
-        ::3
-    ]  # each error, for once and for ever
+    # each error, for once and for ever
+    faults = broken(cases, (errno.ENOSPC, errno.EIO), every_write=60, every=10)[::3]
     refuse_each(cases, faults)
     count(refused_operations=len(faults))
 

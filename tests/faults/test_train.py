@@ -251,9 +251,8 @@ def test_metrics_are_truncated_to_the_checkpoint_and_hold_each_step_once(
         run.metrics_jsonl.write_text("\x00\x00[]\nnull\n" + text + '\n{"step": "x", "loss": 3}\n')
     else:
         run.metrics_jsonl.unlink()
-    newest, _ = latest_checkpoint(
-        run
-    )  # of step 6, or of 3 where the save in the background was slower than the kill
+    # of step 6, or of 3 where the save in the background was slower than the kill
+    newest, _ = latest_checkpoint(run)
     assert newest is not None
     training.finish(run)
     found, wanted = numbers(run), numbers(training.whole)

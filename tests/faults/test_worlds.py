@@ -100,9 +100,8 @@ def test_pickled_code_in_rank_state_is_not_run(tmp_path: Path, on_ranks: Ranks) 
     (checkpoint / MANIFEST_NAME).write_text(Manifest(manifest.kind, files, manifest.facts).to_json())
     assert verified_steps(RunDir(run)) == [ranks.FIRST]
     nobody = 2
-    ends = on_ranks.ends(
-        2, ranks.come_back_late, checkpoint, nobody, 0.0, False, 0.0
-    )  # no save after it: the other rank would wait in it
+    # no save after it: the other rank would wait in it
+    ends = on_ranks.ends(2, ranks.come_back_late, checkpoint, nobody, 0.0, False, 0.0)
     assert ends[1].code == 1
     assert "weights_only" in ends[1].text.lower() or "unpickl" in ends[1].text.lower()
     assert not sentinel.exists()

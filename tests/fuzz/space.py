@@ -275,10 +275,11 @@ def draw(seed: int) -> Draw:
         switches = {name: value for name, value in switches.items() if not name.startswith("training.adam_")}
     if switches.get("training.lr_scheduler_type") == "constant":
         switches.pop("training.warmup_steps", None)
+    # their first steps are signs, which amplify rounding
     if switches.get("training.optim") in (
         "adagrad",
         "rmsprop",
-    ):  # their first steps are signs, which amplify rounding
+    ):
         switches["training.learning_rate"] = 1e-3
     bad_step = dice.randint(2, SAVED_STEP) if dice.random() < 0.25 else None
     first = Draw(

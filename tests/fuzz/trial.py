@@ -118,9 +118,8 @@ def _refused(draw: Draw, folder: Path, model: Path) -> Problem | None:
             continue
         tree = runs.merged(BASE, each.recipe() | {"output_dir": str(folder / "run")})
         tree["model"]["name_or_path"] = str(model)
-        if (
-            tree["model"].get("attn_implementation") == FLASH_STAND_IN
-        ):  # no flash kernel of the hub runs on the CPU, but this one does
+        # no flash kernel of the hub runs on the CPU, but this one does
+        if tree["model"].get("attn_implementation") == FLASH_STAND_IN:
             tree["model"]["attn_implementation"] = "sdpa"
         try:
             resolve(
@@ -347,8 +346,7 @@ def _fp32_failures(
             step = off.index(max(off)) + 1
             failures.append(
                 f"{name} is off by {max(off):.1e} at step {step} ({ours[step - 1]:.8g} instead of "
-                f"{theirs[step - 1]:.8g}); "
-                f"rounding carries the plain loop by {max(rounding):.1e}"
+                f"{theirs[step - 1]:.8g}); rounding carries the plain loop by {max(rounding):.1e}"
             )
     if found.first_gradients:
         failures += _gradient_failures(found.first_gradients, true.first_gradients)

@@ -98,9 +98,8 @@ def test_checkpoint_without_its_run_is_refused_for_other_repeats_of_a_stream(tmp
     assert RowRecord.from_dict(recorded.as_dict()) == recorded
     with pytest.raises(FsdpTuneError, match=r"`data.train\[0\].repeats`: 1 → 2 cannot change on resume"):
         case.resume(recipe, **{ROWS_FACT: recorded.as_dict()})
-    case.resume(
-        recipe, **{ROWS_FACT: replace(recorded, repeats=None).as_dict()}
-    )  # an earlier version did not record them
+    # an earlier version did not record them
+    case.resume(recipe, **{ROWS_FACT: replace(recorded, repeats=None).as_dict()})
 
 
 def test_checkpoint_without_its_run_is_refused_for_another_global_batch_of_a_curriculum(

@@ -22,11 +22,9 @@ from fsdp_tune.core import atomic
 from fsdp_tune.worker.observe import heartbeat
 
 CUDA_MESSAGE = (
-    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of "
-    "which 1.05 GiB is free. "
-    "Including non-PyTorch memory, this process has 78.04 GiB memory in use. Of the allocated memory "
-    "74.02 GiB is allocated by PyTorch, "
-    "and 1.01 GiB is reserved by PyTorch but unallocated."
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.05 "
+    "GiB is free. Including non-PyTorch memory, this process has 78.04 GiB memory in use. Of the allocated "
+    "memory 74.02 GiB is allocated by PyTorch, and 1.01 GiB is reserved by PyTorch but unallocated."
 )
 
 

@@ -173,8 +173,8 @@ def test_rank_that_the_watchdog_ended_has_its_message() -> None:
     assert (ended.exit_code, problem_of(ended).code) == (5, "rank-killed")
     assert problem_of(ended).message == (
         "rank 1 was killed by SIGABRT at step 4: Watchdog caught collective operation timeout: "
-        "WorkNCCL(SeqNum=7, OpType=ALLREDUCE, "
-        "NumelIn=4, NumelOut=4, Timeout(ms)=5000) ran for 5001 milliseconds before timing out."
+        "WorkNCCL(SeqNum=7, OpType=ALLREDUCE, NumelIn=4, NumelOut=4, Timeout(ms)=5000) ran for 5001 "
+        "milliseconds before timing out."
     )
 
 

@@ -398,9 +398,8 @@ def test_finished_run_is_launched_to_bring_weights_of_another_machine(
     starts = [decide_start(fresh, recipe, "auto", overwrite=False, elsewhere=each) for each in (None, held)]
     assert [(each.step, each.is_finished, each.ends_here) for each in starts] == [(100, False, True)] * 2
     write_run(fresh, files_of(fresh, recipe, starts[1]))
-    assert decide_start(
-        fresh, recipe, "auto", overwrite=False, elsewhere=held
-    ).ends_here  # that launch was killed
+    # that launch was killed
+    assert decide_start(fresh, recipe, "auto", overwrite=False, elsewhere=held).ends_here
     longer = decide_start(
         fresh, resolved(tmp_path, "training.max_steps=200"), "auto", overwrite=False, elsewhere=held
     )
@@ -653,10 +652,11 @@ def test_status_estimates_time_left_and_compares_memory_with_the_plan(fresh: Run
     fresh.metrics_jsonl.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     fresh.plan_json.write_text(json.dumps({"peak_reserved_gib": 10.0}))
     facts = run_status(fresh)
+    # of 60 steps of a second, the last line is old
     assert (facts.state, facts.seconds_left) == (
         "running",
         59.0,
-    )  # of 60 steps of a second, the last line is old
+    )
     assert (facts.loss, facts.recent_losses) == (None, [9.0, 2.0, None])
     assert (facts.tokens_per_second_per_device, facts.peak_reserved_gib, facts.planned_reserved_gib) == (
         40.0,

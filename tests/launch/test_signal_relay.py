@@ -56,9 +56,8 @@ def test_launcher_that_does_not_take_the_signal_is_passed_over_once(
     )
     assert rank.wait(10) == -signal.SIGTERM
     assert relay.help(ranks) is None
-    until(
-        lambda: psutil.Process(launcher.pid).status() == psutil.STATUS_STOPPED
-    )  # it must not pass the signal on later
+    # it must not pass the signal on later
+    until(lambda: psutil.Process(launcher.pid).status() == psutil.STATUS_STOPPED)
 
 
 def test_stopped_launcher_is_continued(launcher: subprocess.Popen[str]) -> None:

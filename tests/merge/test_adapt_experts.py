@@ -131,9 +131,8 @@ def test_adapter_of_a_single_matrix_by_its_parameter_is_not_supported(
 
 
 @pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
-@pytest.mark.filterwarnings(
-    "ignore:Adapter 'default'"
-)  # PEFT takes `lora_B.bias` for a part of a sharded tensor
+# PEFT takes `lora_B.bias` for a part of a sharded tensor
+@pytest.mark.filterwarnings("ignore:Adapter 'default'")
 def test_bias_of_an_adapter_without_one_in_the_base_is_not_supported(merge: Any, tmp_path: Path) -> None:
     base = make_base("llama", tmp_path / "base")
     adapter = make_adapter(

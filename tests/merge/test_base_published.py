@@ -365,9 +365,8 @@ def test_adapter_that_a_merge_could_not_add_is_refused_before_it_is_trained(tmp_
     facts = find_facts(recipe).facts
     assert facts is not None
     assert merge_problems(recipe, facts) == []
-    (problem, *_) = merge_problems(
-        recipe, facts.model_copy(update={"base_layout": BaseLayout()})
-    )  # as before the layout had its names
+    # as before the layout had its names
+    (problem, *_) = merge_problems(recipe, facts.model_copy(update={"base_layout": BaseLayout()}))
     assert "could not be merged" in problem.message
     assert "q_proj" in problem.message or "linear_attn" in problem.message
     alone = recipe.model_copy(update={"merge": recipe.merge.model_copy(update={"adapter": "adapter"})})

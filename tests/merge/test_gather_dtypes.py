@@ -81,8 +81,7 @@ def test_element_types_have_the_names_and_sizes_of_torch_and_safetensors():
 
     for dtype in DTYPES.values():
         assert getattr(torch, dtype.name).itemsize == dtype.item_bytes
-        if (
-            dtype.name != "float8_e8m0fnu"
-        ):  # in the format, and not in the table of safetensors' Python package
+        # in the format, and not in the table of safetensors' Python package
+        if dtype.name != "float8_e8m0fnu":
             assert _TYPES[dtype.safetensors] == getattr(torch, dtype.name)
     assert len(OF_SAFETENSORS) == len(DTYPES)

@@ -36,9 +36,8 @@ def test_demo_merge_equals_save_pretrained_of_gathered_model(state_dict_type, tm
         AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "run" / "model")),
     )
     if state_dict_type == "SHARDED_STATE_DICT":  # gathered by torch's own reader, in one process
-        state = {
-            name: value for name, value in model.state_dict().items() if name != "lm_head.weight"
-        }  # tied: the embedding
+        # tied: the embedding
+        state = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             dcp.load({"model": state}, checkpoint_id=run / "checkpoint-4" / SHARDS, no_dist=True)

@@ -50,9 +50,8 @@ def test_directory_of_another_tool_is_merged_as_transformers_reads_it(
     change(source)
     theirs = AutoModelForCausalLM.from_pretrained(source).state_dict()
     if "rotary_emb.inv_freq" in (source / INDEX).read_text():
-        with pytest.raises(
-            FailedError, match="which no file holds"
-        ):  # of a checkpoint, it may be a part that was not copied
+        # of a checkpoint, it may be a part that was not copied
+        with pytest.raises(FailedError, match="which no file holds"):
             merge_checkpoint(source, MergeOptions(output=tmp_path / "merged"))
         return
     merge_checkpoint(source, MergeOptions(output=tmp_path / "merged"))

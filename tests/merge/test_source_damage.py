@@ -295,9 +295,8 @@ INDEX_DAMAGE = {
 
 @pytest.mark.parametrize("kind", INDEX_DAMAGE)
 def test_damaged_index_is_refused(kind, place, tmp_path):
-    (place / "full" / "model.safetensors").rename(
-        place / "full" / "all.safetensors"
-    )  # it would be read without the index
+    # it would be read without the index
+    (place / "full" / "model.safetensors").rename(place / "full" / "all.safetensors")
     shutil.copy(place / "full" / "all.safetensors", place)
     (place / "full" / "outside").symlink_to(place)
     (place / "full" / "model.safetensors.index.json").write_text(json.dumps(INDEX_DAMAGE[kind]))

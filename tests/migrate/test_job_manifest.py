@@ -169,10 +169,11 @@ def of_the_operator(lines: str, others: str = "4") -> str:
         (TRAIN_JOB.replace("numProcPerNode: 4", 'numProcPerNode: "4"'), 8),
         (TRAIN_JOB.replace("numProcPerNode: 4", "numProcPerNode: auto"), 16),
         (TRAIN_JOB.replace("numNodes: 2", "numNodes: 1"), 4),
+        # an option comes before PET_NPROC_PER_NODE
         (
             TRAIN_JOB.replace("[torchrun]", "[torchrun, --nproc_per_node=3]"),
             6,
-        ),  # an option comes before PET_NPROC_PER_NODE
+        ),
         (TRAIN_JOB.replace("    numProcPerNode: 4\n", ""), "auto"),  # that of the runtime
         (
             PYTORCH_JOB.replace(", --nproc_per_node=8", "").replace(

@@ -130,11 +130,12 @@ TEXT_SET = "_component_: torchtune.datasets.text_completion_dataset, source: a"
         ("llama3_tokenizer", CHAT_SET, "_component_"),
         ("phi4_tokenizer", "_component_: torchtune.datasets.samsum_dataset", "_component_"),
         ("qwen2_5_tokenizer", f"{CHAT_SET}, train_on_input: true", None),
+        # trains the prompts too
         (
             "qwen2_5_tokenizer",
             "_component_: torchtune.datasets.alpaca_dataset",
             None,
-        ),  # trains the prompts too
+        ),
         ("qwen2_5_tokenizer", TEXT_SET, None),
         ("mistral_tokenizer", CHAT_SET, None),  # writes no header
     ],
@@ -154,11 +155,12 @@ def test_header_of_an_answer_that_torchtune_trains_is_reported(
         ("qwen2_5_tokenizer", CHAT_SET, True),
         ("qwen2_tokenizer", f"{CHAT_SET}, train_on_input: true", True),
         ("qwen2_5_tokenizer", TEXT_SET, False),
+        # the last token is another one than the one that ends the turn
         (
             "llama3_tokenizer",
             CHAT_SET,
             False,
-        ),  # the last token is another one than the one that ends the turn
+        ),
     ],
 )
 def test_stop_token_that_torchtune_does_not_train_is_reported(

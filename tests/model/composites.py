@@ -140,9 +140,8 @@ def make(name: str, folder: Path, **fields: Any) -> Composite:
 
 @torch.no_grad()
 def logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    inner = (
-        model.language_model if type(model).__name__ == "Llama4ForConditionalGeneration" else model
-    )  # 5.24: it takes no text alone
+    # 5.24: it takes no text alone
+    inner = model.language_model if type(model).__name__ == "Llama4ForConditionalGeneration" else model
     return inner(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
 
 

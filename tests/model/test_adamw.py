@@ -33,9 +33,8 @@ def nearest(values: torch.Tensor, _start: int, _key: tuple[int, int]) -> torch.T
 def test_stochastic_rounding_keeps_exact_and_nonfinite_values() -> None:
     exact = torch.randn(10_000).bfloat16().float()
     odd = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), 1e-40, float("nan")])
-    every_nan = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(
-        torch.float32
-    )  # CUDA's own NaN would carry into a zero
+    # CUDA's own NaN would carry into a zero
+    every_nan = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)
     for step in range(5):
         key = rounding_key(0, step)
         assert torch.equal(round_stochastically(exact, 0, key).float(), exact)
@@ -82,9 +81,8 @@ def test_rounding_noise_differs_between_neighbours_and_steps() -> None:
     assert abs(draws.mean().item() - 0.5) < 0.005
     centred = draws - 0.5
     for first, second in ((centred[:, 1:], centred[:, :-1]), (centred[1:], centred[:-1])):
-        assert (
-            abs((first * second).mean().item()) < 0.0025
-        )  # four standard deviations of no correlation are 0.0014
+        # four standard deviations of no correlation are 0.0014
+        assert abs((first * second).mean().item()) < 0.0025
 
 
 # ---- The optimizer
@@ -115,9 +113,8 @@ def lean(model: nn.Module, state_dtype: torch.dtype, **options: Any) -> LeanAdam
     )
 
 
-@pytest.mark.parametrize(
-    "piece", [1 << 24, 128]
-)  # whole vectors: a tail is computed without fused multiply-add
+# whole vectors: a tail is computed without fused multiply-add
+@pytest.mark.parametrize("piece", [1 << 24, 128])
 def test_lean_adamw_in_fp32_equals_torch_bitwise(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lean_adamw, "PIECE", piece)
     ours, theirs = linear(), linear()
@@ -170,9 +167,8 @@ def test_small_updates_are_lost_by_rounding_to_nearest_and_kept_by_stochastic_ro
             optimizer.step()
         return weight.detach().float()
 
-    assert torch.equal(
-        after(100, rounds=False), torch.ones(4096)
-    )  # AdamW on bf16 weights, as everybody has it
+    # AdamW on bf16 weights, as everybody has it
+    assert torch.equal(after(100, rounds=False), torch.ones(4096))
     assert after(100, rounds=True).mean().item() == pytest.approx(1 - 100 * 1e-4, rel=2e-4)
     monkeypatch.setattr(lean_adamw, "round_stochastically", nearest)
     assert torch.equal(after(100, rounds=True), torch.ones(4096))

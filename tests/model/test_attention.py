@@ -217,9 +217,8 @@ def test_model_whose_layers_differ_in_the_width_of_heads_gets_a_kernel_for_the_w
 
 def test_text_layers_of_a_composite_model_decide_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FAMILIES, "gemma3", {"model_type": "gemma3"})
-    monkeypatch.setattr(
-        Gemma3ForConditionalGeneration, "_supports_flash_attn", True
-    )  # transformers 5.24 has none, for images
+    # transformers 5.24 has none, for images
+    monkeypatch.setattr(Gemma3ForConditionalGeneration, "_supports_flash_attn", True)
     text = {"head_dim": 512, "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
     assert "the model's have 512" in choice("gemma3", text_config=text).reason
     assert (

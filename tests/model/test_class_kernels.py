@@ -37,9 +37,8 @@ def test_packages_of_a_hybrid_are_named_with_what_runs_without_them(model_type: 
 
 
 def test_installed_package_is_recorded_and_not_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
-    present = use_kernel_func_from_hub_with_fallback("dumps", "json")(
-        lambda value: value
-    )  # a package that can be imported
+    # a package that can be imported
+    present = use_kernel_func_from_hub_with_fallback("dumps", "json")(lambda value: value)
     for name in ("causal_conv1d_fn", "torch_chunk_gated_delta_rule"):
         monkeypatch.setattr(modeling_qwen3_5, name, present)
     model = empty("qwen3_5_text")

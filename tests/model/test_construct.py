@@ -268,9 +268,8 @@ def test_packaged_architecture_builds_a_config(name: str) -> None:
     assert facts is not None
     config = model_config(recipe_of({"from_config": facts}))
     if "rope_theta" in facts:
-        of_layers = config.rope_parameters.get(
-            "full_attention", config.rope_parameters
-        )  # Gemma 3 has another for layers with windows
+        # Gemma 3 has another for layers with windows
+        of_layers = config.rope_parameters.get("full_attention", config.rope_parameters)
         assert of_layers["rope_theta"] == facts["rope_theta"]
         assert of_layers["rope_type"] == (facts.get("rope_scaling") or {"rope_type": "default"})["rope_type"]
 

@@ -42,10 +42,11 @@ def compared(family: str, kernel: str, ranks: int) -> None:
     whole: Any = copy.deepcopy(model.get_submodule(name))
     width = model.config.hidden_size
     generator = torch.Generator().manual_seed(1)
+    # micro-batches of different lengths
     me, counts = (
         dist.get_rank(),
         [TOKENS >> rank for rank in range(ranks)],
-    )  # micro-batches of different lengths
+    )
     tokens, own = sum(counts), slice(sum(counts[:me]), sum(counts[: me + 1]))
     hidden = torch.randn(tokens, width, generator=generator)
     chosen = torch.rand(tokens, NO_EXPERT, generator=generator).argsort(-1)[..., :CHOSEN]

@@ -85,9 +85,8 @@ def test_rows_end_at_first_end_token_and_loop_stops_by_agreement() -> None:
             end_ids={end},
             pad_id=0,
             device=torch.device("cpu"),
-            all_finished=lambda mine: (
-                bool(votes.append(mine)) or len(votes) > 5
-            ),  # another rank is not finished before
+            # another rank is not finished before
+            all_finished=lambda mine: bool(votes.append(mine)) or len(votes) > 5,
         )
     assert stopped[0] == free[0][: free[0].index(end) + 1]
     assert votes[-1]

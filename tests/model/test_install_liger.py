@@ -54,9 +54,8 @@ def interpreter_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
     monkeypatch.setattr(interpreter, "_implicit_cvt", convert)
-    monkeypatch.setattr(
-        rms_norm, "rsqrt", lambda x: tl.rsqrt(x)
-    )  # looked up when called: the interpreter replaces it
+    # looked up when called: the interpreter replaces it
+    monkeypatch.setattr(rms_norm, "rsqrt", lambda x: tl.rsqrt(x))
     for module in (cross_entropy, geglu):
         monkeypatch.setattr(module, "tanh", lambda x: 2 * tl.sigmoid(2 * x) - 1)
 

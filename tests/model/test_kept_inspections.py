@@ -28,9 +28,8 @@ def test_inspection_without_problems_is_kept_until_a_file_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = time.time_ns
-    monkeypatch.setattr(
-        module.time, "time_ns", lambda: now() + 10**10
-    )  # the files of this test are old enough
+    # the files of this test are old enough
+    monkeypatch.setattr(module.time, "time_ns", lambda: now() + 10**10)
     entry, config = tmp_path / "entry", tmp_path / "base" / "config.json"
     config.parent.mkdir()
     config.write_text("{}")

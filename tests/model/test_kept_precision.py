@@ -193,9 +193,8 @@ def test_frozen_tensors_that_the_run_rounds_are_read_from_the_base(tmp_path: Pat
     frozen = {"freeze": ["*norm*", GATE]}
     expected = {name: Rounded(name, "bf16") for name in (*NORMS, GATE)}
     assert rounded(base, model={"dtype": "bf16", **frozen}) == expected
-    assert rounded(base, model=frozen, precision={"mixed_precision": "bf16"}) == {
-        GATE: Rounded(GATE, "bf16")
-    }  # vectors keep fp32
+    # vectors keep fp32
+    assert rounded(base, model=frozen, precision={"mixed_precision": "bf16"}) == {GATE: Rounded(GATE, "bf16")}
     assert rounded(base, model=frozen) == {}
     assert rounded(base, lora=lora) == {}
 

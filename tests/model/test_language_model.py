@@ -137,9 +137,8 @@ def test_merged_model_in_the_full_class_has_the_logits_of_the_live_one(outer: bo
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings(
-    "ignore:`rope_scaling` is deprecated:FutureWarning"
-)  # of Gemma 4's own configuration
+# of Gemma 4's own configuration
+@pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", TRIED)
 def test_logits_for_text_are_those_of_the_full_model(name: str, tmp_path: Path) -> None:
     """Of the live model, of the merged one in the class of the base, and of the language model that is

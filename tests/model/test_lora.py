@@ -256,9 +256,8 @@ def test_values_are_distributed_as_those_of_peft(
         AutoModelForCausalLM.from_config(model_config(recipe)), peft.LoraConfig(**fields)
     ).base_model.model
     for name, own in ours.named_parameters():
-        if own.requires_grad and not (
-            init is False and "embedding" in name
-        ):  # which PEFT leaves at random numbers
+        # which PEFT leaves at random numbers
+        if own.requires_grad and not (init is False and "embedding" in name):
             other = theirs.get_parameter(name).detach()
             assert own.std().item() == pytest.approx(other.std().item(), rel=0.05), name
             assert own.abs().max().item() == pytest.approx(

@@ -261,9 +261,8 @@ def test_parameters_are_found_by_their_last_parts_in_the_chosen_layers(tmp_path:
     )
     found = find_targets(recipe, build_empty(recipe_of("mixtral")))
     assert list(found.parameters) == ["model.layers.1.mlp.experts.down_proj"]
-    assert (
-        "model.layers.1.mlp.gate" not in found.modules
-    )  # transformers' router holds a matrix, not a linear layer
+    # transformers' router holds a matrix, not a linear layer
+    assert "model.layers.1.mlp.gate" not in found.modules
 
 
 def test_all_linear_leaves_out_the_head(tmp_path: Path) -> None:

@@ -61,13 +61,14 @@ _RECURRENT = known(
 )
 _MASKED = known(
     *("afmoe", "biogpt", "bloom", "falcon", "gpt_oss", "mpt", "opt", "xglm"),
+    # an indexer takes the cache, and is attention
     *(
         "axk2",
         "deepseek_v32",
         "dots3_note_text",
         "glm_moe_dsa",
         "hy_v4",
-    ),  # an indexer takes the cache, and is attention
+    ),
 )
 _FAST = known("lfm2_moe", "gpt_oss", "mamba")
 

@@ -90,9 +90,8 @@ def test_weight_gradients_of_slices_are_summed_in_fp32(monkeypatch: pytest.Monke
     model = copy.deepcopy(plain)
     install_kernels(recipe, model, "cpu")
     (_, expected), (_, sliced) = gradients(plain), gradients(model)
-    names = [
-        name for name in expected if ".1.mlp." in name
-    ]  # the gradient that reaches the last layer is the same
+    # the gradient that reaches the last layer is the same
+    names = [name for name in expected if ".1.mlp." in name]
     worst = max(
         float((sliced[name] - expected[name]).float().norm() / expected[name].float().norm())
         for name in names

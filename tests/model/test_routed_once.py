@@ -35,9 +35,8 @@ class _Layer(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        keys = torch.topk(
-            torch.arange(2 * KEYS) * hidden.detach(), KEYS
-        ).indices  # such as those that sparse attention chooses
+        # such as those that sparse attention chooses
+        keys = torch.topk(torch.arange(2 * KEYS) * hidden.detach(), KEYS).indices
         scores = torch.ones(3, 4) * hidden.sum()
         scores = scores + torch.eye(4)[self.calls % 4] * 1e-6
         values, indices = self._call(scores)
@@ -104,9 +103,8 @@ def test_class_without_an_expert_is_a_choice_of_weight_zero() -> None:
     routed: list[torch.Tensor] = []
 
     def layer(hidden: torch.Tensor) -> torch.Tensor:
-        scores = (
-            torch.eye(4)[[2, 3, len(routed) % 2 + 2]] * hidden
-        )  # the third token changes from 2 to the class without an expert
+        # the third token changes from 2 to the class without an expert
+        scores = torch.eye(4)[[2, 3, len(routed) % 2 + 2]] * hidden
         weights, indices = scores.topk(1)
         skips = indices == 3
         weights, indices = weights.masked_fill(skips, 0.0), indices.masked_fill(skips, 0)

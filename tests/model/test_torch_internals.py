@@ -234,9 +234,8 @@ def _owners() -> dict[str, Any]:
         "HANDLE": FullyShardedDataParallel(
             nn.Linear(4, 4), device_id=torch.device("cpu"), use_orig_params=True
         ),
-        "FULL_PARAMETER": SimpleNamespace(
-            **FlatParameter.__annotations__
-        ),  # one process does not shard, so its own has none
+        # one process does not shard, so its own has none
+        "FULL_PARAMETER": SimpleNamespace(**FlatParameter.__annotations__),
         **dict.fromkeys(("DEVICE_TYPES", "BACKEND"), dist.group.WORLD),
         "BACKEND_TIMEOUT": backend.options,
         "SET_TIMEOUT": backend,

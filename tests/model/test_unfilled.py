@@ -108,9 +108,8 @@ def test_parameter_that_files_do_not_fill_is_refused_by_validate_and_by_loading(
         for problem in problems
     )
     assert named in " ".join(problem.message for problem in problems)
-    with pytest.raises(
-        FsdpTuneError
-    ) as caught:  # whatever the format of the files, which may have no headers
+    # whatever the format of the files, which may have no headers
+    with pytest.raises(FsdpTuneError) as caught:
         build_full(recipe)
     assert caught.value.exit_code == 2
 
@@ -150,11 +149,12 @@ def test_persistent_buffer_that_files_do_not_fill_is_refused(
     [
         ("qwen3", None, {}),  # a tied head, which files do not have
         ("llama", "lm_head.weight", {"config_overrides": {"tie_word_embeddings": True}}),
+        # starts as a copy of the embedding
         (
             "qwen3",
             None,
             {"config_overrides": {"tie_word_embeddings": False}},
-        ),  # starts as a copy of the embedding
+        ),
         ("hrm_text", None, {}),  # its files join q, k and v, gate and up
     ],
 )

@@ -74,9 +74,8 @@ def read_4_bits(folder: Path) -> dict[str, torch.Tensor]:
 def test_files_in_4_bits_are_read_as_they_are(
     tmp_path: Path, nested: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "fsdp_tune.model.loading.weight_slices.BUFFER_BYTES", 1000
-    )  # several pieces for each tensor
+    # several pieces for each tensor
+    monkeypatch.setattr("fsdp_tune.model.loading.weight_slices.BUFFER_BYTES", 1000)
     wanted = write_4_bits(make_model("llama-blocks", tmp_path), nested=nested)
     found = read_4_bits(tmp_path)
     assert found.keys() == wanted.keys()
@@ -86,9 +85,8 @@ def test_files_in_4_bits_are_read_as_they_are(
 def test_codes_stored_as_bf16_are_read_as_bytes(tmp_path: Path) -> None:
     wanted = write_4_bits(make_model("llama-blocks", tmp_path), nested=False)
     tensors = load_file(tmp_path / "model.safetensors")
-    tensors |= {
-        name: tensors[name].view(-1, 2).view(torch.bfloat16) for name in wanted
-    }  # `bnb_4bit_quant_storage: bfloat16`
+    # `bnb_4bit_quant_storage: bfloat16`
+    tensors |= {name: tensors[name].view(-1, 2).view(torch.bfloat16) for name in wanted}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     found = read_4_bits(tmp_path)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)

@@ -224,8 +224,7 @@ def test_twenty_four_runs_are_told_apart(tmp_path: Path) -> None:
     with drawn(tmp_path, runs) as window:
         styles = (
             "[...document.querySelectorAll('#controls .swatch')].map((each) => { const own = "
-            "getComputedStyle(each);"
-            " return own.borderTopColor + ' ' + own.borderTopStyle })"
+            "getComputedStyle(each); return own.borderTopColor + ' ' + own.borderTopStyle })"
         )
         assert len(set(window.value(styles))) == 24
         assert window.value("document.querySelectorAll('#controls .show').length") == 24

@@ -123,9 +123,8 @@ def test_page_that_follows_a_run_parses_each_line_once(
     assert len(reader.read().metrics.losses) == 100
     parse = metrics_file.from_json
     monkeypatch.setattr(metrics_file, "from_json", lambda line: parsed.append(line) or parse(line))
-    monkeypatch.setattr(
-        "fsdp_tune.pages.run_record.run_status", lambda _: None
-    )  # which reads the end of the file
+    # which reads the end of the file
+    monkeypatch.setattr("fsdp_tune.pages.run_record.run_status", lambda _: None)
     with open(run.metrics_jsonl, "a") as file:
         file.write(f"{json.dumps(training_line(101))}\n")
     assert reader.read().metrics.losses.newest_step == 101

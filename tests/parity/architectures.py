@@ -44,11 +44,12 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt2-dropout": _GPT2 | {"bos_token_id": 0, "eos_token_id": 1},
     "llama": {"model_type": "llama", **_DECODER},  # one key/value head for three queries, untied
     "qwen3": {"model_type": "qwen3", **_DECODER, "tie_word_embeddings": True},  # norms on queries and keys
+    # scaled embedding, norm weights around zero
     "gemma": {
         "model_type": "gemma",
         **_DECODER,
         "tie_word_embeddings": True,
-    },  # scaled embedding, norm weights around zero
+    },
     # The widths are as odd as torch's grouped product takes them (rows of 16 bytes); three experts divide by
     # no world.
     "mixtral": {

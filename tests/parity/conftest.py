@@ -45,9 +45,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    own = [
-        item for item in items if item.path.is_relative_to(HERE)
-    ]  # pytest hands the items of all folders to each conftest
+    # pytest hands the items of all folders to each conftest
+    own = [item for item in items if item.path.is_relative_to(HERE)]
     leave_to_slow_tests(own)
     for item in own:
         if isinstance(item, pytest.Function) and _needs_one_gpu(item):

@@ -82,10 +82,11 @@ def test_fp8_follows_fp32(case: Case, times: float, bench: Bench, record_propert
     with one for all."""
     found, limit = spread_of(case, bench), of_bf16(case, bench)
     record_property("parity", found.row(case.precision, case, limit))
+    # nearer, and nothing would be in fp8
     assert 2 * limit.loss < found.loss <= times * limit.loss, (
         found,
         limit,
-    )  # nearer, and nothing would be in fp8
+    )
     assert found.grad_norm <= times * limit.grad_norm, (found, limit)
     assert found.parameters <= 0.4, found
 

@@ -103,9 +103,8 @@ def test_nearest_rounding_deviates_four_times_as_far(
     ("case", "loss", "parameters"),
     [
         pytest.param(short(EIGHT_BITS), 1.5e-3, 0.2, id=str(short(EIGHT_BITS))),
-        pytest.param(
-            EIGHT_BITS, 1.5e-3, 0.2, id=str(EIGHT_BITS), marks=pytest.mark.slow
-        ),  # measured 5.2e-4 and 0.10
+        # measured 5.2e-4 and 0.10
+        pytest.param(EIGHT_BITS, 1.5e-3, 0.2, id=str(EIGHT_BITS), marks=pytest.mark.slow),
         pytest.param(
             replace(EIGHT_BITS, ranks=1),
             1.5e-3,

@@ -215,9 +215,8 @@ def differences_of_a_step() -> dict[str, float]:
         dist.all_reduce(loss)
         differences = [abs(float(loss / expected) - 1)]
         for (name, parameter), other in zip(alone.named_parameters(), shared.parameters(), strict=True):
-            if (
-                parameter.grad is not None and "k_proj.bias" not in name
-            ):  # a key's bias has no gradient but rounding
+            # a key's bias has no gradient but rounding
+            if parameter.grad is not None and "k_proj.bias" not in name:
                 dist.all_reduce(other.grad)
                 differences.append(
                     float((other.grad - parameter.grad).norm() / parameter.grad.norm().clamp(min=1e-6))

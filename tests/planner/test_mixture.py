@@ -126,10 +126,11 @@ def test_only_rows_of_experts_grow_with_the_fullest_rank() -> None:
     for block, size in enumerate((of_tokens, of_experts, of_experts, of_tokens), start=10):
         hand.hold(block, -size)
     own = hand.trace().events
+    # in the backward the layer, or experts in which a recomputation ended
     own["module"], own["layer"] = (
         [2, 4, 3, 4, 0, 0, 0, 0],
         0,
-    )  # in the backward the layer, or experts in which a recomputation ended
+    )
     own["phase"][2:4] = PHASES.index("backward")
     given = mixture()
     own["at"] += int(given.events["at"].max())

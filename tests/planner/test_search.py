@@ -64,9 +64,8 @@ class ModelTracer:
         sequence, sliced = recipe.parallelism.sp_size, recipe.kernels.mlp_slice_tokens is not None
         kept = int(gib * micro * GIB) * recipe.data.max_length // 128 // sequence // (2 if sliced else 1)
         stays_gathered = fsdp.reshard_after_backward is False and accumulation > 1
-        kept += (
-            self.state_bytes // 4 if stays_gathered else 0
-        )  # the parameters, of a state with gradients and two moments
+        # the parameters, of a state with gradients and two moments
+        kept += self.state_bytes // 4 if stays_gathered else 0
         hand.hold(1, kept)
         traced = min(3 if stays_gathered else 2, accumulation)
         for index in range(traced):

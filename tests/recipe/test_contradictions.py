@@ -529,11 +529,12 @@ def test_every_inactive_row_can_be_active(row: object) -> None:
     recipes = [load(text).recipe for text in texts] + [
         load_with("fsdp: {sharding_strategy: NO_SHARD}").recipe
     ]
+    # none of the recipes streams, adapts or uploads
     never_here = {
         "data.shuffle_buffer_size",
         "merge.adapter",
         "training.hub_model_id",
-    }  # none of the recipes streams, adapts or uploads
+    }
     never_here |= {"quantization.scales", "quantization.group_size", "merge.quantise"}  # or quantises
     assert row.keys[0] in never_here or not all(row.when(recipe) for recipe in recipes)  # type: ignore[attr-defined]
 

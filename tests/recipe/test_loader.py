@@ -145,8 +145,7 @@ def test_unknown_key_is_reported_with_its_section(extra: str, place: str, messag
         (
             "fsdp: {sharding_strategy: FULL_SHRAD}",
             "`fsdp.sharding_strategy` is `FULL_SHRAD`; it takes `FULL_SHARD`, `SHARD_GRAD_OP`, "
-            "`HYBRID_SHARD`, "
-            "`HYBRID_SHARD_ZERO2` or `NO_SHARD`",
+            "`HYBRID_SHARD`, `HYBRID_SHARD_ZERO2` or `NO_SHARD`",
             "did you mean `FULL_SHARD`?",
         ),
         (

@@ -112,9 +112,8 @@ def refusal(monkeypatch: pytest.MonkeyPatch, name: str, *overrides: str) -> set[
     """Return the codes of the errors with which a rehearsal ends before it starts a run."""
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast  # noqa: F401  two threads would import them at once
 
-    monkeypatch.setattr(
-        inspection, "_inspect_in_child", lambda recipe, **_: find_facts(recipe)
-    )  # without the imports of a child
+    # without the imports of a child
+    monkeypatch.setattr(inspection, "_inspect_in_child", lambda recipe, **_: find_facts(recipe))
     monkeypatch.setattr(lifecycle_checks, "start_training", lambda *_: pytest.fail("a run is started"))
     with pytest.raises(FsdpTuneError) as caught:
         rehearse(load_recipe(name, overrides))
@@ -163,12 +162,12 @@ def test_interrupted_rehearsal_ends_its_training(tmp_path: Path, monkeypatch: py
 def test_killed_rehearsal_ends_its_children(tmp_path: Path) -> None:
     """The child writes its pid and sleeps; the kernel kills it when its parent is killed."""
     child = (
-        "import os, pathlib, time; "
-        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); time.sleep(60)"
+        f"import os, pathlib, time; pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); "
+        "time.sleep(60)"
     )
     parent = (
-        "import sys; from fsdp_tune.rehearsal.lifecycle_checks import run_child; "
-        f"run_child((sys.executable, '-c', {child!r}))"
+        "import sys; from fsdp_tune.rehearsal.lifecycle_checks import run_child; run_child((sys.executable, "
+        f"'-c', {child!r}))"
     )
     rehearsal = subprocess.Popen([sys.executable, "-c", parent])
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():

@@ -100,9 +100,8 @@ def test_second_command_error_names_the_owner(run: RunDir, held: subprocess.Pope
     with pytest.raises(FsdpTuneError, match=f"in use by pid {held.pid} on") as caught, locked(run):
         pass
     assert caught.value.exit_code == 2
-    assert not any(
-        "remove" in way for way in caught.value.problems[0].ways_out
-    )  # the kernel vouches for its owner
+    # the kernel vouches for its owner
+    assert not any("remove" in way for way in caught.value.problems[0].ways_out)
     assert live_owner(run.lock) is not None
 
 

@@ -83,9 +83,8 @@ def test_time_that_passes_since_the_last_line_is_at_most_a_step() -> None:
     lines = [STARTED, line(10), line(20)]
     assert estimate(*lines, now=1020.5).seconds_left() == pytest.approx(80 * 2.0 - 0.5)
     assert estimate(*lines, now=99_999.0).seconds_left() == pytest.approx(79 * 2.0)
-    assert estimate(*lines, now=99_999.0).seconds_left(25) == pytest.approx(
-        75 * 2.0
-    )  # a heartbeat knows of more steps
+    # a heartbeat knows of more steps
+    assert estimate(*lines, now=99_999.0).seconds_left(25) == pytest.approx(75 * 2.0)
     assert estimate(*lines, now=1020.5).ends_at() == pytest.approx(1020.5 + 159.5)
 
 

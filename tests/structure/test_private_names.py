@@ -177,15 +177,22 @@ def test_private_name_is_found(text: str) -> None:
 
 
 def _subclasses() -> Iterator[tuple[ast.ClassDef, type]]:
-    """Yield the package's classes whose base is a class of the stack, with that base."""
+    """Yield the package's classes whose base is a class of the stack, with that base, and those on top of
+    them."""
+    found: dict[str, type] = {}
+    above: list[tuple[ast.ClassDef, str]] = []
     for module in modules():
         imported = _imported(module)
         for node in module.nodes:
             for base in node.bases if isinstance(node, ast.ClassDef) else []:
                 first, _, rest = ast.unparse(base).partition(".")
                 full = ".".join([imported[first], *([rest] if rest else [])]) if first in imported else None
-                if full is not None and isinstance(kind := _resolved(full), type):
+                if full is None:
+                    above.append((node, first))  # type: ignore[arg-type]
+                elif isinstance(kind := _resolved(full), type):
+                    found[node.name] = kind  # type: ignore[attr-defined]
                     yield node, kind  # type: ignore[misc]
+    yield from ((node, found[base]) for node, base in above if base in found)
 
 
 def _resolved(full: str) -> Any:

@@ -126,9 +126,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("installed")
     venv.create(folder, with_pip=False, symlinks=True)
     site = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
-    (site / "libraries.pth").write_text(
-        sysconfig.get_path("purelib") + "\n", encoding="utf-8"
-    )  # a path in a .pth: its own are not read
+    # a path in a .pth: its own are not read
+    (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     wheel = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"][
         "targets"
     ]["wheel"]
@@ -152,9 +151,8 @@ def errors_of(python: Path, folder: Path, source: str) -> list[str]:
         "--project",
         str(folder),
     ]
-    environment = {
-        name: value for name, value in os.environ.items() if name != "PYTHONPATH"
-    }  # which would lead to the checkout
+    # which would lead to the checkout
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, cwd=folder, env=environment, timeout=300
     )

@@ -331,13 +331,11 @@ OF_NCCL = (
     "NCCL version 2.27.5\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
 )
 OF_ALLOCATOR = (
-    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.10 GiB of "
-    "which 12.56 MiB is free. "
-    "Including non-PyTorch memory, this process has 79.08 GiB memory in use. Of the allocated memory "
-    "77.51 GiB is allocated by PyTorch, "
-    "and 605.91 MiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is "
-    "large try setting "
-    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.10 GiB of which 12.56 "
+    "MiB is free. Including non-PyTorch memory, this process has 79.08 GiB memory in use. Of the allocated "
+    "memory 77.51 GiB is allocated by PyTorch, and 605.91 MiB is reserved by PyTorch but unallocated. If "
+    "reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "
+    "to avoid fragmentation."
 )
 OF_PIN_THREAD = (
     "Caught AcceleratorError in pin memory thread for device 0.\nOriginal Traceback (most recent "

@@ -122,7 +122,7 @@ def traced_worker(path: str) -> dict[str, Any]:
 
     def from_here(self: Any, *args: Any, **kwargs: Any) -> Any:
         calls.clear()
-        observers.extend(type(each).__name__ for each in self._observers)
+        observers.extend(type(each).__name__ for each in self.observers)
         return train(self, *args, **kwargs)
 
     patches = [*map(traced, overrides()), patch.object(FsdpTrainer, "train", from_here)]

@@ -113,9 +113,8 @@ def check_sequence(bench: Bench, seed: int) -> None:
         step += dice.randint(1, steps)  # killed there, or continued from an older checkpoint
         seen = {at: rows for at, rows in (seen | found).items() if at < step}
         donor = run
-        epochs = max(
-            epochs, 1 + int(runs.loss_lines(run)[step - 1]["epoch"])
-        )  # the end is not behind the checkpoint
+        # the end is not behind the checkpoint
+        epochs = max(epochs, 1 + int(runs.loss_lines(run)[step - 1]["epoch"]))
         if not packed and dice.random() < 0.4:
             skipped = (*skipped, SkippedRow("hand-made", dice.randint(1, TRAIN_ROWS), step))
     changes, ranks = drawn(dice)
@@ -140,9 +139,8 @@ def check_record(run: RunDir, seen: dict[int, list[int]]) -> None:
     record = RowRecord.from_dict(manifest.facts[ROWS_FACT])
     prepared, recipe = Prepared.read(run.data_json), Recipe.model_validate_json(run.recipe_json.read_bytes())
     assert prepared is not None
-    replace(prepared, attempts=record.attempts, skipped=record.skipped or ()).write(
-        run.data_json
-    )  # as the command writes it
+    # as the command writes it
+    replace(prepared, attempts=record.attempts, skipped=record.skipped or ()).write(run.data_json)
     for at, rows in seen.items():
         trained = prepared.continued(recipe.global_batch_size, len(seen), record)
         batch = trained.order(recipe, RowStore(prepared.train)).batch_after(at).tolist()

@@ -204,9 +204,8 @@ class RemoteRun:
         otherwise are removed."""
         self.check()
         for name, entries in sorted(self._take_back(folder, manifest.kind, listing).items()):
-            if entries != {
-                manifest.files.get(name)
-            }:  # also of the same size: another machine goes by the size
+            # also of the same size: another machine goes by the size
+            if entries != {manifest.files.get(name)}:
                 self.directory.remove(f"{folder}/{name}")
         self.directory.write(f"{folder}/{PENDING_NAME}", manifest.to_json().encode())
 

@@ -137,9 +137,8 @@ class Writer:
         if number := max(numbers, default=0):
             raw = self._directory.read(_name(number))
             other = WriterRecord.from_json(raw) if raw is not None else None
-            is_own = (
-                other is not None and other.owner.claim == self._record.owner.claim
-            )  # whose answer was lost
+            # whose answer was lost
+            is_own = other is not None and other.owner.claim == self._record.owner.claim
             if not is_own and (other is None or not other.has_ended):
                 self._require_dead(number, raw, other)
                 taken = other

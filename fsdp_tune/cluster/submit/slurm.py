@@ -46,9 +46,8 @@ def render(job: ClusterJob, site: Mapping[str, str], block: str | None = None) -
     head = "".join(f"#SBATCH {line}\n" for line in _directives(job, site))
     lead = f"# Signalled {job.lead.seconds} s before the time limit: {job.lead.reason}.\n"
     values = _body_values(job)
-    body = _FIELD.sub(
-        lambda found: values[found[1]], _BODY
-    )  # in one pass: a name may contain what looks like a field
+    # in one pass: a name may contain what looks like a field
+    body = _FIELD.sub(lambda found: values[found[1]], _BODY)
     own = EMPTY_BLOCK if block is None else block
     return f"#!/bin/bash\n{_ABOUT}{head}{lead}\n{BLOCK_BEGIN}\n{own}{BLOCK_END}\n\n{body}"
 

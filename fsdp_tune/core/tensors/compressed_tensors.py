@@ -123,9 +123,8 @@ def _fits_scales(zeros: StoredType, scales: StoredType, width: int) -> bool:
     """Return whether zero points are one for each scale, as they are or packed."""
     forms = [StoredType("I8", scales.shape)]
     if len(scales.shape) == 2:
-        forms.append(
-            StoredType("I32", (-(-scales.shape[0] * width // 32), scales.shape[1]))
-        )  # since compressed-tensors 0.10
+        # since compressed-tensors 0.10
+        forms.append(StoredType("I32", (-(-scales.shape[0] * width // 32), scales.shape[1])))
     return zeros in forms
 
 

@@ -68,9 +68,8 @@ def _names() -> dict[tuple[str, str], AllowedGlobal]:
         "torch.distributed.checkpoint.filesystem": {
             "_StorageInfo": ("relative_path", "offset", "length", "transform_descriptors")
         },
-        "torch.distributed._shard.sharded_tensor.metadata": {
-            "TensorProperties": ("dtype",)
-        },  # torch up to 2.2
+        # torch up to 2.2
+        "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties": ("dtype",)},
     }
     names = {
         (module, name): AllowedGlobal(name, fields=fields)

@@ -308,9 +308,8 @@ def _grid_shape(scales: Shape, shape: Shape) -> Shape | None:
     """Return the shape of scales with as many dimensions as the weight; None if they do not fit."""
     if math.prod(scales) == 1:
         return (1,) * len(shape)
-    if len(scales) == 2 * len(shape) and set(scales[1::2]) == {
-        1
-    }:  # FP8_PB_WO of ModelOpt: [rows, 1, columns, 1]
+    # FP8_PB_WO of ModelOpt: [rows, 1, columns, 1]
+    if len(scales) == 2 * len(shape) and set(scales[1::2]) == {1}:
         scales = scales[::2]
     if len(scales) == 1 and scales[0] == shape[0]:
         return (scales[0], *(1,) * (len(shape) - 1))

@@ -63,10 +63,11 @@ def quantisation_of(config: Mapping[str, Any]) -> dict[str, Any]:
         found = config.get(key)
         if isinstance(found, dict) and found:
             settings = cast("dict[str, Any]", found)
+            # older compressed-tensors nested them once more
             return {
                 **settings,
                 **as_mapping(settings.get(SETTINGS[0])),
-            }  # older compressed-tensors nested them once more
+            }
     nested = (quantisation_of(as_mapping(value)) for key, value in config.items() if key.endswith("_config"))
     return next(filter(None, nested), dict[str, Any]())
 

@@ -130,9 +130,8 @@ def _entry(name: str, value: Any, base: int, item_bytes: Mapping[str, int]) -> H
         raise DamagedHeader(f"the header of `{name}` is not understood") from error
     if any(type(number) is not int or number < 0 for number in (*shape, start, end)) or end < start:
         raise DamagedHeader(f"the header of `{name}` is not understood")
-    if (
-        dtype in item_bytes and end - start != math.prod(shape) * item_bytes[dtype]
-    ):  # Python's integers do not overflow
+    # Python's integers do not overflow
+    if dtype in item_bytes and end - start != math.prod(shape) * item_bytes[dtype]:
         raise DamagedHeader(f"`{name}` of shape {list(shape)} cannot be {end - start:,} bytes long")
     return HeaderEntry(name, dtype, shape, base + start, end - start)
 

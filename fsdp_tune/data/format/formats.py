@@ -181,9 +181,8 @@ class FormatSettings:
         known = {"prompt": "", "completion": ""}
         if isinstance(row.get("completion"), dict):  # one message, as the better answers of LLaMA-Factory
             row = row | {"completion": [row["completion"]]}
-        if isinstance(row.get("prompt"), list) and isinstance(
-            row.get("completion"), str
-        ):  # the answer's text, as in Nemotron
+        # the answer's text, as in Nemotron
+        if isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), str):
             row = row | {"completion": [{"role": "assistant", "content": row["completion"]}]}
         kinds = [isinstance(row.get(column), list) for column in known]
         if kinds in ([True, False], [False, True]):

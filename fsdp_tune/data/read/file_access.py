@@ -281,9 +281,9 @@ HELD_OUT_SHARE = 0.1
 EOS, PAD, TURN_END = "<|endoftext|>", "<|pad|>", "<|end|>"
 ROLES = ("system", "user", "assistant", "tool")
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
-    "{{ eos_token if message['role'] == 'assistant' else '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{{ eos_token if "
+    "message['role'] == 'assistant' else '<|end|>' }}{% endfor %}{% if add_generation_prompt "
+    "%}<|assistant|>{% endif %}"
 )
 MODEL_MAX_LENGTH = 1 << 20
 
@@ -369,9 +369,8 @@ def builtin_tokenizer(path: str) -> Tokenizer:
     words = [*_UNITS, *_TENS, *_OTHER_WORDS]
     pieces = [*letters, *words, *(f"Ġ{word}" for word in words)]  # Ġ is how byte-level BPE writes a space
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(
-        models.BPE(vocab=vocabulary, merges=[], ignore_merges=True)
-    )  # a full word is looked up first, then its bytes
+    # a full word is looked up first, then its bytes
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     for token in (EOS, PAD, TURN_END, *(f"<|{role}|>" for role in ROLES)):

@@ -95,9 +95,8 @@ def _query_hub(function: str, entry: DataSource, where: Where, **options: Any) -
 
 def _problem(error: Exception, entry: DataSource, where: Where, *, reachable: bool) -> FsdpTuneError:
     kinds = {kind.__name__ for kind in type(error).__mro__}
-    if not reachable and isinstance(
-        error, ValueError
-    ):  # a configuration or split that the cached copy does not have
+    # a configuration or split that the cached copy does not have
+    if not reachable and isinstance(error, ValueError):
         lines = "; ".join(str(error).strip().splitlines()[:2])
         return usage_error(
             "data-unreadable",

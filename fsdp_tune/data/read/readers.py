@@ -129,9 +129,8 @@ def count_rows(path: Path, kind: str, part: Part = ALL_ROWS) -> int:
         with _open_binary(path) as plain, _open_text(plain, path, part) as file:
             return sum(1 for _ in _raw_lines(file, part))
     except (OSError, EOFError, zlib.error):
-        return sum(
-            1 for _ in read_rows(path, kind, part)
-        )  # raises the error, with the row after which it occurs
+        # raises the error, with the row after which it occurs
+        return sum(1 for _ in read_rows(path, kind, part))
 
 
 def _raw_lines(file: io.BufferedReader, part: Part) -> Iterator[bytes]:
@@ -299,9 +298,8 @@ def _all_csv(file: io.BufferedReader, path: Path | str) -> Rows:
             except StopIteration:
                 return
             except csv.Error as error:
-                if (
-                    lines.ended
-                ):  # the open quote takes in all following rows, so skipping this row would skip them too
+                # the open quote takes in all following rows, so skipping this row would skip them too
+                if lines.ended:
                     rest = f"lines {line} to {reader.line_num} are one field"
                     hint = 'close it; a quote inside a field is written `""`'
                     raise _unreadable(

@@ -205,9 +205,8 @@ def _no_json(error: json.JSONDecodeError) -> str:
 def _why(error: BaseException) -> str:
     if isinstance(error, RecursionError):
         return "nested too deeply"
-    return (
-        str(error) if isinstance(error, _NotJsonError) else "a number of too many digits"
-    )  # `int` raises a plain ValueError
+    # `int` raises a plain ValueError
+    return str(error) if isinstance(error, _NotJsonError) else "a number of too many digits"
 
 
 class _NotJsonError(ValueError):

@@ -375,15 +375,13 @@ class Rendering:
             raise RowError("the chat template renders the same conversation differently each time")
         rest = _unmarked(marked, answer.begin, text[: answer.end])
         header, _ = (self._around_plain(index) if rest else None) or ("", "")
-        if len(header) > answer.begin and text.startswith(
-            header
-        ):  # Gemma 4 supplies no header after the result of a tool
+        # Gemma 4 supplies no header after the result of a tool
+        if len(header) > answer.begin and text.startswith(header):
             rest = _unmarked(marked, len(header), text[: answer.end])
         if rest and not self._special.fullmatch(rest.strip()):
             raise RowError(
-                f"message {index + 1}: the generation markers of the chat template exclude "
-                f"{rest[:SHOWN]!r}, which the model must generate "
-                "after the generation prompt"
+                f"message {index + 1}: the generation markers of the chat template exclude {rest[:SHOWN]!r}, "
+                "which the model must generate after the generation prompt"
             )
 
     @contextmanager
@@ -449,8 +447,7 @@ def _unstable(index: int, text: str, prompt: str) -> str:
     at = common_length(text, prompt)
     return (
         f"the chat template is not prefix-stable: before message {index + 1} the model receives "
-        f"{prompt[at : at + SHOWN]!r} "
-        f"where the conversation with that message has {text[at : at + SHOWN]!r}"
+        f"{prompt[at : at + SHOWN]!r} where the conversation with that message has {text[at : at + SHOWN]!r}"
     )
 
 

@@ -71,9 +71,8 @@ def limit_characters(count: int, characters: int) -> None:
     """Raises: RowError if the examples of one conversation are too long together."""
     if characters > MOST_CHARACTERS:
         raise RowError(
-            f"the conversation needs {count} examples, each with the context of its answer at "
-            f"inference, with {characters:,} characters "
-            "(`loss_on: last_assistant` trains the last answer only)"
+            f"the conversation needs {count} examples, each with the context of its answer at inference, "
+            f"with {characters:,} characters (`loss_on: last_assistant` trains the last answer only)"
         )
 
 
@@ -276,9 +275,8 @@ def _missing_mark(index: int, rendering: Rendering) -> str | None:
     missing = {
         mark: value for mark, value in marks.values.items() if not any(form in text for form in _forms(mark))
     }
-    reasoning = {
-        marks.values[mark] for mark in marks.of_reasoning if mark not in missing
-    }  # rows may have it under two names
+    # rows may have it under two names
+    reasoning = {marks.values[mark] for mark in marks.of_reasoning if mark not in missing}
     return next(
         (value for mark, value in missing.items() if not (mark in marks.of_reasoning and value in reasoning)),
         None,

@@ -110,9 +110,8 @@ class _Flagged:
             or self.text[: self.end].rstrip().endswith(encoder.eos_token)
         ):
             return ChatTokens(ids, trained, eos_appended=False, notes=tuple(notes))
-        if self.ends_trained and any(
-            trained
-        ):  # with white space that the template writes after the end of the turn
+        # with white space that the template writes after the end of the turn
+        if self.ends_trained and any(trained):
             after = len(trained) - trained[::-1].index(True)
             trained[after:] = [True] * (len(trained) - after)
         return ChatTokens(

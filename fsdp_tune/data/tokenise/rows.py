@@ -328,17 +328,15 @@ class _Chunk:
 
     def _count(self, ids: list[int], trained: list[bool], *, is_chat: bool) -> None:
         encoder = self._encoder
-        backwards = zip(
-            reversed(ids), reversed(trained), strict=True
-        )  # searched from the end, where it usually is
+        # searched from the end, where it usually is
+        backwards = zip(reversed(ids), reversed(trained), strict=True)
         self.counts["eos_supervised"] += any(flag and token == encoder.eos_id for token, flag in backwards)
         if encoder.bos_id is not None and encoder.bos_id != encoder.eos_id:
             found = ids.count(encoder.bos_id)
             self.counts["bos_once"] += found == 1
             self.counts["bos_more"] += found > 1
-            self.counts["bos_repeated_in_text"] += (
-                found > 1 and not is_chat
-            )  # in a chat the template writes them
+            # in a chat the template writes them
+            self.counts["bos_repeated_in_text"] += found > 1 and not is_chat
             self.counts["bos_missing_in_chat"] += (
                 not found and is_chat and encoder.bos_id in encoder.prefix_ids
             )

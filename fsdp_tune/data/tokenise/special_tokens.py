@@ -48,8 +48,8 @@ class InseparableError(RowError):
 
     def __init__(self) -> None:
         super().__init__(
-            "special tokens in its content cannot be encoded as text "
-            "(`data.special_tokens_in_content: control` keeps them)"
+            "special tokens in its content cannot be encoded as text (`data.special_tokens_in_content: "
+            "control` keeps them)"
         )
 
 
@@ -131,9 +131,8 @@ class SpecialTokens:
         these are the tokens that the template writes there itself (the end of a turn); elsewhere also those
         that its text contains (`<tool_response>`).
         """
-        count = max(
-            rendered, key=len
-        ).count  # the examples repeat their context, so that all together would count it twice
+        # the examples repeat their context, so that all together would count it twice
+        count = max(rendered, key=len).count
         content = [chat.messages, chat.tools]
 
         def is_kept(token: str, *, is_answer: bool) -> bool:
@@ -270,9 +269,8 @@ def _any_of(texts: list[str]) -> str:
     branches: dict[str, list[str]] = {}
     for text in texts:
         branches.setdefault(text[:BRANCH_LENGTH], []).append(re.escape(text[BRANCH_LENGTH:]))
-    ordered = sorted(
-        branches.items(), key=lambda branch: -len(branch[0])
-    )  # a short text may begin a longer one
+    # a short text may begin a longer one
+    ordered = sorted(branches.items(), key=lambda branch: -len(branch[0]))
     return "|".join(f"{re.escape(begin)}(?:{'|'.join(ends)})" for begin, ends in ordered) or NOTHING
 
 

@@ -89,9 +89,8 @@ def open_tokenizer(recipe: Recipe) -> LoadedTokenizer:
     origin = describe_origin(tokenizer, None if is_builtin(name) else _folder_of(name, recipe))
     notices = _set_special_tokens(tokenizer, recipe, name)
     if recipe.data.chat_template is not None:
-        tokenizer.chat_template = resolve_template(
-            recipe.data.chat_template
-        )  # saved with the model, so that inference uses the template of the training
+        # saved with the model, so that inference uses the template of the training
+        tokenizer.chat_template = resolve_template(recipe.data.chat_template)
     elif isinstance(tokenizer.chat_template, dict):
         tokenizer.chat_template = _one_template(tokenizer.chat_template, name)
     return LoadedTokenizer(tokenizer, tuple(notices), origin)
@@ -129,9 +128,8 @@ def _missing_template_tokens(recipe: Recipe, encoder: TokenizerEncoder) -> Itera
             names = ", ".join(f"`{each}`" for each in fitting)
             yield Notice(
                 "template-tokens-missing",
-                f"the chat template `{name}` writes {', '.join(f'`{token}`' for token in missing)}, "
-                "which the vocabulary does not have: "
-                "they are encoded as text",
+                f"the chat template `{name}` writes {', '.join(f'`{token}`' for token in missing)}, which "
+                "the vocabulary does not have: they are encoded as text",
                 where=Where(key=key),
                 hint=f"add them (`model.tokens.add`), or use a template that fits the vocabulary: {names}",
             )
@@ -158,9 +156,8 @@ class TokenizerEncoder:
         self.bos_id: int | None = (
             None if tokenizer.bos_token is None else _id(tokenizer, str(tokenizer.bos_token))
         )
-        self.chat_template: str | None = cast(
-            "str | None", tokenizer.chat_template
-        )  # a single template: `open_tokenizer` has selected it
+        # a single template: `open_tokenizer` has selected it
+        self.chat_template: str | None = cast("str | None", tokenizer.chat_template)
         self.prefix_ids = _prefix_ids(tokenizer)
         self.special_tokens = _special_tokens(tokenizer, added)
         self._backend = _plain_backend(tokenizer)
@@ -396,8 +393,8 @@ def _one_template(templates: dict[str, str], name: str) -> str:
     if "default" not in templates:
         raise usage_error(
             "several-chat-templates",
-            f"the tokenizer of `{name}` has chat templates "
-            f"{', '.join(f'`{key}`' for key in templates)}, and none is the default",
+            f"the tokenizer of `{name}` has chat templates {', '.join(f'`{key}`' for key in templates)}, "
+            "and none is the default",
             hint="choose one by `data.chat_template: file.jinja`",
         )
     return templates["default"]

@@ -295,9 +295,8 @@ def _settings(recipe: Recipe, run: RunDir, address: Address) -> dict[str, str]:
             # otherwise the agent chooses a port for the ranks, which another process may take
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0",
         }
-    return (
-        recipe.launch.env | settings
-    )  # recipe.rules refuses variables that this tool sets; ours have precedence
+    # recipe.rules refuses variables that this tool sets; ours have precedence
+    return recipe.launch.env | settings
 
 
 def manual_commands(recipe: Recipe, run: RunDir) -> tuple[str, ...]:

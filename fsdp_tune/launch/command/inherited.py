@@ -273,9 +273,8 @@ def as_text(word: str) -> str:
 
 def _is_shown(name: str) -> bool:
     """Return whether the value is listed: nobody knows what a variable with another name contains."""
-    return (
-        name in _SHOWN or is_plain_setting(name) or has_secret_name(name)
-    )  # the value of a secret name is the mask
+    # the value of a secret name is the mask
+    return name in _SHOWN or is_plain_setting(name) or has_secret_name(name)
 
 
 def masked_variables(environment: Mapping[str, str]) -> list[str]:

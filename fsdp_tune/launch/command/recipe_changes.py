@@ -72,7 +72,6 @@ def _values(recipe: Recipe) -> dict[str, object]:
 
 
 def _shown(value: object) -> str:
-    text = (
-        json.dumps(value) if value is None or isinstance(value, bool) else str(value)
-    )  # as the recipe spells them
+    # as the recipe spells them
+    text = json.dumps(value) if value is None or isinstance(value, bool) else str(value)
     return text if len(text) <= 80 else text[:77] + "…"

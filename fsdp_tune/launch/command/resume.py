@@ -236,9 +236,8 @@ def _refuse_foreign(run: RunDir) -> None:
     """Refuse a directory with other files: it is neither filled nor moved aside."""
     if run.is_used:
         return
-    if foreign := occupants(
-        run.path, ignored=("lost+found", run.lock.name)
-    ):  # a mount point is locked before it is filled
+    # a mount point is locked before it is filled
+    if foreign := occupants(run.path, ignored=("lost+found", run.lock.name)):
         refuse_lost_recipe(run)
         shown = ", ".join(foreign[:3]) + (" …" if len(foreign) > 3 else "")
         what = f"{run.path} is not a run of this tool and not empty ({shown})"

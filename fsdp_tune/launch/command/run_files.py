@@ -72,9 +72,8 @@ def _write_new(run: RunDir, files: RunFiles) -> None:
                 for leftover in stages_inside(run.path):
                     undo_fill(run.path, leftover)
             stage = stack.enter_context(staged_directory(run.path, last=run.recipe_json.name))
-            stage.chmod(
-                stat.S_IMODE(stage.stat().st_mode) & ~stat.S_IWOTH
-            )  # also under umask 0, as in many containers
+            # also under umask 0, as in many containers
+            stage.chmod(stat.S_IMODE(stage.stat().st_mode) & ~stat.S_IWOTH)
             inside = RunDir(stage)
             inside.model.mkdir()
             inside.logs.mkdir()
@@ -123,9 +122,8 @@ def _update(run: RunDir, files: RunFiles) -> None:
         with staged_directory(run.model) as stage:
             files.save_model(stage)
             record_model_files(stage)
-    clear(
-        run, range(files.recipe.world_size), with_verdict=True
-    )  # before the recipe: the next command must not consider this run finished
+    # before the recipe: the next command must not consider this run finished
+    clear(run, range(files.recipe.world_size), with_verdict=True)
     _write_files(run, files)
     if changes := files.start.trajectory_changes:
         append_event(run, RecipeChanged(files.start.step, [change.answer() for change in changes]))

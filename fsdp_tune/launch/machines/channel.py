@@ -204,9 +204,8 @@ class Channel:
                 self._link = link
                 self._state.notify_all()
             for line in link.lines():
-                with contextlib.suppress(
-                    ValueError
-                ):  # what a machine wrote; without this thread, nothing would be read any more
+                # what a machine wrote; without this thread, nothing would be read any more
+                with contextlib.suppress(ValueError):
                     self._receive(_EXCHANGED.validate_json(line))
             link.kill()
             with self._state:

@@ -164,9 +164,8 @@ class OwnDirectory:
                         raise ValueError(f"it has a file {name[:80]!r}")
                     target = received.path / name
                     DISK.mkdir(target.parent)
-                    with archive.open(
-                        name
-                    ) as file:  # `archive.read` unpacks a whole file before it compares sizes
+                    # `archive.read` unpacks a whole file before it compares sizes
+                    with archive.open(name) as file:
                         write_file(target, file.read(LARGEST_ARCHIVE_BYTES), private=True)
         except (ValueError, zipfile.BadZipFile) as error:
             return Problem(

@@ -278,9 +278,8 @@ class Machines(Peers):
         """
         while self.channel.unchanged_seconds(0) < JOIN_SECONDS:
             first = self.read(0)
-            if (
-                first is not None and self.report.life != first.life
-            ):  # also that of a command started after the one it had found
+            # also that of a command started after the one it had found
+            if first is not None and self.report.life != first.life:
                 self.publish(life=first.life, held=self._directory.held(self.advance))
             if first is not None and first.state == "final":
                 return before_launch(first.verdict)

@@ -425,9 +425,8 @@ def serve(listener: socket.socket, machines: int) -> KeyValueStore:
     )
     for machine in range(machines):
         for key in (f"beat/{machine}", f"document/{machine}"):
-            store.compare_set(
-                key, "", "{}"
-            )  # only a key that does not exist: another machine may have been quicker
+            # only a key that does not exist: another machine may have been quicker
+            store.compare_set(key, "", "{}")
     return cast(KeyValueStore, store)
 
 

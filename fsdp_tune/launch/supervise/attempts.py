@@ -218,8 +218,8 @@ class Attempts:
         lost = [machine for machine in before if machine not in self._members]
         message = f"continuing on {_named(self._members)}" + (f", without {_named(lost)}" if lost else "")
         message += (
-            f": {_counted(resized.ranks, 'rank')} × "
-            f"{_counted(resized.accumulation, 'micro-batch', 'es')} a step; "
+            f": {_counted(resized.ranks, 'rank')} × {_counted(resized.accumulation, 'micro-batch', 'es')} "
+            "a step; "
         )
         message += "the global batch is the same"
         changed = MachinesChanged(
@@ -239,9 +239,8 @@ class Attempts:
                 )
                 continue
             if not isinstance(launch, int):
-                if (
-                    self._machines.left_out() is not None
-                ):  # the run has gone on without this machine, and its end counts
+                # the run has gone on without this machine, and its end counts
+                if self._machines.left_out() is not None:
                     ended = None
                 yield _final(ended, launch, self._machines.lost_first())
                 return
@@ -253,9 +252,8 @@ class Attempts:
                 )
             supervisor, ended = yield from self._launch()
             self._machines.end(ended)
-            if (
-                self._sizes is not None and ended.is_stop and supervisor.signals
-            ):  # of this machine; the run may continue without it
+            # of this machine; the run may continue without it
+            if self._sizes is not None and ended.is_stop and supervisor.signals:
                 yield ended
                 return
 
@@ -327,8 +325,8 @@ class Attempts:
                 continue
             replaced = usable is not None and usable.path == each.path
             message = (
-                f"{each.path.name} is "
-                f"{'replaced by the copy of the mirror' if replaced else 'not used'}: {each.reason}"
+                f"{each.path.name} is {'replaced by the copy of the mirror' if replaced else 'not used'}: "
+                f"{each.reason}"
             )
             append_event(self._plan.run, CheckpointRejected(step, each.path.name, message))
             messages.append(message)

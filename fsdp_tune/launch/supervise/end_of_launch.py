@@ -91,9 +91,8 @@ def judge(seen: LaunchObservation) -> Verdict:
     finished, no outcome."""
     step = max([seen.last_step, *(outcome.step for outcome in seen.outcomes.values())])
     first = seen.outcomes.get(seen.ranks.start)
-    if (
-        seen.gave_up_saving and not seen.all_ended_well
-    ):  # the second signal may arrive after everything is saved
+    # the second signal may arrive after everything is saved
+    if seen.gave_up_saving and not seen.all_ended_well:
         message = (
             f"stopped at once by a second signal ({_names(seen.signals)}), at step {step}, without saving"
         )

@@ -52,9 +52,8 @@ class SignalRelay:
         if now - self._waits_since < PENDING_SECONDS:
             return None
         name, was_continued = signal.Signals(number).name, self._is_continued
-        if is_stopped and not (
-            was_continued and is_left
-        ):  # it may have taken the signal, and been stopped before it passed it on
+        # it may have taken the signal, and been stopped before it passed it on
+        if is_stopped and not (was_continued and is_left):
             self._is_continued, self._waits_since = True, now
             self.launcher.send_signal(signal.SIGCONT)
             text = (

@@ -142,9 +142,8 @@ class Supervisor:
         self._plan = plan
         self._early = early
         self._machines = machines or Machines(plan.run)
-        self._run = RunDir(
-            plan.run.path.resolve()
-        )  # as the ranks do: a link on the way may lead elsewhere later
+        # as the ranks do: a link on the way may lead elsewhere later
+        self._run = RunDir(plan.run.path.resolve())
         self._looks = Looks()
         self._left_at: float | None = None
         self._is_directory_gone = False
@@ -302,9 +301,8 @@ class Supervisor:
                 signal.signal(number, signal.SIG_IGN)
                 if self._signals:  # no second request
                     return
-            self._signals.append(
-                (number, time.monotonic())
-            )  # the clock has a lock, which this thread may hold
+            # the clock has a lock, which this thread may hold
+            self._signals.append((number, time.monotonic()))
             self._forward()
 
         unused = [number for number in UNUSED if signal.getsignal(number) is signal.SIG_DFL]
@@ -415,9 +413,8 @@ class Supervisor:
             watch.expects_deaths = True
             kill_for_good(alive)  # the agent, which waits for them, then ends too
         if self._elsewhere is not None and now - (watch.failed_at or now) > GRACE_SECONDS:
-            _kill_remaining(
-                launcher, watch
-            )  # its ranks may not have started: it waits for the other machines
+            # its ranks may not have started: it waits for the other machines
+            _kill_remaining(launcher, watch)
             return
         kill_for_good(watch.lingering(LINGER_SECONDS))
         ended_seconds = now - watch.all_ended_at if watch.all_ended_at is not None else 0.0

@@ -28,9 +28,8 @@ from fsdp_tune.merge.copy.values import Array
 from fsdp_tune.merge.read.dcp import damaged_chunk, locate
 from fsdp_tune.merge.read.reader import Chunk, LowRank, LowRankOfExperts, SourceTensor
 
-BUFFER_BYTES = (
-    2 << 20
-)  # smaller ones cost calls (512 KiB: half as much time again), larger ones leave the core's cache
+# smaller ones cost calls (512 KiB: half as much time again), larger ones leave the core's cache
+BUFFER_BYTES = 2 << 20
 _FEW_BYTES = 64 << 10
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _WASTE = 4  # a strided read may fetch at most this many times what it needs

@@ -135,9 +135,8 @@ def _plan_file(name: str, shard: Sequence[tuple[SourceTensor, DType]]) -> Output
         (tensor.name, dtype.safetensors, tensor.shape, size)
         for (tensor, dtype), size in zip(ordered, sizes, strict=True)
     )
-    head = header_bytes(
-        listed, {"format": "pt"}, alignment_bytes=PAGE_BYTES
-    )  # tensors of whole pages then begin and end with one
+    # tensors of whole pages then begin and end with one
+    head = header_bytes(listed, {"format": "pt"}, alignment_bytes=PAGE_BYTES)
     placed: list[Placed] = []
     at = len(head)
     for (tensor, dtype), size_bytes in zip(ordered, sizes, strict=True):

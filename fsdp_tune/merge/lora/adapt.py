@@ -165,9 +165,8 @@ def _file_to_write(contents: Contents, weights: Weights) -> tuple[str, ...]:
     if derived is None:
         return ()
     return (
-        f"if none was written, write this to {weights.checkpoint / CONFIG_FILE}, with the lora_alpha "
-        "of the training for ALPHA, "
-        f"and `use_rslora: true` if it had that: {derived}",
+        f"if none was written, write this to {weights.checkpoint / CONFIG_FILE}, with the lora_alpha of the "
+        f"training for ALPHA, and `use_rslora: true` if it had that: {derived}",
     )
 
 

@@ -102,8 +102,8 @@ class AdapterConfig:
             raise self.unsupported(
                 f"the adapter began with `init_lora_weights: {start}`, which changes the base as "
                 "training begins",
-                "convert it with PEFT (`save_pretrained(…, "
-                "path_initial_model_for_weight_conversion=…)`) and merge the result",
+                "convert it with PEFT (`save_pretrained(…, path_initial_model_for_weight_conversion=…)`) "
+                "and merge the result",
             )
 
     def unsupported(

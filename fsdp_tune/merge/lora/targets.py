@@ -336,9 +336,8 @@ def _check_rows(layers: Layers) -> None:
             small, large = sorted((head, embedding), key=lambda tensor: tensor.shape[0])
             raise failed_error(
                 "merge-adapter-base",
-                f"the adapter was trained with a vocabulary of {large.shape[0]}, and neither its "
-                "files nor the base "
-                f"have the new rows of `{small.name}`, which has {small.shape[0]}",
+                f"the adapter was trained with a vocabulary of {large.shape[0]}, and neither its files nor "
+                f"the base have the new rows of `{small.name}`, which has {small.shape[0]}",
                 where=Where(str(layers.place)),
                 hint="save the resized model that the adapter was trained on (`save_pretrained`) and name "
                 "it: `--base MODEL`",

@@ -116,10 +116,11 @@ def _paths(keys: Sequence[str], planner_data: object, directory: str) -> dict[st
         if isinstance(path, tuple) and path:
             paths[key] = tuple(str(part) for part in path)
         elif directory.startswith("pytorch_model_fsdp") and key.startswith("model."):
+            # Accelerate saves {"model": …}, whichever planner wrote it
             paths[key] = (
                 "model",
                 key.removeprefix("model."),
-            )  # Accelerate saves {"model": …}, whichever planner wrote it
+            )
         else:
             paths[key] = (key,)
     return paths

@@ -170,9 +170,8 @@ def _kubernetes(documents: list[dict[str, object]]) -> JobManifest:
         groups.setdefault(script, []).append((variables, machines))
         processes.setdefault(script, set()).add(_processes(container, document))
     totals = [sum(machines for _, machines in group) for group in groups.values()]
-    totals = (
-        [max(totals)] * len(totals) if "MPIJob" in kinds else totals
-    )  # the launcher starts ranks on the workers
+    # the launcher starts ranks on the workers
+    totals = [max(totals)] * len(totals) if "MPIJob" in kinds else totals
     containers = [
         Containers(
             _common_variables([variables for variables, _ in group]) + script, total, _only(processes[script])
@@ -283,9 +282,8 @@ def _of_service(service: dict[str, object]) -> str:
     def of_the_host(match: re.Match[str]) -> str:
         name = match["name"] or match["bare"]
         is_bound = name in variables or any(re.search(rf"\b{name}=", word) for word in words)
-        return (
-            f"${{{name}?}}" if is_bound else f"${{{match['inner'] or name}}}"
-        )  # the container's value is another one
+        # the container's value is another one
+        return f"${{{name}?}}" if is_bound else f"${{{match['inner'] or name}}}"
 
     replaced = _Replaced(_COMPOSE, of_the_host)
     return _exported(variables, replaced.word) + replaced.command(words) if words else ""

@@ -45,9 +45,8 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
-    ast.Div: lambda left, right: (
-        abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
-    ),  # towards 0
+    # towards 0
+    ast.Div: lambda left, right: abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1),
 }
 
 

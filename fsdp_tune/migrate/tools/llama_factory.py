@@ -79,14 +79,12 @@ LINE_ENDS = frozenset(
 """Templates that end an answer with white space after the token that ends the turn (`format_assistant` in its
 data/template.py, 2026-08); `python -m tests.migrate.tool_keys --check` finds new ones."""
 _LINE_END = (
-    "LLaMA-Factory also trains the line end that its template writes after the last token of an "
-    "answer; here it is context, "
-    "which only labels of your own train (`format: segments` or `tokenized`)"
+    "LLaMA-Factory also trains the line end that its template writes after the last token of an answer; here "
+    "it is context, which only labels of your own train (`format: segments` or `tokenized`)"
 )
 _OF_TOKENIZER = (
-    "Without `template`, LLaMA-Factory also trains white space that the tokenizer's template writes "
-    "after the last token of an answer, "
-    "as ChatML does; here it is context"
+    "Without `template`, LLaMA-Factory also trains white space that the tokenizer's template writes after "
+    "the last token of an answer, as ChatML does; here it is context"
 )
 
 
@@ -408,9 +406,8 @@ TOOL = Tool(
         "training.report_to": [],
     },
     adapter_defaults={"lora.r": 8, "lora.target_modules": "all-linear", "precision.mixed_precision": "bf16"},
-    full_defaults={
-        "precision.mixed_precision": "no"
-    },  # weights are cast to fp32, and computed in it without `bf16`
+    # weights are cast to fp32, and computed in it without `bf16`
+    full_defaults={"precision.mixed_precision": "no"},
     adapter_switches=("finetuning_type",),
     trains_adapters=True,
     long_rows=CUT_BY_TRL,  # `wrapped`: `stage: pt`

@@ -68,14 +68,12 @@ LINE_ENDS = frozenset(
 """Templates that end an answer with white space after the token that ends the turn (`suffix` in its
 template/, 4.6); `python -m tests.migrate.tool_keys --check` finds new ones."""
 _LINE_END = (
-    "ms-swift also trains the line end that its template writes after the last token of an answer; "
-    "here it is context, "
-    "which only labels of your own train (`format: segments` or `tokenized`)"
+    "ms-swift also trains the line end that its template writes after the last token of an answer; here it "
+    "is context, which only labels of your own train (`format: segments` or `tokenized`)"
 )
 _OF_MODEL = (
-    "Without `template`, ms-swift takes its own for the model, and also trains a line end that it "
-    "writes after an answer's last token, "
-    "as ChatML (Qwen) does; here it is context"
+    "Without `template`, ms-swift takes its own for the model, and also trains a line end that it writes "
+    "after an answer's last token, as ChatML (Qwen) does; here it is context"
 )
 
 

@@ -50,9 +50,8 @@ class Internal:
         installed, newest = metadata.version(self.library), self.read_in[-1]
         return usage_error(
             "library-internal-missing",
-            f"{self.feature} needs `{self.path.replace(':', '.')}`, which {self.library} {installed} "
-            "does not have; "
-            f"{self.library} {' and '.join((', '.join(self.read_in[:-1]), newest))} have it",
+            f"{self.feature} needs `{self.path.replace(':', '.')}`, which {self.library} {installed} does "
+            f"not have; {self.library} {' and '.join((', '.join(self.read_in[:-1]), newest))} have it",
             hint=f'pip install "{self.library}=={newest}.*"',
         )
 

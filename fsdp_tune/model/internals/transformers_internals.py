@@ -51,9 +51,8 @@ def eager_config(folder: Path) -> object:
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     forget_kernels(config)
-    ATTENTION.set(
-        config, "eager"
-    )  # by attribute: `_attn_implementation` in a config.json wins over the argument
+    # by attribute: `_attn_implementation` in a config.json wins over the argument
+    ATTENTION.set(config, "eager")
     return config
 
 
@@ -142,7 +141,7 @@ NO_ERROR_FOR_MISSING = Parameter(
 )
 """A keyword that `cached_file` passes on. False: a file that a model does not have is None."""
 
-# ---- Methods of the Trainer that `worker/trainer.py` overrides or calls
+# ---- Methods of the Trainer that `worker/trainer.py` and its base override or call
 
 _HOOKS = (
     "_prepare_for_training",

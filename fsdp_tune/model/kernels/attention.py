@@ -166,9 +166,8 @@ def large_mask_notices(
     if (size := per_pair * tokens**2) <= _LARGE_MASK_BYTES:
         return []
     message = (
-        f"the masks of packed rows of {tokens:,} tokens take {format_bytes(size)} on each GPU, with "
-        f"a float copy in {copies} of {layers} "
-        f"layers (sdpa: {chosen.reason})"
+        f"the masks of packed rows of {tokens:,} tokens take {format_bytes(size)} on each GPU, with a float "
+        f"copy in {copies} of {layers} layers (sdpa: {chosen.reason})"
     )
     longest, limit = math.isqrt(_LARGE_MASK_BYTES // per_pair), format_bytes(_LARGE_MASK_BYTES)
     auto = "leave `model.attn_implementation` at auto, or " if chosen.reason == WRITTEN else ""

@@ -75,9 +75,9 @@ def slow_kernel_notices(model: nn.Module, chosen: Mapping[str, KernelChoice]) ->
         return []
     names, functions = " and ".join(missing), ", ".join(missing.values())
     message = (
-        f"{names} {'is' if len(missing) == 1 else 'are'} not installed here: {type(model).__name__} "
-        f"computes {functions} in plain "
-        "PyTorch, with equal results; such models took 1.7 to 4 times as long in published runs"
+        f"{names} {'is' if len(missing) == 1 else 'are'} not installed here: {type(model).__name__} computes "
+        f"{functions} in plain PyTorch, with equal results; such models took 1.7 to 4 times as long in "
+        "published runs"
     )
     hint = f"`pip install {' '.join(missing)}` where the run is started"
     return [Notice("slow-kernels", message, hint=hint)]

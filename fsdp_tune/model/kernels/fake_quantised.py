@@ -186,9 +186,8 @@ def _nothing(recipe: Recipe, model: PreTrainedModel, left: dict[str, str]) -> Ex
 
 def is_quantised(module: nn.Module) -> bool:
     """Return whether a module is torchao's layer, possibly as the subclass that FSDP2 creates."""
-    torchao = sys.modules.get(
-        "torchao.quantization.qat.linear"
-    )  # importing it takes a second; if not imported, no module is one
+    # importing it takes a second; if not imported, no module is one
+    torchao = sys.modules.get("torchao.quantization.qat.linear")
     return torchao is not None and isinstance(module, torchao.FakeQuantizedLinear)
 
 

@@ -185,9 +185,8 @@ def _losses_and_gradient(
         loss = (1 - smoothing) * loss + smoothing * (log_total - of_all)
     weight = torch.where(valid, options.gradient_scale, 0.0).unsqueeze(1) if differentiate else None
     if options.dft:
-        probability = torch.exp(
-            -loss
-        )  # a constant for the gradient, which is therefore that of the cross-entropy times it
+        # a constant for the gradient, which is therefore that of the cross-entropy times it
+        probability = torch.exp(-loss)
         loss = loss * probability
         weight = None if weight is None else weight * probability.unsqueeze(1)
     if weight is not None:

@@ -97,9 +97,8 @@ _LOSSES = {"chunked": summed_linear_loss, "liger": liger_summed_loss}
 def install_kernels(recipe: Recipe, model: PreTrainedModel, device_type: str) -> dict[str, KernelChoice]:
     """Install the chosen kernels in the bare model, and return the choices."""
     chosen = choose_kernels(recipe, model, device_type)
-    mlps = (
-        {} if recipe.kernels.mlp_slice_tokens is None else find_mlps(recipe, model)
-    )  # on the CPU, where Liger's kernels cannot run
+    # on the CPU, where Liger's kernels cannot run
+    mlps = {} if recipe.kernels.mlp_slice_tokens is None else find_mlps(recipe, model)
     if chosen["kernels.liger"].value == "true":
         apply_liger(model, rotary=recipe.fsdp.activation_checkpointing != "selective")
     if recipe.kernels.mlp_slice_tokens is not None:

@@ -166,9 +166,8 @@ def install_loss_in_head(model: PreTrainedModel, logits: Logits, kernel: Kernel,
             logits, state.label_smoothing, state.dft, state.gradient_scale, state.token_losses
         )
         weight, bias = head.weight, head.bias
-        if (
-            not torch.is_grad_enabled()
-        ):  # the kernels compute gradients in the forward for all inputs that require them
+        # the kernels compute gradients in the forward for all inputs that require them
+        if not torch.is_grad_enabled():
             weight, bias = weight.detach(), None if bias is None else bias.detach()
         loss = kernel(hidden.reshape(-1, hidden.shape[-1]), weight, bias, state.targets.reshape(-1), options)
         # In the shape of logits, so that the model's operations on logits apply to one number and are

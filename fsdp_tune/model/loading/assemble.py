@@ -112,14 +112,7 @@ def load(
     untie(recipe, config)  # the files may be on this machine only now
     tie_text(recipe, config)
     model = build_empty(recipe, config, vocabulary=vocabulary)
-    if (
-        files is not None
-        and files.base is not None
-        and (problems := account_for(recipe, config, model, files.base).problems)
-    ):
-        raise FsdpTuneError(
-            *problems
-        )  # of a model that was not on this machine when the recipe was validated
+    _require_account(recipe, config, model, files)
     if not recipe.fsdp.cpu_ram_efficient_loading or recipe.fsdp.version == 1:
         destroy_group(waiting)
         model = build_full(recipe, config, vocabulary=vocabulary)
@@ -127,12 +120,9 @@ def load(
         return wrap_whole(recipe, model, mesh, device, before_kib, compiles=recipe.kernels.compile)
     join_groups(model, groups)
     way, files = _choose(recipe, model, files)
-    source = (
-        build_full(recipe, config, vocabulary=vocabulary)
-        if way == "rank 0" and dist.get_rank() == 0
-        else None
-    )
-    if source is not None:
+    source = None
+    if way == "rank 0" and dist.get_rank() == 0:
+        source = build_full(recipe, config, vocabulary=vocabulary)
         _refuse_untied(model, source)
     dist.barrier(group=waiting)
     destroy_group(waiting)
@@ -160,6 +150,17 @@ def load(
     growth = (_peak_resident_kib() - before_kib) * KIB
     seed = None if source is None else torch.initial_seed()
     return Loaded(model, wrapped, units, mesh, layers, size, growth, way, kernels, seed)
+
+
+def _require_account(
+    recipe: Recipe, config: PreTrainedConfig, model: PreTrainedModel, files: WeightFiles | None
+) -> None:
+    """Raises: usage error for tensors without a place in the model, which `validate` could not see if the
+    model was not on this machine."""
+    if files is None or files.base is None:
+        return
+    if problems := account_for(recipe, config, model, files.base).problems:
+        raise FsdpTuneError(*problems)
 
 
 def _find_files(recipe: Recipe, local_rank: int, waiting: dist.ProcessGroup) -> WeightFiles | None:

@@ -402,9 +402,8 @@ def _limits(
     for kind, original in fixed_rotary(model).items():
         if longest > original:
             message = (
-                f"`rope_type: {kind}`: every row uses the rotary frequencies for data.max_length "
-                f"({longest} tokens); "
-                f"transformers uses others for batches of up to {original} tokens"
+                f"`rope_type: {kind}`: every row uses the rotary frequencies for data.max_length ({longest} "
+                f"tokens); transformers uses others for batches of up to {original} tokens"
             )
             notices.append(
                 Notice(
@@ -422,10 +421,11 @@ def main() -> None:
     """Print the facts of the recipe on stdin, and keep them in ENTRY; STARTED_NS as for `Reads`."""
     entry, started_ns = [*sys.argv[1:3], None, None][:2]
     recipe = Recipe.model_validate_json(sys.stdin.buffer.read())
+    # libraries print; stdout must contain one document only
     with (
         Reads(None if started_ns is None else int(started_ns)) as reads,
         contextlib.redirect_stdout(sys.stderr),
-    ):  # libraries print; stdout must contain one document only
+    ):
         found = find_facts(recipe)
     sys.stdout.write(found.to_json())
     if entry is not None:

@@ -201,9 +201,8 @@ def language_model_of(full: PreTrainedModel, name: str) -> PreTrainedModel:
             _OTHER,
         )
     _require_same_logits(full, text.eval(), name)
-    text.generation_config = copy.deepcopy(
-        full.generation_config
-    )  # it may end a turn by another token than the text's configuration
+    # it may end a turn by another token than the text's configuration
+    text.generation_config = copy.deepcopy(full.generation_config)
     return text
 
 
@@ -274,7 +273,7 @@ def _refused(name: str, why: str, hint: str | None) -> FsdpTuneError:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog=f"python -m {_MODULE}", description=(__doc__ or "").partition("\n")[0]
+        prog=f"python -m {_MODULE}", description=(__doc__ or "").partition("\n\n")[0]
     )
     parser.add_argument("model", help="a model of the hub, or the path of its directory")
     parser.add_argument("directory", type=Path, help="to write; it must not exist")

@@ -134,9 +134,8 @@ def _config_from_mapping(mapping: dict[str, object], origin: str) -> PreTrainedC
         raise usage_error(
             "config-invalid", f"{origin}: transformers rejects this configuration: {error}"
         ) from error
-    if (
-        "transformers_version" in mapping
-    ):  # written by transformers: fields that the class does not declare are for other readers
+    # written by transformers: fields that the class does not declare are for other readers
+    if "transformers_version" in mapping:
         return config
     known = set(type(config)().to_dict()) | set(getattr(config, "attribute_map", {})) | UNDECLARED
     if "rope_parameters" in known:  # the configuration class moves the fields of transformers 4 there

@@ -86,9 +86,8 @@ def leak_problem(deviation: float, model_name: str, kernel: str, key: str = "dat
     another example changes."""
     return Problem(
         "packing-not-isolated",
-        f"{model_name} with attention `{kernel}` lets packed examples see each other: logits of an "
-        f"example move by {deviation:.2%} "
-        "when another one changes",
+        f"{model_name} with attention `{kernel}` lets packed examples see each other: logits of an example "
+        f"move by {deviation:.2%} when another one changes",
         Where(key=key),
         hint=f"--set {key}=false",
     )

@@ -52,9 +52,8 @@ def convert(recipe: Recipe, merged: Path, output: Path, max_shard_bytes: int) ->
 
     dtype = TORCH_DTYPE[recipe.compute_dtype]
     model = _load(merged, dtype=dtype)
-    keep_precision(
-        model, TORCH_DTYPE[recipe.model.dtype], dtype
-    )  # as in training, since such layers are not quantised
+    # as in training, since such layers are not quantised
+    keep_precision(model, TORCH_DTYPE[recipe.model.dtype], dtype)
     tied = {*(getattr(model, "all_tied_weights_keys", None) or ())}
     plan = plan_quantised(recipe, model)
     left = tuple(

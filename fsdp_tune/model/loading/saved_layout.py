@@ -218,9 +218,8 @@ class _Views(TorchFunctionMode):
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return id(
-        tensor.untyped_storage()
-    )  # the address of the data is 0 on the meta device; the object lives as long as the storage
+    # the address of the data is 0 on the meta device; the object lives as long as the storage
+    return id(tensor.untyped_storage())
 
 
 def _file_tensors(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> list[FileTensor] | None:

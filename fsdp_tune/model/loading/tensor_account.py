@@ -137,40 +137,28 @@ def account_for(
     }
     in_model = _same_names(shapes, state) or names_in_model(model, shapes, state)
     parameters = {name: found.name for name, found in in_model.items() if found.name in state}
-    dropped = {
-        name for name in encodings.of_activations if name not in parameters
-    }  # a class may have a parameter of such a name
+    # A class may have a parameter of such a name.
+    dropped = {name for name in encodings.of_activations if name not in parameters}
     plain = {name: base.types[name] for name in stored_names if name not in dropped}
     biases = _foreign_biases(encodings, plain, parameters)
     fates: dict[str, Fate] = dict.fromkeys(dropped, "dropped")
     if method_of(base.quantisation) == BITSANDBYTES:
-        plain = {
-            name: stored for name, stored in plain.items() if not _is_of_4_bits(name, base.types)
-        }  # their own reader checks them
+        # Their own reader checks them.
+        plain = {name: stored for name, stored in plain.items() if not _is_of_4_bits(name, base.types)}
         fates |= dict.fromkeys(base.types.keys() - plain.keys(), "decoded")
-    of_other_types: list[Unread] = []
-    for name, stored in plain.items():
-        parameter = parameters.get(name)
-        if parameter is None:
-            fates[name] = (
-                "left out"
-                if is_left_out(recipe, name, layers)
-                else "dropped"
-                if name in biases
-                else "carried"
-            )
-            continue
-        fates[name] = "trained" if state[parameter].requires_grad else "frozen"
-        if state[parameter].is_floating_point() and not stored.is_float:
-            why = f"is of the type {stored.dtype}, and the model has `{parameter}` in floating point"
-            of_other_types.append(Unread(name, why))
+    for name in plain:
+        if name in parameters:
+            fates[name] = "trained" if state[parameters[name]].requires_grad else "frozen"
+        elif is_left_out(recipe, name, layers):
+            fates[name] = "left out"
+        else:
+            fates[name] = "dropped" if name in biases else "carried"
     for name, weight in encodings.weights.items():
         carried: Fate = "left out" if is_left_out(recipe, name, layers) else "carried"
         fates |= dict.fromkeys(weight.parts, "decoded" if name in parameters else carried)
     lost = _not_zero(sorted(name for name in biases if fates[name] == "dropped"), base.files)
-    problems += unread_problems(
-        [*of_other_types, *lost, *_of_conv1d(model, encodings, parameters)], base.files
-    )
+    refused = [*_of_other_types(plain, parameters, state), *lost, *_of_conv1d(model, encodings, parameters)]
+    problems += unread_problems(refused, base.files)
     if not problems:  # else they may be what is missing
         compared = {name: shapes[name] for name in (*plain, *encodings.weights)}
         sources = {
@@ -182,11 +170,23 @@ def account_for(
         problems += unfilled_problems(recipe, model, state, sources, base.files)
     converted = frozenset(name for name in parameters if in_model[name].is_converted)
     problems += [*_unused_entries(recipe, fates, layers), *_partly_left_out(model, config, fates, layers)]
-    problems += _twice(
-        {name: parameter for name, parameter in parameters.items() if name not in converted}, base.files
-    )
+    one_to_one = {name: each for name, each in parameters.items() if name not in converted}
+    problems += _twice(one_to_one, base.files)
     rules = Counter(weight.rule for weight in encodings.weights.values())
     return TensorAccount(fates, dict(rules), parameters, converted, tuple(problems))
+
+
+def _of_other_types(
+    plain: Mapping[str, StoredType], parameters: Mapping[str, str], state: Mapping[str, torch.Tensor]
+) -> list[Unread]:
+    """Return tensors that are no numbers in floating point, as their parameters are."""
+    found: list[Unread] = []
+    for name, stored in plain.items():
+        parameter = parameters.get(name)
+        if parameter is not None and state[parameter].is_floating_point() and not stored.is_float:
+            why = f"is of the type {stored.dtype}, and the model has `{parameter}` in floating point"
+            found.append(Unread(name, why))
+    return found
 
 
 def _twice(parameters: Mapping[str, str], files: Mapping[str, Path]) -> list[Problem]:
@@ -266,9 +266,8 @@ def names_in_model(
     known: dict[str, InModel] = {}
     found: dict[str, InModel] = {}
     meta: Any = state
-    for name in sorted(
-        names, key=dot_natural_key
-    ):  # the order in which transformers renames, which one of its renamings depends on
+    # the order in which transformers renames, which one of its renamings depends on
+    for name in sorted(names, key=dot_natural_key):
         kind = _EXPERT.sub("0", name)
         if kind not in known:
             new, pattern = rename_source_key(kind, renamings, converters, model.base_model_prefix, meta)

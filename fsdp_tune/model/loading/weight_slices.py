@@ -71,9 +71,8 @@ def find_weight_files(recipe: Recipe) -> WeightFiles | None:
     files.
     """
     name, revision = str(recipe.model.name_or_path), recipe.model.revision
-    find = functools.cache(
-        lambda file: file_of_model(name, revision, file)
-    )  # the hub is asked once for each file
+    # the hub is asked once for each file
+    find = functools.cache(lambda file: file_of_model(name, revision, file))
     located = locate(find)
     if not located.tensors:
         pickled = read_pickled(pickled_paths(find))

@@ -69,9 +69,8 @@ def sum_gradients_in_fp32(wrapped: nn.Module) -> None:
         internals.FSDP_STATE.of(wrapped)()
     )()  # otherwise the first forward would set the dtype again
     for group in groups:
-        internals.ORIGINAL_DTYPE.set(
-            group, torch.float32
-        )  # what `foreach_reduce` casts its output to before torch 2.15
+        # what `foreach_reduce` casts its output to before torch 2.15
+        internals.ORIGINAL_DTYPE.set(group, torch.float32)
 
 
 _ROUNDS = "rounds_gradients"
@@ -125,9 +124,8 @@ def create_optimizer(recipe: Recipe, wrapped: nn.Module, decayed: frozenset[str]
     given = optimizer_arguments(training)
     if not given:
         return AdamW(groups, **options)
-    kept_in = TORCH_DTYPE.get(
-        state_dtype(training, "as stored")
-    )  # None: parameters that the class keeps in fp32 have moments in fp32
+    # None: parameters that the class keeps in fp32 have moments in fp32
+    kept_in = TORCH_DTYPE.get(state_dtype(training, "as stored"))
     return LeanAdamW(
         groups,
         **options,

@@ -134,9 +134,8 @@ def _over_ranks(experts: nn.Module, group: dist.ProcessGroup) -> Callable[..., t
         route = make() if once is None else once.route(top_k_index, top_k_weights, make)
         rows = exchange(hidden_states[route.order // chosen], group, route.sent, route.received)
         ids, arrived = route.ids, len(rows)
-        if (
-            arrived == 0
-        ):  # a row of zeros, so that the parameters have a gradient, which is zero, on every rank
+        # a row of zeros, so that the parameters have a gradient, which is zero, on every rank
+        if arrived == 0:
             # Appended, so that this rank takes part in the exchange of gradients, for which the others wait.
             rows, ids = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), ids.new_zeros(1)
         result = inner(view, rows, ids.unsqueeze(1), rows.new_ones(len(rows), 1))[:arrived]
@@ -187,9 +186,8 @@ def _route(top_k_index: torch.Tensor, experts: int, group: dist.ProcessGroup) ->
     counts = pairs.new_zeros(experts + 1).scatter_add_(0, pairs, torch.ones_like(pairs))[:experts]
     arriving = exchanged(counts, group)
     sent, received = torch.stack([counts, arriving]).view(2, size, -1).sum(-1).tolist()
-    own = torch.arange(experts // size, device=pairs.device).repeat(
-        size
-    )  # of each rank in turn, sorted by expert
+    # of each rank in turn, sorted by expert
+    own = torch.arange(experts // size, device=pairs.device).repeat(size)
     ids = own.repeat_interleave(arriving, output_size=sum(received))
     return _Route(torch.argsort(pairs, stable=True)[: sum(sent)], sent, received, ids)
 

@@ -187,9 +187,8 @@ def _refuse_units_in_selective_layers(recipe: Recipe, model: PreTrainedModel, pl
     if inside is not None:
         raise usage_error(
             "contradiction",
-            "`fsdp.activation_checkpointing: selective` cannot recompute a layer with an FSDP unit "
-            "inside, and "
-            f"`fsdp.auto_wrap_policy: {fsdp.auto_wrap_policy}` makes one of `{inside}`",
+            "`fsdp.activation_checkpointing: selective` cannot recompute a layer with an FSDP unit inside, "
+            f"and `fsdp.auto_wrap_policy: {fsdp.auto_wrap_policy}` makes one of `{inside}`",
             hint="write `auto_wrap_policy: TRANSFORMER_BASED_WRAP`, or `activation_checkpointing: full`",
         )
 

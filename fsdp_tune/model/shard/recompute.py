@@ -177,9 +177,10 @@ class RecomputationCheck:
 
     def differences(self) -> list[str]:
         """Return a sentence for each product that differs. Waits for the device once."""
+        # it may end earlier
         pairs = [
             (layer, *pair) for layer, first, again in self._layers for pair in zip(first, again, strict=False)
-        ]  # it may end earlier
+        ]
         if not pairs:
             return []
         shares = torch.stack([_distance(one.values, other.values) for _, one, other in pairs]).tolist()

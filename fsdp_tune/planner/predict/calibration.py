@@ -53,7 +53,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class CalibrationSetting:
     """What a factor depends on, in addition to the GPU model."""
 
     family: str
@@ -64,7 +64,7 @@ class Setting:
     driver: str | None
     """None: not known, and not compared."""
 
-    def covers(self, other: Setting) -> bool:
+    def covers(self, other: CalibrationSetting) -> bool:
         is_same_driver = None in (self.driver, other.driver) or self.driver == other.driver
         return is_same_driver and replace(self, driver=None) == replace(other, driver=None)
 
@@ -77,16 +77,16 @@ class Setting:
 class Calibration:
     """A learned factor."""
 
-    setting: Setting
+    setting: CalibrationSetting
     factor: float
     """Compute time over that of the table."""
     steps: int
 
 
-def setting_of(recipe: Recipe, trace: Trace, torch: str | None, driver: str | None) -> Setting:
+def setting_of(recipe: Recipe, trace: Trace, torch: str | None, driver: str | None) -> CalibrationSetting:
     """Return the setting of a recipe with these versions."""
     family = trace.facts.config.get("model_type")
-    return Setting(
+    return CalibrationSetting(
         str(family or ""), "fp8" if computes_in_fp8(recipe) else recipe.compute_dtype, torch, driver
     )
 
@@ -195,7 +195,7 @@ def _calibrated(plain: Efficiency, found: Calibration) -> Efficiency:
     return replace(scaled(plain, found.factor), calibration=words)
 
 
-def calibrated_efficiency(cache: Path, hardware: Hardware, setting: Setting) -> Efficiency:
+def calibrated_efficiency(cache: Path, hardware: Hardware, setting: CalibrationSetting) -> Efficiency:
     """Return the constants of a GPU: calibrated, if a factor was learned on this machine in such a setting,
     else those of the table.
 
@@ -240,4 +240,4 @@ def _read(cache: Path) -> dict[str, list[Calibration]]:
 
 
 def _entry(raw: dict[str, Any]) -> Calibration:
-    return Calibration(Setting(**raw["setting"]), float(raw["factor"]), int(raw["steps"]))
+    return Calibration(CalibrationSetting(**raw["setting"]), float(raw["factor"]), int(raw["steps"]))

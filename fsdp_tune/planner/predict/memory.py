@@ -241,9 +241,8 @@ def disk(recipe: Recipe, trace: Trace, tokens: int | None) -> DiskUse:
 
 def most_checkpoints(recipe: Recipe) -> int | None:
     """Return the most checkpoints at one time, including the one being written; None: all are kept."""
-    kept = (
-        None if recipe.evaluation.is_on else recipe.training.save_total_limit
-    )  # any number may wait for its evaluation
+    # any number may wait for its evaluation
+    kept = None if recipe.evaluation.is_on else recipe.training.save_total_limit
     if training_value(recipe.training, "save_strategy") == "no":
         return 1  # that of the last step
     best = (

@@ -436,9 +436,8 @@ class _Clocks:
                 if item.is_collective or item.is_exchange
                 else efficiency.issue_seconds
             )
-            if (
-                item.on_host
-            ):  # offloaded tensors have arrived by then, and nothing else is issued in the meantime
+            # offloaded tensors have arrived by then, and nothing else is issued in the meantime
+            if item.on_host:
                 host = max([host, *free]) + item.seconds
                 continue
             if item.needs_host:

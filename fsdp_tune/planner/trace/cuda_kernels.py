@@ -339,9 +339,8 @@ class CudaAttention:
         grouped = key.shape[1] != query.shape[1]
         half = query.dtype in (torch.bfloat16, torch.float16)
         scale = scale if scale is not None else 1.0 / math.sqrt(width)
-        may_fuse = (
-            enable_gqa or not grouped
-        )  # by `check_batch_size_and_num_heads_dense`; Falcon leaves its one key to broadcasting
+        # by `check_batch_size_and_num_heads_dense`; Falcon leaves its one key to broadcasting
+        may_fuse = enable_gqa or not grouped
         if may_fuse and attn_mask is None and half and width <= 256 and width == value.shape[-1]:
             self.used.add("flash")
             if self.rows is not None:

@@ -287,9 +287,8 @@ def _run(operation: Any, own: torch.dtype | None, /, *args: Any, **kwargs: Any) 
     wanted = own or torch.get_autocast_dtype(DEVICE)
     torch.set_autocast_enabled(DEVICE, False)  # otherwise the operation would be dispatched here again
     try:
-        if not any(
-            isinstance(each, torch.dtype) for each in (*args, *kwargs.values())
-        ):  # `set_opt_dtype`: the caller's counts
+        # `set_opt_dtype`: the caller's counts
+        if not any(isinstance(each, torch.dtype) for each in (*args, *kwargs.values())):
             args, kwargs = (
                 tuple(_cast(args, wanted)),
                 {name: _cast(value, wanted) for name, value in kwargs.items()},

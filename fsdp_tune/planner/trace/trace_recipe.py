@@ -216,9 +216,8 @@ class Server:
 
 
 def main() -> None:
-    importlib.import_module(
-        "fsdp_tune.planner.trace.trace_recipe"
-    )  # before the forks: the import is the long part
+    # before the forks: the import is the long part
+    importlib.import_module("fsdp_tune.planner.trace.trace_recipe")
     Server(min(MOST_WORKERS, available_cores())).run()
     sys.stderr.flush()
     os._exit(0)  # skips torch's exit handlers, which take half a second

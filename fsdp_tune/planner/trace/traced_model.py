@@ -50,9 +50,8 @@ def build_traced(
         )
     recipe, model = _build(_undivided(recipe), config, vocabulary)
     require_divisible_experts(written, model)
-    if (
-        problem := beyond_table_of_positions(recipe, model)
-    ) is not None:  # indexing a fake tensor does not check bounds
+    # indexing a fake tensor does not check bounds
+    if (problem := beyond_table_of_positions(recipe, model)) is not None:
         raise FsdpTuneError(problem)
     return recipe, model
 

@@ -285,9 +285,8 @@ def _update(recipe: Recipe, loaded: Loaded, recorder: Recorder, optimizer: torch
     del norm
     del parameters
     place.phase, place.layer = PHASE["optimizer"], -1
-    with torch.compiler.set_stance(
-        "force_eager"
-    ):  # torchao compiles its step, which would hide its operations
+    # torchao compiles its step, which would hide its operations
+    with torch.compiler.set_stance("force_eager"):
         optimizer.step()
     for state in optimizer.state.values():
         for value in state.values():

@@ -313,9 +313,8 @@ def take_aliases(tree: MappingNode) -> None:
             and isinstance(entry.node.value, int | float)
             and not isinstance(entry.node.value, bool)
         ):
-            entry.node.value = (
-                entry.node.text
-            )  # a variable is text, and this is the text as written in the file
+            # a variable is text, and this is the text as written in the file
+            entry.node.value = entry.node.text
 
 
 def _option_string(work: Translation, place: NamePath) -> None:

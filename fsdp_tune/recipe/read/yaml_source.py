@@ -112,9 +112,8 @@ def _syntax_problems(text: str, composer: _Composer) -> Iterator[None]:
         yield
     except yaml.MarkedYAMLError as error:
         last = _syntax_problem(error, text, composer)
-        before = [
-            problem for problem in composer.problems if problem.message != last.message
-        ]  # a no-break space may be found twice
+        # a no-break space may be found twice
+        before = [problem for problem in composer.problems if problem.message != last.message]
         raise FsdpTuneError(*before, last) from error
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         # PyYAML raises ValueError for an escape such as "\UFFFFFFFF".

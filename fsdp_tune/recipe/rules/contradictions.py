@@ -145,9 +145,8 @@ def strategy_agrees(recipe: Recipe) -> Iterator[Finding]:
         yield Finding("contradiction", keys, message, hint)
     if fsdp.offload_params and fsdp.reshard_after_backward is False:
         message = (
-            "`fsdp.offload_params: true` keeps parameters in host memory, and "
-            "`fsdp.reshard_after_backward: false` keeps all of them, "
-            "gathered, on the device between micro-batches"
+            "`fsdp.offload_params: true` keeps parameters in host memory, and `fsdp.reshard_after_backward: "
+            "false` keeps all of them, gathered, on the device between micro-batches"
         )
         keys = ("fsdp.reshard_after_backward", "fsdp.offload_params")
         yield Finding("contradiction", keys, message, "leave `reshard_after_backward` out")

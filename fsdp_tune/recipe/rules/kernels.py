@@ -79,8 +79,8 @@ def kernels(recipe: Recipe) -> Iterator[Finding]:
     ):
         message = (
             "`kernels.compile: true` with `fsdp.activation_checkpointing_offload: true` compiles a "
-            "recomputed layer as one piece, "
-            "in which `fsdp.activation_checkpointing: selective` cannot select operators"
+            "recomputed layer as one piece, in which `fsdp.activation_checkpointing: selective` cannot "
+            "select operators"
         )
         keys = ("fsdp.activation_checkpointing", "fsdp.activation_checkpointing_offload", "kernels.compile")
         yield Finding(

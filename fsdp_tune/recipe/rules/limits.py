@@ -56,9 +56,8 @@ def fp8_limits(recipe: Recipe) -> Iterator[Finding]:
         )
     if not gathers_in_fp8(recipe):
         return
-    if (
-        fsdp.offload_params
-    ):  # torch copies an offloaded shard to the device first, and torchao's scale is lost in that copy
+    # torch copies an offloaded shard to the device first, and torchao's scale is lost in that copy
+    if fsdp.offload_params:
         message = (
             f"`{_RECIPE}: tensorwise` gathers in fp8, and `fsdp.offload_params: true` keeps weights on "
             "the host, where the scale is lost"

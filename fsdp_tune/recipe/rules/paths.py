@@ -70,8 +70,7 @@ def written_paths(recipe: Recipe) -> Iterator[Finding]:
 def no_nul_characters(recipe: Recipe) -> Iterator[Finding]:
     """No path, name or text of a recipe may have one: the operating system ends a name there."""
     for key, text in texts_below(recipe.model_dump(by_alias=True)):
-        if "\0" in text and not key.startswith(
-            ("launch.env.", "output_dir", "data.cache_dir")
-        ):  # these have rules of their own
+        # these have rules of their own
+        if "\0" in text and not key.startswith(("launch.env.", "output_dir", "data.cache_dir")):
             hint = "in double quotes `\\0` is one character: write the value in single quotes"
             yield Finding("wrong-value", (key,), f"`{key}` contains the character `\\x00`", hint)

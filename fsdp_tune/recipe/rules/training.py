@@ -156,9 +156,8 @@ def optimizer_limits(recipe: Recipe) -> Iterator[Finding]:
         )
     if in_blocks and rounds_stochastically(recipe) and (recipe.is_hybrid or not recipe.is_sharded):
         message = (
-            f"`{STOCHASTIC}=true` under `training.optim: {name}` draws independently on each rank, "
-            "and the replicas of "
-            f"`fsdp.sharding_strategy: {recipe.fsdp.sharding_strategy}` would drift apart"
+            f"`{STOCHASTIC}=true` under `training.optim: {name}` draws independently on each rank, and the "
+            f"replicas of `fsdp.sharding_strategy: {recipe.fsdp.sharding_strategy}` would drift apart"
         )
         hint = (
             "use FULL_SHARD or SHARD_GRAD_OP, or `optim: adamw_torch_fused`, which draws the same on "

@@ -101,9 +101,8 @@ EVAL_TAGS = ("<fraction>", "<rows>", "<list>")
 
 def eval_kind(value: object) -> str:
     """Return the tag of the form of `data.eval`, one of three. Tags start with `<`, which no key does."""
-    if isinstance(value, list) or (
-        isinstance(value, dict) and "path" in value
-    ):  # one source, where a list of sources belongs
+    # one source, where a list of sources belongs
+    if isinstance(value, list) or (isinstance(value, dict) and "path" in value):
         return "<list>"
     if isinstance(value, EvalRows) or (
         isinstance(value, dict) and "rows" in value and "fraction" not in value

@@ -45,7 +45,7 @@ def reference_yaml() -> str:
         elif _is_section(key):
             lines.append(f"{indent}{name}:")
         else:
-            comment = f"{key.field.description or ''} [{field_words(key.field)}]"
+            comment = f"{_meaning(key)} [{field_words(key.field)}]"
             if key.name in unsupported:
                 comment += (
                     f" In this release: {', '.join(_yaml(value) for value in unsupported[key.name].works)}."
@@ -78,7 +78,7 @@ def _passed_field_lines() -> list[str]:
 
 def _source_line(key: Key) -> str:
     default = "required" if key.field.is_required() else _yaml(default_of(key.field))
-    return f"{default}  {key.field.description or ''} [{field_words(key.field)}]"
+    return f"{default}  {_meaning(key)} [{field_words(key.field)}]"
 
 
 def _is_section(key: Key) -> bool:
@@ -129,7 +129,7 @@ def describe_key(name: str) -> KeyFacts:
     is_required = key.field.is_required()
     default = None if is_required or _is_section(key) else default_of(key.field)
     works = next((row.works for row in NOT_YET if row.key == name), ())
-    return KeyFacts(key.field.description or "", field_words(key.field), default, is_required, works)
+    return KeyFacts(_meaning(key), field_words(key.field), default, is_required, works)
 
 
 def surface_lines() -> list[str]:
@@ -209,3 +209,8 @@ def _json_type(kind: str) -> dict[str, Any]:
     if kind in TRAINING_FIELDS.enums:
         return {"type": "string", "enum": list(TRAINING_FIELDS.enums[kind])}
     return {"const": False} if kind == "false" else {"type": _JSON_TYPES[kind]} if kind in _JSON_TYPES else {}
+
+
+def _meaning(key: Key) -> str:
+    """Return the docstring of a key in one line."""
+    return " ".join((key.field.description or "").split())

@@ -135,9 +135,8 @@ class Checkpointer:
         self._pending = Saved(step, 0.0, requested_at=started)
         if self.asynchronous:
             if not self.live.full:  # the tensors gathered on rank 0 are already copies
-                snapshot = self._arena.copy(
-                    snapshot
-                )  # the save before has ended, so its copy may be overwritten
+                # the save before has ended, so its copy may be overwritten
+                snapshot = self._arena.copy(snapshot)
             self._write_in_background(snapshot, self._pending)
             self._pending.stall_seconds = time.monotonic() - started
         else:

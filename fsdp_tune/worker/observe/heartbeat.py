@@ -188,9 +188,8 @@ class HeartbeatWriter:
     def close(self) -> None:
         self._ended.set()
         if self._thread is not None:
-            self._thread.join(
-                INTERVAL_SECONDS
-            )  # it may itself hang in the flight recorder of a wedged device
+            # it may itself hang in the flight recorder of a wedged device
+            self._thread.join(INTERVAL_SECONDS)
 
     def _keep_beating(self) -> None:
         reported_at = 0.0
@@ -202,9 +201,8 @@ class HeartbeatWriter:
             if now - written_at < interval_seconds(self._rank, self._world_size):
                 continue
             self._count_moved_bytes(now)
-            if (
-                now - self._compared_at >= COMPARED_SECONDS
-            ):  # both write in turn, so that one of a few reads shows it
+            # both write in turn, so that one of a few reads shows it
+            if now - self._compared_at >= COMPARED_SECONDS:
                 self._compared_at = now
                 self.is_superseded()
             self._write()

@@ -40,9 +40,8 @@ class Guarded(TrainerCallback):
             return None
         if self._thread is None:
             name = type(self._tracker).__name__
-            self._thread = threading.Thread(
-                target=self._serve, name=name, daemon=True
-            )  # daemon: not joined at exit
+            # daemon: not joined at exit
+            self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
             self._thread.start()
         self._calls.put((event, args, kwargs))
         try:

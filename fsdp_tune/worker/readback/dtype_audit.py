@@ -82,9 +82,8 @@ class DtypeAudit:
         kind = _KINDS.get(func.overloadpacket.__name__)
         if kind is not None:
             for tensor in _tensors(args):
-                if tensor.is_floating_point() or (
-                    kind == "gather" and tensor.dtype == torch.uint8
-                ):  # a unit of several dtypes
+                # a unit of several dtypes
+                if tensor.is_floating_point() or (kind == "gather" and tensor.dtype == torch.uint8):
                     self._seen[kind][str(multiplied_as(tensor)).removeprefix("torch.")] += 1
                     break
 
@@ -133,7 +132,7 @@ def warnings_of(recipe: Recipe, report: dict[str, dict[str, int]]) -> list[str]:
     low = [dtype for dtype in report.get("reduce", {}) if dtype in LOW]
     if low and recipe.world_size >= MANY_RANKS:
         found.append(
-            f"gradients of {recipe.world_size} ranks were summed in {low[0]} "
-            "(precision.reduce_dtype: fp32 costs twice the traffic)"
+            f"gradients of {recipe.world_size} ranks were summed in {low[0]} (precision.reduce_dtype: fp32 "
+            "costs twice the traffic)"
         )
     return found

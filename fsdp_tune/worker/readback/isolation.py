@@ -231,9 +231,8 @@ def not_causal(deviation: float, model_name: str, config: PreTrainedConfig) -> F
     field = next((name for name in CAUSAL_SWITCHES if getattr(config, name, None) is False), None)
     return failed_error(
         "model-not-causal",
-        f"{model_name} sees later tokens: logits move by {deviation:.2%} when the tokens after them "
-        "change, so that it would learn to copy "
-        "and not to predict",
+        f"{model_name} sees later tokens: logits move by {deviation:.2%} when the tokens after them change, "
+        "so that it would learn to copy and not to predict",
         hint="train a decoder"
         if field is None
         else f"--set model.config_overrides.{field}=true gives it a causal mask",

@@ -105,9 +105,8 @@ def _to_gather(recipe: Recipe, loaded: Loaded) -> list[nn.Linear]:
         module for module in loaded.model.modules() if isinstance(module, nn.Linear) and is_fp8(module)
     ]
     even = [module for module in converted if module.out_features % shards == 0]
-    if (
-        recipe.launch.device == "cpu"
-    ):  # gloo sends fp8 only as bytes, which is how a unit goes that holds something else as well
+    # gloo sends fp8 only as bytes, which is how a unit goes that holds something else as well
+    if recipe.launch.device == "cpu":
         alone = {
             id(owner) for owners in _owners_by_unit(loaded) if all(map(is_fp8, owners)) for owner in owners
         }

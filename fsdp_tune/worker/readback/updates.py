@@ -130,9 +130,8 @@ def _sample(name: str, parameter: nn.Parameter, state: Mapping[str, object]) -> 
     spaced = torch.arange(0, gradient.numel(), max(1, gradient.numel() // SPACED), device=gradient.device)[
         :SPACED
     ]
-    extremes = torch.stack(
-        [gradient.argmax(), gradient.argmin()]
-    )  # no copy of the gradient, as its magnitudes would be
+    # no copy of the gradient, as its magnitudes would be
+    extremes = torch.stack([gradient.argmax(), gradient.argmin()])
     positions = torch.cat([spaced, extremes])
     copied: dict[str, torch.Tensor] = {}
     for key, value in state.items():

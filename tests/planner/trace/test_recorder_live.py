@@ -98,9 +98,8 @@ def test_trace_memory_equals_live_worker(name: str) -> None:
     assert {name: traced_names.get(name) for name in live["named"]} == live["named"]
     assert alive(trace, "parameters", until=before(trace, "forward")) == Counter(live["parameters"])
     gradients = alive(trace, "gradients", until=before(trace, "clip"))
-    if (
-        case.offload
-    ):  # from a GPU each gradient is copied to a tensor of its own; on CPU ranks there is nothing to copy
+    # from a GPU each gradient is copied to a tensor of its own; on CPU ranks there is nothing to copy
+    if case.offload:
         assert gradients.total()
         assert sum(gradients.elements()) == live["gradient_bytes"]
     else:

@@ -254,13 +254,14 @@ def test_flex_attention_is_refused_with_the_reason() -> None:
         (torch.bfloat16, 4, False, False, "flash"),
         (torch.bfloat16, 4, True, False, "flash"),
         (torch.bfloat16, 2, True, False, "flash"),
+        # Falcon's one key for all heads, which it leaves to broadcasting
         (
             torch.bfloat16,
             1,
             False,
             False,
             "math",
-        ),  # Falcon's one key for all heads, which it leaves to broadcasting
+        ),
         (torch.bfloat16, 4, False, True, "memory-efficient"),
         (torch.bfloat16, 2, True, True, "math"),
         (torch.float32, 4, True, False, "memory-efficient"),

@@ -59,9 +59,8 @@ def test_fp8_layers_compute_and_gather_in_recipe_dtypes(scaling: str) -> None:
         traced({"mixed_precision": "bf16"}),
         traced({"mixed_precision": "fp8", "fp8_recipe": scaling}),
     )
-    in_layers = (
-        2 * 3 * 2 * OF_LAYER * 2048
-    )  # layers; forward and two of the backward; multiply and add; tokens
+    # layers; forward and two of the backward; multiply and add; tokens
+    in_layers = 2 * 3 * 2 * OF_LAYER * 2048
     assert products(converted)["_scaled_mm", "fp8"] == in_layers
     assert products(plain)["mm", "bf16"] - products(converted)["mm", "bf16"] == in_layers, "the head stays"
     norms, width, kind = 2 * 64 * 2, *((1, "uint8") if scaling == "tensorwise" else (2, "bf16"))

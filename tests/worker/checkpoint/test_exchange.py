@@ -184,9 +184,8 @@ def test_kill_between_the_renames_of_two_machines_leaves_the_checkpoint_before(
     on_ranks: Ranks, saved_twice: Path, killed: int
 ) -> None:
     unfinished = machine(saved_twice, killed).checkpoint(20)
-    unfinished.rename(
-        unfinished.with_name(".checkpoint-20.stage-20")
-    )  # as the save left it before its rename
+    # as the save left it before its rename
+    unfinished.rename(unfinished.with_name(".checkpoint-20.stage-20"))
     first, second = machine(saved_twice, 0), machine(saved_twice, 1)
     checkpoint, rejected = latest_checkpoint(first, elsewhere=held_checkpoints(second))
     assert checkpoint is not None

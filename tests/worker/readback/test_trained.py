@@ -173,10 +173,8 @@ def experts_in_fp32(model: Any) -> None:
         (
             experts_in_fp32,
             [
-                "adapters: the recipe means "
-                "model.layers.1.mlp.experts.base_layer.base_layer.gate_up_proj to be kept in "
-                "torch.bfloat16, "
-                "the run has torch.float32"
+                "adapters: the recipe means model.layers.1.mlp.experts.base_layer.base_layer.gate_up_proj to "
+                "be kept in torch.bfloat16, the run has torch.float32"
             ],
         ),
     ],

@@ -99,9 +99,8 @@ def test_cancelled_momentum_may_change_nothing() -> None:
         state["exp_avg"].fill_(1.0)
         state["exp_avg_sq"].fill_(1e-3)
         parameter.grad_dtype = None
-        parameter.grad = torch.full(
-            parameter.shape, -9.03
-        )  # -9.0 in bf16, which makes the new momentum exactly zero
+        # -9.0 in bf16, which makes the new momentum exactly zero
+        parameter.grad = torch.full(parameter.shape, -9.03)
     assert bench.unchanged() == []
 
 
