@@ -52,10 +52,10 @@ from fsdp_tune.jobs.resizing import (
 from fsdp_tune.jobs.results import is_merged, merge_checkpoint, push, target_of
 from fsdp_tune.launch.command.accelerate import LaunchPlan, launch_plan, machine_rank_of, manual_commands
 from fsdp_tune.launch.command.default_config import accelerate_default_config
+from fsdp_tune.launch.command.next_commands import commands_to_resume
 from fsdp_tune.launch.command.ports import check_port
 from fsdp_tune.launch.command.resume import (
     Start,
-    commands_to_resume,
     decide_start,
     move_aside,
     refuse_beyond_end,

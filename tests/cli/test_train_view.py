@@ -16,7 +16,7 @@ from fsdp_tune.cli.run_card import card, show_card, spans_of
 from fsdp_tune.cli.train_view import data_lines, kernels_line, show_decided
 from fsdp_tune.cli.verbs import Screen, command
 from fsdp_tune.data.report import DataReport
-from fsdp_tune.launch.command.resume import commands_after, commands_of_finished
+from fsdp_tune.launch.command.next_commands import commands_after, commands_of_finished
 from fsdp_tune.recipe.resolve import Resolution
 from fsdp_tune.run.directory import RunDir
 from tests.cli.forked import lines_on_a_terminal
