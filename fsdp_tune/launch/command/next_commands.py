@@ -1,4 +1,4 @@
-"""The commands that a user may run next: to resume a stopped run; to use, publish or extend a finished one."""
+"""The commands to run next: to resume a stopped run; to use, publish or extend a finished one."""
 
 from __future__ import annotations
 
