@@ -17,11 +17,12 @@ from fsdp_tune.merge.copy.layout import Layout, plan_layout
 from fsdp_tune.merge.copy.ties import Tied, find_ties
 from fsdp_tune.merge.copy.write import CheckpointTensors
 from fsdp_tune.merge.lora.adapt import Adapter
+from fsdp_tune.merge.merge_settings import MergeSettings
 from fsdp_tune.merge.precision import find_kept
 from fsdp_tune.merge.read.base import read_carried, read_restored, record_of_base
 from fsdp_tune.merge.read.contents import Contents
 from fsdp_tune.merge.read.reader import SourceTensor
-from fsdp_tune.merge.source import SINGLE_NAME, MergeSettings, Selection
+from fsdp_tune.merge.source import SINGLE_NAME, Selection
 from fsdp_tune.run.base_model import BaseLayout, BaseRecord
 
 

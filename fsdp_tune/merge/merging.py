@@ -25,6 +25,7 @@ from fsdp_tune.merge.lora.base_under_adapter import AdapterOptions
 from fsdp_tune.merge.manifest_check import ManifestCheck
 from fsdp_tune.merge.merge_options import MergeAnswer, MergedAdapter, MergeOptions
 from fsdp_tune.merge.merge_record import Facts, write_record
+from fsdp_tune.merge.merge_settings import MergeSettings, settle
 from fsdp_tune.merge.output_directory import write_companions
 from fsdp_tune.merge.quantised import (
     QuantisedModel,
@@ -33,14 +34,7 @@ from fsdp_tune.merge.quantised import (
     rounding_notices,
 )
 from fsdp_tune.merge.read.contents import Contents, read_contents, weights_below
-from fsdp_tune.merge.source import (
-    NAMED,
-    CheckpointChoice,
-    MergeSettings,
-    Selection,
-    select_checkpoint,
-    settle,
-)
+from fsdp_tune.merge.source import NAMED, CheckpointChoice, Selection, select_checkpoint
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.written_files import merge_record, require_unchanged_output
 
