@@ -22,7 +22,8 @@ from fsdp_tune.merge.precision import find_kept
 from fsdp_tune.merge.read.base import read_carried, read_restored, record_of_base
 from fsdp_tune.merge.read.contents import Contents
 from fsdp_tune.merge.read.reader import SourceTensor
-from fsdp_tune.merge.source import SINGLE_NAME, Selection
+from fsdp_tune.merge.source import Selection
+from fsdp_tune.merge.weight_formats import SINGLE_NAME
 from fsdp_tune.run.base_model import BaseLayout, BaseRecord
 
 
