@@ -70,7 +70,7 @@ from fsdp_tune.launch.machines.identity import identity_of
 from fsdp_tune.launch.machines.rendezvous import Machines
 from fsdp_tune.launch.supervise.attempts import Attempts
 from fsdp_tune.launch.supervise.early_launch import EarlyLaunch, start_early
-from fsdp_tune.launch.supervise.supervisor import Message, Position
+from fsdp_tune.launch.supervise.launch_events import Message, Position
 from fsdp_tune.merge.merge_options import MergeOptions, hints_with_command
 from fsdp_tune.merge.publish import check_access
 from fsdp_tune.model.model_files import ModelFacts, base_of, check_vocabulary, save_model_files
