@@ -18,7 +18,7 @@ from fsdp_tune.data.token_budget import filling_lines
 from fsdp_tune.jobs.answers import PreviewAnswer, StartPoint, WrittenAnswer
 from fsdp_tune.jobs.observer import TrainingInputs, TrainResult
 from fsdp_tune.jobs.train import Preview, WrittenRun
-from fsdp_tune.launch.command.resume import commands_after, commands_to_resume, merge_command
+from fsdp_tune.launch.command.next_commands import commands_after, commands_to_resume, merge_command
 from fsdp_tune.model.model_files import ModelFacts
 from fsdp_tune.planner.predict.memory import total_steps
 from fsdp_tune.planner.predict.predict import Plan

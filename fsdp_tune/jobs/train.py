@@ -6,88 +6,55 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from fsdp_tune.cluster.submit.slurm import check_allocation
-from fsdp_tune.core import processes as children
-from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Notice, Problem, usage_error
+from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, usage_error
 from fsdp_tune.core.host import host
 from fsdp_tune.core.library_errors import rust_errors_as_os_errors
-from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.core.package_versions import versions
-from fsdp_tune.core.secrets import MASK, mask_text
-from fsdp_tune.core.units import parse_seconds
-from fsdp_tune.data.preparation import Prepared, rows_of_step
-from fsdp_tune.data.preparation import prepare as prepare_data
+from fsdp_tune.data.preparation import rows_of_step
 from fsdp_tune.data.skipped_rows import NamedRow, read_named_rows
-from fsdp_tune.data.stream.units import refuse_changed_files
-from fsdp_tune.data.tokenise.sample_prompts import sample_prompts
-from fsdp_tune.data.tokenise.tokenizer import load_encoder
-from fsdp_tune.jobs.continued_data import continued_data, steps_of_run
-from fsdp_tune.jobs.doctor import check_space, notices_of_machine
-from fsdp_tune.jobs.evaluating import (
-    Evaluating,
-    check_evaluation,
-    evaluating,
-    notices_of_evaluation,
-    refuse_scores_without_room,
-)
-from fsdp_tune.jobs.inspection import inspect_model, with_tensors
+from fsdp_tune.jobs.connecting import connecting
+from fsdp_tune.jobs.doctor import notices_of_machine
+from fsdp_tune.jobs.evaluating import Evaluating, evaluating
 from fsdp_tune.jobs.mirroring import Mirroring, given_back
 from fsdp_tune.jobs.observer import Observer, TrainingInputs, TrainResult, session
 from fsdp_tune.jobs.options import TrainOptions
-from fsdp_tune.jobs.plan import keep_prediction, plan_here, refuse_what_cannot_fit
-from fsdp_tune.jobs.plan_session import decisions
+from fsdp_tune.jobs.plan import keep_prediction
 from fsdp_tune.jobs.recipes import check_cache, resolve_recipe
-from fsdp_tune.jobs.resizing import (
-    OwnRun,
-    Resizing,
-    announce_end,
-    held_elsewhere,
-    recorded_devices,
-    refuse_manual_start,
-)
-from fsdp_tune.jobs.results import is_merged, merge_checkpoint, push, target_of
+from fsdp_tune.jobs.resizing import Resizing, held_elsewhere, recorded_devices, refuse_manual_start
+from fsdp_tune.jobs.results import target_of
+from fsdp_tune.jobs.start_notices import changed_extensions, launch_notices
+from fsdp_tune.jobs.training_end import conclude, finished
+from fsdp_tune.jobs.training_inputs import InputChecks, inspected_recipe
 from fsdp_tune.launch.command.accelerate import LaunchPlan, launch_plan, machine_rank_of, manual_commands
-from fsdp_tune.launch.command.default_config import accelerate_default_config
 from fsdp_tune.launch.command.ports import check_port
 from fsdp_tune.launch.command.resume import (
     Start,
-    commands_to_resume,
     decide_start,
     move_aside,
-    refuse_beyond_end,
     refuse_when_continued,
     refuse_without_files,
-    takes_best,
 )
 from fsdp_tune.launch.command.run_files import RunFiles, write_run
-from fsdp_tune.launch.machines.channel import CountedBar, network_message, open_channel
-from fsdp_tune.launch.machines.directories import OwnDirectory
-from fsdp_tune.launch.machines.identity import identity_of
 from fsdp_tune.launch.machines.rendezvous import Machines
 from fsdp_tune.launch.supervise.attempts import Attempts
 from fsdp_tune.launch.supervise.early_launch import EarlyLaunch, start_early
-from fsdp_tune.launch.supervise.supervisor import Message, Position
-from fsdp_tune.merge.merge_options import MergeOptions, hints_with_command
+from fsdp_tune.launch.supervise.launch_events import Message, Position
 from fsdp_tune.merge.publish import check_access
-from fsdp_tune.model.model_files import ModelFacts, base_of, check_vocabulary, save_model_files
-from fsdp_tune.recipe.continued_adapter import without_adapter
+from fsdp_tune.model.model_files import ModelFacts, save_model_files
 from fsdp_tune.recipe.extensions import Extension, find_extensions
 from fsdp_tune.recipe.read.loader import LoadedRecipe
-from fsdp_tune.recipe.references import from_run
 from fsdp_tune.recipe.resolve import Resolution
-from fsdp_tune.recipe.rules.evaluation import best_is_evaluated
-from fsdp_tune.recipe.rules.rates import schedule_of_steps
-from fsdp_tune.recipe.schema.keys import as_problem
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.base_model import refuse_other_base, weights_at_start
+from fsdp_tune.run.base_model import weights_at_start
 from fsdp_tune.run.claim import locked
 from fsdp_tune.run.directory import RunDir, latest_checkpoint
-from fsdp_tune.run.rank_files import Verdict, read_outcome
+from fsdp_tune.run.rank_files import Verdict
 from fsdp_tune.run.records import Environment
 
 
@@ -111,7 +78,7 @@ def train(
                 hint="call it from there",
             )
         job = _job(recipe, options, observer, starts_here=True)
-        with job.connection() as machines:
+        with connecting(recipe, job.recipe, job.plan, job.extensions, options, observer) as machines:
             job = replace(job, connected=machines)
             if job.plan.machine_rank > 0:
                 return job.follow()
@@ -136,7 +103,7 @@ def write_only(
         with given_back(job.mirror):
             start = job.decide_start()
             if start.is_finished:
-                return job.finished(start)
+                return finished(job.plan.run, job.recipe, observer, start)
             with job.written(start) as written:
                 return WrittenRun(written.plan.run, manual_commands(written.recipe, written.plan.run))
 
@@ -230,47 +197,6 @@ class _Job:
     def recipe(self) -> Recipe:
         return self.resolution.recipe
 
-    @contextmanager
-    def connection(self) -> Iterator[Machines]:
-        """Yield the machines of the run; several find each other in this context."""
-        with ExitStack() as stack:
-            own = OwnRun(
-                self.loaded, self.recipe, self.plan, self.extensions, self.options, self.observer, stack
-            )
-            folder = (
-                stack.enter_context(temporary_directory("channel-"))
-                if self.recipe.has_own_directories
-                else None
-            )
-            machines = stack.enter_context(self._machines(own, folder))
-            stack.push(partial(announce_end, self.observer, machines))
-            if folder is not None and self.plan.machine_rank > 0:
-                own.prepare(machines.advance)
-            yield machines
-
-    def _machines(self, own: OwnRun, folder: Path | None) -> Machines:
-        """`folder`: where the channel finds archives; None if all machines see the run directory."""
-        plan, recipe = self.plan, self.recipe
-        if plan.first_machine is None:
-            return Machines(plan.run)
-        ip, port = plan.first_machine.ip, plan.first_machine.control_port
-        self.observer.message(network_message(plan.route, ip, plan.env))
-        extensions = [f"extension {each.kind} {each.name} {each.version}" for each in self.extensions]
-        return Machines(
-            plan.run,
-            plan.machine_rank,
-            recipe.launch.num_machines,
-            hang_seconds=parse_seconds(recipe.launch.hang_timeout),
-            replacement_seconds=parse_seconds(recipe.launch.replacement_timeout),
-            channel=open_channel(plan.machine_rank, recipe.launch.num_machines, ip, port, folder),
-            identity=identity_of(recipe, plan.env, extensions),
-            directory=OwnDirectory(
-                plan.run, folder, digests=recipe.checkpoint.verify == "digest", install=own.install
-            )
-            if folder
-            else None,
-        )
-
     def advance(self, n: int = 1) -> None:
         """Count work, so that other machines see progress."""
         if self.connected is not None:
@@ -285,7 +211,7 @@ class _Job:
         if start.is_finished:
             self.connected.conclude(Verdict(ExitCode.OK, ExitReason.FINISHED, start.step))
             if self.mirror is None and not self.recipe.evaluation.is_on:
-                return self.finished(start)
+                return finished(self.plan.run, self.recipe, self.observer, start)
             # What an earlier command could not send or evaluate.
             with (
                 locked(self.plan.run) as notices,
@@ -293,7 +219,7 @@ class _Job:
                 self.evaluating(had_finished=True) as evaluations,
             ):
                 self.observer.notices(notices)
-                return self.finished(start, evaluations)
+                return finished(self.plan.run, self.recipe, self.observer, start, evaluations)
         with (
             self.written(start, starts_ranks=True) as job,
             self.sending(start.step),
@@ -301,7 +227,7 @@ class _Job:
         ):
             ended = job.run_ranks()
             self.connected.close()  # the others need not wait for the merge
-            return job.conclude(ended, evaluations)
+            return conclude(job.plan.run, job.recipe, job.observer, ended, evaluations)
 
     def sending(self, start_step: int | None) -> AbstractContextManager[None]:
         return self.mirror.sending(start_step) if self.mirror is not None else nullcontext()
@@ -331,53 +257,16 @@ class _Job:
             start = decide()
         if start.checkpoint is None and not start.is_new:  # nor has the mirror what is missing
             refuse_without_files(latest_checkpoint(run, elsewhere=held)[1])
-        self.observer.notices([*self._launch_notices(), *start.notices, *self._changed_extensions(start)])
+        self.observer.notices(
+            [
+                *launch_notices(self.loaded, self.plan),
+                *start.notices,
+                *changed_extensions(self.extensions, start),
+            ]
+        )
         for change in start.trajectory_changes:
             self.observer.message(f"from step {start.step} on {change}")
         return start
-
-    def _launch_notices(self) -> list[Notice]:
-        """Report what would have steered a bare `accelerate launch` on this machine and does not steer this
-        one, and hidden secrets."""
-        notices: list[Notice] = []
-        if (default := accelerate_default_config(os.environ)) is not None:
-            notices.append(
-                Notice("accelerate-config-ignored", f"{default['path']} is not used: the recipe decides")
-            )
-        if self.plan.removed:
-            notices.append(
-                Notice(
-                    "stale-environment",
-                    f"variables of another job are kept from the ranks: {', '.join(self.plan.removed)}",
-                )
-            )
-        if hidden := self.plan.masked_variables():
-            notices.append(
-                Notice(
-                    "secret-not-written",
-                    f"launch.json lists {', '.join(hidden)} without values, which look like secrets",
-                )
-            )
-        if mask_text(self.loaded.text) != self.loaded.text:
-            message = (
-                f"{self.loaded.path} has a comment with what looks like a secret; the run's recipe.yaml "
-                f"gets `{MASK}` instead"
-            )
-            notices.append(Notice("secret-not-written", message))
-        return notices
-
-    def _changed_extensions(self, start: Start) -> list[Notice]:
-        """Compare the extensions with those that the resumed run recorded."""
-        if start.checkpoint is None:
-            return []
-        earlier = Environment.read(RunDir(start.checkpoint.path.parent).environment_json) or Environment()
-        recorded = {(raw["kind"], raw["name"]): Extension.from_dict(raw) for raw in earlier.extensions}
-        changed = [(recorded.get((each.kind, each.name)), each) for each in self.extensions]
-        return [
-            Notice("extension-changed", f"the steps so far used {before}; from step {start.step} on {now}")
-            for before, now in changed
-            if before is not None and before != now
-        ]
 
     @contextmanager
     def written(self, start: Start, *, starts_ranks: bool = False) -> Iterator[_Job]:
@@ -396,12 +285,15 @@ class _Job:
         if self.recipe.training.push_to_hub:
             self.observer.phase("checking the access to the hub")
             check_access(target_of(self.recipe))
+        checks = InputChecks(
+            self.loaded, self.resolution, run, self.options, self.observer, self.skipped, self.advance
+        )
         with (
-            start_early(self.plan, self._inspected(start))
+            start_early(self.plan, inspected_recipe(self.recipe, start))
             if starts_ranks and self.plan.has_all_ranks
             else nullcontext() as early
         ):
-            inputs = self._check_inputs(start, early)
+            inputs = checks.check(start, early)
             with replace(self, resolution=inputs.resolution, early=early, model=inputs.model).owned(
                 start, inputs
             ) as job:
@@ -424,103 +316,6 @@ class _Job:
                 self.write(inputs, start)
             self.observer.run_opened(run, self.plan.screen_log)
             yield self
-
-    def _inspected(self, start: Start) -> Recipe:
-        """Return the recipe of the model to inspect: a resumed run and its checkpoint have what only its
-        start reads."""
-        if start.checkpoint is None:
-            return self.recipe
-        return without_adapter(from_run(self.recipe, start.checkpoint.path.parent, start.from_run))
-
-    def _check_inputs(self, start: Start, early: EarlyLaunch | None) -> TrainingInputs:
-        """Inspect the model and plan in other processes while the data is prepared. Raises: FsdpTuneError
-        with the problems of both."""
-        recipe, observer = self.recipe, self.observer
-        observer.phase("loading the tokenizer")
-        with children.threads(2) as pool:
-            here = self._inspected(start)
-            inspecting = pool.submit(
-                inspect_model, here, answer=early.inspection if early is not None else None
-            )
-            planning = pool.submit(plan_here, here)
-            try:
-                encoder = load_encoder(here)
-                observer.notices(encoder.notices)
-                sample_prompts(recipe, encoder)
-                with observer.progress("tokenising", None, "rows") as bar:
-                    progress = CountedBar(bar, self.advance)
-                    data = prepare_data(
-                        recipe,
-                        encoder,
-                        progress=progress,
-                        verify=self.options.verify_data,
-                        run=self.plan.run.path,
-                    )
-                evaluation = check_evaluation(recipe, encoder, observer)
-            except FsdpTuneError as error:
-                if error.exit_code is ExitCode.PREEMPTED:  # a signal: do not wait for other problems
-                    raise
-                raise FsdpTuneError(
-                    *inspecting.result().problems, *error.problems, exit_code=error.exit_code
-                ) from error
-            observer.phase("inspecting the model")
-            model = with_tensors(here, inspecting.result(), observer.message)
-            observer.phase("planning")
-            plan = planning.result()
-            decided, predicted, not_planned = plan
-        observer.notices([*model.notices, *data.as_notices(), *not_planned])
-        # The shapes of well-known models in this package are enough for a plan, never for training.
-        is_packaged = model.model is not None and model.model.packaged
-        packaged = (
-            [f"`{recipe.model.name_or_path}` cannot be reached, and is not in the cache"]
-            if is_packaged
-            else []
-        )
-        if model.model is None or model.problems or model.unchecked or packaged:
-            raise FsdpTuneError(*model.problems, *map(_unreachable, [*model.unchecked, *packaged]))
-        observer.notices(
-            [
-                *check_vocabulary(model.model, recipe, data.vocabulary_size),
-                *notices_of_evaluation(recipe, model.model),
-            ]
-        )
-        if (
-            start.checkpoint is not None
-            and (before := Prepared.read(RunDir(start.checkpoint.path.parent).data_json)) is not None
-        ):
-            refuse_changed_files(before.stamps, data.stamps)
-        overwrite = self.options.overwrite
-        data = continued_data(
-            recipe, start, data, self.skipped, observer, run=self.plan.run, overwrite=overwrite
-        )
-        base = base_of(recipe, model.model) if recipe.lora is not None else None
-        if base is not None and start.checkpoint is not None:
-            refuse_other_base(RunDir(start.checkpoint.path.parent).base_json, base)
-        steps = steps_of_run(recipe, data)
-        refuse_beyond_end(start, steps)
-        if steps is not None and (
-            wrong := [*schedule_of_steps(recipe, steps), *best_is_evaluated(recipe, steps)]
-        ):
-            raise FsdpTuneError(
-                *(as_problem(finding, self.loaded.positions) for finding in wrong), exit_code=ExitCode.USAGE
-            )
-        if not self.options.ignore_plan:
-            refuse_what_cannot_fit(predicted)
-            refuse_scores_without_room(recipe, model.model, predicted)
-            facts = {
-                "parameters": model.model.parameters,
-                "trained_parameters": model.model.trained_parameters,
-            }
-            observer.notices(check_space(recipe, **facts, is_new=start.is_new, steps=steps))
-        planned = decided.recipe.model_copy(
-            update={"model": recipe.model, "data": recipe.data, "lora": recipe.lora}
-        )
-        resolution = replace(
-            self.resolution, recipe=planned, reasons=self.resolution.reasons | decided.reasons
-        )
-        return TrainingInputs(
-            resolution, decisions(decided), model.model, encoder, data, predicted, base, steps, evaluation
-        )
 
     def write(self, inputs: TrainingInputs, start: Start) -> None:
         extensions, before = (
@@ -589,62 +384,6 @@ class _Job:
                     observer.metrics(event.line)
         raise AssertionError("the supervisor ends with a verdict")
 
-    def conclude(self, ended: Verdict, evaluations: Evaluating | None = None) -> TrainResult:
-        """Evaluate and merge a finished run. Raises: FsdpTuneError with the problem of a failed one and the
-        next commands."""
-        run = self.plan.run
-        outcome = ended.first_outcome.facts if ended.first_outcome else {}
-        checkpoint, _ = latest_checkpoint(run, elsewhere=None)
-        result = TrainResult(run, self.recipe, ended.reason, ended.step, outcome, checkpoint)
-        if ended.problem is not None:
-            self.observer.run_ended(result)
-            ways_out = (*ended.problem.ways_out, *commands_to_resume(run, checkpoint))
-            raise FsdpTuneError(replace(ended.problem, ways_out=ways_out), exit_code=ended.exit_code)
-        if ended.reason is ExitReason.FINISHED and evaluations is not None:
-            evaluations.finish(ended.signal)
-        if ended.reason is ExitReason.FINISHED and self.recipe.merge.at_end:
-            self.observer.run_ended(replace(result, exit_reason=ExitReason.FAILED))
-            result = replace(result, merged=self.merge())
-            if self.recipe.training.push_to_hub:
-                result = replace(result, pushed=self.push())
-        return result
-
-    def merge(self, *, overwrite: bool = True) -> Path:
-        options = MergeOptions(overwrite=overwrite, best=takes_best(self.recipe))
-        with hints_with_command(self.plan.run.path):
-            return merge_checkpoint(self.plan.run.path, options, observer=self.observer).output
-
-    def push(self) -> str:
-        """Upload the adapter if the run has no merged model, else that."""
-        run, alone = self.plan.run, self.recipe.lora is not None and self.recipe.merge.adapter == "adapter"
-        return push(run.path, adapter=alone, observer=self.observer).url
-
-    def finished(self, start: Start, evaluations: Evaluating | None = None) -> TrainResult:
-        """Return the result of a run that has finished, after the evaluations and the merge if a crash
-        prevented them."""
-        if evaluations is not None:
-            evaluations.finish()
-        run = self.plan.run
-        outcome = read_outcome(run, 0)
-        assert outcome is not None, "the outcome of the first rank is what makes a run finished"
-        merged = (
-            run.merged
-            if is_merged(run, self.recipe)
-            else self.merge(overwrite=False)
-            if self.recipe.merge.at_end
-            else None
-        )
-        return TrainResult(
-            run,
-            self.recipe,
-            ExitReason.FINISHED,
-            outcome.step,
-            outcome.facts,
-            start.checkpoint,
-            merged,
-            had_finished=True,
-        )
-
     def follow(self) -> TrainResult:
         """Run the ranks of a machine other than the first, once that has written the run directory."""
         run, rank = self.plan.run, self.plan.machine_rank
@@ -668,11 +407,3 @@ class _Job:
             self.observer.run_ended(result)
             raise FsdpTuneError(ended.problem, exit_code=ended.exit_code)
         return result
-
-
-def _unreachable(what: str) -> Problem:
-    return Problem(
-        "model-unreachable",
-        what,
-        hint="give a local directory as `model.name_or_path`, or download it where there is network",
-    )

@@ -15,7 +15,8 @@ from fsdp_tune.core.errors import ExitReason
 from fsdp_tune.core.files import open_regular, read_regular
 from fsdp_tune.core.ownership import Owner, is_rank_of, live_owner
 from fsdp_tune.core.units import format_seconds
-from fsdp_tune.launch.command.resume import commands_of_finished, commands_to_resume, read_resolved
+from fsdp_tune.launch.command.next_commands import commands_of_finished, commands_to_resume
+from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.checkpoint_scores import checkpoint_events, of_newest_definition
 from fsdp_tune.run.directory import Checkpoint, RunDir, complete_checkpoints, latest_checkpoint

@@ -14,7 +14,7 @@ from fsdp_tune.merge.copy.gather import BUFFER_BYTES
 from fsdp_tune.merge.copy.layout import Layout
 from fsdp_tune.merge.read.reader import SourceFiles
 from fsdp_tune.merge.read.safetensors_files import read_header, read_index
-from fsdp_tune.merge.source import INDEX_NAME
+from fsdp_tune.merge.weight_formats import INDEX_NAME
 
 
 def check_headers(stage: Path, layout: Layout) -> None:

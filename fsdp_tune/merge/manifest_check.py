@@ -17,7 +17,7 @@ from typing import Self
 
 from fsdp_tune.core.errors import FailedError, Problem, Where
 from fsdp_tune.merge.read.reader import advise, unreadable
-from fsdp_tune.merge.source import Weights
+from fsdp_tune.merge.weight_formats import Weights
 from fsdp_tune.run.manifest import Digester, FileEntry, mark_damaged
 
 _READ_BYTES = 256 << 10

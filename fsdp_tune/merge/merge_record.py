@@ -16,9 +16,10 @@ from fsdp_tune.merge.companions import Companions
 from fsdp_tune.merge.copy.layout import Layout
 from fsdp_tune.merge.copy.write import Written
 from fsdp_tune.merge.lora.adapt import Adapter
+from fsdp_tune.merge.merge_settings import MergeSettings
 from fsdp_tune.merge.model_card import CARD_NAME, DTYPE_ROW, QUANTISED_ROW, model_card
 from fsdp_tune.merge.output_directory import put
-from fsdp_tune.merge.source import MergeSettings, Selection
+from fsdp_tune.merge.source import Selection
 from fsdp_tune.run.base_model import BaseRecord
 from fsdp_tune.run.directory import MERGE_RECORD as RECORD_NAME
 from fsdp_tune.run.manifest import digest_data, digest_file

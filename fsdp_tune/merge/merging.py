@@ -5,24 +5,19 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.atomic import staged_directory
 from fsdp_tune.core.command import Bar, MergeCheck, OpenBar
 from fsdp_tune.core.errors import FailedError, Notice, Problem, Where, failed_error, usage_error
-from fsdp_tune.core.tensors.dtypes import Shape
-from fsdp_tune.core.tensors.file_formats import WEIGHTS_FILE
 from fsdp_tune.merge import output_directory as place
 from fsdp_tune.merge.companions import Companions
-from fsdp_tune.merge.copy.as_base import as_base
-from fsdp_tune.merge.copy.layout import Layout, plan_layout
-from fsdp_tune.merge.copy.ties import Tied, find_ties
-from fsdp_tune.merge.copy.write import THREADS, CheckpointTensors, Written, write_tensors
+from fsdp_tune.merge.copy.write import THREADS, Written, write_tensors
+from fsdp_tune.merge.copy_plan import Copy, plan_copy
 from fsdp_tune.merge.integrity import check_bytes_on_disk, check_headers
 from fsdp_tune.merge.load_check import Child, compare_parameters, load_and_run
 from fsdp_tune.merge.lora.adapt import Adapter, adapt
@@ -30,28 +25,17 @@ from fsdp_tune.merge.lora.base_under_adapter import AdapterOptions
 from fsdp_tune.merge.manifest_check import ManifestCheck
 from fsdp_tune.merge.merge_options import MergeAnswer, MergedAdapter, MergeOptions
 from fsdp_tune.merge.merge_record import Facts, write_record
+from fsdp_tune.merge.merge_settings import MergeSettings, settle
 from fsdp_tune.merge.output_directory import write_companions
-from fsdp_tune.merge.precision import find_kept
 from fsdp_tune.merge.quantised import (
     QuantisedModel,
     check_quantised,
     check_quantised_target,
     rounding_notices,
 )
-from fsdp_tune.merge.read.base import read_carried, read_restored, record_of_base
 from fsdp_tune.merge.read.contents import Contents, read_contents, weights_below
-from fsdp_tune.merge.read.reader import SourceTensor
-from fsdp_tune.merge.source import (
-    NAMED,
-    SINGLE_NAME,
-    CheckpointChoice,
-    MergeSettings,
-    Selection,
-    select_checkpoint,
-    settle,
-)
+from fsdp_tune.merge.source import NAMED, CheckpointChoice, Selection, select_checkpoint
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.base_model import BaseLayout, BaseRecord
 from fsdp_tune.run.written_files import merge_record, require_unchanged_output
 
 _SHOWN = 20
@@ -132,45 +116,14 @@ def merge_checkpoint(
         _check_base_weights(options, adapter)
         if adapter is not None:
             place.check_output(settings.output, selection, adapter.base)
-        copy = _plan(stack, contents, selection, companions, settings, adapter, options.base)
+        copy = plan_copy(stack, contents, selection, companions, settings, adapter, options.base)
         layout, tied = copy.layout, copy.tied
         with place.writing_to(target):
             place.check_space(target, layout, companions)
             leftovers += place.clear_leftovers(target)
-            replace = options.overwrite and target.exists()
-            with (
-                place.stage_owned(target),
-                staged_directory(target, replace=replace, last=place.RECORD_NAME) as stage,
-            ):
-                written, compared = _copy(copy, stage, show)
-                if written.non_finite and not options.allow_nonfinite:
-                    _refuse_non_finite(written, settings, target)
-                changes = tied.config_changes | dict(adapter.config_changes if adapter is not None else {})
-                write_companions(stage, companions, layout, changes, adapter)
-                loaded = _verify(copy, stage, written, show, allow_nonfinite=options.allow_nonfinite)
-                facts = Facts(
-                    selection,
-                    settings,
-                    companions,
-                    layout,
-                    written,
-                    copy.left_out,
-                    contents.left_out,
-                    copy.base_tensors,
-                    adapter,
-                    origin,
-                )
-                write_record(stage, target.name, facts)
+            written, checked = _write(copy, contents, target, options, show, origin)
     notices = [
-        *selection.notices,
-        *contents.notices,
-        *leftovers,
-        *tied.notices,
-        *copy.notices,
-        *compared,
-        *loaded,
-    ]
-    notices += [
+        *(*selection.notices, *contents.notices, *leftovers, *tied.notices, *copy.notices, *checked),
         *_non_finite_notices(written),
         *(_notices_of_a_model(selection, settings, target, companions) if not exports else ()),
     ]
@@ -195,6 +148,39 @@ def merge_checkpoint(
         if settings.quantise and settings.recipe is not None
         else None,
     )
+
+
+def _write(
+    copy: Copy, contents: Contents, target: Path, options: MergeOptions, show: OpenBar, origin: str | None
+) -> tuple[Written, list[Notice]]:
+    """Write the output next to `target`, check it, and put it in its place. Raises: FailedError if a check
+    fails."""
+    companions, layout, adapter = copy.companions, copy.layout, copy.adapter
+    replace = options.overwrite and target.exists()
+    with (
+        place.stage_owned(target),
+        staged_directory(target, replace=replace, last=place.RECORD_NAME) as stage,
+    ):
+        written, compared = _copy(copy, stage, show)
+        if written.non_finite and not options.allow_nonfinite:
+            _refuse_non_finite(written, copy.settings, target)
+        changes = copy.tied.config_changes | dict(adapter.config_changes if adapter is not None else {})
+        write_companions(stage, companions, layout, changes, adapter)
+        loaded = _verify(copy, stage, written, show, allow_nonfinite=options.allow_nonfinite)
+        facts = Facts(
+            copy.selection,
+            copy.settings,
+            companions,
+            layout,
+            written,
+            copy.left_out,
+            contents.left_out,
+            copy.base_tensors,
+            adapter,
+            origin,
+        )
+        write_record(stage, target.name, facts)
+    return written, [*compared, *loaded]
 
 
 def _selected(source: Path, options: MergeOptions) -> Selection:
@@ -273,114 +259,6 @@ def _check_base_weights(options: MergeOptions, adapter: Adapter | None) -> None:
             "bits, or the source does not record it",
             hint="leave the option out, or pass the run itself: RUN or RUN/checkpoint-N",
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """The inputs of the copy and of the checks that run next to it."""
-
-    sources: Sequence[CheckpointTensors]
-    selection: Selection
-    companions: Companions
-    layout: Layout
-    shapes: Mapping[str, Shape]
-    """Of the tensors to write, by the names of the model."""
-    tied: Tied
-    left_out: Mapping[str, str]
-    """The heads that are not written and their embeddings, by their names in the output."""
-    settings: MergeSettings
-    adapter: Adapter | None
-    base_tensors: BaseRecord
-    """What becomes of the base's tensors: those of `carried` are written next to those of the trained
-    model."""
-    has_base: bool
-    notices: tuple[Notice, ...] = ()
-
-    @property
-    def needs_parameter_list(self) -> bool:
-        """Whether names and shapes are compared with the model: for checkpoints without a manifest, and with
-        `--base`.
-
-        The tensors of an adapter's base keep the names of its directory, so they are not compared.
-        """
-        if self.adapter is not None and (self.adapter.is_exported or self.adapter.base is not None):
-            return False
-        vouched = all(source.is_vouched for source in self.sources) and not self.has_base
-        return self.companions.config is not None and self.settings.verify != "none" and not vouched
-
-
-def _plan(
-    stack: ExitStack,
-    contents: Contents,
-    selection: Selection,
-    companions: Companions,
-    settings: MergeSettings,
-    adapter: Adapter | None,
-    base: str | None,
-) -> Copy:
-    """Decide the tensors of the output, with names and shapes as files of the base have them, and the files
-    that they are in.
-
-    `base`: `--base`. `stack` closes the base's files.
-    """
-    tied = find_ties(companions.config, contents.sources)
-    ordered = [tensor for tensor in contents.ordered if tensor.name not in tied.left_out]
-    stored = _base_layout(selection, adapter)
-    output = as_base(stored, contents.sources, ordered)
-    is_adapter = adapter is not None and adapter.is_exported
-    most_bytes, file_name = (None, WEIGHTS_FILE) if is_adapter else (settings.max_shard_bytes, SINGLE_NAME)
-    keeps_fp32, notices = find_kept(selection, companions, stored, settings.dtype)
-    recorded = record_of_base(selection)
-    carried = {} if is_adapter else read_carried(stack, selection, base)
-    wanted = recorded.restored(settings.dtype, keeps_fp32)
-    restored = _restored(output.ordered, wanted, partial(read_restored, stack, selection, base))
-    sources = tuple(
-        replace(source, tensors={**source.tensors, **restored, **carried}) for source in output.sources
-    )
-    written = [*(restored.get(tensor.name, tensor) for tensor in output.ordered), *carried.values()]
-    layout = plan_layout(written, settings.dtype, most_bytes, single_name=file_name, keeps_fp32=keeps_fp32)
-    left_out = {stored.name_of(head): stored.name_of(embedding) for head, embedding in tied.left_out.items()}
-    shapes = {tensor.name: tensor.shape for tensor in ordered}
-    record = replace(recorded, carried=tuple(sorted(carried)))
-    return Copy(
-        sources,
-        selection,
-        companions,
-        layout,
-        shapes,
-        tied,
-        left_out,
-        settings,
-        adapter,
-        record,
-        base is not None,
-        tuple(notices),
-    )
-
-
-def _restored(
-    ordered: Sequence[SourceTensor],
-    wanted: Mapping[str, str],
-    restore: Callable[[Mapping[str, str]], Mapping[str, SourceTensor]],
-) -> dict[str, SourceTensor]:
-    """Return those of the tensors to write that are read from the base, as it has them: their copy in the
-    checkpoint is rounded.
-
-    `wanted`: {name in the output: name in the base}. An embedding that grew has rows that the base lacks.
-    """
-    shapes = {tensor.name: tensor.shape for tensor in ordered}
-    found = restore({name: stored for name, stored in wanted.items() if name in shapes})
-    return {name: tensor for name, tensor in found.items() if tensor.shape == shapes[name]}
-
-
-def _base_layout(selection: Selection, adapter: Adapter | None) -> BaseLayout:
-    """Return how the files of the base store the parameters of a run. Weights under an adapter are such
-    files' tensors already."""
-    if adapter is not None and (adapter.is_exported or adapter.base is not None):
-        return BaseLayout(dict(adapter.renamed))
-    return (
-        BaseLayout.read(selection.run.base_layout_json) if selection.run is not None else None
-    ) or BaseLayout()
 
 
 def _copy(copy: Copy, stage: Path, show: OpenBar) -> tuple[Written, list[Notice]]:

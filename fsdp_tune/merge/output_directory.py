@@ -31,7 +31,8 @@ from fsdp_tune.core.units import format_bytes
 from fsdp_tune.merge.companions import CONFIG_NAME, Companions, output_config
 from fsdp_tune.merge.copy.layout import Layout
 from fsdp_tune.merge.lora.adapt import Adapter
-from fsdp_tune.merge.source import Format, Selection, Weights
+from fsdp_tune.merge.source import Selection
+from fsdp_tune.merge.weight_formats import Format, Weights
 from fsdp_tune.run.directory import MERGE_RECORD as RECORD_NAME
 from fsdp_tune.run.directory import enclosing_checkpoint
 

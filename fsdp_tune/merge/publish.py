@@ -23,7 +23,7 @@ from fsdp_tune.core.tensors.file_formats import CONFIG_FILE
 from fsdp_tune.merge.companions import CONFIG_NAME, read_folder, refuse_outside
 from fsdp_tune.merge.model_card import CARD_NAME, card_cell, without_folders
 from fsdp_tune.merge.output_directory import RECORD_NAME
-from fsdp_tune.merge.source import INDEX_NAME
+from fsdp_tune.merge.weight_formats import INDEX_NAME
 from fsdp_tune.run.base_model import BASE_FILE
 from fsdp_tune.run.written_files import require_unchanged_output, unsealed
 

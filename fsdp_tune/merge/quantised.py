@@ -28,7 +28,7 @@ from fsdp_tune.merge.merge_options import QuantisedAnswer
 from fsdp_tune.merge.model_card import CARD_NAME, DTYPE_ROW, MERGED_WITH, QUANTISED_ROW
 from fsdp_tune.merge.output_directory import RECORD_NAME, writing_to
 from fsdp_tune.merge.publish import without_results
-from fsdp_tune.merge.source import INDEX_NAME
+from fsdp_tune.merge.weight_formats import INDEX_NAME
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.manifest import digest_file, list_files

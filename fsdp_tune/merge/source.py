@@ -1,38 +1,29 @@
-"""What to merge from SRC and how: the formats of weights and which a directory holds, the checkpoint with its
-reason, the settings."""
+"""What to merge from SRC: the checkpoint, with its reason."""
 
 from __future__ import annotations
 
-import re
 import shlex
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from fsdp_tune.core.command import BaseWeights, MergeCheck, MergedDtype
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, failed_error, usage_error
-from fsdp_tune.core.files import folders_in, read_regular
+from fsdp_tune.core.files import folders_in
 from fsdp_tune.core.tensors.dcp_metadata import METADATA_NAME
-from fsdp_tune.core.tensors.file_formats import WEIGHTS_FILE
-from fsdp_tune.core.tensors.weight_files import (
-    CONFIG,
-    INDEX,
-    MAX_INDEX_BYTES,
-    SINGLE,
-    UnusableIndexError,
-    first_file,
-)
-from fsdp_tune.core.units import parse_bytes
 from fsdp_tune.merge.best_checkpoint import BY_VALUE, best_checkpoint
-from fsdp_tune.merge.merge_options import MergeOptions
-from fsdp_tune.recipe.schema.recipe import Merge, Recipe
+from fsdp_tune.merge.weight_formats import (
+    PICKLE_ENDINGS,
+    SINGLE_NAME,
+    Weights,
+    find_weights,
+    is_of_one_rank,
+    is_of_verl,
+)
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
-from fsdp_tune.run.base_model import BASE_FILE, BaseModel
 from fsdp_tune.run.checkpoint_scores import BestScore, CheckpointScores, best_by_score
 from fsdp_tune.run.directory import (
-    SHARD_FOLDER,
     Checkpoint,
     Rejected,
     RunDir,
@@ -41,111 +32,8 @@ from fsdp_tune.run.directory import (
     inspect_checkpoint,
 )
 from fsdp_tune.run.launch_files import read_recipe_json
-from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest
+from fsdp_tune.run.manifest import MANIFEST_NAME
 from fsdp_tune.run.written_files import merge_record
-
-SINGLE_NAME, INDEX_NAME = SINGLE, INDEX
-PICKLE_NAME = "pytorch_model_fsdp.bin"
-OLD_PICKLE_NAME = "pytorch_model.bin"  # transformers before safetensors
-PICKLE_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
-PEFT_PICKLE_NAME = "adapter_model.bin"
-HF_SHARD = re.compile(r"shard-(\d+)-model-\d+-of-\d+\.safetensors")
-"""A rank's file of torch's HuggingFaceStorageWriter."""
-_OF_ONE_RANK = re.compile(r".*_rank\d+|(?P<family>(model|optim|extra_state)_world_size_\d+_rank_\d+)")
-
-
-class Format(StrEnum):
-    DCP = "dcp"
-    SAFETENSORS = "safetensors"
-    HF_SHARDS = "sharded safetensors"
-    PICKLE = "pickle"
-    PEFT = "peft"
-    PEFT_PICKLE = "peft pickle"
-
-
-# The file that identifies each format; DCP has `.metadata` instead.
-FILE_OF = {
-    Format.SAFETENSORS: SINGLE_NAME,
-    Format.PICKLE: PICKLE_NAME,
-    Format.PEFT: WEIGHTS_FILE,
-    Format.PEFT_PICKLE: PEFT_PICKLE_NAME,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """One set of weights and its checkpoint; `file` in `root` is opened first. `manifest` lists the
-    checkpoint's files, if it has one."""
-
-    root: Path
-    format: Format
-    file: str
-    checkpoint: Path
-    step: int | None = None
-    manifest: Manifest | None = None
-
-
-def is_of_one_rank(file: Path) -> bool:
-    """Return whether a file is one rank's part of a model, by the names of Accelerate (LOCAL_STATE_DICT) or
-    of verl."""
-    return _OF_ONE_RANK.fullmatch(file.stem) is not None
-
-
-def is_of_verl(file: Path) -> bool:
-    """Return whether a file is one rank's part of a model as verl and its relatives save it
-    (`model_world_size_2_rank_0.pt`)."""
-    match = _OF_ONE_RANK.fullmatch(file.stem)
-    return match is not None and match["family"] is not None
-
-
-def find_weights(place: Path) -> Weights | None:
-    """Return the weights at `place`, as a checkpoint of its own: a directory is identified by its contents, a
-    file by its suffix."""
-    if place.is_file():
-        kind = next((kind for kind, name in FILE_OF.items() if name == place.name), None)
-        if kind is None and place.suffix in PICKLE_ENDINGS and not is_of_one_rank(place):
-            kind = Format.PICKLE
-        return _weights_in(place.parent, kind, place.name) if kind is not None else None
-    shards = place / SHARD_FOLDER
-    if (place / METADATA_NAME).is_file():
-        return _weights_in(place, Format.DCP, METADATA_NAME)
-    if shards.is_dir() or place.name == SHARD_FOLDER:
-        return _weights_in(shards if shards.is_dir() else place, Format.DCP, METADATA_NAME)
-    if (first := _first_file(place)) is not None:
-        return _weights_in(place, Format.SAFETENSORS, first)
-    for kind, name in (*FILE_OF.items(), (Format.PICKLE, OLD_PICKLE_NAME)):
-        if (place / name).is_file():
-            return _weights_in(place, kind, name)
-    shards = (
-        sorted(path.name for path in place.iterdir() if HF_SHARD.fullmatch(path.name))
-        if place.is_dir()
-        else []
-    )
-    return _weights_in(place, Format.HF_SHARDS, shards[0]) if shards else None
-
-
-def _first_file(folder: Path) -> str | None:
-    """Return the safetensors file of a model directory that is read first: the only one, or the index.
-    Raises: FailedError."""
-    config = folder / CONFIG
-    try:
-        return first_file(
-            lambda name: (folder / name).is_file(),
-            read_regular(config, most_bytes=MAX_INDEX_BYTES) if config.is_file() else None,
-            pickled=False,
-        )
-    except UnusableIndexError as error:
-        raise failed_error(
-            "merge-path-traversal" if error.leaves_directory else "merge-config",
-            str(error),
-            where=Where(str(config)),
-        ) from error
-
-
-def _weights_in(folder: Path, kind: Format, file: str) -> Weights:
-    root = folder.resolve()
-    return Weights(root, kind, file, checkpoint=root)
-
 
 NAMED = "it is what was named"
 NEWEST = "the newest of"
@@ -359,7 +247,7 @@ def newer_checkpoint(run: RunDir, output: Path) -> tuple[Notice, ...]:
 def _better_checkpoint(run: RunDir, complete: list[Checkpoint], steps: list[int]) -> BestScore | None:
     """Return the best checkpoint by a score, if it is better than those of `steps`, whose files may be gone;
     None if none is."""
-    recipe = _recipe(run)
+    recipe = recipe_of(run)
     if (
         recipe is None
         or (best := best_by_score(run, recipe, complete)) is None
@@ -418,7 +306,7 @@ def _select_in_run(run: RunDir, choice: CheckpointChoice) -> Selection:
             notices,
         )
     if choice.best:
-        checkpoint, reason = best_checkpoint(run, _recipe(run), complete)
+        checkpoint, reason = best_checkpoint(run, recipe_of(run), complete)
     else:
         checkpoint, reason = (
             complete[0],
@@ -492,90 +380,8 @@ def _averaged(run: RunDir, text: str, complete: list[Checkpoint]) -> list[Checkp
     return [by_step[int(step)] for step in steps]
 
 
-# ---- Settings, from the options and the run's `merge:` section
-
-
-@dataclass(frozen=True, slots=True)
-class MergeSettings:
-    """Resolved settings. `recipe` is None for a checkpoint of another tool."""
-
-    output: Path
-    dtype: MergedDtype
-    max_shard_bytes: int
-    verify: MergeCheck
-    recipe: Recipe | None
-    base_weights: BaseWeights = "trained"
-    quantise: bool = False
-
-
-def settle(selection: Selection, options: MergeOptions) -> MergeSettings:
-    """Resolve the settings: options override the recipe, which overrides the defaults.
-
-    A checkpoint of another tool keeps its dtype and needs `--output`. Raises: usage error.
-    """
-    exports, output = options.adapter is True, options.output
-    run = selection.run
-    recipe = _recipe(run) if run is not None else None
-    if output is None:
-        if run is None or recipe is None:
-            raise usage_error(
-                "merge-no-output",
-                "the checkpoint is not in a run directory of fsdp-tune, so `--output` has no default",
-                hint="pass `--output DIR`",
-            )
-        output = run.adapter if exports else run.merged
-    if recipe is None:
-        most_bytes, check = (
-            options.max_shard_bytes or parse_bytes(Merge().max_shard_size),
-            options.verify or "quick",
-        )
-        weights = options.base_weights or "trained"
-        return MergeSettings(
-            output, options.dtype or "keep", most_bytes, check, None, weights, quantise=bool(options.quantise)
-        )
-    wanted = recipe.merge.dtype
-    own = options.dtype or (recipe.compute_dtype if wanted == "auto" else wanted)
-    weights = options.base_weights or recipe.merge.base
-    if own == "keep" and recipe.nf4 is not None and weights == "trained" and not exports:
-        raise usage_error(
-            "merge-4-bits",
-            "the trained weights of the base are in 4 bits, which `keep` cannot keep",
-            ways_out=(
-                "write them in 16 bits: `--dtype bf16`",
-                "add the adapter to the original weights: `--base-weights original`",
-            ),
-        )
-    if run is not None and recipe.nf4 is not None and (weights == "trained" or exports):
-        _require_base(run)
-    return MergeSettings(
-        output,
-        own,
-        options.max_shard_bytes or parse_bytes(recipe.merge.max_shard_size),
-        options.verify or recipe.merge.verify,
-        recipe,
-        weights,
-        quantise=recipe.merge.quantise and recipe.quantised_training is not None
-        if options.quantise is None
-        else options.quantise,
-    )
-
-
-def _require_base(run: RunDir) -> None:
-    """Require the names of the weights in 4 bits, without which the adapter would be added to others. Raises:
-    FailedError."""
-    trained = BaseModel.read(run.base_json)
-    if trained is None or trained.nf4_scales is None:
-        raise failed_error(
-            "merge-adapter-base",
-            "it is missing, or does not name the weights that were trained in 4 bits",
-            where=Where(str(run.base_json)),
-            hint=f"copy the {BASE_FILE} of the run's exported adapter, or of another run of the same "
-            "recipe, to this path",
-        )
-
-
-def _recipe(run: RunDir) -> Recipe | None:
-    """Return the resolved recipe; None if another tool wrote the `checkpoint-N` directories."""
+def recipe_of(run: RunDir) -> Recipe | None:
+    """Return the resolved recipe of a run; None if another tool wrote the `checkpoint-N` directories."""
     try:
         return Recipe.model_validate_json(read_recipe_json(run))
     except FileNotFoundError:

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 from pydantic import Field
 
 from fsdp_tune.core.atomic import write_file, write_json
+from fsdp_tune.core.config_changes import changed_fields, vocabulary_changes, with_changes
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, usage_error
-from fsdp_tune.core.families import changed_fields, vocabulary_changes, with_changes
 from fsdp_tune.core.hub import resolves_inside
 from fsdp_tune.core.tensors.file_formats import CONFIG_FILE
 from fsdp_tune.data.tokenise.exported_tokenizer import SavedTokenizer, TokenizerOrigin, save_tokenizer

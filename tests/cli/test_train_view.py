@@ -16,7 +16,7 @@ from fsdp_tune.cli.run_card import card, show_card, spans_of
 from fsdp_tune.cli.train_view import data_lines, kernels_line, show_decided
 from fsdp_tune.cli.verbs import Screen, command
 from fsdp_tune.data.report import DataReport
-from fsdp_tune.launch.command.resume import commands_after, commands_of_finished
+from fsdp_tune.launch.command.next_commands import commands_after, commands_of_finished
 from fsdp_tune.recipe.resolve import Resolution
 from fsdp_tune.run.directory import RunDir
 from tests.cli.forked import lines_on_a_terminal
@@ -231,7 +231,7 @@ def test_adapter_is_served_on_its_base(tmp_path: Path) -> None:
 def test_load_best_model_at_end_merges_best_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fsdp_tune.jobs import train
+    from fsdp_tune.jobs import training_end
     from fsdp_tune.merge import merging
 
     asked: list[bool] = []
@@ -242,7 +242,7 @@ def test_load_best_model_at_end_merges_best_checkpoint(
 
     for loads_best in (False, True):
         recipe = resolved(training={"load_best_model_at_end": loads_best, "max_steps": 50})
-        monkeypatch.setattr(train, "merge_checkpoint", merge)
-        train._Job.merge(MagicMock(recipe=recipe))
+        monkeypatch.setattr(training_end, "merge_checkpoint", merge)
+        training_end.merge(MagicMock(), recipe, MagicMock())
         assert commands_after(RunDir(tmp_path), recipe, None)[0].endswith(" --best") == loads_best
     assert asked == [False, True]

@@ -23,8 +23,8 @@ from fsdp_tune.core.tensors.file_formats import (
     KNOWN_FIELDS,
     unknown_field_notices,
 )
+from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import merge_checkpoint
-from fsdp_tune.merge.source import MergeOptions
 from fsdp_tune.model.loading.construct import build_empty
 from fsdp_tune.model.loading.inspect import find_facts
 from tests.model.recipes import recipe_of

@@ -592,7 +592,7 @@ PLANTS: tuple[Plant, ...] = (
     ),
     plant(
         "shard folder not found",
-        "merge.source:find_weights",
+        "merge.weight_formats:find_weights",
         condition("shards.is_dir SHARD_FOLDER", "place.name == SHARD_FOLDER"),
         rows="F105",
     ),

@@ -9,7 +9,7 @@ from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.launch.machines import channel as channels
 from fsdp_tune.launch.machines import directories, peers, store
 from fsdp_tune.launch.machines import rendezvous as machines
-from fsdp_tune.launch.supervise import hang_diagnosis, rank_watch, supervisor
+from fsdp_tune.launch.supervise import hang_diagnosis, rank_watch, stop_signals, supervisor
 from fsdp_tune.run.directory import RunDir
 from tests.launch.fake_ranks import Parts, PlanOf, fake_plan, write_parts_of_ranks
 from tests.launch.links import Play
@@ -41,7 +41,7 @@ def quick_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "GRACE_SECONDS", 0.3)
     monkeypatch.setattr(supervisor, "HANG_MARGIN_SECONDS", 0.0)
     monkeypatch.setattr(supervisor, "LAST_READ_SECONDS", 0.3)
-    monkeypatch.setattr(supervisor, "ECHO_SECONDS", 0.15)
+    monkeypatch.setattr(stop_signals, "ECHO_SECONDS", 0.15)
     monkeypatch.setattr(hang_diagnosis, "ANSWER_SECONDS", 2.0)
     monkeypatch.setattr(rank_watch, "READS_PER_SECOND", 50.0)
     monkeypatch.setattr(rank_watch, "STARTUP_SECONDS", 0.0)

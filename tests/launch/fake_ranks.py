@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitReason, Problem
 from fsdp_tune.launch.command.accelerate import LaunchPlan
-from fsdp_tune.launch.supervise.supervisor import Event, Message
+from fsdp_tune.launch.supervise.launch_events import Event, Message
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.rank_files import Verdict
 from tests.launch.orphans import children, left_over

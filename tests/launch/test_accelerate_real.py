@@ -18,7 +18,8 @@ import pytest
 import yaml
 
 from fsdp_tune.launch.command.accelerate import launch_plan
-from fsdp_tune.launch.supervise.supervisor import Event, Logged, Supervisor
+from fsdp_tune.launch.supervise.launch_events import Event, Logged
+from fsdp_tune.launch.supervise.supervisor import Supervisor
 from fsdp_tune.recipe.fsdp_arguments import accelerate_config
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.rank_files import Verdict

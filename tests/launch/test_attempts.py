@@ -17,8 +17,8 @@ import pytest
 from fsdp_tune.core.errors import ExitReason, Problem
 from fsdp_tune.launch.supervise import attempts
 from fsdp_tune.launch.supervise.attempts import Attempts, NewerCopy
+from fsdp_tune.launch.supervise.launch_events import Event
 from fsdp_tune.launch.supervise.restarts import Failure, Restart, decide_restart, is_transient
-from fsdp_tune.launch.supervise.supervisor import Event
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import ResumeRequest
 from fsdp_tune.run.metrics_file import read_metrics

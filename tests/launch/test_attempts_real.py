@@ -22,7 +22,7 @@ from fsdp_tune.data.preparation import rows_of_step
 from fsdp_tune.launch.command.accelerate import launch_plan
 from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.launch.supervise.attempts import Attempts
-from fsdp_tune.launch.supervise.supervisor import Event, Message
+from fsdp_tune.launch.supervise.launch_events import Event, Message
 from fsdp_tune.run.directory import RunDir, latest_checkpoint
 from fsdp_tune.run.rank_files import Verdict, read_heartbeat
 from tests.conftest import REPOSITORY

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.launch.supervise.supervisor import Event, Message
+from fsdp_tune.launch.supervise.launch_events import Event, Message
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.rank_files import Verdict
 from tests.cuda.devices import on_devices

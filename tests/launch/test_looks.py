@@ -110,8 +110,8 @@ class Launch:
 
     @property
     def ranks(self) -> list[psutil.Process]:
-        assert self._supervisor._relay is not None
-        return psutil.Process(self._supervisor._relay.launcher.pid).children()
+        assert self._supervisor._signals.relay is not None
+        return psutil.Process(self._supervisor._signals.relay.launcher.pid).children()
 
     def _poll(self, _: float) -> None:
         self.polls += 1

@@ -17,7 +17,7 @@ from fsdp_tune.launch.machines import peers
 from fsdp_tune.launch.machines.machine import Fewer, Standby
 from fsdp_tune.launch.machines.rendezvous import Machines
 from fsdp_tune.launch.supervise.attempts import Attempts, Resized
-from fsdp_tune.launch.supervise.supervisor import Event, Message
+from fsdp_tune.launch.supervise.launch_events import Event, Message
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.metrics_file import read_metrics
 from fsdp_tune.run.rank_files import Verdict

@@ -19,10 +19,10 @@ import psutil
 import pytest
 
 from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Problem
+from fsdp_tune.launch.command.next_commands import commands_of_finished
 from fsdp_tune.launch.command.resume import (
     Start,
     check_data,
-    commands_of_finished,
     decide_start,
     move_aside,
     refuse_beyond_end,

@@ -25,7 +25,8 @@ from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.launch.supervise import hang_diagnosis, signal_relay
 from fsdp_tune.launch.supervise import rank_watch as watch
 from fsdp_tune.launch.supervise import supervisor as supervise
-from fsdp_tune.launch.supervise.supervisor import Event, Logged, Position, Supervisor
+from fsdp_tune.launch.supervise.launch_events import Event, Logged, Position
+from fsdp_tune.launch.supervise.supervisor import Supervisor
 from fsdp_tune.run import launch_files
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.metrics_file import read_metrics
@@ -119,7 +120,7 @@ def test_every_stop_signal_is_recorded(plan_of: PlanOf) -> None:
         signal.SIGIO,
     ]
     supervisor = Supervisor(plan_of({"0": []}), hang_timeout_seconds=60.0)
-    with supervisor._listening():
+    with supervisor._signals.listening():
         for number in numbers:
             os.kill(os.getpid(), number)
     assert supervisor.signals == numbers
@@ -129,7 +130,7 @@ def test_used_up_cpu_time_is_one_request(plan_of: PlanOf) -> None:
     """The kernel repeats SIGXCPU each second, which is no second request."""
     for first in (signal.SIGXCPU, signal.SIGTERM):
         supervisor = Supervisor(plan_of({"0": []}), hang_timeout_seconds=60.0)
-        with supervisor._listening():
+        with supervisor._signals.listening():
             for number in (first, signal.SIGXCPU, signal.SIGXCPU):
                 os.kill(os.getpid(), number)
         assert supervisor.signals == [first]
@@ -139,10 +140,10 @@ def test_alarm_that_nobody_handles_is_a_stop_signal(plan_of: PlanOf) -> None:
     before = signal.signal(signal.SIGALRM, signal.SIG_DFL)
     try:
         supervisor = Supervisor(plan_of({"0": []}), hang_timeout_seconds=60.0)
-        with supervisor._listening():
+        with supervisor._signals.listening():
             os.kill(os.getpid(), signal.SIGALRM)
         signal.signal(signal.SIGALRM, lambda *_: None)
-        with supervisor._listening():
+        with supervisor._signals.listening():
             os.kill(os.getpid(), signal.SIGALRM)
     finally:
         signal.signal(signal.SIGALRM, before)
@@ -165,7 +166,7 @@ def test_handler_does_not_wait_for_the_clock(plan_of: PlanOf, monkeypatch: pytes
     """The thread that a signal interrupts may hold the clock's lock, and would wait for itself."""
     supervisor = Supervisor(plan_of({"0": []}), hang_timeout_seconds=60.0)
     monkeypatch.setattr(supervise.LIVED, "now", lambda: pytest.fail("the handler waits for the lock"))
-    with supervisor._listening():
+    with supervisor._signals.listening():
         os.kill(os.getpid(), signal.SIGTERM)
     assert supervisor.signals == [signal.SIGTERM]
 

@@ -16,7 +16,8 @@ import pytest
 from fsdp_tune.core.ownership import is_alive
 from fsdp_tune.launch.command.accelerate import launch_plan
 from fsdp_tune.launch.supervise.early_launch import EarlyLaunch, start_early
-from fsdp_tune.launch.supervise.supervisor import Event, Logged, Supervisor
+from fsdp_tune.launch.supervise.launch_events import Event, Logged
+from fsdp_tune.launch.supervise.supervisor import Supervisor
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.early_start import EarlyStart
 from tests.launch.fake_ranks import ENDS_WELL, end_of, fake_plan, write_parts_of_ranks

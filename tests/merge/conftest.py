@@ -11,8 +11,8 @@ import torch
 
 from fsdp_tune.core.atomic import Disk
 from fsdp_tune.merge import load_check, loaded, merging
+from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import MergeResult, merge_checkpoint
-from fsdp_tune.merge.source import MergeOptions
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

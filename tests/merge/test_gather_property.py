@@ -17,8 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fsdp_tune.core.tensors.dtypes import DTYPES
+from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import merge_checkpoint
-from fsdp_tune.merge.source import MergeOptions
 from tests.merge.checkpoints import merged_tensors, same_bits, save_on_ranks
 from tests.merge.test_merging_values import small_gpt2, small_llama
 

@@ -14,8 +14,8 @@ import torch
 from fsdp_tune.core.atomic import Disk
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.merge import load_check, loaded
+from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import merge_checkpoint
-from fsdp_tune.merge.source import MergeOptions
 from tests.merge.checkpoints import SHARDS, make_run, merged_tensors, save_dcp
 from tests.merge.test_merging_values import model_directory, small_gpt2, small_llama
 

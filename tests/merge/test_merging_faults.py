@@ -26,9 +26,9 @@ from fsdp_tune.core.atomic import Disk, stage_lock
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.ownership import announced, live_owner
 from fsdp_tune.merge import manifest_check
+from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import merge_checkpoint
 from fsdp_tune.merge.read.reader import SourceFiles
-from fsdp_tune.merge.source import MergeOptions
 from tests.conftest import REPOSITORY
 from tests.faults.checks import in_child
 from tests.merge.checkpoints import SHARDS, contents, make_run, merged_tensors, same_bits, save_dcp
@@ -415,7 +415,7 @@ SLOW_MERGE = """
 import os, sys, time
 from pathlib import Path
 from fsdp_tune.merge.merging import merge_checkpoint
-from fsdp_tune.merge.source import MergeOptions
+from fsdp_tune.merge.merge_options import MergeOptions
 class SlowBar:
     def __call__(self, label, total, unit): return self
     def __enter__(self): return self

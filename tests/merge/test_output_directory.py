@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import merge_checkpoint
-from fsdp_tune.merge.source import MergeOptions
 from tests.merge.checkpoints import SHARDS, contents, make_run, merged_tensors, save_dcp
 
 STATE = {"w": torch.randn(100)}

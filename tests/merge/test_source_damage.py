@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.tensors.archive import Refused
+from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import merge_checkpoint
 from fsdp_tune.merge.read.reader import model_names
-from fsdp_tune.merge.source import MergeOptions
 from tests.merge.checkpoints import SHARDS, finish_checkpoint, make_run, merged_tensors, same_bits, save_dcp
 
 STATE = {

@@ -22,7 +22,7 @@ CODE = """
 import json, sys
 from pathlib import Path
 from fsdp_tune.merge.merging import merge_checkpoint
-from fsdp_tune.merge.source import MergeOptions
+from fsdp_tune.merge.merge_options import MergeOptions
 options = json.loads(sys.argv[2])
 result = merge_checkpoint(Path(sys.argv[1]), MergeOptions(**{**options, "output": Path(options["output"])}))
 # ru_maxrss would count the process that forked this one; the high-water mark of the memory map does not.

@@ -14,9 +14,9 @@ from fsdp_tune.core.atomic import Disk
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.merge.copy import gather, write
 from fsdp_tune.merge.copy.layout import PAGE_BYTES
+from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import merge_checkpoint
 from fsdp_tune.merge.read.reader import is_cold
-from fsdp_tune.merge.source import MergeOptions
 from tests.merge.checkpoints import SHARDS, make_run, merged_tensors, same_bits, save_dcp
 
 PAGES = {

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
-from fsdp_tune.pages import report_page
 from fsdp_tune.pages import report_page as report_pages
 from fsdp_tune.pages.report_page import LivePage, report_page
 from fsdp_tune.pages.run_record import read_run
@@ -81,7 +80,7 @@ def test_only_get_is_answered() -> None:
 
 
 def test_page_that_is_known_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_page, "RENEWED_SHARE", 0.0)  # a slow machine would not make the page again
+    monkeypatch.setattr(report_pages, "RENEWED_SHARE", 0.0)  # a slow machine would not make the page again
     pages = iter(["one", "one", "two"])
     with serving(lambda: next(pages)) as page:
         _, headers, _ = fetched(page)

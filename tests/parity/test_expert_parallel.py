@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load
 from transformers import AutoModelForCausalLM
 
+from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import merge_checkpoint
-from fsdp_tune.merge.source import MergeOptions
 from fsdp_tune.run.directory import RunDir
 from tests.parity import runs
 from tests.parity.bench import Bench, assert_as_near_as_bf16, assert_follows, assert_follows_one_device

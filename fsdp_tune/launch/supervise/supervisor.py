@@ -12,11 +12,9 @@ import contextlib
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import psutil
 
@@ -24,7 +22,7 @@ from fsdp_tune.core.atomic import DISK, write_file
 from fsdp_tune.core.clocks import LIVED
 from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
 from fsdp_tune.core.files import read_end_of_log
-from fsdp_tune.core.processes import STOP_SIGNALS, ends_with_parent, without_ignored
+from fsdp_tune.core.processes import ends_with_parent
 from fsdp_tune.core.refused_variables import find_refusal
 from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.command.accelerate import LaunchPlan
@@ -37,16 +35,18 @@ from fsdp_tune.launch.supervise.end_of_launch import (
     with_inferred_outcomes,
 )
 from fsdp_tune.launch.supervise.hang_diagnosis import hang_problem, report_text, with_launcher_state
+from fsdp_tune.launch.supervise.launch_events import Event, Logged, Message, Position
 from fsdp_tune.launch.supervise.looks import REFUSALS, Looks
 from fsdp_tune.launch.supervise.rank_watch import RankWatch, kill_for_good
 from fsdp_tune.launch.supervise.signal_relay import SignalRelay
+from fsdp_tune.launch.supervise.stop_signals import StopSignals
 from fsdp_tune.run.directory import RunDir, latest_checkpoint
 from fsdp_tune.run.events import Continued, TrainStarted, number, read_event
 from fsdp_tune.run.held_directory import HeldDirectory
 from fsdp_tune.run.launch_files import disk_refusal
 from fsdp_tune.run.manifest import MANIFEST_NAME
 from fsdp_tune.run.metrics_file import Follower, append_event
-from fsdp_tune.run.rank_files import Heartbeat, Verdict, clear, record
+from fsdp_tune.run.rank_files import clear, record
 
 POLL_SECONDS = 0.2
 
@@ -74,11 +74,6 @@ HANG_MARGIN_SECONDS = 3.0
 later. With `hang.ANSWER_SECONDS` that is below 10 s. Collectives of the ranks time out later."""
 
 
-ECHO_SECONDS = 0.5
-"""Signals this close together count as one, such as a scheduler's signal to both the group and the
-process."""
-
-
 READING_METRICS = "reading metrics.jsonl"
 
 
@@ -88,45 +83,6 @@ MOVED_SECONDS = 5.0
 
 LAST_READ_SECONDS = 5.0
 """For the outcomes of ranks that have all ended, if they cannot be looked at."""
-
-
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Of the stop signals, those that reach the ranks as they are. To a rank SIGUSR2 is a request for stacks;
-SIGTERM stands for the others."""
-
-
-UNUSED = (signal.SIGALRM, signal.SIGIO)
-"""Signals that end a command which does not use them, such as an alarm that its caller has set. Here they
-stop it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Logged:
-    """A line of metrics.jsonl: a step, an evaluation, or an event."""
-
-    line: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """A message of the supervisor."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Position:
-    """Where the first rank of this machine is, for the screen."""
-
-    step: int
-    phase: str
-    done: int
-    """Finished batches of an evaluation."""
-    planned: int
-    """Batches of an evaluation; 0 in other phases."""
-
-
-Event = Logged | Message | Position | Verdict
 
 
 class Supervisor:
@@ -148,11 +104,8 @@ class Supervisor:
         self._left_at: float | None = None
         self._is_directory_gone = False
         self._hang_seconds = hang_timeout_seconds + HANG_MARGIN_SECONDS
-        self._signals: list[tuple[int, float]] = []
-        self._relay: SignalRelay | None = None
-        self._is_announced = False
+        self._signals = StopSignals()
         self._gaps = len(LIVED.gaps)
-        self._gave_up_saving = False
         self._is_disk_refused = False
         self._stuck: Problem | None = None
         self._elsewhere: Problem | None = None
@@ -183,9 +136,9 @@ class Supervisor:
         metrics = Follower(run.metrics_jsonl)
         logs = [self._launcher_log, *map(run.rank_log, self._plan.ranks)]
         log_starts = {log.name: log.stat().st_size if log.exists() else 0 for log in logs}
-        with self._listening():
+        with self._signals.listening():
             launcher = self._start()
-            self._relay = SignalRelay(launcher)
+            self._signals.relay = SignalRelay(launcher)
             try:
                 while launcher.poll() is None:
                     time.sleep(POLL_SECONDS)
@@ -220,7 +173,7 @@ class Supervisor:
     ) -> Iterator[Event]:
         """Look at everything once. Every look of the loop at a file or a process is one of these: none that
         is refused hinders another."""
-        yield from self._looked("passing on signals", lambda: self._pass_on_signals(watch))
+        yield from self._looked("passing on signals", lambda: self._passed_on(watch))
         yield from self._looked("copying the launcher's log", lambda: self._copy_early_log(watch))
         yield from self._looked("recording a suspension", self._noticed_gaps)
         if time.monotonic() - self._metrics_read_at >= METRICS_SECONDS:
@@ -250,7 +203,7 @@ class Supervisor:
     @property
     def signals(self) -> list[int]:
         """Signals received so far, in order."""
-        return [number for number, _ in self._signals]
+        return self._signals.numbers
 
     def _moved(self, watch: RankWatch) -> Iterator[Event]:
         if not self._run.metrics_jsonl.exists():  # another machine's own directory has the line of the start
@@ -292,32 +245,8 @@ class Supervisor:
         if self._run.logs.is_dir():
             self._early.copy_log(self._launcher_log)
 
-    @contextlib.contextmanager
-    def _listening(self) -> Iterator[None]:
-        """Record signals instead of dying of them. SIGKILL cannot be caught; `core.processes` covers it."""
-
-        def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  the signature of a handler
-            if number == signal.SIGXCPU:  # the kernel repeats it each second
-                signal.signal(number, signal.SIG_IGN)
-                if self._signals:  # no second request
-                    return
-            # the clock has a lock, which this thread may hold
-            self._signals.append((number, time.monotonic()))
-            self._forward()
-
-        unused = [number for number in UNUSED if signal.getsignal(number) is signal.SIG_DFL]
-        before = {number: signal.signal(number, note) for number in [*without_ignored(STOP_SIGNALS), *unused]}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _forward(self) -> None:
-        """Send the first signal to the ranks. The handler calls it too: the loop may wait."""
-        if self._relay is not None and self._signals:
-            first, _ = self._signals[0]
-            self._relay.send(first if first in FORWARDED else signal.SIGTERM)
+    def _passed_on(self, watch: RankWatch) -> Iterator[Event]:
+        return self._signals.pass_on(watch, self._total_steps, self._step_seconds)
 
     def _noticed_gaps(self) -> Iterator[Event]:
         """Record in the metrics for how long the whole job did not run."""
@@ -345,7 +274,7 @@ class Supervisor:
             moved = place.moved_to()
             saves = " after they have saved there" if moved is not None else ""
             yield Message(f"{directory_problem(place.given, moved).message}; the ranks are stopped{saves}")
-            self._signals.append((signal.SIGTERM, time.monotonic()))
+            self._signals.add(signal.SIGTERM)
 
     def _noticed_refusal(self, watch: RankWatch) -> Iterator[Event]:
         was_refused, self._is_disk_refused = self._is_disk_refused, watch.disk_refusal is not None
@@ -356,26 +285,6 @@ class Supervisor:
             )
         elif was_refused and not self._is_disk_refused:
             yield Message(f"{self._run.logs} can be written again")
-
-    def _pass_on_signals(self, watch: RankWatch) -> Iterator[Event]:
-        """Say where the ranks stop after the first signal; a second one ends the wait for them."""
-        if not self._signals:
-            return
-        (first, first_at), (last, last_at) = self._signals[0], self._signals[-1]
-        self._forward()
-        if not self._is_announced:
-            watch.read_all()
-            self._is_announced = True
-            what = stop_line(list(watch.beats.values()), self._total_steps, self._step_seconds)
-            limit = " (the limit of CPU time, `ulimit -t`)" if first == signal.SIGXCPU else ""
-            yield Message(
-                f"{signal.Signals(first).name}{limit}: {what}; a second signal stops at once, without saving"
-            )
-        if self._relay is not None and (text := self._relay.help(watch.alive)) is not None:
-            yield Message(text)
-        if not self._gave_up_saving and LIVED.at(last_at) - LIVED.at(first_at) > ECHO_SECONDS:
-            self._gave_up_saving = True
-            yield Message(f"{signal.Signals(last).name}: stopping at once")
 
     def _end_if_needed(self, launcher: subprocess.Popen[str], watch: RankWatch) -> Iterator[Event]:
         now = LIVED.now()
@@ -392,16 +301,14 @@ class Supervisor:
                 watch.failed_at = now
             # In training, the ranks agree on the step where they stop.
             stopped = (
-                self._machines.stopped_elsewhere() if not self.has_trained and not self._signals else None
+                self._machines.stopped_elsewhere() if not self.has_trained and not self.signals else None
             )
             if stopped is not None:
-                self._signals.append(
-                    (signal.SIGINT if stopped is ExitReason.INTERRUPTED else signal.SIGTERM, time.monotonic())
-                )
+                self._signals.add(signal.SIGINT if stopped is ExitReason.INTERRUPTED else signal.SIGTERM)
         if silent_seconds is not None:
             yield Message("no progress: collecting the stacks of every rank")
             yield from self._report_hang(launcher, watch, silent_seconds)
-        if self._gave_up_saving or self._stuck is not None:
+        if self._signals.gave_up_saving or self._stuck is not None:
             _kill_remaining(launcher, watch)
             return
         if watch.failed_at is not None and now - watch.failed_at > GRACE_SECONDS and (alive := watch.alive):
@@ -452,7 +359,7 @@ class Supervisor:
     def _observe(
         self, watch: RankWatch, launcher_code: int, log_starts: Mapping[str, int]
     ) -> LaunchObservation:
-        launcher = self._relay.launcher if self._relay is not None else None
+        launcher = self._signals.relay.launcher if self._signals.relay is not None else None
 
         def written(log: Path) -> str:
             is_of_early = (
@@ -482,7 +389,7 @@ class Supervisor:
                 if rank not in watch.outcomes
             },
             signals=self.signals,
-            gave_up_saving=self._gave_up_saving,
+            gave_up_saving=self._signals.gave_up_saving,
             stuck=self._stuck,
             elsewhere=self._elsewhere,
             killed_ranks=watch.expects_deaths,
@@ -499,8 +406,8 @@ class Supervisor:
         must be newer than that: on a full disk the last known step is an old one."""
         with contextlib.suppress(OSError):
             newest, _ = latest_checkpoint(self._run, elsewhere=None)
-            if newest is not None and self._signals and launcher_code != 0:
-                signalled = time.time() - (time.monotonic() - self._signals[0][1])
+            if newest is not None and self._signals.received and launcher_code != 0:
+                signalled = time.time() - (time.monotonic() - self._signals.received[0][1])
                 return newest.step if (newest.path / MANIFEST_NAME).stat().st_mtime >= signalled else None
             return (
                 newest.step
@@ -537,38 +444,3 @@ def _read_outcomes(watch: RankWatch) -> None:
     while watch.lacks_outcomes and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
         watch.read_all()
-
-
-# ---- The message, printed as soon as a signal is received, of where the run will stop.
-
-STARTING_PHASES = frozenset({"starting", "importing", "loading the model", "reading back"})
-"""Phases in which a signal ends a rank at once."""
-
-
-VOTE_STEPS = 2
-"""Ranks vote after the step in progress and read the votes after the next one
-(`worker.agreement.StopVote`)."""
-
-
-NAMED_SECONDS = 1.0
-"""The step of the stop is named if steps are known to take longer than this: a heartbeat is up to a second
-old."""
-
-
-def stop_line(beats: Sequence[Heartbeat], total_steps: int | None, step_seconds: float | None) -> str:
-    """Return the message of where the run stops after a signal. `beats`: the last heartbeat of each rank that
-    has written one."""
-    if not beats or any(beat.phase in STARTING_PHASES for beat in beats):
-        return "stopping; no step has been trained in this launch, so there is nothing to save"
-    step = max(beat.step for beat in beats)
-    if total_steps is not None and step + VOTE_STEPS >= total_steps:
-        return f"step {total_steps} is the last one; saving a checkpoint there, then stopping"
-    phases = {beat.phase for beat in beats} & {"evaluating", "saving"}
-    first = f"after the {'evaluation' if 'evaluating' in phases else 'save'} in progress, " if phases else ""
-    if step_seconds is None or step_seconds < NAMED_SECONDS:
-        return f"{first}saving a checkpoint within {VOTE_STEPS} more steps, then stopping"
-    takes = format_seconds(VOTE_STEPS * step_seconds)
-    return (
-        f"{first}stopping after step {step + VOTE_STEPS} ({VOTE_STEPS} more steps, about {takes}) and "
-        "saving a checkpoint there"
-    )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fsdp_tune.core.tensors.dtypes import OF_OPTION, DType, Shape
 from fsdp_tune.core.tensors.file_formats import header_bytes
 from fsdp_tune.merge.read.reader import SourceTensor
-from fsdp_tune.merge.source import SINGLE_NAME
+from fsdp_tune.merge.weight_formats import SINGLE_NAME
 
 PAGE_BYTES = (
     4096  # direct I/O needs offset, length and address in whole blocks of the disk; none has larger ones

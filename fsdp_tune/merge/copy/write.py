@@ -47,7 +47,7 @@ from fsdp_tune.merge.copy.values import (
 )
 from fsdp_tune.merge.read.contents import CheckpointTensors
 from fsdp_tune.merge.read.reader import LowRankOfExperts, SourceTensor
-from fsdp_tune.merge.source import INDEX_NAME
+from fsdp_tune.merge.weight_formats import INDEX_NAME
 
 THREADS = 4  # whatever the cores: a thread that waits for the disk needs none
 

@@ -40,7 +40,8 @@ from fsdp_tune.merge.lora.targets import Layers, add_layers
 from fsdp_tune.merge.read.base import has_weights, read_base, without_others
 from fsdp_tune.merge.read.contents import CheckpointTensors, Contents, must_agree
 from fsdp_tune.merge.read.reader import SourceFiles, SourceTensor, is_peft
-from fsdp_tune.merge.source import Format, Selection, Weights
+from fsdp_tune.merge.source import Selection
+from fsdp_tune.merge.weight_formats import Format, Weights
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import Published
 from fsdp_tune.run.directory import SHARD_FOLDER

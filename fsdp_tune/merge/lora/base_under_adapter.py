@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fsdp_tune.core.command import BaseWeights
+from fsdp_tune.core.config_changes import with_changes
 from fsdp_tune.core.errors import Notice, Where, failed_error, usage_error
-from fsdp_tune.core.families import with_changes
 from fsdp_tune.core.tensors.activation_scales import dropped_notices
 from fsdp_tune.core.tensors.file_formats import CONFIG_FILE
 from fsdp_tune.merge.companions import Companions, fetch_model, find_companions

@@ -38,7 +38,8 @@ from fsdp_tune.merge.read.reader import (
     optimizer_state,
 )
 from fsdp_tune.merge.read.safetensors_files import read_safetensors
-from fsdp_tune.merge.source import Format, Selection, Weights, find_weights
+from fsdp_tune.merge.source import Selection
+from fsdp_tune.merge.weight_formats import Format, Weights, find_weights
 from fsdp_tune.run.directory import RunDir, checkpoint_step, refuse_lost_recipe
 
 _SHOWN = 5

@@ -19,7 +19,7 @@ from fsdp_tune.core.tensors.dtypes import OF_SAFETENSORS, DType, Extent, Shape, 
 from fsdp_tune.merge.read.dcp import gap_or_overlap, without_replicas
 from fsdp_tune.merge.read.reader import Chunk, SourceFiles, SourceTensor
 from fsdp_tune.merge.read.safetensors_files import read_header
-from fsdp_tune.merge.source import HF_SHARD
+from fsdp_tune.merge.weight_formats import HF_SHARD
 
 INFO = "DCP_SHARDING_INFO"
 

@@ -9,7 +9,7 @@ from fsdp_tune.core.tensors.dtypes import OF_SAFETENSORS, Extent, row_major
 from fsdp_tune.core.tensors.weight_files import MAX_INDEX_BYTES, UnusableIndexError, WeightList, is_index
 from fsdp_tune.core.tensors.weight_files import read_index as parse_index
 from fsdp_tune.merge.read.reader import Chunk, SourceFiles, SourceTensor
-from fsdp_tune.merge.source import INDEX_NAME, SINGLE_NAME
+from fsdp_tune.merge.weight_formats import INDEX_NAME, SINGLE_NAME
 
 _ITEM_BYTES = {name: dtype.item_bytes for name, dtype in OF_SAFETENSORS.items()}
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from fsdp_tune.core.config_changes import changed_fields
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where
-from fsdp_tune.core.families import changed_fields
 from fsdp_tune.core.tensors.file_formats import (
     CONFIG_FILE,
     PREFIX,

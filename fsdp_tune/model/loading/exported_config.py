@@ -17,16 +17,14 @@ from pathlib import Path
 from huggingface_hub import file_exists, parse_safetensors_file_metadata
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from fsdp_tune.core.families import (
-    LAYERS,
+from fsdp_tune.core.config_changes import (
     changed_fields,
     old_names,
-    part_of,
     with_changes,
     with_floats,
     with_old_spellings,
-    without_next_token_layers,
 )
+from fsdp_tune.core.families import LAYERS, part_of, without_next_token_layers
 from fsdp_tune.core.hub import cached_model_file, hub_is_reachable
 from fsdp_tune.core.tensors.encoded import StoredType
 from fsdp_tune.core.tensors.encodings import MODELOPT_FILE, settings_of_files, without_quantisation

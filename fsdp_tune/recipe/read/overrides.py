@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where
 from fsdp_tune.core.units import ScalarError, enumerated, parse_plain, shown
 from fsdp_tune.recipe.key_paths import KeyPath, NamePath, dotted
-from fsdp_tune.recipe.read.legacy import Translation, take_aliases, translate
+from fsdp_tune.recipe.read.legacy import take_aliases, translate
 from fsdp_tune.recipe.read.recipe_text import check_characters
+from fsdp_tune.recipe.read.translation import Translation
 from fsdp_tune.recipe.read.yaml_source import (
     ListNode,
     MappingEntry,

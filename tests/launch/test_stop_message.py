@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_tune.launch.supervise.supervisor import stop_line
+from fsdp_tune.launch.supervise.stop_message import stop_line
 from fsdp_tune.run.rank_files import Heartbeat
 
 

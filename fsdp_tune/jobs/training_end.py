@@ -1,0 +1,79 @@
+"""The end of a training: evaluate, merge and push its model, or name the next commands of a failed one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from fsdp_tune.core.errors import ExitReason, FsdpTuneError
+from fsdp_tune.jobs.evaluating import Evaluating
+from fsdp_tune.jobs.observer import Observer, TrainResult
+from fsdp_tune.jobs.results import is_merged, merge_checkpoint, push
+from fsdp_tune.launch.command.next_commands import commands_to_resume
+from fsdp_tune.launch.command.resume import Start, takes_best
+from fsdp_tune.merge.merge_options import MergeOptions, hints_with_command
+from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.run.directory import RunDir, latest_checkpoint
+from fsdp_tune.run.rank_files import Verdict, read_outcome
+
+
+def conclude(
+    run: RunDir, recipe: Recipe, observer: Observer, ended: Verdict, evaluations: Evaluating | None
+) -> TrainResult:
+    """Evaluate and merge a finished run. Raises: FsdpTuneError with the problem of a failed one and the next
+    commands."""
+    outcome = ended.first_outcome.facts if ended.first_outcome else {}
+    checkpoint, _ = latest_checkpoint(run, elsewhere=None)
+    result = TrainResult(run, recipe, ended.reason, ended.step, outcome, checkpoint)
+    if ended.problem is not None:
+        observer.run_ended(result)
+        ways_out = (*ended.problem.ways_out, *commands_to_resume(run, checkpoint))
+        raise FsdpTuneError(replace(ended.problem, ways_out=ways_out), exit_code=ended.exit_code)
+    if ended.reason is ExitReason.FINISHED and evaluations is not None:
+        evaluations.finish(ended.signal)
+    if ended.reason is ExitReason.FINISHED and recipe.merge.at_end:
+        observer.run_ended(replace(result, exit_reason=ExitReason.FAILED))
+        result = replace(result, merged=merge(run, recipe, observer))
+        if recipe.training.push_to_hub:
+            result = replace(result, pushed=_push(run, recipe, observer))
+    return result
+
+
+def merge(run: RunDir, recipe: Recipe, observer: Observer, *, overwrite: bool = True) -> Path:
+    options = MergeOptions(overwrite=overwrite, best=takes_best(recipe))
+    with hints_with_command(run.path):
+        return merge_checkpoint(run.path, options, observer=observer).output
+
+
+def _push(run: RunDir, recipe: Recipe, observer: Observer) -> str:
+    """Upload the adapter if the run has no merged model, else that."""
+    alone = recipe.lora is not None and recipe.merge.adapter == "adapter"
+    return push(run.path, adapter=alone, observer=observer).url
+
+
+def finished(
+    run: RunDir, recipe: Recipe, observer: Observer, start: Start, evaluations: Evaluating | None = None
+) -> TrainResult:
+    """Return the result of a run that has finished, after the evaluations and the merge if a crash
+    prevented them."""
+    if evaluations is not None:
+        evaluations.finish()
+    outcome = read_outcome(run, 0)
+    assert outcome is not None, "the outcome of the first rank is what makes a run finished"
+    merged = (
+        run.merged
+        if is_merged(run, recipe)
+        else merge(run, recipe, observer, overwrite=False)
+        if recipe.merge.at_end
+        else None
+    )
+    return TrainResult(
+        run,
+        recipe,
+        ExitReason.FINISHED,
+        outcome.step,
+        outcome.facts,
+        start.checkpoint,
+        merged,
+        had_finished=True,
+    )
