@@ -348,10 +348,8 @@ def trl(task: dict[str, Any], _rank: int) -> None:
         else None,
         callbacks=[gate_callback()],
     )
-    lengths = [
-        sum(row["seq_lengths"]) if "seq_lengths" in row else len(row["input_ids"])
-        for row in trainer.train_dataset
-    ]  # pyright: ignore[reportCallIssue]
+    rows: Any = trainer.train_dataset
+    lengths = [sum(row["seq_lengths"]) if "seq_lengths" in row else len(row["input_ids"]) for row in rows]
     Path(task["folder"], "tokens_per_row").write_text(str(sum(lengths) / len(lengths)), encoding="ascii")
     trainer.train()
 
