@@ -198,7 +198,7 @@ class MeasureOptions:
     measure: Annotated[
         int | None, Option("Train the N best recipes for a few steps here, and rank what was measured.", metavar="N", minimum=1)
     ] = None
-    measure_steps: Annotated[int, Option("Steps that count, after two that do not.", metavar="N", minimum=1)] = 5
+    measure_steps: Annotated[int | None, Option("Steps that count, after two that do not [default: 5].", metavar="N", minimum=1)] = None
     minutes: Annotated[float | None, Option("Begin no measurement that would end later.", metavar="MINUTES")] = None
 
 
