@@ -276,7 +276,8 @@ def check_training(tree: MappingNode) -> dict[KeyPath, Problem]:
             default = TRAINING_FIELDS.fields[name].default
             typical = 100 if default == -1 else default  # -1 means unset
             example = f", such as `{typical}`" if "number" in takes and type(default) in (int, float) else ""
-            hint = hint or _value_hint(entry.node, takes, options) or f"write {takes}{example}"
+            of_zero = mismatch(name, 0) or ""  # the range, which a value of another type does not show
+            hint = hint or _value_hint(entry.node, f"{takes}; {of_zero}", options) or f"write {takes}{example}"
             problems[path] = Problem("wrong-value", message, where_of(tree, path), hint)
     return problems
 
