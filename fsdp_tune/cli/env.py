@@ -73,6 +73,7 @@ def gather() -> dict[str, Any]:
 
 
 def show(screen: Screen, facts: dict[str, Any]) -> None:
+    """Print the document of `gather` as tables."""
     screen.table("versions", ["package", "version"], [[name, version or "not installed"] for name, version in facts["versions"].items()])
     host, torch = facts["host"], facts["torch"]
     rows = [

@@ -116,8 +116,8 @@ def plan(
         check_output_file(html, replaces=True)
     if measuring.measure is not None:
         made = _measured(screen, recipe, options, measuring, measuring.measure)
-    elif measuring.minutes is not None:
-        raise usage_error("usage", "`--minutes` limits `--measure`", hint="--measure 3")
+    elif measuring.measure_steps is not None or measuring.minutes is not None:
+        raise usage_error("usage", "`--measure-steps` and `--minutes` need `--measure`", hint="--measure 3")
     else:
         made = fsdp_tune.plan(recipe.load(unneeded=INPUTS), **given(options), observer=screen)
     show_errors(screen, made)
@@ -144,7 +144,7 @@ def _measured(screen: Screen, recipe: NamedRecipe, options: PlanOptions, measuri
     return fsdp_tune.measure(
         recipe.load(allowed=options.allowed),
         count=count,
-        steps=measuring.measure_steps,
+        steps=measuring.measure_steps or 5,
         minutes=measuring.minutes,
         exact=options.exact,
         write=options.write,

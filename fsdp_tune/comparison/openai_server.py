@@ -34,6 +34,8 @@ TOP = 5
 _TOKEN_ID = "token_id:"
 """How vLLM writes ids in the place of texts, with `return_tokens_as_token_ids`."""
 _NO_LOGPROBS = "the server returns no log-probabilities"
+_BUSY = frozenset({408, 429, 502, 503, 504})
+"""Statuses of a server that cannot answer now, such as while it loads the model; they say nothing about the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +192,7 @@ class OpenAIServer:
         return _text_answer(self._post("/completions", body))
 
     def _answer(self, path: str, body: Document, logprobs: Document, read: Callable[[Document], ServedAnswer]) -> ServedAnswer:
+        """Return an answer, without log-probabilities if the server refuses the request for them. Raises: usage error."""
         try:
             return read(self._post(path, body | logprobs))
         except RefusedError as error:
@@ -217,7 +220,7 @@ class OpenAIServer:
         except RefusedError:
             return None
         except FsdpTuneError as error:
-            if error.problems[0].code in ("server-response", "server-redirect"):
+            if error.problems[0].code in ("server-response", "server-redirect", "server-busy"):
                 return None
             raise
 
@@ -258,6 +261,9 @@ class OpenAIServer:
             given = "refuses the key" if self._key is not None else "needs a key"
             hint = "put the key into a variable of the environment and name it: `--api-key-env NAME`"
             return usage_error("server-key", f"`{self.url}` {given}: {self._without_key(words)}", hint=hint)
+        if error.code in _BUSY:
+            message = f"`{url}` cannot answer now ({error.code}): {self._without_key(words)}"
+            return usage_error("server-busy", message, hint="try again when the log of the server shows that it is ready")
         return RefusedError(error.code, self._without_key(words))
 
     def _without_key(self, words: str) -> str:

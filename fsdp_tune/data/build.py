@@ -300,7 +300,8 @@ def _mixture(recipe: Recipe, inputs: Sequence[Input], train: Examples, trained: 
         tokens = [int(count) for count in np.bincount(pieces.sources, pieces.segments[:, 1], minlength=len(entries))]
     empty = next((opened for opened, amount in zip(entries, tokens or sizes, strict=True) if not amount), None)
     if empty is not None:
-        raise usage_error("no-rows", f"`{empty.entry.path}` has no row left to train on, so no share of it can be drawn")
+        message = f"`{empty.entry.path}` has no row left to train on, so no share of it can be drawn"
+        raise usage_error("no-rows", message, hint="remove the entry from `data.train`, or give it other rows")
     return train.take(mixed(train.sources, sizes, weights, mixture, tokens))
 
 

@@ -99,7 +99,7 @@ class Prepared(Document):
     def continued(self, global_batch_size: int, step: int, record: RowRecord | None = None) -> Prepared:
         """Return the data of a start after `step` steps with this global batch.
 
-        Rows that an earlier start left out later are left out from there.
+        A row that was left out from a later step on is left out from `step` on.
         `record`: of the checkpoint from which it starts; None: the attempts that these data have.
         """
         before = {each.origin: each.step for each in (record.skipped or () if record is not None else ())}

@@ -69,11 +69,24 @@ def compare_runs(a: RunDir, b: RunDir, recipes: tuple[Recipe, Recipe], keys: Seq
     found.first_bits = min((part.first_bits for part in parts if part.first_bits is not None), key=lambda each: each.step, default=None)
     found.compared = [part.evidence for part in parts if part.evidence]
     found.left_out = [line for part in parts for line in part.left_out]
-    if found.first is not None and lines.first is not None:
-        found.rows_of_step = rows_of_step(a.data_json, recipes[0], lines.first.step)
-        if found.rows_of_step is None:
-            found.left_out.append(f"the rows of step {lines.first.step}: the prepared data of A are gone, or it reads a stream")
+    if lines.first is not None and found.first is lines.first:
+        is_single = all(_covers_one_step(record, lines.first.step) for record in (one, other))
+        _add_rows(found, a, recipes[0], lines.first.step, is_single=is_single)
     return found
+
+
+def _covers_one_step(record: RunRecord, step: int) -> bool:
+    return step == 1 or any(int(line["step"]) == step - 1 for line in record.lines.losses)
+
+
+def _add_rows(found: ComparedRuns, a: RunDir, recipe: Recipe, step: int, *, is_single: bool) -> None:
+    """Name the rows of the first line that differs, or why they are not named."""
+    if not is_single:
+        found.left_out.append(f"the rows of step {step}: step {step - 1} has no line of its own, and may have differed first")
+        return
+    found.rows_of_step = rows_of_step(a.data_json, recipe, step)
+    if found.rows_of_step is None:
+        found.left_out.append(f"the rows of step {step}: the prepared data of A are gone, or it reads a stream")
 
 
 def _every(recipe: Recipe) -> int:

@@ -296,14 +296,17 @@ class Mirroring:
 
     def tend(self) -> None:
         """Start the process that sends again if it has died, and report at once an error that does not pass by itself."""
-        if self._child is None or self.machine != 0:
+        if self._child is None:
             return
         state = self._state()
-        if state.is_refused and state.pid == self._child.pid and state.error != self._reported:
+        if self.machine == 0 and state.is_refused and state.pid == self._child.pid and state.error != self._reported:
             self._reported = state.error
             message = f"no checkpoint reaches the mirror {self.remote.url}: {state.error}"
             self.observer.notices([Notice("mirror-stopped", message, Where(key="checkpoint.mirror"), "training continues")])
-        if self._child.poll() is not None and self._started <= RESTARTS:
+        exit_code = self._child.poll()
+        # On another machine it ends by itself, with 0, if the first machine shares the disk.
+        has_died = exit_code is not None if self.machine == 0 else exit_code not in (None, 0)
+        if has_died and self._started <= RESTARTS:
             self._start_step = None  # what is on this disk is the run by now
             self._start()
 
@@ -317,8 +320,13 @@ class Mirroring:
             child.stdin.close()
         with suppress(StoppedBySignal, KeyboardInterrupt):  # they end the wait: the run itself has ended
             self._wait(child)
-        if self.machine == 0 and child.poll() != 0:
+        exit_code = child.poll()
+        if self.machine == 0 and exit_code != 0:
             self.observer.notices([self._behind()])
+        elif self.machine != 0 and exit_code not in (None, 0):
+            message = f"files of this machine may be missing in the mirror {self.remote.url}: what sends them ended with {exit_code}"
+            hint = f"{self.run.logs / f'mirror-{self.machine:02d}.log'} has its last words; the next start of the run sends the rest"
+            self.observer.notices([Notice("mirror-behind", message, hint=hint)])
 
     def _wait(self, child: subprocess.Popen[str]) -> None:
         with suppress(subprocess.TimeoutExpired):

@@ -201,8 +201,8 @@ class MeasureOptions:
         Option("Train the N best recipes for a few steps on this machine, and rank them by measured speed.", metavar="N", minimum=1),
     ] = None
     measure_steps: Annotated[
-        int, Option("With --measure: measured steps of each recipe, after two that do not count.", metavar="N", minimum=1)
-    ] = 5
+        int | None, Option("With --measure: measured steps of each recipe, after two that do not count [default: 5].", metavar="N", minimum=1)
+    ] = None
     minutes: Annotated[float | None, Option("With --measure: start no measurement that would end after this time.", metavar="MINUTES")] = (
         None
     )

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
@@ -249,7 +249,7 @@ def submission(
     is_printed: bool = False,
     observer: Observer = Observer(),
 ) -> Submission:
-    """Read a recipe with the size that the options give; with `sweep`, resolve that of each of its runs. Raises: FsdpTuneError.
+    """Read a recipe with the size that the options give; with `sweep`, resolve the recipe of each run. Raises: FsdpTuneError.
 
     `is_printed`: as in `Submission`.
     """
@@ -296,16 +296,18 @@ def _site(slurm: SlurmOptions) -> dict[str, str]:
 def _alone(files: JobFiles) -> Iterator[None]:
     """Hold the lock of submitting this run, after another `submit` has released it. Raises: usage error if it does not."""
     deadline = time.monotonic() + LOCK_SECONDS
-    while True:
-        try:
-            with owned(files.lock):
-                yield
-            return
-        except HeldError as error:
-            if time.monotonic() > deadline:
-                message = f"another command submits this run: {error.owner or 'its process is unknown'}"
-                raise usage_error("submit-in-progress", message, hint=f"remove {files.lock} if that process has certainly ended") from None
-        time.sleep(0.2)
+    with ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(owned(files.lock))
+                break
+            except HeldError as error:
+                if time.monotonic() > deadline:
+                    message = f"another command submits this run: {error.owner or 'its process is unknown'}"
+                    ways_out = () if error.is_certain else (f"remove {files.lock} if that process has certainly ended",)
+                    raise usage_error("submit-in-progress", message, ways_out=("wait for its end", *ways_out)) from None
+            time.sleep(0.2)
+        yield
 
 
 def already_queued(queued: Sequence[QueuedJob]) -> Exception:

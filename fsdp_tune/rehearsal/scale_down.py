@@ -207,31 +207,13 @@ def _kernels(small: ScaledRecipe) -> None:
 
 
 def _data(small: ScaledRecipe, recipe: Recipe, folder: Path, inputs: ReadableInputs) -> None:
-    data = small.document["data"]
-    data |= {"cache_dir": str(folder / "cache"), "num_proc": "auto"}
-    if not (inputs.data and inputs.tokenizer):
-        keep = {"max_length", "packing", "packing_strategy", "pad_to_multiple_of", "shuffle", "cache_dir"}
-        small.document["data"] = data = {name: value for name, value in data.items() if name in keep}
-        data["train"] = [{"path": "builtin:arithmetic", "split": "train", "max_rows": ROWS}]
-        data["eval"] = [{"path": "builtin:arithmetic", "split": "test", "max_rows": EVAL_ROWS, "label": "held_out"}]
-        why = "that tokenizer encodes nothing else" if inputs.data else "some of the recipe's data cannot be read here"
-        small.changes.append(f"data: builtin:arithmetic, since {why}")
+    """Read few and short rows, of the built-in data set if the recipe's cannot be read here."""
+    small.document["data"] |= {"cache_dir": str(folder / "cache"), "num_proc": "auto"}
+    if inputs.data and inputs.tokenizer:
+        _own_data(small, recipe)
     else:
-        if recipe.data.streaming:
-            data |= {"stream_lanes": "auto", "shuffle_buffer_size": min(data["shuffle_buffer_size"], ROWS)}
-            small.changes.append(f"data: streams as in the recipe, shuffled in windows of {data['shuffle_buffer_size']} rows")
-        else:
-            for source in data["train"]:
-                source["max_rows"] = min(source["max_rows"] or ROWS, ROWS)
-            small.changes.append(f"data: at most the first {ROWS} rows of each source")
-        if recipe.data.on_bad_row == "skip":
-            data["max_bad_share"] = 1.0
-            small.changes.append(f"data.max_bad_share: 1 instead of {recipe.data.max_bad_share:g}, which is a share of all rows")
-        if isinstance(recipe.data.eval, (EvalFraction, EvalRows)):
-            data["eval"] = {"rows": EVAL_ROWS}
-        elif data["eval"] is not None:
-            for source in data["eval"]:
-                source["max_rows"] = min(source["max_rows"] or EVAL_ROWS, EVAL_ROWS)
+        _builtin_data(small, recipe, inputs)
+    data = small.document["data"]
     shortest = MAX_LENGTH_TOKENS * max(1, -(-inputs.tokens // MAX_LENGTH_TOKENS))
     if recipe.data.max_length > shortest:
         data["max_length"] = shortest
@@ -240,6 +222,49 @@ def _data(small: ScaledRecipe, recipe: Recipe, folder: Path, inputs: ReadableInp
         if recipe.data.overlong in ("drop", "error") and "overlong" in data:
             data["overlong"] = "truncate"  # rows that fit the real length must not be dropped at the small one
             small.changes.append(f"data.overlong: truncate instead of {recipe.data.overlong}, which is for the real length")
+
+
+_KEPT_DATA = frozenset({"max_length", "packing", "packing_strategy", "pad_to_multiple_of", "shuffle", "cache_dir"})
+"""Keys of `data` that rows of the built-in data set have too."""
+_REPLACED_DATA = frozenset({"train", "eval", "eval_packing", "stream_lanes", "num_proc"})
+"""Those that the rehearsal, or its resolution, sets itself."""
+
+
+def _builtin_data(small: ScaledRecipe, recipe: Recipe, inputs: ReadableInputs) -> None:
+    data = {name: value for name, value in small.document["data"].items() if name in _KEPT_DATA}
+    data["train"] = [{"path": "builtin:arithmetic", "split": "train", "max_rows": ROWS}]
+    data["eval"] = [{"path": "builtin:arithmetic", "split": "test", "max_rows": EVAL_ROWS, "label": "held_out"}]
+    small.document["data"] = data
+    why = "that tokenizer encodes nothing else" if inputs.data else "some of the recipe's data cannot be read here"
+    small.changes.append(f"data: builtin:arithmetic, since {why}")
+    written = recipe.data.model_dump(exclude_defaults=True)
+    if others := [f"data.{name}" for name in written if name not in _KEPT_DATA | _REPLACED_DATA]:
+        small.changes.append(f"{', '.join(others)}: the default; NOT rehearsed")
+
+
+def _own_data(small: ScaledRecipe, recipe: Recipe) -> None:
+    data = small.document["data"]
+    if recipe.data.streaming:
+        data |= {"stream_lanes": "auto", "shuffle_buffer_size": min(data["shuffle_buffer_size"], ROWS)}
+        small.changes.append(f"data: streams as in the recipe, shuffled in windows of {data['shuffle_buffer_size']} rows")
+    else:
+        for source in data["train"]:
+            source["max_rows"] = min(source["max_rows"] or ROWS, ROWS)
+        small.changes.append(f"data: at most the first {ROWS} rows of each source")
+    if recipe.data.on_bad_row == "skip":
+        data["max_bad_share"] = 1.0
+        small.changes.append(f"data.max_bad_share: 1 instead of {recipe.data.max_bad_share:g}, which is a share of all rows")
+    wanted = recipe.data.eval
+    if isinstance(wanted, EvalRows) and wanted.rows > EVAL_ROWS:
+        data["eval"] = {"rows": EVAL_ROWS}
+        small.changes.append(f"data.eval.rows: {EVAL_ROWS} instead of {wanted.rows}")
+    elif isinstance(wanted, EvalFraction) and wanted.fraction < EVAL_ROWS / ROWS:  # a small part of few rows may be none
+        data["eval"] = {"fraction": EVAL_ROWS / ROWS}
+        small.changes.append(f"data.eval.fraction: {EVAL_ROWS / ROWS:g} instead of {wanted.fraction:g}")
+    elif isinstance(wanted, list):
+        for source in data["eval"]:
+            source["max_rows"] = min(source["max_rows"] or EVAL_ROWS, EVAL_ROWS)
+        small.changes.append(f"data.eval: at most the first {EVAL_ROWS} rows of each set")
 
 
 def _sharing_ranks(small: ScaledRecipe, recipe: Recipe, ranks: int) -> int:
@@ -260,10 +285,10 @@ def _slices_of_rows(small: ScaledRecipe, recipe: Recipe, sharing: int) -> None:
     if rest := data["max_length"] % sharing:
         data["max_length"] -= rest
         small.changes.append(f"data.max_length: {data['max_length']}, which {sharing} ranks can share")
-    given, most = recipe.kernels.mlp_slice_tokens, max(1, data["max_length"] // sharing // 4)
-    if given is not None and given > most:
-        kernels["mlp_slice_tokens"] = most
-        small.changes.append(f"kernels.mlp_slice_tokens: {most} instead of {given}, since rows are shorter")
+    given, part = recipe.kernels.mlp_slice_tokens, data["max_length"] // sharing
+    if given is not None and given >= part:
+        kernels["mlp_slice_tokens"] = max(1, part // 4)
+        small.changes.append(f"kernels.mlp_slice_tokens: {kernels['mlp_slice_tokens']} instead of {given}, since rows are shorter")
 
 
 _LISTED_TRAINING = (

@@ -252,6 +252,8 @@ class LiveState(PartialFacts):
     """Of the whole model."""
     model_bytes: int = 0
     """Likewise."""
+    largest_tensor_bytes: int = 0
+    """Of the largest parameter, which a rank may receive in one piece before it keeps its part."""
     local_bytes: int = 0
     peak_growth_bytes: int = 0
     """Growth of the peak resident memory while loading."""

@@ -170,6 +170,7 @@ def test_trial_saves_evaluates_and_restarts_nothing(recipe: str, train_as: Any) 
         ["--measure", "2", "--no-search"],
         ["--measure", "2", "--num-gpus", "4"],
         ["--minutes", "3"],
+        ["--measure-steps", "20"],
         ["--measure", "2", "--set", "launch.num_machines=2", "--set", "launch.num_processes=2", "--set", "launch.main_process_ip=::1"],
     ],
 )

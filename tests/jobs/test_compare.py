@@ -19,6 +19,7 @@ import fsdp_tune
 from fsdp_tune.comparison.environments import ObservingChild
 from fsdp_tune.comparison.stages import Observation
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.jobs import compared_runs
 from fsdp_tune.jobs.options import CompareOptions
 from fsdp_tune.jobs.served import CompareAnswer
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -364,6 +365,30 @@ def test_two_runs_are_compared_by_their_lines(here: Path) -> None:
     assert not found.cause.is_shown
     assert found.a.python is None  # nothing was computed
     assert any("the rows of step 3" in line for line in found.not_compared)
+
+
+@pytest.mark.parametrize(
+    ("steps", "evaluation", "rows", "left_out"),
+    [
+        ([1, 2, 3], None, "3", False),
+        ([1, 3], None, None, True),  # step 2 may be the first that differs
+        ([1, 2, 3], 2, None, False),  # an earlier evaluation differs first
+    ],
+    ids=["every step", "step 2 has no line", "evaluation first"],
+)
+def test_rows_are_named_only_of_the_step_that_differs_first(
+    here: Path, monkeypatch: pytest.MonkeyPatch, steps: list[int], evaluation: int | None, rows: str | None, left_out: bool
+) -> None:
+    monkeypatch.setattr(compared_runs, "rows_of_step", lambda _file, _recipe, step: str(step))
+    for name, last in (("one", 1.0), ("two", 1.5)):
+        lines = [training_line(step, last if step == 3 else 3.0) for step in steps]
+        evaluations = [{"step": evaluation, "epoch": 0.2, "eval_loss": last}] if evaluation else []
+        written(here / name, sorted([*lines, *evaluations], key=lambda line: line["step"]))
+    found = compared(a="one", b="two")
+    assert found.first_step is not None
+    assert found.first_step.step == (evaluation or 3)
+    assert found.rows_of_step == rows
+    assert any("the rows of step 3: step 2 has no line" in line for line in found.not_compared) == left_out
 
 
 def test_runs_of_one_curve_are_equal_with_the_digests_that_are_missing_listed(here: Path) -> None:

@@ -315,6 +315,20 @@ def test_sender_that_is_refused_is_reported_once_and_at_once(mirrored: tuple[Run
     sender.close()
 
 
+@pytest.mark.parametrize(("machine", "exit_code", "starts"), [(0, None, 0), (0, 0, 1), (0, -9, 1), (1, None, 0), (1, 0, 0), (1, -9, 1)])
+def test_sender_that_dies_is_started_again_on_every_machine(
+    mirrored: tuple[RunDir, RemoteRun], monkeypatch: pytest.MonkeyPatch, machine: int, exit_code: int | None, starts: int
+) -> None:
+    """That of another machine ends with 0 on a disk that the first machine shares."""
+    found, notices, started = mirroring(*mirrored), list[Notice](), list[None]()
+    found.observer.notices = notices.extend  # type: ignore[method-assign]
+    found.machine = machine
+    found._child = SimpleNamespace(pid=-1, poll=lambda: exit_code)  # type: ignore[assignment]
+    monkeypatch.setattr(Mirroring, "_start", lambda _: started.append(None))
+    found.tend()
+    assert (len(started), notices) == (starts, [])
+
+
 @pytest.mark.parametrize("is_hashing", [True, False])
 def test_end_waits_while_a_model_is_hashed(
     mirrored: tuple[RunDir, RemoteRun], monkeypatch: pytest.MonkeyPatch, *, is_hashing: bool

@@ -243,7 +243,7 @@ MISTAKES: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ({"answers": {"/v1/models": (200, b"<html>")}}, {}, "server-response", "not a JSON object"),
     ({"answers": {"/v1/models": (500, b"<html>")}}, {}, "server-response", "(500)"),
     ({"answers": {"/v1/chat/completions": (200, {"choices": []})}}, {}, "server-response", "no `choices`"),
-    ({"answers": {"/v1/chat/completions": (503, {"error": {"message": "Loading model"}})}}, {}, "server-response", "Loading model"),
+    ({"answers": {"/v1/chat/completions": (503, {"error": {"message": "Loading model"}})}}, {}, "server-busy", "Loading model"),
     ({"models": ("one", "two")}, {}, "server-models", "serves 2 models: one, two"),
     ({"models": ()}, {}, "server-models", "serves 0 models"),
     ({}, {"prompts": None}, "compare-prompts", "`model` is not a run"),

@@ -161,8 +161,11 @@ def test_averaging_different_models_is_refused(tmp_path, merge):
 def test_averaging_different_integers_is_refused(tmp_path, merge):
     first, second = states(2)
     run = make_run(tmp_path / "run", {1: first, 2: {**second, "steps": torch.arange(5) + 1}})
-    with pytest.raises(FsdpTuneError, match="`steps` is int64, which has no mean"):
+    with pytest.raises(FsdpTuneError, match="`steps` is int64, which has no mean, and differs from that of the newest") as caught:
         merge(run, average="last:2")
+    [problem] = caught.value.problems
+    assert str(run / "checkpoint-1") in str(problem.where)
+    assert problem.hint == "merge one of them: `--step N`"
 
 
 def test_flipped_bit_in_any_of_the_averaged_checkpoints_is_found(tmp_path, merge):

@@ -19,7 +19,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictCon
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.merge.read.reader import SourceFiles
+from fsdp_tune.merge.read.contents import read_pickled
+from fsdp_tune.merge.read.reader import SourceFiles, SourceTensor
 from fsdp_tune.run.manifest import MANIFEST_NAME
 from tests.merge.checkpoints import SHARDS, finish_checkpoint, make_run, merged_tensors, same_bits, save_dcp, save_on_ranks
 from tests.ranks import shared_ranks
@@ -48,6 +49,7 @@ LAYOUTS = {
     "torchtune": {"model": WEIGHTS, "optimizer": OPTIMIZER, "epochs_run": 1, "seed": 7},
     "pytorch tutorial": {"app": {"model": WEIGHTS, "optim": OPTIMIZER}},
     "lightning": {"state_dict": WEIGHTS, "optimizer": OPTIMIZER},
+    "pytorch's loops": {"model_state_dict": WEIGHTS, "optimizer_state_dict": OPTIMIZER},
     "ddp": {"model": {f"module.{name}": value for name, value in WEIGHTS.items()}},
     "compiled": {"model": {f"_orig_mod.{name}": value for name, value in WEIGHTS.items()}},
     "fsdp1 and checkpointing wrappers": {
@@ -207,8 +209,51 @@ def test_files_of_torch_save_are_merged_by_any_name(name, wrapper, tmp_path, mer
     torch.save({wrapper: WEIGHTS, "epoch": 3, "optimizer": {"state": {}}} if wrapper else WEIGHTS, path)
     torch.save({"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": []}, tmp_path / "other" / "optimizer.pt")
     assert_weights(merge(path).output, WEIGHTS)
-    with pytest.raises(FsdpTuneError, match="holds no tensor"):
+    with pytest.raises(FsdpTuneError, match="state of an optimizer"):
         merge(tmp_path / "other" / "optimizer.pt", output=tmp_path / "no")
+
+
+WRAPPED = {
+    "model in state_dict": {"state_dict": {"model": WEIGHTS}, "epoch": 3},
+    "state_dict in model": {"model": {"state_dict": WEIGHTS, "config": {}}},
+    "module": {"module": WEIGHTS},
+    "pytorch's tutorial": {"epoch": 1, "model_state_dict": WEIGHTS, "optimizer_state_dict": {"state": {}, "param_groups": []}},
+}
+
+
+def read_saved(state: object, folder: Path) -> list[SourceTensor]:
+    torch.save(state, folder / "a.pt")
+    with SourceFiles(folder) as files:
+        return read_pickled(files, "a.pt")[0]
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_model_is_found_in_the_mappings_around_it(kind, tmp_path):
+    assert [tensor.name for tensor in read_saved(WRAPPED[kind], tmp_path)] == list(WEIGHTS)
+
+
+def recursive() -> dict[str, Any]:
+    state: dict[str, Any] = {"epoch": 3}
+    state["model"] = state
+    return state
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "message"),
+    [
+        ({"model": WEIGHTS, "module": WEIGHTS}, "merge-several-weights", "it holds several models: `model`, `module`"),
+        ({"epoch": 3, "net": WEIGHTS}, "merge-nothing-found", "it holds no tensor of a model, only `epoch`, `net`"),
+        (recursive(), "merge-nothing-found", "it holds no tensor of a model, only `epoch`, `model`"),
+        ({}, "merge-nothing-found", "it is an empty mapping"),
+    ],
+    ids=["several", "unknown key", "recursive", "empty"],
+)
+def test_intact_file_without_one_model_is_not_reported_as_damaged(state, code, message, tmp_path):
+    with pytest.raises(FsdpTuneError) as caught:
+        read_saved(state, tmp_path)
+    [problem] = caught.value.problems
+    assert (problem.code, problem.message) == (code, message)
+    assert "copy it again" not in str(problem.hint)
 
 
 def test_strides_of_every_kind_are_merged(tmp_path, merge):

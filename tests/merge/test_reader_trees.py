@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.merge.read import contents
 from fsdp_tune.merge.read.contents import weights_below
 from fsdp_tune.run.directory import CHECKPOINT_KIND, RunDir
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest
@@ -71,3 +72,22 @@ def test_tree_with_several_models_is_refused_by_name(tmp_path, merge):
         merge(tmp_path / "c")
     [problem] = caught.value.problems
     assert (problem.code, problem.hint) == ("merge-several-weights", f"give one of them: `{tmp_path / 'c' / 'step_10' / 'trainer'}`")
+
+
+def test_model_after_many_folders_is_seen_next_to_the_first(tmp_path):
+    for name in ("checkpoint_a", "final"):
+        save_dcp({"model": WEIGHTS}, tmp_path / name)
+    for number in range(199):
+        (tmp_path / f"data-{number:03}").mkdir()
+    with pytest.raises(FsdpTuneError, match="2 folders hold weights: checkpoint_a, final"):
+        weights_below(tmp_path)
+
+
+def test_tree_of_more_folders_than_are_searched_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(contents, "_MOST_FOLDERS", 2)
+    save_dcp({"model": WEIGHTS}, tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    assert weights_below(tmp_path) == tmp_path / "a"
+    (tmp_path / "b" / "c").mkdir()
+    with pytest.raises(FsdpTuneError, match="more than 2 folders"):
+        weights_below(tmp_path)

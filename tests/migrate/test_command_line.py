@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.migrate.read.command_line import command_in, parse_command
+from fsdp_tune.migrate.read.command_line import command_in, parse_command, starter
 from fsdp_tune.migrate.read.shell_script import Unexpanded
 from tests.migrate.imports import TORCHTUNE_STEP, from_text, row, values
 
@@ -50,6 +50,15 @@ def parsed(script: str) -> tuple[dict[str, Any], str | None]:
         ("llamafactory-cli train --stage sft -- x.yaml lr=1", {"stage": "sft", "config": "x.yaml", "lr": 1}, "LLaMA-Factory"),
         ("llamafactory-cli train info=x.json --stage sft", {"info": "x.json", "stage": "sft"}, "LLaMA-Factory"),
         ("uv run -- trl sft --x 1", {"x": 1}, "TRL"),
+        ("uv run --with trl trl sft --model_name_or_path M", {"launcher": {"with": "trl"}, "model_name_or_path": "M"}, "TRL"),
+        ("srun --job-name trl torchrun sft.py --x 1", {"launcher": {"job_name": "trl"}, "x": 1}, "TRL"),
+        ("python run_clm.py --tags trl llama", {"tags": ["trl", "llama"]}, "transformers examples"),
+        ("python run_clm.py --tags a trl llama", {"tags": ["a", "trl", "llama"]}, "transformers examples"),
+        (
+            "tune run lora_finetune_single_device --config x.yaml optimizer.lr=$LR lr=$LR",
+            {"config": "x.yaml", "optimizer.lr": "$LR", "lr": "$LR"},
+            "torchtune",
+        ),
         (
             'export A=1 B=2\nX=3\nC=4 srun --nodes 2 bash -lc "B=5 torchrun --nnodes 2 sft.py --x $X"',
             {"environment": {"A": 1, "C": 4, "B": 5}, "launcher": {"nodes": 2, "nnodes": 2}, "x": 3},
@@ -145,3 +154,8 @@ def test_variables_of_a_file_of_trl_are_kept_for_the_ranks(tmp_path: Path) -> No
     found = from_text(tmp_path, "model_name_or_path: m\ndataset_name: d\nenv: {NCCL_DEBUG: INFO, CUDA_VISIBLE_DEVICES: 0}\n", tool="TRL")
     assert values(found)["launch.env.NCCL_DEBUG"] == "INFO"
     assert row(found, "env.CUDA_VISIBLE_DEVICES")[0] == "dropped"
+
+
+def test_name_of_a_tool_as_a_value_starts_nothing() -> None:
+    assert starter(["srun", "--job-name", "trl", "python", "sft.py", "--x", "1"]) == "python"
+    assert starter(["srun", "--unbuffered", "trl", "sft", "--x", "1"]) == "trl"

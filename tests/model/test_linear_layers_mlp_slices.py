@@ -68,6 +68,14 @@ def test_loss_and_gradients_are_those_of_all_tokens_at_once(family: str) -> None
     assert_same(recipe_of(section, kernels=SLICED))
 
 
+def test_sliced_mlp_may_be_called_by_the_name_of_its_argument() -> None:
+    recipe = recipe_of("llama", kernels=SLICED)
+    model = build_full(recipe)
+    install_kernels(recipe, model, "cpu")
+    mlp, hidden = model.model.layers[0].mlp, torch.randn(1, 2 * TOKENS, model.config.hidden_size)
+    assert torch.equal(mlp(x=hidden), mlp(hidden))
+
+
 def test_slices_inside_recomputed_layers_have_the_same_gradients() -> None:
     assert_same(recipe_of("llama", kernels=SLICED, fsdp={"activation_checkpointing": "full"}))
 

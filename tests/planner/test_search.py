@@ -21,6 +21,7 @@ from fsdp_tune.planner.search.search import (
     other_trainings,
     rank_recipes,
     smallest_hardware,
+    why_first,
     with_places,
     with_resharding,
 )
@@ -162,7 +163,7 @@ def test_recomputation_is_taken_where_nothing_fits_without_it() -> None:
     assert first.recipe.fsdp.activation_checkpointing != "none"
     assert first.plan.fits == "yes"
     assert ranking.because is not None
-    assert "with activation checkpointing selective it is tight at best (SHARD_GRAD_OP, " in ranking.because
+    assert "with activation checkpointing `selective` it is tight at best (SHARD_GRAD_OP, " in ranking.because
 
 
 def test_reason_of_first_agrees_with_ranking() -> None:
@@ -172,8 +173,25 @@ def test_reason_of_first_agrees_with_ranking() -> None:
     for state_gib in (80, 230, 260):
         ranking, _ = ranked(state_gib)
         for each in ranking.ranked:
-            denied = {"yes": "", "tight": "not even one", "no": "nothing"}[each.plan.fits]
-            assert f"with activation checkpointing {each.recipe.fsdp.activation_checkpointing} {denied}" not in (ranking.because or "")
+            denied = {"yes": "", "tight": "no recipe fits"}.get(each.plan.fits, "not even that")
+            assert f"with activation checkpointing `{each.recipe.fsdp.activation_checkpointing}` {denied}" not in (ranking.because or "")
+
+
+def test_reason_compares_gpu_time_where_the_number_of_gpus_differs() -> None:
+    """Seven times the time per token on one GPU is less time of all GPUs together."""
+    fitting = [each for each in ranked(80)[0].ranked if each.plan.fits == "yes"]
+    other = next(each for each in fitting if each.recipe.fsdp.sharding_strategy != fitting[0].recipe.fsdp.sharding_strategy)
+
+    def taking(found: PlannedRecipe, seconds: float, gpus: int) -> PlannedRecipe:
+        plan = replace(found.plan, step_seconds=seconds, num_processes=gpus, tokens_per_step=1000, equal_from=None)
+        return replace(found, plan=plan)
+
+    because = why_first([taking(fitting[0], 100.0, 1), taking(other, 14.0, 8)], "cheapest") or ""
+    assert "11% less GPU time per token than the next layout, " in because
+    assert ", on 8 GPUs instead of 1" in because
+    assert "% less time per token than the next layout" in (
+        why_first([taking(fitting[0], 13.0, 8), taking(other, 14.0, 8)], "fastest") or ""
+    )
 
 
 def test_offload_is_tried_only_where_nothing_fits_without() -> None:

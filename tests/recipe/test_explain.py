@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fsdp_tune.cli.app import app
-from tests.recipe.loading import MINIMAL, load, load_with, one_problem, problems_with
+from tests.recipe.loading import MINIMAL, load, load_with, one_problem, problems, problems_with
 
 HEAD = "model: {name_or_path: gpt2}\n"
 JARGON = re.compile(r"token|scanning|mapping values|block end|alphabetic|hexadecimal|scalar|simple key|document start", re.IGNORECASE)
@@ -167,3 +167,21 @@ def test_hint_about_a_word_in_place_of_a_value_can_be_typed(tmp_path: Path, sect
     if "such as" not in hint:  # the hint is followed
         wrong = section.rstrip("}").rpartition(": ")[2]
         load(text.replace(f": {wrong}", f": {hint.split('`')[1]}"))
+
+
+@pytest.mark.parametrize(
+    ("section", "refused"),
+    [
+        ("training: {optim: 5}", "in quotes"),
+        ("training: {gradient_accumulation_steps: zero}", "`0`"),
+        ("training: {gradient_accumulation_steps: -3 steps}", "`-3`"),
+        ("training: {num_train_epochs: zero}", "`0`"),
+    ],
+)
+def test_hint_is_no_value_that_is_refused_too(section: str, refused: str) -> None:
+    assert refused not in (one_problem(problems_with(section)).hint or "")
+
+
+def test_text_among_the_values_of_a_key_is_not_any_text() -> None:
+    text = MINIMAL.replace("data: {", "data: {special_tokens_in_content: 5, ")
+    assert "in quotes" not in (one_problem(problems(text)).hint or "")

@@ -110,6 +110,9 @@ def test_mlp_of_shorter_rows_is_still_computed_in_slices(tmp_path: Path) -> None
     assert small.document["kernels"]["mlp_slice_tokens"] == MAX_LENGTH_TOKENS // 2 // 4
     assert "kernels.mlp_slice_tokens: 16 instead of 16384, since rows are shorter" in small.changes
     assert shrunk(resolved(sliced | {"kernels": {"mlp_slice_tokens": 5}}), tmp_path).document["kernels"]["mlp_slice_tokens"] == 5
+    unchanged = shrunk(resolved({"kernels": {"mlp_slice_tokens": 64}}), tmp_path)
+    assert unchanged.document["kernels"]["mlp_slice_tokens"] == 64, "shorter than a row of the rehearsal too"
+    assert not any("mlp_slice_tokens" in line for line in unchanged.changes)
 
 
 def test_rows_that_three_ranks_share_are_cut_for_two(tmp_path: Path) -> None:
@@ -151,9 +154,37 @@ def test_reachable_hardware_is_used(tmp_path: Path) -> None:
     recipe = resolved({"data": {"train": [{"path": "a.jsonl"}, {"path": "b.jsonl", "max_rows": 7}], "eval": {"fraction": 0.01}}})
     data = shrunk(recipe, tmp_path).document["data"]
     assert [(Path(source["path"]).name, source["max_rows"]) for source in data["train"]] == [("a.jsonl", 400), ("b.jsonl", 7)]
-    assert data["eval"] == {"rows": 16}
+    assert data["eval"] == {"fraction": 0.04}, "about 16 of 400 rows"
     without_tokenizer = shrunk(recipe, tmp_path, inputs=ReadableInputs(tokenizer=False))
     assert "data: builtin:arithmetic, since that tokenizer encodes nothing else" in without_tokenizer.changes
+
+
+@pytest.mark.parametrize(
+    ("written", "small", "line"),
+    [
+        ({"rows": 4}, {"rows": 4}, None),
+        ({"rows": 64}, {"rows": 16}, "data.eval.rows: 16 instead of 64"),
+        ({"fraction": 0.2}, {"fraction": 0.2}, None),
+        ({"fraction": 0.001}, {"fraction": 0.04}, "data.eval.fraction: 0.04 instead of 0.001"),
+        ([{"path": "b.jsonl"}], [{"path": "b.jsonl", "max_rows": 16}], "data.eval: at most the first 16 rows of each set"),
+    ],
+    ids=str,
+)
+def test_few_rows_are_held_out_where_the_recipe_holds_out_many(written: Any, small: Any, line: str | None, tmp_path: Path) -> None:
+    """Of a file of 12 rows that holds out 4, 16 would be all. A small fraction of the first 400 rows might be none."""
+    found = shrunk(resolved({"data": {"train": [{"path": "a.jsonl"}], "eval": written}}), tmp_path)
+    kept = found.document["data"]["eval"]
+    if isinstance(kept, list):
+        kept = [{"path": Path(each["path"]).name, "max_rows": each["max_rows"]} for each in kept]
+    assert kept == small
+    assert [each for each in found.changes if each.startswith("data.eval")] == ([line] if line else [])
+
+
+def test_keys_of_data_that_the_builtin_rows_lack_are_listed(tmp_path: Path) -> None:
+    recipe = resolved({"data": {"train": [{"path": "a.jsonl"}], "drop_duplicates": True, "overlong": "drop", "max_length": 512}})
+    found = shrunk(recipe, tmp_path, inputs=ReadableInputs(data=False))
+    assert "data.overlong, data.drop_duplicates: the default; NOT rehearsed" in found.changes
+    assert "drop_duplicates" not in found.document["data"]
 
 
 def test_rows_that_fit_the_real_length_are_not_dropped(tmp_path: Path) -> None:

@@ -311,13 +311,12 @@ def _as_trained(part: _Contribution, values: Array) -> Array:
 
 
 def _the_same(placed: Placed, parts: Sequence[_Contribution], box: Box, values: Array, buffers: _Buffers) -> Array:
-    """Require equal values in all checkpoints of a dtype that has no mean (integers, fp8)."""
+    """Return `values`, which all checkpoints must have, since their dtype has no mean (integers, fp8). Raises: FailedError."""
     other = buffers.out[: values.nbytes].view(values.dtype)
     for part in parts[1:]:
         part.reader.read(box, other)
         if not np.array_equal(other.view(np.uint8), values.view(np.uint8)):
-            raise failed_error(
-                "merge-average-differs",
-                f"the checkpoints cannot be averaged: `{placed.name}` is {placed.dtype.name}, which has no mean, and differs between them",
-            )
+            what = f"`{placed.name}` is {placed.dtype.name}, which has no mean, and differs from that of the newest checkpoint"
+            message, where = f"the checkpoints cannot be averaged: {what}", Where(str(part.tensor.files.root))
+            raise failed_error("merge-average-differs", message, where=where, hint="merge one of them: `--step N`")
     return values

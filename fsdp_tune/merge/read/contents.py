@@ -14,9 +14,19 @@ from pathlib import Path
 from fsdp_tune.core.errors import FailedError, FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
 from fsdp_tune.core.files import folders_in
 from fsdp_tune.core.tensors.archive import Refused, StoredTensor, extent, open_archive, read_pickle
+from fsdp_tune.core.units import enumerated, shown
 from fsdp_tune.merge.read.dcp import only_optimizer_state, read_dcp
 from fsdp_tune.merge.read.hf_shards import read_hf_shards
-from fsdp_tune.merge.read.reader import ArchiveExtent, Chunk, SourceFiles, SourceTensor, is_peft, model_names, optimizer_state
+from fsdp_tune.merge.read.reader import (
+    MODEL_ROOTS,
+    ArchiveExtent,
+    Chunk,
+    SourceFiles,
+    SourceTensor,
+    is_peft,
+    model_names,
+    optimizer_state,
+)
 from fsdp_tune.merge.read.safetensors_files import read_safetensors
 from fsdp_tune.merge.source import Format, Selection, Weights, find_weights
 from fsdp_tune.run.directory import RunDir, checkpoint_step, refuse_lost_recipe
@@ -143,6 +153,7 @@ def must_agree(sources: Sequence[CheckpointTensors], weights: Sequence[Weights])
                 "merge-average-differs",
                 f"the checkpoints cannot be averaged: `{odd[0]}` is not the same tensor in both ({len(odd)} differ)",
                 where=Where(str(place.root)),
+                hint="merge one of them: `--step N`",
             )
 
 
@@ -150,15 +161,17 @@ def must_agree(sources: Sequence[CheckpointTensors], weights: Sequence[Weights])
 
 
 def read_pickled(files: SourceFiles, file: str) -> tuple[list[SourceTensor], list[str]]:
-    """Return (tensors, names of other entries). Tied weights share one storage under several names."""
+    """Return (tensors, names of other entries). Tied weights share one storage under several names.
+
+    Raises: FailedError for a file that cannot be read or has no tensors, usage error for several models or the state of an optimizer.
+    """
+    where = Where(str(files.root / file))
     try:
         archive = open_archive(files, file, 0, files.size_bytes(file))
         state = read_pickle(archive)
         if not isinstance(state, dict):
             raise Refused("it is not a mapping from names to tensors")
-        for wrapper in ("model", "state_dict"):  # as torchtune's and most trainers', and as Lightning's
-            if isinstance(state.get(wrapper), dict):
-                state = state[wrapper]
+        state = _model_of(state, where)
         names = model_names([key for key in state if isinstance(key, str)], None, "")
         tensors: list[SourceTensor] = []
         for key, name in names.items():
@@ -166,30 +179,62 @@ def read_pickled(files: SourceFiles, file: str) -> tuple[list[SourceTensor], lis
             if isinstance(stored, StoredTensor):
                 chunk = Chunk((0,) * len(stored.sizes), stored.sizes, extent(archive, stored))
                 tensors.append(SourceTensor(name, stored.dtype, stored.sizes, (chunk,) if chunk.elements else (), files))
-        if not tensors:
-            raise Refused("it holds no tensor")
     except Refused as refused:
         raise failed_error(
             "merge-damaged-pickle",
             f"it cannot be used: {refused}",
-            where=Where(str(files.root / file)),
+            where=where,
             hint="copy it again from where it was written; a file that runs code when it is loaded is not supported",
         ) from refused
+    if not tensors:
+        raise only_optimizer_state(files.root) if optimizer_state(list(names.values())) else _no_tensors(list(names), where)
     taken = {tensor.name for tensor in tensors}
     return tensors, [name for name in names.values() if name not in taken]
 
 
-_DEPTH, _MOST_FOLDERS = 3, 200
+def _model_of(state: dict[object, object], where: Where) -> dict[object, object]:
+    """Return the innermost mapping under the keys of a model: W of {"model": {"state_dict": W}}. Raises: usage error for two such keys."""
+    for _ in MODEL_ROOTS:  # at most so many levels, since a pickled mapping may contain itself
+        inner = {name: value for name in MODEL_ROOTS if isinstance(value := state.get(name), dict)}
+        if len(inner) > 1:
+            raise usage_error(
+                "merge-several-weights",
+                f"it holds several models: {', '.join(f'`{name}`' for name in inner)}",
+                where=where,
+                hint=f'save one of them in a file of its own: `torch.save(torch.load(FILE)["{next(iter(inner))}"], NEW)`',
+            )
+        state = next(iter(inner.values()), state)
+    return state
+
+
+def _no_tensors(names: Sequence[str], where: Where) -> FsdpTuneError:
+    others = ", ".join(f"`{shown(name)}`" for name in names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+    hint = f"save the weights alone, or under {enumerated([f'`{name}`' for name in MODEL_ROOTS], 'or')}"
+    message = f"it holds no tensor of a model, only {others}" if names else "it is an empty mapping"
+    return failed_error("merge-nothing-found", message, where=where, hint=hint)
+
+
+_DEPTH, _MOST_FOLDERS = 3, 5_000
 
 
 def weights_below(source: Path) -> Path:
     """Return the only folder with weights below a directory that has none itself; else the directory.
 
-    Raises: usage error if several folders hold weights.
+    Raises: usage error if several folders hold weights, or if there are too many folders to search.
     """
     if not source.is_dir() or find_weights(source) is not None or RunDir(source).is_used:
         return source
-    found = [folder for folder in _folders(source, _DEPTH) if _holds_weights(folder)]
+    found: list[Path] = []
+    for count, (folder, is_candidate) in enumerate(_folders(source, _DEPTH)):
+        if count == _MOST_FOLDERS:
+            raise usage_error(
+                "merge-several-weights",
+                f"it has more than {_MOST_FOLDERS:,} folders, several of which may hold weights",
+                where=Where(str(source)),
+                hint="give the folder that holds the weights",
+            )
+        if is_candidate and _holds_weights(folder):
+            found.append(folder)
     if len(found) > 1:
         refuse_lost_recipe(RunDir(source))
         found.sort(key=_step)
@@ -213,16 +258,17 @@ def _number(name: str) -> int | None:
     return int(last) if last.isdecimal() else None
 
 
-def _folders(source: Path, depth: int) -> Iterator[Path]:
-    """Yield the folders below that a merge could read, not those inside of them."""
-    for count, folder in enumerate(path for path in folders_in(source) if not path.name.startswith(".")):
-        if count == _MOST_FOLDERS:
-            return
+def _folders(source: Path, depth: int) -> Iterator[tuple[Path, bool]]:
+    """Yield each folder below, and whether a merge could read it; not the folders inside of those that it could."""
+    for folder in folders_in(source):
+        if folder.name.startswith("."):
+            continue
+        has_weights = False
         with contextlib.suppress(PermissionError, FileNotFoundError):  # closed, or gone, as in /proc
-            if find_weights(folder) is not None:
-                yield folder
-            elif depth > 1:
-                yield from _folders(folder, depth - 1)
+            has_weights = find_weights(folder) is not None
+        yield folder, has_weights
+        if not has_weights and depth > 1:
+            yield from _folders(folder, depth - 1)
 
 
 def _holds_weights(folder: Path) -> bool:

@@ -26,7 +26,7 @@ from fsdp_tune.core.tensors.encoded import Encoded
 # Inserted into names by FSDP1, activation checkpointing and torch.compile; models never use them.
 WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
 _OF_PEFT = re.compile(r"\.(lora_|modules_to_save\.|token_adapter\.)")
-MODEL_ROOTS = ("model", "state_dict", "module")
+MODEL_ROOTS = ("model", "state_dict", "module", "model_state_dict")
 OPTIMIZER_ROOTS = frozenset(
     {f"{name}{end}" for name in ("optimizer", "optim", "opt") for end in ("", "s", "_state", "_states", "_state_dict")} - {"opt", "opts"}
 )

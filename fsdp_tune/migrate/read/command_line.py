@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -192,12 +192,13 @@ def _joined(before: str, value: str) -> str:
 
 
 def _without_loose_words(words: list[str]) -> tuple[list[str], list[str]]:
-    """Remove words that are not known and are the value of no option: each may be any options. Return a sentence for each, too."""
+    """Remove words that are not known and belong to no option, since each may stand for several options. Return a sentence for each."""
     kept: list[str] = []
     unread: list[str] = []
     for word in words:
         is_value = bool(kept) and kept[-1].startswith("-") and "=" not in kept[-1]
-        if not isinstance(word, Unexpanded) or not kept or is_value or _ASSIGNS.match(word) or word.startswith("-"):
+        is_set = _ASSIGNS.match(word) or _SETS.match(word)
+        if not isinstance(word, Unexpanded) or not kept or is_value or is_set or word.startswith("-"):
             kept.append(word)
         else:
             unread.append(f"`{word}` of the command may be options: {word.why}; write what they set")
@@ -229,15 +230,22 @@ def _check_method(words: list[str]) -> None:
 _IMPORTED = "only supervised fine-tuning and pre-training of causal language models can be imported"
 
 
-def _verb(words: Sequence[str]) -> str | None:
+def _verb(words: list[str]) -> str | None:
     """Return what a command of a tool does: the word after its name, or the last part of its script or module."""
-    for word, after in zip(words, [*words[1:], ""], strict=True):
-        name = word.rpartition("/")[2]
-        if name in ("trl", "swift", "llamafactory-cli", "axolotl"):
+    for index, word in enumerate(words[: _program(words)[0] + 1]):
+        name, after = word.rpartition("/")[2], "".join(words[index + 1 : index + 2])
+        if name in ("trl", "swift", "llamafactory-cli", "axolotl") and _is_started(words, index):
             return after if after and not after.startswith("-") and "." not in after else None
         if word.startswith(_SWIFT_MODULE) or ("swift/cli/" in word and word.endswith(".py")):
             return name.removeprefix(_SWIFT_MODULE).removesuffix(".py")
     return None
+
+
+def _is_started(words: list[str], index: int) -> bool:
+    """Return whether the name of a tool starts it. After an option it may be a value (`--job-name trl`), unless its verb follows."""
+    before, after = "".join(words[max(0, index - 1) : index]), "".join(words[index + 1 : index + 2])
+    is_option = before.startswith("-") and before != "--" and "=" not in before
+    return not is_option or before.lstrip("-").replace("-", "_") in _SWITCHES or after in ("run", *_TRAINING, *_OTHER_TRAINING)
 
 
 def _is_program(words: list[str]) -> bool:
@@ -290,9 +298,12 @@ def starter(words: list[str]) -> str:
     """Return what starts the ranks of a command: "torchrun", another launcher or the tool's own, or "python" if each is started alone."""
     _, words = _variables_of(words)
     names = [word.rpartition("/")[2] for word in words[: _program(words)[0] + 1]]
+    has_verbs = _STARTERS - {"accelerate", "deepspeed"}
     if any(name == "torchrun" or name.startswith("torch.distributed.") for name in names):
         return "torchrun"
-    return next((name for name in names if name in _STARTERS), "python")
+    return next(
+        (name for at, name in enumerate(names) if name in _STARTERS and (name not in has_verbs or _is_started(words, at))), "python"
+    )
 
 
 def _without_negations(options: dict[str, object], tool: str | None) -> dict[str, object]:
@@ -334,7 +345,7 @@ def _program(words: list[str]) -> tuple[int, str | None]:
     for index, word in enumerate(words):
         name = word.rpartition("/")[2]
         is_module = index > 0 and words[index - 1] == "-m"
-        if name in _PROGRAMS or word.endswith(".py") or is_module:
+        if word.endswith(".py") or is_module or (name in _PROGRAMS and _is_started(words, index)):
             # ms-swift has a `sft.py` too, in `swift/cli`.
             tool, position = SWIFT if "swift" in word else _PROGRAMS.get(name), index
             break

@@ -338,11 +338,13 @@ def _widths(linear: nn.Linear | Conv1D) -> tuple[int, int]:
     return (linear.nx, linear.nf) if isinstance(linear, Conv1D) else (linear.in_features, linear.out_features)
 
 
-def _in_slices(mlp: nn.Module, tokens: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def _in_slices(mlp: nn.Module, tokens: int) -> Callable[..., torch.Tensor]:
+    """Return a forward of one tensor [..., tokens, width], by position or by whatever name the module gives it."""
     compute = mlp.forward
 
     @functools.wraps(compute)
-    def forward(hidden: torch.Tensor) -> torch.Tensor:
+    def forward(*args: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        (hidden,) = (*args, *named.values())
         if hidden.shape[-2] <= tokens:
             return compute(hidden)  # type: ignore[no-any-return]
         return _Sliced.apply(hidden, compute, mlp, tokens, *_trained(mlp))  # type: ignore[no-any-return, no-untyped-call]

@@ -310,7 +310,7 @@ NF4: Changes = {"quantization.load": "nf4"}
 
 
 def other_trainings(search: Search, base: Recipe) -> list[PlannedRecipe]:
-    """Plan LoRA and QLoRA for a recipe that does not fit, QLoRA alone if it has adapters: another training, not another layout.
+    """Plan LoRA and QLoRA for a recipe that does not fit, QLoRA alone if it has adapters, nothing if it is quantised: other trainings.
 
     Each has one sequence a forward and recomputes all layers. Parameters are offloaded only if neither fits without.
     """
@@ -361,9 +361,11 @@ def why_first(ranked: Sequence[PlannedRecipe], target: Target) -> str | None:
         said.append(f"{len(equal) - 1} more are equal within the median error of such times ({error:g} %) and need no less memory")
     others = [each for each in fitting[1:] if each not in equal and _layout_of(each) != _layout_of(ranked[0])]
     if others and first.step_seconds is not None and others[0].plan.step_seconds is not None:
-        more = _device_seconds(ranked[0]) / _device_seconds(others[0]) - 1
-        than = f"{abs(more):.0%} {'more' if more > 0 else 'less'} time per token"
-        said.append(f"{than} than the next layout, {_name(others[0].recipe)}")
+        more, gpus = _device_seconds(ranked[0]) / _device_seconds(others[0]) - 1, others[0].plan.num_processes
+        is_same = gpus == first.num_processes
+        than = f"{abs(more):.0%} {'more' if more > 0 else 'less'} {'time' if is_same else 'GPU time'} per token"
+        on = "" if is_same else f", on {gpus} GPUs instead of {first.num_processes}"
+        said.append(f"{than} than the next layout, {_name(others[0].recipe)}{on}")
     recipe = ranked[0].recipe
     possible = {each.recipe.fsdp.activation_checkpointing for each in ranked if each.plan.fits == "yes"}
     cheaper = [kind for kind in _less_recomputation(recipe) if kind not in possible]
@@ -372,8 +374,8 @@ def why_first(ranked: Sequence[PlannedRecipe], target: Target) -> str | None:
         least = min(refused, key=lambda each: each.plan.device_gib)
         without = least.recipe.fsdp.activation_checkpointing
         needed = f"{_name(least.recipe)} needs {least.plan.device_gib:.1f} GiB of {least.plan.usable_gib:.1f}"
-        answer = "it is tight at best" if least.plan.fits == "tight" else "none fits"
-        said.append(f"with activation checkpointing {without} {answer} ({needed})")
+        answer = "it is tight at best" if least.plan.fits == "tight" else "no recipe fits"
+        said.append(f"with activation checkpointing `{without}` {answer} ({needed})")
     return "; ".join(said)
 
 

@@ -176,8 +176,9 @@ def _value_hint(node: Node | None, takes: str, options: Sequence[str]) -> str | 
     if not isinstance(node, ScalarNode):
         return None
     value = node.value
-    wants_number = any(word in takes for word in ("number", "a port", "share"))
-    wants_text = "text" in takes or "name" in takes
+    kinds = re.sub("`[^`]*`", "", takes)  # without the values of the key
+    wants_number = any(word in kinds for word in ("number", "a port", "share"))
+    wants_text = re.search(r"\btext\b|\bname\b", kinds) is not None
     if node.suspicion and (wants_number or "true or false" in takes):
         return node.suspicion
     if isinstance(value, str):
@@ -185,7 +186,7 @@ def _value_hint(node: Node | None, takes: str, options: Sequence[str]) -> str | 
             return "write it without quotes"
         if (meant := _MEANT.get(value.lower())) in options:
             return f"write `{meant}`"
-        if wants_number and (number := _number_in(value, is_whole="whole" in takes)) is not None:
+        if wants_number and (number := _number_in(value, is_whole="whole" in takes)) is not None and _is_in_range(number, takes):
             return f"write `{number}`"
         near = _strategy(value, options) or _longer(value, options) or closest(value, options)
         if near is None and takes.startswith("a list"):
@@ -223,6 +224,11 @@ def _number_in(text: str, *, is_whole: bool) -> str | None:
         return None
     value = float(re.sub("[,_]", "", found[1])) * _FACTORS.get(found[2].lower(), 1)
     return f"{value:.0f}" if value.is_integer() else None if is_whole else f"{value:.10g}"
+
+
+def _is_in_range(number: str, takes: str) -> bool:
+    above = re.search(r"above (\d+)", takes)
+    return float(number) > float(above[1]) if above is not None else float(number) >= 0 or "0 or more" not in takes
 
 
 def _strategy(text: str, options: Sequence[str]) -> str | None:
@@ -270,7 +276,8 @@ def check_training(tree: MappingNode) -> dict[KeyPath, Problem]:
             default = TRAINING_FIELDS.fields[name].default
             typical = 100 if default == -1 else default  # -1 means unset
             example = f", such as `{typical}`" if "number" in takes and type(default) in (int, float) else ""
-            hint = hint or _value_hint(entry.node, takes, options) or f"write {takes}{example}"
+            of_zero = mismatch(name, 0) or ""  # the range, which a value of another type does not show
+            hint = hint or _value_hint(entry.node, f"{takes}; {of_zero}", options) or f"write {takes}{example}"
             problems[path] = Problem("wrong-value", message, where_of(tree, path), hint)
     return problems
 

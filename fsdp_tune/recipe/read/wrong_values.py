@@ -36,16 +36,22 @@ def drop(data: Any, path: KeyPath, dropped: set[str]) -> None:
         holder.pop(short[-1], None)
 
 
-def without(recipe: Recipe, keys: Collection[str]) -> Recipe:
-    """Return the recipe with the defaults of keys that contradict each other; entries of lists stay, since nothing is derived from them."""
+def without(recipe: Recipe, keys: Collection[str]) -> Recipe | None:
+    """Return the recipe with the defaults of keys that contradict each other, or None if the others are wrong together.
+
+    A section goes with a key that has no default. Entries of lists stay, since nothing is derived from them.
+    """
     data = recipe.model_dump(by_alias=True, exclude_unset=True)
     for key in keys:
         if "[" not in key:
             drop(data, tuple(key.split(".")), set())
-    try:
-        return Recipe.model_validate(data)
-    except ValidationError:  # a key without a default
-        return recipe
+    for _ in range(3):
+        try:
+            return Recipe.model_validate(data)
+        except ValidationError as error:
+            for each in error.errors(include_url=False):
+                drop(data, each["loc"][:-1] if each["type"] == "missing" else each["loc"], set())
+    return None
 
 
 def touches(finding: Finding, dropped: set[str]) -> bool:

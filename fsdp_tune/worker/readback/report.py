@@ -80,6 +80,7 @@ def read_live(recipe: Recipe, loaded: Loaded, trainer: FsdpTrainer) -> LiveState
         parameters=loaded.size.parameters,
         trained_parameters=loaded.size.trained_parameters,
         model_bytes=loaded.size.parameter_bytes,
+        largest_tensor_bytes=max((p.numel() * p.element_size() for _, p in parameters), default=0),
         local_bytes=sum(local_part(p).numel() * p.element_size() for _, p in parameters),
         peak_growth_bytes=loaded.peak_growth_bytes,
         trained=read_trained(loaded.model),
@@ -351,7 +352,7 @@ def _plugin(trainer: FsdpTrainer) -> PluginState | None:
     )
 
 
-_OF_EACH_RANK = {"local_bytes", "peak_growth_bytes", "own_experts", "exchanging_ranks"}
+_OF_EACH_RANK = {"local_bytes", "largest_tensor_bytes", "peak_growth_bytes", "own_experts", "exchanging_ranks"}
 
 
 def differences(recipe: Recipe, loaded: Loaded, reports: list[LiveState]) -> list[str]:
@@ -409,18 +410,18 @@ def excessive_growth(recipe: Recipe, reports: list[LiveState]) -> list[str]:
     """Return a sentence for each rank that should hold a shard and held the full model while loading (ms-swift#9980).
 
     On CPU ranks the growth of peak resident memory is the model's. On an accelerator it also has the pages of CUDA and NCCL, several
-    hundred MiB that no counter of Linux tells apart, and the shard is on the device: there only growth by the full model is reported,
-    and as a warning.
+    hundred MiB that no counter of Linux tells apart, and the shard is on the device: there only growth by the full model is reported.
     """
     on_host = recipe.launch.device == "cpu"
     model_bytes = reports[0].model_bytes
     one_reader = recipe.fsdp.cpu_ram_efficient_loading and recipe.fsdp.version == 2 and recipe.is_sharded
-    if not one_reader or model_bytes < _MIN_BYTES_FOR_RESIDENT_CHECK or len(reports) == 1:
+    if not one_reader or model_bytes < _MIN_BYTES_FOR_RESIDENT_CHECK:
         return []
     found: list[str] = []
     for rank, report in enumerate(reports[1:], start=1):
-        # One shard, and half of the rest for the tensor in flight and the allocator's slack.
-        allowed = report.local_bytes + 0.5 * (model_bytes - report.local_bytes) + 64 * MIB if on_host else model_bytes
+        # One shard, the full tensor in flight (`assemble._receive`), and slack for the allocator.
+        in_flight = max(0.5 * (model_bytes - report.local_bytes), report.largest_tensor_bytes)
+        allowed = report.local_bytes + in_flight + 64 * MIB if on_host else model_bytes
         if report.peak_growth_bytes > allowed:
             grown, shard, model = (size / MIB for size in (report.peak_growth_bytes, report.local_bytes, model_bytes))
             found.append(f"rank {rank} grew by {grown:.0f} MiB while loading; its shard is {shard:.0f} MiB of {model:.0f} MiB")
