@@ -377,6 +377,22 @@ def changed_fields(before: Mapping[str, object], after: Mapping[str, object]) ->
     return changed
 
 
+VOCABULARY_KEY, TEXT_KEY = "vocab_size", "text_config"
+
+
+def vocabulary_of(config: Mapping[str, object]) -> int | None:
+    """Return the size of the vocabulary of a config.json; of a model of several modalities, that of its text."""
+    text = as_mapping(config.get(TEXT_KEY))
+    found = text.get(VOCABULARY_KEY, config.get(VOCABULARY_KEY))
+    return found if isinstance(found, int) else None
+
+
+def vocabulary_changes(config: Mapping[str, object], size: int) -> dict[str, object]:
+    """Return the fields of `with_changes` for a vocabulary of another size."""
+    inner = {TEXT_KEY: {VOCABULARY_KEY: size}} if VOCABULARY_KEY in as_mapping(config.get(TEXT_KEY)) else {}
+    return inner | ({VOCABULARY_KEY: size} if not inner or VOCABULARY_KEY in config else {})
+
+
 def with_changes(config: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
     """Return a config.json with the fields of `changed_fields`, rotary positions in both spellings."""
     merged = {name: value for name, value in config.items() if "rope_parameters" not in changes or name not in (*OLD_ROPE, OLD_LOCAL_ROPE)}
