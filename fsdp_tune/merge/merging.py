@@ -114,9 +114,7 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | No
         _check_base_weights(options, adapter)
         if adapter is not None:
             place.check_output(settings.output, selection, adapter.base)
-        carried = {} if exports else read_carried(stack, selection, options.base)
-        restore = partial(read_restored, stack, selection, options.base)
-        copy = _plan(contents, selection, companions, settings, adapter, carried, restore, has_base=options.base is not None)
+        copy = _plan(stack, contents, selection, companions, settings, adapter, options.base)
         layout, tied = copy.layout, copy.tied
         with place.writing_to(target):
             place.check_space(target, layout, companions)
@@ -258,17 +256,18 @@ class Copy:
 
 
 def _plan(
+    stack: ExitStack,
     contents: Contents,
     selection: Selection,
     companions: Companions,
     settings: MergeSettings,
     adapter: Adapter | None,
-    carried: Mapping[str, SourceTensor],
-    restore: Callable[[Mapping[str, str]], Mapping[str, SourceTensor]],
-    *,
-    has_base: bool,
+    base: str | None,
 ) -> Copy:
-    """Decide the tensors of the output, with names and shapes as files of the base have them, and the files that they are in."""
+    """Decide the tensors of the output, with names and shapes as files of the base have them, and the files that they are in.
+
+    `base`: `--base`. `stack` closes the base's files.
+    """
     tied = find_ties(companions.config, contents.sources)
     ordered = [tensor for tensor in contents.ordered if tensor.name not in tied.left_out]
     stored = _base_layout(selection, adapter)
@@ -277,14 +276,16 @@ def _plan(
     most_bytes, file_name = (None, WEIGHTS_FILE) if is_adapter else (settings.max_shard_bytes, SINGLE_NAME)
     keeps_fp32, notices = find_kept(selection, companions, stored, settings.dtype)
     recorded = record_of_base(selection)
-    restored = _restored(output.ordered, recorded.restored(settings.dtype, keeps_fp32), restore)
+    carried = {} if is_adapter else read_carried(stack, selection, base)
+    wanted = recorded.restored(settings.dtype, keeps_fp32)
+    restored = _restored(output.ordered, wanted, partial(read_restored, stack, selection, base))
     sources = tuple(replace(source, tensors={**source.tensors, **restored, **carried}) for source in output.sources)
     written = [*(restored.get(tensor.name, tensor) for tensor in output.ordered), *carried.values()]
     layout = plan_layout(written, settings.dtype, most_bytes, single_name=file_name, keeps_fp32=keeps_fp32)
     left_out = {stored.name_of(head): stored.name_of(embedding) for head, embedding in tied.left_out.items()}
     shapes = {tensor.name: tensor.shape for tensor in ordered}
     record = replace(recorded, carried=tuple(sorted(carried)))
-    return Copy(sources, selection, companions, layout, shapes, tied, left_out, settings, adapter, record, has_base, tuple(notices))
+    return Copy(sources, selection, companions, layout, shapes, tied, left_out, settings, adapter, record, base is not None, tuple(notices))
 
 
 def _restored(

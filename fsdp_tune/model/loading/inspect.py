@@ -33,6 +33,7 @@ from fsdp_tune.run.written_files import require_unchanged_output
 _KINDS_SHOWN = 4
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from fsdp_tune.model.loading.tensor_account import BaseTensors, TensorAccount
@@ -141,7 +142,7 @@ def _facts(
         is_text_alone,
         record_of_run,
     )
-    from fsdp_tune.model.loading.kept_precision import HALVES, kinds_of_base, with_rounded
+    from fsdp_tune.model.loading.kept_precision import with_rounded
     from fsdp_tune.model.loading.positions import positions_of_run
     from fsdp_tune.model.loading.saved_layout import base_layout, published_names
     from fsdp_tune.model.loading.tensor_account import parameters_of
@@ -149,16 +150,13 @@ def _facts(
 
     changes: dict[str, object] = {} if packaged else construct.config_changes(recipe)
     folder, state = base_folder(recipe), parameters_of(model)
-    name, revision = str(recipe.model.name_or_path), recipe.model.revision
     tensors = account.record() if account is not None else record_of_run(recipe)
     exported = exported_config(recipe, changes, config, model, tensors)
     layout = BaseLayout()
     if has_files:
         layout = base_layout(recipe, model, base, text_alone=is_text_alone(config, model, tensors))
-        layout = layout.with_fp32(_kept_by_class(recipe, config))
-        if base is not None and account is not None:
-            layout = layout.with_fp32(dict.fromkeys(HALVES, kinds_of_base(base, account, state)))
-    tensors = with_rounded(tensors, recipe, state, layout, base, account).of_base(name, revision)
+        layout = layout.with_fp32(_kept_by_class(recipe, config)).with_fp32(_kept_by_base(state, base, account))
+    tensors = with_rounded(tensors, recipe, state, layout, base, account).of_base(str(recipe.model.name_or_path), recipe.model.revision)
     if recipe.lora is not None:
         layout = replace(layout, published=published_names(config, model, layout))
     return ModelFacts(
@@ -193,6 +191,12 @@ def _kept_by_class(recipe: Recipe, config: PreTrainedConfig) -> dict[str, tuple[
 
     with torch.device("meta"):
         return kinds_in_fp32(lambda dtype: construct(recipe, config, dtype))
+
+
+def _kept_by_base(state: dict[str, Tensor], base: BaseTensors | None, account: TensorAccount | None) -> dict[str, tuple[str, ...]]:
+    from fsdp_tune.model.loading.kept_precision import HALVES, kinds_of_base
+
+    return dict.fromkeys(HALVES, kinds_of_base(base, account, state)) if base is not None and account is not None else {}
 
 
 def _kept_notices(recipe: Recipe, model: PreTrainedModel) -> list[Notice]:

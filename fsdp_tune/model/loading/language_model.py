@@ -78,29 +78,28 @@ def write_language_model(name: str, directory: Path, *, revision: str = "main") 
 
 
 @dataclass(frozen=True, slots=True)
-class _Files:
+class _StoredModel:
     """The tensors in the files of a model: their types, and where their values are, or these themselves."""
 
     types: dict[str, StoredType]
     values: dict[str, Stored | torch.Tensor]
 
 
-def _files_of(name: str, revision: str) -> _Files:
+def _files_of(name: str, revision: str) -> _StoredModel:
     def file(part: str) -> Path | None:
         with contextlib.suppress(OSError):  # the model has no such file
             return file_of_model(name, revision, part)
         return None
 
     if (located := locate(file)).tensors:
-        return _Files({key: StoredType(entry.dtype, entry.shape) for key, (_, entry) in located.tensors.items()}, {**located.stored()})
+        types = {key: StoredType(entry.dtype, entry.shape) for key, (_, entry) in located.tensors.items()}
+        return _StoredModel(types, {**located.stored()})
     pickled = read_pickled(paths := pickled_paths(file))
-    return _Files(
-        pickled.types if pickled is not None else {},
-        {key: value for path in paths for key, value in read_state(path, values=True).items()},
-    )
+    values = {key: value for path in paths for key, value in read_state(path, values=True).items()}
+    return _StoredModel(pickled.types if pickled is not None else {}, {**values})
 
 
-def _load(name: str, revision: str, config: PreTrainedConfig, files: _Files, dtype: str | torch.dtype) -> PreTrainedModel:
+def _load(name: str, revision: str, config: PreTrainedConfig, files: _StoredModel, dtype: str | torch.dtype) -> PreTrainedModel:
     if settings := quantisation_of(config.to_dict()):
         raise _refused(name, f"its weights are quantised ({method_of(settings)})", "name the model in 16 bits")
     kind = getattr(transformers, (config.architectures or [""])[0], None)
@@ -116,14 +115,14 @@ def _load(name: str, revision: str, config: PreTrainedConfig, files: _Files, dty
     return full.eval()
 
 
-def _codes_in(files: _Files, unexpected: Iterable[str]) -> str | None:
+def _codes_in(files: _StoredModel, unexpected: Iterable[str]) -> str | None:
     """Return the first tensor of the files that is a part of a quantised weight, which transformers may load as it is; None without one."""
     encodings = find_encodings(files.types, {})
     parts = [*encodings.parts, *(each.name for each in encodings.unread), *scales_among(unexpected)]
     return f"`{parts[0]}`" if parts else None
 
 
-def _rounded(full: PreTrainedModel, files: _Files) -> dict[str, torch.Tensor] | None:
+def _rounded(full: PreTrainedModel, files: _StoredModel) -> dict[str, torch.Tensor] | None:
     """Return the parameters and buffers that transformers rounded to the dtype of config.json, by their names in the files: biases of
     routers that these have in fp32. None if it made a parameter of several of them.
     """
