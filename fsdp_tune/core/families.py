@@ -389,8 +389,9 @@ def vocabulary_of(config: Mapping[str, object]) -> int | None:
 
 def vocabulary_changes(config: Mapping[str, object], size: int) -> dict[str, object]:
     """Return the fields of `with_changes` for a vocabulary of another size."""
-    inner = {TEXT_KEY: {VOCABULARY_KEY: size}} if VOCABULARY_KEY in as_mapping(config.get(TEXT_KEY)) else {}
-    return inner | ({VOCABULARY_KEY: size} if not inner or VOCABULARY_KEY in config else {})
+    has_text = VOCABULARY_KEY in as_mapping(config.get(TEXT_KEY))
+    changes: dict[str, object] = {TEXT_KEY: {VOCABULARY_KEY: size}} if has_text else {}
+    return changes if has_text and VOCABULARY_KEY not in config else {**changes, VOCABULARY_KEY: size}
 
 
 def with_changes(config: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
