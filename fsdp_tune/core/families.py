@@ -377,6 +377,23 @@ def changed_fields(before: Mapping[str, object], after: Mapping[str, object]) ->
     return changed
 
 
+VOCABULARY_KEY, TEXT_KEY = "vocab_size", "text_config"
+
+
+def vocabulary_of(config: Mapping[str, object]) -> int | None:
+    """Return the size of the vocabulary of a config.json; of a model of several modalities, that of its text."""
+    text = as_mapping(config.get(TEXT_KEY))
+    found = text.get(VOCABULARY_KEY, config.get(VOCABULARY_KEY))
+    return found if isinstance(found, int) else None
+
+
+def vocabulary_changes(config: Mapping[str, object], size: int) -> dict[str, object]:
+    """Return the fields of `with_changes` for a vocabulary of another size."""
+    has_text = VOCABULARY_KEY in as_mapping(config.get(TEXT_KEY))
+    changes: dict[str, object] = {TEXT_KEY: {VOCABULARY_KEY: size}} if has_text else {}
+    return changes if has_text and VOCABULARY_KEY not in config else {**changes, VOCABULARY_KEY: size}
+
+
 def with_changes(config: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
     """Return a config.json with the fields of `changed_fields`, rotary positions in both spellings."""
     merged = {name: value for name, value in config.items() if "rope_parameters" not in changes or name not in (*OLD_ROPE, OLD_LOCAL_ROPE)}

@@ -16,9 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_tune.core.errors import NOWHERE, FsdpTuneError, Where, usage_error
+from fsdp_tune.core.tensors.weight_files import UnusableIndexError, list_directory
 
 CONNECT_SECONDS = 5.0
-MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt")
+SAFETENSORS, PICKLED_WEIGHTS = ("*.safetensors", "*.safetensors.index.json"), ("pytorch_model*.bin", "pytorch_model.bin.index.json")
+COMPANION_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
+MODEL_FILES = (*SAFETENSORS, *COMPANION_FILES)
 LOGIN = "`hf auth login`"
 # Names of exceptions of huggingface_hub, of the HTTP clients of its versions, and of `requests`.
 AWAY = {
@@ -152,9 +155,25 @@ def snapshot(wanted: HubResource, files: Sequence[str], *, revision: str | None 
         raise problem from error
 
 
+def model_snapshot(wanted: HubResource, files: Sequence[str], *, revision: str | None = None) -> Path:
+    """Return the local directory of a model with `files` and its weights: safetensors, or files of `torch.save` if it has no others.
+
+    They are downloaded if the hub is reachable. Raises: usage error (exit 2), also for an unusable index.
+    """
+    folder = snapshot(wanted, (*files, *SAFETENSORS), revision=revision)
+    try:
+        listed = list_directory(folder)
+    except UnusableIndexError as error:
+        message, hint = f"`{wanted.name}`: {error}", "name another revision, or give a local path"
+        raise usage_error("hub-refused", message, hint=hint, where=Where(str(folder / error.file))) from error
+    if listed is not None and not listed.is_pickled:
+        return folder
+    return snapshot(wanted, (*files, *PICKLED_WEIGHTS), revision=revision)
+
+
 def download_model(name: str, revision: str) -> Path:
     """Return the local directory of the files of a model repository that training reads."""
-    return snapshot(HubResource("model", name, "model.name_or_path", "model-not-found"), MODEL_FILES, revision=revision)
+    return model_snapshot(HubResource("model", name, "model.name_or_path", "model-not-found"), COMPANION_FILES, revision=revision)
 
 
 def cached_model_file(name: str, revision: str, file: str) -> Path | None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem
+from fsdp_tune.core.hub import download_model
 from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.data.format.templates import resolve_template
 from fsdp_tune.data.inputs import opened_inputs
@@ -116,7 +117,22 @@ def inspect_model(recipe: Recipe, *, offline: bool = False, answer: Callable[[fl
         found.problems += merge_problems(recipe, found.model) or carried_problems(recipe, found.model)
     elif found.model is None and found.problems:
         found.unchecked.append("checks that need the complete model, such as the merge of adapters and the size of the embedding")
+    if found.model is not None and found.model.has_unread_tensors:
+        name = recipe.model.name_or_path
+        found.unchecked.append(f"the tensors of `{name}`: its weights are not on this machine; `fsdp-tune prepare --download` fetches them")
     return found
+
+
+def with_tensors(recipe: Recipe, found: Inspection, report: Callable[[str], None]) -> Inspection:
+    """Return an inspection that knows the tensors of a base on the hub: from headers, or from its files, which are downloaded now.
+
+    Files of `torch.save` have no headers that could be read remotely. Without the account of its tensors, a merge would lose those that
+    are not trained. Raises: usage error for a model that cannot be downloaded.
+    """
+    if found.model is None or not found.model.has_unread_tensors or found.problems:
+        return found
+    report(f"the model is in {download_model(str(recipe.model.name_or_path), recipe.model.revision)}")
+    return inspect_model(recipe)
 
 
 def _inspect_in_child(recipe: Recipe, *, offline: bool) -> ModelInspection:

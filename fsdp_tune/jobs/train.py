@@ -27,7 +27,7 @@ from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.jobs.continued_data import continued_data, steps_of_run
 from fsdp_tune.jobs.doctor import check_space, notices_of_machine
 from fsdp_tune.jobs.evaluating import Evaluating, check_evaluation, evaluating, notices_of_evaluation, refuse_scores_without_room
-from fsdp_tune.jobs.inspection import inspect_model
+from fsdp_tune.jobs.inspection import inspect_model, with_tensors
 from fsdp_tune.jobs.mirroring import Mirroring, given_back
 from fsdp_tune.jobs.observer import Observer, TrainingInputs, TrainResult, session
 from fsdp_tune.jobs.options import TrainOptions
@@ -351,7 +351,7 @@ class _Job:
                     raise
                 raise FsdpTuneError(*inspecting.result().problems, *error.problems, exit_code=error.exit_code) from error
             observer.phase("inspecting the model")
-            model = inspecting.result()
+            model = with_tensors(here, inspecting.result(), observer.message)
             observer.phase("planning")
             plan = planning.result()
             decided, predicted, not_planned = plan

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.errors import Where, failed_error, usage_error
-from fsdp_tune.core.families import CODE, COMPANION, is_of_tokenizer
+from fsdp_tune.core.families import CODE, COMPANION, is_of_tokenizer, with_changes
 from fsdp_tune.core.files import read_regular
-from fsdp_tune.core.hub import HubResource, resolves_inside, snapshot
+from fsdp_tune.core.hub import HubResource, model_snapshot, resolves_inside, snapshot
 from fsdp_tune.core.tensors.dtypes import DType
 from fsdp_tune.core.tensors.encodings import without_quantisation
 from fsdp_tune.core.tensors.weight_files import NAMED_KEY
@@ -74,7 +74,7 @@ def find_companions(selection: Selection, base: str | None, *, origin: str | Non
 
 def _named_companions(base: str, origin: str | None) -> Companions:
     folder = Path(base)
-    found = read_folder(folder, origin=origin) if folder.is_dir() else read_folder(_download(base, _SMALL), origin=base)
+    found = read_folder(folder, origin=origin) if folder.is_dir() else read_folder(snapshot(_on_hub(base), _SMALL), origin=base)
     if found.config is None:
         raise usage_error(
             "merge-base", f"`{base}` has no {CONFIG_NAME}", hint="pass a model directory or the name of a model on the hub as `--base`"
@@ -133,15 +133,15 @@ def fetch_model(base: str, *, revision: str | None = None, named_in: Path | None
     """
     if Path(base).is_dir():
         return Path(base)
-    return _download(base, [*_SMALL, "*.safetensors", "*.safetensors.index.json"], revision=revision, named_in=named_in)
+    return model_snapshot(_on_hub(base, named_in), _SMALL, revision=revision)
 
 
-def _download(base: str, wanted: Sequence[str], *, revision: str | None = None, named_in: Path | None = None) -> Path:
-    """Return the snapshot directory of a model on the hub with the `wanted` files."""
+def _on_hub(base: str, named_in: Path | None = None) -> HubResource:
+    """Return a model on the hub, or raise a usage error for a name that can only be a path."""
     where = Where(str(named_in)) if named_in is not None else Where()
     if can_only_be_a_path(base):
         raise usage_error("merge-base", f"there is no directory `{base}`", where=where, hint="pass the model's directory: `--base DIR`")
-    return snapshot(HubResource("model", base, "--base", "merge-base", where), wanted, revision=revision)
+    return HubResource("model", base, "--base", "merge-base", where)
 
 
 def output_config(
@@ -159,4 +159,4 @@ def output_config(
         for key, value in merged.items():
             if key.endswith("_config") and isinstance(value, dict) and names.keys() & value.keys():
                 merged[key] = value | names
-    return {**merged, **changes}
+    return with_changes(merged, changes)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from fsdp_tune.merge.merge_options import MergeAnswer, MergedAdapter, MergeOptio
 from fsdp_tune.merge.output_directory import Facts, write_companions, write_record
 from fsdp_tune.merge.precision import find_kept
 from fsdp_tune.merge.quantised import QuantisedModel, check_quantised, check_quantised_target, rounding_notices
-from fsdp_tune.merge.read.base import read_carried, record_of_base
+from fsdp_tune.merge.read.base import read_carried, read_restored, record_of_base
 from fsdp_tune.merge.read.contents import Contents, read_contents, weights_below
 from fsdp_tune.merge.read.reader import SourceTensor
 from fsdp_tune.merge.source import NAMED, SINGLE_NAME, CheckpointChoice, MergeSettings, Selection, select_checkpoint, settle
@@ -113,8 +114,7 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | No
         _check_base_weights(options, adapter)
         if adapter is not None:
             place.check_output(settings.output, selection, adapter.base)
-        carried = {} if exports else read_carried(stack, selection, options.base)
-        copy = _plan(contents, selection, companions, settings, adapter, carried, has_base=options.base is not None)
+        copy = _plan(stack, contents, selection, companions, settings, adapter, options.base)
         layout, tied = copy.layout, copy.tied
         with place.writing_to(target):
             place.check_space(target, layout, companions)
@@ -256,16 +256,18 @@ class Copy:
 
 
 def _plan(
+    stack: ExitStack,
     contents: Contents,
     selection: Selection,
     companions: Companions,
     settings: MergeSettings,
     adapter: Adapter | None,
-    carried: Mapping[str, SourceTensor],
-    *,
-    has_base: bool,
+    base: str | None,
 ) -> Copy:
-    """Decide the tensors of the output, with names and shapes as files of the base have them, and the files that they are in."""
+    """Decide the tensors of the output, with names and shapes as files of the base have them, and the files that they are in.
+
+    `base`: `--base`. `stack` closes the base's files.
+    """
     tied = find_ties(companions.config, contents.sources)
     ordered = [tensor for tensor in contents.ordered if tensor.name not in tied.left_out]
     stored = _base_layout(selection, adapter)
@@ -273,13 +275,29 @@ def _plan(
     is_adapter = adapter is not None and adapter.is_exported
     most_bytes, file_name = (None, WEIGHTS_FILE) if is_adapter else (settings.max_shard_bytes, SINGLE_NAME)
     keeps_fp32, notices = find_kept(selection, companions, stored, settings.dtype)
-    sources = tuple(replace(source, tensors={**source.tensors, **carried}) for source in output.sources)
-    written = [*output.ordered, *carried.values()]
+    recorded = record_of_base(selection)
+    carried = {} if is_adapter else read_carried(stack, selection, base)
+    wanted = recorded.restored(settings.dtype, keeps_fp32)
+    restored = _restored(output.ordered, wanted, partial(read_restored, stack, selection, base))
+    sources = tuple(replace(source, tensors={**source.tensors, **restored, **carried}) for source in output.sources)
+    written = [*(restored.get(tensor.name, tensor) for tensor in output.ordered), *carried.values()]
     layout = plan_layout(written, settings.dtype, most_bytes, single_name=file_name, keeps_fp32=keeps_fp32)
     left_out = {stored.name_of(head): stored.name_of(embedding) for head, embedding in tied.left_out.items()}
     shapes = {tensor.name: tensor.shape for tensor in ordered}
-    record = replace(record_of_base(selection), carried=tuple(sorted(carried)))
-    return Copy(sources, selection, companions, layout, shapes, tied, left_out, settings, adapter, record, has_base, tuple(notices))
+    record = replace(recorded, carried=tuple(sorted(carried)))
+    return Copy(sources, selection, companions, layout, shapes, tied, left_out, settings, adapter, record, base is not None, tuple(notices))
+
+
+def _restored(
+    ordered: Sequence[SourceTensor], wanted: Mapping[str, str], restore: Callable[[Mapping[str, str]], Mapping[str, SourceTensor]]
+) -> dict[str, SourceTensor]:
+    """Return those of the tensors to write that are read from the base, as it has them: their copy in the checkpoint is rounded.
+
+    `wanted`: {name in the output: name in the base}. An embedding that grew has rows that the base lacks.
+    """
+    shapes = {tensor.name: tensor.shape for tensor in ordered}
+    found = restore({name: stored for name, stored in wanted.items() if name in shapes})
+    return {name: tensor for name, tensor in found.items() if tensor.shape == shapes[name]}
 
 
 def _base_layout(selection: Selection, adapter: Adapter | None) -> BaseLayout:

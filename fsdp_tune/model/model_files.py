@@ -15,7 +15,7 @@ from pydantic import Field
 
 from fsdp_tune.core.atomic import write_file, write_json
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, usage_error
-from fsdp_tune.core.families import changed_fields
+from fsdp_tune.core.families import changed_fields, vocabulary_changes, with_changes
 from fsdp_tune.core.hub import resolves_inside
 from fsdp_tune.core.tensors.file_formats import CONFIG_FILE
 from fsdp_tune.data.tokenise.exported_tokenizer import SavedTokenizer, TokenizerOrigin, save_tokenizer
@@ -67,6 +67,8 @@ class ModelFacts(PartialFacts):
     base_layout: BaseLayout
     tensors: BaseRecord = BaseRecord()
     """What becomes of the tensors of the base's files; empty if these are not on this machine."""
+    has_unread_tensors: bool = False
+    """Whether the base is on the hub and `tensors` is empty for want of its files: pickled ones have no headers to read remotely."""
     keeps_architectures: bool = False
     """Whether a merged model is one of the base's `architectures`, of which the trained class is a part."""
     parameters: int
@@ -135,7 +137,8 @@ def save_model_files(directory: Path, facts: ModelFacts, tokenizer: Tokenizer, o
     save_tokenizer(directory, tokenizer, origin)
     config = facts.exported_config
     # Not as strict JSON: transformers 4 writes and reads a bare `Infinity`, as in the configurations of Mamba 2.
-    write_file(directory / "config.json", json.dumps(config | _changes_of_run(facts, tokenizer), indent=2, ensure_ascii=False) + "\n")
+    changed = with_changes(config, _changes_of_run(facts, tokenizer))
+    write_file(directory / "config.json", json.dumps(changed, indent=2, ensure_ascii=False) + "\n")
     generation = with_special_tokens(facts.generation_config, tokenizer, ("bos_token_id", "eos_token_id", "pad_token_id"))
     write_json(directory / "generation_config.json", generation)
     wanted = ["*.py"] * ("auto_map" in config) + ["*processor_config.json"] * bool(facts.tensors.carried)
@@ -159,7 +162,7 @@ def _changes_of_run(facts: ModelFacts, tokenizer: Tokenizer) -> dict[str, object
         config["pad_token_id"] = None
     # `resize_embeddings` grows the embedding to the tokenizer; without it, a larger tokenizer was refused earlier.
     if len(tokenizer) > facts.embedding_rows:
-        config["vocab_size"] = len(tokenizer)
+        config = with_changes(config, vocabulary_changes(config, len(tokenizer)))
     changed = changed_fields(before, config)
     return changed if facts.keeps_architectures else changed | {"architectures": [facts.architecture]}
 

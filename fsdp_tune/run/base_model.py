@@ -263,6 +263,16 @@ class BaseLayout(Document):
 
 
 @dataclass(frozen=True, slots=True)
+class Rounded:
+    """A tensor of the base that a run does not train, and holds with fewer bits than the files of the base."""
+
+    name: str
+    """In the files of the base."""
+    dtype: str
+    """Of the run's copy, as `merge.dtype` names it."""
+
+
+@dataclass(frozen=True, slots=True)
 class BaseRecord(Document):
     counts: dict[str, int] = field(default_factory=dict[str, int])
     """Tensors of the base's files by fate: trained, frozen, decoded, carried, dropped, left out."""
@@ -274,12 +284,23 @@ class BaseRecord(Document):
     """Names of those that `model.leave_out` keeps out of the merged model."""
     dropped: tuple[str, ...] = ()
     """Names of those that are of use only to the quantised base. Earlier versions have no such list."""
+    rounded: dict[str, Rounded] = field(default_factory=dict[str, Rounded])
+    """By their names in a merged model. A merge reads them from the base (`restored`)."""
     base: BaseModel | None = None
-    """The model that the carried tensors are read from; None if there are none."""
+    """The model that carried and rounded tensors are read from; None if there are none."""
 
     def of_base(self, name: str, revision: str) -> BaseRecord:
         """Return the record with the identity of the base now, if a merge reads tensors from it. Raises: OSError."""
-        return self if self.base is not None or not self.carried else replace(self, base=describe_base(name, revision))
+        is_read = bool(self.carried or self.rounded)
+        return replace(self, base=describe_base(name, revision)) if is_read and self.base is None else self
+
+    def restored(self, dtype: str, keeps_fp32: Callable[[str], bool]) -> dict[str, str]:
+        """Return {name in a merged model: name in the base} of the tensors that a merge with this `merge.dtype` reads from the base.
+
+        Of the others, rounding the base's values gives what the run holds. `keeps_fp32(name)`: whether the merge does not round a tensor.
+        """
+        found = self.rounded.items()
+        return {name: each.name for name, each in found if dtype == "keep" or dtype != each.dtype or keeps_fp32(name)}
 
     def describe(self) -> str:
         """Return the counts as text; empty if every tensor is one of the trained model as it is."""

@@ -170,7 +170,7 @@ in tiny form with `model.dtype: bf16` for two steps on two CPU ranks with FSDP2,
 
 What the base alone stores in fp32 (`e_score_correction_bias` of MiniMax M2 and LongCat, which their classes load in bf16) is not in this
 table: here each base was saved in the dtypes of its class. A merge leaves such tensors in fp32 as well, if most elements of the base's
-files are in 16 bits ([Merging](../guide/merging.md#types)).
+files are in 16 bits ([Merging](../guide/merging.md#types)), and with the bits of the base if they are not trained.
 
 """
 _SHOWN = 3

@@ -407,7 +407,7 @@ def merge_untrained(base: Base, kind: str, folder: Path, **model: Any) -> Outcom
     way, differing = _loaded_in_slices(recipe, loaded.state_dict())
     trained = {name for name, parameter in loaded.named_parameters() if parameter.requires_grad}
     state = {name: value for name, value in loaded.state_dict().items() if lora is None or name in trained}
-    run = make_run(folder / "run", {1: state}, model=_run_model(folder, base, found), recipe=recipe)
+    run = make_run(folder / "run", {1: state}, model=run_model(folder, base, found), recipe=recipe)
     output = merge_checkpoint(run, MergeOptions()).output
     merged = load_file(output / "model.safetensors")
     wanted = {name: value for name, value in base.plain.items() if name not in found.facts.tensors.left_out}
@@ -429,7 +429,7 @@ def _loaded_in_slices(recipe: Recipe, whole: State) -> tuple[str, list[str]]:
     return "slices", [f"slices: {name}" for name, value in state.items() if not torch.equal(value, whole[name])]
 
 
-def _run_model(folder: Path, base: Base, found: ModelInspection) -> Path:
+def run_model(folder: Path, base: Base, found: ModelInspection) -> Path:
     """Write the files of RUN/model, without a tokenizer."""
     facts, target = found.facts, folder / "model"
     assert facts is not None

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.loading import assemble as load
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.loading.stored_tensors import Stored
@@ -42,3 +43,11 @@ def test_all_ranks_read_slices_or_none(ranks_with_files: set[int], way: str, mon
 
     run_ranks(2, rank_main)
     assert found == {0: way, 1: way}
+
+
+def test_parameter_that_the_model_ties_is_not_lost_if_the_files_have_it_apart() -> None:
+    tied, apart = (build_full(recipe_of({"from_config": FAMILIES["gpt2"] | {"tie_word_embeddings": tie}})) for tie in (True, False))
+    load._refuse_untied(tied, tied)
+    load._refuse_untied(apart, apart)
+    with pytest.raises(FsdpTuneError, match=r"`lm_head\.weight` with other values"):
+        load._refuse_untied(tied, apart)

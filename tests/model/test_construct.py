@@ -258,3 +258,10 @@ def test_experts_in_4_bits_of_gpt_oss_are_read_as_transformers_dequantises_them(
     experts = {name: each for name, each in wanted.named_parameters() if "proj" in name and "experts" in name}
     assert any(each.abs().max() > 0.1 for each in experts.values())
     assert all(torch.equal(found[name].float(), each.float()) for name, each in experts.items())
+
+
+def test_dtype_that_torch_does_not_have_is_an_error_of_the_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["llama"] | {"torch_dtype": "auto"}))
+    with pytest.raises(FsdpTuneError, match=r"cannot be loaded: .*auto") as caught:
+        model_config(recipe_of({"name_or_path": str(tmp_path)}))
+    assert caught.value.problems[0].code == "model-not-found"

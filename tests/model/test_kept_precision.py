@@ -16,10 +16,11 @@ from fsdp_tune.core.tensors.dtypes import DTYPES
 from fsdp_tune.merge.copy.layout import target_dtype
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.loading.inspect import find_facts
-from fsdp_tune.model.loading.kept_precision import kinds_in_fp32
+from fsdp_tune.model.loading.kept_precision import kinds_in_fp32, with_rounded
+from fsdp_tune.model.loading.tensor_account import parameters_of
 from fsdp_tune.model.shard.fsdp_units import plan_units
 from fsdp_tune.model.shard.local import kept_in_fp32
-from fsdp_tune.run.base_model import BaseLayout, FileTensor, Piece
+from fsdp_tune.run.base_model import BaseLayout, BaseRecord, FileTensor, Piece, Rounded
 from tests.architectures.tiny import config_of, known, make_model
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
@@ -158,3 +159,39 @@ def test_what_the_base_has_in_fp32_among_others_in_16_bits_leaves_in_fp32(tmp_pa
 
 def test_base_in_fp32_as_a_whole_is_merged_in_16_bits(tmp_path: Path) -> None:
     assert kept_names(stored_base(tmp_path / "base", dtype=torch.float32)) == (set(), False)
+
+
+def rounded(folder: Path, **sections: Any) -> dict[str, Rounded]:
+    found = find_facts(recipe_of({"name_or_path": str(folder), **sections.pop("model", {})}, **sections))
+    assert (found.problems, found.facts is None) == ((), False)
+    assert not [notice for notice in found.notices if notice.code == "fp32-of-base-rounded"]
+    assert found.facts is not None
+    assert (found.facts.tensors.base is not None) == bool(found.facts.tensors.rounded)
+    return found.facts.tensors.rounded
+
+
+def test_frozen_tensors_that_the_run_rounds_are_read_from_the_base(tmp_path: Path) -> None:
+    base, lora = stored_base(tmp_path / "base", *NORMS, GATE), {"r": 2, "target_modules": ["gate_proj"]}
+    frozen = {"freeze": ["*norm*", GATE]}
+    expected = {name: Rounded(name, "bf16") for name in (*NORMS, GATE)}
+    assert rounded(base, model={"dtype": "bf16", **frozen}) == expected
+    assert rounded(base, model=frozen, precision={"mixed_precision": "bf16"}) == {GATE: Rounded(GATE, "bf16")}  # vectors keep fp32
+    assert rounded(base, model=frozen) == {}
+    assert rounded(base, lora=lora) == {}
+
+
+def test_run_that_continues_another_one_reads_what_neither_trains(tmp_path: Path) -> None:
+    recipe = recipe_of({"from_config": FAMILIES["llama"], "dtype": "bf16", "freeze": [NORMS[0]]})
+    record = BaseRecord(rounded={name: Rounded(name, "bf16") for name in (*NORMS, GATE)})
+    state = parameters_of(build_empty(recipe))
+    assert with_rounded(record, recipe, state, BaseLayout(), None, None).rounded.keys() == {NORMS[0]}
+    adapted = recipe_of({"from_config": FAMILIES["llama"]}, lora={"r": 2})
+    assert with_rounded(record, adapted, state, BaseLayout(), None, None).rounded == {}
+
+
+def test_tensors_that_a_merge_rounds_as_the_run_did_are_not_read_from_the_base() -> None:
+    record = BaseRecord(rounded={"a": Rounded("x.a", "bf16"), "b": Rounded("x.b", "bf16")})
+    assert record.restored("bf16", lambda name: name == "b") == {"b": "x.b"}
+    assert record.restored("bf16", lambda _: False) == {}
+    for dtype in ("fp32", "fp16", "keep"):
+        assert record.restored(dtype, lambda _: False) == {"a": "x.a", "b": "x.b"}

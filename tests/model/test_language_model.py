@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.loading.inspect import find_facts
 from fsdp_tune.model.loading.language_model import language_model_of, main, write_language_model
+from tests.merge.checkpoints import same_bits
 from tests.merge.published import LAYOUTS
 from tests.model.composites import (
     TABLE,
@@ -166,3 +168,26 @@ def test_model_whose_text_has_no_causal_lm_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_table_has_every_model_of_several_modalities() -> None:
     assert set(names()) <= {name for name, *_ in ROWS}
+
+
+@pytest.mark.parametrize("is_pickled", [False, True])
+def test_tensors_in_fp32_among_others_in_16_bits_are_written_as_the_files_have_them(is_pickled: bool, tmp_path: Path) -> None:
+    folder = make("mistral3", tmp_path / "full").folder
+    torch.manual_seed(0)
+    stored = {
+        name: torch.randn(value.shape).to(torch.float32 if name.endswith("norm.weight") else torch.bfloat16)
+        for name, value in load_file(folder / "model.safetensors").items()
+    }
+    (folder / "model.safetensors").unlink()
+    if is_pickled:
+        torch.save(stored, folder / "pytorch_model.bin")
+    else:
+        save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16", "torch_dtype": "bfloat16"}))
+    write_language_model(str(folder), tmp_path / "text")
+    written = load_file(tmp_path / "text" / "model.safetensors")
+    assert {value.dtype for value in written.values()} == {torch.float32, torch.bfloat16}
+    for name, value in written.items():
+        (source,) = (each for key, each in stored.items() if key.endswith(f"language_model.{name}"))
+        assert same_bits(value, source), name

@@ -94,6 +94,13 @@ def test_grown_embedding_is_in_the_config(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "config.json").read_text())["vocab_size"] == 9
 
 
+def test_grown_embedding_of_a_text_in_a_model_of_several_modalities_is_in_the_config_of_the_text(tmp_path: Path) -> None:
+    config = {"text_config": {"vocab_size": 5, "hidden_size": 3}, "vision_config": {"hidden_size": 2}}
+    save_model_files(tmp_path, facts_of(config, embedding_rows=5), FakeTokenizer(), TokenizerOrigin())
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert (written["text_config"], "vocab_size" in written) == ({"vocab_size": 9, "hidden_size": 3}, False)
+
+
 def test_vocabulary_beyond_the_embedding_is_refused_with_both_sizes() -> None:
     with pytest.raises(FsdpTuneError, match=r"1,001 tokens.*1,000 rows") as caught:
         check_vocabulary(model_facts(embedding_rows=1000), Recipe(), 1001)

@@ -63,7 +63,9 @@ def test_codes_are_refused_where_they_are_validated_and_loaded(
 def test_plain_files_and_a_configuration_alone_are_accepted(tmp_path: Path) -> None:
     file = save(tmp_path, None, None)
     recipe = recipe_of({"name_or_path": str(tmp_path)})
-    assert (find_facts(recipe).problems, find_weight_files(recipe)) == ((), None)
+    files = find_weight_files(recipe)
+    assert files is not None
+    assert (find_facts(recipe).problems, files.tensors) == ((), {})
     file.unlink()
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": FP8}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,24 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fsdp_tune.core import hub
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.jobs import inspection
+from fsdp_tune.jobs.inspection import Inspection
+from fsdp_tune.merge.companions import fetch_model
 from fsdp_tune.merge.lora.adapt import merge_problems
-from fsdp_tune.merge.read.base import carried_problems
+from fsdp_tune.merge.read.base import carried_problems, read_base
 from fsdp_tune.model.loading.inspect import find_facts
-from fsdp_tune.model.loading.pickled_files import read_pickled
+from fsdp_tune.model.loading.pickled_files import read_pickled, read_state
+from fsdp_tune.model.loading.weight_slices import find_weight_files
 from fsdp_tune.model.model_files import ModelInspection
 from tests.model.families import FAMILIES
-from tests.model.recipes import recipe_of
+from tests.model.recipes import model_facts, recipe_of
 
 State = dict[str, torch.Tensor]
 UP = "model.layers.0.mlp.up_proj.weight"
 LORA = {"r": 2, "target_modules": ["up_proj"]}
+COMMIT = "a" * 40
 
 
 @pytest.fixture
@@ -97,3 +104,93 @@ def test_file_that_torch_does_not_read_is_refused_by_its_path(tmp_path: Path, st
     (problem,) = caught.value.problems
     assert (problem.code, problem.where and problem.where.source) == ("model-weights-damaged", str(file))
     assert problem in inspected(tmp_path).problems
+
+
+@pytest.fixture
+def on_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: State) -> Path:
+    """The snapshot of `org/base` in the hub's cache, without its weights. There is no network."""
+    store = tmp_path / "hub" / "models--org--base"
+    snapshot = store / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (store / "refs").mkdir()
+    (store / "refs" / "main").write_text(COMMIT)
+    (tmp_path / "config.json").rename(snapshot / "config.json")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return snapshot
+
+
+def move_to_blobs(snapshot: Path) -> None:
+    """Store the files of a snapshot as the hub's cache does: links to their contents."""
+    blobs = snapshot.parents[1] / "blobs"
+    blobs.mkdir()
+    for number, path in enumerate(sorted(snapshot.iterdir())):
+        path.rename(blobs / str(number))
+        path.symlink_to(f"../../blobs/{number}")
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_base_of_the_hub_has_its_account_once_its_files_are_on_this_machine(form: Form, on_hub: Path, state: State) -> None:
+    recipe = recipe_of({"name_or_path": "org/base"})
+    before = find_facts(recipe).facts
+    assert before is not None
+    assert (before.tensors.counts, before.has_unread_tensors) == ({}, True)
+    form(on_hub, state)
+    move_to_blobs(on_hub)
+    found = find_facts(recipe)
+    assert found.problems == ()
+    assert found.facts is not None
+    assert (found.facts.tensors.carried, found.facts.has_unread_tensors) == (("mtp.norm.weight",), False)
+    assert found.facts.tensors.base is not None
+    files = find_weight_files(recipe)  # as each rank does
+    assert files is not None
+    assert files.base is not None
+    assert files.base.types.keys() == state.keys()
+    if form is not as_old_file:
+        with ExitStack() as stack:
+            assert "mtp.norm.weight" in read_base(stack, fetch_model("org/base", revision=COMMIT)).tensors
+
+
+def test_codes_in_pickled_files_of_the_hub_are_refused_by_the_ranks(on_hub: Path, state: State) -> None:
+    as_one_file(on_hub, state | {UP: state[UP].to(torch.int8), f"{UP}_scale": torch.ones(len(state[UP]), 1)})
+    with pytest.raises(FsdpTuneError, match=UP):
+        find_weight_files(recipe_of({"name_or_path": "org/base"}))
+
+
+@pytest.mark.parametrize(("counts", "downloads"), [({}, 1), ({"trained": 1}, 0)])
+def test_train_downloads_a_base_whose_tensors_are_unknown(counts: Any, downloads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of({"name_or_path": "org/base"})
+    first, then = (Inspection(model_facts(has_unread_tensors=each)) for each in (not counts, False))
+    fetched: list[str] = []
+    monkeypatch.setattr(inspection, "download_model", lambda name, _: fetched.append(name))
+    monkeypatch.setattr(inspection, "inspect_model", lambda _: then)
+    assert inspection.with_tensors(recipe, first, lambda _: None) is (then if downloads else first)
+    assert fetched == ["org/base"] * downloads
+
+
+def test_pickled_weights_of_the_hub_are_downloaded_if_it_has_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched: list[tuple[str, ...]] = []
+
+    def snapshot(_: Any, files: tuple[str, ...], *, revision: str) -> Path:
+        fetched.append(tuple(file for file in files if "json" not in file and file.startswith(("*.safe", "pytorch"))))
+        return tmp_path
+
+    monkeypatch.setattr(hub, "snapshot", snapshot)
+    for file, expected in (("pytorch_model.bin.index.json", 2), ("model.safetensors", 1)):
+        (tmp_path / file).write_text('{"weight_map": {"x": "pytorch_model-1.bin"}}')
+        fetched.clear()
+        hub.download_model("org/base", "main")
+        assert fetched == [("*.safetensors",), ("pytorch_model*.bin",)][:expected]
+
+
+def test_elements_of_an_old_file_are_not_read_for_its_account(tmp_path: Path, state: State, monkeypatch: pytest.MonkeyPatch) -> None:
+    tied = state | {"lm_head.weight": state["model.embed_tokens.weight"]}
+    as_old_file(tmp_path, tied)
+    file = tmp_path / "pytorch_model.bin"
+    monkeypatch.setattr(torch.UntypedStorage, "_set_from_file", None)  # reads the elements of one storage
+    found = read_state(file, values=False)
+    assert {name: value.shape for name, value in found.items()} == {name: value.shape for name, value in tied.items()}
+    assert found["lm_head.weight"].data_ptr() == found["model.embed_tokens.weight"].data_ptr()
+    file.write_bytes(file.read_bytes()[:-10_000])
+    with pytest.raises(FsdpTuneError, match="bytes long"):
+        read_state(file, values=False)

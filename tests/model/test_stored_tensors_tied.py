@@ -31,8 +31,9 @@ def save_base(folder: Path, family: str, *, change: float, kind: str = "single")
         model.lm_head.weight.copy_(model.get_input_embeddings().weight)
         model.lm_head.weight[-1, -1] += change
     model.save_pretrained(folder, max_shard_size="20kB" if kind == "sharded" else "1GB")
-    if kind == "pickle":
-        torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    if "pickle" in kind:
+        state, is_old = load_file(folder / "model.safetensors"), kind == "old pickle"
+        torch.save(state, folder / "pytorch_model.bin", _use_new_zipfile_serialization=not is_old)
         (folder / "model.safetensors").unlink()
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": True}))
@@ -43,7 +44,7 @@ def trained(base: Path, **model: Any) -> Any:
     return recipe_of({"name_or_path": str(base), **model}, data={"train": [{"path": "x"}], "max_length": 64})
 
 
-@pytest.mark.parametrize("kind", ["single", "sharded", "pickle"])
+@pytest.mark.parametrize("kind", ["single", "sharded", "pickle", "old pickle"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_stored_head_is_kept_and_reported(family: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(untie, "BLOCK_ELEMENTS", 1000)
@@ -62,7 +63,7 @@ def test_stored_head_is_kept_and_reported(family: str, kind: str, tmp_path: Path
     assert (document.facts.config["tie_word_embeddings"], document.facts.tied_embeddings) == (False, False)
 
 
-@pytest.mark.parametrize("kind", ["single", "sharded", "pickle"])
+@pytest.mark.parametrize("kind", ["single", "sharded", "pickle", "old pickle"])
 def test_equal_copies_stay_tied(kind: str, tmp_path: Path) -> None:
     recipe = trained(save_base(tmp_path, "llama", change=0.0, kind=kind))
     document = find_facts(recipe)

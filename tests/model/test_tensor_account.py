@@ -297,3 +297,12 @@ def test_weights_that_the_run_holds_in_4_bits_are_frozen_and_can_be_merged(tmp_p
     assert len(facts.nf4_weights) == 14
     assert (facts.tensors.carried, facts.tensors.left_out) == ((), ())
     assert merge_problems(recipe, facts) == []
+
+
+def test_tensor_with_and_without_the_prefix_of_the_model_is_refused(base: Path) -> None:
+    """transformers loads the first by name, and slices have the name of the model."""
+    other = UP.removeprefix("model.")
+    rewrite(base, {other: load_file(base / "model.safetensors")[UP] + 1})
+    (problem,) = find_facts(recipe_of({"name_or_path": str(base)})).problems
+    assert problem.code == "model-weights-twice"
+    assert f"`{other}` and `{UP}` are both `{UP}`" in problem.message

@@ -234,3 +234,11 @@ def test_no_rank_holds_more_than_its_shard_and_a_layer(on_ranks: Ranks, tmp_path
         assert rank["shard"] < 0.51 * rank["whole"]
         # Lower bound: the meter measures. Upper: buffer, and what the interpreter and the wrapping take.
         assert 0.5 * rank["shard"] < rank["growth"] < rank["shard"] + rank["layer"] + 32 * MIB < 0.9 * rank["whole"]
+
+
+def test_file_with_a_second_copy_of_a_tied_weight_is_left_to_transformers(tmp_path: Path) -> None:
+    """It compares the two, and does not tie them if they differ. Heads and embeddings have been compared before."""
+    model = Holder(STATE)
+    model.register_parameter("tied", model.matrix)
+    assert fits(model, weights_of(tmp_path))
+    assert not fits(model, weights_of(tmp_path, STATE | {"tied": STATE["matrix"] + 1}))

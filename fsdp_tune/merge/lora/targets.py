@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error
-from fsdp_tune.core.families import OLD_HEADS, is_embedding, is_head, tie_setting
+from fsdp_tune.core.families import OLD_HEADS, is_embedding, is_head, tie_setting, vocabulary_changes, vocabulary_of
 from fsdp_tune.core.tensors.file_formats import unwrapped
 from fsdp_tune.merge.copy.gather import BUFFER_BYTES
 from fsdp_tune.merge.copy.ties import embedding_of
@@ -21,9 +21,6 @@ MOST_RANK = 65_536
 
 WIDEST_BYTES = 8
 """Of one element."""
-
-
-VOCABULARY_KEY = "vocab_size"
 
 
 @dataclass(slots=True)
@@ -61,7 +58,7 @@ def add_layers(layers: Layers, config: AdapterConfig, model: Mapping[str, object
     if shared is not None and not any(config.saves(name) for name in layers.replaced if is_embedding(name)):
         layers.tensors[shared.name] = shared  # a resized one may be stored as the head's alone
         if shared.shape != layers.base[shared.name].shape:
-            layers.config_changes[VOCABULARY_KEY] = shared.shape[0]
+            layers.config_changes |= vocabulary_changes(model or {}, shared.shape[0])
     is_transposed = _vote(layers)
     for module, parts in layers.factors.items():
         if parameters := config.parameters_of(unwrapped(module)):
@@ -107,9 +104,9 @@ def _replace(layers: Layers, name: str, tensor: SourceTensor, model: Mapping[str
     old = layers.base[found]
     if old.shape != tensor.shape:
         has_grown = len(old.shape) == 2 and old.shape[1:] == tensor.shape[1:] and (is_embedding(name) or is_head(name))
-        if not has_grown or model is None or model.get(VOCABULARY_KEY) not in (old.shape[0], tensor.shape[0]):
+        if not has_grown or model is None or vocabulary_of(model) not in (old.shape[0], tensor.shape[0]):
             raise _misfit(layers, f"its `{found}` is {list(old.shape)}, and the adapter has {list(tensor.shape)} for it")
-        layers.config_changes[VOCABULARY_KEY] = tensor.shape[0]
+        layers.config_changes |= vocabulary_changes(model, tensor.shape[0])
     layers.tensors[found] = replace(tensor, name=found)
 
 

@@ -1,9 +1,9 @@
-"""Read a base's tensors, decoded where they are quantised: those under an adapter, and those that a merge carries over unchanged."""
+"""Read a base's tensors, decoded where they are quantised: those under an adapter, and those that a merge writes as the base has them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -134,45 +134,63 @@ def read_carried(stack: ExitStack, selection: Selection, named: str | None) -> d
 
     Raises: FailedError if the base cannot be found, is known to be another one, or lacks one of them.
     """
-    record = record_of_base(selection)
-    if not record.carried:
+    carried = record_of_base(selection).carried
+    if not carried:
         return {}
-    base = record.base
+    return {name: replace(tensor, is_carried=True) for name, tensor in _of_recorded_base(stack, selection, named, carried).items()}
+
+
+def read_restored(stack: ExitStack, selection: Selection, named: str | None, restored: Mapping[str, str]) -> dict[str, SourceTensor]:
+    """Return the tensors that were not trained, and of which the checkpoint has rounded copies, as the base has them.
+
+    `restored`: {name in a merged model: name in the base}. Raises: as `read_carried`.
+    """
+    if not restored:
+        return {}
+    found = _of_recorded_base(stack, selection, named, tuple(restored.values()))
+    return {name: replace(found[stored], name=name) for name, stored in restored.items()}
+
+
+def _of_recorded_base(stack: ExitStack, selection: Selection, named: str | None, names: Sequence[str]) -> dict[str, SourceTensor]:
+    """Return tensors of the base that a run records. Raises: as `read_carried`."""
+    base = record_of_base(selection).base
     name = named or (base.name if base is not None else None)
     where = Where(str(selection.run.tensors_json if selection.run is not None else selection.weights[0].root / TENSORS_FILE))
     if name is None:
         raise failed_error("merge-carried", "it does not name the base with the tensors to carry over", where=where, hint="`--base MODEL`")
     folder = fetch_model(name, revision=base.revision if base is not None and named is None else None, named_in=Path(where.source or ""))
-    what = f"{len(record.carried):,} tensors of {name} that were not trained, such as `{record.carried[0]}`, are written unchanged"
+    what = f"{len(names):,} tensors of {name} that were not trained, such as `{names[0]}`, are written unchanged"
     if base is not None and base.digest is not None and base.differs_from(describe_base(str(folder), None)):
         hint = f"give a copy of the weights of {base.name} as they were: `--base MODEL`"
         raise failed_error("merge-carried", f"{what}, and its weights have changed since the training", where=Where(str(folder)), hint=hint)
-    return _of_names(read_base(stack, folder), record.carried, folder, what)
+    return _of_names(read_base(stack, folder), names, folder, what)
 
 
 def carried_problems(recipe: Recipe, facts: ModelFacts) -> list[Problem]:
-    """Return why a merge could not read the tensors that it carries over, before the run starts. Only of files on this machine."""
+    """Return why a merge could not read the tensors that it takes from the base, before the run starts. Only of files on this machine."""
     record, is_merged = facts.tensors, recipe.merge.at_end and (recipe.lora is None or recipe.merge.adapter != "adapter")
-    if record.base is None or not record.carried or not is_merged:
+    dtype = recipe.compute_dtype if recipe.merge.dtype == "auto" else recipe.merge.dtype
+    names = (*record.carried, *record.restored(dtype, facts.base_layout.keeps_fp32(dtype)).values())
+    if record.base is None or not names or not is_merged:
         return []
     name = record.base.name
     folder = Path(facts.base_folder) if name == str(recipe.model.name_or_path) and facts.base_folder is not None else Path(name)
     if not folder.is_dir() or not has_weights(folder):
         return []
-    what = f"{len(record.carried):,} tensors that are not trained, such as `{record.carried[0]}`, could not be carried over"
+    what = f"{len(names):,} tensors that are not trained, such as `{names[0]}`, could not be carried over"
     try:
         with ExitStack() as stack:
-            _of_names(read_base(stack, folder), record.carried, folder, what)
+            _of_names(read_base(stack, folder), names, folder, what)
     except FsdpTuneError as error:
-        hint = "convert the weights to safetensors, or leave these tensors out: `model.leave_out`"
+        leave_out = ", or leave these tensors out: `model.leave_out`" if record.carried else ""
+        hint = f"convert the weights to safetensors{leave_out}"
         return [Problem(each.code, f"{what} by a merge: {each.message}", each.where, hint) for each in error.problems]
     return []
 
 
-def _of_names(base: ReadBase, carried: Collection[str], folder: Path, what: str) -> dict[str, SourceTensor]:
-    wanted = set(carried).difference(base.of_activations)  # earlier versions recorded these as carried
-    stored = base.tensors.items()
-    found = {name: replace(tensor, is_carried=True) for name, tensor in stored if wanted.intersection(_stored_names(tensor))}
+def _of_names(base: ReadBase, names: Collection[str], folder: Path, what: str) -> dict[str, SourceTensor]:
+    wanted = set(names).difference(base.of_activations)  # earlier versions recorded these as carried
+    found = {name: tensor for name, tensor in base.tensors.items() if wanted.intersection(_stored_names(tensor))}
     missing = wanted.difference(*(_stored_names(tensor) for tensor in found.values()))
     if lost := sorted(name for name in missing if not is_of_activations(name)):
         hint = "give the base with all its tensors: `--base MODEL`"

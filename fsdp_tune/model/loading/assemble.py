@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error
 from fsdp_tune.core.units import KIB
 from fsdp_tune.model.active_parameters import active_parameters
 from fsdp_tune.model.adapters.lora import name_in_base
@@ -100,6 +100,8 @@ def load(recipe: Recipe, config: PreTrainedConfig, device: torch.device, *, voca
     join_groups(model, groups)
     way, files = _choose(recipe, model, files)
     source = build_full(recipe, config, vocabulary=vocabulary) if way == "rank 0" and dist.get_rank() == 0 else None
+    if source is not None:
+        _refuse_untied(model, source)
     dist.barrier(group=waiting)
     destroy_group(waiting)
     # Buffers that are in no state dict (rotary frequencies) are only computed by the constructor.
@@ -145,6 +147,19 @@ def _choose(recipe: Recipe, model: PreTrainedModel, files: WeightFiles | None) -
     if not can_slice.item():
         refuse_unread(recipe, model.config)
     return ("slices", files) if can_slice.item() else ("rank 0", None)
+
+
+def _refuse_untied(model: PreTrainedModel, source: PreTrainedModel) -> None:
+    """Refuse a loaded model with two parameters where `model`, which the ranks fill from it, has one for both: the second would be lost.
+
+    transformers compares the tensors of files that its class ties, and does not tie those that differ. Raises: FailedError.
+    """
+    first = {name for name, _ in model.named_parameters()}
+    others = {name for name, _ in model.named_parameters(remove_duplicate=False)} - first
+    if apart := sorted(others.intersection(name for name, _ in source.named_parameters())):
+        message = f"the files store `{apart[0]}` with other values than the parameter that {type(model).__name__} ties it to"
+        hint = "set `tie_word_embeddings: false` in the model's config.json, or remove the tensor from the files if it is a leftover"
+        raise failed_error("weights-untied", message, where=Where(key="model.name_or_path"), hint=hint)
 
 
 def _change(recipe: Recipe, model: PreTrainedModel, device: torch.device, *, compiles: bool) -> tuple[dict[str, KernelChoice], UnitPlan]:

@@ -127,7 +127,7 @@ def _base_config(recipe: Recipe) -> PreTrainedConfig:
             # Without network the library would retry for most of a minute before it uses its cache.
             local_files_only=not (Path(name).exists() or hub_is_reachable()),
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, AttributeError) as error:  # AttributeError: a dtype that torch does not have
         raise model_not_found(name, error) from error
 
 

@@ -63,6 +63,12 @@ def base_folder(recipe: Recipe) -> Path | None:
     return cached.parent if cached is not None else None
 
 
+def is_on_hub(recipe: Recipe) -> bool:
+    """Return whether the base is neither a local directory nor drawn from a configuration."""
+    name = recipe.model.name_or_path
+    return name is not None and recipe.model.from_config is None and not Path(name).is_dir()
+
+
 def local_tensors(recipe: Recipe) -> BaseTensors | None:
     """Return the tensors in the safetensors files of a recipe's base, of which the hub is asked for the headers if they are not on this
     machine, or in its pickled files on this machine. None if it has no such files, or if they cannot be reached.

@@ -33,6 +33,7 @@ from fsdp_tune.run.written_files import require_unchanged_output
 _KINDS_SHOWN = 4
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from fsdp_tune.model.loading.tensor_account import BaseTensors, TensorAccount
@@ -71,7 +72,7 @@ def find_facts(recipe: Recipe) -> ModelInspection:
             found = found.model_copy(update=_adapter(recipe, model))
             notices += [] if packaged else check_base(recipe, found.config_changes)
             notices += [*_untrained_experts(model), *_untrained_parts(model)]
-        notices += [*_kept_notices(recipe, model), *_rounded_notices(recipe, model, base, account)]
+        notices += [*_kept_notices(recipe, model), *_rounded_notices(model, base, account)]
         more_problems, more_notices = _limits(recipe, model, packaged=packaged, positions=found.max_positions)
         problems, notices = problems + more_problems, notices + more_notices
         with collected(problems):
@@ -136,27 +137,26 @@ def _facts(
         base_folder,
         exported_config,
         exported_generation_config,
+        is_on_hub,
         is_part_of_other,
         is_text_alone,
         record_of_run,
     )
-    from fsdp_tune.model.loading.kept_precision import HALVES, kinds_of_base
+    from fsdp_tune.model.loading.kept_precision import with_rounded
     from fsdp_tune.model.loading.positions import positions_of_run
     from fsdp_tune.model.loading.saved_layout import base_layout, published_names
     from fsdp_tune.model.loading.tensor_account import parameters_of
     from fsdp_tune.model.shard.local import count_elements
 
     changes: dict[str, object] = {} if packaged else construct.config_changes(recipe)
-    folder = base_folder(recipe)
-    name, revision = str(recipe.model.name_or_path), recipe.model.revision
-    tensors = account.record().of_base(name, revision) if account is not None else record_of_run(recipe)
+    folder, state = base_folder(recipe), parameters_of(model)
+    tensors = account.record() if account is not None else record_of_run(recipe)
     exported = exported_config(recipe, changes, config, model, tensors)
     layout = BaseLayout()
     if has_files:
         layout = base_layout(recipe, model, base, text_alone=is_text_alone(config, model, tensors))
-        layout = layout.with_fp32(_kept_by_class(recipe, config))
-        if base is not None and account is not None:
-            layout = layout.with_fp32(dict.fromkeys(HALVES, kinds_of_base(base, account, parameters_of(model))))
+        layout = layout.with_fp32(_kept_by_class(recipe, config)).with_fp32(_kept_by_base(state, base, account))
+    tensors = with_rounded(tensors, recipe, state, layout, base, account).of_base(str(recipe.model.name_or_path), recipe.model.revision)
     if recipe.lora is not None:
         layout = replace(layout, published=published_names(config, model, layout))
     return ModelFacts(
@@ -170,6 +170,7 @@ def _facts(
         generation_config=exported_generation_config(recipe, construct.generation_config(recipe, config)),
         base_layout=layout,
         tensors=tensors,
+        has_unread_tensors=base is None and has_files and is_on_hub(recipe) and not packaged,
         keeps_architectures=is_part_of_other(config, model, tensors),
         parameters=count_elements(model.named_parameters()),
         trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
@@ -192,6 +193,12 @@ def _kept_by_class(recipe: Recipe, config: PreTrainedConfig) -> dict[str, tuple[
         return kinds_in_fp32(lambda dtype: construct(recipe, config, dtype))
 
 
+def _kept_by_base(state: dict[str, Tensor], base: BaseTensors | None, account: TensorAccount | None) -> dict[str, tuple[str, ...]]:
+    from fsdp_tune.model.loading.kept_precision import HALVES, kinds_of_base
+
+    return dict.fromkeys(HALVES, kinds_of_base(base, account, state)) if base is not None and account is not None else {}
+
+
 def _kept_notices(recipe: Recipe, model: PreTrainedModel) -> list[Notice]:
     """Return the notice about parameters that stay in fp32 although the recipe stores the model's parameters in bf16."""
     from fsdp_tune.model.shard.local import kept_in_fp32
@@ -207,10 +214,10 @@ def _kept_notices(recipe: Recipe, model: PreTrainedModel) -> list[Notice]:
     return [Notice("kept-in-fp32", message, where=Where(key="model.dtype"))]
 
 
-def _rounded_notices(recipe: Recipe, model: PreTrainedModel, base: BaseTensors | None, account: TensorAccount | None) -> list[Notice]:
-    """Return the notice about tensors that the base stores in fp32 among others in 16 bits, and a checkpoint of the run in 16 bits.
+def _rounded_notices(model: PreTrainedModel, base: BaseTensors | None, account: TensorAccount | None) -> list[Notice]:
+    """Return the notice about trained tensors that the base stores in fp32 among others in 16 bits, and a checkpoint of the run in 16 bits.
 
-    A merge reads what is under an adapter from the base.
+    A merge reads those that are not trained from the base.
     """
     import torch
 
@@ -219,16 +226,15 @@ def _rounded_notices(recipe: Recipe, model: PreTrainedModel, base: BaseTensors |
 
     if base is None or account is None:
         return []
-    state = {name: each for name, each in parameters_of(model).items() if recipe.lora is None or each.requires_grad}
+    state = {name: each for name, each in parameters_of(model).items() if each.requires_grad}
     names = sorted(name for name in fp32_of_base(base, account) & state.keys() if state[name].dtype != torch.float32)
     if not names:
         return []
     kinds = list(dict.fromkeys(".".join(name.split(".")[-2:]) for name in names))
     shown = ", ".join(kinds[:_KINDS_SHOWN]) + (f" and {len(kinds) - _KINDS_SHOWN} more kinds" if len(kinds) > _KINDS_SHOWN else "")
-    message = f"the run stores {len(names):,} tensors in 16 bits that the base has in fp32, as transformers would: {shown}"
-    is_stored = recipe.model.dtype != "fp32"
-    hint = f"`--set model.{'dtype' if is_stored else 'frozen_dtype'}=fp32` keeps them in fp32"
-    return [Notice("fp32-of-base-rounded", message, where=Where(key="model.dtype" if is_stored else "model.frozen_dtype"), hint=hint)]
+    message = f"the run stores and trains {len(names):,} tensors in 16 bits that the base has in fp32, as transformers would: {shown}"
+    hint = "`--set model.dtype=fp32` keeps them in fp32"
+    return [Notice("fp32-of-base-rounded", message, where=Where(key="model.dtype"), hint=hint)]
 
 
 def _adapter(recipe: Recipe, model: PreTrainedModel) -> dict[str, object]:

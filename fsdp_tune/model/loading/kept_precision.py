@@ -7,8 +7,9 @@ differ become equal, and other experts are chosen. This module is the only reade
 FSDP2 gathers them in it (`model.shard.fsdp_units`), the read-back expects it, and a merge keeps it (`run.base_model.BaseLayout`).
 
 Of some families the class keeps none, and the published files have such tensors in fp32 among others in 16 bits all the same
-(`e_score_correction_bias` of MiniMax M2). transformers loads and computes them in the dtype of the model, and so does a run; a merge
-does not round them.
+(`e_score_correction_bias` of MiniMax M2). transformers loads and computes them in the dtype of the model, and so does a run: a class that
+keeps none has no cast for them, so that fp32 would reach a layer in 16 bits. A merge does not round them: it reads those that are not
+trained from the base (`with_rounded`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,8 +26,10 @@ from transformers import PreTrainedModel
 
 from fsdp_tune.model.adapters.lora import name_in_base
 from fsdp_tune.model.internals.transformers_internals import DTYPE_PLAN
+from fsdp_tune.model.loading.stored_tensors import DTYPES
 from fsdp_tune.model.shard.local import TORCH_DTYPE, kept_in_fp32
-from fsdp_tune.run.base_model import kind_of_name
+from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.run.base_model import BaseLayout, BaseRecord, Rounded, kind_of_name
 
 if TYPE_CHECKING:
     from fsdp_tune.model.loading.tensor_account import BaseTensors, TensorAccount
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
 HALVES = ("bf16", "fp16")
 _WIDE = ("F32", "F64")
 _OF_CODES = ("decoded", "dropped")
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPE.items()}
 
 
 def keep_precision(model: PreTrainedModel, stored: torch.dtype, computed: torch.dtype, like: PreTrainedModel | None = None) -> None:
@@ -104,6 +109,46 @@ def kinds_of_base(base: BaseTensors, account: TensorAccount, state: Mapping[str,
     shapes = {parameter: base.types[name].shape for name, parameter in account.parameters.items() if name in base.types}
     alone = {name for name in names if kind_of_name(name) in others and shapes[name] == tuple(state[name].shape)}
     return tuple(sorted(alone | {kind_of_name(name) for name in names - alone}))
+
+
+def with_rounded(
+    record: BaseRecord,
+    recipe: Recipe,
+    state: Mapping[str, torch.Tensor],
+    layout: BaseLayout,
+    base: BaseTensors | None,
+    account: TensorAccount | None,
+) -> BaseRecord:
+    """Return the record of a base with the tensors that are not trained and of which the run has fewer bits (`BaseRecord.rounded`).
+
+    Training does not change them, but their copy in its checkpoints is rounded. A run that continues another one has no `base`, and may
+    train what that one did not. A merge of an adapter reads all tensors under it from the base. `state`: of the model.
+    """
+    found = record.rounded if base is None or account is None else _rounded_of_base(base, account, state, layout)
+    untrained = _untrained_names(state, layout) if found and recipe.lora is None else set[str]()
+    return replace(record, rounded={name: each for name, each in found.items() if name in untrained})
+
+
+def _rounded_of_base(
+    base: BaseTensors, account: TensorAccount, state: Mapping[str, torch.Tensor], layout: BaseLayout
+) -> dict[str, Rounded]:
+    """Return the frozen tensors of a base of which the model has fewer bits, by their names in a merged model."""
+    found: dict[str, Rounded] = {}
+    for name, parameter in account.parameters.items():
+        stored, live = base.types.get(name), state[parameter].dtype
+        if account.fates.get(name) != "frozen" or stored is None or not stored.is_float or live not in _NAMES:
+            continue
+        if torch.promote_types(DTYPES[stored.dtype], live) != live:
+            found[name if name in account.converted else layout.name_of(parameter)] = Rounded(name, _NAMES[live])
+    return found
+
+
+def _untrained_names(state: Mapping[str, torch.Tensor], layout: BaseLayout) -> set[str]:
+    """Return the tensors of a merged model that are made of parameters which are not trained, and of buffers."""
+    frozen = {parameter for parameter, tensor in state.items() if not tensor.requires_grad}
+    made = (tensor for group in layout.tensors for tensor in group.expanded())
+    named = {tensor.name for tensor in made if all(piece.parameter in frozen for piece in tensor.pieces)}
+    return named | {layout.name_of(parameter) for parameter in frozen}
 
 
 def _state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -15,6 +15,7 @@ import copy
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,13 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 from fsdp_tune.core.atomic import staged_directory
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.core.families import TIE_KEY
-from fsdp_tune.core.tensors.encodings import method_of, quantisation_of, scales_among
+from fsdp_tune.core.tensors.encoded import StoredType
+from fsdp_tune.core.tensors.encodings import find_encodings, method_of, quantisation_of, scales_among
 from fsdp_tune.model.internals.transformers_internals import forget_kernels
-from fsdp_tune.model.loading.weight_slices import file_of_model, read_headers
+from fsdp_tune.model.loading.pickled_files import pickled_paths, read_pickled, read_state
+from fsdp_tune.model.loading.stored_tensors import Stored, locate, read_whole
+from fsdp_tune.model.loading.tensor_account import names_in_model, parameters_of
+from fsdp_tune.model.loading.weight_slices import file_of_model
 
 _MODULE = "fsdp_tune.model.loading.language_model"
 _TOKENS = 8
@@ -58,41 +63,79 @@ def write_language_model(name: str, directory: Path, *, revision: str = "main") 
         raise _refused(
             name, f"it cannot be loaded: {_first_line(error)}", "name a model of the hub, or the path of its directory"
         ) from error
-    full = _load(name, revision, config)
+    files = _files_of(name, revision)
+    full = _load(name, revision, config, files, "auto")
+    if (rounded := _rounded(full, files)) is None:
+        full, rounded = _load(name, revision, config, files, torch.float32), {}
     language_model = language_model_of(full, name)
+    for key, parameter in rounded.items():  # now, since layers in 16 bits do not compute with them
+        value = files.values[key]
+        parameter.data = read_whole(value).view(value.shape) if isinstance(value, Stored) else value.clone()
     with staged_directory(directory) as stage:
         language_model.save_pretrained(stage)
         with contextlib.suppress(OSError, ValueError):  # a model without a tokenizer
             AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False).save_pretrained(stage)
 
 
-def _load(name: str, revision: str, config: PreTrainedConfig) -> PreTrainedModel:
+@dataclass(frozen=True, slots=True)
+class _StoredModel:
+    """The tensors in the files of a model: their types, and where their values are, or these themselves."""
+
+    types: dict[str, StoredType]
+    values: dict[str, Stored | torch.Tensor]
+
+
+def _files_of(name: str, revision: str) -> _StoredModel:
+    def file(part: str) -> Path | None:
+        with contextlib.suppress(OSError):  # the model has no such file
+            return file_of_model(name, revision, part)
+        return None
+
+    if (located := locate(file)).tensors:
+        types = {key: StoredType(entry.dtype, entry.shape) for key, (_, entry) in located.tensors.items()}
+        return _StoredModel(types, {**located.stored()})
+    pickled = read_pickled(paths := pickled_paths(file))
+    values = {key: value for path in paths for key, value in read_state(path, values=True).items()}
+    return _StoredModel(pickled.types if pickled is not None else {}, {**values})
+
+
+def _load(name: str, revision: str, config: PreTrainedConfig, files: _StoredModel, dtype: str | torch.dtype) -> PreTrainedModel:
     if settings := quantisation_of(config.to_dict()):
         raise _refused(name, f"its weights are quantised ({method_of(settings)})", "name the model in 16 bits")
     kind = getattr(transformers, (config.architectures or [""])[0], None)
     if kind is None or not issubclass(kind, PreTrainedModel):
         raise _refused(name, f"transformers has no class {config.architectures}, which its config.json names", None)
     forget_kernels(config)
-    loaded: Any = kind.from_pretrained(name, config=config, revision=revision, dtype="auto", output_loading_info=True)
+    loaded: Any = kind.from_pretrained(name, config=copy.deepcopy(config), revision=revision, dtype=dtype, output_loading_info=True)
     full, loading = loaded
-    if codes := _codes_in(name, revision, loading["unexpected_keys"]):
+    if codes := _codes_in(files, loading["unexpected_keys"]):
         raise _refused(name, f"its weights are quantised: its files have {codes}", "name the model in 16 bits")
     if lost := sorted({*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}):
         raise _refused(name, f"its weights lack {len(lost)} parameters of {kind.__name__}, such as `{lost[0]}`", None)
     return full.eval()
 
 
-def _codes_in(name: str, revision: str, unexpected: Iterable[str]) -> str | None:
+def _codes_in(files: _StoredModel, unexpected: Iterable[str]) -> str | None:
     """Return the first tensor of the files that is a part of a quantised weight, which transformers may load as it is; None without one."""
-
-    def file(part: str) -> Path | None:
-        with contextlib.suppress(OSError):  # the model has no such file
-            return file_of_model(name, revision, part)
-        return None
-
-    encodings = read_headers(file).encodings()
+    encodings = find_encodings(files.types, {})
     parts = [*encodings.parts, *(each.name for each in encodings.unread), *scales_among(unexpected)]
     return f"`{parts[0]}`" if parts else None
+
+
+def _rounded(full: PreTrainedModel, files: _StoredModel) -> dict[str, torch.Tensor] | None:
+    """Return the parameters and buffers that transformers rounded to the dtype of config.json, by their names in the files: biases of
+    routers that these have in fp32. None if it made a parameter of several of them.
+    """
+    state = parameters_of(full)
+    found: dict[str, torch.Tensor] = {}
+    for name, in_model in names_in_model(full, files.values, state).items():
+        value, target = files.values[name], state.get(in_model.name)
+        if target is None or not value.dtype.is_floating_point or torch.promote_types(value.dtype, target.dtype) == target.dtype:
+            continue
+        if in_model.is_converted:
+            return None
+        found[name] = target
+    return found
 
 
 def language_model_of(full: PreTrainedModel, name: str) -> PreTrainedModel:

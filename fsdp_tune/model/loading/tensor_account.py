@@ -78,11 +78,13 @@ class InModel:
 @dataclass(frozen=True, slots=True)
 class TensorAccount:
     """`fates`: of each tensor by its name in the files; `rules`: {rule: number of weights} of the decoded ones; `parameters`: the name
-    in the model of each plain or decoded weight that the model has."""
+    in the model of each plain or decoded weight that the model has; `converted`: those of which transformers makes it by joining, splitting
+    or transposing."""
 
     fates: dict[str, Fate]
     rules: dict[str, int]
     parameters: dict[str, str]
+    converted: frozenset[str] = frozenset()
     problems: tuple[Problem, ...] = ()
 
     def counts(self) -> dict[str, int]:
@@ -140,9 +142,28 @@ def account_for(recipe: Recipe, config: PreTrainedConfig, model: PreTrainedModel
             for name in parameters
         }
         problems += unfilled_problems(recipe, model, state, sources, base.files)
+    converted = frozenset(name for name in parameters if in_model[name].is_converted)
     problems += [*_unused_entries(recipe, fates, layers), *_partly_left_out(model, config, fates, layers)]
+    problems += _twice({name: parameter for name, parameter in parameters.items() if name not in converted}, base.files)
     rules = Counter(weight.rule for weight in encodings.weights.values())
-    return TensorAccount(fates, dict(rules), parameters, tuple(problems))
+    return TensorAccount(fates, dict(rules), parameters, converted, tuple(problems))
+
+
+def _twice(parameters: Mapping[str, str], files: Mapping[str, Path]) -> list[Problem]:
+    """Return the problem of tensors that are the same parameter of the model, with and without a prefix: the first by name would count
+    where transformers loads them, and the one with the model's own name where ranks read slices. `parameters`: {name in files: parameter}.
+    """
+    found: dict[str, list[str]] = {}
+    for name, parameter in parameters.items():
+        found.setdefault(parameter, []).append(name)
+    several = {parameter: sorted(names) for parameter, names in found.items() if len(names) > 1}
+    if not several:
+        return []
+    parameter = min(several)
+    one, other = several[parameter][:2]
+    message = f"`{one}` and `{other}` are both `{parameter}` of the model ({len(several):,} such parameters)"
+    where = Where(str(files[one]) if one in files else None, key="model.name_or_path")
+    return [Problem("model-weights-twice", message, where, "remove the tensors that are wrong from the files, or download the model again")]
 
 
 def parameters_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:

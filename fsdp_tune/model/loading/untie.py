@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from transformers import PreTrainedConfig
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, usage_error
 from fsdp_tune.core.families import TIE_KEY, is_embedding, is_head, tied_candidates
 from fsdp_tune.core.hub import cached_model_file
+from fsdp_tune.model.loading.pickled_files import read_state
 from fsdp_tune.model.loading.stored_tensors import Find, Stored, list_weights, locate, read_elements
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import run_of
@@ -117,36 +117,37 @@ def _weight_files(recipe: Recipe) -> _Files | None:
 def _first_apart(files: _Files) -> StoredPair | None:
     """Compare heads with embeddings."""
     tensors = _tensors(files)
-    for head, embedding in tied_candidates({name: tuple(tensor.shape) for name, tensor in tensors.items()}).items():
+    pairs = tied_candidates({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    pairs = {head: embedding for head, embedding in pairs.items() if not _are_one(tensors[head], tensors[embedding])}
+    tensors = _tensors(files, values=True) if pairs and files.is_pickled else tensors
+    for head, embedding in pairs.items():
         if not _are_equal(tensors[head], tensors[embedding]):
             return StoredPair(head, embedding)
     return None
 
 
-def _tensors(files: _Files) -> dict[str, Stored | torch.Tensor]:
-    if not files.is_pickled:
-        try:
-            return {**locate(files.find).stored()}
-        except FsdpTuneError:
-            return {}  # the loader reports it
-    tensors: dict[str, Stored | torch.Tensor] = {}
-    for path, _, _ in files.states:
-        tensors.update(_pickled_tensors(path) if path.suffix != ".json" else {})
-    return tensors
-
-
-def _pickled_tensors(path: Path) -> dict[str, torch.Tensor]:
+def _tensors(files: _Files, *, values: bool = False) -> dict[str, Stored | torch.Tensor]:
+    """Return the tensors of the files, which hold heads and embeddings. `values`: of `read_state`."""
     try:
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (OSError, RuntimeError, ValueError, pickle.UnpicklingError):
-        return {}  # from before zip archives, which cannot be mapped, or damaged: transformers reads it, or reports it
-    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor) and (is_head(name) or is_embedding(name))}
+        if not files.is_pickled:
+            return {**locate(files.find).stored()}
+        tensors: dict[str, Stored | torch.Tensor] = {}
+        for path, _, _ in files.states:
+            tensors.update(read_state(path, values=values) if path.suffix != ".json" else {})
+    except FsdpTuneError:
+        return {}  # the loader reports it
+    return {name: value for name, value in tensors.items() if is_head(name) or is_embedding(name)}
+
+
+def _are_one(one: Stored | torch.Tensor, other: Stored | torch.Tensor) -> bool:
+    """Return whether two names of a pickled file have the same elements of its memory."""
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False  # safetensors files have no tensors that share elements
+    return (one.data_ptr(), one.dtype, one.stride()) == (other.data_ptr(), other.dtype, other.stride())
 
 
 def _are_equal(one: Stored | torch.Tensor, other: Stored | torch.Tensor) -> bool:
     """Return whether two tensors of one shape have equal values; of one dtype, equal bytes. Stops at the first block that differs."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.data_ptr() == other.data_ptr():
-        return True
     return all(_same(left, right) for left, right in zip(_blocks(one), _blocks(other), strict=True))
 
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers.utils.hub import cached_file
 
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.core.families import is_embedding, is_head
 from fsdp_tune.core.tensors.encoded import StoredType
 from fsdp_tune.core.tensors.encodings import settings_of_files
 from fsdp_tune.model.adapters.lora import name_in_base
@@ -43,7 +44,7 @@ class WeightFiles:
 
     tensors: dict[str, Stored]
     base: BaseTensors | None = None
-    """The tensors as the files have them; None of an adapter's file."""
+    """The tensors as the files have them, also those of pickled files, of which `tensors` is empty; None of an adapter's file."""
 
     @property
     def has_codes(self) -> bool:
@@ -51,16 +52,18 @@ class WeightFiles:
 
 
 def find_weight_files(recipe: Recipe) -> WeightFiles | None:
-    """Return the safetensors files of `model.name_or_path`, downloaded if necessary; None if it has none.
+    """Return the weight files of `model.name_or_path`, downloaded if necessary; None if it has none.
 
-    Raises: usage error for tensors of an encoding that no rule reads, or that several files hold, and for codes in other files.
+    The tensors of pickled files are known by name alone (`base`): transformers loads them. Raises: usage error for tensors of an encoding
+    that no rule reads, or that several files hold, and for codes in pickled files.
     """
     name, revision = str(recipe.model.name_or_path), recipe.model.revision
     find = functools.cache(lambda file: file_of_model(name, revision, file))  # the hub is asked once for each file
     located = locate(find)
     if not located.tensors:
-        refuse_pickled_codes(name, find, read_pickled(pickled_paths(find)) if Path(name).is_dir() else None)
-        return None
+        pickled = read_pickled(pickled_paths(find))
+        refuse_pickled_codes(name, find, pickled)
+        return WeightFiles({}, pickled) if pickled is not None else None
     base = base_tensors(located, find)
     encodings = base.encodings()
     if problems := [*base.problems, *unread_problems(encodings.unread, base.files)]:
@@ -87,7 +90,15 @@ def base_tensors(located: Located, find: Find) -> BaseTensors:
 
 
 def fits(model: nn.Module, weights: WeightFiles) -> bool:
-    """Return whether every parameter and persistent buffer is in the files with the same name and shape."""
+    """Return whether every parameter and persistent buffer is in the files with the same name and shape, and tied ones once.
+
+    Of heads and embeddings, which files may store twice, it is known that the copies are equal (`loading.untie`). transformers compares
+    others.
+    """
+    first = {name for name, _ in model.named_parameters()}
+    tied = [name_in_base(name) for name, _ in model.named_parameters(remove_duplicate=False) if name not in first]
+    if any(name in weights.tensors and not (is_head(name) or is_embedding(name)) for name in tied if name is not None):
+        return False
     wanted = {
         name: (t.out_features, t.in_features) if isinstance(t, Nf4Linear) else tuple(t.shape) for name, t in _wanted(model, weights).items()
     }
