@@ -41,16 +41,17 @@ class RoutedOnce:
         """Return the contexts of the forward and of the recomputation (`context_fn` of torch's `checkpoint`)."""
         return _Choosing(self, repeats=False), _Choosing(self, repeats=True)
 
-    def route(self, top_k_index: torch.Tensor, make: Callable[[], _Route]) -> _Route:
+    def route(self, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, make: Callable[[], _Route]) -> _Route:
         """Return the route of the chosen experts, as `make` returns it: in a recomputation that of the forward, without communication.
 
-        Raises: failed error if no `topk` of the layer has returned these experts. Waits for the device in the forward.
+        Raises: failed error if no `topk` of the layer has returned these experts. One of weight 0 may stand in for an index that is none
+        of them: ZAYA's router has a class without an expert. Waits for the device in the forward.
         """
         if self._is_repeating:
             self._used += 1
             kept: _Route = self._routes[self._used - 1]
             return kept
-        if not any(_are_equal(indices, top_k_index) for indices in self.chosen):
+        if not any(_are_equal(indices, top_k_index, top_k_weights) for indices in self.chosen):
             message = f"`{self._layer}` chooses experts without `torch.topk`, and its recomputation could choose others"
             raise failed_error("experts-not-chosen-by-topk", message, hint="--set fsdp.activation_checkpointing=none")
         # A token has at least as many experts as groups. Larger results are of something else, such as the keys of sparse attention.
@@ -75,8 +76,11 @@ class RoutedOnce:
         return indices
 
 
-def _are_equal(indices: torch.Tensor, others: torch.Tensor) -> bool:
-    return indices.numel() == others.numel() and torch.equal(indices.flatten(), others.flatten().to(indices.dtype))
+def _are_equal(indices: torch.Tensor, others: torch.Tensor, weights: torch.Tensor) -> bool:
+    """Return whether indices are those of others, where these have a weight."""
+    if indices.numel() != others.numel():
+        return False
+    return bool(((indices.flatten() == others.flatten()) | (weights.flatten() == 0)).all())
 
 
 class _Choosing(TorchFunctionMode):
