@@ -109,6 +109,24 @@ def test_class_without_an_expert_is_a_choice_of_weight_zero() -> None:
     assert [each.flatten().tolist() for each in routed] == [[2, 0, 2]] * 2
 
 
+def test_experts_of_a_table_are_a_choice() -> None:
+    """DeepSeek V4's first layers look the experts of a token up by its id."""
+    table, token_ids = torch.tensor([[0, 1], [2, 3], [1, 2]]), torch.tensor([2, 0, 2])
+    routed: list[torch.Tensor] = []
+
+    def layer(hidden: torch.Tensor) -> torch.Tensor:
+        routed.append(indices := table[token_ids])
+        weights = (torch.ones(3, 4) * hidden).gather(1, indices)
+        assert RoutedOnce.entered is not None
+        RoutedOnce.entered.route(indices, weights, object)
+        return (weights * hidden).sum()
+
+    hidden = torch.tensor(2.0, requires_grad=True)
+    checkpoint(layer, hidden, use_reentrant=False, context_fn=RoutedOnce("layer").contexts).backward()
+    assert [each.tolist() for each in routed] == [[[1, 2], [0, 1], [1, 2]]] * 2
+    assert hidden.grad == 6 * 2 * 2.0
+
+
 @pytest.mark.parametrize("indices", [torch.tensor([[0, 1]]), torch.tensor([[1, 3], [0, 2], [1, 2]])], ids=["other shape", "other experts"])
 def test_experts_that_no_topk_chose_are_refused(indices: torch.Tensor) -> None:
     """Although the layer calls `topk` for something else."""
