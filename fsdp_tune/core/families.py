@@ -131,6 +131,18 @@ EXAMPLE_LENGTHS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "
 """Arguments of a model's forward that name the examples of packed rows."""
 
 
+# ---- Limits inside of a row
+
+_LIMIT = re.compile(r"(^|_)(topk|topk_blocks|window|window_size|chunk_size|block_size|local_attention|floor_scale|n_floor)$")
+"""Numbers of tokens or blocks that divide a row, that a token sees, or from which on its position changes a scale."""
+
+
+def limits_within(config: Mapping[str, object], tokens: int) -> list[str]:
+    """Return the fields with a limit below `tokens`: rows of so many tokens show what a model does at it, and shorter ones do not."""
+    found = [name for name, value in config.items() if type(value) is int and 0 < value < tokens and _LIMIT.search(name)]
+    return [name for name in found if name not in CHOSEN_EXPERTS.names]
+
+
 # ---- Positions
 
 POSITIONS = Fields(("max_position_embeddings",))

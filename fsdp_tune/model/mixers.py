@@ -38,13 +38,14 @@ _ATTENTION = frozenset({"ALL_ATTENTION_FUNCTIONS", "eager_attention_forward", "s
 def find_mixers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the mixers of a model by name: the outermost modules inside a layer that need earlier tokens and hold no attention.
 
-    A module that needs earlier tokens takes the cache, from which it reads them when it generates.
+    A module that needs earlier tokens takes the cache, from which it reads them when it generates. Attention is a mixer too if it holds
+    a module that pools or chooses keys without the mask, which alone would tell it the examples.
     """
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if any(name.startswith(f"{outer}.") for outer in found) or not _takes_cache(module):
             continue
-        if not any(_is_layer(inner) or _is_attention(inner) for inner in module.modules()):
+        if not any(_is_layer(inner) or _is_attention(inner) for inner in module.modules()) or _reads_without_mask(module):
             found[name] = module
     return found
 
@@ -55,6 +56,25 @@ def _is_layer(module: nn.Module) -> bool:
 
 def _takes_cache(module: nn.Module) -> bool:
     return not CACHE_ARGUMENTS.isdisjoint(inspect.signature(bare_class(module).forward).parameters)
+
+
+def _takes_mask(module: nn.Module) -> bool:
+    return "attention_mask" in inspect.signature(bare_class(module).forward).parameters
+
+
+def _reads_without_mask(module: nn.Module) -> bool:
+    """Return whether a module is attention whose keys are pooled (DeepSeek V4) or chosen (MiniMax M3) by a module that takes no mask."""
+    if _is_layer(module) or not (_is_attention(module) and _takes_mask(module)):
+        return False
+    inside = [inner for inner in module.modules() if inner is not module and _takes_cache(inner) and _is_attention(inner)]
+    return any(not _takes_mask(inner) for inner in inside)
+
+
+def find_selectors(model: nn.Module) -> dict[str, nn.Module]:
+    """Return by name the modules inside attention that read earlier tokens themselves: they choose or pool its keys."""
+    readers = {name: module for name, module in model.named_modules() if _takes_cache(module) and not _is_layer(module)}
+    attention = [name for name, module in readers.items() if _is_attention(module)]
+    return {name: module for name, module in readers.items() if any(name.startswith(f"{outer}.") for outer in attention)}
 
 
 @functools.cache
@@ -166,7 +186,7 @@ def separate_documents(model: nn.Module, multiple_of: int = 1) -> dict[str, nn.M
 def call_by_documents(mixer: nn.Module, multiple_of: int = 1) -> None:
     """Make a mixer compute the documents of packed rows, while they are known (`known_rows.packing_known`), in place of the rows."""
     forward = mixer.forward
-    call = _at_once if takes_lengths(mixer) else functools.partial(_in_groups, multiple_of)
+    call = _at_once if takes_lengths(mixer) else functools.partial(_in_groups, multiple_of, _reads_without_mask(mixer))
 
     @functools.wraps(forward)
     def by_documents(*args: object, **kwargs: object) -> object:
@@ -191,23 +211,32 @@ def _at_once(forward: Callable[..., object], documents: Documents, args: tuple[o
 
 
 def _in_groups(
-    multiple_of: int, forward: Callable[..., object], documents: Documents, args: tuple[object, ...], kwargs: dict[str, object]
+    multiple_of: int,
+    keeps_mask: bool,  # noqa: FBT001  bound by `functools.partial`
+    forward: Callable[..., object],
+    documents: Documents,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
 ) -> object:
-    """Call the forward once for each group of documents of similar length, padded on the right, which a causal mixer does not read."""
+    """Call the forward once for each group of documents of similar length, padded on the right, which a causal mixer does not read.
+
+    Of the mask of attention it gets the part of each document if it `keeps_mask`, else none.
+    """
     spans, given = documents.spans, (args, _without_lengths(kwargs))
     groups = groups_of_lengths([span.tokens for span in spans])
     shape = documents.position_ids.shape
-    outputs = [_called(forward, given, [spans[index] for index in group], shape, multiple_of) for group in groups]
+    cut = functools.partial(_cut, shape, keeps_mask)
+    outputs = [_called(forward, given, [spans[index] for index in group], cut, multiple_of) for group in groups]
     return _joined([found for found, _ in outputs], outputs[0][1], groups, documents)
 
 
 def _called(
-    forward: Callable[..., object], given: tuple[object, object], spans: Sequence[Span], shape: torch.Size, multiple_of: int
+    forward: Callable[..., object], given: tuple[object, object], spans: Sequence[Span], cut: Callable[..., object], multiple_of: int
 ) -> tuple[object, int]:
     """Return the output for the documents of `spans`, and the number of tokens to which they were padded."""
     longest = -(-max(span.tokens for span in spans) // multiple_of) * multiple_of
     while True:
-        args, kwargs = _mapped(functools.partial(_cut, spans, longest, shape), given)
+        args, kwargs = _mapped(functools.partial(cut, spans, longest), given)
         found = forward(*args, **kwargs)
         if not any(tensor.shape[1:3] == (longest, longest) for tensor in _tensors(found)):
             return found, longest
@@ -218,16 +247,19 @@ def _without_lengths(kwargs: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in kwargs.items() if name not in EXAMPLE_LENGTHS}
 
 
-def _cut(spans: Sequence[Span], longest: int, shape: torch.Size, value: object) -> object:
+def _cut(shape: torch.Size, keeps_mask: bool, spans: Sequence[Span], longest: int, value: object) -> object:  # noqa: FBT001
     """Return [documents, longest, ...] of a tensor [rows or 1, tokens, ...]; anything else is the same for all documents.
 
-    The mask of attention, [rows, heads, tokens, tokens], which some layers pass to each of their modules, is left out.
+    The mask of attention, [rows, heads, tokens, tokens], which some layers pass to each of their modules, is left out unless `keeps_mask`.
     """
     if not isinstance(value, torch.Tensor):
         return value
     rows, tokens = shape
     if value.ndim == 4 and value.shape[-2:] == (tokens, tokens):
-        return None
+        if not keeps_mask:
+            return None
+        parts = [(value[span.row % value.shape[0]], slice(span.start, span.start + span.tokens)) for span in spans]
+        return torch.stack([_padded_mask(mask[:, part, part], longest) for mask, part in parts])
     if value.ndim < 2 or value.shape[1] != tokens or value.shape[0] not in (1, rows):
         return value
     documents = [value[span.row % value.shape[0], span.start : span.start + span.tokens] for span in spans]
@@ -238,6 +270,15 @@ def _padded(document: torch.Tensor, longest: int) -> torch.Tensor:
     """Return a document with its last token repeated, without gradients: no value is unusual, so that no gradient is NaN times zero."""
     missing = longest - len(document)
     return torch.cat([document, document[-1:].detach().expand(missing, *document.shape[1:])]) if missing else document
+
+
+def _padded_mask(mask: torch.Tensor, longest: int) -> torch.Tensor:
+    """Return a mask [heads, tokens, tokens], boolean or added to scores, with padding that no token attends to, and that attends as the
+    last token."""
+    missing = longest - mask.shape[-1]
+    hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+    keys = torch.cat([mask, mask.new_full((*mask.shape[:-1], missing), hidden)], -1)
+    return torch.cat([keys, keys[:, -1:].expand(-1, missing, -1)], 1)
 
 
 def _joined(found: Sequence[Any], longest: int, groups: Sequence[Sequence[int]], documents: Documents) -> object:
@@ -260,6 +301,8 @@ def _joined(found: Sequence[Any], longest: int, groups: Sequence[Sequence[int]],
     for index, (_, _, length) in enumerate(documents.spans):
         number, at = where[index]
         pieces.append(found[number][at].narrow(dim - 1, 0, length))
+    if len({(*piece.shape[: dim - 1], *piece.shape[dim:]) for piece in pieces}) > 1:
+        return None  # weights of attention, with tokens in another dimension too, which nothing reads
     return torch.cat(pieces, dim - 1).unflatten(dim - 1, documents.position_ids.shape).movedim(dim - 1, 0)
 
 

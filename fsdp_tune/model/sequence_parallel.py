@@ -24,8 +24,9 @@ from fsdp_tune.core.errors import FsdpTuneError, usage_error
 from fsdp_tune.core.families import SINKS, dropout_fields, heads_by_layer
 from fsdp_tune.model.internals.transformers_internals import FIND_PACKED_IN_PART, SUPPORTS_INTERFACE, attention_of
 from fsdp_tune.model.known_rows import masks_of_documents, packing_known
+from fsdp_tune.model.mixers import find_mixers, find_selectors
 from fsdp_tune.model.shard.exchange import exchange
-from fsdp_tune.model.shard.local import ModuleView, bare_model
+from fsdp_tune.model.shard.local import ModuleView, bare_class, bare_model
 from fsdp_tune.model.shard.process_groups import groups_of
 from fsdp_tune.recipe.schema.recipe import Recipe
 
@@ -174,6 +175,9 @@ def require_shareable_rows(recipe: Recipe, model: PreTrainedModel) -> None:
         return
     if not SUPPORTS_INTERFACE.of(model):
         raise _not_shareable(f"{type(model).__name__} does not use transformers' attention interface in every layer")
+    if across := find_mixers(model) | find_selectors(model):
+        name, module = next(iter(across.items()))
+        raise _not_shareable(f"`{name}` ({bare_class(module).__name__}) reads earlier tokens itself, and would get those of one rank alone")
     if indivisible := next((heads for heads, _ in heads_by_layer(model.config) if heads % size), None):
         raise _heads_do_not_divide(indivisible, size)
     if dropout := dropout_fields(model.config.get_text_config().to_dict()):

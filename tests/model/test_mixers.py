@@ -34,10 +34,10 @@ _MASKED = known(
 _FAST = known("lfm2_moe", "gpt_oss", "mamba")
 
 
-def model_of(fields: dict[str, Any]) -> Any:
+def model_of(fields: dict[str, Any], kernel: str | None = None) -> Any:
     config = AutoConfig.for_model(fields["model_type"], **{name: value for name, value in fields.items() if name != "model_type"})
     torch.manual_seed(7)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=kernel).train()
 
 
 def loss_of(logits: torch.Tensor) -> torch.Tensor:
@@ -76,6 +76,53 @@ def test_logits_and_gradients_of_packed_rows_equal_those_of_single_examples(fami
     model = model_of(config_of(family))
     assert bool(separate_documents(model)) == (family in _RECURRENT)
     assert max(deviations(model)) <= 1e-5
+
+
+_POOLED: dict[str, dict[str, Any]] = {
+    "minimax_m3_vl_text": {"index_block_size": 4, "index_topk_blocks": 2, "layer_types": ["full_attention", "minimax_m3_sparse"]},
+    "deepseek_v4": {
+        "index_topk": 2,
+        "sliding_window": 4,
+        "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+    },
+}
+"""Attention whose keys are chosen by blocks, or pooled, by a module that takes no mask; smaller than the examples."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "kernel"), [("minimax_m3_vl_text", "sdpa"), ("minimax_m3_vl_text", "eager"), ("deepseek_v4", "eager")])
+def test_attention_with_keys_of_several_examples_is_called_by_example(family: str, kernel: str) -> None:
+    if not known(family):
+        pytest.skip(f"transformers has no {family}")
+    model = model_of(config_of(family) | _POOLED[family], kernel)
+    assert min(deviations(model)) > 1e-3
+    assert set(separate_documents(model)) <= {"model.layers.0.self_attn", "model.layers.1.self_attn"}
+    assert max(deviations(model)) <= 1e-5
+
+
+def test_part_of_a_mask_hides_padding_and_has_the_rows_of_its_document() -> None:
+    mixer, seen = nn.Identity(), list[torch.Tensor]()
+
+    def forward(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        seen.append(mask)
+        return hidden
+
+    mixer.forward = forward  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mixers, "_reads_without_mask", lambda _module: True)
+        call_by_documents(mixer, multiple_of=4)
+    mask = torch.ones(5, 5).tril().bool()
+    mask[3:, :3] = False
+    with packing_known(torch.tensor([[0, 1, 2, 0, 1]]), "sdpa"):
+        mixer(torch.randn(1, 5, 7), mask[None, None])
+        mixer(torch.randn(1, 5, 7), mask[None, None].logical_not() * -100.0)
+    of_three = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 0]]).bool()
+    of_two = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0]]).bool()
+    assert [each.shape for each in seen] == [(2, 1, 4, 4)] * 2, "both documents at once"
+    assert torch.equal(seen[0][0, 0], of_three)
+    assert torch.equal(seen[0][1, 0], of_two)
+    assert torch.equal(seen[1][:, 0] > -1.0, torch.stack([of_three, of_two]))
 
 
 def test_convolution_that_is_called_for_the_row_differs() -> None:

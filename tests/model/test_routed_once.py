@@ -35,7 +35,7 @@ class _Layer(nn.Module):
         values, indices = self._call(scores)
         self.chosen.append(indices)
         if (once := RoutedOnce.entered) is not None:
-            self.routes.append(once.route(indices.to(torch.int32), self._make))
+            self.routes.append(once.route(indices.to(torch.int32), values, self._make))
         values /= values.sum()  # in place, as in several routers
         return (values * indices * hidden).sum() + keys.sum() * hidden
 
@@ -68,7 +68,7 @@ def test_recomputed_layer_chooses_the_groups_that_its_forward_chose() -> None:
         scores, indices = torch.topk((torch.ones(3, 4) * hidden).masked_fill(mask == 0, 0.0), 2)
         scores_at_choice.append(scores.detach())
         assert RoutedOnce.entered is not None
-        RoutedOnce.entered.route(indices, object)
+        RoutedOnce.entered.route(indices, scores, object)
         return (scores * hidden).sum()
 
     hidden = torch.tensor(2.0, requires_grad=True)
@@ -90,6 +90,43 @@ def test_choice_of_experts_alone_is_kept() -> None:
     assert [each.numel() for each in (*once._kept.values(), *once.chosen)] == [3 * 2]
 
 
+def test_class_without_an_expert_is_a_choice_of_weight_zero() -> None:
+    """ZAYA's router writes index 0 with weight 0 where `topk` chooses its last class."""
+    routed: list[torch.Tensor] = []
+
+    def layer(hidden: torch.Tensor) -> torch.Tensor:
+        scores = torch.eye(4)[[2, 3, len(routed) % 2 + 2]] * hidden  # the third token changes from 2 to the class without an expert
+        weights, indices = scores.topk(1)
+        skips = indices == 3
+        weights, indices = weights.masked_fill(skips, 0.0), indices.masked_fill(skips, 0)
+        routed.append(indices)
+        assert RoutedOnce.entered is not None
+        RoutedOnce.entered.route(indices, weights, object)
+        return (weights * hidden).sum()
+
+    hidden = torch.tensor(2.0, requires_grad=True)
+    checkpoint(layer, hidden, use_reentrant=False, context_fn=RoutedOnce("layer").contexts).backward()
+    assert [each.flatten().tolist() for each in routed] == [[2, 0, 2]] * 2
+
+
+def test_experts_of_a_table_are_a_choice() -> None:
+    """DeepSeek V4's first layers look the experts of a token up by its id."""
+    table, token_ids = torch.tensor([[0, 1], [2, 3], [1, 2]]), torch.tensor([2, 0, 2])
+    routed: list[torch.Tensor] = []
+
+    def layer(hidden: torch.Tensor) -> torch.Tensor:
+        routed.append(indices := table[token_ids])
+        weights = (torch.ones(3, 4) * hidden).gather(1, indices)
+        assert RoutedOnce.entered is not None
+        RoutedOnce.entered.route(indices, weights, object)
+        return (weights * hidden).sum()
+
+    hidden = torch.tensor(2.0, requires_grad=True)
+    checkpoint(layer, hidden, use_reentrant=False, context_fn=RoutedOnce("layer").contexts).backward()
+    assert [each.tolist() for each in routed] == [[[1, 2], [0, 1], [1, 2]]] * 2
+    assert hidden.grad == 6 * 2 * 2.0
+
+
 @pytest.mark.parametrize("indices", [torch.tensor([[0, 1]]), torch.tensor([[1, 3], [0, 2], [1, 2]])], ids=["other shape", "other experts"])
 def test_experts_that_no_topk_chose_are_refused(indices: torch.Tensor) -> None:
     """Although the layer calls `topk` for something else."""
@@ -97,7 +134,7 @@ def test_experts_that_no_topk_chose_are_refused(indices: torch.Tensor) -> None:
     def layer(hidden: torch.Tensor) -> torch.Tensor:
         torch.topk(torch.arange(12.0).view(3, 4), 2)
         assert RoutedOnce.entered is not None
-        RoutedOnce.entered.route(indices, object)
+        RoutedOnce.entered.route(indices, torch.ones(indices.shape), object)
         return hidden.sin()
 
     with pytest.raises(FsdpTuneError, match=r"`layer` chooses experts without `torch\.topk`"):

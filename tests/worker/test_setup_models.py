@@ -181,3 +181,12 @@ def test_adapters_without_gradient_in_some_layers_are_a_warning(bench: Bench) ->
     (warning,) = json.loads(run.readback_json.read_text())["warnings"]
     counts = ", ".join(f"2 of 4 {name}" for name in ("k_proj", "v_proj", "q_proj", "out_proj"))
     assert f"without a gradient in the first step: {counts}, such as that of `model.decoder.layers.0.encoder_attn.k_proj`" in warning
+
+
+@pytest.mark.ranks
+def test_trained_parameters_without_gradient_are_a_warning(bench: Bench) -> None:
+    """A decoder alone calls no attention to an encoder."""
+    run, outcomes = run_of(bench, BART)
+    assert [outcome["exit_reason"] for outcome in outcomes] == ["finished"] * len(outcomes), outcomes[0]["traceback"]
+    (warning,) = json.loads(run.readback_json.read_text())["warnings"]
+    assert "trained parameters have no gradient in the first step, such as `model.decoder.layers.0.encoder_attn.k_proj.weight`" in warning

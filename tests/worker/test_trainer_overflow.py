@@ -17,7 +17,7 @@ OVERFLOWS = (2, 3, 5)
 """Steps whose gradients are infinite; a checkpoint is saved after the second one."""
 
 
-def train_with_overflows(path: str) -> dict[str, Any]:
+def train_with_overflows(path: str, steps: tuple[int, ...] = OVERFLOWS) -> dict[str, Any]:
     """On a rank: the worker, with a scale that does not overflow on its own."""
     import torch
 
@@ -27,7 +27,7 @@ def train_with_overflows(path: str) -> dict[str, Any]:
     pass_or_skip = GradientGate.pass_or_skip
 
     def before_update(self: Any, step: int, max_norm: Any, optimizer: Any, batches: Any) -> Any:
-        if step in OVERFLOWS:
+        if step in steps:
             local = max((p.grad for p in self._trained), key=lambda grad: grad.numel())
             (local.to_local() if hasattr(local, "to_local") else local).view(-1)[0] = torch.inf
         return pass_or_skip(self, step, max_norm, optimizer, batches)
@@ -71,3 +71,18 @@ def test_overflowed_step_does_not_advance_the_schedule(max_grad_norm: float, ben
 
 def rates(run: RunDir) -> dict[int, float]:
     return {line["step"]: line["learning_rate"] for line in runs.loss_lines(run)}
+
+
+def train_with_first_overflow(path: str) -> dict[str, Any]:
+    return train_with_overflows(path, (1,))
+
+
+@pytest.mark.ranks
+def test_adapters_whose_first_gradients_overflow_are_trained(bench: Bench) -> None:
+    """The gradients of such a step are removed, which is no sign of a module that the model does not call."""
+    case = Case(precision="fp16", ranks=1)
+    training = {"max_steps": 2, "eval_strategy": "no", "save_strategy": "no", "logging_steps": 1, "witness": "first"}
+    recipe = runs.merged(case.recipe(str(bench.model("llama"))), {"lora": {"r": 2}, "training": training})
+    run = bench.written_run(recipe)
+    runs.train(bench.on_ranks, run, case.ranks, train_with_first_overflow)
+    assert runs.loss_lines(run)[-1]["skipped_steps"] == 1

@@ -19,6 +19,7 @@ from fsdp_tune.model.kernels.linear_layers import choose_mlp_slices, find_mlps, 
 from fsdp_tune.model.kernels.loss_in_head import OpaqueHead, install_loss_in_head, logits_of
 from fsdp_tune.model.mixers import choose_packing, separate_packed
 from fsdp_tune.model.model_files import WRITTEN, KernelChoice
+from fsdp_tune.model.query_scale import scale_queries_by_position
 from fsdp_tune.model.sequence_parallel import require_shareable_rows
 from fsdp_tune.model.shard.expert_parallel import require_divisible_experts
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -93,6 +94,7 @@ def install_kernels(recipe: Recipe, model: PreTrainedModel, device_type: str) ->
     if recipe.kernels.mlp_slice_tokens is not None:
         install_mlp_slices(mlps.values(), recipe.kernels.mlp_slice_tokens)
     separate_packed(recipe, model)
+    scale_queries_by_position(model)
     loss = chosen["kernels.loss"].value
     if loss != "full":
         install_loss_in_head(model, logits_of(model), _LOSSES[loss], loss)

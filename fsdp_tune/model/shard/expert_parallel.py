@@ -8,6 +8,7 @@ full stacks, so optimizers, checkpoints and merges see tensors of the usual name
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable
@@ -113,7 +114,8 @@ def _over_ranks(experts: nn.Module, group: dist.ProcessGroup) -> Callable[..., t
         stacks = ((name, _operand(_local(stack), kernel)) for name, stack in experts.named_parameters(recurse=False))
         view = ModuleView(experts, num_experts=count // size, **dict(stacks))
         once = RoutedOnce.entered
-        route = _route(top_k_index, count, group) if once is None else once.route(top_k_index, lambda: _route(top_k_index, count, group))
+        make = functools.partial(_route, top_k_index, count, group)
+        route = make() if once is None else once.route(top_k_index, top_k_weights, make)
         rows = exchange(hidden_states[route.order // chosen], group, route.sent, route.received)
         ids, arrived = route.ids, len(rows)
         if arrived == 0:  # a row of zeros, so that the parameters have a gradient, which is zero, on every rank

@@ -278,6 +278,17 @@ def adapters_without_gradient(every: Sequence[dict[str, int]]) -> str | None:
     return f"adapters without a gradient in the first step: {counts}, such as that of `{first}`" if first else None
 
 
+def parameters_without_gradient(every: Sequence[Sequence[str]]) -> str | None:
+    """Return a warning about trained parameters, from the names of those that have no gradient on each rank; None if each has one."""
+    others = [set(own) for own in every[1:]]
+    names = [name for name in every[0] if all(name in own for own in others)]
+    if not names:
+        return None
+    have = "trained parameter has" if len(names) == 1 else "trained parameters have"
+    why = "the model's code or a kernel does not differentiate it, and training leaves it as it is"
+    return f"{len(names):,} {have} no gradient in the first step, such as `{names[0]}`: {why}"
+
+
 SPACED = 14
 """Values at equal distances; with the two extremes, at most this many and two are copied per shard."""
 ROUNDING_MARGIN = 1.1

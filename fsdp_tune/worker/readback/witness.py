@@ -32,7 +32,7 @@ from fsdp_tune.run.manifest import digest
 from fsdp_tune.run.records import ReadBack
 from fsdp_tune.worker.agreement import gather, stop_on
 from fsdp_tune.worker.observe.step_phases import AttachedCallback
-from fsdp_tune.worker.readback.trained import UpdateSample, adapter_gradients, adapters_without_gradient
+from fsdp_tune.worker.readback.trained import UpdateSample, adapter_gradients, adapters_without_gradient, parameters_without_gradient
 
 GATHERED_STEPS = 3
 """The first steps of a run, at whose beginning no unit may be gathered."""
@@ -72,6 +72,7 @@ class Witness(AttachedCallback):
         self._is_on = self._is_due = when != "off"
         self._every_steps = when if isinstance(when, int) else None
         self._steps_begun = 0
+        self._has_checked_gradients = False
         self._started_at_seconds = 0.0
         self._sample: UpdateSample | None = None
         self._frozen: dict[str, int] = {}
@@ -92,14 +93,17 @@ class Witness(AttachedCallback):
                 self._stop([f"rank {dist.get_rank()}: {sentence}" for sentence in _of_gathered(gathered)], state.global_step)
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        if self._is_on and self._steps_begun == 1 and self.trainer.parts.recipe.lora is not None:
-            self._check_adapters()
-        if not (self._is_due or self._is_requested(state.global_step + 1)):
-            return
+        checks_gradients = self._is_on and not self._has_checked_gradients
+        takes_sample = self._is_due or self._is_requested(state.global_step + 1)
+        norm = self.trainer.gate.norm
+        if not (checks_gradients or takes_sample) or norm is None or not bool(torch.isfinite(norm)):
+            return  # of a step that is left out, the gate may have removed all gradients (fp16)
+        if checks_gradients:
+            self._has_checked_gradients = True
+            self._check_gradients()
         with self._timed():
             optimizer = self.trainer.live_optimizer
-            norm = self.trainer.gate.norm
-            if any(group["lr"] > 0 for group in optimizer.param_groups) and norm is not None and bool(torch.isfinite(norm)):
+            if takes_sample and any(group["lr"] > 0 for group in optimizer.param_groups):
                 stochastic = bool(optimizer_arguments(self.trainer.parts.recipe.training).get(STOCHASTIC, False))
                 names = {parameter: name for name, parameter in self._parameters()}
                 self._sample = UpdateSample(names, optimizer, stochastic=stochastic)
@@ -144,10 +148,17 @@ class Witness(AttachedCallback):
             )
         self._stop(found, step)
 
-    def _check_adapters(self) -> None:
-        """Warn of adapters without a gradient. Raises: usage error if those of a kind of module have none."""
+    def _check_gradients(self) -> None:
+        """Warn of trained parameters without a gradient, such as sinks that a flash kernel does not differentiate, or of adapters.
+
+        Raises: usage error if the adapters of a kind of module have none.
+        """
         with self._timed():
-            warning = adapters_without_gradient(gather(adapter_gradients(self.trainer.parts.loaded.model)))
+            if self.trainer.parts.recipe.lora is None:
+                own = [name for name, parameter in self._parameters() if parameter.requires_grad and parameter.grad is None]
+                warning = parameters_without_gradient(gather(own))
+            else:
+                warning = adapters_without_gradient(gather(adapter_gradients(self.trainer.parts.loaded.model)))
         if warning is not None:
             self._say(f"WARNING: {warning}")
             if dist.get_rank() == 0:

@@ -15,7 +15,13 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.adapters.nf4 import Nf4Linear
 from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
-from fsdp_tune.worker.readback.trained import adapter_gradients, adapters_without_gradient, read_trained, training_differences
+from fsdp_tune.worker.readback.trained import (
+    adapter_gradients,
+    adapters_without_gradient,
+    parameters_without_gradient,
+    read_trained,
+    training_differences,
+)
 from tests.model.recipes import recipe_of
 from tests.parity.architectures import make_model
 
@@ -211,6 +217,14 @@ def test_kind_of_module_that_the_model_never_calls_is_an_error() -> None:
     with pytest.raises(FsdpTuneError, match="adapters of `dt_proj` get no gradient in any layer") as caught:
         adapters_without_gradient([{"0.q_proj": 2, "0.dt_proj": 0, "1.dt_proj": 0, "0.experts.down_proj": 2}] * 2)
     assert caught.value.problems[0].hint == "leave them out: name only q_proj, down_proj"
+
+
+def test_trained_parameters_without_gradient_on_every_rank_are_reported() -> None:
+    ranks = [["0.sinks", "0.bias", "1.sinks"], ["1.sinks", "0.sinks"]]
+    warning = parameters_without_gradient(ranks)
+    assert warning is not None
+    assert warning.startswith("2 trained parameters have no gradient in the first step, such as `0.sinks`")
+    assert parameters_without_gradient([["0.bias"], []]) is None
 
 
 def in_16_bits(model: Any) -> None:
