@@ -77,6 +77,21 @@ def test_one_machine_uses_c10d_on_loopback(tmp_path: Path) -> None:
     assert given.settings["PET_RDZV_ENDPOINT"] == "127.0.0.1:29777"
 
 
+def test_agent_of_one_machine_chooses_and_binds_its_ports_in_one_call(tmp_path: Path) -> None:
+    """Otherwise another process may take the port of the ranks meanwhile, and an agent connects to the one that has its own."""
+    made = plan(tmp_path, inherited={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+    assert made.env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "0"
+    assert option(made, "--rdzv_conf") == "is_host=1"
+    assert made.argv.count("--rdzv_conf") == 1
+    assert "is_host=1" not in plan(tmp_path, extra=("--rdzv_conf=timeout=60",)).argv
+    assert "is_host=1" not in plan(tmp_path, *MACHINES).argv
+
+
+@pytest.mark.parametrize(("given", "kept"), [(":/libs", "/libs"), ("/a::/b:", "/a:/b"), ("/a:/b", "/a:/b")])
+def test_python_path_of_ranks_does_not_lead_to_the_working_directory(given: str, kept: str, tmp_path: Path) -> None:
+    assert plan(tmp_path, inherited={"PYTHONPATH": given}).env["PYTHONPATH"] == kept
+
+
 MACHINES = ("launch.num_machines=2", "launch.num_processes=8", "launch.main_process_ip=10.0.0.1")
 
 

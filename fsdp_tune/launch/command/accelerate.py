@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem, failed_error, usage_error
+from fsdp_tune.core.import_path import named_directories
 from fsdp_tune.core.processes import port_refusal, without_ignored
 from fsdp_tune.core.secrets import MASK, has_secret_name, mask_text, masked
 from fsdp_tune.launch.machines.route import Address, Route, interface_settings, route_to
@@ -144,7 +145,10 @@ def clean(environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """Return the variables that ranks may inherit, and the sorted names of the removed ones."""
     in_step = SLURM_STEP_MARK in environment
     removed = sorted(name for name in environment if is_stale(name, in_slurm_step=in_step))
-    return {name: value for name, value in environment.items() if name not in removed}, removed
+    kept = {name: value for name, value in environment.items() if name not in removed}
+    if "PYTHONPATH" in kept:  # a script that calls `fsdp_tune.train` may have an empty entry in it
+        kept["PYTHONPATH"] = named_directories(kept["PYTHONPATH"])
+    return kept, removed
 
 
 def recorded_variables(environment: Mapping[str, str]) -> dict[str, str | None]:
@@ -336,6 +340,8 @@ def _argv(recipe: Recipe, run: RunDir, address: Address, worker_module: str, mac
     }
     if not any(word.startswith(("--log_dir", "--log-dir", "--tee", "-t")) for word in extra):
         options["--log_dir"] = os.devnull  # otherwise torchrun leaves a directory in TMPDIR for each launch
+    if recipe.launch.num_machines == 1 and not any(word.startswith(("--rdzv_conf", "--rdzv-conf")) for word in extra):
+        options["--rdzv_conf"] = "is_host=1"  # otherwise an agent whose port is taken connects to the process that has it
     words = [str(word) for pair in options.items() for word in pair]
     return (sys.executable, "-m", LAUNCHER_MODULE, "--use_fsdp", *words, *extra, "-m", worker_module, str(run.path))
 
@@ -365,6 +371,7 @@ def _settings(recipe: Recipe, run: RunDir, address: Address) -> dict[str, str]:
             "PET_RDZV_ENDPOINT": f"{address.ip}:{address.port}",
             "PET_RDZV_ID": digest(str(run.path)),
             "PET_LOCAL_ADDR": LOOPBACK,  # otherwise ranks get the host name, which may not resolve
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0",  # otherwise the agent chooses a port for the ranks, which another process may take
         }
     return recipe.launch.env | settings  # recipe.rules refuses variables that this tool sets; ours have precedence
 
