@@ -74,7 +74,7 @@ class LaunchObservation:
     disk_refusal: str | None = None
     """Why the logs cannot be written, so that ranks may have left no outcome; None if they can."""
     saved_step: int | None = None
-    """Step of a complete checkpoint that is not older than the last known step, or the first signal; None if there is none."""
+    """Step of a complete checkpoint that has all that was trained: until the last known step, or written after the first signal."""
 
     @property
     def all_ended_well(self) -> bool:
@@ -235,7 +235,8 @@ def _death_problem(seen: LaunchObservation, death: Death) -> tuple[Problem, bool
     own = re.search(rf"^error: rank {death.rank}: (.+)$", seen.launcher_text, re.MULTILINE)
     exception = own[1] if own else seen.disk_refusal or first_exception(seen.launcher_text)
     how = "ended" if code is None else f"ended with exit code {code}"
-    message = f"rank {death.rank} {how} before it could report" + (f": {exception}" if exception else "")
+    saved = f"; checkpoint-{seen.saved_step} is complete" if seen.disk_refusal is not None and seen.saved_step is not None else ""
+    message = f"rank {death.rank} {how} before it could report" + (f": {exception}" if exception else "") + saved
     return Problem("rank-died", message, hint=_log_hint(seen.launcher_log)), False
 
 

@@ -417,14 +417,14 @@ class Supervisor:
         )
 
     def _saved_step(self, watch: RankWatch, launcher_code: int) -> int | None:
-        """Return the step of the newest complete checkpoint if it has all that was trained, or was written after the first signal."""
+        """Return the step of the newest complete checkpoint if it has all that was trained. After a signal it must be newer than that:
+        on a full disk the last known step is an old one."""
         with contextlib.suppress(OSError):
             newest, _ = latest_checkpoint(self._run, elsewhere=None)
-            if newest is not None:
-                signalled = time.time() - (time.monotonic() - self._signals[0][1]) if self._signals else float("inf")
-                is_newer = (newest.path / MANIFEST_NAME).stat().st_mtime >= signalled
-                is_last = launcher_code == 0 and newest.step >= max(watch.last_step, self._last_logged_step)
-                return newest.step if is_newer or is_last else None
+            if newest is not None and self._signals and launcher_code != 0:
+                signalled = time.time() - (time.monotonic() - self._signals[0][1])
+                return newest.step if (newest.path / MANIFEST_NAME).stat().st_mtime >= signalled else None
+            return newest.step if newest is not None and newest.step >= max(watch.last_step, self._last_logged_step) else None
         return None
 
 
