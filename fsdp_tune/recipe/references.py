@@ -47,7 +47,7 @@ def _path_problem(recipe: Recipe, path: Path, cwd: Path) -> tuple[str, str] | No
     elsewhere = "name a new directory, such as `runs/{name}`"
     if path == Path(path.anchor):
         return "is the root of the file system", elsewhere
-    if path == Path.home().resolve():
+    if path == absolute_path("~", cwd).resolve():
         return "is your home directory", elsewhere
     if path.exists() and not path.is_dir():
         return f"is `{path}`, which is a file", elsewhere

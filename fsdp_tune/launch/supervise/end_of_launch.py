@@ -12,6 +12,7 @@ from pathlib import Path
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, Problem, Where
 from fsdp_tune.core.gpu_failures import device_failure, device_fault
 from fsdp_tune.core.library_errors import NATIVE_ENDS, PORT_TAKEN
+from fsdp_tune.launch.command.ports import NO_FREE_PORT
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.rank_files import STOPPED, Outcome, Verdict, is_unreadable
 
@@ -267,8 +268,7 @@ def _port_problem(port: int, log: Path) -> Problem:
     """`port` 0: the launcher wanted any that is free. That may succeed the next time."""
     if port == 0:
         message = "the launcher found no free port on this machine"
-        hint = f"end processes that hold ports, or widen the range that `sysctl net.ipv4.ip_local_port_range` shows; {_log_hint(log)}"
-        return Problem("launcher-failed", message, hint=hint)
+        return Problem("launcher-failed", message, hint=f"{NO_FREE_PORT}; {_log_hint(log)}")
     message = f"port {port} (`launch.main_process_port`) was taken by another process when the launcher started"
     return Problem("port-taken", message, hint="end that process, or set another port; on one machine, `auto` takes a free one")
 
