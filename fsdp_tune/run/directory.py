@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from fsdp_tune.core.atomic import STAGE_MARK
+from fsdp_tune.core.atomic import STAGE_MARK, separate
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, usage_error
 from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.ownership import HeldError, Owner, live_owner, owned
@@ -425,13 +425,18 @@ def in_use(run: RunDir, by: Owner | str, *ways_out: str) -> FsdpTuneError:
 
 @contextmanager
 def locked(run: RunDir) -> Iterator[list[Notice]]:
-    """Own the run directory and yield notices. Raises: usage error if another command owns it."""
+    """Own the run directory and yield notices. Raises: usage error if another command owns it.
+
+    Files that are appended to are separated from those of a copy by `cp -al`; all others are replaced as they are written.
+    """
     with ExitStack() as stack:
         try:
             claim = stack.enter_context(owned(run.lock))
         except HeldError as error:
             ways_out = () if error.is_certain else (f"remove {run.lock} if that process has certainly ended",)
             raise in_use(run, error.owner or "another command", *ways_out) from None
+        for appended in (run.metrics_jsonl, *run.logs.glob("*.log"), *run.path.glob("bad_rows-*.jsonl")):
+            separate(appended)
         notices: list[Notice] = []
         if not claim.has_flock:
             message = f"the file system of {run.path} has no file locks; the existence of {run.lock.name} is used instead"
