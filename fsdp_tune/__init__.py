@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from fsdp_tune.core import import_path as _import_path
+
+if _import_path.runs_this_package():  # before anything else is imported
+    _import_path.leave_out_working_directory()
+
 from importlib import import_module
 from typing import TYPE_CHECKING
 

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdp_tune.core.errors import Where, usage_error
+from fsdp_tune.core.files import expanded
 from fsdp_tune.core.hub import MODEL_FILES, HubResource, snapshot
 from fsdp_tune.core.tensors.file_formats import CONFIG_FILE
 from fsdp_tune.data.account import examples_of
@@ -152,7 +153,7 @@ def find_model(name: str) -> ModelToEvaluate:
 
     Raises: usage error for a directory without a model, and for a run that is not merged.
     """
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.is_dir():
         require_unchanged_output(path / "merged" if run_of(path) is not None else path)
     if not path.is_dir():

@@ -24,6 +24,7 @@ from fsdp_tune.cli.submit import submit
 from fsdp_tune.cli.train import plan, rehearse, train, validate
 from fsdp_tune.cli.verbs import Screen, split_words
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem, usage_error
+from fsdp_tune.core.import_path import leave_out_working_directory
 from fsdp_tune.core.processes import StoppedBySignal, continue_in_utf8, open_standard_streams, reset_inherited
 from fsdp_tune.core.units import shown
 from fsdp_tune.core.version import __version__
@@ -153,9 +154,7 @@ def main() -> None:
     continue_in_utf8()
     reset_inherited()
     open_standard_streams()
-    # Child processes import modules from the installation alone. Those that multiprocessing spawns (tokenising, its resource tracker)
-    # would otherwise import a `selectors.py` or `pickle.py` of the working directory.
-    os.environ["PYTHONSAFEPATH"] = "1"
+    leave_out_working_directory()
     sys.unraisablehook = _interrupt_again
     with split_words(os.environ):
         app()

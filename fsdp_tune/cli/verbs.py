@@ -22,6 +22,7 @@ from fsdp_tune.cli.failures import exit_code_of, problem_of
 from fsdp_tune.cli.terminal import Terminal, printable, write_text
 from fsdp_tune.core.command import Argument, Bar, Only, Option
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem, usage_error
+from fsdp_tune.core.files import expanded
 from fsdp_tune.core.limits import is_panic
 from fsdp_tune.core.processes import stop_signals_raise
 from fsdp_tune.core.refused_variables import refuse_odd_booleans
@@ -179,15 +180,15 @@ def _matching_paths(incomplete: str, is_wanted: Callable[[Path], bool]) -> Itera
         if not name.startswith(start) or (name.startswith(".") and not start):
             continue
         path = f"{before}{slash}{name}"
-        if is_wanted(Path(path).expanduser()):
+        if is_wanted(expanded(path)):
             yield path
         else:
-            yield from (f"{path}/{inner}" for inner in _entries_of(path) if is_wanted(Path(path, inner).expanduser()))
+            yield from (f"{path}/{inner}" for inner in _entries_of(path) if is_wanted(expanded(Path(path, inner))))
 
 
 def _entries_of(folder: str) -> Iterable[str]:
     try:
-        return sorted(entry.name for entry, _ in zip(os.scandir(Path(folder).expanduser()), range(MOST_ENTRIES), strict=False))
+        return sorted(entry.name for entry, _ in zip(os.scandir(expanded(folder)), range(MOST_ENTRIES), strict=False))
     except OSError:
         return ()
 

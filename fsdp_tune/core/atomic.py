@@ -143,6 +143,17 @@ def write_file(path: Path, data: bytes | str, *, private: bool = False) -> None:
     DISK.fsync_dir(path.parent)
 
 
+def separate(path: Path) -> None:
+    """Give a file that has other names, as after `cp -al`, contents of its own, before it is appended to. Raises: OSError."""
+    if path.is_file() and not path.is_symlink() and path.stat().st_nlink > 1:
+        stage = stage_path(path)
+        try:
+            shutil.copy2(path, stage)
+            DISK.replace(stage, path)
+        finally:
+            stage.unlink(missing_ok=True)
+
+
 def _is_stream(path: Path) -> bool:
     try:
         mode = path.stat().st_mode

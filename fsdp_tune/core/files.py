@@ -57,6 +57,14 @@ def working_directory() -> Path | None:
         return None
 
 
+def expanded(path: str | Path) -> Path:
+    """Return a path whose `~` or `~USER` at the start is replaced by the home directory. Without one that is the name of a directory."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:  # no such user; or no HOME, and no entry in /etc/passwd
+        return Path(path)
+
+
 def open_descriptor(path: Path) -> int:
     """Return a descriptor of a regular file for reading. Raises: UnsuitableFileError, OSError."""
     _require_regular(path, path.stat().st_mode)  # some devices act when they are opened

@@ -80,6 +80,10 @@ PINS_MEMORY = re.compile(r"pin.memory")
 """In the message of torch's DataLoader, which quotes the failing line."""
 
 
+PORT_TAKEN = re.compile(r"port: (\d+),[^\n]*\bEADDRINUSE\b")
+"""torch's DistNetworkError where another process listens on the port of a store (c10d/socket.cpp). Port 0: no free one is left."""
+
+
 _RUST_IO = re.compile(r"\(os error (\d+)\)")
 """How Rust's standard library prints an I/O error (std::io::Error). tokenizers, safetensors and hf_xet pass the text on in an Exception of
 their own, so that a full disk would look like a bug."""

@@ -257,12 +257,15 @@ def reset_inherited() -> None:
 
     Under an ignored SIGCHLD the kernel forgets how children ended; a stop signal that is blocked never arrives. Python of `PYTHONINSPECT`
     waits for someone to type when a program has ended, and that of `PYTHONOPTIMIZE=2` has no docstrings, from which transformers makes
-    those of its models. The program is executed again without them.
+    those of its models. The program is executed again without them. Children exchange UTF-8 with this process, whatever PYTHONIOENCODING
+    is for its own streams. A umask that takes rights from the owner of a file makes directories in which nothing can be written.
     """
     if os.environ.pop("PYTHONINSPECT", None) or os.environ.pop("PYTHONOPTIMIZE", None):
         os.execv(sys.executable, sys.orig_argv)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    os.environ.pop("PYTHONIOENCODING", None)
+    os.umask(os.umask(0o077) & 0o077)
 
 
 # ---- Stop signals, and those that the caller of a command made it ignore.
@@ -342,6 +345,17 @@ def interrupts_call(stop: Callable[[], None]) -> Iterator[None]:
 
 
 # ---- Ports
+
+LOOPBACK_SECONDS = 5.0
+
+
+def loopback_refusal() -> OSError | None:
+    """Return why processes of this machine cannot connect to each other on 127.0.0.1; None if they can."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), timeout=LOOPBACK_SECONDS):
+            return None
+    except OSError as error:
+        return error
 
 
 def port_refusal(port: int) -> OSError | None:

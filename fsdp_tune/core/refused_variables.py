@@ -1,7 +1,8 @@
 """Environment variables with values that a library refuses while it is imported, such as `TORCH_LOGS=garbage`.
 
 Libraries read dozens of variables and raise at once, in any process, with a traceback into their own code. The variable is found in that
-traceback: its name is in the message, or in the statement that failed, or its value is quoted in the message.
+traceback: its name is in the message, or in the statement that failed, or its value is quoted in the message. A directory of PYTHONPATH
+may have a module that is named like one of a library.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ import ast
 import linecache
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from fsdp_tune.core.errors import Problem, usage_error
+from fsdp_tune.core.import_path import PACKAGE
 from fsdp_tune.core.secrets import masked
 from fsdp_tune.core.units import shown
 
@@ -28,6 +32,9 @@ _NO_REFUSALS = frozenset(
     }
 )
 """What they report is missing (a library, a file, memory), or is the end of another process."""
+
+_OF_WRONG_MODULE = ("AttributeError", "ImportError", "ModuleNotFoundError")
+"""Errors that name the module which lacks something."""
 
 BOOLEANS = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 """Variables that Hugging Face's libraries take as 0 unless they know the word."""
@@ -44,17 +51,22 @@ class _Traceback:
     message: str
 
     @property
-    def library(self) -> str | None:
-        """The library that was being imported; None: the exception was not raised by an import.
+    def importing(self) -> list[str]:
+        """The files of the modules that were being imported, from the outermost.
 
         The module that `python -m` runs is no import: its frame is called by `runpy`, and is below everything that the program does.
         """
         callers = ["", *(function for _, _, function in self.frames)]
-        imported = [
-            match[1]
+        return [
+            file
             for caller, (file, _, function) in zip(callers, self.frames, strict=False)
-            if function == "<module>" and caller != "_run_code" and (match := _LIBRARY.search(file))
+            if function == "<module>" and caller != "_run_code"
         ]
+
+    @property
+    def library(self) -> str | None:
+        """The library that was being imported; None: the exception was not raised by an import."""
+        imported = [match[1] for file in self.importing if (match := _LIBRARY.search(file))]
         return imported[-1] if imported else None
 
 
@@ -71,6 +83,8 @@ def find_refusal(text: str, environment: Mapping[str, str] | None = None) -> Pro
     """
     variables = os.environ if environment is None else environment
     for trace in _tracebacks(text):
+        if (hidden := _hidden_module(trace, variables)) is not None:
+            return hidden
         if trace.library is None or trace.kind.rpartition(".")[2] in _NO_REFUSALS:
             continue
         if (name := _in_message(trace, variables) or _in_statement(trace, variables) or _by_value(trace, variables)) is not None:
@@ -88,6 +102,29 @@ def refuse_odd_booleans(environment: Mapping[str, str]) -> None:
         if (value := environment.get(name, "")).upper() not in _WORDS:
             message = f"the environment variable {name}={shown(value)} is neither on nor off"
             raise usage_error("environment-variable", message, hint=f"write `{name}=1` or `{name}=0`")
+
+
+def _hidden_module(trace: _Traceback, variables: Mapping[str, str]) -> Problem | None:
+    """Return the problem of a module in a directory of PYTHONPATH that was imported in the place of another of the same name."""
+    named = re.findall(r"'(\w+)(?:\.[\w.]+)?'", trace.message) if trace.kind.rpartition(".")[2] in _OF_WRONG_MODULE else []
+    reason = f"{trace.kind}: {trace.message.strip()}".splitlines()[0][:200]
+    for folder in map(Path, filter(None, variables.get("PYTHONPATH", "").split(os.pathsep))):
+        running = [Path(file).relative_to(folder).parts[0] for file in trace.importing if Path(file).is_relative_to(folder)]
+        for name in [*named, *(part.removesuffix(".py") for part in running)]:
+            path = next((path for path in (folder / name / "__init__.py", folder / f"{name}.py") if path.is_file()), None)
+            if path is not None and name != PACKAGE and (hidden := _hidden_by(name, folder)) is not None:
+                message = f"PYTHONPATH leads to {path}, which hides {hidden}: {reason}"
+                return Problem("environment-variable", message, hint=f"rename {path}, or leave {folder} out of PYTHONPATH")
+    return None
+
+
+def _hidden_by(name: str, folder: Path) -> str | None:
+    """Describe the module that is not imported if a directory before it has one of the same name; None if there is no other."""
+    if name in sys.stdlib_module_names:
+        return f"Python's own module `{name}`"
+    installed = [Path(entry) for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages") and Path(entry) != folder]
+    is_there = any((entry / name / "__init__.py").is_file() or (entry / f"{name}.py").is_file() for entry in installed)
+    return f"the installed `{name}`" if is_there else None
 
 
 def _tracebacks(text: str) -> Iterator[_Traceback]:

@@ -33,7 +33,8 @@ from fsdp_tune.jobs.observer import Observer, session
 from fsdp_tune.jobs.options import DoctorOptions
 from fsdp_tune.jobs.plan import trace_of
 from fsdp_tune.jobs.recipes import check_cache, resolve_recipe
-from fsdp_tune.launch.command.accelerate import LaunchPlan, check_port, launch_plan, machine_rank_of
+from fsdp_tune.launch.command.accelerate import LaunchPlan, launch_plan, machine_rank_of
+from fsdp_tune.launch.command.ports import check_port
 from fsdp_tune.model.model_files import INSTALLED
 from fsdp_tune.planner.predict.collectives import collective_seconds
 from fsdp_tune.planner.predict.memory import disk, least_checkpoint_bytes, most_checkpoints

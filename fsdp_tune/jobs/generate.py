@@ -29,6 +29,7 @@ from fsdp_tune.answer.examples import (
 from fsdp_tune.core.atomic import check_output_file, write_file
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import NOWHERE, FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
+from fsdp_tune.core.files import expanded
 from fsdp_tune.core.processes import QUIET_LIBRARIES, JsonChild
 from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.data.prompts import Prompt, PromptDescription, prompt_of_row
@@ -348,7 +349,7 @@ def _settings(chosen: _Chosen, options: GenerateOptions) -> Recipe:
 
 
 def _choose(name: str, options: GenerateOptions, observer: Observer, stack: ExitStack) -> _Chosen:
-    path = Path(name).expanduser()
+    path = expanded(name)
     run = run_of(path) if path.is_dir() else None
     if run is not None:
         return _of_run(run, name, _step(path, options), options, observer, stack)

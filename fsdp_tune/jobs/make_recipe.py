@@ -13,6 +13,7 @@ import yaml
 from fsdp_tune.core.atomic import DISK, check_output_file, write_file
 from fsdp_tune.core.command import Bar
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
+from fsdp_tune.core.files import expanded
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import Method, NewRecipeOptions
 from fsdp_tune.jobs.plan import plan
@@ -75,7 +76,7 @@ def new_recipe(model: str, data: str, options: NewRecipeOptions, observer: Obser
     """
     target = options.output
     check_output_file(target)
-    if can_only_be_a_path(data) and "://" not in data and not glob.has_magic(data) and not Path(data).expanduser().exists():
+    if can_only_be_a_path(data) and "://" not in data and not glob.has_magic(data) and not expanded(data).exists():
         raise usage_error("data-not-found", f"`{data}` does not exist", hint="a file, a directory, a hub id or builtin:NAME")
     refused: dict[str, str] = {}
     offloaded: NewRecipe | None = None

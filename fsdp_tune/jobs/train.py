@@ -35,8 +35,9 @@ from fsdp_tune.jobs.plan import decisions, keep_prediction, plan_here, refuse_wh
 from fsdp_tune.jobs.recipes import check_cache, resolve_recipe
 from fsdp_tune.jobs.resizing import OwnRun, Resizing, announce_end, held_elsewhere, recorded_devices, refuse_manual_start
 from fsdp_tune.jobs.results import is_merged, merge_checkpoint, push, target_of
-from fsdp_tune.launch.command.accelerate import LaunchPlan, check_port, launch_plan, machine_rank_of, manual_commands
+from fsdp_tune.launch.command.accelerate import LaunchPlan, launch_plan, machine_rank_of, manual_commands
 from fsdp_tune.launch.command.default_config import accelerate_default_config
+from fsdp_tune.launch.command.ports import check_port
 from fsdp_tune.launch.command.resume import (
     Start,
     commands_to_resume,

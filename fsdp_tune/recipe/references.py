@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple, Self, cast
 from pydantic import ValidationError
 
 from fsdp_tune.core.errors import NOWHERE, FsdpTuneError, Problem, Where, usage_error
+from fsdp_tune.core.files import expanded
 from fsdp_tune.core.hub import cached_model_file
 from fsdp_tune.core.tensors.file_formats import CONFIG_FILE, PREFIX, WEIGHTS_FILE, DamagedHeader, read_header
 from fsdp_tune.core.values import as_items
@@ -47,7 +48,7 @@ def _path_problem(recipe: Recipe, path: Path, cwd: Path) -> tuple[str, str] | No
     elsewhere = "name a new directory, such as `runs/{name}`"
     if path == Path(path.anchor):
         return "is the root of the file system", elsewhere
-    if path == Path.home().resolve():
+    if path == absolute_path("~", cwd).resolve():
         return "is your home directory", elsewhere
     if path.exists() and not path.is_dir():
         return f"is `{path}`, which is a file", elsewhere
@@ -79,11 +80,8 @@ def _local_data(recipe: Recipe, cwd: Path) -> list[Path]:
 
 
 def absolute_path(name: str, cwd: Path) -> Path:
-    """Return a path that a recipe names. It may begin with `~`, or `~USER`; without such a user that is the name of a directory."""
-    try:
-        return Path(cwd, Path(name).expanduser())
-    except RuntimeError:
-        return Path(cwd, name)
+    """Return a path that a recipe names. It may begin with `~`, or `~USER`."""
+    return Path(cwd, expanded(name))
 
 
 def absolute_paths(data: dict[str, Any], cwd: Path, resumed: Path | None = None) -> tuple[dict[str, str], list[Finding]]:

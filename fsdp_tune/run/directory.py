@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from fsdp_tune.core.atomic import STAGE_MARK
+from fsdp_tune.core.atomic import STAGE_MARK, separate
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, usage_error
 from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.ownership import HeldError, Owner, live_owner, owned
+from fsdp_tune.run.held_directory import HeldDirectory
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, Progress, damage, mark_damaged, read_manifest
 from fsdp_tune.run.records import Document
 
@@ -84,9 +85,32 @@ class _Inside:
         return run.path / self._name
 
 
-@dataclass(frozen=True, slots=True)
 class RunDir:
-    path: Path
+    """The paths of a run directory."""
+
+    __slots__ = ("_path", "_place")
+
+    def __init__(self, path: Path, place: HeldDirectory | None = None) -> None:
+        """`place`: the directory at `path`, whose moves the paths then follow; None: they stay as they are."""
+        self._path, self._place = path, place
+
+    @property
+    def path(self) -> Path:
+        return self._path if self._place is None else self._place.path
+
+    @property
+    def given(self) -> Path:
+        """The path by which the run was opened."""
+        return self._path
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RunDir) and self._path == other._path
+
+    def __hash__(self) -> int:
+        return hash(self._path)
+
+    def __repr__(self) -> str:
+        return f"RunDir({str(self._path)!r})"
 
     mirror_json = _Inside("mirror.json")
     """Under which id the mirror has this run."""
@@ -401,13 +425,18 @@ def in_use(run: RunDir, by: Owner | str, *ways_out: str) -> FsdpTuneError:
 
 @contextmanager
 def locked(run: RunDir) -> Iterator[list[Notice]]:
-    """Own the run directory and yield notices. Raises: usage error if another command owns it."""
+    """Own the run directory and yield notices. Raises: usage error if another command owns it.
+
+    Files that are appended to are separated from those of a copy by `cp -al`; all others are replaced as they are written.
+    """
     with ExitStack() as stack:
         try:
             claim = stack.enter_context(owned(run.lock))
         except HeldError as error:
             ways_out = () if error.is_certain else (f"remove {run.lock} if that process has certainly ended",)
             raise in_use(run, error.owner or "another command", *ways_out) from None
+        for appended in (run.metrics_jsonl, *run.logs.glob("*.log"), *run.path.glob("bad_rows-*.jsonl")):
+            separate(appended)
         notices: list[Notice] = []
         if not claim.has_flock:
             message = f"the file system of {run.path} has no file locks; the existence of {run.lock.name} is used instead"

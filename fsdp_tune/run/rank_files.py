@@ -186,6 +186,11 @@ def unreadable_outcome(run: RunDir, rank: int, why: str) -> Outcome:
     return Outcome(ExitCode.FAILED, ExitReason.FAILED, problem, rank=rank)
 
 
+def is_unreadable(outcome: Outcome) -> bool:
+    """Return whether it is of `unreadable_outcome`: how the rank ended is not known from it."""
+    return outcome.problem is not None and outcome.problem.code == "outcome-unreadable"
+
+
 def record(run: RunDir, verdict: Verdict) -> str | None:
     """Write the verdict on a launch. Returns why it could not be written, and what it is; None if it is."""
     try:

@@ -29,6 +29,7 @@ from fsdp_tune.cluster.doctor_checks import MISSING, NOT_COMPARED, SHARED_CORE_S
 from fsdp_tune.core.atomic import DISK, write_file, write_json
 from fsdp_tune.core.devices import GpuState, gpu_states, host, versions
 from fsdp_tune.core.errors import FailedError, FsdpTuneError, Problem
+from fsdp_tune.core.files import expanded
 from fsdp_tune.core.library_errors import PEER_LOST
 from fsdp_tune.core.ownership import LOCKLESS
 from fsdp_tune.core.parent_death import die_with_launcher
@@ -231,11 +232,11 @@ def input_digests(recipe: Recipe) -> dict[str, str]:
         if found["model"] == digest_of_samples([]):
             found["model"] = f"{MISSING}there are no weights in `{name}`"
     tokenizer = recipe.model.tokenizer or name
-    if tokenizer is not None and (folder := Path(tokenizer).expanduser()).is_dir():
+    if tokenizer is not None and (folder := expanded(tokenizer)).is_dir():
         digest = _or_missing(lambda: digest_of_samples({path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)}))
         found["tokenizer"] = str(digest)
     for key, entry in recipe.data.sources:
-        path = Path(entry.path).expanduser()
+        path = expanded(entry.path)
         if is_builtin(entry.path):
             continue
         if entry.loader is not None or not (path.exists() or can_only_be_a_path(entry.path)):

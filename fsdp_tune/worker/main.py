@@ -22,6 +22,7 @@ from fsdp_tune.core.refused_variables import find_refusal
 from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.held_directory import HeldDirectory
 from fsdp_tune.run.launch_files import LaunchRecord
 from fsdp_tune.run.rank_files import LAUNCH_VARIABLE, Outcome
 from fsdp_tune.worker.observe.flight_recorder import dump
@@ -44,6 +45,7 @@ def run_rank(
 
     `waited`: seconds of each phase before the run directory was complete, of a rank that started early.
     """
+    run = RunDir(run.path, HeldDirectory(run.path))  # open until this process ends
     heartbeat = _heartbeat(run, recipe, rank)
     heartbeat.count_before(waited or {})
     stop_request = StopRequest(_deadline(run, recipe, started))

@@ -18,6 +18,7 @@ import pytest
 
 from fsdp_tune.core.errors import ExitCode
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.manifest import MANIFEST_NAME
 from tests.chaos.draw import AGENT, COMMAND, RANK
 from tests.chaos.ends import BUSY_SECONDS
 from tests.chaos.surroundings import HANG_SECONDS, SHORT, can_mount, small_disk, started, steps_of
@@ -28,6 +29,8 @@ needs_mount = pytest.mark.skipif(not can_mount(), reason="needs root, to mount a
 NOBODY = 65534
 QUIET = {"training.logging_steps": 90_000}
 """No line of metrics that a disk could refuse: only heartbeats are written."""
+ONE_SAVE = SHORT | {"training.save_steps": 12}
+"""No older checkpoint whose removal would free space."""
 
 
 @needs_mount
@@ -44,6 +47,31 @@ def test_disk_that_refuses_for_longer_than_the_hang_timeout_kills_no_healthy_run
         assert run.end() == ExitCode.PREEMPTED, run.text
         assert len(steps_of(run.run)) == 1
         assert run.seconds_to_save() < 20
+
+
+@needs_mount
+def test_disk_that_is_full_from_the_last_save_on_does_not_hide_how_the_run_ended(tmp_path: Path) -> None:
+    """The last line of the metrics may still find room in a block that is there. If not, that is a failure, with everything saved."""
+    with small_disk(tmp_path / "disk", "size=24m,nr_inodes=400") as disk, started(disk, ONE_SAVE, name="../command") as run:
+        run.until(lambda: run.steps)
+        pids = [run.process(RANK, rank).pid for rank in range(2)]
+        while not (run.run.checkpoint(12) / MANIFEST_NAME).exists():
+            assert run.command.poll() is None, run.text
+            time.sleep(0.001)
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        fill(disk, "blocks")
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        code = run.end()
+        if any(run.run.rank_outcome(rank).exists() for rank in range(2)):
+            pytest.skip("the ranks were faster")
+    assert code == (ExitCode.OK if "ended with exit code 0 (finished)" in run.text else ExitCode.FAILED), run.text
+    assert re.search(
+        r"rank \d .* before it could report: \S+/logs cannot be written \(No space left on device\)|could leave no outcome", run.text
+    )
+    assert "checkpoint-12 is complete" in run.text
+    assert "Traceback" not in run.text
 
 
 @contextlib.contextmanager
@@ -217,6 +245,23 @@ def test_run_that_was_copied_while_it_trained_and_one_that_was_moved_continue(tm
     run.path.rename(moved.path)
     assert_continues(tmp_path, moved, "moved")
     assert not run.path.exists()
+
+
+@pytest.mark.parametrize("in_place", ["nothing", "another directory"])
+def test_run_directory_that_is_moved_while_it_trains_has_the_work(in_place: str, tmp_path: Path) -> None:
+    run, moved = RunDir(tmp_path / "run"), RunDir(tmp_path / "moved")
+    with started(tmp_path, SAVES) as first:
+        first.until(lambda: steps_of(run))
+        run.path.rename(moved.path)
+        if in_place == "another directory":
+            run.logs.mkdir(parents=True)
+        code = first.end()
+    assert code == ExitCode.FAILED, first.text
+    assert f"the run directory is now {moved.path}, and step {steps_of(moved)[-1]} is saved there" in first.text
+    assert f"`--set output_dir={moved.path}`" in first.text
+    assert [path for path in run.path.rglob("*") if path.is_file()] == []
+    shutil.rmtree(run.path, ignore_errors=True)
+    assert_continues(tmp_path, moved, "again")
 
 
 def test_two_commands_that_start_in_one_directory_at_once_are_one_run(tmp_path: Path) -> None:

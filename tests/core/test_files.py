@@ -10,7 +10,7 @@ import pytest
 
 from fsdp_tune.core import files
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.core.files import UnsuitableFileError, folders_in, lines_of, open_regular, read_end_of_log, read_regular
+from fsdp_tune.core.files import UnsuitableFileError, expanded, folders_in, lines_of, open_regular, read_end_of_log, read_regular
 from tests.time_limit import limited
 
 
@@ -101,3 +101,15 @@ def test_folders_of_a_directory_that_holds_closed_ones(tmp_path: Path, monkeypat
     assert folders_in(tmp_path) == [tmp_path / "a", tmp_path / "b", tmp_path / "link"]
     monkeypatch.setattr(os, "scandir", lambda _: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
     assert folders_in(tmp_path) == []
+
+
+def test_home_of_nobody_is_the_name_of_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(_: object) -> None:
+        raise KeyError
+
+    monkeypatch.setenv("HOME", "/home/me")
+    assert (expanded("~/x"), expanded("a/~")) == (Path("/home/me/x"), Path("a/~"))
+    assert expanded("~no-such-user/x") == Path("~no-such-user/x")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    assert expanded(Path("~/x")) == Path("~/x")

@@ -192,6 +192,18 @@ def test_command_does_not_inherit_what_its_caller_did_to_signals(tmp_path: Path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "1 True ['a b'] 0\n", "")
 
 
+@pytest.mark.parametrize(("mask", "kept"), [(0o777, 0o077), (0o027, 0o027), (0o700, 0o000)])
+def test_umask_leaves_the_owner_their_files_and_children_speak_utf8(mask: int, kept: int) -> None:
+    code = (
+        "import os, subprocess, sys\nfrom fsdp_tune.core.processes import reset_inherited\nreset_inherited()\n"
+        "child = [sys.executable, '-c', 'import sys; print(sys.stdin.encoding, sys.stdout.encoding)']\n"
+        "print(os.umask(0), subprocess.run(child, stdin=subprocess.PIPE, capture_output=True, text=True).stdout.strip())\n"
+    )
+    environment = os.environ | {"PYTHONIOENCODING": "utf-16", "PYTHONUTF8": "1"}
+    done = subprocess.run([sys.executable, "-c", code], umask=mask, capture_output=True, env=environment, timeout=30, check=False)
+    assert done.stdout.decode("utf-16").split() == [str(kept), "utf-8", "utf-8"], done.stderr
+
+
 def test_child_survives_what_a_scheduler_sends_to_the_whole_job() -> None:
     """The launcher would die of it, and its ranks with it."""
     code = "import os, signal\nfor each in (signal.SIGUSR2, signal.SIGXCPU, signal.SIGPWR): os.kill(os.getpid(), each)\nprint('lives')"

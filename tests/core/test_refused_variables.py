@@ -137,3 +137,43 @@ def test_switch_is_on_or_off(value: str, is_refused: bool) -> None:
         return
     with pytest.raises(FsdpTuneError, match="HF_HUB_OFFLINE=maybe is neither on nor off"):
         refuse_odd_booleans({"HF_HUB_OFFLINE": value})
+
+
+# ---- Modules that hide others
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "hidden", "reason"),
+    [
+        ("yaml.py", "", "the installed `yaml`", "AttributeError: module 'yaml' has no attribute 'safe_load'"),
+        ("yaml/__init__.py", "raise RuntimeError('no')", "the installed `yaml`", "RuntimeError: no"),
+        ("json.py", "", "Python's own module `json`", "AttributeError: module 'json' has no attribute 'loads'"),
+    ],
+)
+def test_module_of_python_path_that_hides_another_is_named(module: str, source: str, hidden: str, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / module
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(source)
+    name = module.removesuffix("/__init__.py").removesuffix(".py")
+    code = f"import {name}\n{name}.{'safe_load' if name == 'yaml' else 'loads'}('1')"
+    text, environment = stderr_of(code, PYTHONPATH=f"{tmp_path}:/other")
+    problem = find_refusal(f"a line\n{text}", environment)
+    assert problem is not None
+    assert problem.message == f"PYTHONPATH leads to {path}, which hides {hidden}: {reason}"
+    assert problem.hint == f"rename {path}, or leave {tmp_path} out of PYTHONPATH"
+
+
+@pytest.mark.parametrize(
+    ("files", "code"),
+    [
+        (("mine.py",), "import mine; mine.nothing"),  # hides nothing
+        (("yaml.py",), "import os; os.nothing"),  # is not imported
+        (("yaml.py",), "raise ValueError(\"module 'yaml'\")"),
+        (("yaml/data.txt",), "import yaml; yaml.nothing"),  # a directory without a module
+    ],
+)
+def test_error_that_no_hidden_module_explains(files: tuple[str, ...], code: str, tmp_path: Path) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert find_refusal(*stderr_of(code, PYTHONPATH=str(tmp_path))) is None

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -123,6 +124,13 @@ def _loader_hangs() -> None:
 def _move_away(trainer: Any) -> None:
     path: Path = trainer.parts.run.path
     path.rename(path.with_name(f"{path.name}-moved"))
+    (path / "logs").mkdir(parents=True)  # another directory in its place
+
+
+def _remove(trainer: Any) -> None:
+    path: Path = trainer.parts.run.path
+    while path.exists():  # heartbeats are written meanwhile
+        shutil.rmtree(path, ignore_errors=True)
 
 
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB."
@@ -142,4 +150,5 @@ SABOTAGE: dict[str, Callable[[int], contextlib.AbstractContextManager[None]]] = 
     "loader raises": lambda step: loader(_loader_raises),
     "loader dies": lambda step: loader(_loader_dies),
     "run directory moved": lambda step: before("training_step", step, _move_away),
+    "run directory removed": lambda step: before("training_step", step, _remove),
 }

@@ -165,7 +165,7 @@ RECIPE_AND_INPUT = (
 )  # fmt: skip
 
 LAUNCH = (
-    _row("F030", "r", 11, REFUSED, "the rendezvous port is taken", "launch/test_accelerate::used_port_is_refused_before_launch"),
+    _row("F030", "r", 11, REFUSED, "the rendezvous port is taken", "launch/test_ports::used_port_is_refused_before_launch"),
     _row(
         "F031", "r", 9, REFUSED, "a machine of the run never joins", "launch/test_launches_coordination::first_machine_that_never_comes_is_named",
         "launch/test_launches_coordination::missing_machine_is_named",
@@ -459,7 +459,7 @@ SURROUNDINGS = (
          "jobs/test_recipes::user_without_home_directory_is_told_to_name_a_cache"),
     _row("F138", "p", 9, SURVIVED, "a container with less CPU time than the machine has cores", "core/test_cgroups::odd_paths_and_files"),
     _row("F139", "p", 11, SURVIVED, "a full directory for temporary files", "launch/test_supervisor_early::full_temporary_directory_means_no_early_start"),
-    _row("F140", "p", 11, REFUSED, "another run on the port of the recipe", "launch/test_accelerate::used_port_is_refused_before_launch"),
+    _row("F140", "p", 11, REFUSED, "another run on the port of the recipe", "launch/test_ports::used_port_is_refused_before_launch"),
     _row("F141", "r", 4, SURVIVED, "a rank killed while the ranks generate samples",
          "faults/test_train::rank_killed_while_ranks_generate_ends_the_others_and_the_run_resumes"),
     _row("F142", "r", 10, SURVIVED, "two trainings, a merge and a resume in one process", "jobs/test_results_api::script_trains_twice_merges_and_resumes_through_the_api"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -119,18 +120,26 @@ def test_unwritable_metrics_end_the_run_after_saving(step: int, training: Traini
 
 @slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_deleted_run_directory_ends_the_run_and_is_not_recreated(rank: int, training: Training) -> None:
+def test_moved_run_directory_is_followed(rank: int, training: Training) -> None:
     run = training.new()
     moved = RunDir(run.path.with_name(f"{run.path.name}-moved"))
-    newest = {"resume_from": None}
-    (run.path / "resume.json").write_text(json.dumps(newest))
     ends: list[End] = training.on_ranks.ends(2, ranks.train, str(run.path), (), (), (("run directory moved", rank, 4),))
     assert not any(end.stuck for end in ends)
-    assert all(end.code != 0 or end.value["exit_code"] != 0 for end in ends)
-    assert not run.path.exists() or not any(run.path.iterdir()), "nothing is made at the old place"
+    assert [outcome(moved, each)["exit_code"] for each in range(2)] == [0, 0]
+    assert [path for path in run.path.rglob("*") if path.is_file()] == [], "nothing is written into the other directory"
+    shutil.rmtree(run.path)
     moved.path.rename(run.path)
-    training.finish(run)
     training.is_whole(run)
+
+
+@slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_deleted_run_directory_ends_the_run_and_is_not_recreated(rank: int, training: Training) -> None:
+    run = training.new()
+    ends: list[End] = training.on_ranks.ends(2, ranks.train, str(run.path), (), (), (("run directory removed", rank, 4),))
+    assert not any(end.stuck for end in ends)
+    assert all(end.code != 0 or end.value["exit_code"] != 0 for end in ends)
+    assert not run.path.exists() or [path for path in run.path.rglob("*") if path.is_file()] == []
 
 
 @on_devices

@@ -40,6 +40,7 @@ def quick_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "METRICS_SECONDS", 0.02)
     monkeypatch.setattr(supervisor, "GRACE_SECONDS", 0.3)
     monkeypatch.setattr(supervisor, "HANG_MARGIN_SECONDS", 0.0)
+    monkeypatch.setattr(supervisor, "LAST_READ_SECONDS", 0.3)
     monkeypatch.setattr(supervisor, "ECHO_SECONDS", 0.15)
     monkeypatch.setattr(hang_diagnosis, "ANSWER_SECONDS", 2.0)
     monkeypatch.setattr(rank_watch, "READS_PER_SECOND", 50.0)

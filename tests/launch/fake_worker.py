@@ -3,7 +3,8 @@
 After `--early DIRECTORY` it first waits for the run directory. It knows the file names of `RunDir`, whose import is slow.
 A part is a list of acts: ["beat", phase, step], ["stacks"], ["wait"], ["log", {...}], ["sleep", seconds],
 ["ignore-signals"], ["wait-for-signal"], ["die", signal], ["once", mark, *act] (not in a later launch),
-["raise", text], ["exit", code], ["spawn"], ["rename-run", path], ["outcome", {...}]. A signal, once waited for, ends with a save
+["raise", text], ["exit", code], ["spawn"], ["rename-run", path], ["outcome", {...}], ["garble-outcome"], ["save", step],
+["signalled"] (wait for a signal and go on). A signal that is waited for by "wait-for-signal" ends with a save
 (0.2 s) and the outcome "preempted" or "interrupted", as a real rank does.
 """
 
@@ -92,6 +93,16 @@ class Rank:
                 self.act(*arguments[1:])
         elif name == "rename-run":
             self.run.rename(arguments[0])
+        elif name == "garble-outcome":
+            self.log_file("outcome.json").write_bytes(b"\x00\xff garbage")
+        elif name == "save":
+            folder = self.run / f"checkpoint-{arguments[0]}"
+            folder.mkdir(exist_ok=True)
+            (folder / "manifest.json").touch()
+        elif name == "signalled":
+            self.listen()
+            while not self.received:
+                time.sleep(0.02)
         elif name == "stacks":
             self.dump_stacks_on_request()
         elif name == "wait":

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
-import socket
 import sys
 from pathlib import Path
 
 import pytest
 
-from fsdp_tune.core import processes
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.secrets import MASK
 from fsdp_tune.launch.command.accelerate import (
     FREE,
     LaunchPlan,
     check_extra,
-    check_port,
     clean,
     manual_commands,
     relevant_variables,
@@ -75,6 +71,21 @@ def test_one_machine_uses_c10d_on_loopback(tmp_path: Path) -> None:
     assert made.settings["PET_RDZV_ENDPOINT"] == "127.0.0.1:0"
     given = plan(tmp_path, "launch.main_process_port=29777")
     assert given.settings["PET_RDZV_ENDPOINT"] == "127.0.0.1:29777"
+
+
+def test_agent_of_one_machine_chooses_and_binds_its_ports_in_one_call(tmp_path: Path) -> None:
+    """Otherwise another process may take the port of the ranks meanwhile, and an agent connects to the one that has its own."""
+    made = plan(tmp_path, inherited={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+    assert made.env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "0"
+    assert option(made, "--rdzv_conf") == "is_host=1"
+    assert made.argv.count("--rdzv_conf") == 1
+    assert "is_host=1" not in plan(tmp_path, extra=("--rdzv_conf=timeout=60",)).argv
+    assert "is_host=1" not in plan(tmp_path, *MACHINES).argv
+
+
+@pytest.mark.parametrize(("given", "kept"), [(":/libs", "/libs"), ("/a::/b:", "/a:/b"), ("/a:/b", "/a:/b")])
+def test_python_path_of_ranks_does_not_lead_to_the_working_directory(given: str, kept: str, tmp_path: Path) -> None:
+    assert plan(tmp_path, inherited={"PYTHONPATH": given}).env["PYTHONPATH"] == kept
 
 
 MACHINES = ("launch.num_machines=2", "launch.num_processes=8", "launch.main_process_ip=10.0.0.1")
@@ -212,6 +223,18 @@ def test_value_of_an_unknown_variable_is_not_listed(tmp_path: Path, name: str) -
     assert "horse" not in json.dumps(relevant_variables({name: "correct horse"}))
 
 
+def test_variable_that_is_not_utf8_is_recorded_with_escapes(tmp_path: Path) -> None:
+    """As the paths of a home directory whose name is in Latin-1."""
+    inherited = {"VIRTUAL_ENV": "/home/jos\udce9", "LD_LIBRARY_PATH": "/ä", "PMI_\udcff": "x", "HF_\udcff": "x"}
+    made = plan(tmp_path, inherited=inherited)
+    assert made.env["VIRTUAL_ENV"] == "/home/jos\udce9", "the ranks get the bytes"
+    written = made.to_json()
+    json.dumps(written, ensure_ascii=False).encode()
+    assert written["inherited"] == {"HF_\\udcff": None, "LD_LIBRARY_PATH": "/ä", "VIRTUAL_ENV": "/home/jos\\udce9"}
+    assert written["removed"] == ["PMI_\\udcff"]
+    assert made.masked_variables() == []
+
+
 def test_allowed_variables_are_recorded_in_launch_json(tmp_path: Path) -> None:
     made = plan(tmp_path, "launch.env={NCCL_DEBUG: INFO, PYTHONPATH: lib}")
     assert made.to_json()["allowed_variables"] == ["PYTHONPATH"]
@@ -271,43 +294,6 @@ def test_accelerate_arguments_are_owned_or_passed() -> None:
         if caught.value.problems[0].code != "launch-argument-owned":
             undecided.append(name)
     assert undecided == []
-
-
-def test_used_port_is_refused_before_launch(tmp_path: Path) -> None:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        listener.listen()
-        port = listener.getsockname()[1]
-        with pytest.raises(FsdpTuneError, match=f"port {port}") as caught:
-            check_port(resolved(tmp_path, f"launch.main_process_port={port}"))
-        assert caught.value.exit_code == 1
-        check_port(resolved(tmp_path, f"launch.main_process_port={port}"), machine_rank=1)
-    check_port(resolved(tmp_path))
-
-
-def test_port_that_is_used_in_ipv6_alone_is_refused_too(tmp_path: Path) -> None:
-    with socket.socket(socket.AF_INET6) as listener:
-        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        try:
-            listener.bind(("::1", 0))
-        except OSError:
-            pytest.skip("this machine has no IPv6")
-        listener.listen()
-        port = listener.getsockname()[1]
-        with pytest.raises(FsdpTuneError, match=f"port {port} .*: Address already in use"):
-            check_port(resolved(tmp_path, f"launch.main_process_port={port}"))
-
-
-def test_machine_without_ipv6_needs_a_free_port_in_ipv4_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = socket.socket
-
-    def without_ipv6(family: int, kind: int) -> socket.socket:
-        if family == socket.AF_INET6:
-            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
-        return made(family, kind)
-
-    monkeypatch.setattr(processes.socket, "socket", without_ipv6)
-    check_port(resolved(tmp_path, "launch.main_process_port=29433"))
 
 
 def test_manual_commands_have_ranks_and_directory(tmp_path: Path) -> None:

@@ -209,3 +209,23 @@ def test_rank_without_outcome_is_reported_from_launcher_log() -> None:
 def test_first_exception_is_of_the_rank_not_torchrun() -> None:
     assert first_exception(BOX) == "ModuleNotFoundError: No module named 'nothing'"
     assert first_exception("nothing here") is None
+
+
+LISTEN = (
+    'Traceback (most recent call last):\n  File "c10d_rendezvous_backend.py", line 1, in _create_tcp_store\n    store = TCPStore(\n'
+    "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. port: {}, useIpv6: false, "
+    "code: -98, name: EADDRINUSE, message: address already in use\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("port", "code", "message", "hint"),
+    [
+        (29777, "port-taken", "port 29777 (`launch.main_process_port`) was taken by another process when the launcher started", "`auto`"),
+        (0, "launcher-failed", "the launcher found no free port on this machine", "net.ipv4.ip_local_port_range"),
+    ],
+)
+def test_port_that_the_launcher_cannot_have_is_named(port: int, code: str, message: str, hint: str) -> None:
+    problem = problem_of(judge(seen(launcher_text=LISTEN.format(port), launcher_code=1)))
+    assert (problem.code, problem.message) == (code, message)
+    assert hint in (problem.hint or "")

@@ -6,6 +6,7 @@ import builtins
 import errno
 import io
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -21,7 +22,7 @@ import pytest
 from fsdp_tune.core.errors import ExitCode, ExitReason
 from fsdp_tune.launch.supervise import hang_diagnosis, looks
 from fsdp_tune.launch.supervise import supervisor as supervise
-from fsdp_tune.launch.supervise.looks import HeldDirectory, Looks
+from fsdp_tune.launch.supervise.looks import Looks
 from fsdp_tune.launch.supervise.supervisor import Supervisor
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.rank_files import Heartbeat, Outcome, Verdict
@@ -207,8 +208,49 @@ def test_run_directory_that_is_no_longer_at_its_path_ends_the_run_within_seconds
     assert ended.problem is not None
     assert (ended.exit_code, ended.problem.code) == (ExitCode.FAILED, "run-directory-gone")
     assert (elsewhere / "passed").exists(), "the launcher has a signal"
-    assert any("the ranks are stopped" in text for text in texts)
-    assert not run.outcome_json.exists()
+    [stopped] = [text for text in texts if "the ranks are stopped" in text]
+    assert stopped == f"{run.path} is gone: the run directory is now {elsewhere}; the ranks are stopped after they have saved there"
+    assert ended.problem.hint == f"move it back, or pass `--set output_dir={elsewhere}`; `--resume auto` then continues"
+    assert RunDir(elsewhere).outcome_json.exists(), "the verdict is where the run is"
+    assert sum(1 for path in run.path.rglob("*") if path.is_file()) == 0, "nothing is written into the other directory"
+
+
+def test_work_that_was_saved_in_a_moved_run_directory_is_reported(launch: Launch, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = run.path.with_name("elsewhere")
+
+    def move() -> None:
+        run.path.rename(elsewhere)
+        run.path.mkdir()
+        launch.run = RunDir(elsewhere)  # the ranks follow it, too
+
+    monkeypatch.setattr(supervise, "MOVED_SECONDS", 0.0)
+    launch.acts[BEGINS] = move
+    ended, _ = launch.end()
+    assert ended.problem is not None
+    assert ended.problem.message == f"{run.path} is gone: the run directory is now {elsewhere}, and step 7 is saved there"
+    assert (ended.exit_code, ended.step) == (ExitCode.FAILED, 7)
+    assert list(run.path.iterdir()) == []
+
+
+def test_run_directory_that_was_removed_and_replaced_is_written_to_by_nobody(
+    launch: Launch, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def replace() -> None:
+        shutil.rmtree(run.path)
+        run.logs.mkdir(parents=True)
+
+    def stop() -> None:
+        for process in launch.ranks:
+            process.kill()
+
+    monkeypatch.setattr(supervise, "MOVED_SECONDS", 0.02)
+    launch.acts = {BEGINS: replace, BEGINS + 30: stop}
+    ended, texts = launch.end()
+    assert ended.problem is not None
+    assert ended.problem.message == f"{run.path} is gone: the run directory was removed, or replaced by another one"
+    assert any(text.endswith("; the ranks are stopped") for text in texts)
+    assert list(run.path.iterdir()) == [run.logs]
+    assert list(run.logs.iterdir()) == []
 
 
 def test_run_directory_that_is_soon_back_was_not_gone(launch: Launch, run: RunDir) -> None:
@@ -216,23 +258,6 @@ def test_run_directory_that_is_soon_back_was_not_gone(launch: Launch, run: RunDi
     launch.acts |= {BEGINS: lambda: run.path.rename(elsewhere), BEGINS + 4: lambda: elsewhere.rename(run.path)}
     ended, _ = launch.end()
     assert (ended.exit_code, ended.problem) == (ExitCode.PREEMPTED, None)
-
-
-def test_place_is_left_when_its_path_leads_elsewhere(tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    path.mkdir()
-    with HeldDirectory(path) as place:
-        assert not place.is_left()
-        path.rename(tmp_path / "elsewhere")
-        assert place.is_left()
-        path.mkdir()
-        assert place.is_left(), "another one of the same name"
-        path.rmdir()
-        path.touch()
-        assert place.is_left()
-        path.unlink()
-        (tmp_path / "elsewhere").rename(path)
-        assert not place.is_left()
 
 
 def test_look_that_fails_now_and_then_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:

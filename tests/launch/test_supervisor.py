@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -273,6 +274,77 @@ def test_disk_that_refuses_the_outcome_of_a_rank_is_named(plan_of: PlanOf, monke
     _, problem = failure(plan_of({"0": [["exit", 1]]}))
     assert problem.message.startswith("rank 0 ended with exit code 1 before it could report: ")
     assert problem.message.endswith("/logs cannot be written (No space left on device)")
+
+
+# ---- Outcomes that the disk refuses, or that are damaged
+
+
+def garbled(exit_code: int) -> list[list[object]]:
+    return [["beat", "training", 3], ["outcome", FINISHED], ["garble-outcome"], ["exit", exit_code]]
+
+
+def test_damaged_outcome_of_a_rank_that_finished_is_not_a_failure(plan_of: PlanOf) -> None:
+    ended, events = drive(plan_of({"0": garbled(0), "1": [["beat", "training", 3], ["sleep", 0.5], *ENDS_WELL]}))
+    assert (ended.exit_code, ended.problem, ended.step) == (0, None, 3)
+    [text] = [text for text in messages(events) if "exit code" in text]
+    assert text.startswith("rank 0 left an outcome that cannot be read: it is damaged: ")
+    assert text.endswith("; it ended with exit code 0 (finished)")
+
+
+def test_damaged_outcome_of_a_rank_that_failed_has_its_exit_code(plan_of: PlanOf) -> None:
+    ended, problem = failure(plan_of({"0": garbled(4), "1": [["listen"], ["wait-for-signal"]]}))
+    assert (ended.exit_code, ended.reason, problem.code) == (ExitCode.NON_FINITE, ExitReason.NON_FINITE, "outcome-unreadable")
+
+
+def test_damaged_outcome_of_a_rank_that_saved_is_a_stop_like_those_of_the_others(plan_of: PlanOf) -> None:
+    saves: list[list[object]] = [["beat", "training", 7], ["listen"], ["log", {"step": 7}], ["signalled"]]
+    parts = {"0": [*saves, ["outcome", FINISHED], ["garble-outcome"], ["exit", 143]], "1": SAVES_ON_SIGNAL}
+    ended, _ = drive(plan_of(parts), signal_listeners(signal.SIGTERM))
+    assert (ended.exit_code, ended.reason, ended.problem) == (143, ExitReason.PREEMPTED, None)
+
+
+@pytest.fixture
+def full_disk(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes nothing of the supervisor; checkpoints are those that fake ranks have saved."""
+
+    def newest(*_: object, **__: object) -> tuple[SimpleNamespace | None, list[object]]:
+        steps = sorted(int(path.name.removeprefix("checkpoint-")) for path in run.path.glob("checkpoint-*"))
+        return (SimpleNamespace(step=steps[-1], path=run.checkpoint(steps[-1])) if steps else None), []
+
+    for module in (watch, supervise):
+        monkeypatch.setattr(module, "disk_refusal", lambda run: f"{run.logs} cannot be written (No space left on device)")
+    monkeypatch.setattr(supervise, "latest_checkpoint", newest)
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_run_that_finished_on_a_full_disk_is_exit_0(plan_of: PlanOf, run: RunDir) -> None:
+    ends: list[list[object]] = [["beat", "training", 3], ["save", 3]]
+    ended, events = drive(plan_of({"0": [*ends, ["exit", 0]], "1": [*ends, ["sleep", 1], ["exit", 0]]}))
+    assert (ended.exit_code, ended.problem, ended.step) == (0, None, 3)
+    why = f"rank 0 could leave no outcome: {run.logs} cannot be written (No space left on device)"
+    assert f"{why} (1 more); it ended with exit code 0 (finished), and checkpoint-3 is complete" in messages(events)
+
+
+@pytest.mark.usefixtures("full_disk")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_run_that_saved_on_a_full_disk_after_a_signal_has_stopped(number: int, code: int, plan_of: PlanOf) -> None:
+    part: list[list[object]] = [["beat", "training", 7], ["listen"], ["log", {"step": 7}], ["signalled"], ["save", 9], ["exit", code]]
+    ended, _ = drive(plan_of({"0": part, "1": part}), signal_listeners(number))
+    assert (ended.exit_code, ended.problem, ended.step) == (code, None, 9)
+
+
+@pytest.mark.usefixtures("full_disk")
+@pytest.mark.parametrize("saves", [[], [["save", 2]]])
+def test_run_that_saved_nothing_on_a_full_disk_has_failed(saves: list[list[object]], plan_of: PlanOf) -> None:
+    ended, problem = failure(plan_of({"0": [["beat", "training", 7], *saves, ["exit", 0]]}))
+    assert ended.exit_code == ExitCode.FAILED
+    assert "No space left on device" in problem.message
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_rank_that_is_killed_on_a_full_disk_is_named(plan_of: PlanOf) -> None:
+    ended, problem = failure(plan_of({"0": [["beat", "training", 3], ["save", 3], ["die", int(signal.SIGKILL)]]}))
+    assert (ended.exit_code, problem.code) == (ExitCode.LOST_RANK, "rank-killed")
 
 
 def test_rank_that_dies_early_shows_its_exception(plan_of: PlanOf, run: RunDir) -> None:

@@ -371,6 +371,18 @@ def test_harmful_output_directory_is_refused(tmp_path: Path, output_dir: str, wo
     assert words in problem.message
 
 
+def test_user_without_a_home_directory_has_run_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a container that runs as any user: no HOME, and no entry in /etc/passwd."""
+
+    def unknown(number: int) -> None:
+        raise KeyError(number)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert resolved("output_dir: runs/a", cwd=tmp_path).recipe.output_dir == str(tmp_path / "runs" / "a")
+
+
 def test_files_of_a_builder_are_in_its_directory(tmp_path: Path) -> None:
     train = "[{path: json, data_dir: rows, data_files: a.jsonl}, {path: csv, data_dir: /rows, data_files: [b.csv, /c.csv]}]"
     found = resolved("", cwd=tmp_path, text=f"model: {{name_or_path: a}}\ndata: {{train: {train}}}").recipe.data.train

@@ -309,3 +309,25 @@ def test_temporary_directory_is_kept_on_demand_and_then_not_swept(tmp_path: Path
         raise ZeroDivisionError
     with temporary_directory():
         assert path.exists() is is_kept
+
+
+def test_copy_by_hard_links_shares_no_file_that_is_appended_to(tmp_path: Path) -> None:
+    """`cp -al` makes a copy that takes no space, and `train --resume` in it appends events and lines."""
+    run, copy = RunDir(tmp_path / "run"), RunDir(tmp_path / "copy")
+    run.logs.mkdir(parents=True)
+    names = ["metrics.jsonl", "logs/launcher.log", "bad_rows-0.jsonl", "recipe.json"]
+    for name in names:
+        (run.path / name).write_text(name)
+    (run.path / "logs" / "train.log").symlink_to("launcher.log")
+    run.rank_log(0).write_text("x")
+    run.rank_log(0).chmod(0o600)
+    shutil.copytree(run.path, copy.path, copy_function=os.link, symlinks=True)
+    with locked(copy):
+        for name in (*names[:3], "logs/rank-0000.log"):
+            with open(copy.path / name, "a") as file:
+                file.write(" of the copy")
+    assert [(run.path / name).read_text() for name in names] == names
+    assert (copy.metrics_jsonl.read_text(), run.rank_log(0).read_text()) == ("metrics.jsonl of the copy", "x")
+    assert copy.rank_log(0).stat().st_mode & 0o777 == 0o600
+    assert (copy.path / "recipe.json").samefile(run.path / "recipe.json"), "replaced when it is written"
+    assert sorted(path.name for path in copy.logs.iterdir()) == ["launcher.log", "rank-0000.log", "train.log"]

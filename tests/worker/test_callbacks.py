@@ -50,3 +50,12 @@ def test_startup_is_counted_from_a_launcher_that_can_be_seen(
     monkeypatch.setattr(psutil, "Process", lambda: rank)
     heartbeat: Any = SimpleNamespace(began_at=103.0, phase_seconds={"importing": 4.0})
     assert startup_seconds(heartbeat) == {**launching, "starting Python": 3.0, "importing": 4.0}
+
+
+def test_startup_where_no_process_can_be_seen_has_the_phases_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unseen() -> None:
+        raise psutil.NoSuchProcess(7)
+
+    monkeypatch.setattr(psutil, "Process", unseen)
+    heartbeat: Any = SimpleNamespace(began_at=103.0, phase_seconds={"importing": 4.0})
+    assert startup_seconds(heartbeat) == {"importing": 4.0}

@@ -17,6 +17,7 @@ import yaml
 
 from fsdp_tune.cluster.submit.cluster_job import ClusterJob, Lead
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, usage_error
+from fsdp_tune.core.files import expanded
 from fsdp_tune.core.secrets import MASK, has_secret_shape, mask_text
 from fsdp_tune.core.units import GIB, MIB
 from fsdp_tune.launch.command.accelerate import DEFAULT_MULTI_MACHINE_PORT
@@ -256,7 +257,7 @@ def _paths(recipe: Recipe, mounts: Sequence[Mount]) -> Iterator[Problem]:
     for key, value in _named_files(recipe):
         if value.startswith("/") or "://" in value:
             continue
-        if Path(value).expanduser().exists() or can_only_be_a_path(value):
+        if expanded(value).exists() or can_only_be_a_path(value):
             message = f"`{key}: {value}` is a path of this machine, and containers do not see it"
             hint = "put it on a volume and write its path there, or a URL or a hub id"
             yield Problem("path-not-in-container", message, Where(key=key), hint)

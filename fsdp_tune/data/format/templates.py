@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
+from fsdp_tune.core.files import expanded
 from fsdp_tune.core.hub import HubResource, hub_is_reachable
 from fsdp_tune.recipe.references import can_only_be_a_path
 from fsdp_tune.recipe.schema.kinds import NO_TEMPLATE, is_jinja
@@ -128,7 +129,7 @@ def resolve_template(name: str, key: str = KEY) -> str:
         return bundled_text(name)
     if is_jinja(name):
         return name
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.is_file():
         return _read(path)
     if path.is_dir():

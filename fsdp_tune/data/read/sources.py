@@ -14,6 +14,7 @@ from pathlib import Path, PurePath
 from typing import Any, cast
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
+from fsdp_tune.core.files import expanded
 from fsdp_tune.core.hub import hub_is_reachable
 from fsdp_tune.data.read.file_access import Stamp, UrlError, builtin_rows, check_protocol, find_urls, is_builtin, is_url, stamp, url_path
 from fsdp_tune.data.read.hub_sets import list_hub_files, load_from_hub, load_saved
@@ -136,7 +137,7 @@ def find_source(entry: DataSource, key: str, *, streaming: bool = False) -> RowS
         return _builder_source(entry, key, streaming=streaming)
     if is_url(entry.path):
         return _url_source(entry, key, [entry.path], None, streaming=streaming)
-    path = Path(entry.path).expanduser()
+    path = expanded(entry.path)
     try:
         is_directory, is_there = path.is_dir(), path.exists()
     except OSError as error:  # in a directory that may not be entered

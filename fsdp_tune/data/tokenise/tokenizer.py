@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, usage_error
+from fsdp_tune.core.files import expanded
 from fsdp_tune.core.hub import HubResource, cached_model_file, hub_is_reachable
 from fsdp_tune.core.library_errors import as_os_error
 from fsdp_tune.data.format.templates import BUNDLED, fitting_templates, missing_tokens, resolve_template
@@ -234,7 +235,7 @@ def _folder_of(name: str, recipe: Recipe) -> Path | None:
 
 def _directory(name: str) -> Path | None:
     """Return the directory with the tokenizer's files: a model, or the `model/` of a run or checkpoint; None for a hub id."""
-    path = Path(name).expanduser()
+    path = expanded(name)
     if not path.is_dir():
         if path.is_absolute() or name.startswith(("./", "../", "~")):
             raise usage_error("tokenizer-not-found", f"there is no tokenizer directory `{name}`", hint=f"set `{KEY}` to one that exists")

@@ -30,8 +30,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from fsdp_tune.core.errors import FsdpTuneError, Problem, failed_error, usage_error
-from fsdp_tune.core.processes import port_refusal, without_ignored
+from fsdp_tune.core.errors import FsdpTuneError, Problem, usage_error
+from fsdp_tune.core.import_path import named_directories
+from fsdp_tune.core.processes import without_ignored
 from fsdp_tune.core.secrets import MASK, has_secret_name, mask_text, masked
 from fsdp_tune.launch.machines.route import Address, Route, interface_settings, route_to
 from fsdp_tune.recipe.fsdp_arguments import environment as library_environment
@@ -144,13 +145,21 @@ def clean(environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """Return the variables that ranks may inherit, and the sorted names of the removed ones."""
     in_step = SLURM_STEP_MARK in environment
     removed = sorted(name for name in environment if is_stale(name, in_slurm_step=in_step))
-    return {name: value for name, value in environment.items() if name not in removed}, removed
+    kept = {name: value for name, value in environment.items() if name not in removed}
+    if "PYTHONPATH" in kept:  # a script that calls `fsdp_tune.train` may have an empty entry in it
+        kept["PYTHONPATH"] = named_directories(kept["PYTHONPATH"])
+    return kept, removed
 
 
 def recorded_variables(environment: Mapping[str, str]) -> dict[str, str | None]:
     """Return the inherited variables that matter to a run, sorted by name, masked, with None for a value that is not known to be plain."""
     names = [name for name in sorted(environment) if name.startswith(RECORDED_PREFIXES)]
-    return {name: masked(name, environment[name]) if _is_shown(name) else None for name in names}
+    return {_as_text(name): masked(name, _as_text(environment[name])) if _is_shown(name) else None for name in names}
+
+
+def _as_text(word: str) -> str:
+    """Return a word of the environment with bytes that are not UTF-8, as of a path, written as escapes."""
+    return word.encode("utf-8", "backslashreplace").decode()
 
 
 def _is_shown(name: str) -> bool:
@@ -161,7 +170,7 @@ def _is_shown(name: str) -> bool:
 def masked_variables(environment: Mapping[str, str]) -> list[str]:
     """Return the names of recorded variables whose values are masked as secrets, sorted."""
     recorded = recorded_variables(environment).items()
-    return [name for name, value in recorded if value is not None and MASK in value and value != environment[name]]
+    return [name for name, value in recorded if value is not None and MASK in value and value != environment.get(name)]
 
 
 def relevant_variables(environment: Mapping[str, str]) -> dict[str, object]:
@@ -229,7 +238,7 @@ class LaunchPlan:
             "argv": [mask_text(word) for word in self.argv],
             "environment": {name: masked(name, value) for name, value in sorted(self.settings.items())},
             "inherited": recorded_variables({name: value for name, value in self.env.items() if name not in self.settings}),
-            "removed": list(self.removed),
+            "removed": list(map(_as_text, self.removed)),
             "allowed_variables": list(self.allowed_variables),
             "machine_rank": self.machine_rank,
             "world_size": self.world_size,
@@ -336,6 +345,8 @@ def _argv(recipe: Recipe, run: RunDir, address: Address, worker_module: str, mac
     }
     if not any(word.startswith(("--log_dir", "--log-dir", "--tee", "-t")) for word in extra):
         options["--log_dir"] = os.devnull  # otherwise torchrun leaves a directory in TMPDIR for each launch
+    if recipe.launch.num_machines == 1 and not any(word.startswith(("--rdzv_conf", "--rdzv-conf")) for word in extra):
+        options["--rdzv_conf"] = "is_host=1"  # otherwise an agent whose port is taken connects to the process that has it
     words = [str(word) for pair in options.items() for word in pair]
     return (sys.executable, "-m", LAUNCHER_MODULE, "--use_fsdp", *words, *extra, "-m", worker_module, str(run.path))
 
@@ -365,21 +376,9 @@ def _settings(recipe: Recipe, run: RunDir, address: Address) -> dict[str, str]:
             "PET_RDZV_ENDPOINT": f"{address.ip}:{address.port}",
             "PET_RDZV_ID": digest(str(run.path)),
             "PET_LOCAL_ADDR": LOOPBACK,  # otherwise ranks get the host name, which may not resolve
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0",  # otherwise the agent chooses a port for the ranks, which another process may take
         }
     return recipe.launch.env | settings  # recipe.rules refuses variables that this tool sets; ours have precedence
-
-
-def check_port(recipe: Recipe, machine_rank: int = 0) -> None:
-    """Check that the port of the recipe is free on the machine that listens. Raises: FailedError (exit 1), instead of a later time-out."""
-    port = recipe.launch.main_process_port
-    if port == "auto" or machine_rank != 0:
-        return
-    if (error := port_refusal(port)) is not None:
-        raise failed_error(
-            "port-taken",
-            f"port {port} (`launch.main_process_port`) cannot be used: {error.strerror}",
-            hint="set another port" + (", the same on every machine" if recipe.launch.num_machines > 1 else ", or `auto` for a free one"),
-        )
 
 
 def manual_commands(recipe: Recipe, run: RunDir) -> tuple[str, ...]:

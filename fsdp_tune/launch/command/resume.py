@@ -310,7 +310,7 @@ def _same(left: Path, right: Path) -> bool:
 
 def commands_to_resume(run: RunDir, checkpoint: Checkpoint | None) -> tuple[str, ...]:
     """Return the next commands for a run that stopped before its end."""
-    if not run.path.is_dir():
+    if not run.is_used:  # it was removed, or another directory is in its place
         return ()
     command = train_command(run, "--resume", AUTO)
     if checkpoint is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,9 +11,10 @@ from pathlib import Path
 
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, Problem, Where
 from fsdp_tune.core.gpu_failures import device_failure, device_fault
-from fsdp_tune.core.library_errors import NATIVE_ENDS
+from fsdp_tune.core.library_errors import NATIVE_ENDS, PORT_TAKEN
+from fsdp_tune.launch.command.ports import NO_FREE_PORT
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.rank_files import STOPPED, Outcome, Verdict
+from fsdp_tune.run.rank_files import STOPPED, Outcome, Verdict, is_unreadable
 
 KILL_WAIT_SECONDS = 5.0
 
@@ -72,6 +74,8 @@ class LaunchObservation:
     """The environment variable that a library of the launcher or of a rank refused when it was imported."""
     disk_refusal: str | None = None
     """Why the logs cannot be written, so that ranks may have left no outcome; None if they can."""
+    saved_step: int | None = None
+    """Step of a complete checkpoint that has all that was trained: until the last known step, or written after the first signal."""
 
     @property
     def all_ended_well(self) -> bool:
@@ -105,6 +109,57 @@ def judge(seen: LaunchObservation) -> Verdict:
         message = f"stopped by {_names(seen.signals)} at step {step}, and the ranks ended before they had saved"
         return _ended(ExitReason.FAILED, step, Problem("stopped-unsaved", message, hint=_log_hint(seen.launcher_log)), first)
     return _ended(ExitReason.FAILED, step, _launcher_problem(seen), first)
+
+
+# ---- Ranks that have left no outcome that can be read: the disk refused it, or it was damaged afterwards.
+
+_REASON_OF_CODE = {int(code): reason for reason, code in reversed(EXIT_CODE_OF_REASON.items())}
+
+
+def with_inferred_outcomes(seen: LaunchObservation) -> tuple[LaunchObservation, list[str]]:
+    """Add the outcomes of ranks that have left none, where it is known how they ended. Returns also the messages about that."""
+    lacking = [rank for rank in seen.ranks if rank not in seen.outcomes or is_unreadable(seen.outcomes[rank])]
+    found = {rank: outcome for rank in lacking if (outcome := _inferred_outcome(seen, rank)) is not None}
+    if not found:
+        return seen, []
+    first, outcome = next(iter(found.items()))
+    left = seen.outcomes.get(first)
+    why = (
+        left.problem.message
+        if left is not None and left.problem is not None
+        else f"rank {first} could leave no outcome: {seen.disk_refusal}"
+    )
+    more = f" ({len(found) - 1} more)" if len(found) > 1 else ""
+    saved = f", and checkpoint-{seen.saved_step} is complete" if seen.saved_step is not None else ""
+    message = f"{why}{more}; it ended with exit code {outcome.exit_code} ({outcome.reason.value}){saved}"
+    deaths = [death for death in seen.deaths if death.rank not in found]
+    return replace(seen, outcomes={**seen.outcomes, **found}, deaths=deaths), [message]
+
+
+def _inferred_outcome(seen: LaunchObservation, rank: int) -> Outcome | None:
+    """Return how a rank ended; None if that is not known, or without a sign that it reached its end."""
+    left = seen.outcomes.get(rank)
+    if left is None and (seen.disk_refusal is None or seen.saved_step is None):
+        return None
+    code = 0 if seen.launcher_code == 0 else _exit_code_of(seen, rank)
+    code = _common_code(seen) if code is None else code
+    reason = _REASON_OF_CODE.get(code, ExitReason.FAILED) if code in set(ExitCode) else None
+    if code is None or reason is None:
+        return None
+    step = max(seen.last_step, seen.saved_step or 0)
+    if code in GOOD_CODES:
+        return Outcome(code, reason, rank=rank, step=step)
+    return replace(left, exit_code=code, reason=reason, step=step, time=float("inf")) if left is not None else None
+
+
+def _common_code(seen: LaunchObservation) -> int | None:
+    """Return the exit code of the other ranks if it is one of a good end, on which ranks agree, or that of a stop after which was saved."""
+    known = [outcome for outcome in seen.outcomes.values() if not is_unreadable(outcome)]
+    if known:
+        return known[0].exit_code if all(outcome.exit_code in GOOD_CODES for outcome in known) else None
+    if seen.signals and seen.saved_step is not None:
+        return ExitCode.INTERRUPTED if seen.signals[0] == signal.SIGINT else ExitCode.PREEMPTED
+    return None
 
 
 def _without_outcomes(seen: LaunchObservation, step: int) -> Verdict | None:
@@ -181,7 +236,8 @@ def _death_problem(seen: LaunchObservation, death: Death) -> tuple[Problem, bool
     own = re.search(rf"^error: rank {death.rank}: (.+)$", seen.launcher_text, re.MULTILINE)
     exception = own[1] if own else seen.disk_refusal or first_exception(seen.launcher_text)
     how = "ended" if code is None else f"ended with exit code {code}"
-    message = f"rank {death.rank} {how} before it could report" + (f": {exception}" if exception else "")
+    saved = f"; checkpoint-{seen.saved_step} is complete" if seen.disk_refusal is not None and seen.saved_step is not None else ""
+    message = f"rank {death.rank} {how} before it could report" + (f": {exception}" if exception else "") + saved
     return Problem("rank-died", message, hint=_log_hint(seen.launcher_log)), False
 
 
@@ -194,6 +250,8 @@ def _exit_code_of(seen: LaunchObservation, rank: int) -> int | None:
 
 
 def _launcher_problem(seen: LaunchObservation) -> Problem:
+    if (taken := PORT_TAKEN.search(seen.launcher_text)) is not None:
+        return _port_problem(int(taken[1]), seen.launcher_log)
     exception = first_exception(seen.launcher_text)
     tail = f": {exception}" if exception else ""
     missing = sorted(set(seen.ranks) - set(seen.outcomes))
@@ -204,6 +262,35 @@ def _launcher_problem(seen: LaunchObservation) -> Problem:
     else:
         message = f"the launcher ended, and rank {missing[0]} reported no outcome{tail}"
     return Problem("launcher-failed", message, hint=_log_hint(seen.launcher_log))
+
+
+def _port_problem(port: int, log: Path) -> Problem:
+    """`port` 0: the launcher wanted any that is free. That may succeed the next time."""
+    if port == 0:
+        message = "the launcher found no free port on this machine"
+        return Problem("launcher-failed", message, hint=f"{NO_FREE_PORT}; {_log_hint(log)}")
+    message = f"port {port} (`launch.main_process_port`) was taken by another process when the launcher started"
+    return Problem("port-taken", message, hint="end that process, or set another port; on one machine, `auto` takes a free one")
+
+
+def directory_problem(given: Path, moved: Path | None, ended: Verdict | None = None) -> Problem:
+    """Return the problem of a run directory that is no longer at its path.
+
+    `moved`: where it is now; None: it is not known. `ended`: how the launch would have ended otherwise.
+    """
+    if moved == given:
+        message = f"{given} was gone for a while, and the ranks were stopped"
+        return Problem("run-directory-gone", message, hint="start again with `--resume auto`")
+    if moved is None:
+        message = f"{given} is gone: the run directory was removed, or replaced by another one"
+        return Problem("run-directory-gone", message, hint="restore it, then start again with `--resume auto`")
+    message = f"{given} is gone: the run directory is now {moved}"
+    if ended is not None and ended.problem is not None:
+        message += f"; {ended.problem.message}"
+    elif ended is not None and ended.step > 0:
+        message += f", and step {ended.step} is saved there"
+    hint = f"move it back, or pass `--set output_dir={shlex.quote(str(moved))}`; `--resume auto` then continues"
+    return Problem("run-directory-gone", message, hint=hint)
 
 
 def first_exception(text: str) -> str | None:

@@ -7,10 +7,7 @@ notice none of that until they save.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Self
 
 import psutil
 
@@ -63,24 +60,3 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror is not None:
         return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
     return str(error)
-
-
-class HeldDirectory:
-    """A directory and its path. It is held open, so that its inode is its own even where a file system makes up the numbers."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-
-    def is_left(self) -> bool:
-        """Return whether the path now leads to another directory, or to none. Raises: OSError if that cannot be seen."""
-        try:
-            return not os.path.samestat(self._path.stat(), os.fstat(self._descriptor))
-        except (FileNotFoundError, NotADirectoryError):
-            return True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._descriptor)

@@ -22,7 +22,15 @@ from fsdp_tune.launch.supervise.hang_diagnosis import STATES, collect_rank_state
 from fsdp_tune.launch.supervise.looks import REFUSALS, reason_of
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import disk_refusal
-from fsdp_tune.run.rank_files import Heartbeat, Outcome, RankState, read_heartbeat, read_outcome, unreadable_outcome
+from fsdp_tune.run.rank_files import (
+    Heartbeat,
+    Outcome,
+    RankState,
+    is_unreadable,
+    read_heartbeat,
+    read_outcome,
+    unreadable_outcome,
+)
 
 UNSEEN_SECONDS = 10.0
 """The agent starts its ranks together. A rank that is not seen this long after another one started and ended between two polls."""
@@ -113,8 +121,10 @@ class RankWatch:
         self._first_seen: float | None = None
         self._launcher: psutil.Process | None = None
         self._gone_at: dict[int, float] = {}
-        self._unread: dict[int, str] = {}
-        """Why the outcome of a rank could not be looked at."""
+        self._unread: dict[int, Outcome] = {}
+        """What stands for outcomes that could not be looked at, or are damaged."""
+        self._unwritten: dict[int, Death] = {}
+        """Ranks that have ended without an outcome while the disk took no files."""
         self._tried_at = self._refused_at = float("-inf")
         self.disk_refusal: str | None = None
         """Why heartbeats cannot be written at present: a full or read-only disk. Silence counts from the end of that."""
@@ -153,16 +163,24 @@ class RankWatch:
         gone_at = self._gone_at.setdefault(rank, now)
         self._read(rank)
         self._read_outcome(rank)
-        if rank in self._unread and now - gone_at < UNREAD_SECONDS:
+        if rank not in self.outcomes and self._may_have_ended_well(rank) and now - gone_at < UNREAD_SECONDS:
             return
         self._ended[rank] = now
         if not self.expects_deaths and rank not in self.outcomes:
-            self.deaths.append(Death(rank, time.time()))
+            self.deaths.append(self._unwritten.pop(rank, None) or Death(rank, time.time()))
+
+    def _may_have_ended_well(self, rank: int) -> bool:
+        """Return whether the disk may be why there is no outcome. The exit code is then known when all ranks have ended."""
+        is_new = rank not in self._unread and rank not in self._unwritten and not self.expects_deaths
+        if is_new and disk_refusal(self._run) is not None:
+            self._unwritten[rank] = Death(rank, time.time())
+        return rank in self._unread or rank in self._unwritten
 
     @property
     def refusal(self) -> str | None:
         """Why files of ranks cannot be looked at; None if all can."""
-        return next(iter([*(sign.refusal for sign in self._signs.values() if sign.refusal is not None), *self._unread.values()]), None)
+        of_outcomes = [outcome.problem.message for outcome in self._unread.values() if outcome.problem is not None]
+        return next(iter([*(sign.refusal for sign in self._signs.values() if sign.refusal is not None), *of_outcomes]), None)
 
     @property
     def lacks_outcomes(self) -> bool:
@@ -171,7 +189,12 @@ class RankWatch:
 
     def known_ends(self) -> dict[int, Outcome]:
         """Return the outcomes, and a failure for each rank whose outcome cannot be looked at."""
-        return self.outcomes | {rank: unreadable_outcome(self._run, rank, why) for rank, why in self._unread.items()}
+        return self._unread | self.outcomes
+
+    @property
+    def known_deaths(self) -> list[Death]:
+        """The ranks that have ended without an outcome, also if the disk took none."""
+        return [*self.deaths, *(death for rank, death in self._unwritten.items() if rank not in self.outcomes)]
 
     def _try_disk(self, now: float) -> None:
         """Without heartbeats, learn whether the disk refuses them: ranks that train on a full disk must not be taken for silent ones."""
@@ -203,10 +226,13 @@ class RankWatch:
         try:
             outcome = read_outcome(self._run, rank, self._launch)
         except REFUSALS as error:
-            self._unread[rank] = reason_of(error)
-            return
+            outcome = unreadable_outcome(self._run, rank, reason_of(error))
         self._unread.pop(rank, None)
-        if outcome is not None:
+        if outcome is None:
+            return
+        if is_unreadable(outcome):
+            self._unread[rank] = outcome
+        else:
             self.outcomes[rank] = outcome
             self._outcome_seen[rank] = LIVED.now()
 

@@ -29,14 +29,16 @@ from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.launch.machines.launches import Machines
 from fsdp_tune.launch.supervise.early_launch import EarlyLaunch
-from fsdp_tune.launch.supervise.end_of_launch import LaunchObservation, judge
+from fsdp_tune.launch.supervise.end_of_launch import LaunchObservation, directory_problem, judge, with_inferred_outcomes
 from fsdp_tune.launch.supervise.hang_diagnosis import hang_problem, report_text, with_launcher_state
-from fsdp_tune.launch.supervise.looks import REFUSALS, HeldDirectory, Looks
+from fsdp_tune.launch.supervise.looks import REFUSALS, Looks
 from fsdp_tune.launch.supervise.rank_watch import RankWatch, kill_for_good
 from fsdp_tune.launch.supervise.signal_relay import SignalRelay
-from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.directory import RunDir, latest_checkpoint
 from fsdp_tune.run.events import Continued, TrainStarted, number, read_event
+from fsdp_tune.run.held_directory import HeldDirectory
 from fsdp_tune.run.launch_files import disk_refusal
+from fsdp_tune.run.manifest import MANIFEST_NAME
 from fsdp_tune.run.metrics_file import Follower, append_event
 from fsdp_tune.run.rank_files import Heartbeat, Verdict, clear, record
 
@@ -125,7 +127,6 @@ class Supervisor:
         self._early = early
         self._machines = machines or Machines(plan.run)
         self._run = RunDir(plan.run.path.resolve())  # as the ranks do: a link on the way may lead elsewhere later
-        self._launcher_log = self._run.logs / plan.launcher_log.name
         self._looks = Looks()
         self._left_at: float | None = None
         self._is_directory_gone = False
@@ -153,6 +154,7 @@ class Supervisor:
         """
         self._run.logs.mkdir(parents=True, exist_ok=True)
         with HeldDirectory(self._run.path) as place:
+            self._run = RunDir(self._run.path, place)
             yield from self._events(place)
 
     def _events(self, place: HeldDirectory) -> Generator[Event]:
@@ -162,7 +164,7 @@ class Supervisor:
         watch = RankWatch(run, self._plan.ranks, self._machines.launch_id)
         metrics = Follower(run.metrics_jsonl)
         logs = [self._launcher_log, *map(run.rank_log, self._plan.ranks)]
-        log_starts = {log: log.stat().st_size if log.exists() else 0 for log in logs}
+        log_starts = {log.name: log.stat().st_size if log.exists() else 0 for log in logs}
         with self._listening():
             launcher = self._start()
             self._relay = SignalRelay(launcher)
@@ -174,17 +176,21 @@ class Supervisor:
                 left = _kill_remaining(launcher, watch)
         _read_outcomes(watch)
         yield from self._looked("copying the launcher's log", lambda: self._copy_early_log(watch))
-        yield from self._looked(READING_METRICS, lambda: self._logged(metrics))
+        if self._left_at is None:
+            yield from self._looked(READING_METRICS, lambda: self._logged(metrics))
         if left:
             yield Message(f"these processes survive SIGKILL (they wait for a disk or a driver): {', '.join(map(str, left))}")
-        ended = judge(self._observe(watch, launcher.returncode, log_starts))
-        ended = replace(ended, signal=next(iter(self.signals), None))
-        is_left = False
+        seen, inferred = with_inferred_outcomes(self._observe(watch, launcher.returncode, log_starts))
+        yield from map(Message, inferred)
+        ended = replace(judge(seen), signal=next(iter(self.signals), None))
+        is_left = is_lost = False
         with contextlib.suppress(OSError):
-            is_left = place.is_left() or not run.logs.is_dir()
-        if is_left or self._is_directory_gone:
-            ended = replace(ended, exit_code=ExitCode.FAILED, reason=ExitReason.FAILED, problem=_directory_problem(run))
-        if is_first_machine and not is_left and (refusal := record(run, ended)) is not None:
+            is_left = place.is_left()
+            is_lost = not run.logs.is_dir()
+        if is_left or is_lost or self._is_directory_gone:
+            problem = directory_problem(place.given, place.moved_to(), ended)
+            ended = replace(ended, exit_code=ExitCode.FAILED, reason=ExitReason.FAILED, problem=problem)
+        if is_first_machine and not is_lost and (refusal := record(run, ended)) is not None:
             yield Message(refusal)
         yield ended
 
@@ -194,8 +200,9 @@ class Supervisor:
         yield from self._looked("copying the launcher's log", lambda: self._copy_early_log(watch))
         yield from self._looked("recording a suspension", self._noticed_gaps)
         if time.monotonic() - self._metrics_read_at >= METRICS_SECONDS:
-            yield from self._looked(READING_METRICS, lambda: self._logged(metrics))
             yield from self._looked("looking for the run directory", lambda: self._noticed_move(place))
+            if self._left_at is None:  # otherwise another file may be at the path
+                yield from self._looked(READING_METRICS, lambda: self._logged(metrics))
         yield from self._looked("watching the ranks", lambda: watch.poll(launcher.pid))
         self._looks.note("reading heartbeats and outcomes of ranks", watch.refusal, meanwhile=", no hang is detected until then")
         yield from self._looked("following the first rank", lambda: self._moved(watch))
@@ -207,6 +214,10 @@ class Supervisor:
         with self._looks.at(name):
             yield from look() or ()
         yield from map(Message, self._looks.news())
+
+    @property
+    def _launcher_log(self) -> Path:
+        return self._run.logs / self._plan.launcher_log.name
 
     @property
     def signals(self) -> list[int]:
@@ -295,7 +306,9 @@ class Supervisor:
         self._left_at = (self._left_at or LIVED.now()) if place.is_left() else None
         if self._left_at is not None and LIVED.now() - self._left_at >= MOVED_SECONDS and not self._is_directory_gone:
             self._is_directory_gone = True
-            yield Message(f"{_directory_problem(self._run).message}; the ranks are stopped, and save at that path if it is a directory")
+            moved = place.moved_to()
+            saves = " after they have saved there" if moved is not None else ""
+            yield Message(f"{directory_problem(place.given, moved).message}; the ranks are stopped{saves}")
             self._signals.append((signal.SIGTERM, time.monotonic()))
 
     def _noticed_refusal(self, watch: RankWatch) -> Iterator[Event]:
@@ -372,16 +385,17 @@ class Supervisor:
             self._stuck = replace(problem, hint="the stacks of every rank are above; raise `launch.hang_timeout` to allow more time")
             yield Message(f"{path} cannot be written ({error.strerror}). It would have:\n{text}")
 
-    def _observe(self, watch: RankWatch, launcher_code: int, log_starts: Mapping[Path, int]) -> LaunchObservation:
+    def _observe(self, watch: RankWatch, launcher_code: int, log_starts: Mapping[str, int]) -> LaunchObservation:
         launcher = self._relay.launcher if self._relay is not None else None
 
         def written(log: Path) -> str:
             is_of_early = log == self._launcher_log and self._early is not None and self._early.process is launcher
             with contextlib.suppress(*REFUSALS):  # where the run directory is gone, that is reported instead
-                return self._early.end_of_log() if self._early is not None and is_of_early else read_end_of_log(log, log_starts[log])
+                return self._early.end_of_log() if self._early is not None and is_of_early else read_end_of_log(log, log_starts[log.name])
             return ""
 
         launcher_text = written(self._launcher_log)
+        lacks_some = len(watch.outcomes) < len(self._plan.ranks)
         return LaunchObservation(
             run=self._run,
             ranks=self._plan.ranks,
@@ -389,7 +403,7 @@ class Supervisor:
             launcher_log=self._launcher_log,
             launcher_text=launcher_text,
             outcomes=watch.known_ends(),
-            deaths=watch.deaths,
+            deaths=watch.known_deaths,
             rank_texts={rank: written(self._run.rank_log(rank)) for rank in self._plan.ranks if rank not in watch.outcomes},
             signals=self.signals,
             gave_up_saving=self._gave_up_saving,
@@ -398,13 +412,20 @@ class Supervisor:
             killed_ranks=watch.expects_deaths,
             last_step=max(watch.last_step, self._last_logged_step),
             refused_variable=None if watch.outcomes or watch.first_beat else find_refusal(launcher_text, self._plan.env),
-            disk_refusal=disk_refusal(self._run) if len(watch.outcomes) < len(self._plan.ranks) else None,
+            disk_refusal=disk_refusal(self._run) if lacks_some else None,
+            saved_step=self._saved_step(watch, launcher_code) if lacks_some else None,
         )
 
-
-def _directory_problem(run: RunDir) -> Problem:
-    message = f"{run.path} is gone: the run directory was removed, renamed or replaced"
-    return Problem("run-directory-gone", message, hint="restore it, then start again with `--resume auto`")
+    def _saved_step(self, watch: RankWatch, launcher_code: int) -> int | None:
+        """Return the step of the newest complete checkpoint if it has all that was trained. After a signal it must be newer than that:
+        on a full disk the last known step is an old one."""
+        with contextlib.suppress(OSError):
+            newest, _ = latest_checkpoint(self._run, elsewhere=None)
+            if newest is not None and self._signals and launcher_code != 0:
+                signalled = time.time() - (time.monotonic() - self._signals[0][1])
+                return newest.step if (newest.path / MANIFEST_NAME).stat().st_mtime >= signalled else None
+            return newest.step if newest is not None and newest.step >= max(watch.last_step, self._last_logged_step) else None
+        return None
 
 
 def _step_of(line: dict[str, object]) -> int:

@@ -336,7 +336,7 @@ class Checkpointer:
             moved.append(make_way(final))
             publish(stage, final, replace=final.exists())
 
-        stage = self.run.path / f".{final.name}{STAGE_MARK}{snapshot.step}"
+        stage = final.with_name(f".{final.name}{STAGE_MARK}{snapshot.step}")
         try:
             manifest = self._fill_stage(snapshot, stage)
             self._lead(show, f"publishing {final.name}")

@@ -70,9 +70,9 @@ class HeartbeatWriter:
         silence_seconds: float | None = None,
         on_silence: Callable[[], None] | None = None,
     ) -> None:
-        self._run, self._path = run, run.rank_heartbeat(rank)
+        self._run = run
         self._launch = os.environ.get(LAUNCH_VARIABLE, "")
-        self._stage = self._path.with_suffix(f".{secrets.token_hex(4)}.tmp")
+        self._stage_suffix = f".{secrets.token_hex(4)}.tmp"
         self._rank, self._world_size = rank, world_size
         self._written_at = self._step_written_at = 0.0
         self._phase = self._written_phase = ""
@@ -113,7 +113,7 @@ class HeartbeatWriter:
         if self._is_gone:
             raise failed_error(
                 "run-directory-gone",
-                f"{self._path.parent} is gone: the run directory was removed, renamed or replaced",
+                f"{self._run.given} is gone: the run directory was removed",
                 hint="restore it, and start again with `--resume auto`",
             )
 
@@ -227,15 +227,16 @@ class HeartbeatWriter:
         )
         # Not through `atomic`: the file is overwritten each second, and an fsync would stall the step.
         # Its name is of this process: on a machine that was lost, and that is back, a rank of an earlier launch may still write.
-        stage = self._stage
+        path = self._run.rank_heartbeat(self._rank)
+        stage = path.with_suffix(self._stage_suffix)
         with self._lock:
             try:
                 stage.write_text(json.dumps(beat.content()), encoding="utf-8")
-                stage.replace(self._path)
+                stage.replace(path)
                 self._is_gone = False
             except (FileNotFoundError, NotADirectoryError):  # or a later launch has cleared the file of this one
                 with contextlib.suppress(OSError):
-                    self._is_gone = not self._path.parent.is_dir()
+                    self._is_gone = not self._run.logs.is_dir()
             except OSError:  # a full disk: the write that matters, a checkpoint's or a metric's, reports it
                 return
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ import pytest
 from fsdp_tune.core.errors import FailedError
 from fsdp_tune.launch.run_status import RECENT_SECONDS
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.held_directory import HeldDirectory
 from fsdp_tune.run.rank_files import clear
 from fsdp_tune.worker.observe import heartbeat as heartbeats
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
@@ -150,6 +153,35 @@ def test_new_step_is_written_at_once(ticking: HeartbeatWriter, run: RunDir, monk
     ticking._step_written_at = 0.0
     ticking.beat("training", 2)
     until(lambda: content(run)["step"] == 2)
+
+
+@pytest.mark.parametrize("in_place", [(), ("run",), ("run", "run/logs")])
+def test_heartbeat_follows_a_run_directory_that_is_moved(in_place: tuple[str, ...], tmp_path: Path) -> None:
+    path, moved = tmp_path.resolve() / "run", RunDir(tmp_path / "moved")
+    (path / "logs").mkdir(parents=True)
+    with HeldDirectory(path) as place:
+        beat = HeartbeatWriter(RunDir(path, place), 0)
+        beat.beat("training", 1)
+        path.rename(moved.path)
+        for name in in_place:
+            (tmp_path / name).mkdir()
+        beat.beat("saving", 2)
+        beat.beat("training", 3)
+    assert (content(moved)["phase"], content(moved)["step"]) == ("training", 3)
+    assert [each for each in path.rglob("*") if each.is_file()] == []
+
+
+def test_heartbeat_of_a_removed_run_directory_is_not_written_into_another(tmp_path: Path) -> None:
+    path = tmp_path.resolve() / "run"
+    (path / "logs").mkdir(parents=True)
+    with HeldDirectory(path) as place:
+        beat = HeartbeatWriter(RunDir(path, place), 0)
+        beat.beat("training", 1)
+        shutil.rmtree(path)
+        (path / "logs").mkdir(parents=True)
+        with pytest.raises(FailedError, match=re.escape(f"{path} is gone: the run directory was removed")):
+            beat.beat("saving", 2)
+    assert list((path / "logs").iterdir()) == []
 
 
 def test_deleted_run_directory_ends_the_rank(tmp_path: Path) -> None:
