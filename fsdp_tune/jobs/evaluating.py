@@ -35,6 +35,7 @@ from fsdp_tune.jobs.evaluated_recipes import recipe_of_run
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.launch.command.accelerate import clean
 from fsdp_tune.launch.scoring import LOG, WATCH_SECONDS, Outcome, ScoringProcess, evaluation_device
+from fsdp_tune.merge.source import newer_checkpoint
 from fsdp_tune.model.model_files import ModelFacts
 from fsdp_tune.planner.predict.memory import CONTEXT_BYTES
 from fsdp_tune.planner.predict.predict import Plan
@@ -143,7 +144,8 @@ def check_evaluation(recipe: Recipe, encoder: TokenizerEncoder, observer: Observ
     if recipe.evaluation.tasks and importlib.util.find_spec("lm_eval") is None:
         message = "`evaluation.tasks` are run by lm_eval, and the package is not installed"
         raise usage_error("lm-eval-not-installed", message, where=Where(key="evaluation.tasks"), hint="`pip install 'fsdp-tune[eval]'`")
-    return EvaluationRecord.of(recipe.evaluation, rows, is_rounded=recipe.ships_quantised)
+    merge = recipe.merge.model_dump(mode="json", include={"dtype", "base"}, exclude_defaults=True)
+    return EvaluationRecord.of(recipe.evaluation, rows, is_rounded=recipe.ships_quantised, merge=merge)
 
 
 def _check_again(run: RunDir, recipe: Recipe, observer: Observer) -> None:
@@ -324,3 +326,5 @@ def evaluating(run: RunDir, recipe: Recipe, observer: Observer, *, had_finished:
     evaluations = Evaluating(run, recipe, observer)
     with evaluations.following():
         yield evaluations
+    if had_finished:  # a checkpoint whose evaluation had failed may be the best now
+        observer.notices(newer_checkpoint(run, run.merged))
