@@ -28,6 +28,7 @@ from fsdp_tune.launch.scoring import EvaluationDevice, ScoringProcess, evaluatio
 from fsdp_tune.planner.trace_format import KINDS
 from fsdp_tune.recipe.schema.evaluation import CheckpointEvaluation
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.run.checkpoint_scores import CheckpointScores
 from fsdp_tune.run.directory import RunDir, complete_checkpoints
 from fsdp_tune.run.evaluation_record import EvaluationRecord
 from fsdp_tune.run.events import CheckpointEvaluated, CheckpointEvaluationFailed
@@ -374,6 +375,20 @@ def test_only_an_evaluation_next_to_ranks_that_compute_has_a_lower_priority(
     process.end()
     assert isinstance(outcome, CheckpointEvaluated), outcome
     assert list(outcome.scores) == [f"found {words}"]
+
+
+def test_evaluations_of_a_finished_run_come_after_the_ranks(run: RunDir, scored_by: Callable[[str], None]) -> None:
+    """On their GPUs, and with the priority of the command: it waits, and no rank computes."""
+    scored_by(
+        "import sys, json; name = 'found ' + ' '.join(sys.argv[4:])\n"
+        "print(json.dumps({'scores': {name: {'value': 1.0, 'low': None, 'high': None, 'rows': 1}}}))"
+    )
+    save(run, 10)
+    evaluations = Evaluating(run, recipe(run), Observer(), had_finished=True)
+    with evaluations.following():
+        evaluations.finish()
+    [event] = CheckpointScores.read(run).evaluated.values()
+    assert list(event.scores) == ["found "]
 
 
 def test_what_failed_between_steps_of_this_start_is_not_evaluated_again(run: RunDir, scored_by: Callable[[str], None]) -> None:
