@@ -144,7 +144,7 @@ def check_evaluation(recipe: Recipe, encoder: TokenizerEncoder, observer: Observ
     if recipe.evaluation.tasks and importlib.util.find_spec("lm_eval") is None:
         message = "`evaluation.tasks` are run by lm_eval, and the package is not installed"
         raise usage_error("lm-eval-not-installed", message, where=Where(key="evaluation.tasks"), hint="`pip install 'fsdp-tune[eval]'`")
-    merge = recipe.merge.model_dump(mode="json", include={"dtype", "base"}, exclude_defaults=True)
+    merge = recipe.merge.model_dump(mode="json", include={"base"}, exclude_defaults=True)
     return EvaluationRecord.of(recipe.evaluation, rows, is_rounded=recipe.ships_quantised, merge=merge)
 
 
