@@ -24,6 +24,7 @@ from pydantic import ValidationError
 from fsdp_tune.core.errors import NOWHERE, FsdpTuneError, Problem, Where, usage_error
 from fsdp_tune.core.hub import cached_model_file
 from fsdp_tune.core.tensors.file_formats import CONFIG_FILE, PREFIX, WEIGHTS_FILE, DamagedHeader, read_header
+from fsdp_tune.core.user_cache import home_directory
 from fsdp_tune.core.values import as_items
 from fsdp_tune.recipe.rules.contradictions import OUTPUT_FIELDS
 from fsdp_tune.recipe.schema.keys import Finding, given
@@ -47,7 +48,7 @@ def _path_problem(recipe: Recipe, path: Path, cwd: Path) -> tuple[str, str] | No
     elsewhere = "name a new directory, such as `runs/{name}`"
     if path == Path(path.anchor):
         return "is the root of the file system", elsewhere
-    if path == Path.home().resolve():
+    if (home := home_directory()) is not None and path == home.resolve():
         return "is your home directory", elsewhere
     if path.exists() and not path.is_dir():
         return f"is `{path}`, which is a file", elsewhere
