@@ -14,16 +14,23 @@ INSPECTIONS = "inspections"
 """Directory of kept inspections of models inside the default cache directory."""
 
 
+def home_directory() -> Path | None:
+    """Return the user's home directory; None without HOME for a user id that has no entry in /etc/passwd, as in many containers."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return None
+
+
 def default_cache_directory() -> Path:
     """Return $XDG_CACHE_HOME/fsdp-tune. A relative XDG_CACHE_HOME is ignored, as the XDG specification requires."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     if base.startswith("/"):
         return Path(base) / "fsdp-tune"
-    try:
-        return Path.home() / ".cache" / "fsdp-tune"
-    except RuntimeError:  # a user id without an entry in /etc/passwd, as in many containers, and no HOME
+    if (home := home_directory()) is None:
         message = "there is no place for the cache: HOME and XDG_CACHE_HOME are not set, and this user has no home directory"
-        raise usage_error("cache-unusable", message, hint="`export XDG_CACHE_HOME=DIR`, a directory where you may write") from None
+        raise usage_error("cache-unusable", message, hint="`export XDG_CACHE_HOME=DIR`, a directory where you may write")
+    return home / ".cache" / "fsdp-tune"
 
 
 def compiler_variables() -> dict[str, str]:

@@ -1,4 +1,6 @@
-"""Score the model of one checkpoint of a run, in a process of its own: `python -m fsdp_tune.jobs.checkpoint_scores RUN STEP DEVICE`.
+"""Score the model of one checkpoint of a run, in a process of its own.
+
+`python -m fsdp_tune.jobs.checkpoint_scores RUN STEP DEVICE [low-priority]`
 
 Merges the checkpoint as `merge-checkpoint --step STEP` does, into a directory that is removed at the end, and evaluates the model that the
 run ships, with `merge.quantise` the quantised one, as `evaluate` does. Prints one JSON line: `{"scores": {name: {"value", "low", "high",
@@ -26,6 +28,7 @@ from fsdp_tune.jobs.evaluate import CheckpointResults, device_of, evaluate_check
 from fsdp_tune.jobs.options import Allowed, DeviceKind, EvaluateOptions
 from fsdp_tune.jobs.results import merge_checkpoint
 from fsdp_tune.launch.command.resume import read_resolved
+from fsdp_tune.launch.scoring import LOW_PRIORITY
 from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.recipe.schema.evaluation import EvaluationSet
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -36,7 +39,7 @@ from fsdp_tune.run.event_parts import CheckpointScore
 
 TASKS = (sys.executable, "-P", "-m", "fsdp_tune.answer.tasks")
 _NICENESS = 10
-"""Ranks on the CPU keep their priority."""
+"""Ranks that compute on the CPU keep their priority."""
 _FIRST_OUT_OF_MEMORY = "1000"
 """If the host has no memory left, the kernel kills this process and its children, and not a rank."""
 
@@ -133,7 +136,8 @@ def _score_tasks(model: Path, recipe: Recipe, device: DeviceKind) -> dict[str, C
 
 def main() -> None:
     run, step, device = RunDir(Path(sys.argv[1])), int(sys.argv[2]), cast(DeviceKind, sys.argv[3])
-    os.nice(_NICENESS)
+    if LOW_PRIORITY in sys.argv[4:]:
+        os.nice(_NICENESS)
     with contextlib.suppress(OSError):  # not Linux
         Path("/proc/self/oom_score_adj").write_text(_FIRST_OUT_OF_MEMORY)
     output = sys.stdout

@@ -35,6 +35,7 @@ from fsdp_tune.jobs.evaluated_recipes import recipe_of_run
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.launch.command.accelerate import clean
 from fsdp_tune.launch.scoring import LOG, WATCH_SECONDS, Outcome, ScoringProcess, evaluation_device
+from fsdp_tune.merge.source import newer_checkpoint
 from fsdp_tune.model.model_files import ModelFacts
 from fsdp_tune.planner.predict.memory import CONTEXT_BYTES
 from fsdp_tune.planner.predict.predict import Plan
@@ -143,7 +144,8 @@ def check_evaluation(recipe: Recipe, encoder: TokenizerEncoder, observer: Observ
     if recipe.evaluation.tasks and importlib.util.find_spec("lm_eval") is None:
         message = "`evaluation.tasks` are run by lm_eval, and the package is not installed"
         raise usage_error("lm-eval-not-installed", message, where=Where(key="evaluation.tasks"), hint="`pip install 'fsdp-tune[eval]'`")
-    return EvaluationRecord.of(recipe.evaluation, rows, is_rounded=recipe.ships_quantised)
+    merge = recipe.merge.model_dump(mode="json", include={"base"}, exclude_defaults=True)
+    return EvaluationRecord.of(recipe.evaluation, rows, is_rounded=recipe.ships_quantised, merge=merge)
 
 
 def _check_again(run: RunDir, recipe: Recipe, observer: Observer) -> None:
@@ -165,13 +167,16 @@ def _of_set(problem: Problem, key: str) -> Problem:
 class Evaluating:
     """The evaluations of one command."""
 
-    def __init__(self, run: RunDir, recipe: Recipe, observer: Observer) -> None:
+    def __init__(self, run: RunDir, recipe: Recipe, observer: Observer, *, had_finished: bool = False) -> None:
+        """`had_finished`: no rank is started, so that all evaluations come after the ranks."""
         self._run, self._recipe, self._observer = run, recipe, observer
         self._outcomes: dict[str, Outcome] = {}
         """Of this command, by the identity of the checkpoint: written again if rank 0 removes the line while it cuts the file back."""
         self._failure: str | None = None
         """Of the thread, which has ended with it."""
         self._is_stopping, self._is_last, self._wake = threading.Event(), threading.Event(), threading.Event()
+        if had_finished:
+            self._is_last.set()
         self._thread = threading.Thread(target=self._follow, name="evaluations", daemon=True)
 
     @contextmanager
@@ -179,7 +184,7 @@ class Evaluating:
         """Evaluate the checkpoints of the run in this context. At its end no process of an evaluation is left, finished or not."""
         scratch = scratch_of(self._run, self._recipe.evaluation)
         shutil.rmtree(scratch, ignore_errors=True)  # of a command that was killed
-        if self._recipe.evaluation.when == "alongside":
+        if self._recipe.evaluation.when == "alongside" and not self._is_last.is_set():
             self._thread.start()
         try:
             yield
@@ -321,6 +326,8 @@ def evaluating(run: RunDir, recipe: Recipe, observer: Observer, *, had_finished:
         return
     if had_finished:
         _check_again(run, recipe, observer)
-    evaluations = Evaluating(run, recipe, observer)
+    evaluations = Evaluating(run, recipe, observer, had_finished=had_finished)
     with evaluations.following():
         yield evaluations
+    if had_finished:  # a checkpoint whose evaluation had failed may be the best now
+        observer.notices(newer_checkpoint(run, run.merged))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fsdp_tune.core.atomic import check_output_file, write_file
+from fsdp_tune.core.devices import installed_versions, nvidia_driver
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FsdpTuneError, Problem, failed_error, usage_error
 from fsdp_tune.core.gpus import CPU
 from fsdp_tune.core.units import format_figure, parse_seconds
@@ -19,7 +20,7 @@ from fsdp_tune.jobs.observer import Observer, TrainResult, session
 from fsdp_tune.jobs.options import Allowed, TrainOptions
 from fsdp_tune.jobs.plan import PlannedHere, PlanSession, decisions, planned_here, recipe_body, recipe_text
 from fsdp_tune.jobs.train import train
-from fsdp_tune.planner.predict.calibration import Measured
+from fsdp_tune.planner.predict.calibration import FULL_ROWS, Measured
 from fsdp_tune.planner.predict.predict import MeasuredPlan, Plan
 from fsdp_tune.planner.search.candidates import PlannedRecipe
 from fsdp_tune.recipe.read.loader import LoadedRecipe, parse_recipe
@@ -29,8 +30,6 @@ from fsdp_tune.run.metrics_file import read_metrics
 
 UNCOUNTED_STEPS = 2
 """The first step compiles and allocates, and the second is the first beside a complete optimizer state."""
-FULL_ROWS = 0.9
-"""A plan is of rows of `data.max_length`. A run that computes fewer tokens than this share of them calibrates nothing."""
 _LEAST_HANG_SECONDS = 60
 _TRAINING: dict[str, object] = {
     "eval_strategy": "no",
@@ -38,6 +37,7 @@ _TRAINING: dict[str, object] = {
     "save_strategy": "no",
     "load_best_model_at_end": False,
     "metric_for_best_model": None,
+    "greater_is_better": None,
     "early_stopping": None,
     "sample": None,
     "logging_steps": 1,
@@ -131,6 +131,8 @@ class Trial:
     figures: MeasuredPlan = field(init=False)
     trained: Recipe | None = None
     """As it was trained; None if it was not."""
+    steps: int = 0
+    """Number of the last counted step."""
 
     def __post_init__(self) -> None:
         self.ended("not started", None)
@@ -216,7 +218,7 @@ def _read(trial: Trial, result: TrainResult) -> None:
         trial.ended("failed", "the run has no line of a counted step")
         return
     trial.ended("measured", None)
-    trial.trained = result.recipe
+    trial.trained, trial.steps = result.recipe, int(lines[-1]["step"])
     peaks = [line["peak_reserved_gib"] for line in lines if line.get("peak_reserved_gib") is not None]
     trial.figures = replace(
         trial.figures,
@@ -237,7 +239,8 @@ def _calibrate(plans: PlanSession, fastest: Trial, observer: Observer) -> None:
         observer.message(f"plans are not calibrated: a step computed {share:.0%} of the tokens of full rows")
         return
     try:
-        factor = plans.learn(Measured(recipe, figures.step_seconds, UNCOUNTED_STEPS + 1))
+        torch, driver = installed_versions(["torch"])["torch"], nvidia_driver()
+        factor = plans.learn(Measured(recipe, figures.step_seconds, fastest.steps, torch=torch, driver=driver))
     except FsdpTuneError as error:
         observer.message(f"plans are not calibrated: {error.problems[0].message}")
         return

@@ -20,7 +20,7 @@ import yaml
 from fsdp_tune.core import devices
 from fsdp_tune.core.atomic import DISK, check_output_file, write_file
 from fsdp_tune.core.command import Target
-from fsdp_tune.core.devices import Device, Machine, this_machine
+from fsdp_tune.core.devices import Device, Machine, installed_versions, nvidia_driver, this_machine
 from fsdp_tune.core.errors import FsdpTuneError, Notice, failed_error, usage_error
 from fsdp_tune.core.gpus import CPU, Hardware, cpu_rank, detect, known_hardware
 from fsdp_tune.jobs.observer import Observer, session
@@ -28,13 +28,13 @@ from fsdp_tune.jobs.options import Allowed
 from fsdp_tune.jobs.recipes import check_cache, resolve_recipe
 from fsdp_tune.planner import tracing as traces
 from fsdp_tune.planner.gpu_file import find_or_read_hardware
-from fsdp_tune.planner.predict.calibration import Measured, calibrated_efficiency, learn, read_run
+from fsdp_tune.planner.predict.calibration import Measured, calibrated_efficiency, known_calibrations, learn, read_run, setting_of
 from fsdp_tune.planner.predict.experts import expert_rows, why_experts
 from fsdp_tune.planner.predict.memory import disk
 from fsdp_tune.planner.predict.mixture import LOADS_ASSUMED
 from fsdp_tune.planner.predict.predict import Plan, ScalingRow, SmallestHardware
 from fsdp_tune.planner.predict.predict import plan as predict
-from fsdp_tune.planner.predict.timing import Efficiency, UnknownFigure, efficiency_of
+from fsdp_tune.planner.predict.timing import Efficiency, UnknownFigure
 from fsdp_tune.planner.search.alternatives import devices_of_machine, differences
 from fsdp_tune.planner.search.candidates import PlannedRecipe, Search
 from fsdp_tune.planner.search.scaling import forced_changes, machines_for, scaling_table
@@ -123,11 +123,17 @@ class PlanSession:
     recipe: Recipe
     hardware: Hardware
     exact: bool = False
-    efficiency: Efficiency | None = None
     _trace: Trace | None = field(default=None)
 
-    def __post_init__(self) -> None:
-        self.efficiency = calibrated_efficiency(_cache_of(self.recipe), self.hardware)
+    @property
+    def efficiency(self) -> Efficiency:
+        """The constants of this GPU for this recipe, calibrated if this machine has measured such a one. Raises: as `trace`."""
+        setting = setting_of(self.recipe, self.trace(), installed_versions(["torch"])["torch"], self._driver)
+        return calibrated_efficiency(_cache_of(self.recipe), self.hardware, setting)
+
+    @cached_property
+    def _driver(self) -> str | None:
+        return nvidia_driver()
 
     @cached_property
     def _tracing(self) -> traces.Tracing:
@@ -158,9 +164,8 @@ class PlanSession:
 
     def with_experts(self, made: Plan) -> Plan:
         """Add to the plan of this recipe what other numbers of ranks that divide the experts would change."""
-        efficiency = self.efficiency or efficiency_of(self.hardware)
         try:
-            rows = expert_rows(self.trace(), self.hardware, self.recipe.launch.num_machines, efficiency)
+            rows = expert_rows(self.trace(), self.hardware, self.recipe.launch.num_machines, self.efficiency)
         except UnknownFigure as error:
             return replace(made, unknown=[*made.unknown, f"experts: {error}"])
         assumed = [LOADS_ASSUMED] if rows and LOADS_ASSUMED not in made.assumptions else []
@@ -173,7 +178,8 @@ class PlanSession:
     def plan_once(self) -> Plan:
         """Return the plan kept from an earlier command, without its timeline, or make and keep it."""
         cache = _cache_of(self.recipe) / "plans"
-        key = plan_key(self.recipe, self.hardware, self.efficiency, traces.trace_key(self.recipe, exact=self.exact, vocabulary=None))
+        calibrations = (known_calibrations(_cache_of(self.recipe), self.hardware), self._driver)
+        key = plan_key(self.recipe, self.hardware, calibrations, traces.trace_key(self.recipe, exact=self.exact, vocabulary=None))
         found = kept_plan(cache, key, self.recipe)
         if found is None:
             found = self.plan()
@@ -208,9 +214,8 @@ class PlanSession:
 
     def learn(self, measured: Measured) -> float:
         """Learn this GPU's speed, use it here and in later plans, and return measured ÷ predicted time."""
-        with replace(self, recipe=measured.recipe, efficiency=None, _trace=None) as own:
-            self.efficiency, factor = learn(_cache_of(self.recipe), self.hardware, measured, own.trace())
-        return factor
+        with replace(self, recipe=measured.recipe, _trace=None) as own:
+            return learn(_cache_of(self.recipe), self.hardware, measured, own.trace())[1]
 
 
 # ---- The plan of a run on this machine. Nothing is predicted on a CPU, or for a GPU that is not in the table.

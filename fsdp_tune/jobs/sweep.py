@@ -10,19 +10,22 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FsdpTuneError, Problem, Where, usage_error
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import TrainOptions
 from fsdp_tune.jobs.train import Preview, preview, train
-from fsdp_tune.launch.command.resume import takes_best
+from fsdp_tune.launch.command.resume import read_resolved, takes_best
+from fsdp_tune.merge.best_checkpoint import best_checkpoint
 from fsdp_tune.recipe.read.catalogue import find_recipe
 from fsdp_tune.recipe.read.loader import LoadedRecipe, parse_recipe
 from fsdp_tune.recipe.read.overrides import OptionOverride
 from fsdp_tune.recipe.read.yaml_source import read_text
 from fsdp_tune.recipe.references import output_directory
-from fsdp_tune.run.directory import RunDir
+from fsdp_tune.recipe.schema.training_fields import training_value
+from fsdp_tune.run.directory import RunDir, complete_checkpoints
 from fsdp_tune.run.metrics_file import read_metrics, seconds_in_steps
 
 LONGEST_NAME = 100
@@ -60,7 +63,7 @@ class SweptRun(JsonAnswer):
     loss: float | None
     """Of the last line."""
     eval_loss: float | None
-    """Of the last evaluation; with `load_best_model_at_end`, whose model is that of the best one, the lowest."""
+    """Of the last evaluation; with `load_best_model_at_end` that of the best step by `metric_for_best_model`, whose model is merged."""
     seconds: float
     """In its steps, those of earlier starts included."""
     exit_code: int | None
@@ -276,17 +279,26 @@ def _ended(planned: PlannedRun, state: str, code: int | None, problem: Problem |
         state=state,
         steps=losses[-1]["step"] if losses else 0,
         loss=_finite(losses[-1]["loss"]) if losses else None,
-        eval_loss=_eval_loss(planned, [line["eval_loss"] for line in lines if "eval_loss" in line]),
+        eval_loss=_eval_loss(planned, [line for line in lines if "eval_loss" in line]),
         seconds=seconds_in_steps(losses),
         exit_code=None if code is None else int(code),
         problem=problem.message if problem is not None else None,
     )
 
 
-def _eval_loss(planned: PlannedRun, values: Sequence[object]) -> float | None:
-    if not takes_best(planned.loaded.recipe):
+def _eval_loss(planned: PlannedRun, lines: Sequence[dict[str, Any]]) -> float | None:
+    """Return the evaluation loss of the model that the run ships."""
+    recipe, values = planned.loaded.recipe, [line["eval_loss"] for line in lines]
+    if not takes_best(recipe):
         return _finite(values[-1]) if values else None
-    return min((found for value in values if (found := _finite(value)) is not None), default=None)
+    if training_value(recipe.training, "metric_for_best_model") in (None, "loss", "eval_loss"):
+        return min((found for value in values if (found := _finite(value)) is not None), default=None)
+    complete = complete_checkpoints(planned.run, elsewhere=None)[0] if values else []
+    try:
+        step = best_checkpoint(planned.run, read_resolved(planned.run), complete)[0].step if complete else None
+    except FsdpTuneError:  # its evaluation has failed
+        return None
+    return next((_finite(line["eval_loss"]) for line in reversed(lines) if line.get("step") == step), None)
 
 
 def _finite(value: object) -> float | None:

@@ -17,7 +17,7 @@ from fsdp_tune.core.ownership import Owner, is_rank_of, live_owner
 from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.command.resume import commands_of_finished, commands_to_resume, read_resolved
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.checkpoint_scores import checkpoint_events
+from fsdp_tune.run.checkpoint_scores import checkpoint_events, of_newest_definition
 from fsdp_tune.run.directory import Checkpoint, RunDir, complete_checkpoints, latest_checkpoint
 from fsdp_tune.run.event_parts import CheckpointScore, SpikeRow, shown_scores
 from fsdp_tune.run.events import CheckpointEvaluated, CheckpointEvaluationFailed, SpikeEvent, TrainStarted, number, read_event
@@ -221,6 +221,7 @@ def run_status(run: RunDir) -> RunStatus:
     is_copy = not run.logs.is_dir() and (checkpoint is not None or bool(rejected) or any("step" in line for line in lines))
     state = _state(owner, ranks, verdict, is_copy=is_copy)
     evaluated = checkpoint_events(run)[-RECENT_LINES:]
+    scored = [each for each in evaluated if isinstance(each, CheckpointEvaluated)]
     total_steps = _total_steps(run.metrics_jsonl, lines)
     left, at = _time_left(lines, total_steps), max(rank.step for rank in ranks)
     return RunStatus(
@@ -242,7 +243,7 @@ def run_status(run: RunDir) -> RunStatus:
         ends_at=left.ends_at(at) if state == RUNNING else None,
         recent_losses=losses,
         evaluation=_evaluation(run.metrics_jsonl),
-        evaluated_checkpoints=[EvaluatedCheckpoint(each.step, each.scores) for each in evaluated if isinstance(each, CheckpointEvaluated)],
+        evaluated_checkpoints=[EvaluatedCheckpoint(each.step, each.scores) for each in of_newest_definition(scored)],
         evaluation_problem=next((each.problem for each in evaluated[-1:] if isinstance(each, CheckpointEvaluationFailed)), None),
         tokens_per_second_per_device=number(logged[-1].get("tokens_per_second_per_device")) if logged else None,
         peak_reserved_gib=_highest(logged, "peak_reserved_gib"),

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     import psutil
 
 SCORE = (sys.executable, "-P", "-m", "fsdp_tune.jobs.checkpoint_scores")
+LOW_PRIORITY = "low-priority"
 LOG = "evaluation.log"
 WATCH_SECONDS = 0.2
 """Interval at which its owner looks whether it `has_ended`."""
@@ -52,6 +53,8 @@ class EvaluationDevice:
 
     kind: str
     variables: dict[str, str] = field(default_factory=dict[str, str])
+    ranks_compute: bool = False
+    """Whether the ranks compute meanwhile, so that the evaluation has a lower priority. Ranks that wait for it would wait longer."""
 
     @property
     def is_gpu(self) -> bool:
@@ -61,14 +64,15 @@ class EvaluationDevice:
 def evaluation_device(recipe: Recipe, *, after_ranks: bool = False) -> EvaluationDevice:
     """Return the devices of the ranks of the first machine, which they have left or wait on; alongside ranks that compute, its GPUs that
     no rank uses, else its CPU. GPUs that are in neither set may belong to another program."""
+    ranks_compute = not after_ranks and recipe.evaluation.when == "alongside"
     if recipe.launch.device == "cpu":
-        return EvaluationDevice("cpu")
+        return EvaluationDevice("cpu", ranks_compute=ranks_compute)
     count = recipe.local_world_size
-    if after_ranks or recipe.evaluation.when != "alongside":
+    if not ranks_compute:
         return EvaluationDevice("auto", only_visible(os.environ, slice(count)))
     if recipe.launch.device != "cuda" or len(visible_devices(os.environ)) <= count:
-        return EvaluationDevice("cpu")
-    return EvaluationDevice("cuda", only_visible(os.environ, slice(count, None)))
+        return EvaluationDevice("cpu", ranks_compute=True)
+    return EvaluationDevice("cuda", only_visible(os.environ, slice(count, None)), ranks_compute=True)
 
 
 class ScoringProcess:
@@ -87,7 +91,7 @@ class ScoringProcess:
         """Processes that it has started, as of `_looked_at`. They use the device too, and a killed child leaves them."""
         self._looked_at = self._began
         self._output = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  closed by `end`; a pipe takes 64 KiB
-        command = [*SCORE, str(run.path), str(checkpoint.step), device.kind]
+        command = [*SCORE, str(run.path), str(checkpoint.step), device.kind, *([LOW_PRIORITY] if device.ranks_compute else [])]
         of_rank = {"OMP_NUM_THREADS", *recipe.launch.env} if from_rank else set[str]()
         inherited = {name: value for name, value in clean(os.environ)[0].items() if name not in of_rank}
         variables = {**inherited, **QUIET_LIBRARIES, **device.variables}

@@ -13,6 +13,9 @@ from fsdp_tune.run.directory import Checkpoint, RunDir, best_so_far
 from fsdp_tune.run.launch_files import read_recipe_json
 from fsdp_tune.run.metrics_file import read_metrics
 
+BY_VALUE = ("the highest ", "the lowest ")
+"""Beginnings of the reason for a checkpoint that was chosen by a score, or by a metric of metrics.jsonl."""
+
 
 def best_checkpoint(run: RunDir, recipe: Recipe | None, complete: list[Checkpoint]) -> tuple[Checkpoint, str]:
     """Return the trainer's best checkpoint (`metric_for_best_model`), else the best of it among the saved steps, or of `eval_loss`."""

@@ -128,8 +128,10 @@ _COLUMNS: dict[str, Callable[[Any], str]] = {
 """Of the table; those that are empty for all results are left out."""
 
 
-def _result_identity(result: Any) -> tuple[str, str, str | None, str]:
-    return result.dataset_type, result.dataset_name, result.dataset_split, result.metric_type
+def _result_identity(result: Any) -> tuple[str | None, ...]:
+    """Return what two results on the same rows have in common. A configuration that is the set's name is of `_keep_apart`."""
+    config = None if result.dataset_config == result.dataset_name else result.dataset_config
+    return result.dataset_type, result.dataset_name, config, result.dataset_split, result.dataset_revision, result.metric_type
 
 
 def _rounded(value: float) -> float:

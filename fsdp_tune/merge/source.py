@@ -17,10 +17,12 @@ from fsdp_tune.core.tensors.dcp_metadata import METADATA_NAME
 from fsdp_tune.core.tensors.file_formats import WEIGHTS_FILE
 from fsdp_tune.core.tensors.weight_files import CONFIG, INDEX, MAX_INDEX_BYTES, SINGLE, UnusableIndexError, first_file
 from fsdp_tune.core.units import parse_bytes
-from fsdp_tune.merge.best_checkpoint import best_checkpoint
+from fsdp_tune.merge.best_checkpoint import BY_VALUE, best_checkpoint
 from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.recipe.schema.recipe import Merge, Recipe
+from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.base_model import BASE_FILE, BaseModel
+from fsdp_tune.run.checkpoint_scores import BestScore, CheckpointScores, best_by_score
 from fsdp_tune.run.directory import (
     SHARD_FOLDER,
     Checkpoint,
@@ -268,19 +270,38 @@ def _of_verl(source: Path) -> Path | None:
 
 
 def newer_checkpoint(run: RunDir, output: Path) -> tuple[Notice, ...]:
-    """Return a notice if `run` has a newer checkpoint than `output`, which was made of its newest at that time."""
+    """Return a notice if `run` has a newer checkpoint than `output`, which was made of its newest at that time, or a better one than
+    `output`, which was made of the best by the scores at that time."""
     try:
         record = merge_record(output)
         steps, reason = list(record["steps"]), str(record["reason"])
     except (KeyError, TypeError):
         return ()
     complete, _ = complete_checkpoints(run, weights_only=True)
-    if not complete or not steps or not reason.startswith(NEWEST) or complete[0].step <= max(steps):
+    if not complete or not steps:
         return ()
-    message = f"it is of step {max(steps):,}, and the run has {complete[0].path.name} since"
-    options = " --adapter" if output == run.adapter else ""
-    hint = f"`fsdp-tune merge-checkpoint{options} --overwrite {shlex.quote(str(run.path))}` writes it again"
-    return (Notice("merge-out-of-date", message, Where(str(output)), hint),)
+    options, step = " --adapter" if output == run.adapter else "", max(steps)
+    again = f"--overwrite {shlex.quote(str(run.path))}` writes it again"
+    if reason.startswith(NEWEST) and complete[0].step > step:
+        message = f"it is of step {step:,}, and the run has {complete[0].path.name} since"
+        return (Notice("merge-out-of-date", message, Where(str(output)), f"`fsdp-tune merge-checkpoint{options} {again}"),)
+    if reason.startswith(BY_VALUE) and (best := _better_checkpoint(run, complete, steps)) is not None:
+        found = f"it is of step {step:,}, and {best.checkpoint.path.name} has a better score now"
+        return (Notice("merge-out-of-date", found, Where(str(output)), f"`fsdp-tune merge-checkpoint{options} --best {again}"),)
+    return ()
+
+
+def _better_checkpoint(run: RunDir, complete: list[Checkpoint], steps: list[int]) -> BestScore | None:
+    """Return the best checkpoint by a score, if it is better than those of `steps`, whose files may be gone; None if none is."""
+    recipe = _recipe(run)
+    if recipe is None or (best := best_by_score(run, recipe, complete)) is None or best.checkpoint.step in steps:
+        return None
+    name = str(training_value(recipe.training, "metric_for_best_model"))
+    sign = 1 if training_value(recipe.training, "greater_is_better") else -1
+    known = [
+        event.scores[name].value for event in CheckpointScores.read(run).evaluated.values() if event.step in steps and name in event.scores
+    ]
+    return best if all(sign * best.value > sign * value for value in known) else None
 
 
 # ------------------------------------------------------------------------------------------------------- within a run

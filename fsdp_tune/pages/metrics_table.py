@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from fsdp_tune.run.checkpoint_scores import of_newest_definition
 from fsdp_tune.run.events import AnyEvent, CheckpointEvaluated, TrainStarted, number, read_event
 
 Line = Mapping[str, object]
@@ -188,12 +189,11 @@ class MetricsTable:
         return lines.curve(name) if name in lines.names else self.score_curves().get(name, Curve((), ()))
 
     def score_curves(self) -> dict[str, Curve]:
-        """Return the scores of evaluated checkpoints by name; the last evaluation of a step counts."""
+        """Return the scores of evaluated checkpoints by name; the last evaluation of a step counts, and no evaluation of other rows."""
         found: dict[str, dict[int, float]] = {}
-        for event in self.events:
-            if isinstance(event, CheckpointEvaluated):
-                for name, score in event.scores.items():
-                    found.setdefault(name, {})[event.step] = score.value
+        for event in of_newest_definition(event for event in self.events if isinstance(event, CheckpointEvaluated)):
+            for name, score in event.scores.items():
+                found.setdefault(name, {})[event.step] = score.value
         ordered = {name: sorted(values.items()) for name, values in found.items()}
         return {name: Curve(tuple(step for step, _ in each), tuple(value for _, value in each)) for name, each in ordered.items()}
 

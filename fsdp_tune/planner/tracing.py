@@ -24,7 +24,6 @@ from fsdp_tune.core.hub import cached_model_file
 from fsdp_tune.core.processes import JsonChild
 from fsdp_tune.core.version import PACKAGE
 from fsdp_tune.planner.predict.predict import Plan
-from fsdp_tune.planner.predict.timing import Efficiency
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.schema.effects import Affects
 from fsdp_tune.recipe.schema.keys import effect_of, values_by_key
@@ -37,12 +36,13 @@ _OWN = Path(__file__).parent
 _UNSEEN = ("name", "output_dir")
 
 
-def plan_key(recipe: Recipe, hardware: Hardware, efficiency: Efficiency | None, trace: str) -> str:
-    """Return a digest of everything that a plan depends on. `trace` is the key of the trace, which includes its sources."""
+def plan_key(recipe: Recipe, hardware: Hardware, calibrations: object, trace: str) -> str:
+    """Return a digest of everything that a plan depends on. `trace` is the key of the trace, which includes its sources and the installed
+    packages; `calibrations` is what was learned about the GPU model, with the driver that is there."""
     data: dict[str, Any] = recipe.model_dump(mode="json", by_alias=True)
     for name in _UNSEEN:
         data.pop(name)
-    parts = [json.dumps(data, sort_keys=True), repr(hardware), repr(efficiency), trace, state_of(_OWN)]
+    parts = [json.dumps(data, sort_keys=True), repr(hardware), repr(calibrations), trace, state_of(_OWN)]
     return digest(*parts, size=16)
 
 

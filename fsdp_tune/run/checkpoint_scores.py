@@ -7,7 +7,7 @@ metrics.jsonl alone has them, as events that name the checkpoint by the identity
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +37,12 @@ def checkpoint_events(run: RunDir) -> list[CheckpointEvaluated | CheckpointEvalu
     """Return the events of evaluated checkpoints in metrics.jsonl, oldest first."""
     found = map(read_event, metrics_with(run.metrics_jsonl, _MARKER))
     return [event for event in found if isinstance(event, CheckpointEvaluated | CheckpointEvaluationFailed)]
+
+
+def of_newest_definition(events: Iterable[CheckpointEvaluated]) -> list[CheckpointEvaluated]:
+    """Return the events that can be compared with the newest one: those of other rows, metrics or tasks have the same names."""
+    every = list(events)
+    return [event for event in every if event.definition == every[-1].definition]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fsdp_tune.recipe.schema.evaluation import CheckpointEvaluation
 from fsdp_tune.run.manifest import digest_of_values
@@ -24,10 +24,19 @@ class EvaluationRecord(Document):
     """Label of each set → digest of its rows as tokens and targets."""
     is_rounded: bool = False
     """Whether the quantised model is scored (`Recipe.ships_quantised`)."""
+    merge: dict[str, object] = field(default_factory=dict[str, object])
+    """Keys of `merge:` that decide the weights of the model, where they are not their defaults."""
 
     @classmethod
-    def of(cls, evaluation: CheckpointEvaluation, rows: Mapping[str, str], *, is_rounded: bool = False) -> EvaluationRecord:
-        return cls(uuid.uuid4().hex, evaluation.model_dump(mode="json", by_alias=True), dict(rows), is_rounded)
+    def of(
+        cls,
+        evaluation: CheckpointEvaluation,
+        rows: Mapping[str, str],
+        *,
+        is_rounded: bool = False,
+        merge: Mapping[str, object] | None = None,
+    ) -> EvaluationRecord:
+        return cls(uuid.uuid4().hex, evaluation.model_dump(mode="json", by_alias=True), dict(rows), is_rounded, dict(merge or {}))
 
     @property
     def section(self) -> CheckpointEvaluation:
@@ -38,5 +47,5 @@ class EvaluationRecord(Document):
         """A digest of all that decides the scores of a model. Scores of another definition cannot be compared with these."""
         section = self.section
         sets = {each.set_label: [each.metric, each.answer, each.max_new_tokens, self.rows.get(each.set_label)] for each in section.sets}
-        rounded = {"is_rounded": True} if self.is_rounded else {}
-        return digest_of_values({"sets": sets, "tasks": sorted(section.tasks), "task_rows": section.task_rows} | rounded)
+        weights = ({"is_rounded": True} if self.is_rounded else {}) | ({"merge": self.merge} if self.merge else {})
+        return digest_of_values({"sets": sets, "tasks": sorted(section.tasks), "task_rows": section.task_rows} | weights)

@@ -95,7 +95,7 @@ CHANGES: tuple[Change, ...] = (
     Change("training.save_strategy", "epoch"),
     Change("training.load_best_model_at_end", "true"),
     Change("training.metric_for_best_model", "loss", "best"),
-    Change("training.greater_is_better", "true", "best"),
+    Change("training.greater_is_better", "false", "best"),
     Change("training.logging_first_step", "true"),
     Change("training.logging_strategy", "epoch"),
     Change("training.dataloader_num_workers", "2"),

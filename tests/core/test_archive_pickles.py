@@ -65,6 +65,11 @@ HOSTILE = {
     "eval": pickle.dumps(Calls(eval, "1+1")),
     "exec": opcode(name("builtins", "exec"), b"X\x01\0\0\x001\x85R"),
     "getattr chain": opcode(name("builtins", "getattr"), name("os", "system"), b"\x85R"),
+    "attribute of a function": opcode(name("builtins", "getattr"), name("torch", "Size"), b"X\x01\0\0\0a\x86R"),
+    "attribute of text": opcode(name("builtins", "getattr"), b"X\x01\0\0\0aX\x01\0\0\0b\x86R"),
+    "attribute without a name": opcode(
+        name("builtins", "getattr"), name("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"), b"\x85R"
+    ),
     "load from bytes": opcode(name("torch.storage", "_load_from_bytes"), b"C\x01a\x85R"),
     "import": opcode(name("builtins", "__import__"), b"X\x02\0\0\0os\x85R"),
     "dotted name": opcode(b"\x8c\x05torch\x8c\x12serialization.load\x93)R"),
@@ -131,6 +136,13 @@ def test_single_opcode_cannot_exhaust_memory(bomb):
     with pytest.raises(Refused):
         load(opcode(bomb), METADATA_NAMES)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 << 10
+
+
+def test_member_of_an_enum_is_read_as_every_python_writes_it():
+    """Python 3.11.2, of Debian 12, writes `getattr(Enum, "NAME")`, and later ones `Enum(value)`."""
+    kind = name("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING")
+    assert load(opcode(kind, b"K\x00\x85R"), METADATA_NAMES) is None
+    assert load(opcode(name("builtins", "getattr"), kind, b"X\x05\0\0\0TORCH\x86R"), METADATA_NAMES) is None
 
 
 def test_huge_memo_index_allocates_nothing():

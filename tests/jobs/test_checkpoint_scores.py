@@ -94,3 +94,17 @@ def test_set_has_nothing_of_the_training_rows() -> None:
     assert (source.path, source.max_rows) == ("test.jsonl", 8)
     assert (source.format, source.loss_on, source.rename_columns, source.chat_template) == (None, None, {}, None)
     assert (data.drop_duplicates, data.loss_on) == (False, "assistant")
+
+
+@pytest.mark.parametrize(("words", "niceness"), [([], []), (["low-priority"], [10])])
+def test_priority_is_lower_only_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], niceness: list[int]
+) -> None:
+    found: list[int] = []
+    monkeypatch.setattr(jobs.os, "nice", found.append)
+    monkeypatch.setattr(jobs, "_FIRST_OUT_OF_MEMORY", Path("/proc/self/oom_score_adj").read_text().strip())
+    monkeypatch.setattr(jobs, "score_checkpoint", lambda *_: ({}, []))
+    monkeypatch.setattr(jobs.sys, "argv", ["checkpoint_scores", str(tmp_path), "10", "cpu", *words])
+    jobs.main()
+    assert found == niceness
+    assert capsys.readouterr().out == '{"scores": {}, "warnings": []}\n'

@@ -28,6 +28,7 @@ from fsdp_tune.launch.scoring import EvaluationDevice, ScoringProcess, evaluatio
 from fsdp_tune.planner.trace_format import KINDS
 from fsdp_tune.recipe.schema.evaluation import CheckpointEvaluation
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.run.checkpoint_scores import CheckpointScores
 from fsdp_tune.run.directory import RunDir, complete_checkpoints
 from fsdp_tune.run.evaluation_record import EvaluationRecord
 from fsdp_tune.run.events import CheckpointEvaluated, CheckpointEvaluationFailed
@@ -185,9 +186,9 @@ def test_mistake_in_a_set_is_found_before_training(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("when", "visible", "ranks", "variable", "expected"),
     [
-        ("alongside", 8, 8, None, EvaluationDevice("cpu")),
-        ("alongside", 8, 6, None, EvaluationDevice("cuda", {"CUDA_VISIBLE_DEVICES": "6,7"})),
-        ("alongside", 3, 2, "4,5,6", EvaluationDevice("cuda", {"CUDA_VISIBLE_DEVICES": "6"})),
+        ("alongside", 8, 8, None, EvaluationDevice("cpu", ranks_compute=True)),
+        ("alongside", 8, 6, None, EvaluationDevice("cuda", {"CUDA_VISIBLE_DEVICES": "6,7"}, ranks_compute=True)),
+        ("alongside", 3, 2, "4,5,6", EvaluationDevice("cuda", {"CUDA_VISIBLE_DEVICES": "6"}, ranks_compute=True)),
         ("at_end", 3, 3, None, EvaluationDevice("auto", {"CUDA_VISIBLE_DEVICES": "0,1,2"})),
         ("between_steps", 8, 2, None, EvaluationDevice("auto", {"CUDA_VISIBLE_DEVICES": "0,1"})),
         ("between_steps", 3, 2, "4,5,6", EvaluationDevice("auto", {"CUDA_VISIBLE_DEVICES": "4,5"})),
@@ -351,6 +352,43 @@ def test_process_that_a_rank_starts_has_nothing_of_the_rank(
         os.sched_setaffinity(0, cores)
     assert isinstance(outcome, CheckpointEvaluated), outcome
     assert list(outcome.scores) == [f"KEPT {len(os.sched_getaffinity(os.getppid())) > 1}"]
+
+
+@pytest.mark.parametrize(
+    ("when", "after_ranks", "words"), [("alongside", False, "low-priority"), ("alongside", True, ""), ("at_end", False, "")]
+)
+def test_only_an_evaluation_next_to_ranks_that_compute_has_a_lower_priority(
+    run: RunDir, scored_by: Callable[[str], None], when: str, after_ranks: bool, words: str
+) -> None:
+    """Ranks that wait for it would wait as long as any other program of the host computes."""
+    scored_by(
+        "import sys, json; name = 'found ' + ' '.join(sys.argv[4:])\n"
+        "print(json.dumps({'scores': {name: {'value': 1.0, 'low': None, 'high': None, 'rows': 1}}}))"
+    )
+    save(run, 10)
+    document = recipe(run).model_dump(by_alias=True)
+    document["evaluation"] |= {"when": when}
+    own, checkpoint = Recipe.model_validate(document), complete_checkpoints(run)[0][0]
+    process = ScoringProcess(run, own, checkpoint, evaluation_device(own, after_ranks=after_ranks))
+    until(process.has_ended)
+    outcome = process.outcome()
+    process.end()
+    assert isinstance(outcome, CheckpointEvaluated), outcome
+    assert list(outcome.scores) == [f"found {words}"]
+
+
+def test_evaluations_of_a_finished_run_come_after_the_ranks(run: RunDir, scored_by: Callable[[str], None]) -> None:
+    """On their GPUs, and with the priority of the command: it waits, and no rank computes."""
+    scored_by(
+        "import sys, json; name = 'found ' + ' '.join(sys.argv[4:])\n"
+        "print(json.dumps({'scores': {name: {'value': 1.0, 'low': None, 'high': None, 'rows': 1}}}))"
+    )
+    save(run, 10)
+    evaluations = Evaluating(run, recipe(run), Observer(), had_finished=True)
+    with evaluations.following():
+        evaluations.finish()
+    [event] = CheckpointScores.read(run).evaluated.values()
+    assert list(event.scores) == ["found "]
 
 
 def test_what_failed_between_steps_of_this_start_is_not_evaluated_again(run: RunDir, scored_by: Callable[[str], None]) -> None:

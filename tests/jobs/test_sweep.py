@@ -16,7 +16,9 @@ from fsdp_tune.jobs.observer import TrainResult
 from fsdp_tune.jobs.options import TrainOptions
 from fsdp_tune.jobs.sweep import PlannedRun, SweepPoint, answer_of, parse_sweep, plan_sweep, run_sweep, sweep_points
 from fsdp_tune.recipe.read.loader import LoadedRecipe
+from fsdp_tune.run.directory import RunDir
 from tests.model.recipes import recipe_of
+from tests.run.test_checkpoint_scores import recipe_by, save, score, write_recipe
 
 
 def names(*texts: str) -> list[str]:
@@ -163,4 +165,20 @@ def test_evaluations_decide_if_all_finished_runs_have_them(recipe: str) -> None:
 def test_evaluation_loss_of_a_run_is_that_of_the_model_it_keeps(takes_best: bool, values: list[Any], expected: float | None) -> None:
     recipe = recipe_of(training={"load_best_model_at_end": takes_best, "eval_strategy": "steps", "eval_steps": 10, "save_steps": 10})
     planned = SimpleNamespace(loaded=SimpleNamespace(recipe=recipe))
-    assert sweep._eval_loss(planned, values) == expected  # type: ignore[arg-type]
+    lines = [{"step": 10 * number, "eval_loss": value} for number, value in enumerate(values, 1)]
+    assert sweep._eval_loss(planned, lines) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("scored", "expected"), [({10: 3.0, 20: 2.0}, 1.75), ({}, None)])
+def test_evaluation_loss_of_a_run_is_of_the_checkpoint_that_a_score_chose(
+    tmp_path: Path, scored: dict[int, float], expected: float | None
+) -> None:
+    run, recipe = RunDir(tmp_path), recipe_by("text/perplexity", is_greater=False)
+    write_recipe(run, recipe)
+    for step in (10, 20):
+        save(run, step)
+    for step, value in scored.items():
+        score(run, step, text__perplexity=value)
+    lines = [{"step": step, "eval_loss": value} for step, value in ((10, 1.5), (20, 1.75))]
+    planned = SimpleNamespace(loaded=SimpleNamespace(recipe=recipe), run=run)
+    assert sweep._eval_loss(planned, lines) == expected  # type: ignore[arg-type]

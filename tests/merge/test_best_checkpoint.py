@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from fsdp_tune.core.errors import FailedError
 from fsdp_tune.merge.best_checkpoint import best_checkpoint
+from fsdp_tune.merge.source import newer_checkpoint
 from fsdp_tune.run.directory import RunDir
 from tests.run.test_checkpoint_scores import complete, recipe_by, save, score
 
@@ -26,3 +28,25 @@ def test_best_checkpoint_is_by_the_score_or_an_error(tmp_path: Path) -> None:
     score(run, 20, text__perplexity=2.0)
     chosen, reason = best_checkpoint(run, recipe, complete(run))
     assert (chosen.step, reason) == (20, "the lowest text/perplexity (2) among 3 complete checkpoints")
+
+
+def test_merged_model_that_is_no_longer_the_best_is_reported(tmp_path: Path) -> None:
+    """A checkpoint whose evaluation failed gets its score from the next command, after the merge."""
+    run, recipe = RunDir(tmp_path), recipe_by("text/perplexity", is_greater=False)
+    run.recipe_json.write_text(recipe.model_dump_json(by_alias=True))
+    for step in (10, 20, 30):
+        save(run, step)
+        (run.checkpoint(step) / "pytorch_model_fsdp_0").mkdir()
+    score(run, 10, text__perplexity=3.0)
+    run.merged.mkdir()
+    (run.merged / "merge.json").write_text('{"steps": [10], "reason": "the lowest text/perplexity (3) among 3 complete checkpoints"}')
+    assert newer_checkpoint(run, run.merged) == (), "a later checkpoint without a score is not better"
+    score(run, 30, text__perplexity=4.0)
+    assert newer_checkpoint(run, run.merged) == ()
+    score(run, 20, text__perplexity=2.0)
+    (found,) = newer_checkpoint(run, run.merged)
+    assert (found.code, found.message) == ("merge-out-of-date", "it is of step 10, and checkpoint-20 has a better score now")
+    assert found.hint is not None
+    assert "--best --overwrite" in found.hint
+    shutil.rmtree(run.checkpoint(20))
+    assert newer_checkpoint(run, run.merged) == (), "the best of those that are left is worse"

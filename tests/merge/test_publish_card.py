@@ -61,6 +61,18 @@ def test_sets_of_the_same_data_keep_their_names(card: Path) -> None:
     assert [(each.dataset_name, each.metric_value) for each in found] == [("short", 1.5), ("long", 2.5)]
 
 
+def test_configurations_and_revisions_of_one_data_set_are_other_rows(card: Path) -> None:
+    """Each is evaluated by a command of its own."""
+    for config, revision, value in (("main", None, 1.5), ("socratic", None, 2.5), ("main", "v2", 3.5), ("main", None, 1.25)):
+        add_results(card, [replace(RESULT, name="org/sums", data="org/sums", config=config, revision=revision, value=value)])
+    found = ModelCard(card.read_text()).data.eval_results
+    assert sorted((each.dataset_config, each.dataset_revision or "", each.metric_value) for each in found) == [
+        ("main", "", 1.25),
+        ("main", "v2", 3.5),
+        ("socratic", "", 2.5),
+    ]
+
+
 def test_later_result_replaces_the_same_metric_on_the_same_rows(card: Path) -> None:
     add_results(card, [RESULT, replace(RESULT, metric="exact_match")])
     add_results(card, [replace(RESULT, value=1.5)])

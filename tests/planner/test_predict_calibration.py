@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,28 +11,48 @@ import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.gpus import find_hardware
-from fsdp_tune.planner.predict.calibration import Measured, calibrated_efficiency, learn, read_run
+from fsdp_tune.planner.predict.calibration import (
+    Measured,
+    calibrated_efficiency,
+    known_calibrations,
+    learn,
+    read_run,
+    setting_of,
+)
 from fsdp_tune.planner.predict.divided_step import step_time
+from fsdp_tune.planner.predict.predict import plan
+from fsdp_tune.planner.predict.timing import efficiency_of
+from fsdp_tune.planner.trace_format import Trace
 from tests.planner.hand_trace import Hand
 from tests.planner.recipes import resolved
 
 A100 = find_hardware("A100-40GB")
 
 
-def a_run(path: Path, seconds: list[float], name: str = "NVIDIA A100-SXM4-40GB", **launch: Any) -> Path:
+def a_run(path: Path, seconds: list[float], name: str = "NVIDIA A100-SXM4-40GB", *, full: float = 1.0, **launch: Any) -> Path:
+    """`full`: share of the 64 × 128 tokens of full rows that a step computes."""
     recipe = resolved(launch=launch) if launch else resolved()
+    tokens = full * 64 * 128 / 8
     path.mkdir()
     (path / "recipe.json").write_text(recipe.model_dump_json(by_alias=True))
-    (path / "environment.json").write_text(json.dumps({"devices": [{"kind": "cuda", "name": name}]}))
+    (path / "environment.json").write_text(json.dumps({"devices": [{"kind": "cuda", "name": name}], "versions": {"torch": "2.12.0"}}))
     lines: list[dict[str, Any]] = [{"event": "train_started", "step": 0}]
-    lines += [{"step": index, "loss": 1.0, "step_seconds": value} for index, value in enumerate(seconds, 1)]
+    lines += [
+        {"step": index, "loss": 1.0, "step_seconds": value, "tokens_per_second_per_device": tokens / value}
+        for index, value in enumerate(seconds, 1)
+    ]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
 
+def a_trace(*, flops: float = 1e15, family: str = "llama") -> Trace:
+    found = Hand().op("mm", flops=flops).collective("all_gather", 2**30).trace()
+    return replace(found, facts=replace(found.facts, config={"model_type": family}))
+
+
 def test_run_is_read_without_its_first_line(tmp_path: Path) -> None:
     measured = read_run(a_run(tmp_path / "run", [60.0, 2.0, 2.2, 2.1]), A100)
-    assert (measured.step_seconds, measured.steps) == (2.1, 4)
+    assert (measured.step_seconds, measured.steps, measured.torch, measured.driver) == (2.1, 4, "2.12.0", None)
 
 
 @pytest.mark.parametrize(
@@ -49,23 +70,88 @@ def test_run_that_does_not_name_its_gpu_is_refused(
         read_run(a_run(tmp_path / "run", seconds, device, **launch), A100)
 
 
+def test_run_of_short_rows_is_refused(tmp_path: Path) -> None:
+    """Its steps take less time than those of a plan, which are of full rows, on a GPU of the same speed."""
+    assert read_run(a_run(tmp_path / "full", [9.0, 2.0, 2.0, 2.0], full=0.95), A100).step_seconds == 2.0
+    with pytest.raises(FsdpTuneError, match="computed 40% of the tokens of full rows"):
+        read_run(a_run(tmp_path / "short", [9.0, 2.0, 2.0, 2.0], full=0.4), A100)
+
+
 def test_directory_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FsdpTuneError, match="cannot be used for calibration"):
         read_run(tmp_path, A100)
 
 
 def test_calibration_is_learned_stored_and_used(tmp_path: Path) -> None:
-    trace = Hand().op("mm", flops=1e15).collective("all_gather", 2**30).trace()
+    trace = a_trace()
     before = step_time(trace, A100, 1).step_seconds
-    measured = Measured(resolved(), before * 1.5, 100)
+    measured = Measured(resolved(), before * 1.5, 100, torch="2.12.0", driver="570.1")
     efficiency, factor = learn(tmp_path, A100, measured, trace)
     assert factor == pytest.approx(1.5)
     assert step_time(trace, A100, 1, efficiency).step_seconds == pytest.approx(before * 1.5, rel=1e-3)
-    assert calibrated_efficiency(tmp_path, A100) == efficiency
-    assert calibrated_efficiency(tmp_path, find_hardware("H200")) is None
+    setting = setting_of(resolved(), trace, "2.12.0", "570.1")
+    assert calibrated_efficiency(tmp_path, A100, setting) == efficiency
+    assert calibrated_efficiency(tmp_path, find_hardware("H200"), setting) == efficiency_of(find_hardware("H200"))
 
 
-def test_damaged_calibration_file_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "calibration.json").write_text("{")
+def test_plan_names_the_calibration_that_it_uses(tmp_path: Path) -> None:
+    trace = a_trace()
+    efficiency, _ = learn(tmp_path, A100, Measured(resolved(), step_time(trace, A100, 1).step_seconds * 1.5, 7, torch="2.12.0"), trace)
+    found = [each for each in plan(resolved(), A100, trace, efficiency=efficiency).assumptions if "learned on this machine" in each]
+    assert found == ["computing takes 1.50 times as long as by the table: learned on this machine (llama in bf16, torch 2.12.0)"]
+
+
+@pytest.mark.parametrize(
+    ("torch", "driver", "family", "precision"),
+    [
+        ("2.13.0", "570.1", "llama", "bf16"),
+        ("2.12.0", "580.9", "llama", "bf16"),
+        ("2.12.0", "570.1", "mixtral", "bf16"),
+        ("2.12.0", "570.1", "llama", "fp8"),
+    ],
+)
+def test_factor_of_another_setting_is_not_used_and_is_named(tmp_path: Path, torch: str, driver: str, family: str, precision: str) -> None:
+    trace = a_trace()
+    learn(tmp_path, A100, Measured(resolved(), step_time(trace, A100, 1).step_seconds * 2, 7, torch="2.12.0", driver="570.1"), trace)
+    other = setting_of(resolved(precision={"mixed_precision": precision}), a_trace(family=family), torch, driver)
+    found = calibrated_efficiency(tmp_path, A100, other)
+    assert replace(found, calibration="") == efficiency_of(A100)
+    assert found.calibration == (
+        f"A100-40GB is not calibrated for {family} in {precision}, torch {torch}, driver {driver}, "
+        "only for llama in bf16, torch 2.12.0, driver 570.1"
+    )
+
+
+def test_driver_that_is_not_known_is_not_compared_and_the_newest_factor_counts(tmp_path: Path) -> None:
+    trace = a_trace()
+    seconds = step_time(trace, A100, 1).step_seconds
+    for driver, times in (("570.1", 1.5), ("580.9", 2.0), ("580.9", 3.0)):
+        learn(tmp_path, A100, Measured(resolved(), seconds * times, 7, torch="2.12.0", driver=driver), trace)
+    assert len(known_calibrations(tmp_path, A100)) == 2
+    setting = setting_of(resolved(), trace, "2.12.0", None)
+    assert "takes 3.0" in calibrated_efficiency(tmp_path, A100, setting).calibration
+
+
+@pytest.mark.parametrize(
+    ("flops", "times", "why"),
+    [(1e9, 2.0, "a GPU computes in"), (1e15, 40.0, "not a question of computing")],
+    ids=["the host decides", "no factor explains it"],
+)
+def test_step_that_says_nothing_about_the_gpu_calibrates_nothing(tmp_path: Path, flops: float, times: float, why: str) -> None:
+    trace = a_trace(flops=flops)
+    measured = Measured(resolved(), step_time(trace, A100, 1).step_seconds * times, 7)
+    with pytest.raises(FsdpTuneError, match=f"says nothing about the speed of the GPU: .*{why}"):
+        learn(tmp_path, A100, measured, trace)
+    assert known_calibrations(tmp_path, A100) == []
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"A100-40GB": [{"factor": 1.0}]}', '{"A100-40GB": [1]}'])
+def test_damaged_calibration_file_is_reported(tmp_path: Path, text: str) -> None:
+    (tmp_path / "calibration.json").write_text(text)
     with pytest.raises(FsdpTuneError, match="damaged"):
-        calibrated_efficiency(tmp_path, A100)
+        known_calibrations(tmp_path, A100)
+
+
+def test_factor_of_an_earlier_version_has_no_setting_and_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "calibration.json").write_text('{"A100-40GB": {"factor": 3.0, "steps": 7}}')
+    assert known_calibrations(tmp_path, A100) == []

@@ -171,6 +171,7 @@ OF_EVALUATIONS = [
         "evaluation:\n  tasks: [wikitext]\ntraining: {metric_for_best_model: wikitext/bits_per_byte}",
         "`training.greater_is_better` is missing",
     ),
+    (f"{_BY_SCORE}  greater_is_better: false\n", "is better when it is greater"),
     ("evaluation:\n  tasks: [mine.yaml]", "would run the code"),
     ("evaluation:\n  tasks: [arc_easy, folder/mine]", "would run the code"),
     (f"{_SET}  every: 1000\ntraining: {{metric_for_best_model: sums/exact_match, max_steps: 900}}", "evaluates no checkpoint of them"),
@@ -254,6 +255,7 @@ COMPLETE = [
     ("model: {name_or_path: a, dtype: bf16}\ndata: {train: [{path: b}]}\nprecision: {mixed_precision: fp16}", "bf16 weights"),
     (EVALUATED + "training: {metric_for_best_model: accuracy}", "is not measured"),
     (EVALUATED + "training: {metric_for_best_model: loss, greater_is_better: true}", "keep the worst"),
+    (EVALUATED + "training: {load_best_model_at_end: true, greater_is_better: true}", "eval_loss chooses"),
     (EVALUATED + "training: {early_stopping: {}, eval_strategy: no}", "needs evaluations"),
     (EVALUATED + "training: {load_best_model_at_end: true, eval_strategy: epoch, save_strategy: steps}", "a save with every evaluation"),
     (

@@ -27,3 +27,13 @@ def test_resolved_sets_break_no_rule() -> None:
     sets = "evaluation:\n  sets: [{path: a.jsonl}, {path: b.jsonl, metric: exact_match}]\n"
     once = resolve(load_with(sets).recipe, Machine("cuda", 8, 16, "an accelerator"), cwd=Path("/")).recipe
     assert [finding for rule in RULES for finding in rule(Recipe.model_validate(once.model_dump(by_alias=True)))] == []
+
+
+@pytest.mark.parametrize(
+    ("training", "merge", "codes"),
+    [("", "true", ["best-not-merged"]), (", load_best_model_at_end: true", "true", []), ("", "false", [])],
+)
+def test_best_model_that_is_kept_and_not_merged_is_a_notice(training: str, merge: str, codes: list[str]) -> None:
+    sets = "evaluation:\n  sets: [{path: a.jsonl, label: sums, metric: exact_match}]\n"
+    loaded = load_with(f"{sets}training: {{metric_for_best_model: sums/exact_match{training}}}\nmerge: {{at_end: {merge}}}\n")
+    assert [notice.code for notice in loaded.notices] == codes

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_tune.launch.run_status import run_status
+from fsdp_tune.pages.metrics_table import MetricsTable
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.checkpoint_scores import best_by_score, kept_for_scores
 from fsdp_tune.run.directory import CHECKPOINT_KIND, Checkpoint, RunDir, complete_checkpoints
@@ -13,7 +15,7 @@ from fsdp_tune.run.evaluation_record import EvaluationRecord
 from fsdp_tune.run.event_parts import CheckpointScore
 from fsdp_tune.run.events import CheckpointEvaluated, CheckpointEvaluationFailed
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest
-from fsdp_tune.run.metrics_file import append_event
+from fsdp_tune.run.metrics_file import append_event, read_metrics
 from tests.recipe.loading import load_with
 
 SETS = "evaluation: {sets: [{path: rows.jsonl, label: sums, metric: exact_match}, {path: rows.jsonl, label: text}]%s}\n"
@@ -24,6 +26,12 @@ def save(run: RunDir, step: int, **facts: object) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / MANIFEST_NAME).write_text(Manifest(CHECKPOINT_KIND, {}, {"step": step, **facts}).to_json())
     return folder
+
+
+def write_recipe(run: RunDir, recipe: Recipe) -> None:
+    """Write it as if it were resolved."""
+    launch = recipe.launch.model_copy(update={"num_processes": 1})
+    run.recipe_json.write_text(recipe.model_copy(update={"launch": launch}).model_dump_json(by_alias=True))
 
 
 def identity(run: RunDir, step: int) -> str:
@@ -104,9 +112,9 @@ def test_all_evaluated_steps_are_kept_while_none_is_known_to_be_the_best(run: Ru
 def test_best_score_is_a_number(run: RunDir) -> None:
     for step, value in ((10, 0.5), (20, 0.9), (30, float("nan")), (40, float("inf"))):
         save(run, step)
-        score(run, step, sums__exact_match=value)
-    for is_greater, best in ((True, 20), (False, 10)):
-        found = best_by_score(run, recipe_by("sums/exact_match", is_greater=is_greater), complete(run))
+        score(run, step, sums__exact_match=value, text__perplexity=value)
+    for metric, is_greater, best in (("sums/exact_match", True, 20), ("text/perplexity", False, 10)):
+        found = best_by_score(run, recipe_by(metric, is_greater=is_greater), complete(run))
         assert found is not None
         assert found.checkpoint.step == best
 
@@ -124,6 +132,20 @@ def test_scores_of_another_definition_are_not_compared(run: RunDir) -> None:
     assert kept_for_scores(run, recipe) == {10, 20}
 
 
+def test_scores_on_other_rows_are_in_no_curve_and_no_status(run: RunDir) -> None:
+    """They have the same names, and `status --json` and the report would show them as the progress of one."""
+    write_recipe(run, load_with("").recipe)
+    for step, definition, value in ((10, "old", 0.9), (20, "old", 0.8), (10, "new", 0.1)):
+        save(run, step)
+        score(run, step, definition, sums__exact_match=value)
+    table = MetricsTable()
+    table.add(read_metrics(run))
+    curve = table.curve("sums/exact_match")
+    assert (list(curve.steps), list(curve.values)) == ([10], [0.1])
+    found = run_status(run).evaluated_checkpoints
+    assert [(each.step, each.scores["sums/exact_match"].value) for each in found] == [(10, 0.1)]
+
+
 @pytest.mark.parametrize(
     ("other", "is_same"),
     [(", every: 20, batch_size: 2", True), (", task_rows: 8, tasks: [arc_easy]", False), (", tasks: [arc_easy]", False)],
@@ -133,6 +155,9 @@ def test_definition_is_what_decides_scores(other: str, *, is_same: bool) -> None
         EvaluationRecord.of(load_with(text).recipe.evaluation, {}) for text in (SETS % "", SETS % other + "training: {save_steps: 10}\n")
     )
     assert (one.definition == two.definition) == is_same
+    section = load_with(SETS % "").recipe.evaluation
+    merges: tuple[dict[str, object], ...] = ({}, {"base": "original"})
+    assert len({EvaluationRecord.of(section, {}, merge=merge).definition for merge in merges}) == 2, "of other weights"
     answers = load_with(SETS.replace("exact_match", "exact_match, answer: 'a (.*)'") % "").recipe.evaluation
     assert EvaluationRecord.of(answers, {}).definition != one.definition
 

@@ -36,6 +36,21 @@ def _tuple_of_sizes(values: object) -> Shape:
     return sizes
 
 
+_ENUMS = (
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
+)
+
+
+def _member_of_enum(arguments: tuple[object, ...]) -> None:
+    """Take a member of an enum as Python 3.11.0 to 3.11.3 pickle it: `getattr(Enum, "NAME")`. Raises: Refused for any other attribute."""
+    match arguments:
+        case (AllowedGlobal(name=kind), str()) if kind in map(".".join, _ENUMS):
+            return
+        case _:
+            raise Refused("it takes an attribute of something else than an enum of torch")
+
+
 def _names() -> dict[tuple[str, str], AllowedGlobal]:
     records: dict[str, dict[str, tuple[str, ...]]] = {
         "torch.distributed.checkpoint.metadata": {
@@ -54,8 +69,8 @@ def _names() -> dict[tuple[str, str], AllowedGlobal]:
     calls: dict[tuple[str, str], Callable[[tuple[object, ...]], object]] = {
         ("torch", "Size"): lambda arguments: _tuple_of_sizes(*arguments),
         ("torch.serialization", "_get_layout"): lambda _: None,
-        ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): lambda _: None,
-        ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): lambda _: None,
+        **{each: lambda _: None for each in _ENUMS},
+        ("builtins", "getattr"): _member_of_enum,
         ("collections", "OrderedDict"): lambda _: {},
     }
     # The path that the checkpoint was written to, which is not used.

@@ -1,28 +1,38 @@
-"""Calibrate plans: factors for a GPU model, learned from a run on this machine and kept in the cache."""
+"""Calibrate plans: factors for the compute time of a GPU model, learned from runs on this machine and kept in the cache.
+
+A factor is used for plans of the same torch, driver, family of models and dtype alone: for another one it may be wrong by any amount.
+"""
 
 from __future__ import annotations
 
 import json
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from fsdp_tune.core.atomic import write_json
-from fsdp_tune.core.errors import usage_error
+from fsdp_tune.core.errors import FsdpTuneError, usage_error
 from fsdp_tune.core.gpus import Hardware, detect
 from fsdp_tune.planner.predict.divided_step import step_time
 from fsdp_tune.planner.predict.timing import Efficiency, UnknownFigure, efficiency_of
 from fsdp_tune.planner.trace_format import Trace
+from fsdp_tune.recipe.rules.limits import computes_in_fp8
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import read_recipe_json
 from fsdp_tune.run.metrics_file import read_metrics
 from fsdp_tune.run.records import Environment
 
+FULL_ROWS = 0.9
+"""A plan is of rows of `data.max_length`. A run that computes fewer tokens than this share of them calibrates nothing."""
 FEWEST_LINES = 3
 """Lines of metrics.jsonl, without the first one, which includes the warm-up."""
-
-
+LEAST_COMPUTING = 0.5
+"""Share of a predicted step in which the GPU computes. Below it, a measured step depends on the host and the links, whose time no factor
+changes."""
+CLOSE = 0.05
+"""Relative distance of a measured step to the prediction with the best factor, above which no factor explains it."""
 _FACTORS = (0.1, 10.0)
 
 
@@ -30,8 +40,49 @@ _FACTORS = (0.1, 10.0)
 class Measured:
     recipe: Recipe
     step_seconds: float
-    """Median over the lines of metrics.jsonl."""
+    """Median of the counted steps, or of the lines of metrics.jsonl."""
     steps: int
+    """Number of the last one."""
+    torch: str | None = None
+    driver: str | None = None
+    """None: not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a factor depends on, in addition to the GPU model."""
+
+    family: str
+    """`model_type` of the model."""
+    dtype: str
+    """Of matrix products."""
+    torch: str | None
+    driver: str | None
+    """None: not known, and not compared."""
+
+    def covers(self, other: Setting) -> bool:
+        is_same_driver = None in (self.driver, other.driver) or self.driver == other.driver
+        return is_same_driver and replace(self, driver=None) == replace(other, driver=None)
+
+    def __str__(self) -> str:
+        driver = "" if self.driver is None else f", driver {self.driver}"
+        return f"{self.family or 'unknown'} in {self.dtype}, torch {self.torch}{driver}"
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A learned factor."""
+
+    setting: Setting
+    factor: float
+    """Compute time over that of the table."""
+    steps: int
+
+
+def setting_of(recipe: Recipe, trace: Trace, torch: str | None, driver: str | None) -> Setting:
+    """Return the setting of a recipe with these versions."""
+    family = trace.facts.config.get("model_type")
+    return Setting(str(family or ""), "fp8" if computes_in_fp8(recipe) else recipe.compute_dtype, torch, driver)
 
 
 def read_run(path: Path, hardware: Hardware) -> Measured:
@@ -39,38 +90,62 @@ def read_run(path: Path, hardware: Hardware) -> Measured:
     run = RunDir(path)
     try:
         recipe = Recipe.model_validate_json(read_recipe_json(run))
-        devices = (Environment.read(run.environment_json) or Environment()).devices
+        environment = Environment.read(run.environment_json) or Environment()
         lines = read_metrics(run)
     except (OSError, ValueError) as error:
         raise usage_error("calibrate-no-run", f"{path} cannot be used for calibration: {error}") from error
+    devices = environment.devices
     found = detect(devices[0].get("name")) if devices and recipe.launch.device == "cuda" else None
     if found is None or found.name != hardware.name:
         ran_on = devices[0].get("name") if devices and recipe.launch.device != "cpu" else "the CPU"
         raise usage_error("calibrate-no-run", f"{path} ran on {ran_on}, and the plan is for {hardware.name}")
-    took = [(line["step"], line["step_seconds"]) for line in lines if "loss" in line and line.get("step_seconds")][1:]
+    took = [line for line in lines if "loss" in line and line.get("step_seconds")][1:]
     if len(took) < FEWEST_LINES:
         raise usage_error("calibrate-no-run", f"{path} has {len(took)} lines of steps after the first; at least {FEWEST_LINES} are needed")
-    return Measured(recipe, statistics.median(seconds for _, seconds in took), int(took[-1][0]))
+    tokens = statistics.median(line["tokens_per_second_per_device"] * line["step_seconds"] for line in took) * recipe.world_size
+    if (share := tokens / (recipe.global_batch_size * recipe.data.max_length)) < FULL_ROWS:
+        message = f"a step of {path} computed {share:.0%} of the tokens of full rows, and a plan is of full rows"
+        raise usage_error("calibrate-no-run", message, hint="calibrate with a run of packed rows (`data.packing: true`)")
+    seconds = statistics.median(line["step_seconds"] for line in took)
+    return Measured(recipe, seconds, int(took[-1]["step"]), torch=environment.versions.get("torch"))
 
 
 def learn(cache: Path, hardware: Hardware, measured: Measured, trace: Trace) -> tuple[Efficiency, float]:
-    """Fit the constants to the measured step time and save them; return them and measured ÷ predicted before."""
-    machines = measured.recipe.launch.num_machines
+    """Fit the constants to the measured step time and save them; return them and measured ÷ predicted before.
+
+    Raises: usage error if the step says nothing about the speed of the GPU.
+    """
+    machines, plain = measured.recipe.launch.num_machines, efficiency_of(hardware)
+
+    def predicted(factor: float) -> float:
+        return step_time(trace, hardware, machines, scaled(plain, factor)).step_seconds
+
     try:
-        predicted = step_time(trace, hardware, machines).step_seconds
+        before = step_time(trace, hardware, machines, plain)
+        if (share := before.compute_seconds / before.step_seconds) < LEAST_COMPUTING:
+            raise _says_nothing(f"a GPU computes in {share:.0%} of its predicted step, and waits for the host or for others in the rest")
         low, high = _FACTORS
         for _ in range(20):
             middle = (low * high) ** 0.5
-            slower = step_time(trace, hardware, machines, scaled(efficiency_of(hardware), middle)).step_seconds
-            low, high = (middle, high) if slower < measured.step_seconds else (low, middle)
+            low, high = (middle, high) if predicted(middle) < measured.step_seconds else (low, middle)
+        factor = (low * high) ** 0.5
+        if abs(predicted(factor) / measured.step_seconds - 1) > CLOSE:
+            message = f"it took {measured.step_seconds:.3g} s, and {before.step_seconds:.3g} s are predicted: not a question of computing"
+            raise _says_nothing(message)
     except UnknownFigure as error:
         raise usage_error("calibrate-no-run", f"the time on {hardware.name} cannot be predicted: {error}") from error
-    factor = (low * high) ** 0.5
+    setting = setting_of(measured.recipe, trace, measured.torch, measured.driver)
     known = _read(cache)
-    known[hardware.name] = {"factor": factor, "steps": measured.steps}
+    others = [each for each in known.get(hardware.name, []) if each.setting != setting]
+    known[hardware.name] = [*others, Calibration(setting, factor, measured.steps)]
     cache.mkdir(parents=True, exist_ok=True)
-    write_json(_file(cache), known)
-    return scaled(efficiency_of(hardware), factor), measured.step_seconds / predicted
+    write_json(_file(cache), {name: [asdict(each) for each in every] for name, every in known.items()})
+    return _calibrated(plain, known[hardware.name][-1]), measured.step_seconds / before.step_seconds
+
+
+def _says_nothing(why: str) -> FsdpTuneError:
+    hint = "calibrate with a recipe of more tokens a step, on a GPU that no other program uses"
+    return usage_error("calibrate-no-run", f"the measured step says nothing about the speed of the GPU: {why}", hint=hint)
 
 
 def scaled(efficiency: Efficiency, factor: float) -> Efficiency:
@@ -85,21 +160,44 @@ def scaled(efficiency: Efficiency, factor: float) -> Efficiency:
     )
 
 
-def calibrated_efficiency(cache: Path, hardware: Hardware) -> Efficiency | None:
-    """Return the calibrated constants of a GPU on this machine; None if it was not calibrated."""
-    found = _read(cache).get(hardware.name)
-    return scaled(efficiency_of(hardware), found["factor"]) if found else None
+def _calibrated(plain: Efficiency, found: Calibration) -> Efficiency:
+    words = f"computing takes {found.factor:.2f} times as long as by the table: learned on this machine ({found.setting})"
+    return replace(scaled(plain, found.factor), calibration=words)
+
+
+def calibrated_efficiency(cache: Path, hardware: Hardware, setting: Setting) -> Efficiency:
+    """Return the constants of a GPU: calibrated, if a factor was learned on this machine in such a setting, else those of the table.
+
+    Their `calibration` describes the factor, or names the settings that were calibrated instead.
+    """
+    plain, known = efficiency_of(hardware), known_calibrations(cache, hardware)
+    fitting = [each for each in known if each.setting.covers(setting)]
+    if fitting:
+        return _calibrated(plain, fitting[-1])
+    others = "; ".join(dict.fromkeys(str(each.setting) for each in known))
+    return replace(plain, calibration=f"{hardware.name} is not calibrated for {setting}, only for {others}") if others else plain
+
+
+def known_calibrations(cache: Path, hardware: Hardware) -> list[Calibration]:
+    """Return what was learned about a GPU model on this machine, the newest last. Raises: usage error if the file is damaged."""
+    return _read(cache).get(hardware.name, [])
 
 
 def _file(cache: Path) -> Path:
     return cache / "calibration.json"
 
 
-def _read(cache: Path) -> dict[str, dict[str, float]]:
+def _read(cache: Path) -> dict[str, list[Calibration]]:
     path = _file(cache)
     if not path.exists():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        # An earlier version has one factor of a GPU model, from an unknown setting.
+        return {name: [_entry(each) for each in every] for name, every in document.items() if isinstance(every, list)}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise usage_error("calibration-damaged", f"{path} is damaged: {error}", hint="remove it") from error
+
+
+def _entry(raw: dict[str, Any]) -> Calibration:
+    return Calibration(Setting(**raw["setting"]), float(raw["factor"]), int(raw["steps"]))

@@ -396,6 +396,8 @@ def _assumptions(recipe: Recipe, trace: Trace, hardware: Hardware, efficiency: E
         f"allocator: {'expandable segments' if segments == 'expandable' else 'plain segments'}",
         "every row is as long as data.max_length",
     ]
+    if efficiency.calibration:
+        found.append(efficiency.calibration)
     if not efficiency.is_measured and hardware.name != CPU:
         found.append(f"no measured matrix multiplication of {hardware.name} is published; the share of its peak is that of other GPUs")
     experts, shards = expert_count(trace.facts.config), trace.shapes.shards

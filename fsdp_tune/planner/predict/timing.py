@@ -84,6 +84,8 @@ class Efficiency:
     """Whether a measured matrix multiplication of this GPU is published."""
     flash_3_gain: tuple[float, float] = (1.0, 1.0)
     """Factors on the shares of attention, forward and backward, with FlashAttention 3."""
+    calibration: str = ""
+    """What was learned on this machine about this GPU model, and whether it is used; "" if nothing was."""
 
 
 def efficiency_of(hardware: Hardware) -> Efficiency:

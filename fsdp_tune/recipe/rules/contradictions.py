@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from fsdp_tune.core.families import SCALED_FIELDS
 from fsdp_tune.core.units import printable, shown
 from fsdp_tune.core.values import texts_below
-from fsdp_tune.recipe.rules.evaluation import EVALUATION_RULES, builder_has_files
+from fsdp_tune.recipe.rules.evaluation import EVALUATION_RULES, best_is_not_merged, builder_has_files
 from fsdp_tune.recipe.rules.experts import EXPERT_PARALLEL_RULES
 from fsdp_tune.recipe.rules.launch import ENVIRONMENT_RULES
 from fsdp_tune.recipe.rules.limits import ADAPTER_RULES, EXPERTS_RULES, FP8_RULES, SEQUENCE_RULES, STREAMING_RULES
@@ -309,5 +309,5 @@ def scaling_outside_adapters(recipe: Recipe) -> Iterator[Finding]:
         yield Finding("rope-scaling-outside-adapter", ("model.rope_scaling",), message, hint)
 
 
-REMARKS: tuple[Rule, ...] = (pure_bf16, scaling_outside_adapters)
+REMARKS: tuple[Rule, ...] = (pure_bf16, scaling_outside_adapters, best_is_not_merged)
 """Notices about choices that are allowed and often a mistake."""

@@ -101,9 +101,20 @@ def scores_choose_alone(recipe: Recipe) -> Iterator[Finding]:
             message = f"`{key}: {metric}` is a score of lm_eval, and `training.greater_is_better` is missing"
             hint = "write true for accuracies and matches, false for perplexities, bits_per_byte, brier_score and error rates"
             yield Finding("missing-key", (key,), message, hint)
-    elif str(metric).endswith(("/perplexity", "/loss")) and training_value(recipe.training, "greater_is_better"):
-        message = f"`training.greater_is_better: true` would keep the worst checkpoint: `{metric}` is better when it is smaller"
-        yield Finding("contradiction", ("training.greater_is_better", key), message, "leave it out")
+    else:
+        is_match = str(metric).endswith("/exact_match")
+        if training_value(recipe.training, "greater_is_better") is (not is_match):
+            given, better = ("false", "greater") if is_match else ("true", "smaller")
+            message = f"`training.greater_is_better: {given}` would keep the worst checkpoint: `{metric}` is better when it is {better}"
+            yield Finding("contradiction", ("training.greater_is_better", key), message, "leave it out")
+
+
+def best_is_not_merged(recipe: Recipe) -> Iterator[Finding]:
+    """A metric alone keeps the best checkpoint. In other metrics that is transformers' meaning; scores have no other use."""
+    key, loads = "training.metric_for_best_model", "training.load_best_model_at_end"
+    if recipe.best_by_score and recipe.merge.at_end and not training_value(recipe.training, "load_best_model_at_end"):
+        message = f"`{key}` keeps the best checkpoint, and without `{loads}` the last one is merged at the end"
+        yield Finding("best-not-merged", (key,), message, f"`--set {loads}=true` merges the best one")
 
 
 def best_is_evaluated(recipe: Recipe, steps: int) -> Iterator[Finding]:

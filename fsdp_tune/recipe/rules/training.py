@@ -181,7 +181,11 @@ def best_model_is_evaluated(recipe: Recipe) -> Iterator[Finding]:
 
 
 def best_metric_is_measured(recipe: Recipe) -> Iterator[Finding]:
-    metric = training_value(recipe.training, "metric_for_best_model")
+    metric, is_greater = (training_value(recipe.training, name) for name in ("metric_for_best_model", "greater_is_better"))
+    if metric is None and is_greater:
+        message = "`training.greater_is_better: true` would keep the worst checkpoint: without `metric_for_best_model`, eval_loss chooses"
+        hint = "leave it out, or name the metric"
+        yield Finding("contradiction", ("training.greater_is_better", "training.metric_for_best_model"), message, hint)
     if metric is None or recipe.data.eval is None or recipe.best_by_score:
         return
     measured = measured_metrics(recipe, recipe.data.eval_labels)
@@ -189,7 +193,7 @@ def best_metric_is_measured(recipe: Recipe) -> Iterator[Finding]:
         message = f"`training.metric_for_best_model: {shown(metric)}` is not measured"
         keys, hint = ("training.metric_for_best_model", "data.eval"), f"measured are {', '.join(measured)}"
         yield Finding("contradiction", keys, message, hint)
-    elif is_better_when_smaller(metric) and training_value(recipe.training, "greater_is_better"):
+    elif is_better_when_smaller(metric) and is_greater:
         message = f"`training.greater_is_better: true` would keep the worst checkpoint: `{metric}` is better when it is smaller"
         yield Finding("contradiction", ("training.greater_is_better", "training.metric_for_best_model"), message, "leave it out")
 
