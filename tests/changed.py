@@ -21,6 +21,8 @@ from tests.times import UNKNOWN_SECONDS, read_costs
 ROOT = Path(__file__).resolve().parents[1]
 CPU_SECONDS = 70.0
 """Of two processes in less than a minute, with half of it for collection."""
+USERS_AWAY = 2
+"""Modules between a changed one and the tests that are chosen for it."""
 DOCS_TESTS = "tests/structure/test_docs.py"
 OTHER_FILES = {
     "docs/": DOCS_TESTS,
@@ -58,13 +60,12 @@ def chosen(changed: Iterable[str], graph: grimp.ImportGraph) -> Iterator[tuple[s
     yield from ((test, "finds a planted bug") for test in tests_of_plants(package))
     yield from ((path, "is named after it") for module in sorted(package) for path in named_after(module))
     yield from ((path, "imports it") for path in tests_that_import(package, graph))
-    users = {
-        user
-        for module in package
-        for user in graph.find_modules_that_directly_import(module)
-        if user.startswith("fsdp_tune.")
-    }
-    yield from ((path, "imports what imports it") for path in tests_that_import(users, graph))
+    seen = users = set(package)
+    for _ in range(USERS_AWAY):
+        users = {user for module in users for user in graph.find_modules_that_directly_import(module)}
+        users = {user for user in users if user.startswith("fsdp_tune.")} - seen
+        seen = seen | users
+        yield from ((path, "imports what imports it") for path in tests_that_import(users, graph))
 
 
 def module_of(path: str) -> str:

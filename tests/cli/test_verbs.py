@@ -197,4 +197,4 @@ def test_commands_resolve_recipes_in_one_place(repository: Path) -> None:
         and node.module == "fsdp_tune.recipe.resolve"
         and "resolve" in {alias.name for alias in node.names}
     }
-    assert found == {"recipes.py", "plan.py"}
+    assert found == {"recipes.py", "ranked_recipe.py"}
