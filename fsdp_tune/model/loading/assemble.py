@@ -147,7 +147,7 @@ def load(
     if not recipe.is_sharded:
         wrapped = wrap(recipe, model, units, mesh, device)
     refresh_scales(wrapped)
-    growth = (_peak_resident_kib() - before_kib) * KIB
+    growth = _growth(before_kib)
     seed = None if source is None else torch.initial_seed()
     return Loaded(model, wrapped, units, mesh, layers, size, growth, way, kernels, seed)
 
@@ -244,7 +244,7 @@ def wrap_whole(
     if recipe.is_sharded and recipe.fsdp.version == 2:
         _place_what_fsdp_leaves(recipe, model, device)
     refresh_scales(wrapped)
-    growth = (_peak_resident_kib() - before_kib) * KIB
+    growth = _growth(before_kib)
     return Loaded(model, wrapped, units, mesh, layers, size, growth, "own", kernels, torch.initial_seed())
 
 
@@ -257,6 +257,11 @@ def _size(model: PreTrainedModel) -> ModelSize:
         parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
         decayed=decayed_names(model),
     )
+
+
+def _growth(before_kib: int) -> int:
+    """Return the bytes by which the peak of resident memory has grown."""
+    return (_peak_resident_kib() - before_kib) * KIB
 
 
 def _peak_resident_kib() -> int:
