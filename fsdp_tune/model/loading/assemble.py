@@ -135,8 +135,7 @@ def load(
     model.to_empty(device="cpu" if recipe.fsdp.offload_params else device)
     if recipe.is_sharded:
         _place_what_fsdp_leaves(recipe, model, device)
-    # `to_empty` allocates a separate tensor for each name; transformers ties them again.
-    model.tie_weights()
+    model.tie_weights()  # `to_empty` allocates a separate tensor for each name
     if way == "rank 0":
         _receive(model, source, device)
     else:
