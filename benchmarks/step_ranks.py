@@ -1,5 +1,5 @@
-"""The rank processes of `step.py`: one contender, all ranks of it; each runs so many steps when it is told
-to, and says what they took.
+"""The rank processes of `step.py`, of one contender: each runs the requested number of steps, and prints what
+they took.
 
     step_ranks.py TASK.json RANK   a contender of others: bare, hf, trl, padding
     -m step_ranks RUN_DIR          ours: the worker as `accelerate launch` starts it

@@ -16,7 +16,7 @@ from fsdp_tune.core.command import Option
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, FsdpTuneError, failed_error, usage_error
 from fsdp_tune.core.units import enumerated, format_seconds
 from fsdp_tune.jobs.options import RehearseOptions, TrainOptions, ValidateOptions
-from fsdp_tune.jobs.plan_options import MeasureOptions, PlanOptions
+from fsdp_tune.jobs.plan_options import MEASURED_STEPS, MeasureOptions, PlanOptions
 
 if TYPE_CHECKING:
     from fsdp_tune.jobs.sweep import SweepAnswer
@@ -160,7 +160,7 @@ def _measured(
     return fsdp_tune.measure(
         recipe.load(allowed=options.allowed),
         count=count,
-        steps=measuring.measure_steps or 5,
+        steps=measuring.measure_steps or MEASURED_STEPS,
         minutes=measuring.minutes,
         exact=options.exact,
         write=options.write,

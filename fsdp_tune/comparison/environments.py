@@ -1,8 +1,5 @@
 """Other interpreters that compute a side of a comparison: a given one, or that of an environment with other
-versions of packages (`compare --with`).
-
-Environments are made once for each list of requirements, never in this environment.
-"""
+versions of packages (`compare --with`), made once for each list of requirements and never in this one."""
 
 from __future__ import annotations
 

@@ -29,6 +29,7 @@ from fsdp_tune.core.units import format_figure, parse_seconds
 from fsdp_tune.jobs.observer import Observer, TrainResult, session
 from fsdp_tune.jobs.options import Allowed, TrainOptions
 from fsdp_tune.jobs.plan import PlannedHere, planned_here
+from fsdp_tune.jobs.plan_options import MEASURED_STEPS
 from fsdp_tune.jobs.plan_session import PlanSession, decisions
 from fsdp_tune.jobs.ranked_recipe import recipe_body, recipe_text
 from fsdp_tune.jobs.train import train
@@ -66,7 +67,7 @@ def measure(
     recipe: LoadedRecipe,
     *,
     count: int = 3,
-    steps: int = 5,
+    steps: int = MEASURED_STEPS,
     minutes: float | None = None,
     exact: bool = False,
     write: Path | None = None,

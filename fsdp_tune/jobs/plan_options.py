@@ -62,6 +62,10 @@ class PlanOptions:
     allowed: AllowedCode = Allowed()
 
 
+MEASURED_STEPS = 5
+"""Of each recipe that `plan --measure` trains, unless another number is given."""
+
+
 @dataclass(frozen=True, slots=True)
 class MeasureOptions:
     """What `plan` measures on this machine."""
@@ -77,7 +81,8 @@ class MeasureOptions:
     measure_steps: Annotated[
         int | None,
         Option(
-            "With --measure: measured steps of each recipe, after two that do not count [default: 5].",
+            "With --measure: measured steps of each recipe, after two that do not count "
+            f"[default: {MEASURED_STEPS}].",
             metavar="N",
             minimum=1,
         ),

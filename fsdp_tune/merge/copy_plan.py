@@ -3,10 +3,9 @@ the files that they are in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 
 from fsdp_tune.core.errors import Notice
 from fsdp_tune.core.tensors.dtypes import Shape
@@ -19,9 +18,8 @@ from fsdp_tune.merge.copy.write import CheckpointTensors
 from fsdp_tune.merge.lora.adapt import Adapter
 from fsdp_tune.merge.merge_settings import MergeSettings
 from fsdp_tune.merge.precision import find_kept
-from fsdp_tune.merge.read.base import read_carried, read_restored, record_of_base
+from fsdp_tune.merge.read.base import read_untrained, record_of_base
 from fsdp_tune.merge.read.contents import Contents
-from fsdp_tune.merge.read.reader import SourceTensor
 from fsdp_tune.merge.source import Selection
 from fsdp_tune.merge.weight_formats import SINGLE_NAME
 from fsdp_tune.run.base_model import BaseLayout, BaseRecord
@@ -83,23 +81,25 @@ def plan_copy(
     most_bytes, file_name = (None, WEIGHTS_FILE) if is_adapter else (settings.max_shard_bytes, SINGLE_NAME)
     keeps_fp32, notices = find_kept(selection, companions, stored, settings.dtype)
     recorded = record_of_base(selection)
-    carried = {} if is_adapter else read_carried(stack, selection, base)
+    shapes = {tensor.name: tensor.shape for tensor in output.ordered}
     wanted = recorded.restored(settings.dtype, keeps_fp32)
-    restored = _restored(output.ordered, wanted, partial(read_restored, stack, selection, base))
+    wanted = {name: stored for name, stored in wanted.items() if name in shapes}
+    carried, found = read_untrained(stack, selection, base, wanted, with_carried=not is_adapter)
+    # An embedding that grew has rows that the base lacks.
+    restored = {name: tensor for name, tensor in found.items() if tensor.shape == shapes[name]}
     sources = tuple(
         replace(source, tensors={**source.tensors, **restored, **carried}) for source in output.sources
     )
     written = [*(restored.get(tensor.name, tensor) for tensor in output.ordered), *carried.values()]
     layout = plan_layout(written, settings.dtype, most_bytes, single_name=file_name, keeps_fp32=keeps_fp32)
     left_out = {stored.name_of(head): stored.name_of(embedding) for head, embedding in tied.left_out.items()}
-    shapes = {tensor.name: tensor.shape for tensor in ordered}
     record = replace(recorded, carried=tuple(sorted(carried)))
     return Copy(
         sources,
         selection,
         companions,
         layout,
-        shapes,
+        {tensor.name: tensor.shape for tensor in ordered},
         tied,
         left_out,
         settings,
@@ -108,21 +108,6 @@ def plan_copy(
         base is not None,
         tuple(notices),
     )
-
-
-def _restored(
-    ordered: Sequence[SourceTensor],
-    wanted: Mapping[str, str],
-    restore: Callable[[Mapping[str, str]], Mapping[str, SourceTensor]],
-) -> dict[str, SourceTensor]:
-    """Return those of the tensors to write that are read from the base, as it has them: their copy in the
-    checkpoint is rounded.
-
-    `wanted`: {name in the output: name in the base}. An embedding that grew has rows that the base lacks.
-    """
-    shapes = {tensor.name: tensor.shape for tensor in ordered}
-    found = restore({name: stored for name, stored in wanted.items() if name in shapes})
-    return {name: tensor for name, tensor in found.items() if tensor.shape == shapes[name]}
 
 
 def _base_layout(selection: Selection, adapter: Adapter | None) -> BaseLayout:

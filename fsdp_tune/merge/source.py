@@ -21,8 +21,7 @@ from fsdp_tune.merge.weight_formats import (
     is_of_verl,
 )
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.training_fields import training_value
-from fsdp_tune.run.checkpoint_scores import BestScore, CheckpointScores, best_by_score
+from fsdp_tune.run.checkpoint_scores import better_by_score
 from fsdp_tune.run.directory import (
     Checkpoint,
     Rejected,
@@ -219,49 +218,21 @@ def newer_checkpoint(run: RunDir, output: Path) -> tuple[Notice, ...]:
     complete, _ = complete_checkpoints(run, weights_only=True)
     if not complete or not steps:
         return ()
-    options, step = " --adapter" if output == run.adapter else "", max(steps)
+    where, step = Where(str(output)), max(steps)
+    command = "merge-checkpoint --adapter" if output == run.adapter else "merge-checkpoint"
     again = f"--overwrite {shlex.quote(str(run.path))}` writes it again"
     if reason.startswith(NEWEST) and complete[0].step > step:
         message = f"it is of step {step:,}, and the run has {complete[0].path.name} since"
-        return (
-            Notice(
-                "merge-out-of-date",
-                message,
-                Where(str(output)),
-                f"`fsdp-tune merge-checkpoint{options} {again}",
-            ),
-        )
-    if reason.startswith(BY_VALUE) and (best := _better_checkpoint(run, complete, steps)) is not None:
-        found = f"it is of step {step:,}, and {best.checkpoint.path.name} has a better score now"
-        return (
-            Notice(
-                "merge-out-of-date",
-                found,
-                Where(str(output)),
-                f"`fsdp-tune merge-checkpoint{options} --best {again}",
-            ),
-        )
+        return (Notice("merge-out-of-date", message, where, f"`fsdp-tune {command} {again}"),)
+    if reason.startswith(BY_VALUE) and (better := _better_checkpoint(run, complete, steps)) is not None:
+        found = f"it is of step {step:,}, and {better.path.name} has a better score now"
+        return (Notice("merge-out-of-date", found, where, f"`fsdp-tune {command} --best {again}"),)
     return ()
 
 
-def _better_checkpoint(run: RunDir, complete: list[Checkpoint], steps: list[int]) -> BestScore | None:
-    """Return the best checkpoint by a score, if it is better than those of `steps`, whose files may be gone;
-    None if none is."""
+def _better_checkpoint(run: RunDir, complete: list[Checkpoint], steps: list[int]) -> Checkpoint | None:
     recipe = recipe_of(run)
-    if (
-        recipe is None
-        or (best := best_by_score(run, recipe, complete)) is None
-        or best.checkpoint.step in steps
-    ):
-        return None
-    name = str(training_value(recipe.training, "metric_for_best_model"))
-    sign = 1 if training_value(recipe.training, "greater_is_better") else -1
-    known = [
-        event.scores[name].value
-        for event in CheckpointScores.read(run).evaluated.values()
-        if event.step in steps and name in event.scores
-    ]
-    return best if all(sign * best.value > sign * value for value in known) else None
+    return better_by_score(run, recipe, complete, steps) if recipe is not None else None
 
 
 # ---- within a run

@@ -103,12 +103,36 @@ def best_by_score(run: RunDir, recipe: Recipe, complete: Sequence[Checkpoint]) -
     return _best(CheckpointScores.read(run), recipe, complete) if recipe.best_by_score else None
 
 
+def better_by_score(
+    run: RunDir, recipe: Recipe, complete: Sequence[Checkpoint], steps: Sequence[int]
+) -> Checkpoint | None:
+    """Return the best of the complete checkpoints by a score, if it is better than those of `steps`, whose
+    files may be gone; None if none is."""
+    if not recipe.best_by_score:
+        return None
+    known = CheckpointScores.read(run)
+    best = _best(known, recipe, complete)
+    if best is None or best.checkpoint.step in steps:
+        return None
+    name, is_greater = _metric(recipe)
+    sign = 1 if is_greater else -1
+    before = [
+        event.scores[name].value
+        for event in known.evaluated.values()
+        if event.step in steps and name in event.scores
+    ]
+    return best.checkpoint if all(sign * best.value > sign * value for value in before) else None
+
+
 def _best(known: CheckpointScores, recipe: Recipe, complete: Sequence[Checkpoint]) -> BestScore | None:
-    name, is_greater = (
-        training_value(recipe.training, "metric_for_best_model"),
-        training_value(recipe.training, "greater_is_better"),
-    )
-    return known.best(str(name), complete, is_greater=bool(is_greater))
+    name, is_greater = _metric(recipe)
+    return known.best(name, complete, is_greater=is_greater)
+
+
+def _metric(recipe: Recipe) -> tuple[str, bool]:
+    """Return the score that chooses the best checkpoint, and whether the greatest is the best."""
+    name = training_value(recipe.training, "metric_for_best_model")
+    return str(name), bool(training_value(recipe.training, "greater_is_better"))
 
 
 def checkpoints_to_evaluate(run: RunDir, evaluation: CheckpointEvaluation) -> list[Checkpoint]:

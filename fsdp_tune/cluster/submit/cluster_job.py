@@ -1,4 +1,4 @@
-"""A run as a job of a cluster: what an engine has to know of it, and how long before its end it is told to
+"""A run as a job of a cluster: what an engine needs for it, and how long before its end it gets a signal to
 stop."""
 
 from __future__ import annotations

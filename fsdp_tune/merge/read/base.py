@@ -153,39 +153,40 @@ def without_others(base: ReadBase, record: BaseRecord) -> dict[str, SourceTensor
     }
 
 
-def read_carried(stack: ExitStack, selection: Selection, named: str | None) -> dict[str, SourceTensor]:
-    """Return the tensors that the trained model lacks and a merge writes as the base has them. `named`: the
-    base that the user names.
+def read_untrained(
+    stack: ExitStack,
+    selection: Selection,
+    named: str | None,
+    restored: Mapping[str, str],
+    *,
+    with_carried: bool = True,
+) -> tuple[dict[str, SourceTensor], dict[str, SourceTensor]]:
+    """Return the tensors that a merge writes as the base has them: (those that the trained model lacks, those
+    that were not trained and of which the checkpoint has rounded copies).
 
-    Raises: FailedError if the base cannot be found, is known to be another one, or lacks one of them.
+    `named`: the base that the user names. `restored`: {name in a merged model: name in the base} of the
+    second ones. Raises: FailedError if the base cannot be found, is known to be another one, or lacks one of
+    them.
     """
-    carried = record_of_base(selection).carried
-    if not carried:
-        return {}
-    return {
-        name: replace(tensor, is_carried=True)
-        for name, tensor in _of_recorded_base(stack, selection, named, carried).items()
-    }
-
-
-def read_restored(
-    stack: ExitStack, selection: Selection, named: str | None, restored: Mapping[str, str]
-) -> dict[str, SourceTensor]:
-    """Return the tensors that were not trained, and of which the checkpoint has rounded copies, as the base
-    has them.
-
-    `restored`: {name in a merged model: name in the base}. Raises: as `read_carried`.
-    """
-    if not restored:
-        return {}
-    found = _of_recorded_base(stack, selection, named, tuple(restored.values()))
-    return {name: replace(found[stored], name=name) for name, stored in restored.items()}
+    carried = record_of_base(selection).carried if with_carried else ()
+    if not carried and not restored:
+        return {}, {}
+    found = _of_recorded_base(stack, selection, named, (*carried, *restored.values()))
+    names = set(carried)
+    return (
+        {
+            name: replace(tensor, is_carried=True)
+            for name, tensor in found.items()
+            if names.intersection(_stored_names(tensor))
+        },
+        {name: replace(found[stored], name=name) for name, stored in restored.items()},
+    )
 
 
 def _of_recorded_base(
     stack: ExitStack, selection: Selection, named: str | None, names: Sequence[str]
 ) -> dict[str, SourceTensor]:
-    """Return tensors of the base that a run records. Raises: as `read_carried`."""
+    """Return tensors of the base that a run records. Raises: as `read_untrained`."""
     base = record_of_base(selection).base
     name = named or (base.name if base is not None else None)
     where = Where(
