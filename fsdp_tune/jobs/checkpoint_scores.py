@@ -25,12 +25,12 @@ from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.errors import FsdpTuneError, failed_error
 from fsdp_tune.core.processes import QUIET_LIBRARIES, JsonChild
 from fsdp_tune.jobs.evaluate import CheckpointResults, device_of, evaluate_checkpoint
-from fsdp_tune.jobs.options import Allowed, DeviceKind, EvaluateOptions
+from fsdp_tune.jobs.evaluated_recipes import options_of_set
+from fsdp_tune.jobs.options import DeviceKind
 from fsdp_tune.jobs.results import merge_checkpoint
 from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.launch.scoring import LOW_PRIORITY
 from fsdp_tune.merge.merge_options import MergeOptions
-from fsdp_tune.recipe.schema.evaluation import EvaluationSet
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.checkpoint_scores import scratch_of
 from fsdp_tune.run.directory import RunDir
@@ -42,23 +42,6 @@ _NICENESS = 10
 """Ranks that compute on the CPU keep their priority."""
 _FIRST_OUT_OF_MEMORY = "1000"
 """If the host has no memory left, the kernel kills this process and its children, and not a rank."""
-
-
-def options_of_set(entry: EvaluationSet, recipe: Recipe, device: DeviceKind = "auto") -> EvaluateOptions:
-    """Return a set as options of `evaluate`. Every key of the set is given, so that it has nothing of the
-    training sources."""
-    own = {"path", "max_rows", "metric", "answer", "max_new_tokens"}
-    return EvaluateOptions(
-        metric=entry.metric,
-        data=entry.path,
-        source=entry.model_dump(exclude=own),
-        max_rows=entry.max_rows,
-        answer=entry.answer,
-        max_new_tokens=entry.max_new_tokens,
-        batch_size=recipe.evaluation.batch_size,
-        device=device,
-        allowed=Allowed(remote_code=recipe.model.trust_remote_code),
-    )
 
 
 def score_checkpoint(

@@ -8,9 +8,10 @@ from pydantic import ValidationError
 from fsdp_tune.answer.find_model import ModelToEvaluate
 from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.user_cache import default_cache_directory
-from fsdp_tune.jobs.options import Allowed, EvaluateOptions
+from fsdp_tune.jobs.options import Allowed, DeviceKind, EvaluateOptions
 from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.recipe.schema.data_section import DataSource
+from fsdp_tune.recipe.schema.evaluation import EvaluationSet
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 
@@ -34,6 +35,23 @@ def recipe_of_model(model: ModelToEvaluate, allowed: Allowed) -> Recipe:
         "trust_remote_code": trust,
     }
     return Recipe.model_validate({"model": raw})
+
+
+def options_of_set(entry: EvaluationSet, recipe: Recipe, device: DeviceKind = "auto") -> EvaluateOptions:
+    """Return a set as options of `evaluate`. Every key of the set is given, so that it has nothing of the
+    training sources."""
+    own = {"path", "max_rows", "metric", "answer", "max_new_tokens"}
+    return EvaluateOptions(
+        metric=entry.metric,
+        data=entry.path,
+        source=entry.model_dump(exclude=own),
+        max_rows=entry.max_rows,
+        answer=entry.answer,
+        max_new_tokens=entry.max_new_tokens,
+        batch_size=recipe.evaluation.batch_size,
+        device=device,
+        allowed=Allowed(remote_code=recipe.model.trust_remote_code),
+    )
 
 
 def recipe_of_set(recipe: Recipe, options: EvaluateOptions) -> Recipe:

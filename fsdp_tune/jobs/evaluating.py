@@ -31,8 +31,7 @@ from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, usage_e
 from fsdp_tune.core.processes import StoppedBySignal
 from fsdp_tune.core.units import GIB, format_bytes
 from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder, load_encoder
-from fsdp_tune.jobs.checkpoint_scores import options_of_set
-from fsdp_tune.jobs.evaluated_recipes import recipe_of_run
+from fsdp_tune.jobs.evaluated_recipes import options_of_set, recipe_of_run
 from fsdp_tune.jobs.evaluated_sets import prepare_set
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.launch.command.inherited import clean

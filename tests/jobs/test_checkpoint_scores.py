@@ -10,9 +10,9 @@ import pytest
 
 from fsdp_tune.core.errors import FailedError
 from fsdp_tune.jobs import checkpoint_scores as jobs
-from fsdp_tune.jobs.checkpoint_scores import options_of_set, score_checkpoint
+from fsdp_tune.jobs.checkpoint_scores import score_checkpoint
 from fsdp_tune.jobs.evaluate import CheckpointResults
-from fsdp_tune.jobs.evaluated_recipes import recipe_of_set
+from fsdp_tune.jobs.evaluated_recipes import options_of_set, recipe_of_set
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.evaluation_record import EvaluationRecord
