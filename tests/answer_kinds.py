@@ -25,13 +25,13 @@ from fsdp_tune.jobs.answers import (
     TemplateTextAnswer,
     WrittenAnswer,
 )
+from fsdp_tune.jobs.compare_answer import CompareAnswer
 from fsdp_tune.jobs.doctor import DoctorAnswer
 from fsdp_tune.jobs.drill import DrillAnswer
 from fsdp_tune.jobs.evaluate import Evaluation
 from fsdp_tune.jobs.generate import Generation
-from fsdp_tune.jobs.import_recipe import ImportAnswer
+from fsdp_tune.jobs.import_answer import ImportAnswer
 from fsdp_tune.jobs.observer import FollowerAnswer, TrainAnswer
-from fsdp_tune.jobs.served import CompareAnswer
 from fsdp_tune.jobs.submit import SubmitAnswer
 from fsdp_tune.jobs.submit_containers import ManifestAnswer
 from fsdp_tune.jobs.sweep import SweepAnswer

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fsdp_tune.comparison.causes import DifferentKey
     from fsdp_tune.comparison.served import ComparedPrompt
     from fsdp_tune.comparison.stages import ComparedStage
-    from fsdp_tune.jobs.served import Cause, CompareAnswer, FirstDifference, SideAnswer
+    from fsdp_tune.jobs.compare_answer import Cause, CompareAnswer, FirstDifference, SideAnswer
 
 WIDTH, WIDEST = 80, 110
 LONGEST_VALUE = 200

@@ -178,8 +178,7 @@ def import_config(
         fsdp-tune import axolotl.yaml --output recipe.yaml --check
         fsdp-tune import fsdp.yaml --set model.name_or_path=Qwen/Qwen3-8B --set 'data.train=[{path: chats.jsonl}]'
     """  # noqa: E501
-    from fsdp_tune.cli.compare import EXIT_CODES, show_comparison
-    from fsdp_tune.jobs.import_recipe import check_import, nothing_to_check
+    from fsdp_tune.jobs.import_recipe import nothing_to_check
 
     if options.check and options.output is None:
         raise nothing_to_check()
@@ -188,10 +187,27 @@ def import_config(
         if options.output is None:
             screen.result(found.imported.text)
         _show(screen, found, options.output)
-    if options.check:  # after the account, which is there when the comparison fails
-        found = replace(found, check=check_import(found, allowed=options.allowed, observer=screen))
-    screen.document(found.answer())
+    if options.check and options.output:  # after the account, which is there when the comparison fails
+        from fsdp_tune.jobs.import_check import (
+            check_import,  # an import without it loads nothing that compares
+        )
+
+        checked = check_import(
+            found.imported,
+            options.output,
+            num_gpus=options.num_gpus,
+            overrides=options.overrides,
+            allowed=options.allowed,
+            observer=screen,
+        )
+        found = replace(found, check=checked)
+    if screen.json_output:
+        from fsdp_tune.jobs.import_answer import import_answer
+
+        screen.document(import_answer(found))
     if found.check is not None:
+        from fsdp_tune.cli.compare import EXIT_CODES, show_comparison
+
         show_comparison(screen, found.check)
         if found.check.verdict != "equal":
             raise typer.Exit(EXIT_CODES[found.check.verdict])

@@ -46,22 +46,15 @@ from fsdp_tune.comparison.tool_options import TOOLS
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, usage_error
 from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.core.user_cache import default_cache_directory
+from fsdp_tune.jobs.compare_answer import Cause, CompareAnswer, LaterDifference, first_of
 from fsdp_tune.jobs.compared_runs import compare_runs
 from fsdp_tune.jobs.compared_sides import TEMPLATES, ComparedSide, read_side, resolved_side
+from fsdp_tune.jobs.described_causes import cause_in_tool, cause_of_keys, cause_of_versions
 from fsdp_tune.jobs.found_differences import Findings
 from fsdp_tune.jobs.observer import Observer, session
 from fsdp_tune.jobs.options import CompareOptions
 from fsdp_tune.jobs.recipes import refuse_code, resolve_recipe
-from fsdp_tune.jobs.served import (
-    Cause,
-    CompareAnswer,
-    LaterDifference,
-    cause_in_tool,
-    cause_of_keys,
-    cause_of_versions,
-    compare_with_server,
-    first_of,
-)
+from fsdp_tune.jobs.served import compare_with_server
 from fsdp_tune.migrate.importing import ImportedRecipe, import_file
 from fsdp_tune.migrate.ledger import Fate
 from fsdp_tune.pages.run_record import differing_values

@@ -19,7 +19,7 @@ from fsdp_tune.comparison.runs import (
 from fsdp_tune.comparison.stages import ComparedStage
 from fsdp_tune.comparison.verdicts import SCHEDULE
 from fsdp_tune.data.preparation import rows_of_step
-from fsdp_tune.jobs.served import Cause, FirstDifference
+from fsdp_tune.jobs.compare_answer import Cause, FirstDifference
 from fsdp_tune.pages.run_record import RunRecord, differing_values, read_run
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import BaseModel

@@ -11,10 +11,16 @@ from fsdp_tune.comparison.verdicts import evidence_of, unsettled_keys, verdict
 from fsdp_tune.core.secrets import mask_text
 from fsdp_tune.core.user_cache import default_cache_directory
 from fsdp_tune.data.read.file_access import FileDigests
+from fsdp_tune.jobs.compare_answer import (
+    CompareAnswer,
+    LaterDifference,
+    SideAnswer,
+    first_of,
+    not_compared_lines,
+)
 from fsdp_tune.jobs.compared_runs import ComparedRuns, cause_not_shown
 from fsdp_tune.jobs.compared_sides import ComparedSide
 from fsdp_tune.jobs.options import CompareOptions
-from fsdp_tune.jobs.served import CompareAnswer, LaterDifference, SideAnswer, first_of, not_compared_lines
 from fsdp_tune.recipe.key_paths import KeyPath, dotted
 
 

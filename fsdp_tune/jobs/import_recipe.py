@@ -5,48 +5,22 @@ from __future__ import annotations
 import glob
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fsdp_tune.comparison.causes import is_named
 from fsdp_tune.core import atomic
-from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
 from fsdp_tune.core.values import as_items
 from fsdp_tune.data.format.templates import BUNDLED
-from fsdp_tune.jobs.answers import ImportedKey
-from fsdp_tune.jobs.compare import compare
 from fsdp_tune.jobs.observer import Observer
-from fsdp_tune.jobs.options import Allowed, CompareOptions
-from fsdp_tune.jobs.served import CompareAnswer
+from fsdp_tune.jobs.options import Allowed
 from fsdp_tune.migrate.importing import ImportedRecipe, import_file
-from fsdp_tune.migrate.ledger import Fate
-from fsdp_tune.recipe.key_paths import dotted
 from fsdp_tune.recipe.read.tool_detection import OPTION_NAMES
 from fsdp_tune.recipe.schema.data_section import BUILDERS, DataSource
 from fsdp_tune.recipe.schema.recipe import Recipe
 
-
-@dataclass(frozen=True, slots=True)
-class Decision(JsonAnswer):
-    key: str
-    words: str
-
-
-@dataclass(frozen=True, slots=True)
-class ImportAnswer(JsonAnswer):
-    tool: str
-    source: str
-    output: str | None
-    recipe: str
-    """The text."""
-    counts: dict[str, int]
-    """Fate → how many keys."""
-    account: list[ImportedKey]
-    decisions: list[Decision]
-    unchecked: list[str]
-    check: CompareAnswer | None
-    """With `--check`: the comparison of the file (A) with the written recipe (B)."""
+if TYPE_CHECKING:
+    from fsdp_tune.jobs.compare_answer import CompareAnswer
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +35,6 @@ class Import:
     num_gpus: int | None = None
     overrides: tuple[str, ...] = ()
     check: CompareAnswer | None = None
-
-    def answer(self) -> ImportAnswer:
-        imported = self.imported
-        return ImportAnswer(
-            tool=imported.tool,
-            source=str(imported.path),
-            output=None if self.output is None else str(self.output),
-            recipe=imported.text,
-            counts=imported.counts,
-            account=[ImportedKey(**row.as_dict()) for row in imported.rows],
-            decisions=[Decision(key, words) for key, words in imported.decisions],
-            unchecked=list(self.unchecked),
-            check=self.check,
-        )
 
 
 def import_recipe(
@@ -119,46 +79,14 @@ def import_recipe(
     if target is not None:
         atomic.write_file(target, imported.text)
     found = Import(imported, _unchecked(imported.recipe), target, num_gpus, tuple(overrides))
-    return replace(found, check=check_import(found, allowed=allowed, observer=observer)) if check else found
+    if not check or target is None:
+        return found
+    from fsdp_tune.jobs.import_check import check_import  # an import without it loads nothing that compares
 
-
-def check_import(
-    found: Import, *, allowed: Allowed = Allowed(), observer: Observer = Observer()
-) -> CompareAnswer:
-    """Compare the imported file with the recipe that was written, as `compare` does: from the tokens of the
-    rows to a step's update.
-
-    TRL and axolotl compute the side of their files themselves. Of another tool it is what is imported without
-    overrides, so that only what they, or a person, have changed is found.
-    Raises: FsdpTuneError if no recipe was written, or if the model or the rows that it names cannot be read
-    here.
-    """
-    if found.output is None:
-        raise nothing_to_check()
-    path = found.imported.path
-    read = partial(
-        import_file, path, tool=found.imported.tool, num_gpus=found.num_gpus, templates=frozenset(BUNDLED)
+    compared = check_import(
+        imported, target, num_gpus=num_gpus, overrides=overrides, allowed=allowed, observer=observer
     )
-    plain = read() if found.overrides else found.imported
-    if answers := _answers(plain, found.overrides):
-        plain = read(overrides=answers)
-    if not plain.names_inputs:
-        message = (
-            f"`--check` compares {path} with the recipe, and neither it nor `--set` names model and rows"
-        )
-        raise usage_error(
-            "import-check", message, hint="leave out `--check`: `fsdp-tune rehearse` tries the recipe itself"
-        )
-    return compare(
-        plain, found.output, CompareOptions(num_gpus=found.num_gpus, allowed=allowed), observer=observer
-    )
-
-
-def _answers(plain: ImportedRecipe, overrides: Sequence[str]) -> list[str]:
-    """Return the overrides that say what the file leaves open, and change nothing that it gives."""
-    asked = {dotted(target) for row in plain.rows if row.fate is Fate.QUESTION for target in row.targets}
-    asked |= {key for key, _ in plain.decisions if key}
-    return [text for text in overrides if is_named(text.partition("=")[0].strip(), asked)]
+    return replace(found, check=compared)
 
 
 def nothing_to_check() -> FsdpTuneError:

@@ -1,17 +1,14 @@
-"""What `compare` answers, whatever its sides are, and the comparison of a trained model with a server:
-`compare RUN http://HOST:PORT/v1`."""
+"""The comparison of a trained model with a server: `compare RUN http://HOST:PORT/v1`."""
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 from fsdp_tune.answer.model_requests import ReferenceAnswer, ReferenceTokens
-from fsdp_tune.comparison.causes import DifferentKey, yaml_value
 from fsdp_tune.comparison.exchanges import Exchange
 from fsdp_tune.comparison.openai_server import (
     OpenAIServer,
@@ -21,201 +18,26 @@ from fsdp_tune.comparison.openai_server import (
     is_url,
     key_of,
 )
-from fsdp_tune.comparison.runs import DifferentStep
-from fsdp_tune.comparison.served import ServedNumbers, compare_served, is_near, numbers_of, score_request
+from fsdp_tune.comparison.served import compare_served, is_near, numbers_of, score_request
 from fsdp_tune.comparison.served_causes import begun_otherwise, served_cause
 from fsdp_tune.comparison.served_logprobs import TOLERANCE
-from fsdp_tune.comparison.stages import ComparedStage, StageDifference
-from fsdp_tune.comparison.verdicts import Verdict, evidence_of, verdict
-from fsdp_tune.core.command import JsonAnswer
+from fsdp_tune.comparison.verdicts import evidence_of, verdict
 from fsdp_tune.core.errors import Where, usage_error
-from fsdp_tune.core.secrets import MASK
 from fsdp_tune.data.prompts import prompt_of_row
 from fsdp_tune.data.read.row_files import BadRow, RowError
 from fsdp_tune.data.read.sources import find_source
-from fsdp_tune.jobs.answers import ImportedKey
+from fsdp_tune.jobs.compare_answer import (
+    Cause,
+    CompareAnswer,
+    SideAnswer,
+    first_of,
+    not_compared_lines,
+)
 from fsdp_tune.jobs.generate import AnsweringModel, AskedPrompt, open_model, read_prompts
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import CompareOptions, GenerateOptions
 from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.run.directory import run_of
-
-
-@dataclass(frozen=True, slots=True)
-class SideAnswer(JsonAnswer):
-    name: str
-    kind: str
-    """`recipe`, `run`, or the tool whose configuration it is; `model` and `server` where a server is
-    compared."""
-    python: str | None
-    """The interpreter that computed it; null if nothing was computed."""
-    not_carried: list[ImportedKey]
-    """Keys of another tool's configuration that the recipe does not have: dropped, or questions."""
-    overrides: list[str] = field(default_factory=list[str])
-    """`--set` of this side."""
-    tool_version: str | None = None
-    """Version of the tool that computed it, such as TRL's; null if `import` made a recipe of its
-    configuration."""
-
-
-@dataclass(frozen=True, slots=True)
-class FirstDifference(StageDifference):
-    stage: str
-
-
-@dataclass(frozen=True, slots=True)
-class Cause(JsonAnswer):
-    """Why the first difference arises."""
-
-    keys: list[DifferentKey]
-    """With A's values of these keys in B, the difference vanishes."""
-    versions: dict[str, list[str | None]]
-    """Libraries with their versions in A and B, if the interpreter is the cause."""
-    is_shown: bool
-    """Whether B was computed again without the cause, and the difference vanished."""
-    text: str
-    hint: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class LaterDifference(JsonAnswer):
-    """The first difference that is left when B has A's values of the causes before it."""
-
-    difference: FirstDifference
-    cause: Cause | None
-    """Null if no keys were found that make it vanish."""
-
-
-@dataclass(frozen=True, slots=True)
-class CompareAnswer(JsonAnswer):
-    """The result, and the document of `compare --json`."""
-
-    equal: bool
-    """Whether the verdict is `equal`."""
-    a: SideAnswer
-    b: SideAnswer
-    keys: list[DifferentKey]
-    """All that differ in the resolved recipes, those that change numbers first."""
-    environment: dict[str, list[str | None]]
-    """Versions, and for runs machines, that differ."""
-    stages: list[ComparedStage]
-    first: FirstDifference | None
-    cause: Cause | None
-    later: list[LaterDifference]
-    first_step: DifferentStep | None
-    """Of two runs: the first logged step beyond the tolerance."""
-    first_bits: DifferentStep | None
-    """Of two runs: the first logged step that is not bitwise equal."""
-    rows_of_step: str | None
-    """The rows of the global batch of `first_step`."""
-    tolerance: float
-    not_compared: list[str]
-    failed: list[str] = field(default_factory=list[str])
-    """Why a tool did not compute its side, or not all of it."""
-    served: ServedNumbers | None = None
-    """Of a server: how far its log-probabilities are from the model's."""
-    verdict: Verdict = "not_comparable"
-    """equal: rows and what is computed from them were compared and are equal, and no key that differs may
-    change the result; different;
-    not_comparable: nothing that shows it was compared, or a tool failed. What the verdict rests on and what
-    it leaves out:"""
-    compared: list[str] = field(default_factory=list[str])
-    """What was compared, and how much of it."""
-    unsettled: list[str] = field(default_factory=list[str])
-    """Keys that differ, affect rows, numbers or the delivered model, and are not shown to make no
-    difference."""
-
-
-def first_of(stages: Sequence[ComparedStage]) -> FirstDifference | None:
-    found = next((stage for stage in stages if stage.difference is not None), None)
-    return (
-        None
-        if found is None or found.difference is None
-        else FirstDifference(**found.difference.as_dict(), stage=found.name)
-    )
-
-
-def cause_of_keys(
-    keys: list[DifferentKey],
-    settings: Mapping[str, object],
-    sides: tuple[str, str],
-    ignored: Mapping[str, bool],
-) -> Cause:
-    """Return the cause of a difference that vanishes with the values of one side's `keys` in the other.
-
-    `settings`: as `--set` takes them, None for a key that is not written. `sides`: whose values, and where.
-    `ignored`: options of the kept side that its tool does not read, and whether the other side has the values
-    that they give a recipe.
-    """
-    kept, changed = sides
-    named = ", ".join(f"`{key.key}`" for key in keys)
-    text = f"{named}: with {kept}'s value{'s' if len(keys) > 1 else ''} in {changed} the difference vanishes"
-    had, others = ([option for option, has in ignored.items() if has is wanted] for wanted in (True, False))
-    text = (
-        f"{named}: {changed} has it from {', '.join(had)}; with {kept}'s value the difference vanishes"
-        if had
-        else text
-    )
-    text += "".join(f"; {kept} is given {option}" for option in others)
-    options = " ".join(
-        f"--set {shlex.quote(f'{name}={yaml_value(value)}')}"
-        for name, value in settings.items()
-        if value is not None
-    )
-    unset = ", ".join(f"`{name}`" for name, value in settings.items() if value is None)
-    ways = [*([f"`{options}`"] if options else []), *([f"a recipe without {unset}"] if unset else [])]
-    hint = (
-        None
-        if MASK in options
-        else f"{' and '.join(ways)} gives {changed} the numbers of {kept} at this stage"
-    )
-    return Cause(keys, {}, is_shown=True, text=text, hint=hint)
-
-
-def cause_in_tool(
-    tool: str, name: str, options: Mapping[str, object], open_decisions: Sequence[str]
-) -> Cause:
-    """Return the cause of a difference from a configuration that no recipe shows: its `options` without which
-    it vanishes, if any."""
-    if not options:
-        text = "; ".join(
-            [
-                f"no key: {tool} computes this otherwise than the recipe that `import` makes of {name}",
-                *open_decisions,
-            ]
-        )
-        return Cause([], {}, is_shown=False, text=text, hint=None)
-    named = ", ".join(f"`{key}: {yaml_value(value)}`" for key, value in options.items())
-    text = f"{named} of {name}: without it {tool} gives what the other side has"
-    return Cause([], {}, is_shown=True, text=text, hint=None)
-
-
-def cause_of_versions(
-    stage: str, versions: dict[str, list[str | None]], keys: Sequence[DifferentKey]
-) -> Cause:
-    """Return the cause of a difference that vanishes with A's interpreter, and with A's values of `keys`."""
-    named = (
-        ", ".join(f"{name} {a} / {b}" for name, (a, b) in versions.items())
-        or "equal, so it is something else of the interpreter"
-    )
-    also = f"; and `{'`, `'.join(key.key for key in keys)}`" if keys else ""
-    hint = None
-    if stage == "defaults":
-        hint = (
-            "a tool that names no dtype trains in another one: `torch_dtype`/`dtype` decides; a recipe "
-            "here always has `model.dtype`"
-        )
-    text = f"versions: {named}{also}: with A's interpreter{' and values' if keys else ''} B gives the same"
-    return Cause(list(keys), versions, is_shown=True, text=text, hint=hint)
-
-
-def not_compared_lines(found: Iterable[tuple[str, str]]) -> list[str]:
-    """Return `what: why` for each pair, in their order; those of the same reason in one line."""
-    by_reason: dict[str, list[str]] = {}
-    for what, why in found:
-        by_reason.setdefault(why, []).append(what)
-    return [f"{', '.join(dict.fromkeys(each))}: {why}" for why, each in by_reason.items()]
-
 
 PROMPTS_OF_A_RUN = 8
 NEVER_COMPARED = (

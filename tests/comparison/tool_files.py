@@ -14,8 +14,8 @@ import yaml
 
 import fsdp_tune
 from fsdp_tune.comparison.stages import Observation
+from fsdp_tune.jobs.compare_answer import CompareAnswer
 from fsdp_tune.jobs.options import CompareOptions
-from fsdp_tune.jobs.served import CompareAnswer
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 TEMPLATE = (

@@ -19,8 +19,8 @@ import torch
 import fsdp_tune
 from fsdp_tune.comparison.side_processes import ObservingChild
 from fsdp_tune.jobs import served
+from fsdp_tune.jobs.compare_answer import CompareAnswer
 from fsdp_tune.jobs.options import CompareOptions, GenerateOptions
-from fsdp_tune.jobs.served import CompareAnswer
 from tests.comparison.small_server import Planted, serving, write_model
 from tests.jobs import test_served
 from tests.jobs.pairs import (

@@ -15,8 +15,8 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import fsdp_tune
+from fsdp_tune.jobs.compare_answer import CompareAnswer
 from fsdp_tune.jobs.options import CompareOptions
-from fsdp_tune.jobs.served import CompareAnswer
 from fsdp_tune.run.records import ReadBack
 from tests.jobs.sides import LLAMA
 from tests.pages.written import training_line, written

@@ -20,8 +20,8 @@ from fsdp_tune.comparison.side_processes import ObservingChild
 from fsdp_tune.comparison.stages import Observation
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.jobs import compared_runs
+from fsdp_tune.jobs.compare_answer import CompareAnswer
 from fsdp_tune.jobs.options import CompareOptions
-from fsdp_tune.jobs.served import CompareAnswer
 from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.jobs.confusion import PAGE, names
 from tests.jobs.pairs import (

@@ -10,7 +10,7 @@ import pytest
 
 import fsdp_tune
 from fsdp_tune.comparison.side_processes import ObservingChild
-from fsdp_tune.jobs.import_recipe import check_import
+from fsdp_tune.jobs.import_check import check_import
 from tests.jobs.sides import LLAMA, in_process
 from tests.migrate.foreign_files import ACCELERATE, AXOLOTL
 from tests.migrate.imports import TORCHTUNE_STEP
@@ -81,7 +81,7 @@ def test_unknown_name_of_a_tool_is_a_usage_error(source: Path) -> None:
 @pytest.mark.usefixtures("script")
 def test_check_finds_what_the_written_recipe_has_changed(tmp_path: Path) -> None:
     found = fsdp_tune.import_recipe("a.sh", output="r.yaml", num_gpus=1)
-    check = check_import(found)
+    check = check_import(found.imported, Path("r.yaml"), num_gpus=1, overrides=())
     assert check.equal
     assert (
         "what transformers examples computes: a.sh is the recipe that `import` makes of it"
@@ -94,7 +94,7 @@ def test_check_finds_what_the_written_recipe_has_changed(tmp_path: Path) -> None
         "update",
     }
     (tmp_path / "r.yaml").write_text(found.imported.text.replace("max_length: 64", "max_length: 3"))
-    changed = check_import(found)
+    changed = check_import(found.imported, Path("r.yaml"), num_gpus=1, overrides=())
     assert (changed.equal, changed.cause and [key.key for key in changed.cause.keys]) == (
         False,
         ["data.max_length"],
@@ -103,7 +103,7 @@ def test_check_finds_what_the_written_recipe_has_changed(tmp_path: Path) -> None
 
 def test_check_needs_a_written_recipe(source: Path) -> None:
     with pytest.raises(fsdp_tune.FsdpTuneError, match="`--output` is missing"):
-        check_import(fsdp_tune.import_recipe(source))
+        fsdp_tune.import_recipe(source, check=True)
 
 
 @pytest.mark.usefixtures("script")
@@ -123,7 +123,7 @@ def test_side_of_axolotl_and_trl_is_what_they_compute_themselves(
 ) -> None:
     seen: list[tuple[Any, ...]] = []
     monkeypatch.setattr(
-        "fsdp_tune.jobs.import_recipe.compare", lambda a, b, options, **_: seen.append((a, b, options.tools))
+        "fsdp_tune.jobs.import_check.compare", lambda a, b, options, **_: seen.append((a, b, options.tools))
     )
     fsdp_tune.import_recipe(
         source, output=tmp_path / "r.yaml", overrides=["training.learning_rate=1e-3"], check=True
@@ -136,7 +136,7 @@ def test_what_the_file_leaves_open_is_answered_on_both_sides_of_the_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr("fsdp_tune.jobs.import_recipe.compare", lambda a, *_, **__: seen.append(a.recipe))
+    monkeypatch.setattr("fsdp_tune.jobs.import_check.compare", lambda a, *_, **__: seen.append(a.recipe))
     (tmp_path / "fsdp.yaml").write_text(ACCELERATE, encoding="utf-8")
     answers = ["model.name_or_path=gpt2", "data.train=[{path: rows.jsonl}]", "training.seed=7"]
     fsdp_tune.import_recipe(tmp_path / "fsdp.yaml", output=tmp_path / "r.yaml", overrides=answers, check=True)

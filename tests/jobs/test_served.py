@@ -18,10 +18,10 @@ from fsdp_tune.answer.generate import Answering, Reference, StopFlag
 from fsdp_tune.answer.model_requests import AnswerSettings, ModelsRequest
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.jobs import served as job
+from fsdp_tune.jobs.compare_answer import CompareAnswer
 from fsdp_tune.jobs.evaluated_recipes import recipe_of_model
 from fsdp_tune.jobs.generate import AnsweringModel
 from fsdp_tune.jobs.options import Allowed, CompareOptions, GenerateOptions
-from fsdp_tune.jobs.served import CompareAnswer
 from tests.comparison.small_server import BOS, EOS, WITH_SYSTEM, Planted, SmallServer, serving, write_model
 
 TOKENS = 8

@@ -118,6 +118,15 @@ def test_command_loads_no_room_that_it_does_not_use(
     assert not unneeded & interpreter.run(*arguments.split()).rooms
 
 
+def test_import_without_check_loads_nothing_that_compares(interpreter: Interpreter, tmp_path: Path) -> None:
+    source = tmp_path / "axolotl.yaml"
+    source.write_text("base_model: gpt2\nmicro_batch_size: 1\ndatasets: [{path: a.jsonl, type: alpaca}]\n")
+    done = interpreter.run("import", str(source), "--num-gpus", "1")
+    assert done.code == 0, done.err
+    unneeded = READS_NO_DATA - {"data", "migrate"}
+    assert not unneeded & done.rooms
+
+
 @pytest.mark.parametrize(
     "arguments",
     [["--bogus"], ["train", "--bogus"], ["train", "--set"], ["bogus"], ["train", "a", "b"], ["recipes"]],
