@@ -4,46 +4,15 @@ followed."""
 from __future__ import annotations
 
 import json
-import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from fsdp_tune.core.errors import FsdpTuneError
+from tests.data.followed_hints import MOST_HINTS, follow
 from tests.data.public_rows import CHATS, PUBLIC
 from tests.data.support import CHATML, ByteEncoder, marked, prepared, rows_of, write_jsonl
-
-MOST_HINTS = 3
-
-
-def followed(directory: Path, entry: dict[str, Any], options: dict[str, Any], hint: str) -> None:
-    """Do what a hint says: run its first command, or write its keys into the source or the recipe."""
-    command = re.search(r"`((?:jq|mv|python) .*?)`(?:, and|$| \()", hint, re.DOTALL)
-    if command is not None:
-        assert shutil.which("jq") or not command[1].startswith("jq")
-        subprocess.run(
-            ["bash", "-c", re.sub("^python ", f"{sys.executable} ", command[1])], check=True, cwd=directory
-        )
-        target = re.search(r"> (\S+)$", command[1]) or re.search(r"(\S+)$", command[1])
-        assert target is not None
-        entry.clear()
-        entry["path"] = target[1]
-    elif found := re.search(r"`(\{path: json.*?\})`", hint):
-        entry.clear()
-        entry |= yaml.safe_load(found[1])
-    elif found := re.search(r"`rename_columns: (\{.*?\})`", hint):
-        entry["rename_columns"] = yaml.safe_load(found[1])
-    elif found := re.search(r"`--set '?data\.(\w+)=(.*?)'?`", hint):
-        options[found[1]] = yaml.safe_load(found[2])
-    elif found := re.search(r"`path: (.*?)`", hint):
-        entry["path"] = found[1]
-    else:
-        raise AssertionError(f"nothing to follow: {hint}")
 
 
 def prepare_as_hinted(directory: Path, path: Path) -> tuple[list[str], list[str]]:
@@ -58,7 +27,7 @@ def prepare_as_hinted(directory: Path, path: Path) -> tuple[list[str], list[str]
         except FsdpTuneError as error:
             hints.append(error.problems[0].hint or "")
             assert len(hints) <= MOST_HINTS, hints
-            followed(directory, entry, options, hints[-1])
+            follow(directory, entry, options, hints[-1])
         else:
             return [marked(row, encoder) for row in rows], hints
 
