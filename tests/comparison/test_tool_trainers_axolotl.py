@@ -57,9 +57,6 @@ written = partial(tool_files.written, options=AXOLOTL)
 recipe_of = partial(tool_files.recipe_of, options=AXOLOTL)
 
 
-# ---- The environment, with a stand-in for pip
-
-
 REQUIRES = [
     "torch<1",
     "transformers==1.0",
@@ -126,9 +123,6 @@ def test_requirement_is_of_another_version_only_if_it_is_installed() -> None:
     assert environments._is_other_version(Requirement("torch<1"))
     assert not environments._is_other_version(Requirement("torch>1"))
     assert not environments._is_other_version(Requirement("a-package-that-no-index-has==1"))
-
-
-# ---- How axolotl is called, with a stand-in of its modules
 
 
 class Options(dict[str, Any]):
@@ -253,9 +247,6 @@ def test_packed_row_is_taken_apart_as_it_was_joined() -> None:
     row = tool_trainers._joined(examples)
     assert row == {"input_ids": [1, 2, 3], "labels": [-100, 2, 3], "seq_lengths": [2, 1]}
     assert tool_trainers._apart(row) == examples
-
-
-# ---- With axolotl
 
 
 PLANTED: list[tuple[dict[str, Any], str, list[str] | None]] = [
