@@ -36,10 +36,7 @@ from fsdp_tune.planner.predict.memory import disk
 from fsdp_tune.planner.predict.predict import Plan
 from fsdp_tune.planner.search.alternatives import devices_of_machine
 from fsdp_tune.planner.search.scaling import forced_changes, machines_for
-from fsdp_tune.planner.search.search import (
-    Decided,
-    undecided,
-)
+from fsdp_tune.planner.search.auto_recomputation import Decided, undecided
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.read.loader import LoadedRecipe, parse_recipe
 from fsdp_tune.recipe.read.overrides import OptionOverride

@@ -32,7 +32,7 @@ from fsdp_tune.jobs.options import Allowed
 from fsdp_tune.jobs.plan_session import budget_of, decide_open_keys, visible_gpu
 from fsdp_tune.jobs.recipes import check_cache, resolve_recipe
 from fsdp_tune.model.model_files import ModelFacts, check_vocabulary
-from fsdp_tune.planner.search.search import undecided
+from fsdp_tune.planner.search.auto_recomputation import undecided
 from fsdp_tune.recipe.read.catalogue import find_recipe
 from fsdp_tune.recipe.read.loader import LoadedRecipe, WrongRecipeError, load_recipe
 from fsdp_tune.recipe.read.recipe_text import read_text
