@@ -22,9 +22,11 @@ from fsdp_tune.comparison.openai_server import (
     key_of,
 )
 from fsdp_tune.comparison.runs import DifferentStep
-from fsdp_tune.comparison.served import ServedNumbers, compare_served, is_near, numbers_of, score_request
-from fsdp_tune.comparison.served_causes import begun_otherwise, served_cause
+from fsdp_tune.comparison.served import compare_served, is_near, score_request
+from fsdp_tune.comparison.served_causes import served_cause
 from fsdp_tune.comparison.served_logprobs import TOLERANCE
+from fsdp_tune.comparison.served_numbers import ServedNumbers, numbers_of
+from fsdp_tune.comparison.served_prompt_causes import begun_otherwise
 from fsdp_tune.comparison.stages import ComparedStage, StageDifference
 from fsdp_tune.comparison.verdicts import Verdict, evidence_of, verdict
 from fsdp_tune.core.command import JsonAnswer
