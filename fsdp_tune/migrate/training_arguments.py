@@ -1,5 +1,5 @@
-"""Fields of TrainingArguments that are keys of their own in a recipe, and options with one meaning in the tools
-that have them."""
+"""Fields of TrainingArguments that are keys of their own in a recipe, and options with one meaning in the
+tools that have them."""
 
 from __future__ import annotations
 

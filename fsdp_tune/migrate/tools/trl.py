@@ -1,5 +1,5 @@
-"""Options of TRL that mean something of their own, and mixtures of data sets as TRL and the alignment handbook
-have them."""
+"""Options of TRL that mean something of their own, and mixtures of data sets as TRL and the alignment
+handbook have them."""
 
 from __future__ import annotations
 

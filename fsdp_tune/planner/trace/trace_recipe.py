@@ -1,4 +1,5 @@
-"""Trace a recipe: choose the layers to run, run the step in a fake process group, and count the full model."""
+"""Trace a recipe: choose the layers to run, run the step in a fake process group, and count the full
+model."""
 
 from __future__ import annotations
 
