@@ -74,9 +74,6 @@ def prepared(recipe: Recipe) -> tuple[Prepared, float]:
     return data, time.perf_counter() - started
 
 
-# ---- How full rows are
-
-
 def fill(folder: Path, gsm8k: Path) -> None:
     print("| rows | max_length | rows of an epoch | real tokens |\n| --- | --- | --- | --- |")
     for max_length in (512, 2048):
@@ -116,9 +113,6 @@ def after_padding(lengths: Any, *, grouped: bool) -> float:
     whole = lengths[order[: len(order) // size * size]].reshape(-1, MICRO_BATCH)
     widths = -(-whole.max(axis=1) // 8) * 8
     return float(whole.sum() / (widths.sum() * MICRO_BATCH))
-
-
-# ---- What a budget of token slots makes of it
 
 
 def budget(folder: Path, gsm8k: Path) -> None:
@@ -219,9 +213,6 @@ def trained(
     return [line for line in lines if "loss" in line]
 
 
-# ---- How fast rows are made
-
-
 def tokenise(folder: Path, gsm8k: Path, repeat: int) -> None:
     rows = folder / "repeated.jsonl"
     rows.write_bytes(gsm8k.read_bytes() * repeat)
@@ -241,9 +232,6 @@ def tokenise(folder: Path, gsm8k: Path, repeat: int) -> None:
     )
     assert again.reused
     print(f"from the cache: {seconds:.2f} s")
-
-
-# ---- How long a step waits
 
 
 def wait(folder: Path, gsm8k: Path) -> None:

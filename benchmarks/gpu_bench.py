@@ -70,8 +70,6 @@ class Bench:
         (trace,) = self.tracing([recipe])
         return plan_gpu.predicted(recipe, self.hardware, trace)
 
-    # ---- Recipes
-
     def large(self, dtype: str, **sections: dict[str, Any]) -> dict[str, Any]:
         """A recipe of the 8B Llama at 4,096 tokens; `sections` are put over it."""
         case = plan_gpu.Case("8B", 4096, 1, recomputation="full", dtype=dtype)

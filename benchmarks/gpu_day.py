@@ -47,9 +47,6 @@ PATIENCE = 4.0
 """Times all limits on an emulated GPU."""
 
 
-# ---- One part in its process
-
-
 def play(part: Any, bench: Any, pipe: Connection) -> None:
     """Run a part in its own process. Sends each row when it is measured, and the reason when the part
     ends."""
@@ -114,9 +111,6 @@ def end(process: BaseProcess, patience_seconds: float = 1.0) -> None:
         os.killpg(process.pid, signal.SIGKILL)  # what it started dies with it
         # in a call of the driver it cannot be ended, and the others still have their time
         process.join(GRACE_SECONDS)
-
-
-# ---- All of them
 
 
 def run_parts(

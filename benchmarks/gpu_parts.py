@@ -51,9 +51,6 @@ class Part:
     """Its rows are compared with `plan`."""
 
 
-# ---- The recipe that plan finds
-
-
 def best_recipes(bench: Bench) -> Iterator[Row]:
     models = {"Llama 8B": None} | ({} if bench.tiny else {"Qwen3 8B": QWEN3_8B})
     for name, config in bench.remaining(models.items()):
@@ -136,16 +133,10 @@ def searching(bench: Bench) -> Any:
     return Search(bench.hardware, traced)
 
 
-# ---- plan against runs
-
-
 def memory(bench: Bench) -> Iterator[Row]:
     cases = plan_gpu.SMALL if bench.tiny else plan_gpu.CASES
     for name, case in bench.remaining((case.name, case) for case in cases):
         yield bench.measure(name, plan_gpu.recipe_of(case, bench.run.folder))
-
-
-# ---- Switches of the large model
 
 
 def switches(bench: Bench) -> Iterator[Row]:
@@ -207,9 +198,6 @@ def by_hand(bench: Bench, name: str, tree: dict[str, Any], *, lora: dict[str, An
     return {"name": name, **found, **rate}
 
 
-# ---- Adapters
-
-
 def adapters(bench: Bench) -> Iterator[Row]:
     """LoRA and QLoRA of the 8B Llama: a frozen base in bf16 or in 4 bits, adapters in fp32."""
     base = bench.changed(bench.large("fp32"), {"kernels": {"loss": "chunked"}})
@@ -229,9 +217,6 @@ def adapters(bench: Bench) -> Iterator[Row]:
             yield by_hand(bench, name, base, lora=LORA)
         else:
             yield bench.measure(name, bench.with_lora(bench.changed(base, keys)))
-
-
-# ---- In turns with the loop by hand
 
 
 def beside_bare(bench: Bench) -> Iterator[Row]:
@@ -284,9 +269,6 @@ def beside_bare(bench: Bench) -> Iterator[Row]:
         }
 
 
-# ---- Long packed rows
-
-
 def long_rows(bench: Bench) -> Iterator[Row]:
     """One packed row of four examples a step by each attention kernel. The mask of 128k tokens comes last,
     since it may not fit."""
@@ -303,9 +285,6 @@ def long_rows(bench: Bench) -> Iterator[Row]:
         yield bench.measure(name, tree, examples=4, rows=8)
 
 
-# ---- Offload
-
-
 def offload(bench: Bench) -> Iterator[Row]:
     case = plan_gpu.Case("1B", 8192, 2, recomputation="full", loss="chunked")
     inputs = {"fsdp": {"activation_checkpointing_offload": True}}
@@ -318,9 +297,6 @@ def offload(bench: Bench) -> Iterator[Row]:
     base = bench.shrunk(case, steps=6)
     for name, keys in bench.remaining(sections.items()):
         yield bench.measure(name, bench.changed(base, keys))
-
-
-# ---- Ceilings
 
 
 def ceilings(bench: Bench) -> Iterator[Row]:
@@ -336,8 +312,6 @@ def ceilings(bench: Bench) -> Iterator[Row]:
     yield {"name": f"product of {size} × {size} matrices, TFLOP/s", "value": found["product_tflops"]}
     yield {"name": "copy, GB/s read and written", "value": found["copy_gb_s"]}
 
-
-# ---- All of them
 
 _MEMORY = (
     ("predicted_allocated_gib", "plan: allocated GiB", ".2f"),

@@ -45,9 +45,6 @@ class TimeIsUp(Exception):
     """The part has no time left. The message tells what was cut."""
 
 
-# ---- Recipes and rows
-
-
 def example_lengths(tokens: int, examples: int) -> list[int]:
     """Of a row that is full: `examples` of unequal length."""
     parts = np.arange(1, examples + 1)
@@ -115,9 +112,6 @@ def write_run(recipe: Any, folder: Path, store: Path, vocabulary: int) -> None:
     Prepared(
         **where, train_rows=rows, vocabulary_size=vocabulary, pad_token_id=0, report=DataReport(), notices=[]
     ).write(run.data_json)
-
-
-# ---- Processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,9 +220,6 @@ def _spawn(job: dict[str, Any], log: Path) -> int:
         return subprocess.Popen(
             command, stdout=out, stderr=out, start_new_session=True, stdin=subprocess.DEVNULL
         ).pid
-
-
-# ---- What a process does
 
 
 def warm_up() -> None:
@@ -359,9 +350,6 @@ def probe(job: dict[str, Any]) -> int:
     found |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}  # pyright: ignore[reportAttributeAccessIssue]
     Path(job["result"]).write_text(json.dumps(found), encoding="utf-8")
     return 0
-
-
-# ---- What was measured
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
     python benchmarks/plan.py DIRECTORY [--cache DIR] [--exact] [--write] [--only memory|time|lora|qlora]
 
 DIRECTORY holds memory_measurements.csv, timing_measurements.csv and architectures.json. `--write` puts the
-medians and 90th percentiles into fsdp_tune/plan/accuracy.json, where plans quote them from.
+medians and 90th percentiles into fsdp_tune/planner/predict/accuracy.json, where plans quote them from.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import plan_memory
 import plan_timing
 
-from fsdp_tune.planner.predict.predict import TABLE
+from fsdp_tune.planner.predict.accuracy import TABLE
 
 
 def main() -> None:
@@ -28,7 +28,9 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir(), "fsdp-tune-traces"))
     parser.add_argument("--exact", action="store_true", help="memory: trace every decoder layer")
     parser.add_argument(
-        "--write", action="store_true", help="put what plans quote into fsdp_tune/plan/accuracy.json"
+        "--write",
+        action="store_true",
+        help="put what plans quote into fsdp_tune/planner/predict/accuracy.json",
     )
     parser.add_argument("--only", choices=("memory", "time", "lora", "qlora"))
     options = parser.parse_args()

@@ -21,8 +21,8 @@ from typing import Any
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.gpus import Hardware, find_hardware, flops_per_token
 from fsdp_tune.planner.predict.divided_step import step_time
+from fsdp_tune.planner.predict.efficiency import FITTED, Efficiency, efficiency_of
 from fsdp_tune.planner.predict.predict import model_size
-from fsdp_tune.planner.predict.timing import FITTED, Efficiency, efficiency_of
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.schema.recipe import Recipe

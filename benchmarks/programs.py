@@ -89,9 +89,6 @@ def no_wrapper(_recipe: Recipe) -> None:
     step._no_sync = lambda _wrapped: contextlib.nullcontext()
 
 
-# ---- Losses
-
-
 def fp32_kept(_recipe: Recipe) -> None:
     """torchtitan until June 2024: `pred = model(...).float()` in the loop's frame, where it lives through the
     backward."""
@@ -159,9 +156,6 @@ def _replace(
         return total, total.detach() * 0
 
     step.micro_batch_loss = micro_batch_loss
-
-
-# ---- A child for each trace: what is changed in it stays there
 
 
 def trace_in_child(recipe: Recipe, changes: Sequence[Change], file: Path, *, exact: bool) -> Trace | str:

@@ -61,9 +61,6 @@ HERE = Path(__file__).resolve().parent
 START_SECONDS = 150
 
 
-# ---- The contenders
-
-
 @dataclass
 class Contender:
     name: str
@@ -201,9 +198,6 @@ def meet(listener: Listener, contenders: list[Contender], world_size: int) -> No
             with contextlib.suppress(EOFError):  # whose process has ended is seen above
                 name, rank = pipe.recv()
                 by_name[name].pipes[rank] = pipe
-
-
-# ---- Measurement
 
 
 class Speedometer:

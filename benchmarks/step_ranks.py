@@ -100,9 +100,6 @@ def gate_callback() -> Any:
     return Gated()
 
 
-# ---- Ours
-
-
 def ours(run_dir: str) -> int:
     """`python -m fsdp_tune.worker RUN_DIR`, with one callback more."""
     from fsdp_tune.worker import __main__ as worker
@@ -123,9 +120,6 @@ def ours(run_dir: str) -> int:
         setup, "user_callbacks", lambda _recipe: [gate_callback()]
     ).start()  # raises if it was renamed
     return worker.main([run_dir])
-
-
-# ---- The others
 
 
 def join(task: dict[str, Any], rank: int) -> None:

@@ -22,7 +22,7 @@ from fsdp_tune.pages.html_pages import html_document, html_table
 
 if TYPE_CHECKING:
     from fsdp_tune.comparison.causes import DifferentKey
-    from fsdp_tune.comparison.served import ComparedPrompt
+    from fsdp_tune.comparison.served_numbers import ComparedPrompt
     from fsdp_tune.comparison.stages import ComparedStage
     from fsdp_tune.jobs.compare_answer import Cause, CompareAnswer, FirstDifference, SideAnswer
 

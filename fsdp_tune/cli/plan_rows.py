@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fsdp_tune.core.units import format_figure
-from fsdp_tune.planner.predict.predict import FigureError, Plan
+from fsdp_tune.planner.predict.accuracy import FigureError
+from fsdp_tune.planner.predict.predict import Plan
 
 
 def describe_error(error: FigureError) -> str:

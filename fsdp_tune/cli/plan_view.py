@@ -128,7 +128,7 @@ def show_measured(screen: Terminal, plan: Plan) -> None:
 
 
 def _show_other_trainings(screen: Terminal, plan: Plan) -> None:
-    from fsdp_tune.planner.search.search import adapter_method
+    from fsdp_tune.planner.search.other_trainings import adapter_method
 
     rows = [
         (

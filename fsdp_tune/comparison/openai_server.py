@@ -113,8 +113,6 @@ class OpenAIServer:
         """Of llama.cpp: `/props`."""
         self.kind = self._kind()
 
-    # ---- What the server is
-
     def _model(self, wanted: str | None) -> str:
         try:
             found = self._get("/models")
@@ -148,8 +146,6 @@ class OpenAIServer:
         found = self.properties.get("model_ftype")
         return str(found) if found else None
 
-    # ---- Prompts
-
     def chat_prompt(
         self, messages: Sequence[Mapping[str, object]], extra: Mapping[str, object]
     ) -> ServedPrompt:
@@ -182,8 +178,6 @@ class OpenAIServer:
         else:
             return ServedPrompt(None, None)
         return ServedPrompt(text, _ids((found or {}).get("tokens")))
-
-    # ---- Answers
 
     def chat(
         self, messages: Sequence[Mapping[str, object]], extra: Mapping[str, object], max_tokens: int
@@ -233,8 +227,6 @@ class OpenAIServer:
             raise self._unusable(path, str(error), error.status) from error
         why = f"the server refuses `logprobs`: {refused}"
         return ServedAnswer(found.text, found.finish_reason, found.prompt_tokens, (), why)
-
-    # ---- HTTP
 
     def _get(self, path: str) -> Document:
         return self._request("GET", self.url + path, None, CONNECT_SECONDS)

@@ -7,27 +7,20 @@ server whose log-probabilities are the model's has the model's weights.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from fsdp_tune.answer.model_requests import ReferenceTokens, ScoredTokens
-from fsdp_tune.comparison.exchanges import Decode, Exchange, Found, quoted, shared_length
+from fsdp_tune.comparison.exchanges import Decode, Exchange, Found
 from fsdp_tune.comparison.openai_server import ServedAnswer
 from fsdp_tune.comparison.served_answers import answer_difference
-from fsdp_tune.comparison.served_logprobs import OF_ONE_TOKEN, logprob_differences, scale_of
+from fsdp_tune.comparison.served_logprob_patterns import Pair, are_renormalised, penalty_of, shift_of
+from fsdp_tune.comparison.served_logprobs import OF_ONE_TOKEN, scale_of
+from fsdp_tune.comparison.served_prompt_causes import BEGIN, beginning_of_prompts, cause_of_tokens
 from fsdp_tune.comparison.stages import ComparedStage
 
-LEAST_TOKENS = 4
-"""Fewer log-probabilities than this show no pattern."""
-SERVE = "serve with the model's own template: `--chat-template-file` of llama.cpp, `--chat-template` of vLLM"
-BEGIN = (
-    "switch one of them off: in a GGUF file `tokenizer.ggml.add_bos_token`, with vLLM "
-    "`add_special_tokens` of a request"
-)
 STOPS = "send the same stop tokens: `eos_token_id` of generation_config.json, `stop` of a request"
 GREEDY = (
     "`temperature: 0` without penalties, `logit_bias`, `top_k` or `top_p` in the server's defaults "
@@ -40,9 +33,6 @@ class ServedCause:
     text: str
     hint: str | None
     is_shown: bool = False
-
-
-Pair = tuple[Exchange, ServedAnswer, ScoredTokens]
 
 
 def served_cause(
@@ -62,7 +52,7 @@ def served_cause(
             return ServedCause(
                 f"{text}; with A's tokens as the prompts its log-probabilities are A's", hint, is_shown=True
             )
-        if (how := _begun(exchanges, special, tolerance)) is not None:
+        if (how := beginning_of_prompts(exchanges, special, tolerance)) is not None:
             return ServedCause(
                 f"the server's prompts {how}; with such prompts A's log-probabilities are the server's",
                 BEGIN,
@@ -94,11 +84,8 @@ def _pairs(exchanges: Sequence[Exchange]) -> Iterator[Pair]:
             yield each, each.answer, each.score
 
 
-# ---- Log-probabilities that differ
-
-
 def _of_logprobs(pairs: Sequence[Pair], tolerance: float, stored_type: str | None) -> ServedCause:
-    if (by := _shift(pairs, tolerance)) is not None:
+    if (by := shift_of(pairs, tolerance)) is not None:
         text = (
             "the server's log-probabilities are shifted by one position: each is A's at the "
             f"{'next' if by > 0 else 'previous'} one"
@@ -109,14 +96,14 @@ def _of_logprobs(pairs: Sequence[Pair], tolerance: float, stored_type: str | Non
             f"the server's logits are {scale:g} times A's",
             "a temperature, a scale of the logits or a soft cap: see its settings",
         )
-    if _are_renormalised(pairs, tolerance):
+    if are_renormalised(pairs, tolerance):
         text = (
             "the server's log-probabilities are A's but for a constant of each position: top-k, top-p or "
             "min-p comes first"
         )
         return ServedCause(text, GREEDY, is_shown=True)
     for of_prompt in (False, True):
-        if (penalty := _penalty(pairs, tolerance, of_prompt=of_prompt)) is not None:
+        if (penalty := penalty_of(pairs, tolerance, of_prompt=of_prompt)) is not None:
             least, largest = penalty
             is_constant = largest - least <= OF_ONE_TOKEN * tolerance
             where = "prompt or answer" if of_prompt else "answer"
@@ -136,111 +123,6 @@ def _of_logprobs(pairs: Sequence[Pair], tolerance: float, stored_type: str | Non
         f"{OF_ONE_TOKEN:g} times that for one token"
     )
     return ServedCause(f"not shown: other weights, or weights of another type{stored}", hint)
-
-
-def _shift(pairs: Sequence[Pair], tolerance: float) -> int | None:
-    """Return by how many positions the server's log-probabilities are early, 1 or -1; None if a shift does
-    not explain them.
-
-    Either the numbers stand next to other tokens, of the prompt or of the answer, or they are computed from
-    the logits of another position.
-    """
-    for by in (1, -1):
-        for shifted in (_moved_numbers(pairs, by, tolerance), _moved_logits(pairs, by)):
-            known = [(theirs, ours) for theirs, ours in shifted if not math.isnan(theirs - ours)]
-            if len(known) >= LEAST_TOKENS and _are_close(
-                [theirs for theirs, _ in known], [ours for _, ours in known], tolerance
-            ):
-                return by
-    return None
-
-
-def _moved_numbers(pairs: Sequence[Pair], by: int, tolerance: float) -> Iterator[tuple[float, float]]:
-    """Yield the server's log-probabilities with A's of the next token (`by` 1) or of the one before (-1), of
-    parts that differ in place."""
-    for _, answer, score in pairs:
-        if (found := logprob_differences(answer, score)) is None:
-            continue
-        for part in found.parts():
-            theirs, ours = found.theirs[part], found.ours[part]
-            if not _are_close(theirs, ours, tolerance):
-                yield from (
-                    zip(theirs[:-1], ours[1:], strict=True)
-                    if by > 0
-                    else zip(theirs[1:], ours[:-1], strict=True)
-                )
-
-
-def _moved_logits(pairs: Sequence[Pair], by: int) -> Iterator[tuple[float, float]]:
-    """Yield each log-probability of the server with A's of the same token after the logits of another
-    position, as in `_near`."""
-    for _, answer, score in pairs:
-        theirs = [token.logprob for token in answer.tokens[: len(score.tokens)]]
-        yield from zip(theirs[:-1] if by > 0 else theirs[1:], _near(score, by), strict=True)
-
-
-def _near(score: ScoredTokens, by: int) -> list[float]:
-    """Return A's log-probability of each token after the logits of the next position (`by` 1) or of the one
-    before (-1)."""
-    rows = score.top[1:] if by > 0 else score.top[:-1]
-    return [math.nan if (value := row[-2 if by > 0 else -1]) is None else value for row in rows]
-
-
-def _are_close(theirs: Sequence[float], ours: Sequence[float], tolerance: float) -> bool:
-    off = np.abs(np.subtract(theirs, ours))
-    known = off[~np.isnan(off)]
-    return not len(known) or bool(known.mean() <= tolerance and known.max() <= OF_ONE_TOKEN * tolerance)
-
-
-class _Position(NamedTuple):
-    """The most probable tokens at a position of an answer, as the server and A compute them."""
-
-    answered: set[int]
-    """Tokens of the answer before the position."""
-    prompt: set[int]
-    offsets: list[tuple[int, float]]
-    """(token, the server's log-probability minus A's)."""
-
-
-def _compared_positions(pairs: Sequence[Pair]) -> Iterator[_Position]:
-    """Yield the positions at which both sides have several of the most probable tokens."""
-    for each, answer, score in pairs:
-        for at, (token, own) in enumerate(zip(answer.tokens, score.top, strict=False)):
-            both = [
-                (one.id, one.logprob - value)
-                for one, value in zip(token.top, own, strict=False)
-                if one.id is not None and value is not None and math.isfinite(one.logprob)
-            ]
-            if len(both) > 1:
-                yield _Position(set(score.tokens[:at]), set(each.ids), both)
-
-
-def _are_renormalised(pairs: Sequence[Pair], tolerance: float) -> bool:
-    """Return whether the differences are one constant for all tokens of a position, never negative."""
-    offs = [np.array([off for _, off in position.offsets]) for position in _compared_positions(pairs)]
-    if len(offs) < LEAST_TOKENS:
-        return False
-    constants = np.array([off.mean() for off in offs])
-    spread = max(float(np.ptp(off)) for off in offs)
-    return spread <= tolerance and float(constants.min()) >= -tolerance and float(constants.max()) > tolerance
-
-
-def _penalty(pairs: Sequence[Pair], tolerance: float, *, of_prompt: bool) -> tuple[float, float] | None:
-    """Return the least and the largest amount by which tokens that occurred before are less probable; None if
-    others differ too."""
-    amounts: list[float] = []
-    for position in _compared_positions(pairs):
-        before = position.answered | position.prompt if of_prompt else position.answered
-        others = [off for token, off in position.offsets if token not in before]
-        if not others:
-            continue
-        if np.ptp(others) > OF_ONE_TOKEN * tolerance:
-            return None
-        amounts += [float(np.median(others)) - off for token, off in position.offsets if token in before]
-    return (min(amounts), max(amounts)) if len(amounts) >= LEAST_TOKENS and min(amounts) > tolerance else None
-
-
-# ---- Answers that differ though no log-probability does
 
 
 def _of_answers(
@@ -328,87 +210,4 @@ def _follows(each: Exchange, tolerance: float) -> bool:
             np.subtract(score.best_logprobs[: len(score.tokens)], score.logprobs),
             strict=False,
         )
-    )
-
-
-# ---- Prompts
-
-
-def cause_of_tokens(
-    exchanges: Sequence[Exchange], special: ReferenceTokens, decode: Decode
-) -> tuple[str, str] | None:
-    """Return why the tokens of prompts differ, and what to do; None if they do not."""
-    wrong = next(
-        (each for each in exchanges if each.prompt.ids is not None and each.prompt.ids != each.ids), None
-    )
-    if wrong is None:
-        return _of_counts(exchanges)
-    a, b, bos = wrong.ids, wrong.prompt.ids or (), special.bos_id
-    if bos is not None and b[1:] == a and b[:1] == (bos,):
-        how = (
-            "twice: the template writes it and the server adds it"
-            if a[:1] == (bos,)
-            else "which training did not have"
-        )
-        return f"the server's prompts begin with {special.bos!r} {how}", BEGIN
-    if bos is not None and a[1:] == b and a[:1] == (bos,):
-        return (
-            f"the server's prompts lack {special.bos!r}, with which they began in training",
-            "in a GGUF file: `tokenizer.ggml.add_bos_token`",
-        )
-    start = shared_length(a, b)
-    end = min(shared_length(a[::-1], b[::-1]), len(a) - start, len(b) - start)
-    ours, theirs = (decode(each[start : len(each) - end]) for each in (a, b))
-    if not ours:
-        return f"the server adds {quoted(theirs)}", SERVE
-    if not theirs:
-        return f"the server leaves out {quoted(ours)}", SERVE
-    return f"the server has {quoted(theirs)} in the place of {quoted(ours)}", SERVE
-
-
-def begun_otherwise(each: Exchange, special: ReferenceTokens) -> list[int] | None:
-    """Return the prompt with one beginning of text more or less, if the server reads that many tokens and
-    does not return them."""
-    if each.prompt.ids is not None or each.answer.prompt_tokens is None or special.bos_id is None:
-        return None
-    more = each.answer.prompt_tokens - len(each.ids)
-    if more == -1 and each.ids[:1] == (special.bos_id,):
-        return list(each.ids[1:])
-    return [special.bos_id, *each.ids] if more == 1 else None
-
-
-def _begun(exchanges: Sequence[Exchange], special: ReferenceTokens, tolerance: float) -> str | None:
-    """Return how the server's prompts begin, if A's log-probabilities after such prompts are the server's."""
-    found = [logprob_differences(each.answer, each.begun_score) for each in exchanges]
-    if not found or any(
-        each is None or not len(each.known) or each.first(tolerance) is not None for each in found
-    ):
-        return None
-    if (exchanges[0].answer.prompt_tokens or 0) < len(exchanges[0].ids):
-        return f"lack {special.bos!r}, with which they began in training"
-    has_own = exchanges[0].ids[:1] == (special.bos_id,)
-    return f"begin with {special.bos!r} " + ("twice" if has_own else "which training did not have")
-
-
-def _of_counts(exchanges: Sequence[Exchange]) -> tuple[str, str] | None:
-    """Return the same of a server that returns only how many tokens a prompt has."""
-    off = {
-        (each.answer.prompt_tokens or 0) - len(each.ids)
-        for each in exchanges
-        if each.answer.prompt_tokens is not None
-    }
-    if off <= {0}:
-        return None
-    if len(off) > 1:
-        return "not shown: the server returns only how many tokens it reads", SERVE
-    (more,) = off
-    what = (
-        "the beginning of text, twice or not at all"
-        if abs(more) == 1
-        else "a system prompt or other turns of the template"
-    )
-    return (
-        f"not shown: each prompt has {abs(more)} tokens {'more' if more > 0 else 'fewer'} on the "
-        f"server, such as {what}",
-        SERVE,
     )

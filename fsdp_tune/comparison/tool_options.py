@@ -4,7 +4,7 @@ never get, and those whose value is fixed."""
 from __future__ import annotations
 
 TOOLS = {"TRL": "trl", "axolotl": "axolotl"}
-"""Tools that compute their own side → their package. `comparison/tool_trainers.py` has how."""
+"""Tools that compute their own side → their package. `comparison/tool_side.py` runs their trainers."""
 _NOT_SENT_TO_TRL = (
     *("env", "config", "trust_remote_code", "code_revision"),
     *(

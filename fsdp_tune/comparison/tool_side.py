@@ -3,8 +3,8 @@
     python -m fsdp_tune.comparison.tool_side
 
 Started with the interpreter of the tool's environment, which has no package that fsdp_tune needs: of
-fsdp_tune it imports only `comparison/both_sides.py`, `comparison/tool_rows.py` and
-`comparison/tool_trainers.py`, which import nothing else. A request is a line on stdin, the fields of a
+fsdp_tune it imports only modules of `comparison/` that import nothing else: `both_sides.py`, `tool_rows.py`,
+`tool_trainers.py`, and a module for each tool. A request is a line on stdin, the fields of a
 `ToolRequest`. The answer is a line on stdout, the fields of an `Observation`.
 
 The trainer is built without truncation and packing for the tokens, and again as the file has it for
@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fsdp_tune.comparison.axolotl_trainers import AxolotlTrainers
 from fsdp_tune.comparison.both_sides import (
     AUTOCAST,
     DRAWN,
@@ -44,12 +45,16 @@ from fsdp_tune.comparison.tool_rows import ToolRows, step_rows
 from fsdp_tune.comparison.tool_trainers import (
     IGNORE_INDEX,
     PACKAGES,
-    TRAINERS,
     Facts,
     NotShownError,
     ToolRequest,
     ToolTrainers,
 )
+from fsdp_tune.comparison.trl_trainers import TrlTrainers
+
+TRAINERS: dict[str, Callable[..., ToolTrainers]] = {"TRL": TrlTrainers, "axolotl": AxolotlTrainers}
+"""By the name of the tool. Called with the request, the rows and the source of each, a folder, and what lists
+what is left out."""
 
 
 def versions() -> dict[str, str | None]:
@@ -86,8 +91,6 @@ class _ToolSide(ToolRows):
             (self._forward, ("logits", "row_losses")),
             (self._train, ("loss", "gradients", "clipping", "update")),
         ]
-
-    # ---- Data
 
     def _examples(self) -> None:
         trainer = self.tool.complete()
@@ -165,8 +168,6 @@ class _ToolSide(ToolRows):
             "values": steps,
             "drawn_by": None if read == [index_of[ids] for ids in rows] else "torch's generator",
         }
-
-    # ---- Model
 
     def _model(self) -> None:
         model: Any = self.trainer.model

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from fsdp_tune.comparison.causes import DifferentKey
 from fsdp_tune.comparison.runs import DifferentStep
-from fsdp_tune.comparison.served import ServedNumbers
+from fsdp_tune.comparison.served_numbers import ServedNumbers
 from fsdp_tune.comparison.stages import ComparedStage, StageDifference
 from fsdp_tune.comparison.verdicts import Verdict
 from fsdp_tune.core.command import JsonAnswer

@@ -32,9 +32,9 @@ from fsdp_tune.core.host import host, interconnect
 from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.core.topology import Group
 from fsdp_tune.jobs.inspection import inspect_model
+from fsdp_tune.jobs.machine_plan import trace_of
 from fsdp_tune.jobs.observer import Observer, session
 from fsdp_tune.jobs.options import DoctorOptions
-from fsdp_tune.jobs.plan import trace_of
 from fsdp_tune.jobs.recipes import check_cache, resolve_recipe
 from fsdp_tune.launch.command.accelerate import LaunchPlan, launch_plan, machine_rank_of
 from fsdp_tune.launch.command.ports import check_port

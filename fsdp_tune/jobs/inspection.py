@@ -2,9 +2,7 @@
 one does not concern.
 
 The model is inspected in a child process, since this one never imports torch, unless the inspection of an
-earlier one still holds; the first rows of each source are read here. A stage whose keys have a mistake
-already is not run, since what it finds would be about other values than the user's: it is listed as
-unchecked.
+earlier one still holds; the first rows of each source are read here.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -28,12 +26,10 @@ from fsdp_tune.data.inputs import opened_inputs
 from fsdp_tune.data.tokenise.sample_prompts import sample_prompts
 from fsdp_tune.data.tokenise.tokenizer import load_encoder, stand_in_encoder
 from fsdp_tune.jobs.first_rows import CheckedSource, bad_first_rows, read_first_rows
-from fsdp_tune.jobs.recipes import missing_sources
 from fsdp_tune.merge.lora.adapt import merge_problems
 from fsdp_tune.merge.read.base import carried_problems
 from fsdp_tune.model import kept_inspections
 from fsdp_tune.model.model_files import ModelFacts, ModelInspection
-from fsdp_tune.recipe.schema.keys import meant_key
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -242,74 +238,3 @@ def _encoder(recipe: Recipe, found: Inspection, *, has_tokenizer: bool) -> Encod
         found.notices.extend(encoder.notices)
         return encoder if has_template else None
     return None
-
-
-# ---- Which stages a mistake concerns
-
-MODEL_KEYS = (
-    *("model", "lora", "quantization", "precision", "kernels", "fsdp", "launch.device"),
-    *("data.max_length", "data.packing", "training.optim", "training.optim_args"),
-)
-TOKENIZER_KEYS = tuple(
-    f"model.{name}"
-    for name in ("name_or_path", "tokenizer", "revision", "tokenizer_revision", "trust_remote_code", "tokens")
-)
-ROW_KEYS = ("data", "training.sample")
-NOT_OF_ROWS = tuple(
-    f"data.{name}"
-    for name in (
-        *(
-            "packing",
-            "packing_strategy",
-            "eval_packing",
-            "overlong",
-            "drop_duplicates",
-            "stream_lanes",
-            "curriculum",
-            "shuffle",
-            "shuffle_buffer_size",
-        ),
-        *("mixture", "pad_to_multiple_of", "num_proc", "cache_dir"),
-    )
-)
-"""Keys of `data:` by which examples are cut, packed, ordered or stored: a row is read and encoded without
-them."""
-
-
-def inspect_remaining(recipe: Recipe, suspects: Collection[str], *, offline: bool) -> Inspection:
-    """Inspect model and rows of a recipe with mistakes, as far as they do not depend on the keys with a
-    mistake, `suspects`.
-
-    `recipe`: resolved, as far as it could be. The rest is listed in `unchecked`.
-    """
-    meant = {key: meant_key(key) for key in sorted(suspects)}
-    of_model = [key for key, known in meant.items() if _reads(MODEL_KEYS, known)]
-    of_tokenizer = [key for key, known in meant.items() if known == "model" or _reads(TOKENIZER_KEYS, known)]
-    of_rows = [
-        key for key, known in meant.items() if _reads(ROW_KEYS, known) and not _reads(NOT_OF_ROWS, known)
-    ]
-    if not (of_model or of_tokenizer or of_rows):
-        return inspect(recipe, offline=offline)
-    found = Inspection()
-    if not of_model:
-        found = inspect_model(recipe, offline=offline)
-    elif not of_rows:
-        found = inspect_data(recipe, has_tokenizer=not of_tokenizer)
-    if of_model:
-        found.unchecked.append(f"the model and its adapters, which depend on {_listed(of_model)}")
-    if of_rows:
-        found.problems.extend(missing_sources(recipe))
-        found.unchecked.append(
-            f"tokenizer, chat template and rows, which depend on {_listed([*of_tokenizer, *of_rows])}"
-        )
-    return found
-
-
-def _reads(keys: Collection[str], suspect: str) -> bool:
-    """Return whether a suspect key is one of `keys`, or in one of these sections, or a section that has one
-    of them."""
-    return any(suspect == key or suspect.startswith((f"{key}.", f"{key}[")) for key in keys)
-
-
-def _listed(keys: Collection[str]) -> str:
-    return ", ".join(f"`{key}`" for key in keys)

@@ -23,9 +23,6 @@ from fsdp_tune.recipe.read.loader import LoadedRecipe, parse_recipe
 from fsdp_tune.recipe.references import can_only_be_a_path
 from fsdp_tune.recipe.rules.contradictions import INPUTS
 
-# ---- The best recipe of the planner, with a comment at each key that a user would ask about
-
-
 _FULL_RATE, _ADAPTER_RATE = 1.0e-5, 2.0e-4
 
 

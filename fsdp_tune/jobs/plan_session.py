@@ -24,24 +24,18 @@ from fsdp_tune.planner.predict.calibration import (
     read_run,
     setting_of,
 )
+from fsdp_tune.planner.predict.efficiency import Efficiency, UnknownFigure
 from fsdp_tune.planner.predict.experts import expert_rows, why_experts
 from fsdp_tune.planner.predict.mixture import LOADS_ASSUMED
 from fsdp_tune.planner.predict.predict import Plan, ScalingRow, SmallestHardware
 from fsdp_tune.planner.predict.predict import plan as predict
-from fsdp_tune.planner.predict.timing import Efficiency, UnknownFigure
+from fsdp_tune.planner.search.auto_recomputation import Decided, MemoryBudget, decide_by_memory, undecided
+from fsdp_tune.planner.search.auto_recomputation import decide as decide_with_trace
 from fsdp_tune.planner.search.candidates import PlannedRecipe, Search
+from fsdp_tune.planner.search.other_trainings import other_trainings
 from fsdp_tune.planner.search.scaling import scaling_table
-from fsdp_tune.planner.search.search import (
-    Decided,
-    MemoryBudget,
-    Ranking,
-    decide_by_memory,
-    other_trainings,
-    rank_recipes,
-    smallest_hardware,
-    undecided,
-)
-from fsdp_tune.planner.search.search import decide as decide_with_trace
+from fsdp_tune.planner.search.search import Ranking, rank_recipes
+from fsdp_tune.planner.search.smallest_hardware import smallest_hardware
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.planner.tracing import keep_plan, kept_plan, plan_key
 from fsdp_tune.recipe.schema.keys import value_of

@@ -18,11 +18,8 @@ from fsdp_tune.jobs.plan_session import (
 )
 from fsdp_tune.planner.predict.predict import Plan
 from fsdp_tune.planner.search.alternatives import differences
+from fsdp_tune.planner.search.auto_recomputation import RECOMPUTATION, RESHARDING
 from fsdp_tune.planner.search.candidates import PlannedRecipe
-from fsdp_tune.planner.search.search import (
-    RECOMPUTATION,
-    RESHARDING,
-)
 from fsdp_tune.recipe.read.loader import parse_recipe
 from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.rules.contradictions import INPUTS

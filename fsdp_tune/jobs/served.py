@@ -18,9 +18,11 @@ from fsdp_tune.comparison.openai_server import (
     is_url,
     key_of,
 )
-from fsdp_tune.comparison.served import compare_served, is_near, numbers_of, score_request
-from fsdp_tune.comparison.served_causes import begun_otherwise, served_cause
+from fsdp_tune.comparison.served import compare_served, is_near, score_request
+from fsdp_tune.comparison.served_causes import served_cause
 from fsdp_tune.comparison.served_logprobs import TOLERANCE
+from fsdp_tune.comparison.served_numbers import numbers_of
+from fsdp_tune.comparison.served_prompt_causes import begun_otherwise
 from fsdp_tune.comparison.verdicts import evidence_of, verdict
 from fsdp_tune.core.errors import Where, usage_error
 from fsdp_tune.data.prompts import prompt_of_row

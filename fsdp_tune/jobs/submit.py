@@ -25,9 +25,9 @@ from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import Notice, Where, usage_error
 from fsdp_tune.core.ownership import HeldError, owned
 from fsdp_tune.core.units import format_seconds, parse_seconds
+from fsdp_tune.jobs.machine_plan import checkpoint_bytes
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import TrainOptions
-from fsdp_tune.jobs.plan import checkpoint_bytes
 from fsdp_tune.jobs.recipes import sized_recipe
 from fsdp_tune.jobs.slurm_queue import QueuedJob, already_queued, call_slurm, queued_jobs
 from fsdp_tune.jobs.submit_options import SlurmOptions, SubmitOptions

@@ -27,9 +27,9 @@ from fsdp_tune.core.atomic import check_output_file, write_file
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, usage_error
 from fsdp_tune.core.units import format_bytes, parse_bytes, parse_seconds
+from fsdp_tune.jobs.machine_plan import checkpoint_bytes
 from fsdp_tune.jobs.observer import Observer, session
 from fsdp_tune.jobs.options import Allowed
-from fsdp_tune.jobs.plan import checkpoint_bytes
 from fsdp_tune.jobs.recipes import code_not_allowed, resolve_recipe, sized_recipe
 from fsdp_tune.jobs.submit_options import CloudOptions, KubernetesOptions
 from fsdp_tune.recipe.read.loader import LoadedRecipe

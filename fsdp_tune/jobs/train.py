@@ -21,10 +21,10 @@ from fsdp_tune.data.skipped_rows import NamedRow, read_named_rows
 from fsdp_tune.jobs.connecting import connecting
 from fsdp_tune.jobs.doctor import notices_of_machine
 from fsdp_tune.jobs.evaluating import Evaluating, evaluating
+from fsdp_tune.jobs.machine_plan import keep_prediction
 from fsdp_tune.jobs.mirroring import Mirroring, given_back
 from fsdp_tune.jobs.observer import Observer, TrainingInputs, TrainResult, session
 from fsdp_tune.jobs.options import TrainOptions
-from fsdp_tune.jobs.plan import keep_prediction
 from fsdp_tune.jobs.recipes import check_cache, resolve_recipe
 from fsdp_tune.jobs.resizing import Resizing, held_elsewhere, recorded_devices, refuse_manual_start
 from fsdp_tune.jobs.results import target_of

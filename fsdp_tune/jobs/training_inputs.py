@@ -17,9 +17,10 @@ from fsdp_tune.jobs.continued_data import continued_data, steps_of_run
 from fsdp_tune.jobs.doctor import check_space
 from fsdp_tune.jobs.evaluating import check_evaluation, notices_of_evaluation, refuse_scores_without_room
 from fsdp_tune.jobs.inspection import Inspection, inspect_model, with_tensors
+from fsdp_tune.jobs.machine_plan import MachinePlan, plan_here, refuse_what_cannot_fit
 from fsdp_tune.jobs.observer import Observer, TrainingInputs
 from fsdp_tune.jobs.options import TrainOptions
-from fsdp_tune.jobs.plan import MachinePlan, decisions, plan_here, refuse_what_cannot_fit
+from fsdp_tune.jobs.plan_session import decisions
 from fsdp_tune.launch.command.resume import Start, refuse_beyond_end
 from fsdp_tune.launch.machines.channel import CountedBar
 from fsdp_tune.launch.supervise.early_launch import EarlyLaunch

@@ -1,8 +1,8 @@
 """Check a recipe before it runs: its inputs without GPUs, all mistakes at once, or a rehearsal on CPU ranks
 with a scaled-down model.
 
-A recipe with mistakes is checked as far as they allow (`jobs/inspection.py`). `train` inspects and prepares
-by the same functions.
+A recipe with mistakes is checked as far as they allow (`jobs/unaffected_stages.py`). `train` inspects and
+prepares by the same functions.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.jobs.answers import CheckAnswer, RehearseAnswer
 from fsdp_tune.jobs.evaluating import check_evaluation, notices_of_evaluation
 from fsdp_tune.jobs.first_rows import FIRST_ROWS, CheckedSource
-from fsdp_tune.jobs.inspection import Inspection, inspect, inspect_remaining
+from fsdp_tune.jobs.inspection import Inspection, inspect
 from fsdp_tune.jobs.observer import Observer, session
 from fsdp_tune.jobs.options import Allowed
 from fsdp_tune.jobs.plan_session import budget_of, decide_open_keys, visible_gpu
 from fsdp_tune.jobs.recipes import check_cache, resolve_recipe
+from fsdp_tune.jobs.unaffected_stages import inspect_remaining
 from fsdp_tune.model.model_files import ModelFacts, check_vocabulary
-from fsdp_tune.planner.search.search import undecided
+from fsdp_tune.planner.search.auto_recomputation import undecided
 from fsdp_tune.recipe.read.catalogue import find_recipe
 from fsdp_tune.recipe.read.loader import LoadedRecipe, WrongRecipeError, load_recipe
 from fsdp_tune.recipe.read.recipe_text import read_text

@@ -143,9 +143,6 @@ def remarked(outcome: Outcome, words: str) -> Outcome:
             return outcome
 
 
-# ---- Rules that differ in their constants
-
-
 def same(target: str) -> Rule:
     """Return a rule for a key with another name and the same value."""
     return lambda key: Write({target: key.value}, fate=Fate.KEPT if key.name == target else Fate.CONVERTED)
@@ -227,9 +224,6 @@ def lora_targets(key: FileKey) -> Outcome:
 
 def is_on(value: object) -> bool:
     return value in (True, 1) or str(value).lower() in ("true", "yes", "1", "on")
-
-
-# ---- Keys of one source of the rows
 
 
 def in_source(name: str, fate: Fate = Fate.CONVERTED) -> Rule:

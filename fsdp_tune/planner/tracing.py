@@ -75,7 +75,7 @@ def keep_plan(cache: Path, key: str, plan: Plan) -> None:
 
 
 CONFIG = "config.json"
-COMMAND = (sys.executable, "-P", "-m", "fsdp_tune.planner.trace.trace_recipe")
+COMMAND = (sys.executable, "-P", "-m", "fsdp_tune.planner.trace.trace_server")
 
 
 class Tracing:

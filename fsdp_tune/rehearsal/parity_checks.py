@@ -219,7 +219,7 @@ def parity_checks(base: ScaledRecipe, folder: Path, options: Sequence[str] = ())
         why = _train(base, switch, run, options)
         if why is None and reference is None:
             result = run_torch_script(
-                "plain_loop", {"run": str(run.path), "compute_dtype": "fp32", "skipped": []}
+                "run_trajectory", {"run": str(run.path), "compute_dtype": "fp32", "skipped": []}
             )
             reference, why = (
                 result.document,
@@ -271,7 +271,7 @@ def _scattered(run: RunDir, factor: float) -> tuple[bool, str]:
     )
     request = {"run": str(run.path), "skipped": skipped}
     true, alone = (
-        run_torch_script("plain_loop", request | {"compute_dtype": dtype}) for dtype in ("fp32", "bf16")
+        run_torch_script("run_trajectory", request | {"compute_dtype": dtype}) for dtype in ("fp32", "bf16")
     )
     for result in (true, alone):
         if result.exit_code != 0:

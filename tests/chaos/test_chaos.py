@@ -105,9 +105,6 @@ def reference(tmp_path: Path) -> RunDir:
     return RunDir(tmp_path / "reference" / "run")
 
 
-# ---- drawing
-
-
 def setting(machines: int = 1, first_step: int = 0) -> Setting:
     return Setting(machines, HANG, first_step, LAST_STEP)
 
@@ -187,9 +184,6 @@ def test_short_stop_is_below_hang_timeout_and_long_stop_above() -> None:
     assert all(one.seconds < HANG if one.kind == SHORT_STOP else one.seconds > HANG + 5 for one in stops)
 
 
-# ---- invariants
-
-
 @pytest.mark.parametrize(
     "steps", [range(1, 6), range(1, 8), range(2, 7)], ids=["lost", "twice", "begins late"]
 )
@@ -263,8 +257,6 @@ def test_open_port_is_detected() -> None:
         server.listen()
         assert listening(port) == [f"port {port} is still open"]
 
-
-# ---- ends
 
 HANG_TEXT = "error: no progress for 25s: rank 1 (step 3, `forward`, stopped (SIGSTOP)) is late"
 KILLED_TEXT = "error: rank 1 was killed by SIGKILL at step 3"
@@ -454,9 +446,6 @@ def test_undisturbed_attempt_must_finish() -> None:
     )
 
 
-# ---- observation
-
-
 def test_processes_are_found_by_marker_without_their_parent(tmp_path: Path) -> None:
     """The sleeper's parent ends at once, so that no walk over children would find it."""
     environment = {**os.environ, MARK: "token-of-a-test", MACHINE: "1", "RANK": "3"}
@@ -545,9 +534,6 @@ def test_handled_and_ignored_signals_count_as_listening() -> None:
         child.kill()
 
 
-# ---- the page
-
-
 def tally_of(*hits: tuple[str, str, str]) -> Tally:
     return Tally(Counter(hits))
 
@@ -566,8 +552,6 @@ def test_results_of_as_many_machines_are_replaced_and_shown() -> None:
     ] == [1, 1, 1]
     assert f"{KILL} 2, " in text
 
-
-# ---- the disk, and a run
 
 needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="the shim is compiled by gcc")
 

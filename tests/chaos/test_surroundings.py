@@ -123,9 +123,6 @@ def fill(disk: Path, what: str) -> list[Path]:
     raise AssertionError("the disk took everything")
 
 
-# ---- limits
-
-
 @pytest.mark.parametrize("descriptors", [24, 96])
 def test_few_open_files_are_enough_or_the_limit_is_named(descriptors: int, tmp_path: Path) -> None:
     prefix = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh"]
@@ -187,8 +184,6 @@ def test_locale_without_utf8_changes_nothing(locale: str, tmp_path: Path) -> Non
     assert (folder.merged / "model.safetensors").is_file()
     assert "läufe-ığ" in run.text
 
-
-# ---- processes
 
 SAVES = {"training.save_steps": 20}
 
@@ -262,9 +257,6 @@ __import__('time').sleep(60)
     finally:
         until(lambda: not (group / "cgroup.procs").read_text().strip(), seconds=30)
         group.rmdir()
-
-
-# ---- directories
 
 
 def test_run_that_was_copied_while_it_trained_and_one_that_was_moved_continue(tmp_path: Path) -> None:

@@ -187,9 +187,6 @@ def test_tag_of_an_image_is_a_notice() -> None:
     assert [each["code"] for each in json.loads(done.stdout)["notices"]] == ["image-not-pinned"]
 
 
-# ---- The commands, run
-
-
 class Pods:
     """The containers of a file, as processes of this machine: directories are replaced, and the variables of
     the engine are set."""

@@ -14,10 +14,10 @@ from fsdp_tune.cli.train_view import predicted_line
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError
 from fsdp_tune.core.gpus import find_hardware
 from fsdp_tune.core.units import GIB
-from fsdp_tune.jobs.plan import keep_prediction, plan_here, refuse_what_cannot_fit
+from fsdp_tune.jobs.machine_plan import keep_prediction, plan_here, refuse_what_cannot_fit
 from fsdp_tune.launch.command.accelerate import launch_plan
 from fsdp_tune.planner.predict.predict import Plan, plan
-from fsdp_tune.planner.search.search import Decided
+from fsdp_tune.planner.search.auto_recomputation import Decided
 from fsdp_tune.run.directory import RunDir
 from tests.planner.hand_trace import Hand
 from tests.planner.recipes import resolved

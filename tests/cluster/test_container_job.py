@@ -153,9 +153,6 @@ def codes(problems: Iterable[Problem]) -> list[str]:
     return [problem.code for problem in problems]
 
 
-# ---- Kubernetes
-
-
 DOCUMENTS = {
     "job": ["ConfigMap", "Service", "Job"],
     "jobset": ["ConfigMap", "JobSet"],
@@ -418,9 +415,6 @@ def test_integer_of_another_base_in_go_is_quoted(text: str) -> None:
     assert as_yaml({"value": text}) == f"value: '{text}'\n"
 
 
-# ---- What a recipe must be like
-
-
 def test_run_directory_must_be_on_a_volume() -> None:
     (problem,) = refusal(made, "output_dir=runs/{name}")
     assert problem.code == "not-on-a-volume"
@@ -484,8 +478,6 @@ def test_secret_has_the_key_of_its_variable() -> None:
     assert parse_secret("HF_TOKEN=hub:token") == SecretReference("HF_TOKEN", "hub", "token")
     assert parse_variable("HF_TOKEN") == SecretReference("HF_TOKEN", "HF_TOKEN", "HF_TOKEN")
 
-
-# ---- Clouds
 
 CLOUD = CloudSettings("registry/fsdp-tune:1", "H100", spot=True, secrets=(parse_variable("HF_TOKEN"),))
 

@@ -196,9 +196,6 @@ def test_lead_is_measured_or_estimated_and_has_a_floor() -> None:
     assert estimated_lead(None).seconds == 600
 
 
-# ---- The script's own decisions, with `srun` and `scontrol` replaced.
-
-
 class Node:
     """Runs the script as Slurm would, with commands that tests decide."""
 
@@ -332,8 +329,6 @@ def test_start_that_was_killed_has_no_end(node: Node) -> None:
     (start,) = read_attempts(node.run)
     assert (start.then, start.exit_code, start.last_step) == (None, None, None)
 
-
-# ---- A step and its recipe.
 
 STEP = {
     "SLURM_STEP_ID": "0",

@@ -42,8 +42,6 @@ from tests.comparison.tool_files import (
 
 __all__ = ["files", "one_thread"]
 
-# ---- With a stand-in
-
 
 OLD_OPTIONS = ("chat_template", "warmup_ratio", "max_seq_length", "dataset_mixture")
 
@@ -326,9 +324,6 @@ def test_sides_that_a_tool_did_not_compute_are_never_equal(
     assert "it refuses" in comparison_page(found)
 
 
-# ---- How TRL is asked, with a stand-in of its classes
-
-
 @dataclass
 class SFTConfig:
     model_init_kwargs: Any = None
@@ -561,9 +556,6 @@ def test_piece_is_found_in_the_first_example_that_has_it(tmp_path: Path) -> None
 def test_rows_of_a_step_follow_their_order_and_begin_again() -> None:
     assert [tool_rows.step_rows(step, 5, 2) for step in range(4)] == [[0, 1], [2, 3], [4], [0, 1]]
     assert tool_rows.step_rows(1, 3, 8) == [0, 1, 2]
-
-
-# ---- With TRL
 
 
 needs_trl = pytest.mark.skipif(

@@ -21,7 +21,7 @@ from fsdp_tune.core.families import (
     tied_candidates,
     widest_head,
 )
-from fsdp_tune.migrate.tools import llama_factory, swift_templates
+from fsdp_tune.migrate.tools import llama_factory_templates, swift_templates
 
 MODELS = Path(transformers.__file__).parent / "models"
 GEMMA4 = {
@@ -63,9 +63,11 @@ MEAN_SOMETHING_ELSE = {
     "merge/read/reader.py": {"opt"},  # an entry of a checkpoint's header: the optimizer
     "migrate/general.py": {"gemma3"},
     # its templates
-    "migrate/tools/llama_factory.py": {*(llama_factory.LINE_ENDS & CONFIG_MAPPING_NAMES.keys())},
+    "migrate/tools/llama_factory_templates.py": {
+        *(llama_factory_templates.LINE_ENDS & CONFIG_MAPPING_NAMES.keys())
+    },
     "migrate/tools/swift_templates.py": {*(swift_templates.LINE_ENDS & CONFIG_MAPPING_NAMES.keys())},
-    "migrate/tools/torchtune.py": {"phi3", "qwen2"},  # its modules
+    "migrate/tools/torchtune_rows.py": {"phi3", "qwen2"},  # its modules
     "planner/trace/recorder.py": {"clip"},  # a phase of a step: clipping
     "planner/trace/traced_step.py": {"clip"},
     "planner/trace_format.py": {"clip"},

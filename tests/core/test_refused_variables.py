@@ -169,9 +169,6 @@ def test_switch_is_on_or_off(value: str, is_refused: bool) -> None:
         refuse_odd_booleans({"HF_HUB_OFFLINE": value})
 
 
-# ---- Modules that hide others
-
-
 @pytest.mark.parametrize(
     ("module", "source", "hidden", "reason"),
     [

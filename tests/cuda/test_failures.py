@@ -75,9 +75,6 @@ def after(step: int, how: str) -> str:
     return f"1:{STEPS_OF_THE_START + step}:{how}"
 
 
-# ---- a device that fails
-
-
 @pytest.mark.slow
 def test_gpu_that_falls_off_the_bus_is_named_and_missed_by_the_resume(tmp_path: Path) -> None:
     lost = tmp_path / "lost"
@@ -161,9 +158,6 @@ def test_rank_that_the_watchdog_of_nccl_ends_has_its_message(tmp_path: Path) -> 
     assert "Timeout(ms)=5000" in ended.problem["message"]
 
 
-# ---- memory
-
-
 MANY_ROWS = {"training.per_device_train_batch_size": 256, "training.global_batch_size": 512}
 """So many that one layer's activations do not fit: with less, what else is still held decides whether the
 forward or the backward fails."""
@@ -219,9 +213,6 @@ def test_memory_that_cannot_be_pinned_is_the_hosts(
         in ended.problem["message"]
     )
     assert way in ended.printed
-
-
-# ---- which GPUs there are
 
 
 def test_hidden_gpus_are_named_with_the_variable(tmp_path: Path) -> None:
@@ -314,9 +305,6 @@ def test_env_reports_devices_driver_lost_devices_and_slow_bf16(tmp_path: Path) -
     assert json.dumps(found["devices"]).count("Tesla T4") == 2
     assert "580.95.05" in done.stdout, "the driver"
     assert {"gpu-lost", "no-bf16"} <= {row["code"] for row in found["known_bad"]}
-
-
-# ---- kinds of GPUs
 
 
 def validated(gpu: str, *changes: str) -> dict[str, Any]:

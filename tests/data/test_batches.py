@@ -114,9 +114,6 @@ def test_micro_step_spans_neighbouring_rows_of_all_ranks() -> None:
     assert second == [[8, 9, 10, 11], [12, 13, 14, 15]]
 
 
-# ---- Cutting a global batch by tokens loses no row, keeps the budget, keeps ranks in step, and no cut needs
-# fewer micro-steps.
-
 MAX_LENGTH = 40
 some_lengths = st.lists(st.integers(1, MAX_LENGTH), min_size=1, max_size=60).map(
     lambda values: np.array(values, np.int64)

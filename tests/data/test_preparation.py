@@ -43,9 +43,6 @@ def shown(found: Prepared, encoder: ByteEncoder | None = None) -> list[str]:
     return [marked(row, encoder or ByteEncoder()) for row in rows_of(found)]
 
 
-# --- what is trained ---
-
-
 def test_completion_and_eos_are_trained_and_prompt_is_not(tmp_path: Path, pairs: Path) -> None:
     found = prepared(tmp_path, pairs)
     assert shown(found)[:2] == ["0+1 is[ 1</s>]", "1+1 is[ 2</s>]"]
@@ -221,9 +218,6 @@ def test_tool_calls_have_the_same_tokens_from_json_lines_parquet_and_saved_sets(
     assert others == [from_lines, from_lines]
 
 
-# --- what is left out ---
-
-
 def test_rows_without_targets_are_dropped_and_listed(tmp_path: Path) -> None:
     rows = write_jsonl(
         tmp_path / "rows.jsonl",
@@ -271,9 +265,6 @@ def test_text_is_split_by_default_and_has_one_eos_token(tmp_path: Path) -> None:
     assert shown(prepared(tmp_path, rows, max_length=4)) == ["a[bcd]", "e[fgh]", "i[j</s>]"]
 
 
-# --- bad rows ---
-
-
 def test_bad_rows_are_named_with_line_and_column_and_all_are_counted(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     good = json.dumps(PAIRS[0])
@@ -310,9 +301,6 @@ def test_file_without_valid_rows_lists_bad_rows(tmp_path: Path) -> None:
     ] == [(1, True)]
     rows.write_text("")
     assert problems(tmp_path, rows)[0].code == "no-rows"
-
-
-# --- columns and formats ---
 
 
 def test_columns_are_kept_and_renamed(tmp_path: Path) -> None:
@@ -386,9 +374,6 @@ def test_files_with_differing_columns_are_named(tmp_path: Path) -> None:
 def test_all_wrong_entries_are_reported_at_once(tmp_path: Path) -> None:
     found = problems(tmp_path, tmp_path / "one.jsonl", tmp_path / "two.jsonl")
     assert [problem.code for problem in found] == ["data-not-found"] * 2
-
-
-# --- sets, packing, mixing ---
 
 
 def test_held_out_rows_are_not_trained_and_do_not_depend_on_the_tokenizer(
@@ -638,9 +623,6 @@ def test_fewer_rows_than_a_global_batch_is_an_error_with_the_counts(tmp_path: Pa
     ):
         prepare(recipe, ByteEncoder())
     assert prepare(recipe, ByteEncoder(), check_rows=False).train_rows < 8
-
-
-# --- the account ---
 
 
 def test_account_totals_match_rows(tmp_path: Path, pairs: Path) -> None:

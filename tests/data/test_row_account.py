@@ -72,9 +72,6 @@ def chats_of(found: Prepared, encoder: ByteEncoder) -> list[str]:
     return [marked(row, encoder) for row in rows_of(found)]
 
 
-# ---- Documented rows of other tools are read with their meaning.
-
-
 @pytest.mark.parametrize("path", ["alpaca", "query"])
 def test_system_and_history_of_llama_factory_and_swift_are_the_messages_of_a_chat(
     tmp_path: Path, path: str
@@ -145,9 +142,6 @@ def test_turns_of_from_and_value_are_read_under_any_column() -> None:
     assert "message 1 has both `value` and `content`" in str(
         refusal("sharegpt", {"conversations": [USER | {"value": "c?"}, ANSWER]})
     )
-
-
-# ---- Keys that are not read.
 
 
 @pytest.mark.parametrize(
@@ -239,9 +233,6 @@ def test_column_that_the_chat_template_reads_is_named_as_a_variable() -> None:
     template = "{% for d in documents %}{{ d }}{% endfor %}" + CHATML
     error = refusal("messages", {"messages": [USER, ANSWER], "documents": ["d"]}, template=template)
     assert '`chat_template_kwargs: {"documents": …}`' in (error.hint or "")
-
-
-# ---- What a user sees.
 
 
 def test_account_names_what_is_read_and_ignored(tmp_path: Path) -> None:
@@ -362,8 +353,6 @@ def test_documentation_lists_the_metadata(repository: Path) -> None:
     listed = rest.partition("\n### ")[0]
     assert {name for name in METADATA | NESTED_METADATA if name and f"`{name}`" not in listed} == set()
 
-
-# ---- Fuzzing: rows of the formats that other tools document, with extra keys at every level.
 
 DOCUMENTED: list[tuple[str, str, dict[str, Any]]] = [
     ("TRL language modeling", "text", {"text": "The sky is blue."}),

@@ -51,9 +51,6 @@ def rendered(folder: Path, rows: list[dict[str, Any]], **data: Any) -> list[str]
     return [marked(row, encoder) for row in rows_of(found)]
 
 
-# ---- Messages
-
-
 @pytest.mark.parametrize("name", MARKS)
 @pytest.mark.parametrize("format_", ["messages", "sharegpt", "prompt_completion"])
 def test_every_mark_of_a_message_is_obeyed(name: str, format_: str) -> None:
@@ -121,9 +118,6 @@ def test_contradicting_marks_are_refused() -> None:
     assert str(error) == "message 2: `loss` and `loss_weight` contradict each other"
 
 
-# ---- Parts of `content`
-
-
 def parts(*marks: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"type": "text", "text": text} | mark for text, mark in zip("xyz", marks, strict=False)]
 
@@ -170,9 +164,6 @@ def test_mark_of_a_part_without_exact_meaning_is_refused() -> None:
     assert "messages.content.weight" in (error.hint or "")
 
 
-# ---- Rows
-
-
 @pytest.mark.parametrize("format_", ROWS)
 @pytest.mark.parametrize("name", MARKS)
 def test_mark_of_a_row_excludes_it_or_changes_nothing(format_: str, name: str) -> None:
@@ -203,9 +194,6 @@ def test_row_of_weight_0_is_left_out_and_counted(tmp_path: Path) -> None:
     rows[0]["weight"] = 0.5
     with pytest.raises(FsdpTuneError, match=r"`weight` is 0\.5; it is 0 or 1"):
         prepared(tmp_path, write_jsonl(tmp_path / "rows.jsonl", rows), encoder=encoder, max_length=256)
-
-
-# ---- Tokens
 
 
 @pytest.mark.parametrize("name", TOKEN_MASKS)
@@ -245,9 +233,6 @@ def test_masks_of_tokens_without_ids_are_refused(name: str, format_: str) -> Non
     error = refusal(format_, ROWS[format_] | {name: [0, 1]})
     assert f"`{name}`" in str(error)
     assert "write the row tokenized" in (error.hint or "")
-
-
-# ---- Variables of the chat template
 
 
 def test_thinking_is_switched_by_a_column_as_in_verl() -> None:

@@ -122,8 +122,7 @@ def test_pending_chunks_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) ->
     assert most <= 30_000_004 + 6 * CHUNK_BYTES
 
 
-# ---- Conversations that a template renders differently once more messages follow.
-
+# A template that renders an answer differently once more messages follow.
 REWRITING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.thought and loop.last %}({{ m.thought "
     "}}){% endif %}"

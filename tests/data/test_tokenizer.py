@@ -1,5 +1,5 @@
-"""The recipe's tokenizer through transformers: special tokens, templates, and errors if it cannot be
-loaded."""
+"""The recipe's tokenizer through transformers: special tokens, templates, errors if it cannot be loaded, and
+the tokenizer that is exported with a trained model."""
 
 from __future__ import annotations
 
@@ -293,9 +293,6 @@ def test_digests_distinguish_tokenizers(tmp_path: Path) -> None:
     }
     assert len(digests) == 4
 
-
-# ---- The tokenizer of a trained model: files that the recipe does not change are the base's, the others load
-# with the ids of the training.
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<pad>"]
 CONFIG: dict[str, Any] = {

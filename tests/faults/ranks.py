@@ -322,8 +322,6 @@ def ranks_step(path: Path) -> int:
     return int(path.name.rsplit("-", 1)[1])
 
 
-# ---- the whole worker
-
 PHASES = {
     "fetch": "get_batch_samples",
     "forward": "training_step",

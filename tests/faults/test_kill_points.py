@@ -72,9 +72,6 @@ def every_kill(
     return len(points)
 
 
-# ---- rotation
-
-
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_rotation_killed_anywhere_shows_no_half_deleted_checkpoint(
     every: int, tmp_path: Path, count: Count
@@ -162,9 +159,6 @@ def test_leftovers_are_removed_and_links_not_followed(tmp_path: Path) -> None:
     assert verified_steps(run) == [10]
 
 
-# ---- a new run, and a resumed one
-
-
 @pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)])
 def test_new_run_killed_anywhere_is_absent_or_complete(every: int, tmp_path: Path, count: Count) -> None:
     recipe = resolved(tmp_path)
@@ -248,9 +242,6 @@ def test_resume_of_a_directory_whose_files_were_damaged_is_one_error(tmp_path: P
             done += 1
         path.write_bytes(raw)
     count(corruptions=done)
-
-
-# ---- a merge
 
 
 @pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)])

@@ -185,9 +185,6 @@ def test_tracker_that_fails_or_hangs_is_a_warning(what: str, told: str, training
     training.is_whole(run)
 
 
-# ---- no targets
-
-
 def untrained_store(folder: Path, rows: set[int]) -> Path:
     """The tests' rows, some of which are wholly untrained."""
     made = store.make_store(folder)

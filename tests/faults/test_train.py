@@ -38,9 +38,6 @@ def each(rest: Sequence[Any]) -> list[Any]:
     return [pytest.param(one, marks=slow, id=str(one)) for one in rest]
 
 
-# ---- kills
-
-
 def death(training: Training, *happenings: Happening) -> RunDir:
     run = training.new()
     ends = training.attempt(run, happenings)
@@ -132,9 +129,6 @@ def test_rank_killed_at_a_file_operation_of_a_save_resumes(
     training.is_whole(run)
 
 
-# ---- signals
-
-
 @on_devices
 @pytest.mark.parametrize("step", cases([], [1, 2, 3, 4, 5, 6, 7, 8, 9]))
 def test_stop_and_resume_at_any_step_continues_losses(step: int, training: Training) -> None:
@@ -209,9 +203,6 @@ def test_failed_save_on_stop_exits_1_and_keeps_older_checkpoint(rank: int, train
     training.is_whole(run)
 
 
-# ---- disks, and what is left
-
-
 @on_devices
 @slow
 @pytest.mark.parametrize("rank", [0, 1])
@@ -257,9 +248,6 @@ def test_metrics_are_truncated_to_the_checkpoint_and_hold_each_step_once(
     training.finish(run)
     found, wanted = numbers(run), numbers(training.whole)
     assert found == (wanted[newest.step :] if kind == "gone" else wanted)
-
-
-# ---- other worlds
 
 
 @on_devices

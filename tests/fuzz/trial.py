@@ -84,9 +84,6 @@ def judge(draw: Draw, folder: Path, on_ranks: Ranks, plant: str | None = None) -
     return verdict
 
 
-# ---- The rules
-
-
 PACKING = "data.packing"
 SEEN_IN_THE_MODEL = frozenset({"contradiction"})
 """Refusals whose rule reads the model's modules: `validate` shows them, but the rules on the recipe alone do
@@ -146,8 +143,6 @@ def blamed(problem: Problem, draw: Draw) -> str | None:
     named = [name for name in re.findall(r"[\w]+(?:\.[\w]+)+", text) if name in drawn]
     return named[0] if named else None
 
-
-# ---- The run
 
 BASE: dict[str, Any] = {
     "model": {"tokenizer": "builtin:arithmetic"},
@@ -239,9 +234,6 @@ def _orders(draw: Draw, plant: str | None, **fields: Any) -> dict[str, Any]:
 def _failure(outcomes: list[dict[str, Any]]) -> Problem | None:
     problem = next((outcome["problem"] or {} for outcome in outcomes if outcome["exit_code"] != 0), None)
     return None if problem is None else Problem.from_dict({"code": None, "message": None, **problem})
-
-
-# ---- Against the plain loop
 
 
 def settings_of(draw: Draw, *, compute: torch.dtype) -> reference.LoopSettings:

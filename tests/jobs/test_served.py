@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 import fsdp_tune
+from fsdp_tune.answer.answering import Answering, StopFlag
 from fsdp_tune.answer.find_model import find_model
-from fsdp_tune.answer.generate import Answering, Reference, StopFlag
 from fsdp_tune.answer.model_requests import AnswerSettings, ModelsRequest
+from fsdp_tune.answer.server_reference import Reference
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.jobs import served as job
 from fsdp_tune.jobs.compare_answer import CompareAnswer

@@ -46,9 +46,6 @@ def two(play: Play) -> tuple[Machines, Machines]:
     return play.machine(0), play.machine(1)
 
 
-# ---- Finding each other.
-
-
 def test_single_machine_neither_announces_nor_waits(run: RunDir) -> None:
     run.logs.mkdir()
     with Machines(run) as alone:
@@ -208,9 +205,6 @@ def test_stop_of_another_machine_before_the_launch_ends_the_first(play: Play) ->
     assert (verdict.exit_code, verdict.reason, verdict.problem) == (143, ExitReason.PREEMPTED, None)
 
 
-# ---- Waiting for a first machine that works.
-
-
 def work(machine: Machines, seconds: float) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -241,9 +235,6 @@ def test_waits_continue_while_first_machine_works(two: tuple[Machines, Machines]
 @pytest.mark.usefixtures("impatient")
 def test_first_machine_that_does_nothing_is_not_waited_for(two: tuple[Machines, Machines]) -> None:
     assert problem_of(two[1].join()).code == "first-machine-missing"
-
-
-# ---- During a launch.
 
 
 def test_failure_and_stop_reach_machines_that_do_not_read_each_other(play_of: Callable[[int], Play]) -> None:
@@ -353,9 +344,6 @@ def test_launches_have_distinct_rendezvous_ids(play_of: Callable[[int], Play]) -
             assert first.environment() == second.environment()
             names.add(first.environment()["PET_RDZV_ID"])
     assert len(names) == 3
-
-
-# ---- Hangs.
 
 
 def test_hang_report_covers_all_machines(play_of: Callable[[int], Play]) -> None:

@@ -50,9 +50,6 @@ def three(play_of: Callable[[int], Play], monkeypatch: pytest.MonkeyPatch) -> tu
     return played, every
 
 
-# ---- Machines that agree on a launch.
-
-
 def test_launch_without_a_lost_machine_numbers_the_others_anew(three: tuple[Play, list[Machines]]) -> None:
     played, (first, second, third) = three
     second.close()
@@ -155,9 +152,6 @@ def test_machine_that_is_cut_off_gives_up_before_the_first_continues_without_it(
     for silent_seconds in (earliest_seconds - 5.0, peers.LOST_SECONDS + 1.0):
         second.channel.silent_seconds = lambda _, seconds=silent_seconds: seconds  # type: ignore[method-assign]
         assert second.failure_elsewhere() is not None
-
-
-# ---- The launches of a run.
 
 
 class Sizes:

@@ -136,8 +136,6 @@ def test_close_waits_until_the_last_document_is_read(play: Play) -> None:
     assert report.state == "final"
 
 
-# ---- What a store may contain.
-
 STRANGE_VALUES = [
     "",
     "[1]",

@@ -105,9 +105,6 @@ def test_lines_are_passed_on_and_a_finished_run_is_exit_0(plan_of: PlanOf, run: 
     assert len(positions) == len(set(positions)), "only changes are passed on"
 
 
-# ---- Signals
-
-
 def test_every_stop_signal_is_recorded(plan_of: PlanOf) -> None:
     numbers = [
         signal.SIGINT,
@@ -297,9 +294,6 @@ def test_save_that_fails_after_a_signal_is_exit_1(plan_of: PlanOf) -> None:
     assert "rank-0000.log" in (problem.hint or "")
 
 
-# ---- Ranks and launchers that end
-
-
 def test_killed_rank_ends_the_others_and_is_named(plan_of: PlanOf) -> None:
     start = time.monotonic()
     stuck = [["ignore-signals"], ["beat", "training", 3], ["spawn"], ["sleep", 60]]
@@ -321,9 +315,6 @@ def test_disk_that_refuses_the_outcome_of_a_rank_is_named(
     _, problem = failure(plan_of({"0": [["exit", 1]]}))
     assert problem.message.startswith("rank 0 ended with exit code 1 before it could report: ")
     assert problem.message.endswith("/logs cannot be written (No space left on device)")
-
-
-# ---- Outcomes that the disk refuses, or that are damaged
 
 
 def garbled(exit_code: int) -> list[list[object]]:
@@ -527,9 +518,6 @@ def test_closing_the_events_ends_the_ranks(plan_of: PlanOf) -> None:
     next(events)
     events.close()
     assert left_over(before) == []
-
-
-# ---- Hangs
 
 
 def test_hanging_rank_is_named_with_its_location(plan_of: PlanOf, run: RunDir) -> None:

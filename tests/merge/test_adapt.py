@@ -63,9 +63,6 @@ def base(llama, tmp_path) -> Path:
     return base_directory(llama, tmp_path / "base")
 
 
-# ---- where an adapter comes from
-
-
 def sharded_peft_model(folder: Path, state: dict[str, torch.Tensor]) -> Path:
     """Three FSDP ranks, uneven shards."""
 
@@ -186,9 +183,6 @@ def test_base_of_the_hub_is_read_at_the_commit_of_training(
     monkeypatch.setattr(base_under_adapter, "fetch_model", fetch)
     assert_tensors(merge(folder).output, added(llama, adapter))
     assert revisions == [read]
-
-
-# ---- arithmetic
 
 
 @pytest.mark.parametrize(
@@ -324,9 +318,6 @@ def test_average_of_merged_checkpoints_is_the_mean_of_their_sums(llama, tmp_path
     )
 
 
-# ---- what stands beside the factors: embeddings, heads, biases
-
-
 def test_adapted_embedding_leaves_tied_head_unchanged(tmp_path, merge):
     model = exact(small_gpt2())
     adapter = factors(model, "wte")
@@ -435,9 +426,6 @@ def test_base_without_model_prefix_keeps_its_names(tmp_path, merge):
     )
 
 
-# ---- export
-
-
 @pytest.mark.parametrize("source", ["whole model", "adapter shards"])
 def test_export_loads_with_peft(source, llama, tmp_path, merge):
     adapter, head = factors(llama, *LINEAR, "embed_tokens"), values(61, 32, seed=7)
@@ -514,9 +502,6 @@ def test_dora_without_magnitudes_is_refused(llama, base, tmp_path, merge):
     folder = adapter_directory(tmp_path / "a", adapter_state(factors(llama, "q_proj")), use_dora=True)
     with pytest.raises(FailedError, match="no magnitudes"):
         merge(folder, base=str(base))
-
-
-# ---- refusals
 
 
 def refused(tmp_path: Path) -> list[str]:

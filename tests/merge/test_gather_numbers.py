@@ -123,9 +123,6 @@ def test_model_that_diverged_everywhere_is_reported_briefly(tmp_path, merge):
     assert "80 more tensors" in caught.value.problems[-1].message
 
 
-# ---- averages
-
-
 def states(count: int) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     return [

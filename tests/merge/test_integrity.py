@@ -188,9 +188,6 @@ def test_card_of_streamed_run_does_not_give_the_size_of_its_sample(tmp_path):
         assert f"| Size of the data | {expected} |" in card
 
 
-# ---- transformers
-
-
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
 @pytest.mark.parametrize("kernel", ["flash_attention_2", "someone/kernel"])
 def test_kernel_that_a_config_names_is_neither_needed_nor_loaded(key, kernel, tmp_path):

@@ -135,9 +135,6 @@ def test_archives_without_checksums_are_merged(tmp_path, merge):
     assert_weights(merge(tmp_path / SHARDS).output)
 
 
-# ---- FSDP1
-
-
 def fsdp1_weights() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = {"0.weight": (7, 5), "0.bias": (7,), "1.weight": (2, 7), "1.bias": (2,)}
@@ -166,9 +163,6 @@ def test_fsdp1_shards_on_a_mesh_merge_to_the_model(world_size, tmp_path, merge):
         world_size, tmp_path / SHARDS, lambda _: fsdp1_state(init_device_mesh("cpu", (world_size,)))
     )
     assert_weights(merge(tmp_path / SHARDS).output, fsdp1_weights())
-
-
-# ---- FULL_STATE_DICT
 
 
 @pytest.mark.parametrize("sharded", [False, True])

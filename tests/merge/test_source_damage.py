@@ -57,9 +57,6 @@ def fails(source: Path, tmp_path: Path, **options: object) -> FsdpTuneError:
     return caught.value
 
 
-# ---- ways to break it
-
-
 def change(path: Path, edit: Callable[[bytearray], object]) -> Path:
     data = bytearray(path.read_bytes())
     result = edit(data)

@@ -166,9 +166,6 @@ def test_full_size_is_reserved_before_the_first_byte(tmp_path):
     assert taken_bytes in (0, 3 << 20)  # 0: a file system that cannot
 
 
-# ---- the page cache
-
-
 def is_file_cold(folder: Path, pattern: str) -> bool:
     (path,) = folder.rglob(pattern)
     with open(path, "rb") as file:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_tune.migrate.importing import import_file
-from fsdp_tune.migrate.tools.llama_factory import LINE_ENDS
+from fsdp_tune.migrate.tools.llama_factory_templates import LINE_ENDS
 from tests.migrate.imports import from_text, row
 from tests.migrate.tool_keys import line_ends, main
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.migrate.tool_keys import FILE
-from fsdp_tune.migrate.tools import llama_factory, swift_templates
+from fsdp_tune.migrate.tools import llama_factory_templates, swift_templates
 
 SOURCES = {
     "axolotl": ("utils/schemas/*.py",),
@@ -45,7 +45,7 @@ ROOTS = {
 """Classes whose fields, with those of their bases in the same files, are keys at the top of a file."""
 TEMPLATES = {"LLaMA-Factory": "data/template.py", "ms-swift": "template"}
 """The file or folder that has the templates of a tool."""
-LINE_ENDS = {"LLaMA-Factory": llama_factory.LINE_ENDS, "ms-swift": swift_templates.LINE_ENDS}
+LINE_ENDS = {"LLaMA-Factory": llama_factory_templates.LINE_ENDS, "ms-swift": swift_templates.LINE_ENDS}
 
 
 def keys_of(tool: str, package: Path) -> dict[str, Any]:

@@ -27,9 +27,6 @@ def nearest(values: torch.Tensor, _start: int, _key: tuple[int, int]) -> torch.T
     return values.to(torch.bfloat16)
 
 
-# ---- The rounding
-
-
 def test_stochastic_rounding_keeps_exact_and_nonfinite_values() -> None:
     exact = torch.randn(10_000).bfloat16().float()
     odd = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), 1e-40, float("nan")])
@@ -83,9 +80,6 @@ def test_rounding_noise_differs_between_neighbours_and_steps() -> None:
     for first, second in ((centred[:, 1:], centred[:, :-1]), (centred[1:], centred[:-1])):
         # four standard deviations of no correlation are 0.0014
         assert abs((first * second).mean().item()) < 0.0025
-
-
-# ---- The optimizer
 
 
 def linear(dtype: torch.dtype = torch.float32) -> nn.Linear:

@@ -223,9 +223,6 @@ def test_targets_that_peft_refuses_are_one_error(tmp_path: Path) -> None:
     assert caught.value.problems[0].code == "lora-target"
 
 
-# ---- First values
-
-
 def drawn(recipe: Recipe) -> PreTrainedModel:
     torch.manual_seed(0)
     model = build_empty(recipe).to_empty(device="cpu")

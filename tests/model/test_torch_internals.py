@@ -53,9 +53,6 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[Name], Any]:
     return remove
 
 
-# ---- Fallbacks: each entry that has one is in this table, with a test of what a run does without the name.
-
-
 def _scaled() -> list[torch.Tensor]:
     parameters = [nn.Parameter(torch.arange(6.0)), nn.Parameter(torch.ones(2, 3))]
     for parameter in parameters:
@@ -175,6 +172,7 @@ def flight_records(without: Callable[[Name], None]) -> None:
     assert flight_recorder.dump(SimpleNamespace(), 0, "cpu") is None  # type: ignore[arg-type]
 
 
+# Each entry that has a fallback is in this table, with a test of what a run does without the name.
 FALLBACKS: dict[str, Callable[[Callable[[Name], None]], None]] = {
     "FOREACH_MUL": foreach_mul,
     "FOREACH_NORM": foreach_norm,
@@ -202,9 +200,6 @@ def test_each_fallback_of_a_name_is_in_the_table() -> None:
 @pytest.mark.parametrize("name", FALLBACKS)
 def test_run_without_the_name(name: str, without: Callable[[Name], None]) -> None:
     FALLBACKS[name](without)
-
-
-# ---- Attributes: each entry is in this table, with an object of the library that has it.
 
 
 @pytest.fixture(scope="module")

@@ -164,9 +164,6 @@ def test_file_truncated_during_load_is_named(tmp_path):
         read_slices(Holder({name: value.clone() for name, value in STATE.items()}), weights)
 
 
-# ---- which files, and which of two
-
-
 @pytest.fixture
 def two_shards(tmp_path: Path) -> Path:
     return save_two_shards(tmp_path)
@@ -207,9 +204,6 @@ def test_tensor_that_two_files_hold_is_refused_by_its_name_if_they_do_not_agree_
         find_weight_files(recipe)
     write_index(two_shards, weight_map | {NORM: SHARDS[1]})
     assert find_facts(recipe).problems == ()
-
-
-# ---- memory
 
 
 def load_here(directory: str) -> dict[str, Any]:

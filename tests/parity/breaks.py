@@ -135,9 +135,6 @@ def never_last_micro_batch() -> Iterator[None]:
         yield
 
 
-# ---- Adapters
-
-
 @contextmanager
 def leave_adapters_out_of_units() -> Iterator[None]:
     """As if adapters were injected after wrapping: in full on every rank, and their gradients are not
@@ -261,9 +258,6 @@ def cast_bytes_of_4_bits() -> Iterator[None]:
 
     with patch.object(nf4, "dequantise", cast):
         yield
-
-
-# ---- Ranks that share rows
 
 
 @contextmanager

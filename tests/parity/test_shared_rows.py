@@ -128,9 +128,6 @@ def test_half_precision_run_is_as_close_to_fp32_as_one_device(bench: Bench) -> N
     assert_as_near_as_bf16(case, bench, lambda name, row: None, SECTION)
 
 
-# ---- One step of models of many families, without sharding: the gradients of all ranks together are those of
-# one.
-
 VOCABULARY = 96
 _SMALL = {
     "hidden_size": 64,
@@ -231,8 +228,6 @@ def test_step_of_many_families_equals_one_process(on_ranks: Ranks) -> None:
     found = on_ranks.run(2, differences_of_a_step)[0]
     assert max(found.values()) <= 2e-5, {kind: f"{value:.1e}" for kind, value in found.items()}
 
-
-# ---- Models that are refused: by their configuration, or by their logits before the first step.
 
 RECURRENT: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},

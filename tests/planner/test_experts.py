@@ -12,9 +12,10 @@ from fsdp_tune.core.gpus import find_hardware
 from fsdp_tune.core.topology import Group, Topology
 from fsdp_tune.planner.predict.collectives import collective_seconds
 from fsdp_tune.planner.predict.divided_step import step_time
+from fsdp_tune.planner.predict.efficiency import UnknownFigure, efficiency_of
 from fsdp_tune.planner.predict.experts import expert_rows, why_experts
 from fsdp_tune.planner.predict.mixture import imbalance, with_ep_size
-from fsdp_tune.planner.predict.timing import UnknownFigure, efficiency_of, tile_share
+from fsdp_tune.planner.predict.roofline import tile_share
 from fsdp_tune.planner.trace_format import PHASES, Trace, TraceFacts, Unit
 from tests.planner.hand_trace import Hand
 from tests.planner.recipes import resolved

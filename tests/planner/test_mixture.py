@@ -11,12 +11,13 @@ import pytest
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.topology import Topology
 from fsdp_tune.core.units import GIB
+from fsdp_tune.planner.predict.divided_memory import divided_memory
 from fsdp_tune.planner.predict.divided_step import step_work
 from fsdp_tune.planner.predict.memory import fit
-from fsdp_tune.planner.predict.mixture import LOADS_ASSUMED, divided_memory, imbalance, with_ep_size
+from fsdp_tune.planner.predict.mixture import LOADS_ASSUMED, imbalance, with_ep_size
 from fsdp_tune.planner.predict.predict import plan
 from fsdp_tune.planner.predict.timing import undivided_work
-from fsdp_tune.planner.search.search import MemoryBudget, decide
+from fsdp_tune.planner.search.auto_recomputation import MemoryBudget, decide
 from fsdp_tune.planner.trace_format import PHASES, Trace
 from tests.planner.hand_trace import Hand
 from tests.planner.recipes import resolved

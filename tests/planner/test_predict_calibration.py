@@ -20,8 +20,8 @@ from fsdp_tune.planner.predict.calibration import (
     setting_of,
 )
 from fsdp_tune.planner.predict.divided_step import step_time
+from fsdp_tune.planner.predict.efficiency import efficiency_of
 from fsdp_tune.planner.predict.predict import plan
-from fsdp_tune.planner.predict.timing import efficiency_of
 from fsdp_tune.planner.trace_format import Trace
 from tests.planner.hand_trace import Hand
 from tests.planner.recipes import resolved

@@ -13,19 +13,13 @@ from fsdp_tune.core.command import Target
 from fsdp_tune.core.gpus import Hardware, find_hardware
 from fsdp_tune.core.units import GIB
 from fsdp_tune.planner.search.alternatives import MLP_SLICES
+from fsdp_tune.planner.search.auto_recomputation import with_resharding
 from fsdp_tune.planner.search.candidates import PlannedRecipe, Search
+from fsdp_tune.planner.search.other_trainings import other_trainings
 from fsdp_tune.planner.search.scaling import scaling_table
-from fsdp_tune.planner.search.search import (
-    KEPT_LAYOUTS,
-    Ranking,
-    fastest,
-    other_trainings,
-    rank_recipes,
-    smallest_hardware,
-    why_first,
-    with_places,
-    with_resharding,
-)
+from fsdp_tune.planner.search.search import KEPT_LAYOUTS, Ranking, fastest, rank_recipes, with_places
+from fsdp_tune.planner.search.smallest_hardware import smallest_hardware
+from fsdp_tune.planner.search.why_first import why_first
 from fsdp_tune.planner.trace_format import Trace, TraceFacts
 from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.planner.hand_trace import Hand

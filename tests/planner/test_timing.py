@@ -11,7 +11,8 @@ from fsdp_tune.core.topology import Group, Topology
 from fsdp_tune.core.units import GIB
 from fsdp_tune.planner.predict.collectives import collective_seconds
 from fsdp_tune.planner.predict.divided_step import step_time
-from fsdp_tune.planner.predict.timing import Efficiency, StepTime, UnknownFigure
+from fsdp_tune.planner.predict.efficiency import Efficiency, UnknownFigure
+from fsdp_tune.planner.predict.timing import StepTime
 from fsdp_tune.planner.trace_format import Trace, TraceFacts
 from tests.planner.hand_trace import Hand
 

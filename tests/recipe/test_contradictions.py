@@ -13,10 +13,11 @@ from fsdp_tune.recipe.read import loader
 from fsdp_tune.recipe.rules.contradictions import RULES
 from fsdp_tune.recipe.rules.without_effect import INACTIVE
 from fsdp_tune.recipe.schedule import SCHEDULE_ARGUMENTS
-from fsdp_tune.recipe.schema.keys import NOT_YET, Finding, Rule
+from fsdp_tune.recipe.schema.keys import Finding, Rule
 from fsdp_tune.recipe.schema.optimizers import OPTIMIZERS
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS
+from fsdp_tune.recipe.schema.unsupported_values import NOT_YET
 from tests.recipe.loading import MINIMAL, load, load_with, one_problem, problems, problems_with
 
 CONTRADICTIONS = [

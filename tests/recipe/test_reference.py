@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from fsdp_tune.recipe.rules.trackers import TRACKERS
-from fsdp_tune.recipe.schema.keys import NOT_YET, all_keys, default_of, refused, value_of
+from fsdp_tune.recipe.schema.keys import all_keys, default_of, value_of
 from fsdp_tune.recipe.schema.kinds import Section
 from fsdp_tune.recipe.schema.recipe import Recipe, Training
 from fsdp_tune.recipe.schema.reference import json_schema, reference_yaml, surface_lines
@@ -26,6 +26,7 @@ from fsdp_tune.recipe.schema.training_fields import (
     training_value,
     version_gap,
 )
+from fsdp_tune.recipe.schema.unsupported_values import NOT_YET, refused
 
 CONTRACT = yaml.safe_load((Path(__file__).parent / "contract.yaml").read_text())
 CONTRACT["training"]["learning_rate"] = 2.0e-5  # PyYAML reads `2.0e-5` as text

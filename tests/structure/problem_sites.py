@@ -231,8 +231,6 @@ def _tidy(text: str) -> str:
     return re.sub(f"{UNKNOWN}({UNKNOWN})+", UNKNOWN, " ".join(text.split()))
 
 
-# ---- The pages of errors
-
 HEADING = re.compile(r"^## ([a-z0-9-]+)$", re.MULTILINE)
 
 

@@ -114,9 +114,6 @@ def test_tests_named_on_pages_exist() -> None:
             ] == []
 
 
-# ---- Commands
-
-
 def commands_in(page: Path) -> list[str]:
     """The commands of a page's console blocks, comments removed and continued lines joined."""
     joined = [block.replace("\\\n", " ") for block in blocks(page, "console")]
@@ -171,9 +168,6 @@ def test_picture_of_the_readme_shows_commands_that_exist_and_loads_nothing() -> 
     assert f"]({picture.relative_to(ROOT)})" in text_of(ROOT / "README.md")
 
 
-# ---- Recipes and rows
-
-
 def recipes_in(page: Path) -> list[dict[str, Any]]:
     """YAML blocks whose keys are a recipe's, with the required keys that they leave out."""
     found = [yaml.safe_load(block) for block in blocks(page, "yaml")]
@@ -218,9 +212,6 @@ def test_table_of_data_formats_has_their_columns_and_losses() -> None:
             for word in (*itertools.chain(*each.columns), *each.loss_on[1:])
             if f"`{word}`" not in rows[name]
         ] == []
-
-
-# ---- Reference pages
 
 
 def table_of(page: str, heading: str) -> dict[str, str]:
@@ -287,8 +278,6 @@ def test_every_path_of_a_run_is_documented() -> None:
     assert len(names) > 15
     assert [name for name in names if f"`{name}`" not in page and f"`{name}/" not in page] == []
 
-
-# ---- Running the commands
 
 RECIPE = """
 model: {from_config: {model_type: gpt2, vocab_size: 384, n_positions: 64, n_embd: 64, n_layer: 2, n_head: 4}, tokenizer: builtin:arithmetic}

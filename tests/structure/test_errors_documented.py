@@ -54,8 +54,6 @@ def test_code_whose_message_only_the_run_decides_is_explained(sites: tuple[Site,
     } == {}
 
 
-# ---- The forms of messages
-
 SOURCE = """
 LIMIT = "at most nine"
 

@@ -218,9 +218,6 @@ def test_overridden_and_inherited_private_methods_are_listed() -> None:
     assert sorted(found ^ HOOKS) == []
 
 
-# ---- Each entry
-
-
 @pytest.mark.parametrize("library", sorted({entry.library for entry in ENTRIES.values()}))
 def test_installed_version_has_the_names(library: str) -> None:
     installed = ".".join(metadata.version(library).split(".")[:2])

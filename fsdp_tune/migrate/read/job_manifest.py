@@ -119,9 +119,6 @@ def _count(value: object) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 1
 
 
-# ---- Variables that an engine replaces
-
-
 @dataclass(frozen=True, slots=True)
 class _Replaced:
     """How an engine replaces variables in its manifest: a `$$` is a `$`, and a match is what `expansion`
@@ -153,9 +150,6 @@ class _Replaced:
         """Return a command that is executed without a shell, or the script of one that starts a shell."""
         text = script_of_shell(words)
         return " ".join(map(self.word, words)) if text is None else self.script(text)
-
-
-# ---- Engines
 
 
 def _kubernetes(documents: list[dict[str, object]]) -> JobManifest:

@@ -83,8 +83,6 @@ class ScriptNames:
         self._order = 0
         self._visit(module, ((module, ()),), None)
 
-    # ---- Values
-
     def value(self, node: ast.expr) -> Any:
         """Return the value of an expression of literals and of names that have one, else `UNKNOWN`."""
         if isinstance(node, ast.Name):
@@ -169,8 +167,6 @@ class ScriptNames:
             place.order < other and (not is_local or other < use.order) for other in self._binds_any
         )
         return None if is_hidden and isinstance(scope, ast.Module) else bindings[0]
-
-    # ---- Bindings
 
     def _visit(self, node: ast.AST, scopes: _Scopes, parent: ast.AST | None) -> None:
         self._order += 1

@@ -142,8 +142,6 @@ class ShellScript:
         elif element := re.match(rf"({NAME})\[", word.text):
             self._bindings.setdefault(element[1], []).append(_Assigned(statement, None))
 
-    # ---- Values
-
     def written_file(self, name: str, statement: Statement) -> str | None:
         """Return the text of a file that the script has written before a statement, by one here-document on
         every path to it.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from fsdp_tune.core.values import is_mapping
-from fsdp_tune.migrate.general import chat_template, source
+from fsdp_tune.migrate.dataset_entries import source
+from fsdp_tune.migrate.general import chat_template
 from fsdp_tune.migrate.rules import (
     FileKey,
     Inside,
@@ -18,7 +19,7 @@ from fsdp_tune.migrate.rules import (
     same,
     switch,
 )
-from fsdp_tune.migrate.tools.automodel_objects import TARGET, class_named
+from fsdp_tune.migrate.tools.named_objects import TARGET, class_named
 from fsdp_tune.recipe.key_paths import KeyPath
 from fsdp_tune.recipe.outcome import Ask, Drop, Write
 

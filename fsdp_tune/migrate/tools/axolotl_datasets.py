@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 
 from fsdp_tune.core.values import as_items
-from fsdp_tune.migrate.general import chat_template, in_entry, source, sources
+from fsdp_tune.migrate.dataset_entries import in_entry, source, sources
+from fsdp_tune.migrate.general import chat_template
 from fsdp_tune.migrate.rules import (
     TRAIN,
     Also,

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fsdp_tune.core.values import as_list, as_mapping, is_mapping
-from fsdp_tune.migrate.general import chat_template, sources
+from fsdp_tune.migrate.dataset_entries import sources
+from fsdp_tune.migrate.general import chat_template
 from fsdp_tune.migrate.rules import (
     TRAIN,
     At,

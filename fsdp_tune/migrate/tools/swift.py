@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from fsdp_tune.migrate.general import DFT, by_name, dtype
+from fsdp_tune.migrate.general import DFT, by_name
 from fsdp_tune.migrate.read.command_line import COMMAND
 from fsdp_tune.migrate.rules import (
     TRAIN,
@@ -32,6 +32,7 @@ from fsdp_tune.migrate.tool import Tool
 from fsdp_tune.migrate.tools.experts import experts_kernel
 from fsdp_tune.migrate.tools.long_rows import DROPPED
 from fsdp_tune.migrate.tools.swift_templates import said_of_model, template
+from fsdp_tune.migrate.training_arguments import dtype
 from fsdp_tune.recipe.key_paths import KeyPath
 from fsdp_tune.recipe.outcome import Ask, Drop, Write
 from fsdp_tune.recipe.read.tool_detection import SWIFT

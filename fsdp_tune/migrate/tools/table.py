@@ -6,9 +6,10 @@ from fsdp_tune.migrate.tool import Tool
 from fsdp_tune.migrate.tools import automodel, axolotl, llama_factory, soup, torchtune, unsloth
 from fsdp_tune.migrate.tools.accelerate_config import ACCELERATE_TOOL
 from fsdp_tune.migrate.tools.deepspeed import DEEPSPEED_TOOL
-from fsdp_tune.migrate.tools.flat_options import EXAMPLE_TOOL, TRL_TOOL
 from fsdp_tune.migrate.tools.fms_hf_tuning import FMS_TOOL
+from fsdp_tune.migrate.tools.run_clm import EXAMPLE_TOOL
 from fsdp_tune.migrate.tools.swift import SWIFT_TOOL
+from fsdp_tune.migrate.tools.trl import TRL_TOOL
 
 TOOLS: dict[str, Tool] = {
     tool.name: tool

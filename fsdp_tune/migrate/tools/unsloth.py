@@ -9,7 +9,8 @@ import re
 from collections.abc import Mapping
 
 from fsdp_tune.core.values import as_mapping
-from fsdp_tune.migrate.general import chat_template, dtype, sources
+from fsdp_tune.migrate.dataset_entries import sources
+from fsdp_tune.migrate.general import chat_template
 from fsdp_tune.migrate.read.python_script import (
     ADAPTER,
     ANSWERS,
@@ -40,6 +41,7 @@ from fsdp_tune.migrate.rules import (
 )
 from fsdp_tune.migrate.tool import Tool
 from fsdp_tune.migrate.tools.long_rows import CUT_BY_TRL, packing_strategy
+from fsdp_tune.migrate.training_arguments import dtype
 from fsdp_tune.recipe.outcome import Ask, Drop, Weight, Write
 from fsdp_tune.recipe.read.tool_detection import UNSLOTH
 

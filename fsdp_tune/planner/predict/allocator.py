@@ -155,8 +155,6 @@ class CachingAllocator:
         if block.pool.last is other:
             block.pool.last = block
 
-    # ---- Memory from the driver
-
     def _from_driver(self, pool: Pool, size: int) -> Block:
         """Do `alloc_block` after `get_free_block` found nothing: request memory, and again after returning
         all cached memory."""

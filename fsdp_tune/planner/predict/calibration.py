@@ -17,7 +17,7 @@ from fsdp_tune.core.atomic import write_json
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
 from fsdp_tune.core.gpus import Hardware, detect
 from fsdp_tune.planner.predict.divided_step import step_time
-from fsdp_tune.planner.predict.timing import Efficiency, UnknownFigure, efficiency_of
+from fsdp_tune.planner.predict.efficiency import Efficiency, UnknownFigure, efficiency_of
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.rules.limits import computes_in_fp8
 from fsdp_tune.recipe.schema.recipe import Recipe

@@ -130,8 +130,6 @@ def sent_bytes(kind: str, size_bytes: int, group: Group) -> Volume:
     return Volume(round(total * (1 - across)), round(total * across))
 
 
-# ---- DDP's buckets: gradients that are summed together.
-
 FIRST_BUCKET_BYTES = 1 * MIB
 """`dist._DEFAULT_FIRST_BUCKET_BYTES`: small, so that the first sum starts early."""
 BUCKET_BYTES = 25 * MIB

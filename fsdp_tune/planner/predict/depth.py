@@ -136,8 +136,6 @@ class _Splice:
         tables["collectives"]["unit"] = -1  # indices of traced units do not apply to the full model
         return replace(trace, **tables, traced_layers=trace.layers)
 
-    # ---- Positions of the layers
-
     def stretch_of(self, layers: npt.NDArray[np.integer]) -> Int64:
         layers = layers.astype(np.int64)
         return np.where(layers < 0, OUTSIDE, (layers - self.first) // self.period)
@@ -170,8 +168,6 @@ class _Splice:
         if not sweeps:
             raise DepthError("no pass over the layers was found")
         return sweeps
-
-    # ---- The new order
 
     def _pasted(self, table: Records) -> Records:
         """Return the records with stretch 0 repeated and `at` renumbered; `copy` is the repetition, `old` the

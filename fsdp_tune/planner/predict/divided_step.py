@@ -27,6 +27,7 @@ from fsdp_tune.core.families import are_stacked_experts
 from fsdp_tune.core.gpus import Hardware
 from fsdp_tune.core.topology import Group, Topology
 from fsdp_tune.planner.predict.collectives import Volume, collective_seconds, sent_bytes
+from fsdp_tune.planner.predict.efficiency import Efficiency, UnknownFigure, efficiency_of
 from fsdp_tune.planner.predict.mixture import (
     ITEM_BYTES,
     TracedExperts,
@@ -37,18 +38,8 @@ from fsdp_tune.planner.predict.mixture import (
     second_copies,
     traced_second_copies,
 )
-from fsdp_tune.planner.predict.timing import (
-    Efficiency,
-    Exchanges,
-    Seconds,
-    StepTime,
-    StepWork,
-    UnknownFigure,
-    efficiency_of,
-    op_seconds,
-    simulate,
-    undivided_work,
-)
+from fsdp_tune.planner.predict.roofline import Seconds, op_seconds
+from fsdp_tune.planner.predict.timing import Exchanges, StepTime, StepWork, simulate, undivided_work
 from fsdp_tune.planner.trace_format import COLLECTIVES, DTYPES, GROUPS, PHASES, Records, Trace
 
 _Passes = list[tuple[npt.NDArray[np.int64], bool]]

@@ -1,7 +1,7 @@
 """The table of a mixture of experts: the same step if 1, 2, 4, 8 or the recipe's `fsdp.ep_size` ranks divide
 the experts of a layer. Pure.
 
-Memory is that of `predict.mixture`, time that of `predict.divided_step`: the row of the recipe has the
+Memory is that of `predict.divided_memory`, time that of `predict.divided_step`: the row of the recipe has the
 figures of its plan.
 """
 
@@ -17,6 +17,7 @@ from fsdp_tune.core.gpus import Hardware
 from fsdp_tune.core.units import GIB
 from fsdp_tune.planner.predict.depth import full_depth
 from fsdp_tune.planner.predict.divided_step import elements, step_work
+from fsdp_tune.planner.predict.efficiency import Efficiency
 from fsdp_tune.planner.predict.memory import Fits, fit
 from fsdp_tune.planner.predict.mixture import (
     TracedExperts,
@@ -29,7 +30,8 @@ from fsdp_tune.planner.predict.mixture import (
     traced_second_copies,
     with_ep_size,
 )
-from fsdp_tune.planner.predict.timing import Efficiency, Seconds, rows_of_expert, simulate
+from fsdp_tune.planner.predict.roofline import Seconds, rows_of_expert
+from fsdp_tune.planner.predict.timing import simulate
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.rules.experts import expert_parallel_limits
 from fsdp_tune.recipe.schema.recipe import Recipe

@@ -19,7 +19,7 @@ from fsdp_tune.core.tensors.dtypes import OF_OPTION
 from fsdp_tune.core.units import GIB, MIB
 from fsdp_tune.planner.predict.allocator import Block, CachingAllocator, DeviceMemoryError
 from fsdp_tune.planner.predict.depth import full_depth
-from fsdp_tune.planner.predict.mixture import divided_memory
+from fsdp_tune.planner.predict.divided_memory import divided_memory
 from fsdp_tune.planner.trace_format import EVALUATION, EVENT, KINDS, PHASES, Records, Segments, Trace
 from fsdp_tune.recipe.schema.optimizers import optimizer_name, state_bytes
 from fsdp_tune.recipe.schema.recipe import Recipe

@@ -1,14 +1,11 @@
-"""The experts of a traced mixture, and the memory of its step if `ep` neighbouring ranks divide the experts
-of each layer. Pure.
+"""The experts of a traced mixture, and how `ep` neighbouring ranks divide the experts of each layer. Pure.
 
 A trace is of FSDP alone: every rank gathers all experts of a layer. `Shapes.ep_size` is the number of ranks
-that divide them, for which the
-step is predicted: a rank keeps 1 / ep of the experts, sharded inside of each expert over the `shards / ep`
-ranks with the same ones. The part of a unit that experts are is gathered with 1 / ep of its bytes. FSDP2
-gathers a tensor that is sharded inside into a temporary of the same size first
+that divide them, for which the step is predicted (`predict.divided_memory`, `predict.divided_step`): a rank
+keeps 1 / ep of the experts, sharded inside of each expert over the `shards / ep` ranks with the same ones.
+FSDP2 gathers a tensor that is sharded inside into a temporary of the same size first
 (`foreach_all_gather_copy_out`), and sorts its gradient into a copy (`foreach_reduce`), unless one rank holds
-all of it. The fullest rank has `imbalance` times the mean rows. Parameters, gradients and optimizer state
-take as much memory as before.
+all of it. The fullest rank has `imbalance` times the mean rows.
 """
 
 from __future__ import annotations
@@ -24,12 +21,11 @@ import numpy.typing as npt
 from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.families import (
     CHOSEN_EXPERTS,
-    are_stacked_experts,
     dim_inside,
     expert_count,
     is_in_experts,
 )
-from fsdp_tune.planner.trace_format import DTYPES, EVENT, KINDS, PHASES, Records, Trace
+from fsdp_tune.planner.trace_format import DTYPES, KINDS, PHASES, Records, Trace
 
 GROUPED_PRODUCT = "grouped_mm"
 """In the name of an operation that multiplies rows with the experts that they chose."""
@@ -42,8 +38,7 @@ LOADS_ASSUMED = (
     "and nothing overlaps with all-to-all"
 )
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8, "fp8": 1}
-_GATHERED = ("gathered units", "all-gather buffers", "reduce buffers", "unsharded gradients")
-_COPY_OUT, _COPY_IN, _REDUCE_IN = "split_with_sizes_copy", "all_gather_copy_in", "chunk_cat"
+COPY_OUT, _COPY_IN, _REDUCE_IN = "split_with_sizes_copy", "all_gather_copy_in", "chunk_cat"
 """FSDP2's copies of a complete unit: out of the buffer of a gather, into it, and into the buffer of a
 reduction."""
 _ALIKE = 0.02
@@ -181,12 +176,9 @@ def mixture_of(trace: Trace) -> TracedExperts | None:
     return TracedExperts(experts, tokens * chosen, shares, frozenset(stacks), gathered)
 
 
-# ---- FSDP2's copies
-
-
 def copies_of_units(trace: Trace, mixture: TracedExperts, ops: Records) -> npt.NDArray[np.bool_]:
     """Select FSDP2's copies of units with experts."""
-    return _named(trace, ops, _COPY_OUT, _COPY_IN, _REDUCE_IN) & np.isin(ops["layer"], mixture.layers)
+    return is_named(trace, ops, COPY_OUT, _COPY_IN, _REDUCE_IN) & np.isin(ops["layer"], mixture.layers)
 
 
 def second_copies(trace: Trace, mixture: TracedExperts, ops: Records) -> npt.NDArray[np.int64]:
@@ -197,7 +189,7 @@ def second_copies(trace: Trace, mixture: TracedExperts, ops: Records) -> npt.NDA
     sizes = np.zeros(len(ops), np.int64)
     if trace.facts.experts_inside or shapes.ep_size in (1, shapes.shards):
         return sizes
-    of_units = _named(trace, ops, _COPY_OUT, _REDUCE_IN)
+    of_units = is_named(trace, ops, COPY_OUT, _REDUCE_IN)
     for (
         layer,
         gathered,
@@ -214,67 +206,9 @@ def traced_second_copies(trace: Trace, mixture: TracedExperts, ops: Records) -> 
         return np.zeros(len(ops), bool)
     items = np.array([ITEM_BYTES.get(dtype, 2) for dtype in DTYPES])[ops["dtype"]]
     is_stack = [mixture.share(size) == 1 for size in (ops["moved_bytes"] / 2 / items).tolist()]
-    return _named(trace, ops, "cat") & np.array(is_stack, bool)
+    return is_named(trace, ops, "cat") & np.array(is_stack, bool)
 
 
-def _named(trace: Trace, ops: Records, *names: str) -> npt.NDArray[np.bool_]:
+def is_named(trace: Trace, ops: Records, *names: str) -> npt.NDArray[np.bool_]:
+    """Select the operations with one of these names."""
     return np.array([name in names for name in trace.op_names] or [False])[ops["name"]]
-
-
-# ---- Memory
-
-
-def divided_memory(trace: Trace) -> Trace:
-    """Return a trace at full depth with the memory of its `ep_size`: 1 / ep of the experts in gathered units
-    and their buffers, the temporaries of gathers, and the rows of the fullest rank. Raises: usage error (exit
-    2) as `divided_mixture`."""
-    mixture = divided_mixture(trace)
-    if mixture is None:
-        return trace
-    ep, events = trace.shapes.ep_size, trace.events.copy()
-    sizes = np.abs(events["bytes"])
-    activations = (events["kind"] == KINDS.index("activations")) & np.isin(events["layer"], mixture.layers)
-    gathered = np.isin(events["kind"], [KINDS.index(kind) for kind in _GATHERED])
-    if trace.facts.experts_inside:  # what is gathered into has no kind of its own then
-        gathered |= activations & np.isin(
-            sizes, [stack * item for stack in mixture.stacks for item in (2, 4)]
-        )
-    factors: dict[int, float] = {}
-    for size in np.unique(sizes[gathered]).tolist():
-        share = max(mixture.share(size / item) for item in (1, 2, 4))
-        factors[size] = 1 - share * (1 - 1 / ep)
-    scale = np.ones(len(events))
-    scale[gathered] = [factors[size] for size in sizes[gathered].tolist()]
-    scale[_of_rows_of_experts(trace, mixture, activations & ~gathered)] = imbalance(ep, mixture.experts)
-    events["bytes"] = np.sign(events["bytes"]) * np.maximum(1, np.rint(sizes * scale)).astype(np.int64)
-    return replace(trace, events=_with_temporaries(trace, mixture, events))
-
-
-def _of_rows_of_experts(
-    trace: Trace, mixture: TracedExperts, activations: npt.NDArray[np.bool_]
-) -> npt.NDArray[np.bool_]:
-    """Select activations with a row for each token and chosen expert: those that modules of experts make in a
-    forward, and those of the same sizes in a backward, where the innermost module is the layer, or the one in
-    which a recomputation ended. A size alone tells
-    nothing: one with a row for each token may divide by their number as well."""
-    events = trace.events
-    sizes, backward = np.abs(events["bytes"]), events["phase"] == PHASES.index("backward")
-    wide = activations & (sizes % mixture.rows == 0) & (sizes > mixture.rows * 64)
-    of_experts = np.array([is_in_experts(name) or are_stacked_experts(name) for name in trace.modules], bool)
-    own = wide & ~backward & of_experts[events["module"]]
-    made = wide & backward & np.isin(sizes, sizes[own])
-    return wide & np.isin(events["block"], events["block"][(own | made) & (events["bytes"] > 0)])
-
-
-def _with_temporaries(trace: Trace, mixture: TracedExperts, events: Records) -> Records:
-    """Insert the temporaries of gathers. The copy of a gradient replaces it before the buffer of the
-    reduction exists, at no peak."""
-    sizes = second_copies(trace, mixture, trace.ops)
-    rows = np.flatnonzero((sizes > 0) & _named(trace, trace.ops, _COPY_OUT))
-    made = np.zeros(2 * len(rows), EVENT)
-    for name in ("at", "step", "micro", "phase", "layer", "module", "stream"):
-        made[name] = np.repeat(trace.ops[name][rows], 2)
-    made["bytes"] = np.stack([sizes[rows], -sizes[rows]], axis=1).reshape(-1)
-    made["block"] = int(events["block"].max(initial=0)) + 1 + np.repeat(np.arange(len(rows)), 2)
-    made["kind"] = KINDS.index("all-gather buffers")
-    return np.insert(events, np.searchsorted(events["at"], made["at"]), made)

@@ -5,17 +5,17 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Self
 
 from fsdp_tune.core.command import JsonAnswer
-from fsdp_tune.core.families import expert_count
 from fsdp_tune.core.gpus import CPU, Hardware, ModelDimensions, mfu
 from fsdp_tune.core.units import GIB
+from fsdp_tune.planner.predict.accuracy import FigureError, accuracy
+from fsdp_tune.planner.predict.assumptions import assumptions_of
 from fsdp_tune.planner.predict.depth import full_depth
 from fsdp_tune.planner.predict.divided_step import step_time
+from fsdp_tune.planner.predict.efficiency import Efficiency, UnknownFigure, efficiency_of
 from fsdp_tune.planner.predict.experts import ExpertRow
 from fsdp_tune.planner.predict.memory import (
     CONTEXT_BYTES,
@@ -27,20 +27,11 @@ from fsdp_tune.planner.predict.memory import (
     host_memory,
     total_steps,
 )
-from fsdp_tune.planner.predict.mixture import LOADS_ASSUMED
-from fsdp_tune.planner.predict.timing import (
-    HOST_BYTES_PER_SECOND,
-    Efficiency,
-    StepTime,
-    UnknownFigure,
-    efficiency_of,
-)
+from fsdp_tune.planner.predict.timing import StepTime
 from fsdp_tune.planner.trace_format import Segments, Trace
 from fsdp_tune.recipe.schedule import rate_line
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.world import batch_arithmetic
-
-# ---- Prediction
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +80,6 @@ class RunTotals(JsonAnswer):
     steps: int | None
     seconds: float | None
     dollars: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class FigureError(JsonAnswer):
-    """Error of a figure on published runs."""
-
-    median_percent: float | None
-    p90_percent: float | None
-    rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +315,7 @@ def plan(
         tokens_per_step=row_tokens * recipe.data_size,
         accuracy=accuracy(recipe.launch.num_machines),
         unknown=unknown,
-        assumptions=_assumptions(recipe, trace, hardware, efficiency, segments),
+        assumptions=assumptions_of(recipe, trace, hardware, efficiency, segments),
         recipe_changes=recipe_changes or {},
     )
 
@@ -422,70 +404,3 @@ def _run(
     if price is None:
         unknown.append("run.dollars: no price is given (`--dollars-per-hour PRICE`)")
     return RunTotals(steps, seconds, cost)
-
-
-def _assumptions(
-    recipe: Recipe, trace: Trace, hardware: Hardware, efficiency: Efficiency, segments: Segments
-) -> list[str]:
-    version = trace.facts.flash_version
-    attention = [
-        f"FlashAttention {version}" if kernel == "flash" else kernel
-        for kernel in trace.facts.attention or ["unknown"]
-    ]
-    found = [
-        f"attention kernels: {', '.join(attention)}",
-        f"allocator: {'expandable segments' if segments == 'expandable' else 'plain segments'}",
-        "every row is as long as data.max_length",
-    ]
-    if efficiency.calibration:
-        found.append(efficiency.calibration)
-    if not efficiency.is_measured and hardware.name != CPU:
-        found.append(
-            f"no measured matrix multiplication of {hardware.name} is published; the share of its "
-            "peak is that of other GPUs"
-        )
-    experts, shards = expert_count(trace.facts.config), trace.shapes.shards
-    if experts > 1 and experts % shards and not trace.facts.experts_inside and trace.shapes.ep_size == 1:
-        fullest = -(-experts // shards)
-        found.append(
-            f"stacked experts are not split: the plan is for the fullest of {shards} ranks, with "
-            f"{fullest} of a layer's {experts}"
-        )
-    if trace.shapes.ep_size > 1:
-        found.append(LOADS_ASSUMED)
-    if any(name.startswith("host ") for name in trace.op_names):
-        found.append(
-            f"host memory bandwidth is {HOST_BYTES_PER_SECOND / 1e9:g} GB/s, shared by the ranks of a machine"
-        )
-    if recipe.kernels.compile:
-        found.append(
-            "a compiled layer runs one kernel between two matrix products, and uses as much memory "
-            "as an eager one"
-        )
-    elif "_scaled_mm" in trace.op_names:
-        found.append(
-            "each cast to fp8 is a separate pass over memory; compiled layers fuse casts, so with "
-            "`kernels.compile` a step is shorter",
-        )
-    if hardware.name == CPU:
-        found.append("allocator and attention kernel of the host use as much memory as CUDA's")
-    if hardware.usable_gib is None:
-        found.append(
-            f"the usable memory of {hardware.name} is unknown: {hardware.memory_gb:g} × 10⁹ bytes are assumed"
-        )
-    return found
-
-
-# ---- Errors of plans on published runs, as measured by the benchmarks and stored next to the code.
-
-TABLE = Path(__file__).with_name("accuracy.json")
-
-
-def accuracy(machines: int) -> dict[str, FigureError]:
-    """Return the error of each figure on sources without fitted constants; that of time for one machine or
-    for several."""
-    table = {name: FigureError(**row) for name, row in json.loads(TABLE.read_text(encoding="utf-8")).items()}
-    time = table["step_seconds_over_machines" if machines > 1 else "step_seconds_on_one_machine"]
-    return {name: table[name] for name in ("peak_allocated_gib", "peak_reserved_gib")} | {
-        "step_seconds": time
-    }

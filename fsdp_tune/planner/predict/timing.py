@@ -1,17 +1,10 @@
 """Predict the time of a traced step: each operation by a roofline, each collective by its links, on streams
 that wait for each other.
 
-Times of collectives are those of `predict.collectives`.
+Times of operations are those of `predict.roofline`, times of collectives those of `predict.collectives`.
 
 The simulation is independent of FSDP. The trace has the operations of every stream in the order of issue, and
 the waits between streams; the clocks of the streams then give hidden and exposed communication.
-
-Every constant, the share of a GPU's peak figures that a step reaches among them, is here with its source.
-There are three kinds.
-Published: the fastest matrix multiplication of each GPU (`matmul_tflops` of hardware.yaml), attention (the
-FlashAttention papers).
-Assumed: fixed costs of kernels and of the host. Fitted: `FITTED` lists them; benchmarks/plan.py prints their
-number, their sources, and the errors on other sources.
 """
 
 from __future__ import annotations
@@ -23,98 +16,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fsdp_tune.core.families import CHOSEN_EXPERTS, expert_count
-from fsdp_tune.core.flash_kernels import FLASH_ATTENTION
 from fsdp_tune.core.gpus import Hardware
 from fsdp_tune.core.topology import Topology
 from fsdp_tune.planner.predict.collectives import Volume, collective_seconds, in_buckets, sent_bytes
 from fsdp_tune.planner.predict.depth import full_depth
-from fsdp_tune.planner.predict.mixture import GROUPED_PRODUCT
-from fsdp_tune.planner.trace_format import COLLECTIVES, DTYPES, GROUPS, PHASES, Records, Trace
-
-FLASH_3 = next(each for each in FLASH_ATTENTION if each.version == 3)
-_NEWER_UNITS = (None, 9, 10)
-"""Major numbers of compute capabilities; None: a GPU of another vendor."""
-MATMUL_SHARE_UNMEASURED = 0.8
-"""Share of the peak for a GPU without a published measurement: near the middle of the measured NVIDIA GPUs,
-0.78 to 0.87."""
-ATTENTION_SHARE = {"ampere": (0.62, 0.52), "hopper": (0.34, 0.33)}
-"""Share of the dense peak for forward and backward of FlashAttention-2 on long rows, causal, head size 128,
-in its benchmarks (arXiv:2307.08691, figures 5 and 7: 190 to 225 TFLOPS on A100; arXiv:2407.08608, figure 5:
-335 on H100, whose new units it does not use)."""
-FLASH_3_GAIN = (1.84, 1.6)
-"""FlashAttention-3 relative to FlashAttention-2 on Hopper: 616 and 335 TFLOPS forward (arXiv:2407.08608,
-figure 5); backward assumed, within the paper's 1.5 to 2.0 times. No checked row uses it."""
-TILE_TOKENS = 128
-"""Tokens that a query attends to in vain: half of the tile on the diagonal, and the start of the pipeline.
-With it the forward of rows of 512 to 4,096 tokens has 0.67 to 0.94 of the share of long ones; measured on
-H100 0.57 to 0.95 (arXiv:2407.08608, figure 5)."""
-MASKED_SHARE = 0.6
-"""Factor on it for kernels with a mask (memory-efficient attention)."""
-GROUPED_TILE_ROWS, GROUPED_TILE_ROWS_OF_BLACKWELL, FEW_ROWS = 128, 256, 128
-"""Rows of a tile of torch's grouped product; groups of at most `FEW_ROWS` have tiles of half of it
-(`GroupMM.cu`, `dispatch_bf16_grouped_kernel_on_tile_size`)."""
-KERNEL_SECONDS = 3.0e-6
-"""Fixed time of a kernel on the device: start and tail."""
-ISSUE_SECONDS = 6.0e-6
-"""Host time per operation: Python, autograd and dispatcher."""
-COLLECTIVE_ISSUE_SECONDS = 60.0e-6
-"""Host time of FSDP's hooks per collective."""
-
-SUSTAINED = {"ampere": 0.93, "hopper": 0.75}
-BANDWIDTH_SHARE = 0.75
-OVERLAP_COST = 0.3
-
-FITTED = {
-    "SUSTAINED ampere": "multiplications and attention of a step relative to their benchmarks: other shapes, "
-    "temperature, a power limit",
-    "SUSTAINED hopper": "the same; at full load these GPUs reach their power limit sooner",
-    "BANDWIDTH_SHARE": "share of the memory bandwidth that elementwise kernels reach",
-    "OVERLAP_COST": "slowdown of concurrent compute per second of communication: NCCL's kernels use SMs "
-    "and bandwidth",
-}
-"""Fitted on the sources listed in benchmarks/plan.py, each with the same weight."""
-
-
-@dataclass(frozen=True, slots=True)
-class Efficiency:
-    """Shares of the figures in the datasheet, and fixed costs in seconds."""
-
-    matmul: float
-    attention_forward: float
-    attention_backward: float
-    bandwidth: float = BANDWIDTH_SHARE
-    kernel_seconds: float = KERNEL_SECONDS
-    issue_seconds: float = ISSUE_SECONDS
-    collective_issue_seconds: float = COLLECTIVE_ISSUE_SECONDS
-    overlap_cost: float = OVERLAP_COST
-    is_measured: bool = True
-    """Whether a measured matrix multiplication of this GPU is published."""
-    flash_3_gain: tuple[float, float] = (1.0, 1.0)
-    """Factors on the shares of attention, forward and backward, with FlashAttention 3."""
-    calibration: str = ""
-    """What was learned on this machine about this GPU model, and whether it is used; "" if nothing was."""
-
-
-def efficiency_of(hardware: Hardware) -> Efficiency:
-    """Return the constants of a GPU; without published measurements those of its kind, with `is_measured`
-    False."""
-    peak = hardware.bf16_tflops or hardware.fp16_tflops
-    is_measured = hardware.matmul_tflops is not None and peak is not None
-    share = (
-        hardware.matmul_tflops / peak
-        if hardware.matmul_tflops is not None and peak is not None
-        else MATMUL_SHARE_UNMEASURED
-    )
-    # FlashAttention-2 uses the units of Ampere, so that it reaches a smaller share of GPUs that have others.
-    major = None if hardware.capability is None else hardware.capability[0]
-    kind = "hopper" if major in _NEWER_UNITS else "ampere"
-    forward, backward = (share_of_peak * SUSTAINED[kind] for share_of_peak in ATTENTION_SHARE[kind])
-    gain = FLASH_3_GAIN if major in FLASH_3.generations else (1.0, 1.0)
-    return Efficiency(share * SUSTAINED[kind], forward, backward, is_measured=is_measured, flash_3_gain=gain)
-
-
-Seconds = npt.NDArray[np.float64]
+from fsdp_tune.planner.predict.efficiency import Efficiency, UnknownFigure
+from fsdp_tune.planner.predict.roofline import ON_HOST, Seconds, op_kinds, op_seconds
+from fsdp_tune.planner.trace_format import COLLECTIVES, GROUPS, PHASES, Records, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +43,6 @@ class StepTime:
     """The compute stream waiting for the host to issue work."""
     volume: Volume
     """Bytes that this device sends in a step."""
-
-
-class UnknownFigure(Exception):
-    """A required figure of the GPU is unknown; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,82 +141,6 @@ def _only_in_last(collectives: Records, last: int) -> npt.NDArray[np.bool_]:
         if last
         else np.zeros(len(collectives), bool)
     )
-
-
-def op_kinds(trace: Trace, ops: Records) -> npt.NDArray[np.int8]:
-    return np.array([_kind(name) for name in trace.op_names] or [PLAIN], np.int8)[ops["name"]]
-
-
-def rows_of_expert(trace: Trace) -> float:
-    """Return the mean number of rows that a rank multiplies with an expert of a layer in a forward; all
-    tokens of a dense model."""
-    shapes, config = trace.shapes, trace.facts.config
-    tokens = shapes.micro_batch * shapes.tokens / shapes.topology.row_parts
-    return tokens * (CHOSEN_EXPERTS.of(config) or 1) / expert_count(config) * shapes.ep_size
-
-
-def tile_share(rows: float, hardware: Hardware) -> float:
-    """Return the share of the tiles of a grouped product that is not padding, for groups of `rows` rows on
-    average.
-
-    The last tile of a group is half full on average, since groups differ.
-    """
-    is_blackwell = hardware.capability is not None and hardware.capability[0] == 10
-    tile = GROUPED_TILE_ROWS_OF_BLACKWELL if is_blackwell else GROUPED_TILE_ROWS
-    tile = tile // 2 if rows <= FEW_ROWS else tile
-    return rows / (rows + tile / 2)
-
-
-def op_seconds(
-    trace: Trace, ops: Records, hardware: Hardware, efficiency: Efficiency, local_ranks: int = 1
-) -> Seconds:
-    """Return the time of each operation: the larger of compute and memory traffic, plus the kernels' fixed
-    cost."""
-    kinds = op_kinds(trace, ops)
-    backward = np.array(["backward" in name for name in trace.op_names] or [False])[ops["name"]]
-    forward_gain, backward_gain = efficiency.flash_3_gain if trace.facts.flash_version == 3 else (1.0, 1.0)
-    attention = np.where(
-        backward, efficiency.attention_backward * backward_gain, efficiency.attention_forward * forward_gain
-    )
-    grouped = efficiency.matmul * tile_share(rows_of_expert(trace), hardware)
-    of_kind = [attention, attention * MASKED_SHARE, np.full(len(ops), grouped)]
-    share = np.select([kinds == FLASH, kinds == MASKED, kinds == GROUPED], of_kind, efficiency.matmul)
-    peaks = np.array([hardware.peak_flops(dtype) or np.nan for dtype in DTYPES])[ops["dtype"]]
-    with np.errstate(invalid="ignore"):
-        multiplying = np.where(ops["flops"] > 0, ops["flops"] / (peaks * share), 0.0)
-    if np.isnan(multiplying).any():
-        dtype = DTYPES[int(ops["dtype"][np.isnan(multiplying)][0])]
-        raise UnknownFigure(f"{hardware.name} has no known peak in {dtype}")
-    link = hardware.host_link_bytes_per_second
-    if link is None and (kinds == TO_HOST).any():
-        raise UnknownFigure(f"the link speed of {hardware.name} to host memory is unknown")
-    moved = ops["moved_bytes"].astype(np.float64)
-    moving = moved / (hardware.bandwidth_bytes_per_second * efficiency.bandwidth)
-    copying = moved / 2 / (link or 1.0) / efficiency.bandwidth
-    on_host = moved / (HOST_BYTES_PER_SECOND / local_ranks)
-    device = (
-        np.select([kinds == TO_HOST], [copying], np.maximum(multiplying, moving))
-        + ops["kernels"] * efficiency.kernel_seconds
-    )
-    return np.where(kinds == ON_HOST, on_host, device)
-
-
-PLAIN, FLASH, MASKED, TO_HOST, ON_HOST, GROUPED = range(6)
-HOST_BYTES_PER_SECOND = 200e9
-"""Assumed bandwidth, listed in every plan with work on the host: half of that of two sockets with eight
-channels of DDR4-3200 each (410 GB/s), shared by the ranks of a machine."""
-
-
-def _kind(name: str) -> int:
-    if name.startswith("host "):
-        return ON_HOST
-    if "flash_attention" in name:
-        return FLASH
-    if "attention" in name:
-        return MASKED
-    if GROUPED_PRODUCT in name:
-        return GROUPED
-    return TO_HOST if name in ("copy_to_host", "copy_to_device") else PLAIN
 
 
 def _transfer_seconds(collectives: Records, topology: Topology, hardware: Hardware) -> Seconds:

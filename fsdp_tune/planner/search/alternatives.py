@@ -23,10 +23,11 @@ from fsdp_tune.recipe.device_choice import ASSUMED_DEVICES
 from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.rules.contradictions import INPUTS, RULES
 from fsdp_tune.recipe.rules.training import TOKENS_KEY
-from fsdp_tune.recipe.schema.keys import refused, value_of
+from fsdp_tune.recipe.schema.keys import value_of
 from fsdp_tune.recipe.schema.optimizers import state_bytes
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.strategies import STRATEGIES, ShardingStrategy
+from fsdp_tune.recipe.schema.unsupported_values import refused
 
 Changes = dict[str, Any]
 

@@ -10,9 +10,9 @@ from typing import Protocol
 from fsdp_tune.core.gpus import Hardware
 from fsdp_tune.planner.predict.depth import full_depth
 from fsdp_tune.planner.predict.derive import at_micro_batch, prime_for
+from fsdp_tune.planner.predict.efficiency import Efficiency
 from fsdp_tune.planner.predict.memory import CONTEXT_BYTES
 from fsdp_tune.planner.predict.predict import Plan, plan
-from fsdp_tune.planner.predict.timing import Efficiency
 from fsdp_tune.planner.search.alternatives import (
     Changes,
     batch_changes,
@@ -140,3 +140,13 @@ def rank(found: PlannedRecipe) -> tuple[int, float, float]:
     if made.step_seconds is None:
         return order, float("inf"), -made.device_gib
     return order, made.step_seconds / made.tokens_per_step, made.device_gib
+
+
+def device_seconds(found: PlannedRecipe) -> float:
+    """Return the seconds of all devices for a token; infinity if no time is predicted."""
+    made = found.plan
+    return (
+        float("inf")
+        if made.step_seconds is None
+        else made.step_seconds * made.num_processes / made.tokens_per_step
+    )

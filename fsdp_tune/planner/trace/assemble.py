@@ -21,8 +21,9 @@ from fsdp_tune.model.shard.local import TORCH_DTYPE, count_elements, kept_in_fp3
 from fsdp_tune.model.shard.wrap import shard_dim
 from fsdp_tune.planner.predict.depth import Repeated
 from fsdp_tune.planner.trace.fake_gpu import STREAMS
+from fsdp_tune.planner.trace.loss_slices import most_tokens
 from fsdp_tune.planner.trace.recorder import Recorder
-from fsdp_tune.planner.trace.traced_step import STEPS, Run, most_tokens
+from fsdp_tune.planner.trace.traced_step import STEPS, Run
 from fsdp_tune.planner.trace_format import (
     COLLECTIVE,
     EVENT,

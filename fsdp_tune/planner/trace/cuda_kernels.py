@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from fsdp_tune.model.internals import torch_internals as internals
 from fsdp_tune.model.shard.local import wraps_others
-from fsdp_tune.planner.predict.timing import TILE_TOKENS
+from fsdp_tune.planner.predict.roofline import TILE_TOKENS
 from fsdp_tune.planner.trace.fake_gpu import replaced
 from fsdp_tune.planner.trace_format import COLLECTIVES, DTYPES, GROUPS
 

@@ -85,8 +85,6 @@ class Recorder:
         self._paused = False
         self._hidden = False
 
-    # ---- Tensors
-
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
         """Track tensors created inside without counting them; the caller accounts for their memory."""
@@ -197,8 +195,6 @@ class Recorder:
 
     def _gathered(self, allocation: Allocation) -> None:
         self.kinds[allocation.block] = allocation.kind = KIND["gathered units"]
-
-    # ---- Operations
 
     def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation and record it."""
@@ -360,8 +356,6 @@ class Recorder:
             return
         kind, group, size, dtype = found
         self.collectives.append((*self._where(self.place.layer), kind, group, size, self.unit, dtype))
-
-    # ---- Around the run
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdp_tune.core.units import enumerated
 from fsdp_tune.recipe.schema.data_section import DataSource
-from fsdp_tune.recipe.schema.keys import NOT_YET, Key, all_keys, default_of, field_words
+from fsdp_tune.recipe.schema.keys import Key, all_keys, default_of, field_words
 from fsdp_tune.recipe.schema.kinds import Section
 from fsdp_tune.recipe.schema.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -19,6 +19,7 @@ from fsdp_tune.recipe.schema.training_fields import (
     describe_field,
     owned_names,
 )
+from fsdp_tune.recipe.schema.unsupported_values import NOT_YET
 
 _HEAD = """\
 # Every key of a recipe with its default and meaning. Generated from the schema; do not edit.

@@ -8,20 +8,12 @@ gradients of examples add up in fp32 (in float64 if the weights are), whatever t
 AdamW (Loshchilov & Hutter, arXiv:1711.05101) decays matrices only, and no bias of two dimensions; the
 gradient is clipped by its global norm; the learning rate warms up linearly and follows one of the schedules
 of `SCHEDULES`.
-
-    python -m fsdp_tune.rehearsal.parity.plain_loop < {"run": RUN, "compute_dtype": "fp32", "skipped": []}
-
-trains the recipe of a finished run, on its rows and from its initial weights, and prints losses, gradient
-norms, supervised tokens of each step and the eval loss as one JSON document.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
-import json
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,16 +26,10 @@ from transformers import AutoModelForCausalLM
 from transformers.optimization import Adafactor
 
 from fsdp_tune.core.families import BALANCE_WEIGHTS
-from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.core.tensors.file_formats import PREFIX
 from fsdp_tune.data.batches import epoch_order
 from fsdp_tune.data.store import Row, RowStore
-from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.loading.kept_precision import patterns_in_fp32
-from fsdp_tune.model.shard.local import TORCH_DTYPE
-from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.training_fields import training_value
-from fsdp_tune.run.directory import RunDir
 
 Example = tuple[torch.Tensor, torch.Tensor]
 """input_ids [1, tokens] and labels [tokens] of one example."""
@@ -340,59 +326,3 @@ def evaluate(model: nn.Module, compute_dtype: torch.dtype, stores: Iterable[RowS
     examples = list(_examples([store[index] for store in stores for index in range(len(store))]))
     losses = [float(_losses(model, compute_dtype, example)[0]) for example in examples]
     return sum(losses) / sum(int((labels[1:] != -100).sum()) for _, labels in examples)
-
-
-# ---- The trajectory of a finished run
-
-
-def settings_of(recipe: Recipe, compute_dtype: torch.dtype, skipped: frozenset[int]) -> LoopSettings:
-    """Return the settings of the plain loop for a resolved recipe with AdamW and a cosine schedule."""
-    training, quantised = recipe.training, recipe.quantised_training
-    assert training.data_seed is not None, "the recipe is resolved"
-    return LoopSettings(
-        steps=training_value(training, "max_steps"),
-        global_batch_size=recipe.global_batch_size,
-        learning_rate=training.learning_rate,
-        warmup_steps=int(training.warmup_steps),
-        weight_decay=training_value(training, "weight_decay"),
-        betas=(training_value(training, "adam_beta1"), training_value(training, "adam_beta2")),
-        epsilon=training_value(training, "adam_epsilon"),
-        max_grad_norm=training_value(training, "max_grad_norm"),
-        dft=training.loss == "dft",
-        seed=training.data_seed,
-        packed=recipe.data.packing,
-        quantised=None if quantised is None else (str(quantised.train), quantised.group_size),
-        compute_dtype=compute_dtype,
-        skipped=skipped,
-    )
-
-
-def trajectory(run: RunDir, compute_dtype: torch.dtype, skipped: frozenset[int]) -> dict[str, Any]:
-    recipe = Recipe.model_validate_json(run.recipe_json.read_bytes())
-    data = json.loads(run.data_json.read_text(encoding="utf-8"))
-    with temporary_directory("parity-") as folder:
-        build_full(recipe).save_pretrained(folder)
-        stores = [RowStore(Path(path)) for path in data["evals"].values()]
-        found = train(
-            settings_of(recipe, compute_dtype, skipped), folder, RowStore(Path(data["train"])), *stores
-        )
-    return {
-        "loss": found.losses,
-        "grad_norm": found.grad_norms,
-        "supervised_tokens": found.supervised_tokens,
-        "eval_loss": None if math.isnan(found.eval_loss) else found.eval_loss,
-    }
-
-
-def main() -> None:
-    request = json.load(sys.stdin)
-    torch.set_num_threads(1)
-    with contextlib.redirect_stdout(sys.stderr):  # libraries print; stdout must hold only the document
-        document = trajectory(
-            RunDir(Path(request["run"])), TORCH_DTYPE[request["compute_dtype"]], frozenset(request["skipped"])
-        )
-    json.dump(document, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()

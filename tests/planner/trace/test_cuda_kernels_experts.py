@@ -14,9 +14,9 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.gpus import find_hardware
 from fsdp_tune.model.loading.model_config import model_config
 from fsdp_tune.planner.predict.derive import alike, at_micro_batch, prime_for
+from fsdp_tune.planner.predict.divided_memory import divided_memory
 from fsdp_tune.planner.predict.divided_step import step_work
-from fsdp_tune.planner.predict.mixture import divided_memory
-from fsdp_tune.planner.predict.timing import efficiency_of
+from fsdp_tune.planner.predict.efficiency import efficiency_of
 from fsdp_tune.planner.trace.cuda_kernels import grouped_flops, grouped_product
 from fsdp_tune.planner.trace.traced_model import build_traced
 from fsdp_tune.planner.trace_format import DTYPES, KINDS, Trace

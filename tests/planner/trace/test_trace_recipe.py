@@ -18,8 +18,8 @@ from fsdp_tune.planner.predict.collectives import in_buckets
 from fsdp_tune.planner.predict.depth import full_depth
 from fsdp_tune.planner.predict.derive import alike, at_micro_batch, prime_for
 from fsdp_tune.planner.predict.divided_step import step_time
+from fsdp_tune.planner.predict.efficiency import Efficiency
 from fsdp_tune.planner.predict.memory import disk, peak_memory
-from fsdp_tune.planner.predict.timing import Efficiency
 from fsdp_tune.planner.trace.traced_step import traced_micro_batches
 from fsdp_tune.planner.trace_format import COLLECTIVES, DTYPES, EVALUATION, GROUPS, KINDS, PHASES, Trace
 from fsdp_tune.recipe.schema.optimizers import state_bytes

@@ -11,7 +11,7 @@ import pytest
 from fsdp_tune.core.gpus import find_hardware
 from fsdp_tune.planner.predict.depth import full_depth
 from fsdp_tune.planner.predict.divided_step import step_time
-from fsdp_tune.planner.predict.timing import UnknownFigure
+from fsdp_tune.planner.predict.efficiency import UnknownFigure
 from fsdp_tune.planner.trace_format import COLLECTIVES, DTYPES, Trace
 from tests.model.recipes import recipe_of
 from tests.planner.trace.tracing import trace_of

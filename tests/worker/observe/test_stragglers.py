@@ -127,10 +127,8 @@ def test_times_count_waits_in_steps_only() -> None:
     assert 0.01 <= spent.since(before).waited <= spent.since(before).in_steps
 
 
-# ---- On ranks. The limits are shorter, so that a run of seconds names a rank.
-
-
 def _shorter() -> Any:
+    """Shorten the limits, so that a run of seconds names a rank."""
     from fsdp_tune.worker.observe import stragglers
 
     return patch.multiple(stragglers, WINDOW_SECONDS=0.5, SUSTAINED_SECONDS=1.0)

@@ -217,9 +217,6 @@ def test_bytes_of_4_bits_that_were_cast_are_reported(tmp_path: Path) -> None:
     )
 
 
-# ---- Gradients of step 1
-
-
 def test_gradient_of_the_factor_that_starts_at_zero_counts(base: str, experts: str) -> None:
     recipe = recipe_of({"name_or_path": base}, lora={"r": 4, "target_modules": ["q_proj", "embed_tokens"]})
     model: Any = build_full(recipe)

@@ -33,8 +33,6 @@ from tests.parity.bench import Bench
 from tests.parity.cases import Case
 from tests.worker.short_runs import STEPS, new_run, short_run
 
-# ---- comparisons
-
 
 def facts(**changes: Any) -> RankFacts:
     return RankFacts(**{"generators": {"CPU": "a", "cuda": "c"}} | changes)
@@ -105,9 +103,6 @@ def test_checksum_detects_equal_changes(count: int) -> None:
 def test_checksum_detects_reordered_pieces() -> None:
     rows = torch.arange(4096.0).view(4, 1024)
     assert checksums({"x": rows}) != checksums({"x": rows[[1, 0, 2, 3]]})
-
-
-# ---- planted bugs
 
 
 def same_dropout_streams() -> AbstractContextManager[Any]:
@@ -394,9 +389,6 @@ def test_planted_bug_stops_the_run(name: str, bench: Bench) -> None:
         assert [
             message for message in planted.messages if not any(message in sentence for sentence in found)
         ] == []
-
-
-# ---- healthy
 
 
 def resumed(bench: Bench, donor: Case) -> RunDir:

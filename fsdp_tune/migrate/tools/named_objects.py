@@ -1,7 +1,9 @@
-"""Python objects that sections of Automodel's recipes name."""
+"""Python objects that sections of a file name: `_component_` of torchtune's recipes, `_target_` of
+Automodel's."""
 
 from __future__ import annotations
 
+COMPONENT = "_component_"
 TARGET = "_target_"
 
 

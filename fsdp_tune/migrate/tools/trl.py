@@ -1,10 +1,11 @@
-"""Options of TRL and of transformers' `run_clm.py` that mean something of their own: both take one flat
-list."""
+"""Options of TRL that mean something of their own, and mixtures of data sets as TRL and the alignment
+handbook have them."""
 
 from __future__ import annotations
 
-from fsdp_tune.migrate.general import DFT, sources
-from fsdp_tune.migrate.ledger import Ledger, LedgerView
+from fsdp_tune.migrate.dataset_entries import sources
+from fsdp_tune.migrate.general import DFT
+from fsdp_tune.migrate.ledger import LedgerView
 from fsdp_tune.migrate.rules import (
     TRAIN,
     UNSUPPORTED_SWITCH,
@@ -18,7 +19,6 @@ from fsdp_tune.migrate.rules import (
     each,
     fine_or,
     in_source,
-    of_the_set,
     off_or,
     outcome_of,
     renamed,
@@ -26,79 +26,15 @@ from fsdp_tune.migrate.rules import (
     section,
     steps,
 )
-from fsdp_tune.migrate.tool import TRAINER_DEFAULTS, Tool
-from fsdp_tune.migrate.tools.long_rows import CUT_BY_TRL, SPLIT, packing_strategy
+from fsdp_tune.migrate.tool import Tool
+from fsdp_tune.migrate.tools.long_rows import CUT_BY_TRL, packing_strategy
+from fsdp_tune.migrate.tools.run_clm import OF_SCRIPTS
 from fsdp_tune.recipe.key_paths import KeyPath, dotted
 from fsdp_tune.recipe.outcome import Ask, Drop, Weight, Write
-from fsdp_tune.recipe.read.tool_detection import EXAMPLES, TRL
+from fsdp_tune.recipe.read.tool_detection import TRL
 from fsdp_tune.recipe.synonyms import SYNONYMS
 
 FIRST: KeyPath = (*TRAIN, 0)
-
-
-# ---- run_clm.py of transformers, and the options that TRL has too
-
-
-def _optional_adapter(key: FileKey) -> Outcome:
-    return (
-        Write({"lora": {}})
-        if isinstance(SYNONYMS["use_peft"].outcome(key.value), Write)
-        else Drop("off, as it is here")
-    )
-
-
-def _share_held_out(key: FileKey) -> Outcome:
-    """A percentage of the training rows; a file or a split of its own comes first."""
-    if key.of_file("validation_file") is not None:
-        return Drop("`validation_file` is evaluated")
-    if not isinstance(key.value, int | float):
-        return Ask("write a share: `data: {eval: {fraction: 0.05}}`", "data.eval")
-    if not key.of_file("do_eval") and key.of_file("eval_strategy") in (None, "no"):
-        return Drop("nothing is evaluated")
-    return Write({"data.eval.fraction": float(key.value) / 100}, "a percentage there, a share here")
-
-
-def _config_name(key: FileKey) -> Outcome:
-    if key.value == key.of_file("model_name_or_path"):
-        return Drop("it is that of the model")
-    return Ask("a model of random weights is `model: {from_config: …}`", "model.from_config")
-
-
-OF_SCRIPTS: Rules = {
-    "model_name_or_path": same("model.name_or_path"),
-    "dataset_name": of_the_set("path"),
-    **each(("dataset_config", "dataset_config_name"), of_the_set("name")),
-    "dataset_train_split": of_the_set("split"),
-    "use_peft": _optional_adapter,
-    "lora_task_type": Drop("the models are causal language models"),
-}
-"""Options of `trl sft` and `run_clm.py`."""
-EXAMPLE_RULES: Rules = {
-    **OF_SCRIPTS,
-    "train_file": of_the_set("path"),
-    "validation_file": of_the_set("path", ("data", "eval", 0)),
-    "validation_split_percentage": _share_held_out,
-    "max_train_samples": of_the_set("max_rows"),
-    "max_eval_samples": Ask("write a number of rows: `data: {eval: {rows: …}}`", "data.eval"),
-    "keep_linebreaks": Drop("rows of a text keep their line ends"),
-    "config_name": _config_name,
-    "config_overrides": Ask("write a mapping: `{n_layer: 2}`", "model.config_overrides"),
-    "model_type": Drop("classes follow from the files of model and tokenizer"),
-    "streaming": same("data.streaming"),
-}
-"""By name; see `settling.settle_key`."""
-
-
-def pack_texts(ledger: Ledger) -> None:
-    """`run_clm.py` joins all texts and cuts them into full blocks, of 1,024 tokens unless it is told
-    otherwise."""
-    origin = "run_clm.py joins texts and fills every block"
-    ledger.set(("data", "packing"), True, origin, Weight.DEFAULT)
-    ledger.set(("data", "packing_strategy"), "wrapped", origin, Weight.DEFAULT)
-    ledger.set(("data", "max_length"), 1024, "default of run_clm.py", Weight.DEFAULT)
-
-
-# ---- Mixtures of TRL and of the alignment handbook
 
 _WRITE_SETS = "write the data sets as `data: {train: [{path: NAME}]}`"
 
@@ -131,9 +67,6 @@ def _mixed_set(place: KeyPath) -> Rule:
         return [path, *steps(_kept_share(FileKey(key.ledger, key.path, key.value, place)))]
 
     return rule
-
-
-# ---- TRL
 
 
 _MIXTURES = ("datasets", "dataset_mixture", "dataset_mixer")
@@ -275,13 +208,4 @@ TRL_TOOL = Tool(
     upcasts=True,
     long_rows=CUT_BY_TRL,
     other_training=TRL_UNSUPPORTED,
-)
-EXAMPLE_TOOL = Tool(
-    EXAMPLES,
-    EXAMPLE_RULES,
-    defaults={**TRAINER_DEFAULTS, "precision.mixed_precision": "no"},
-    adapter_switches=("use_peft",),
-    loads_as_stored=True,
-    upcasts=True,
-    long_rows=SPLIT,  # run_clm.py joins all texts
 )

@@ -16,7 +16,7 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from fsdp_tune.comparison import environments, tool_trainers
+from fsdp_tune.comparison import axolotl_trainers, environments
 from fsdp_tune.comparison.environments import python_with
 from fsdp_tune.comparison.side_processes import ObservingChild, ToolChild
 from fsdp_tune.comparison.stages import Observation, stages_until
@@ -55,9 +55,6 @@ LORA = {
 }
 written = partial(tool_files.written, options=AXOLOTL)
 recipe_of = partial(tool_files.recipe_of, options=AXOLOTL)
-
-
-# ---- The environment, with a stand-in for pip
 
 
 REQUIRES = [
@@ -128,9 +125,6 @@ def test_requirement_is_of_another_version_only_if_it_is_installed() -> None:
     assert not environments._is_other_version(Requirement("a-package-that-no-index-has==1"))
 
 
-# ---- How axolotl is called, with a stand-in of its modules
-
-
 class Options(dict[str, Any]):
     __getattr__ = dict.get
 
@@ -151,21 +145,21 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
 
     config, anything = SimpleNamespace(load_cfg=load_cfg), SimpleNamespace(DictDefault=Options)
     fields = SimpleNamespace(AxolotlInputConfig=SimpleNamespace(model_fields={"bfloat16": None}))
-    real = tool_trainers.importlib.import_module
+    real = axolotl_trainers.importlib.import_module
     modules = {"axolotl.cli.config": config, "axolotl.utils.schemas.config": fields}
     monkeypatch.setattr(
-        tool_trainers.importlib,
+        axolotl_trainers.importlib,
         "import_module",
         lambda name: modules.get(name) or (anything if "axolotl" in name else real(name)),
     )
-    monkeypatch.setattr(tool_trainers.tempfile, "tempdir", None)
-    monkeypatch.setattr(tool_trainers.os, "environ", dict(tool_trainers.os.environ))
+    monkeypatch.setattr(axolotl_trainers.tempfile, "tempdir", None)
+    monkeypatch.setattr(axolotl_trainers.os, "environ", dict(axolotl_trainers.os.environ))
     return read
 
 
 def trainers(
     tmp_path: Path, left_out: list[str] | None = None, **values: Any
-) -> tool_trainers.AxolotlTrainers:
+) -> axolotl_trainers.AxolotlTrainers:
     values = {**AXOLOTL, **values}
     given: dict[str, Any] = {
         "values": values,
@@ -175,7 +169,7 @@ def trainers(
     }
     request = SimpleNamespace(**given, revision=None, trust_remote_code=False)
     rows = [{"a": 1}, {"b": 2}, {"a": 3}]
-    return tool_trainers.AxolotlTrainers(
+    return axolotl_trainers.AxolotlTrainers(
         request, rows, [0, 1, 0], str(tmp_path), (left_out if left_out is not None else []).append
     )
 
@@ -250,12 +244,9 @@ def test_streams_are_refused(tmp_path: Path) -> None:
 
 def test_packed_row_is_taken_apart_as_it_was_joined() -> None:
     examples = [{"input_ids": [1, 2], "labels": [-100, 2]}, {"input_ids": [3], "labels": [3]}]
-    row = tool_trainers._joined(examples)
+    row = axolotl_trainers._joined(examples)
     assert row == {"input_ids": [1, 2, 3], "labels": [-100, 2, 3], "seq_lengths": [2, 1]}
-    assert tool_trainers._apart(row) == examples
-
-
-# ---- With axolotl
+    assert axolotl_trainers._apart(row) == examples
 
 
 PLANTED: list[tuple[dict[str, Any], str, list[str] | None]] = [

@@ -17,8 +17,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from fsdp_tune.answer.answering import Answering, PieceStreamer, StopFlag
 from fsdp_tune.answer.find_model import ModelToEvaluate, find_model
-from fsdp_tune.answer.generate import Answering, PieceStreamer, StopFlag
 from fsdp_tune.answer.model_requests import AnswerSettings, ModelsRequest
 from fsdp_tune.data.prompts import Prompt, question
 from fsdp_tune.data.read.file_access import EOS, PAD, builtin_tokenizer

@@ -1,4 +1,4 @@
-"""Options of ms-swift, TRL and `run_clm.py` that mean something of their own."""
+"""Options of ms-swift that mean something of their own."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.gpus import find_hardware
 from fsdp_tune.core.units import GIB
 from fsdp_tune.planner.predict.depth import DepthError
-from fsdp_tune.planner.search.search import RECOMPUTATION, RESHARDING, MemoryBudget, decide
+from fsdp_tune.planner.search.auto_recomputation import RECOMPUTATION, RESHARDING, MemoryBudget, decide
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.planner.recipes import resolved
