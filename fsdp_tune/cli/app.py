@@ -27,7 +27,8 @@ from fsdp_tune.cli.train import plan, rehearse, train, validate
 from fsdp_tune.cli.verbs import Screen
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem, usage_error
 from fsdp_tune.core.import_path import leave_out_working_directory
-from fsdp_tune.core.processes import StoppedBySignal, continue_in_utf8, open_standard_streams, reset_inherited
+from fsdp_tune.core.inherited_state import continue_in_utf8, open_standard_streams, reset_inherited
+from fsdp_tune.core.signals import StoppedBySignal
 from fsdp_tune.core.units import shown
 from fsdp_tune.core.version import __version__
 

@@ -25,7 +25,7 @@ from fsdp_tune.cli.terminal_text import printable
 from fsdp_tune.core.command import Argument, Bar, Only, Option
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem, usage_error
 from fsdp_tune.core.limits import is_panic
-from fsdp_tune.core.processes import stop_signals_raise
+from fsdp_tune.core.signals import stop_signals_raise
 from fsdp_tune.core.refused_variables import refuse_odd_booleans
 from fsdp_tune.core.units import MIB
 from fsdp_tune.jobs.observer import Observer, PlanStage

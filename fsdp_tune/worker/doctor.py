@@ -34,7 +34,7 @@ from fsdp_tune.core.library_errors import PEER_LOST
 from fsdp_tune.core.ownership import LOCKLESS
 from fsdp_tune.core.package_versions import versions
 from fsdp_tune.core.parent_death import die_with_launcher
-from fsdp_tune.core.processes import open_standard_streams
+from fsdp_tune.core.inherited_state import open_standard_streams
 from fsdp_tune.core.units import MIB
 from fsdp_tune.data.read.file_access import is_builtin
 from fsdp_tune.data.read.sources import find_source

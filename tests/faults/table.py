@@ -403,7 +403,7 @@ SECURITY = (
     _row("F114", "t", 13, REFUSED, "code in a checkpoint's metadata, " "pickles and states", "worker/checkpoint/test_storage::metadata_cannot_run_code",
          "worker/checkpoint/test_storage::metadata_allows_only_listed_classes", "merge/test_source_damage::damaged_table_of_contents_is_refused",
          "faults/test_worlds::pickled_code_in_rank_state_is_not_run"),
-    _row("F115", "t", 13, REFUSED, "attempts to bypass the unpickling " "allow-list", "core/test_archive_pickles::hostile_pickles_are_refused", "core/test_archive_pickles::single_opcode_cannot_exhaust_memory",
+    _row("F115", "t", 13, REFUSED, "attempts to bypass the unpickling " "allow-list", "core/test_plain_pickle::hostile_pickles_are_refused", "core/test_plain_pickle::single_opcode_cannot_exhaust_memory",
          "worker/checkpoint/test_storage::metadata_allows_only_listed_classes"),
     _row("F116", "p", 13, REFUSED, "paths in an index, a manifest or " "metadata that point outside the " "directory", "merge/test_source_damage::damaged_index_is_refused",
          "faults/test_damage::mismatched_manifest_is_not_a_checkpoint"),

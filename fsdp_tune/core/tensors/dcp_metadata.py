@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
-from fsdp_tune.core.tensors.archive import AllowedGlobal, Record, Refused, load
+from fsdp_tune.core.tensors.plain_pickle import AllowedGlobal, Record, Refused, load
 from fsdp_tune.core.tensors.dtypes import DTYPES, DType, Shape
 
 METADATA_NAME = ".metadata"

@@ -23,7 +23,8 @@ from fsdp_tune.core.errors import (
     usage_error,
 )
 from fsdp_tune.core.files import folders_in
-from fsdp_tune.core.tensors.archive import Refused, StoredTensor, extent, open_archive, read_pickle
+from fsdp_tune.core.tensors.archive import StoredTensor, extent, open_archive, read_pickle
+from fsdp_tune.core.tensors.plain_pickle import Refused
 from fsdp_tune.core.units import enumerated, shown
 from fsdp_tune.merge.read.dcp import only_optimizer_state, read_dcp
 from fsdp_tune.merge.read.hf_shards import read_hf_shards

@@ -20,7 +20,7 @@ from typing import Literal, Self
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error
 from fsdp_tune.core.files import is_inside, open_descriptor
-from fsdp_tune.core.tensors.archive import Refused
+from fsdp_tune.core.tensors.plain_pickle import Refused
 from fsdp_tune.core.tensors.dtypes import DType, Extent, Shape
 from fsdp_tune.core.tensors.encoded import Encoded
 

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.core.expert_kernels import EXPERTS_KERNELS
-from fsdp_tune.core.families import EXPERT_INDEX_ARGUMENTS, dim_inside
+from fsdp_tune.core.expert_names import EXPERT_INDEX_ARGUMENTS, dim_inside
 from fsdp_tune.model.internals.transformers_internals import EXPERTS, has_experts_kernel
 from fsdp_tune.model.shard.exchange import exchange, exchanged
 from fsdp_tune.model.shard.local import ModuleView, bare_class, bare_model

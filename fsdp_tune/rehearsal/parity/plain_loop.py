@@ -35,7 +35,7 @@ from transformers.optimization import Adafactor
 
 from fsdp_tune.core.families import BALANCE_WEIGHTS
 from fsdp_tune.core.ownership import temporary_directory
-from fsdp_tune.core.tensors.file_formats import PREFIX
+from fsdp_tune.core.tensors.peft_names import PREFIX
 from fsdp_tune.data.batches import epoch_order
 from fsdp_tune.data.store import Row, RowStore
 from fsdp_tune.model.loading.construct import build_full

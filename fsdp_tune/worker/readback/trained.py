@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fsdp_tune.core.errors import Where, usage_error
-from fsdp_tune.core.families import have_experts
-from fsdp_tune.core.tensors.file_formats import value_for
+from fsdp_tune.core.expert_names import have_experts
+from fsdp_tune.core.tensors.peft_config import value_for
 from fsdp_tune.model.adapters.lora import ADAPTER_NAME, adapters_of, is_of_adapter, name_in_base
 from fsdp_tune.model.adapters.nf4 import SCALE_DTYPE, Nf4Linear, layers_in_4_bits, plan_nf4
 from fsdp_tune.model.adapters.targets import ALL_LINEAR, ends_with, last_parts, parts_without_text, rank_of
