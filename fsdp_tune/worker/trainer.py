@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
-from fsdp_tune.model.shard.recompute import RecomputationCheck
+from fsdp_tune.model.shard.recomputation_check import RecomputationCheck
 from fsdp_tune.model.shard.wrap import begin_micro_batch
 from fsdp_tune.model.step import auxiliary_loss_weight, forward_backward, loss_options
 from fsdp_tune.run.events import EarlyStopped, GradientSpike, PrecisionWarning

@@ -230,9 +230,6 @@ def stacks_without_adapters(model: nn.Module) -> dict[str, float]:
     return {name: p.numel() / total for name, p in base.items() if is_stack(name, p) and name not in adapted}
 
 
-# ---- First values
-
-
 @torch.no_grad()
 def draw_adapters(recipe: Recipe, model: nn.Module) -> None:
     """Fill the adapters of a (sharded) model whose base is loaded.

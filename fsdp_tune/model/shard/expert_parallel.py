@@ -112,9 +112,6 @@ def _part(whole: torch.Tensor, ep: DeviceMesh, device: torch.device) -> DTensor:
     return DTensor.from_local(own, ep, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
 
 
-# ---- The forward of divided experts
-
-
 def _over_ranks(experts: nn.Module, group: dist.ProcessGroup) -> Callable[..., torch.Tensor]:
     """Return the forward of experts that the ranks of `group` divide, around that of their class."""
     inner: Any = type(experts).forward  # FSDP2 makes a subclass of it
@@ -190,9 +187,6 @@ def _route(top_k_index: torch.Tensor, experts: int, group: dist.ProcessGroup) ->
     own = torch.arange(experts // size, device=pairs.device).repeat(size)
     ids = own.repeat_interleave(arriving, output_size=sum(received))
     return _Route(torch.argsort(pairs, stable=True)[: sum(sent)], sent, received, ids)
-
-
-# ---- Models that it does not suit
 
 
 def require_divisible_experts(recipe: Recipe, model: PreTrainedModel) -> None:
