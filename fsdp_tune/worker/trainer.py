@@ -59,8 +59,6 @@ class FsdpTrainer(PreparedTrainer):
             0  # the Trainer counts parameters at each micro-batch for this; our MFU is computed once a line
         )
 
-    # ---- The step
-
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         batch: Batch = inputs
         if not batch.tensors:
@@ -131,8 +129,6 @@ class FsdpTrainer(PreparedTrainer):
     def _checked_norm(self, max_norm: float | None) -> torch.Tensor:
         self.correct_schedule()
         return self.gate.pass_or_skip(self.state.global_step + 1, max_norm, self.live_optimizer, self.batches)
-
-    # ---- Logging, evaluation, saving
 
     def _maybe_log_save_evaluate(
         self,

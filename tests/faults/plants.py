@@ -648,7 +648,7 @@ PLANTS: tuple[Plant, ...] = (
     plant("target that hits nothing ignored", "model.adapters.targets:_chosen", never("found"), rows="F130"),
     plant(
         "adapters without a gradient not noticed",
-        "worker.readback.trained:adapters_without_gradient",
+        "worker.readback.missing_gradients:adapters_without_gradient",
         never("_ABSENT"),
         rows="F131",
     ),

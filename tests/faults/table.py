@@ -171,7 +171,7 @@ LAUNCH = (
         "F031", "r", 9, REFUSED, "a machine of the run never joins", "launch/test_rendezvous_coordination::first_machine_that_never_comes_is_named",
         "launch/test_rendezvous_coordination::missing_machine_is_named",
     ),
-    _row("F032", "r", 10, REFUSED, "ranks differ in recipe, data or versions", "worker/test_agreement_same::differing_ranks_are_named_with_versions"),
+    _row("F032", "r", 10, REFUSED, "ranks differ in recipe, data or versions", "worker/test_rank_identity::differing_ranks_are_named_with_versions"),
     _row("F033", "r", 11, SURVIVED, "a conflicting default accelerate config", "launch/test_accelerate_real::conflicting_default_config_is_ignored"),
     _row(
         "F034", "r", 11, SURVIVED, "stale RANK, MASTER_PORT, FSDP_*, PET_* in the environment",
@@ -267,7 +267,7 @@ RUN = (
         "faults/test_train::signals_at_different_times_stop_both_ranks_at_one_step",
         "parity/test_resume::signal_to_one_rank_saves_on_all_and_resume_continues",
     ),
-    _row("F062", "r", 7, SURVIVED, "a signal to the data loader's processes", "worker/test_agreement_same::stop_signal_does_not_end_the_loaders_processes"),
+    _row("F062", "r", 7, SURVIVED, "a signal to the data loader's processes", "worker/test_rank_identity::stop_signal_does_not_end_the_loaders_processes"),
     _row(
         "F063", "r", 7, SURVIVED, "signals two and three times", "launch/test_supervisor::duplicate_signal_counts_once",
         "launch/test_supervisor::second_signal_stops_immediately_and_fails",
