@@ -121,9 +121,6 @@ def damaged_chunk(path: Path, name: str, offset: int, why: str) -> FsdpTuneError
     )
 
 
-# ---- Whether the chunks of a tensor cover it: each element once, however the mesh was shaped.
-
-
 def without_replicas(chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
     """Keep one chunk for each (offsets, sizes), since under HSDP every replica may have written it, and drop
     empty chunks."""
