@@ -20,7 +20,8 @@ from fsdp_tune.data.format.templates import (
     suggestion,
 )
 from fsdp_tune.data.read.row_files import BadRow, RowError
-from fsdp_tune.data.tokenise.chat import RenderedChat, is_field, render_chat, template_for
+from fsdp_tune.data.tokenise.chat import RenderedChat, render_chat, template_for
+from fsdp_tune.data.tokenise.unrendered import is_field
 from fsdp_tune.data.tokenise.rows import RawRow, Tokeniser
 from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder
 from tests.data.real_templates import PUBLISHED, Published
