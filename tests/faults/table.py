@@ -196,7 +196,7 @@ LAUNCH = (
         "run/test_directory_lock::owner_on_another_machine_is_live_until_300_seconds_after_its_last_sign",
         "launch/test_resume::live_run_is_refused",
     ),
-    _row("F039", "r", 11, REFUSED, "the current directory is deleted", "cli/test_verbs_output::removed_current_directory_is_reported"),
+    _row("F039", "r", 11, REFUSED, "the current directory is deleted", "cli/test_screen::removed_current_directory_is_reported"),
     _row("F040", "p", 11, SURVIVED, "accelerate missing from PATH, another " "Python first", "launch/test_accelerate::launcher_runs_with_current_interpreter"),
     _row(
         "F041", "r", 4, SURVIVED, "a rank killed repeatedly, with automatic restarts",
@@ -260,7 +260,7 @@ RUN = (
         "F060", "r", 7, SURVIVED, "SIGINT of the terminal, SIGHUP, a " "terminal that closes", "launch/test_supervisor::signal_is_passed_on_and_the_ranks_save",
         "launch/test_supervisor::every_stop_signal_is_recorded",
         "launch/test_supervisor::signal_that_was_ignored_at_the_start_stays_ignored",
-        "cli/test_verbs_output::closed_pipe_does_not_stop_a_command",
+        "cli/test_screen::closed_pipe_does_not_stop_a_command",
     ),
     _row(
         "F061", "r", 7, SURVIVED, "signals to ranks at different times around a step",
@@ -419,7 +419,7 @@ SECURITY = (
          "pages/test_report_page::only_the_two_scripts_of_the_page_may_run"),
     _row("F123", "p", 12, REFUSED, "lock or stage planted as a symbolic link", "run/test_directory_lock::link_instead_of_the_lock_is_refused",
          "faults/test_kill_points::leftovers_are_removed_and_links_not_followed"),
-    _row("F124", "p", 13, SURVIVED, "terminal escapes in rows, names, errors", "cli/test_verbs_output::terminal_escapes_are_printed_escaped",
+    _row("F124", "p", 13, SURVIVED, "terminal escapes in rows, names, errors", "cli/test_screen::terminal_escapes_are_printed_escaped",
          "recipe/test_loader::long_values_are_escaped_and_shortened_in_errors", "cli/test_prepare::control_characters_of_a_row_are_printed_escaped"),
 )  # fmt: skip
 
@@ -452,7 +452,7 @@ SURROUNDINGS = (
     _row("F134", "p", 8, SURVIVED, "several jobs of a script in " "threads, one " "of which fails; train " "outside of the main thread",
          "core/test_processes::failed_block_ends_no_child_of_another_thread", "core/test_processes::thread_starts_no_child_after_the_block_has_failed",
          "jobs/test_results_api::train_outside_the_main_thread_is_refused"),
-    _row("F135", "r", 11, SURVIVED, "standard streams that are closed", "cli/test_verbs_output::closed_descriptors_are_opened_on_dev_null_for_a_command_and_its_children",
+    _row("F135", "r", 11, SURVIVED, "standard streams that are closed", "cli/test_screen::closed_descriptors_are_opened_on_dev_null_for_a_command_and_its_children",
          "cli/test_train::run_without_standard_streams_is_complete"),
     _row("F136", "p", 12, SURVIVED, "temporary directories of commands that " "were killed", "run/test_directory_lock::temporary_directory_of_a_killed_process_is_removed_at_the_next_start",
          "run/test_directory_lock::temporary_directory_is_kept_on_demand_and_then_not_swept"),
