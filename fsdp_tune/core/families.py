@@ -256,4 +256,3 @@ _FAMILIES = {
 def family_of(model_type: object) -> Family:
     """Return the quirks of a model type; those of an unknown type are none."""
     return _FAMILIES.get(str(model_type), Family())
-

@@ -90,4 +90,3 @@ def tied_candidates(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
                 if shapes[embedding] == shape:
                     pairs.setdefault(head, embedding)
     return pairs
-

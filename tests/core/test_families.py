@@ -150,7 +150,9 @@ def test_experts_are_counted_by_the_first_name_and_dense_models_have_one() -> No
     assert expert_names.is_router({"num_experts": 8}, 8)
     assert expert_names.is_router({"n_routed_experts": 8, "zero_expert_num": 4}, 12), "LongCat"
     assert not expert_names.is_router({"n_routed_experts": 8, "zero_expert_num": 4}, 8)
-    assert not expert_names.is_router({}, 1), "a dense model has no router, but may have a Linear with one output"
+    assert not expert_names.is_router({}, 1), (
+        "a dense model has no router, but may have a Linear with one output"
+    )
 
 
 def families_with_experts() -> list[str]:
