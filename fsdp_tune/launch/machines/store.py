@@ -68,6 +68,7 @@ LARGEST_ARCHIVE_BYTES = 1 << 30
 JsonObject = dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
 class Exchanged:
     """What this machine knows of the others."""
 
@@ -90,6 +91,7 @@ class Exchanged:
     """Why this machine cannot serve the store; the child ends."""
 
 
+@dataclass
 class _Peer:
     beat: bytes = b""
     changed_at: float | None = None

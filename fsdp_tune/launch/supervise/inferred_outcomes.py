@@ -1,5 +1,5 @@
-"""Outcomes of ranks that have left none that can be read, inferred from how the launch ended: the disk refused
-them, or they were damaged afterwards."""
+"""Outcomes of ranks that have left none that can be read, inferred from how the launch ended: the disk
+refused them, or they were damaged afterwards."""
 
 from __future__ import annotations
 
