@@ -1,5 +1,5 @@
-"""Comparisons of all ranks by the facts that each sends to the others: generators, rows, and tensors that must
-be equal."""
+"""Comparisons of all ranks by the facts that each sends to the others: generators, rows, and tensors that
+must be equal."""
 
 from __future__ import annotations
 

@@ -34,6 +34,11 @@ from fsdp_tune.run.records import ReadBack
 from fsdp_tune.worker.agreement import gather, stop_on
 from fsdp_tune.worker.observe.step_phases import AttachedCallback
 from fsdp_tune.worker.readback.checksums import checksums
+from fsdp_tune.worker.readback.missing_gradients import (
+    adapter_gradients,
+    adapters_without_gradient,
+    parameters_without_gradient,
+)
 from fsdp_tune.worker.readback.rank_facts import (
     RankFacts,
     copies_differ,
@@ -42,11 +47,6 @@ from fsdp_tune.worker.readback.rank_facts import (
     named_ranks,
     other_than_first,
     row_differences,
-)
-from fsdp_tune.worker.readback.missing_gradients import (
-    adapter_gradients,
-    adapters_without_gradient,
-    parameters_without_gradient,
 )
 from fsdp_tune.worker.readback.updates import UpdateSample
 
