@@ -153,8 +153,8 @@ _HOOKS = (
     "_load_callback_state",
 )
 TRAINER_HOOKS = {name: Name(f"transformers:Trainer.{name}", "`fsdp-tune train`", READ_IN) for name in _HOOKS}
-"""Methods that `worker/trainer.py` and its base override or call. The Trainer would train another way if it no
-longer called one of them."""
+"""Methods that `worker/trainer.py` and its base override or call. The Trainer would train another way if it
+no longer called one of them."""
 
 
 def require_trainer_hooks() -> None:
