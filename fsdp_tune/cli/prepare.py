@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import fsdp_tune
-from fsdp_tune.cli.terminal_text import printable
 from fsdp_tune.cli.screen import Screen
+from fsdp_tune.cli.terminal_text import printable
 from fsdp_tune.cli.verbs import NamedRecipe, given, verb
 from fsdp_tune.core.command import Option
 from fsdp_tune.jobs.options import PrepareOptions

@@ -1,5 +1,5 @@
-"""The screen of a command, which observes its job, and the only error boundary: a problem becomes lines, a JSON
-document and an exit code."""
+"""The screen of a command, which observes its job, and the only error boundary: a problem becomes lines, a
+JSON document and an exit code."""
 
 from __future__ import annotations
 
