@@ -121,7 +121,8 @@ class CountingStore:
 
 def control_channel(ranks: int, folder: Path) -> Figures:  # noqa: ARG001  all parts have one signature
     """One exchange of all machines over torch's store, as every machine does each second."""
-    from fsdp_tune.launch.machines.store import StoreExchange, connect_to, listening_socket, serve
+    from fsdp_tune.launch.machines.store import StoreExchange
+    from fsdp_tune.launch.machines.tcp_store import connect_to, listening_socket, serve
 
     machines = ranks // PER_MACHINE
     if machines < 2:

@@ -9,7 +9,7 @@ from pathlib import Path
 from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.files import expanded
 from fsdp_tune.core.hub import MODEL_FILES, HubResource, snapshot
-from fsdp_tune.core.tensors.file_formats import CONFIG_FILE
+from fsdp_tune.core.tensors.peft_config import CONFIG_FILE
 from fsdp_tune.recipe.references import can_only_be_a_path
 from fsdp_tune.run.base_model import BASE_FILE, BaseModel, open_base
 from fsdp_tune.run.directory import RunDir, checkpoint_step, run_of

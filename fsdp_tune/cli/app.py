@@ -22,12 +22,13 @@ from fsdp_tune.cli.explain import explain
 from fsdp_tune.cli.prepare import prepare
 from fsdp_tune.cli.recipes import import_config, recipes, templates
 from fsdp_tune.cli.runs import evaluate, merge_checkpoint, push, report, status
+from fsdp_tune.cli.screen import Screen
 from fsdp_tune.cli.submit import submit
 from fsdp_tune.cli.train import plan, rehearse, train, validate
-from fsdp_tune.cli.verbs import Screen
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem, usage_error
 from fsdp_tune.core.import_path import leave_out_working_directory
-from fsdp_tune.core.processes import StoppedBySignal, continue_in_utf8, open_standard_streams, reset_inherited
+from fsdp_tune.core.inherited_state import continue_in_utf8, open_standard_streams, reset_inherited
+from fsdp_tune.core.signals import StoppedBySignal
 from fsdp_tune.core.units import shown
 from fsdp_tune.core.version import __version__
 

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import fsdp_tune
-from fsdp_tune.cli.verbs import Screen, verb
+from fsdp_tune.cli.screen import Screen
+from fsdp_tune.cli.verbs import verb
 from fsdp_tune.core.command import Argument, Option
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
-from fsdp_tune.core.processes import interrupts_call
+from fsdp_tune.core.signals import interrupts_call
 from fsdp_tune.jobs.options import GenerateOptions
 
 if TYPE_CHECKING:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import fsdp_tune
+from fsdp_tune.cli.screen import Screen
 from fsdp_tune.cli.terminal_text import wrapped
-from fsdp_tune.cli.verbs import Overrides, Screen, verb
+from fsdp_tune.cli.verbs import Overrides, verb
 from fsdp_tune.core.atomic import check_output_file, write_file
 from fsdp_tune.core.command import Argument, Option
 from fsdp_tune.core.errors import ExitCode, usage_error

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fsdp_tune.cli.known_combinations import known_bad
-from fsdp_tune.cli.verbs import NamedRecipe, Screen, verb
+from fsdp_tune.cli.screen import Screen
+from fsdp_tune.cli.verbs import NamedRecipe, verb
 from fsdp_tune.core.command import Option
 from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.units import format_age, format_bytes, parse_seconds

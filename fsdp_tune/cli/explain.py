@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Annotated
 
-from fsdp_tune.cli.verbs import Screen, verb
+from fsdp_tune.cli.screen import Screen
+from fsdp_tune.cli.verbs import verb
 from fsdp_tune.core.command import Argument
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 import fsdp_tune
-from fsdp_tune.cli.verbs import Screen, given, verb
+from fsdp_tune.cli.screen import Screen
+from fsdp_tune.cli.verbs import given, verb
 from fsdp_tune.core.command import Argument, Option
 from fsdp_tune.jobs.recipe_options import ImportOptions, NewRecipeOptions
 

@@ -12,8 +12,9 @@ from urllib.parse import urlsplit
 import typer
 
 import fsdp_tune
+from fsdp_tune.cli.screen import Screen
 from fsdp_tune.cli.status_view import show_runs, show_status
-from fsdp_tune.cli.verbs import Overrides, Screen, given, verb
+from fsdp_tune.cli.verbs import Overrides, given, verb
 from fsdp_tune.core.command import Argument, Option
 from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Notice, usage_error
 from fsdp_tune.core.units import format_bytes, format_seconds

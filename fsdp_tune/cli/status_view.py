@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fsdp_tune.cli.screen import Screen
 from fsdp_tune.cli.terminal_text import trend
-from fsdp_tune.cli.verbs import Screen
 from fsdp_tune.core.units import format_bytes, format_clock, format_seconds
 
 if TYPE_CHECKING:

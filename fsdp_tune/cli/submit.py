@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from fsdp_tune.cli.verbs import NamedRecipe, Screen, verb
+from fsdp_tune.cli.screen import Screen
+from fsdp_tune.cli.verbs import NamedRecipe, verb
 from fsdp_tune.core.command import Option
 from fsdp_tune.core.errors import ExitCode, usage_error
 from fsdp_tune.core.units import format_seconds

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 import fsdp_tune
-from fsdp_tune.cli.verbs import NamedRecipe, RecipeArgument, Screen, given, verb
+from fsdp_tune.cli.screen import Screen
+from fsdp_tune.cli.verbs import NamedRecipe, RecipeArgument, given, verb
 from fsdp_tune.core.command import Option
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, FsdpTuneError, failed_error, usage_error
 from fsdp_tune.core.units import enumerated, format_seconds

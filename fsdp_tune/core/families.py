@@ -1,21 +1,19 @@
-"""What differs by model family: the names under which configurations, files and models hold a fact, and the
+"""What differs by model family: the names under which configurations and models hold a fact, and the
 families with a quirk.
 
 Everything that reads one of these facts reads it here: planner, ranks, rehearsal, merge and the rules of a
 recipe. Most entries are names, not families, so a new family works without an entry if it uses the names of
 another one. Needs no torch: a configuration is a `config.json` or an object of transformers.
 
-Also the names of the files next to the weights.
+The names of tensors and modules are in `core.expert_names` and `core.model_parts`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
-
-from fsdp_tune.core.values import as_mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +36,6 @@ def _values(config: object, names: Sequence[str]) -> Iterator[Any]:
             else getattr(config, name, None)
         )
 
-
-# ---- Sizes
 
 LAYERS = Fields(("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "num_blocks"))
 HIDDEN_SIZE = Fields(("hidden_size", "n_embd", "d_model", "embedding_dim"))
@@ -84,14 +80,12 @@ def layer_types(config: object) -> list[str]:
     return list(next(_values(config, ("layer_types",))) or ())
 
 
-# ---- Attention heads. Layers may differ: in Gemma 4, full attention has wider heads than sliding windows.
-
-
 def heads_by_layer(config: Any) -> list[tuple[int, int]]:
     """Return (heads, width) of each layer; of a single one if all layers are alike. `config` is an object of
     transformers.
 
-    transformers raises an error for a field of the configuration that its layers differ in.
+    Layers may differ: in Gemma 4, full attention has wider heads than sliding windows. transformers raises an
+    error for a field of the configuration that its layers differ in.
     """
     text = config.get_text_config()
     found: list[tuple[int, int]] = []
@@ -117,8 +111,6 @@ def mean_heads(config: object) -> tuple[int, int]:
     heads = max(number for number, _ in layers)
     return heads, round(sum(number * width for number, width in layers) / (heads * len(layers)))
 
-
-# ---- Attention: what kernels may not have, and masks
 
 _ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout")
 _DROPOUT_WORDS = ("dropout", "pdrop", "layerdrop", "jitter")
@@ -158,9 +150,6 @@ or a recurrence."""
 EXAMPLE_LENGTHS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
 """Arguments of a model's forward that name the examples of packed rows."""
 
-
-# ---- Limits inside of a row
-
 _LIMIT = re.compile(
     r"(^|_)(topk|topk_blocks|window|window_size|chunk_size|block_size|local_attention|floor_scale|n_floor)$"
 )
@@ -178,8 +167,6 @@ def limits_within(config: Mapping[str, object], tokens: int) -> list[str]:
     ]
     return [name for name in found if name not in CHOSEN_EXPERTS.names]
 
-
-# ---- Positions
 
 POSITIONS = Fields(("max_position_embeddings",))
 OLD_ROPE = ("rope_theta", "rope_scaling", "partial_rotary_factor")
@@ -202,8 +189,6 @@ def max_positions(config: object) -> int | None:
     return positions if positions is not None and positions > 0 else None
 
 
-# ---- Mixtures of experts
-
 EXPERTS = Fields(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"))
 """Experts in a layer."""
 CHOSEN_EXPERTS = Fields(
@@ -219,21 +204,6 @@ DENSE_LAYERS = "mlp_only_layers"
 """List of layers without experts."""
 BALANCE_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
 """Attributes of models with the coefficient of the load-balancing loss."""
-EXPERT_INDEX_ARGUMENTS = ("top_k_index", "router_indices")
-"""Arguments [tokens, chosen] of the forward of stacked experts with the indices of the chosen experts."""
-EXPERT_PARTS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
-    "up_proj": (("up_proj",),),
-    "down_proj": (("down_proj",), ("w2",)),
-}
-"""Stacked parameter → names of the tensors of one expert in files, whose rows follow each other in the
-stack."""
-EXPERT_MODULES = ((".mlp.", ".mlp."), (".mlp.", ".block_sparse_moe."))
-"""Module in the model → module in the files: Mixtral's kept its name from before transformers 5."""
-_IN_EXPERTS = ".experts."
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
-_ROUTER_IN_EXPERTS = ".router."
-_SHARED = "shared"
 
 
 def expert_count(config: object) -> int:
@@ -242,143 +212,9 @@ def expert_count(config: object) -> int:
     return EXPERTS.of(config) or 1
 
 
-def dim_inside(shape: Sequence[int], ranks: int) -> int | None:
-    """Return the dimension in which `ranks` with the same experts shard a stack of them: the first after that
-    of the experts which they divide, since FSDP2 shards it evenly or not at all; None if there is none."""
-    return next((dim for dim in range(1, len(shape)) if shape[dim] % ranks == 0), None)
-
-
-def is_in_experts(name: str) -> bool:
-    """Return whether a module or a parameter is below `experts`. JetMoE's routers are, and some of its stacks
-    are not."""
-    return _IN_EXPERTS in name
-
-
-def number_of_expert(name: str) -> int | None:
-    """Return which expert a parameter belongs to; None if experts are stacked, or it belongs to none."""
-    return int(found[1]) if (found := _EXPERT.search(name)) else None
-
-
-def stack_of(name: str) -> str | None:
-    """Return the module that holds the experts of a layer, of a name of one of them that may be stacked in
-    it; None for other names."""
-    return name[: found.start(1) - 1] if (found := _EXPERT.search(name)) else None
-
-
-def is_router_in_experts(name: str) -> bool:
-    """Return whether a parameter of `is_in_experts` is one of a router (JetMoE)."""
-    return _ROUTER_IN_EXPERTS in name
-
-
-def is_shared_expert(name: str) -> bool:
-    """Return whether a parameter belongs to an expert that every token uses."""
-    return _SHARED in name
-
-
-def are_stacked_experts(module: str) -> bool:
-    """Return whether a module of this name may hold stacked experts."""
-    return module.endswith("experts")
-
-
-def have_experts(modules: Iterable[str]) -> bool:
-    """Return whether a model with modules of these names has experts or routers of its own kind."""
-    return any("expert" in name for name in modules)
-
-
-def is_router(config: object, outputs: int) -> bool:
-    """Return whether a linear layer with this number of outputs has one for each expert of a mixture."""
-    experts = expert_count(config)
-    return experts > 1 and outputs == experts + (EMPTY_EXPERTS.of(config) or 0)
-
-
-# ---- Embeddings and heads. The left and right sides of `_tied_weights_keys` of transformers' causal language
-# models; a test reads them.
-
-_HEAD = re.compile(
-    r"(^|\.)(lm_head|embed_out|output_projection|lm_loss|proj_out|generator_lm_head|head|output|decoder|proj)\.weight$"
-)
-_EMBEDDING = re.compile(
-    r"(^|\.)(embed_tokens|wte|w|tokens_embed|embed_in|embeddings|word_embeddings?|tok_embeddings)\.weight$"
-)
-OLD_HEADS = {"lm_head.weight": "embed_out.weight"}
-"""Head in the model → head in files of transformers 4 (GPT-NeoX)."""
-TIE_KEY = "tie_word_embeddings"
-
-
-def is_head(name: str) -> bool:
-    return _HEAD.search(name) is not None and not is_embedding(name)
-
-
-def is_embedding(name: str) -> bool:
-    return _EMBEDDING.search(name) is not None
-
-
-def tie_setting(config: Mapping[str, object]) -> bool | None:
-    """Return whether a `config.json` ties head and embedding; None if it is left to the model class."""
-    settings = (config.get(TIE_KEY), as_mapping(config.get("text_config")).get(TIE_KEY))
-    return next((each for each in settings if isinstance(each, bool)), None)
-
-
-NEXT_TOKEN_LAYERS = (
-    "num_nextn_predict_layers",
-    "mtp_num_hidden_layers",
-    "num_mtp_layers",
-    "mtp_num_layers",
-    "num_mtp_modules",
-)
-"""Fields of a configuration with the number of layers that predict further tokens, which no class of
-transformers trains."""
-_NEXT_TOKEN = re.compile(r"(^|\.)(mtp|nextn)[^.]*\.")
-_LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
-_WRAPPERS = ("model", "language_model", "transformer")
-
-
-def part_of(name: str, layers: int) -> str:
-    """Return the part of a model that a tensor of its files is in, as a user names it: `mtp`, `visual`,
-    `vision_tower`.
-
-    `layers`: those of the language model; one beyond them predicts further tokens (DeepSeek V3, GLM), and is
-    part of `mtp`.
-    """
-    layer = _LAYER.search(name)
-    if _NEXT_TOKEN.search(name) or (layer is not None and layers and int(layer[2]) >= layers):
-        return "mtp"
-    parts = name.split(".")
-    while len(parts) > 2 and parts[0] in _WRAPPERS:
-        parts = parts[1:]
-    return parts[0]
-
-
 def is_nested(name: str, value: object) -> bool:
     """Return whether a field of a config.json holds a configuration of its own."""
     return name.endswith("_config") and isinstance(value, dict)
-
-
-def without_next_token_layers(config: Mapping[str, object]) -> dict[str, object]:
-    """Return a config.json without the layers of `NEXT_TOKEN_LAYERS`, nested configurations included."""
-    return {
-        name: without_next_token_layers(as_mapping(value))
-        if is_nested(name, value)
-        else 0
-        if name in NEXT_TOKEN_LAYERS and isinstance(value, int)
-        else value
-        for name, value in config.items()
-    }
-
-
-def tied_candidates(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Return {head: embedding} by name and shape."""
-    embeddings = [name for name, shape in shapes.items() if is_embedding(name) and len(shape) == 2]
-    pairs: dict[str, str] = {}
-    for head, shape in shapes.items():
-        if is_head(head):
-            for embedding in embeddings:
-                if shapes[embedding] == shape:
-                    pairs.setdefault(head, embedding)
-    return pairs
-
-
-# ---- Families with a quirk
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,17 +256,3 @@ _FAMILIES = {
 def family_of(model_type: object) -> Family:
     """Return the quirks of a model type; those of an unknown type are none."""
     return _FAMILIES.get(str(model_type), Family())
-
-
-# ---- Files next to the weights
-
-COMPANION = re.compile(
-    r"generation_config\.json|tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt"
-    r"|[\w.-]+\.(model|tiktoken)|chat_template\.(jinja|json)|additional_chat_templates/[\w.-]+\.jinja|(video_)?(pre)?processor_config\.json"
-)
-CODE = re.compile(r"[\w-]+\.py")
-
-
-def is_of_tokenizer(name: str) -> bool:
-    """Return whether a file is the vocabulary or the configuration of a tokenizer."""
-    return name.startswith("tokenizer") or name.endswith((".model", ".tiktoken"))

@@ -4,23 +4,18 @@ compilers use in them."""
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import signal
-import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
-from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem
 from fsdp_tune.core.parent_death import ends_with_parent
 from fsdp_tune.core.refused_variables import raise_if_refused
 from fsdp_tune.core.user_cache import compiler_variables
@@ -242,179 +237,3 @@ def threads(number: int) -> Iterator[ThreadPoolExecutor]:
     finally:
         with _STARTING:
             _POOLS.remove(pool)
-
-
-# ---- What the caller of a command may have closed or ignored.
-
-
-def open_standard_streams() -> None:
-    """Open each of descriptors 0 to 2 that the caller closed on /dev/null, for this process and its children.
-
-    Shells (`>&- 2>&-`) and some service managers start commands like that. Otherwise the next file or socket
-    that is opened gets the number, and lines for the screen are written into it.
-    """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            # gets the lowest free number, which is this one
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-        if getattr(sys, name) is None:  # Python makes no stream of a closed descriptor
-            stream = os.fdopen(
-                number,
-                "r" if number == 0 else "w",
-                encoding="utf-8",
-                errors="backslashreplace",
-                closefd=False,
-            )
-            setattr(sys, name, stream)
-
-
-def continue_in_utf8() -> None:
-    """Replace this process by itself in Python's UTF-8 mode if it encodes paths otherwise, as under
-    `LC_ALL=C PYTHONUTF8=0`.
-
-    Recipes, manifests and messages are UTF-8, so a path that is not ASCII could be neither read from a recipe
-    nor printed.
-    """
-    if sys.getfilesystemencoding() != "utf-8":
-        os.environ["PYTHONUTF8"] = "1"  # for children too
-        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
-
-
-def reset_inherited() -> None:
-    """Undo what a caller may have changed and every command relies on.
-
-    Under an ignored SIGCHLD the kernel forgets how children ended; a stop signal that is blocked never
-    arrives. Python of `PYTHONINSPECT` waits for someone to type when a program has ended, and that of
-    `PYTHONOPTIMIZE=2` has no docstrings, from which transformers makes those of its models. The program is
-    executed again without them. Children exchange UTF-8 with this process, whatever PYTHONIOENCODING is for
-    its own streams. A umask that takes rights from the owner of a file makes directories in which nothing can
-    be written.
-    """
-    if os.environ.pop("PYTHONINSPECT", None) or os.environ.pop("PYTHONOPTIMIZE", None):
-        os.execv(sys.executable, sys.orig_argv)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    os.environ.pop("PYTHONIOENCODING", None)
-    os.umask(os.umask(0o077) & 0o077)
-
-
-# ---- Stop signals, and those that the caller of a command made it ignore.
-
-STOP_SIGNALS = tuple(
-    signal.Signals[name]
-    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGXCPU", "SIGPWR")
-    if hasattr(signal, name)
-)
-"""Signals that ask a command to end: of people, schedulers (Grid Engine: SIGUSR2), limits of CPU time
-(SIGXCPU), power supplies."""
-
-# `nohup` ignores SIGHUP, and a shell without job control ignores SIGINT and SIGQUIT for a command in the
-# background.
-_IGNORED_BY_CALLERS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
-
-
-def without_ignored(numbers: Iterable[int]) -> list[signal.Signals]:
-    """Return the signals that this process may handle: all except those that were ignored when it started."""
-    return [
-        signal.Signals(number)
-        for number in numbers
-        if number not in _IGNORED_BY_CALLERS or signal.getsignal(number) is not signal.SIG_IGN
-    ]
-
-
-class StoppedBySignal(FsdpTuneError):
-    """A scheduler's signal while no rank was running (exit 143)."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        name = signal.Signals(number).name
-        super().__init__(
-            Problem("stopped", f"stopped by {name} while no rank was running"), exit_code=ExitCode.PREEMPTED
-        )
-
-
-@contextlib.contextmanager
-def stop_signals_raise() -> Iterator[None]:
-    """Raise StoppedBySignal on a stop signal other than Ctrl-C. The supervisor of ranks has its own handlers.
-
-    Does nothing outside the main thread, where Python runs no signal handlers.
-    """
-
-    def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  signature of a signal handler
-        if number == signal.SIGXCPU:  # the kernel repeats it each second
-            signal.signal(number, signal.SIG_IGN)
-        raise StoppedBySignal(number)
-
-    is_main = threading.current_thread() is threading.main_thread()
-    numbers = [number for number in without_ignored(STOP_SIGNALS) if is_main and number != signal.SIGINT]
-    before = {number: signal.signal(number, stop) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def interrupts_call(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` on the first SIGINT, which raises nothing, so that no line that is being read is lost; the
-    next raises KeyboardInterrupt.
-
-    Does nothing outside the main thread, and if SIGINT is ignored.
-    """
-    is_stopping = False
-
-    def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  signature of a signal handler
-        nonlocal is_stopping
-        if is_stopping:
-            raise KeyboardInterrupt
-        is_stopping = True
-        stop()
-
-    if threading.current_thread() is not threading.main_thread() or not without_ignored([signal.SIGINT]):
-        yield
-        return
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-# ---- Ports
-
-LOOPBACK_SECONDS = 5.0
-
-
-def loopback_refusal() -> OSError | None:
-    """Return why processes of this machine cannot connect to each other on 127.0.0.1; None if they can."""
-    try:
-        with (
-            socket.create_server(("127.0.0.1", 0)) as server,
-            socket.create_connection(server.getsockname(), timeout=LOOPBACK_SECONDS),
-        ):
-            return None
-    except OSError as error:
-        return error
-
-
-def port_refusal(port: int) -> OSError | None:
-    """Return why no process can listen on a port of this machine, in IPv4 or in IPv6, as torch's store does;
-    None if one can."""
-    for family in (socket.AF_INET, socket.AF_INET6):
-        try:
-            with socket.socket(family, socket.SOCK_STREAM) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:
-                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                probe.bind(("", port))
-        except OSError as error:
-            # a machine without addresses of the family
-            if error.errno not in (
-                errno.EAFNOSUPPORT,
-                errno.EADDRNOTAVAIL,
-            ):
-                return error
-    return None

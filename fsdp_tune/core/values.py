@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeGuard, cast
 
 
@@ -39,3 +39,16 @@ def texts_below(value: object, key: str = "") -> Iterator[tuple[str, str]]:
     elif isinstance(value, list | tuple):
         for at, inner in enumerate(cast(Sequence[object], value)):
             yield from texts_below(inner, f"{key}[{at}]")
+
+
+def leaves(value: object) -> Iterator[object]:
+    """Yield every key and every scalar of `value`, in order; for a scalar, the value itself."""
+    if isinstance(value, Mapping):
+        for key, part in cast("Mapping[str, object]", value).items():
+            yield key
+            yield from leaves(part)
+    elif isinstance(value, list):
+        for part in cast("list[object]", value):
+            yield from leaves(part)
+    else:
+        yield value

@@ -13,8 +13,9 @@ import numpy as np
 
 from fsdp_tune.data.format.row_account import account_line
 from fsdp_tune.data.inputs import TRAIN
+from fsdp_tune.data.packing import PackedRows
 from fsdp_tune.data.report import DataReport, DecodedExample, InputAccount, NamedRows, SetAccount, Spread
-from fsdp_tune.data.sets import NAMED_ROWS, Cut, Examples, PackedRows
+from fsdp_tune.data.sets import NAMED_ROWS, Cut, Examples
 from fsdp_tune.data.store import IGNORE_INDEX, Int64, Row, RowStore
 from fsdp_tune.data.tokenise.encoder import Encoder
 

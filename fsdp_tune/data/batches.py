@@ -1,4 +1,10 @@
-"""From rows to micro-batches: the order of an epoch, micro-batches by token slots, and padded batches."""
+"""The training order of rows: a function of seed, epoch and rows, independent of ranks, workers and numpy's
+version.
+
+numpy does not guarantee that `Generator.permutation` is the same in all versions, and a resumed run must
+continue the original order. So rows are sorted by a hash of (seed, epoch, row): splitmix64 (Steele et al.,
+OOPSLA 2014).
+"""
 
 from __future__ import annotations
 
@@ -6,13 +12,6 @@ import numpy as np
 
 from fsdp_tune.data.store import Int64, UInt64
 from fsdp_tune.recipe.schema.recipe import Recipe
-
-# ---- The training order of rows: a function of seed, epoch and rows, independent of ranks, workers and
-# numpy's version.
-#
-# numpy does not guarantee that `Generator.permutation` is the same in all versions, and a resumed run must
-# continue the original order. So rows are sorted by a hash of (seed, epoch, row): splitmix64 (Steele et al.,
-# OOPSLA 2014).
 
 WINDOW_ROWS = 4096
 """Rows that are sorted by length together: enough to leave little padding, few compared with an epoch."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import FailedError, FsdpTuneError, failed_error
-from fsdp_tune.core.tensors.file_formats import read_header
+from fsdp_tune.core.tensors.safetensors_header import read_header
 from fsdp_tune.core.units import format_seconds
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.results import merge_checkpoint

@@ -28,7 +28,7 @@ from fsdp_tune.core import processes as children
 from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.clocks import LIVED
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, usage_error
-from fsdp_tune.core.processes import StoppedBySignal
+from fsdp_tune.core.signals import StoppedBySignal
 from fsdp_tune.core.units import GIB, format_bytes
 from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder, load_encoder
 from fsdp_tune.jobs.evaluated_recipes import options_of_set, recipe_of_run

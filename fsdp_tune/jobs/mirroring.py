@@ -28,7 +28,7 @@ from fsdp_tune.core import processes as children
 from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.clocks import LIVED
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, usage_error
-from fsdp_tune.core.processes import StoppedBySignal
+from fsdp_tune.core.signals import StoppedBySignal
 from fsdp_tune.core.units import format_bytes
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.launch.command.recipe_changes import check, compare

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fsdp_tune.core.command import Bar, JsonAnswer
 from fsdp_tune.core.errors import ExitReason, FsdpTuneError, Notice
-from fsdp_tune.core.processes import stop_signals_raise
+from fsdp_tune.core.signals import stop_signals_raise
 
 if TYPE_CHECKING:
     from fsdp_tune.data.preparation import Prepared

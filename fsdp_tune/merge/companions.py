@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from fsdp_tune.core.companion_files import CODE, COMPANION, is_of_tokenizer
 from fsdp_tune.core.config_changes import with_changes
 from fsdp_tune.core.errors import Where, failed_error, usage_error
-from fsdp_tune.core.families import CODE, COMPANION, is_of_tokenizer
 from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.hub import HubResource, model_snapshot, resolves_inside, snapshot
 from fsdp_tune.core.tensors.dtypes import DType

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from fsdp_tune.core.errors import Notice
 from fsdp_tune.core.tensors.dtypes import Shape
-from fsdp_tune.core.tensors.file_formats import WEIGHTS_FILE
+from fsdp_tune.core.tensors.peft_config import WEIGHTS_FILE
 from fsdp_tune.merge.companions import Companions
 from fsdp_tune.merge.copy.as_base import as_base
 from fsdp_tune.merge.copy.layout import Layout, plan_layout

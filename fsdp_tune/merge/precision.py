@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from fsdp_tune.core.errors import Notice, Where
-from fsdp_tune.core.tensors.file_formats import PREFIX
+from fsdp_tune.core.tensors.peft_names import PREFIX
 from fsdp_tune.merge.companions import Companions
 from fsdp_tune.merge.load_check import Child
 from fsdp_tune.merge.source import Selection

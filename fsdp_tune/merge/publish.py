@@ -19,7 +19,7 @@ from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, failed_error, us
 from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.hub import first_line
 from fsdp_tune.core.ownership import temporary_directory
-from fsdp_tune.core.tensors.file_formats import CONFIG_FILE
+from fsdp_tune.core.tensors.peft_config import CONFIG_FILE
 from fsdp_tune.merge.companions import CONFIG_NAME, read_folder, refuse_outside
 from fsdp_tune.merge.model_card import CARD_NAME, card_cell, without_folders
 from fsdp_tune.merge.output_directory import RECORD_NAME

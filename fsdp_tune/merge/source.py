@@ -235,9 +235,6 @@ def _better_checkpoint(run: RunDir, complete: list[Checkpoint], steps: list[int]
     return better_by_score(run, recipe, complete, steps) if recipe is not None else None
 
 
-# ---- within a run
-
-
 ELSEWHERE = (
     "copy the files of that machine into the checkpoint here; of a finished run, `train --resume auto` "
     "on each machine brings them"

@@ -10,7 +10,7 @@ from pathlib import Path
 from fsdp_tune.core.errors import Where, failed_error
 from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.tensors.dcp_metadata import METADATA_NAME
-from fsdp_tune.core.tensors.file_formats import WEIGHTS_FILE
+from fsdp_tune.core.tensors.peft_config import WEIGHTS_FILE
 from fsdp_tune.core.tensors.weight_files import (
     CONFIG,
     INDEX,

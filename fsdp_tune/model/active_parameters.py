@@ -7,14 +7,13 @@ from collections.abc import Iterable
 import torch
 from transformers import PreTrainedConfig
 
-from fsdp_tune.core.families import (
-    CHOSEN_EXPERTS,
-    expert_count,
+from fsdp_tune.core.expert_names import (
     is_in_experts,
     is_router_in_experts,
     is_shared_expert,
     number_of_expert,
 )
+from fsdp_tune.core.families import CHOSEN_EXPERTS, expert_count
 from fsdp_tune.model.adapters.lora import is_of_adapter
 from fsdp_tune.model.shard.local import elements
 

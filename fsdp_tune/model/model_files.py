@@ -19,7 +19,7 @@ from fsdp_tune.core.atomic import write_file, write_json
 from fsdp_tune.core.config_changes import changed_fields, vocabulary_changes, with_changes
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, usage_error
 from fsdp_tune.core.hub import resolves_inside
-from fsdp_tune.core.tensors.file_formats import CONFIG_FILE
+from fsdp_tune.core.tensors.peft_config import CONFIG_FILE
 from fsdp_tune.data.tokenise.exported_tokenizer import SavedTokenizer, TokenizerOrigin, save_tokenizer
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import (

@@ -111,9 +111,6 @@ def _sharing(rows: SharedRows, kernel: str) -> Iterator[None]:
         _shared = None
 
 
-# ---- The exchange
-
-
 def to_heads(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
     """Exchange each [rows, heads, own tokens, width] for [rows, own heads, tokens, width], all of them at
     once."""
@@ -170,9 +167,6 @@ def _over_ranks(kernel: Attention | None, rows: SharedRows) -> Attention:
         return to_tokens(output, group), None
 
     return attention
-
-
-# ---- Models that it does not suit
 
 
 @contextlib.contextmanager

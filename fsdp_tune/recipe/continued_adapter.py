@@ -12,7 +12,9 @@ from typing import cast
 
 from pydantic import ValidationError
 
-from fsdp_tune.core.tensors.file_formats import CONFIG_FILE, PREFIX, WEIGHTS_FILE, DamagedHeader, read_header
+from fsdp_tune.core.tensors.peft_config import CONFIG_FILE, WEIGHTS_FILE
+from fsdp_tune.core.tensors.peft_names import PREFIX
+from fsdp_tune.core.tensors.safetensors_header import DamagedHeader, read_header
 from fsdp_tune.recipe.references import absolute_path
 from fsdp_tune.recipe.schema.keys import Finding, given
 from fsdp_tune.recipe.schema.recipe import Lora, Recipe

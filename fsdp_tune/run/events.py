@@ -66,9 +66,6 @@ def _validator(kind: type[MetricsEvent]) -> TypeAdapter[MetricsEvent]:
     return TypeAdapter(kind)
 
 
-# ---- The events
-
-
 @event("train_started")
 class TrainStarted(MetricsEvent):
     """The live model was read back and matches the recipe."""

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from fsdp_tune.core.atomic import write_file
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.core.inherited_state import open_standard_streams, reset_inherited
 from fsdp_tune.core.parent_death import die_with_launcher, die_with_parent
-from fsdp_tune.core.processes import open_standard_streams, reset_inherited
 from fsdp_tune.launch.command.accelerate import EARLY
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.early_start import EarlyStart

@@ -6,10 +6,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 
-import psutil
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from fsdp_tune.core.errors import ExitReason, failed_error
@@ -19,7 +17,7 @@ from fsdp_tune.run.events import CheckpointProbed, FirstStep, Stopping, TrainSta
 from fsdp_tune.run.records import LiveState, ReadBack
 from fsdp_tune.worker.agreement import StopVote, gather
 from fsdp_tune.worker.checkpoint.restore import trainer_state_json
-from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
+from fsdp_tune.worker.observe.startup_phases import startup_seconds
 from fsdp_tune.worker.observe.step_phases import AttachedCallback
 from fsdp_tune.worker.readback.isolation import (
     Deviations,
@@ -258,29 +256,3 @@ def _table(live: LiveState) -> list[str]:
             else []
         ),
     ]
-
-
-# ---- How long it took to the end of the first step, phase by phase.
-
-
-_INIT = 1
-"""Adopts what outlives its parent."""
-
-
-def startup_seconds(heartbeat: HeartbeatWriter) -> dict[str, float]:
-    """Return the seconds of this rank's start-up phases in order, from the start of its launcher.
-
-    That process is `accelerate launch`, or whatever else started the rank; what came before it is the
-    command's own. `launching` is left out for a rank whose launcher cannot be seen: it has ended, or the rank
-    is the first of its namespace of processes; where no process can be seen (no /proc), so is
-    `starting Python`.
-    """
-    phases = dict(heartbeat.phase_seconds)
-    with suppress(psutil.Error):
-        rank = psutil.Process()
-        born = rank.create_time()
-        phases = {"starting Python": heartbeat.began_at - born, **phases}
-        launcher = rank.parent()
-        if launcher is not None and launcher.pid != _INIT:
-            return {"launching": born - launcher.create_time(), **phases}
-    return phases

@@ -30,11 +30,11 @@ from fsdp_tune.core.atomic import DISK, write_file, write_json
 from fsdp_tune.core.errors import FailedError, FsdpTuneError, Problem
 from fsdp_tune.core.files import expanded
 from fsdp_tune.core.host import host
+from fsdp_tune.core.inherited_state import open_standard_streams
 from fsdp_tune.core.library_errors import PEER_LOST
 from fsdp_tune.core.ownership import LOCKLESS
 from fsdp_tune.core.package_versions import versions
 from fsdp_tune.core.parent_death import die_with_launcher
-from fsdp_tune.core.processes import open_standard_streams
 from fsdp_tune.core.units import MIB
 from fsdp_tune.data.read.file_access import is_builtin
 from fsdp_tune.data.read.sources import find_source

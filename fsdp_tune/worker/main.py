@@ -154,7 +154,7 @@ def _train(
         continue_tracker_runs(run, recipe.training.report_to, os.environ, say)
     device_type = start_process_group(recipe, rank)
     heartbeat.beat("importing")
-    from fsdp_tune.worker.agreement import check_same
+    from fsdp_tune.worker.rank_identity import check_same
     from fsdp_tune.worker.setup import build_trainer, close, is_at_end, results, user_callbacks
 
     check_same(run)
@@ -175,6 +175,7 @@ def _outcome_of(
 ) -> Outcome:
     from fsdp_tune.worker.agreement import RemoteError
     from fsdp_tune.worker.observe import out_of_memory as memory
+    from fsdp_tune.worker.observe.memory_problems import device_problem
 
     trace = "".join(traceback.format_exception(error))
     error = as_os_error(error)
@@ -189,7 +190,7 @@ def _outcome_of(
         )
     if memory.is_device_out_of_memory(error):
         moment = memory.device_moment(error, heartbeat, trainer)
-        problem, facts = memory.device_problem(recipe, moment), {"memory": moment.as_dict()}
+        problem, facts = device_problem(recipe, moment), {"memory": moment.as_dict()}
         return Outcome(ExitCode.OUT_OF_MEMORY, ExitReason.OUT_OF_MEMORY, problem, trace, facts)
     if memory.is_host_out_of_memory(error):
         return Outcome(

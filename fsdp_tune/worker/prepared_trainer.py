@@ -120,12 +120,10 @@ class PreparedTrainer(Trainer):
         for each in self.observers:
             each.attach(self)
 
-    # ---- Preparation: the model is wrapped and the batches are this rank's already, so Accelerate has
-    # nothing to prepare.
-
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Iterable[Batch], resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, Iterable[Batch]]:
+        """Prepare without Accelerate: the model is wrapped, and the batches are this rank's already."""
         # Trainer.__init__ gives every rank the same seed (`set_seed`), so each rank gets its own stream only
         # now.
         torch.manual_seed(seed_for_rank(self.parts.recipe.training.seed, self.state.global_step))
@@ -253,8 +251,6 @@ class PreparedTrainer(Trainer):
             self.parts.recipe, self.parts.loaded, batches, self.parts.rows, self.args.device
         )
 
-    # ---- Resuming
-
     def own_state(self) -> OwnState:
         """Return the state of this rank for its file in a checkpoint; called last before a save."""
         self.gate.check_pending()
@@ -287,8 +283,6 @@ class PreparedTrainer(Trainer):
             stored = as_mapping(every.get(type(callback).__name__))
             for name, value in as_mapping(stored.get("attributes")).items():
                 setattr(callback, name, value)
-
-    # ---- Data
 
     def get_train_dataloader(self) -> Any:
         pin, prefetch, workers = (

@@ -10,7 +10,7 @@ import time
 from types import FrameType
 
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitReason
-from fsdp_tune.core.processes import STOP_SIGNALS, without_ignored
+from fsdp_tune.core.signals import STOP_SIGNALS, without_ignored
 
 # Ordered: if ranks differ, the largest code wins.
 STOP_REASONS: dict[int, ExitReason] = {

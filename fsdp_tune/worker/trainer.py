@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
-from fsdp_tune.model.shard.recompute import RecomputationCheck
+from fsdp_tune.model.shard.recomputation_check import RecomputationCheck
 from fsdp_tune.model.shard.wrap import begin_micro_batch
 from fsdp_tune.model.step import auxiliary_loss_weight, forward_backward, loss_options
 from fsdp_tune.run.events import EarlyStopped, GradientSpike, PrecisionWarning
@@ -58,8 +58,6 @@ class FsdpTrainer(PreparedTrainer):
         return (
             0  # the Trainer counts parameters at each micro-batch for this; our MFU is computed once a line
         )
-
-    # ---- The step
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         batch: Batch = inputs
@@ -131,8 +129,6 @@ class FsdpTrainer(PreparedTrainer):
     def _checked_norm(self, max_norm: float | None) -> torch.Tensor:
         self.correct_schedule()
         return self.gate.pass_or_skip(self.state.global_step + 1, max_norm, self.live_optimizer, self.batches)
-
-    # ---- Logging, evaluation, saving
 
     def _maybe_log_save_evaluate(
         self,

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from fsdp_tune.answer.find_model import find_model
 from fsdp_tune.cli.chat import AnswerView, WrappedText, chat, generate
-from fsdp_tune.cli.verbs import Screen
+from fsdp_tune.cli.screen import Screen
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.jobs import generate as job
 from fsdp_tune.jobs.generate import AnswerPiece

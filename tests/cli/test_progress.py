@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fsdp_tune.cli import progress
-from fsdp_tune.cli.verbs import Screen, command
+from fsdp_tune.cli.screen import Screen, command
 from tests.cli.forked import command as started
 from tests.cli.forked import frames_on_a_terminal, shown_on_a_terminal, written_to_a_terminal
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from fsdp_tune.cli import runs, status_view
-from fsdp_tune.cli.verbs import Screen
+from fsdp_tune.cli.screen import Screen
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.launch.run_status import DirectoryStatus, run_status
 from fsdp_tune.run.directory import RunDir

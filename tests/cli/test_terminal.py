@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from fsdp_tune.cli.screen import Screen, command
 from fsdp_tune.cli.terminal_text import wrapped
-from fsdp_tune.cli.verbs import Screen, command
 from fsdp_tune.core.errors import Notice, Problem
 from fsdp_tune.data.format.templates import bundled_text
 from fsdp_tune.recipe.read.catalogue import catalogue

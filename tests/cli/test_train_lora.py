@@ -13,7 +13,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from fsdp_tune.core.tensors.file_formats import PREFIX
+from fsdp_tune.core.tensors.peft_names import PREFIX
 from fsdp_tune.model.adapters.lora import is_of_adapter
 from fsdp_tune.model.adapters.nf4 import dequantise, quantise
 from fsdp_tune.rehearsal.parity.model_directories import checkpoint_tensors

@@ -20,7 +20,7 @@ import pytest
 from fsdp_tune.cli import app
 from fsdp_tune.core.atomic import staged_directory
 from fsdp_tune.core.errors import ExitCode
-from fsdp_tune.core.processes import StoppedBySignal, stop_signals_raise
+from fsdp_tune.core.signals import StoppedBySignal, stop_signals_raise
 from fsdp_tune.jobs import inspection as checks
 from fsdp_tune.merge import merging
 from fsdp_tune.run.directory import RunDir

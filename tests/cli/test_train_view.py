@@ -13,8 +13,8 @@ import pytest
 
 from fsdp_tune.cli import prepare
 from fsdp_tune.cli.run_card import card, show_card, spans_of
+from fsdp_tune.cli.screen import Screen, command
 from fsdp_tune.cli.train_view import data_lines, kernels_line, show_decided
-from fsdp_tune.cli.verbs import Screen, command
 from fsdp_tune.data.report import DataReport
 from fsdp_tune.launch.command.next_commands import commands_after, commands_of_finished
 from fsdp_tune.recipe.resolve import Resolution

@@ -19,7 +19,8 @@ import typer
 from typer.testing import CliRunner
 
 from fsdp_tune.cli.app import app
-from fsdp_tune.cli.verbs import Screen, verb
+from fsdp_tune.cli.screen import Screen
+from fsdp_tune.cli.verbs import verb
 from fsdp_tune.core import devices
 from fsdp_tune.core.command import Argument, Only, Option
 from fsdp_tune.core.devices import Device

@@ -12,15 +12,14 @@ import transformers
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from fsdp_tune.core import families
+from fsdp_tune.core import expert_names, families
 from fsdp_tune.core.families import (
     Fields,
     heads_by_layer,
     mean_heads,
-    tie_setting,
-    tied_candidates,
     widest_head,
 )
+from fsdp_tune.core.model_parts import tie_setting, tied_candidates
 from fsdp_tune.migrate.tools import llama_factory_templates, swift_templates
 
 MODELS = Path(transformers.__file__).parent / "models"
@@ -80,7 +79,7 @@ def literals(repository: Path) -> dict[str, set[str]]:
     """Return the texts in the code of each other module of the package."""
     package, found = repository / "fsdp_tune", dict[str, set[str]]()
     for path in package.rglob("*.py"):
-        if path != Path(families.__file__):
+        if path not in (Path(families.__file__), Path(expert_names.__file__)):
             nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
             texts = {
                 node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)
@@ -121,13 +120,13 @@ def test_no_other_module_names_the_modules_of_experts(literals: dict[str, set[st
 )
 def test_names_of_experts(name: str, facts: tuple[bool, int | None, bool, bool]) -> None:
     found = (
-        families.is_in_experts(name),
-        families.number_of_expert(name),
-        families.is_router_in_experts(name),
-        families.is_shared_expert(name),
+        expert_names.is_in_experts(name),
+        expert_names.number_of_expert(name),
+        expert_names.is_router_in_experts(name),
+        expert_names.is_shared_expert(name),
     )
     assert found == facts
-    assert families.stack_of(name) == ("layers.0.mlp.experts" if facts[1] is not None else None)
+    assert expert_names.stack_of(name) == ("layers.0.mlp.experts" if facts[1] is not None else None)
 
 
 def test_number_is_read_from_a_file_and_from_an_object_under_the_names_of_the_family() -> None:
@@ -150,10 +149,12 @@ def test_experts_are_counted_by_the_first_name_and_dense_models_have_one() -> No
     )
     assert families.expert_count({"n_routed_experts": 8, "num_experts": None}) == 8
     assert families.expert_count({"num_experts": 4, "n_routed_experts": 8}) == 4
-    assert families.is_router({"num_experts": 8}, 8)
-    assert families.is_router({"n_routed_experts": 8, "zero_expert_num": 4}, 12), "LongCat"
-    assert not families.is_router({"n_routed_experts": 8, "zero_expert_num": 4}, 8)
-    assert not families.is_router({}, 1), "a dense model has no router, but may have a Linear with one output"
+    assert expert_names.is_router({"num_experts": 8}, 8)
+    assert expert_names.is_router({"n_routed_experts": 8, "zero_expert_num": 4}, 12), "LongCat"
+    assert not expert_names.is_router({"n_routed_experts": 8, "zero_expert_num": 4}, 8)
+    assert not expert_names.is_router({}, 1), (
+        "a dense model has no router, but may have a Linear with one output"
+    )
 
 
 def families_with_experts() -> list[str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_tune.core import processes as children
+from fsdp_tune.core import signals
 from fsdp_tune.core.parent_death import LAUNCHER_PID, ends_with_parent
 
 SLEEP = (sys.executable, "-c", "import time; time.sleep(30)")
@@ -191,7 +192,7 @@ def test_json_child_is_interrupted_or_killed_with_its_block() -> None:
 
 INHERITS = """
 import os, signal, subprocess, sys
-from fsdp_tune.core.processes import reset_inherited
+from fsdp_tune.core.inherited_state import reset_inherited
 reset_inherited()
 print(subprocess.run(["false"]).returncode, signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set(), sys.argv[1:], sys.flags.optimize)
 """  # noqa: E501
@@ -220,7 +221,7 @@ def test_command_does_not_inherit_what_its_caller_did_to_signals(tmp_path: Path)
 @pytest.mark.parametrize(("mask", "kept"), [(0o777, 0o077), (0o027, 0o027), (0o700, 0o000)])
 def test_umask_leaves_the_owner_their_files_and_children_speak_utf8(mask: int, kept: int) -> None:
     code = (
-        "import os, subprocess, sys\nfrom fsdp_tune.core.processes import "
+        "import os, subprocess, sys\nfrom fsdp_tune.core.inherited_state import "
         "reset_inherited\nreset_inherited()\n"
         "child = [sys.executable, '-c', 'import sys; print(sys.stdin.encoding, sys.stdout.encoding)']\n"
         "print(os.umask(0), subprocess.run(child, stdin=subprocess.PIPE, capture_output=True, "
@@ -253,8 +254,8 @@ def test_child_survives_what_a_scheduler_sends_to_the_whole_job() -> None:
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGXCPU, signal.SIGQUIT])
 def test_stop_signal_outside_of_the_ranks_is_an_error(number: int) -> None:
     with (
-        pytest.raises(children.StoppedBySignal, match="stopped by SIG") as stopped,
-        children.stop_signals_raise(),
+        pytest.raises(signals.StoppedBySignal, match="stopped by SIG") as stopped,
+        signals.stop_signals_raise(),
     ):
         os.kill(os.getpid(), number)
     assert (stopped.value.number, stopped.value.exit_code) == (number, 143)

@@ -10,19 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.data.sets import (
-    Cut,
-    Examples,
-    PackedRows,
-    _decreasing,
-    _runs,
-    best_fit,
-    cut,
-    held_out,
-    mixed,
-    one_a_row,
-    wrapped,
-)
+from fsdp_tune.data.packing import PackedRows, _decreasing, _runs, best_fit, one_a_row, wrapped
+from fsdp_tune.data.sets import Cut, Examples, cut, held_out, mixed
 from fsdp_tune.data.store import Int64
 from fsdp_tune.recipe.schema.data_section import EvalFraction, EvalRows, Mixture
 

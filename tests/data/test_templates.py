@@ -20,9 +20,10 @@ from fsdp_tune.data.format.templates import (
     suggestion,
 )
 from fsdp_tune.data.read.row_files import BadRow, RowError
-from fsdp_tune.data.tokenise.chat import RenderedChat, is_field, render_chat, template_for
+from fsdp_tune.data.tokenise.chat import RenderedChat, render_chat, template_for
 from fsdp_tune.data.tokenise.rows import RawRow, Tokeniser
 from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder
+from fsdp_tune.data.tokenise.unrendered import is_field
 from tests.data.real_templates import PUBLISHED, Published
 from tests.data.support import CHATML, ByteEncoder
 from tests.data.test_templates_real import CONVERSATIONS

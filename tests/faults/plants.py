@@ -352,7 +352,7 @@ PLANTS: tuple[Plant, ...] = (
     ),
     plant(
         "holes in a safetensors file accepted",
-        "core.tensors.file_formats:read_header",
+        "core.tensors.safetensors_header:read_header",
         never("entry.first_byte"),
         rows="F117",
     ),
@@ -470,7 +470,7 @@ PLANTS: tuple[Plant, ...] = (
         never("check_repeat"),
         rows="F025",
     ),
-    plant("used port not detected", "core.processes:port_refusal", drop("probe.bind"), rows="F030"),
+    plant("used port not detected", "core.port_checks:port_refusal", drop("probe.bind"), rows="F030"),
     plant(
         "user's accelerate config used",
         "launch.command.accelerate:_argv",
@@ -648,7 +648,7 @@ PLANTS: tuple[Plant, ...] = (
     plant("target that hits nothing ignored", "model.adapters.targets:_chosen", never("found"), rows="F130"),
     plant(
         "adapters without a gradient not noticed",
-        "worker.readback.trained:adapters_without_gradient",
+        "worker.readback.missing_gradients:adapters_without_gradient",
         never("_ABSENT"),
         rows="F131",
     ),
@@ -675,7 +675,7 @@ PLANTS: tuple[Plant, ...] = (
     ),
     plant(
         "closed streams stay closed",
-        "core.processes:open_standard_streams",
+        "core.inherited_state:open_standard_streams",
         drop("os.set_inheritable"),
         rows="F135",
     ),
@@ -695,11 +695,11 @@ PLANTS: tuple[Plant, ...] = (
     ),
     plant(
         "signals stay handled after a job",
-        "core.processes:stop_signals_raise",
+        "core.signals:stop_signals_raise",
         statement("handler", "pass"),
         rows="F142",
     ),
-    plant("used port not noticed", "core.processes:port_refusal", drop("probe.bind"), rows="F140"),
+    plant("used port not noticed", "core.port_checks:port_refusal", drop("probe.bind"), rows="F140"),
     # devices
     plant(
         "words of a job not quoted",

@@ -171,7 +171,7 @@ LAUNCH = (
         "F031", "r", 9, REFUSED, "a machine of the run never joins", "launch/test_rendezvous_coordination::first_machine_that_never_comes_is_named",
         "launch/test_rendezvous_coordination::missing_machine_is_named",
     ),
-    _row("F032", "r", 10, REFUSED, "ranks differ in recipe, data or versions", "worker/test_agreement_same::differing_ranks_are_named_with_versions"),
+    _row("F032", "r", 10, REFUSED, "ranks differ in recipe, data or versions", "worker/test_rank_identity::differing_ranks_are_named_with_versions"),
     _row("F033", "r", 11, SURVIVED, "a conflicting default accelerate config", "launch/test_accelerate_real::conflicting_default_config_is_ignored"),
     _row(
         "F034", "r", 11, SURVIVED, "stale RANK, MASTER_PORT, FSDP_*, PET_* in the environment",
@@ -196,7 +196,7 @@ LAUNCH = (
         "run/test_directory_lock::owner_on_another_machine_is_live_until_300_seconds_after_its_last_sign",
         "launch/test_resume::live_run_is_refused",
     ),
-    _row("F039", "r", 11, REFUSED, "the current directory is deleted", "cli/test_verbs_output::removed_current_directory_is_reported"),
+    _row("F039", "r", 11, REFUSED, "the current directory is deleted", "cli/test_screen::removed_current_directory_is_reported"),
     _row("F040", "p", 11, SURVIVED, "accelerate missing from PATH, another " "Python first", "launch/test_accelerate::launcher_runs_with_current_interpreter"),
     _row(
         "F041", "r", 4, SURVIVED, "a rank killed repeatedly, with automatic restarts",
@@ -260,14 +260,14 @@ RUN = (
         "F060", "r", 7, SURVIVED, "SIGINT of the terminal, SIGHUP, a " "terminal that closes", "launch/test_supervisor::signal_is_passed_on_and_the_ranks_save",
         "launch/test_supervisor::every_stop_signal_is_recorded",
         "launch/test_supervisor::signal_that_was_ignored_at_the_start_stays_ignored",
-        "cli/test_verbs_output::closed_pipe_does_not_stop_a_command",
+        "cli/test_screen::closed_pipe_does_not_stop_a_command",
     ),
     _row(
         "F061", "r", 7, SURVIVED, "signals to ranks at different times around a step",
         "faults/test_train::signals_at_different_times_stop_both_ranks_at_one_step",
         "parity/test_resume::signal_to_one_rank_saves_on_all_and_resume_continues",
     ),
-    _row("F062", "r", 7, SURVIVED, "a signal to the data loader's processes", "worker/test_agreement_same::stop_signal_does_not_end_the_loaders_processes"),
+    _row("F062", "r", 7, SURVIVED, "a signal to the data loader's processes", "worker/test_rank_identity::stop_signal_does_not_end_the_loaders_processes"),
     _row(
         "F063", "r", 7, SURVIVED, "signals two and three times", "launch/test_supervisor::duplicate_signal_counts_once",
         "launch/test_supervisor::second_signal_stops_immediately_and_fails",
@@ -403,7 +403,7 @@ SECURITY = (
     _row("F114", "t", 13, REFUSED, "code in a checkpoint's metadata, " "pickles and states", "worker/checkpoint/test_storage::metadata_cannot_run_code",
          "worker/checkpoint/test_storage::metadata_allows_only_listed_classes", "merge/test_source_damage::damaged_table_of_contents_is_refused",
          "faults/test_worlds::pickled_code_in_rank_state_is_not_run"),
-    _row("F115", "t", 13, REFUSED, "attempts to bypass the unpickling " "allow-list", "core/test_archive_pickles::hostile_pickles_are_refused", "core/test_archive_pickles::single_opcode_cannot_exhaust_memory",
+    _row("F115", "t", 13, REFUSED, "attempts to bypass the unpickling " "allow-list", "core/test_plain_pickle::hostile_pickles_are_refused", "core/test_plain_pickle::single_opcode_cannot_exhaust_memory",
          "worker/checkpoint/test_storage::metadata_allows_only_listed_classes"),
     _row("F116", "p", 13, REFUSED, "paths in an index, a manifest or " "metadata that point outside the " "directory", "merge/test_source_damage::damaged_index_is_refused",
          "faults/test_damage::mismatched_manifest_is_not_a_checkpoint"),
@@ -419,7 +419,7 @@ SECURITY = (
          "pages/test_report_page::only_the_two_scripts_of_the_page_may_run"),
     _row("F123", "p", 12, REFUSED, "lock or stage planted as a symbolic link", "run/test_directory_lock::link_instead_of_the_lock_is_refused",
          "faults/test_kill_points::leftovers_are_removed_and_links_not_followed"),
-    _row("F124", "p", 13, SURVIVED, "terminal escapes in rows, names, errors", "cli/test_verbs_output::terminal_escapes_are_printed_escaped",
+    _row("F124", "p", 13, SURVIVED, "terminal escapes in rows, names, errors", "cli/test_screen::terminal_escapes_are_printed_escaped",
          "recipe/test_loader::long_values_are_escaped_and_shortened_in_errors", "cli/test_prepare::control_characters_of_a_row_are_printed_escaped"),
 )  # fmt: skip
 
@@ -452,7 +452,7 @@ SURROUNDINGS = (
     _row("F134", "p", 8, SURVIVED, "several jobs of a script in " "threads, one " "of which fails; train " "outside of the main thread",
          "core/test_processes::failed_block_ends_no_child_of_another_thread", "core/test_processes::thread_starts_no_child_after_the_block_has_failed",
          "jobs/test_results_api::train_outside_the_main_thread_is_refused"),
-    _row("F135", "r", 11, SURVIVED, "standard streams that are closed", "cli/test_verbs_output::closed_descriptors_are_opened_on_dev_null_for_a_command_and_its_children",
+    _row("F135", "r", 11, SURVIVED, "standard streams that are closed", "cli/test_screen::closed_descriptors_are_opened_on_dev_null_for_a_command_and_its_children",
          "cli/test_train::run_without_standard_streams_is_complete"),
     _row("F136", "p", 12, SURVIVED, "temporary directories of commands that " "were killed", "run/test_directory_lock::temporary_directory_of_a_killed_process_is_removed_at_the_next_start",
          "run/test_directory_lock::temporary_directory_is_kept_on_demand_and_then_not_swept"),

@@ -19,7 +19,7 @@ import pytest
 from fsdp_tune.core import devices
 from fsdp_tune.core.devices import Device
 from fsdp_tune.core.errors import FsdpTuneError, Notice
-from fsdp_tune.core.processes import StoppedBySignal
+from fsdp_tune.core.signals import StoppedBySignal
 from fsdp_tune.jobs import evaluating as jobs
 from fsdp_tune.jobs.evaluating import Evaluating, check_evaluation, evaluating, refuse_scores_without_room
 from fsdp_tune.jobs.observer import Observer

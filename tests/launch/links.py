@@ -12,7 +12,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from fsdp_tune.core.errors import Problem
-from fsdp_tune.launch.machines import store
+from fsdp_tune.launch.machines import store, tcp_store
 from fsdp_tune.launch.machines.channel import Channel
 from fsdp_tune.launch.machines.identity import Identity
 from fsdp_tune.launch.machines.rendezvous import Machines
@@ -29,7 +29,7 @@ class ThreadLink:
         self,
         machine: int,
         machines: int,
-        connect: Callable[[], store.KeyValueStore],
+        connect: Callable[[], tcp_store.KeyValueStore],
         folder: Path | None = None,
     ) -> None:
         self._to: queue.Queue[str | None] = queue.Queue()
@@ -37,9 +37,9 @@ class ThreadLink:
         self.is_cut = threading.Event()
         """While set, no operation of the store succeeds."""
 
-        def checked() -> store.KeyValueStore:
+        def checked() -> tcp_store.KeyValueStore:
             if self.is_cut.is_set():
-                raise store.StoreFault("the link is cut")
+                raise tcp_store.StoreFault("the link is cut")
             return CutStore(connect(), self.is_cut)
 
         def run() -> None:
@@ -67,7 +67,7 @@ class ThreadLink:
 
 
 class CutStore:
-    def __init__(self, inner: store.KeyValueStore, is_cut: threading.Event) -> None:
+    def __init__(self, inner: tcp_store.KeyValueStore, is_cut: threading.Event) -> None:
         self._inner, self._is_cut = inner, is_cut
 
     def set(self, key: str, value: str, /) -> None:
@@ -98,14 +98,14 @@ class Network:
         self._count = count
         listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(listener.getsockname()[1])
-        self._served: store.KeyValueStore | None = store.serve(listener, count)
+        self._served: tcp_store.KeyValueStore | None = tcp_store.serve(listener, count)
         self.links: dict[int, list[ThreadLink]] = {}
         self.channels: list[Channel] = []
 
     def channel(self, machine: int, folder: Path | None = None) -> Channel:
-        def connect() -> store.KeyValueStore:
+        def connect() -> tcp_store.KeyValueStore:
             if machine > 0:
-                return store.connect_to("127.0.0.1", self.port)
+                return tcp_store.connect_to("127.0.0.1", self.port)
             assert self._served is not None, "the network is closed"
             return self._served
 

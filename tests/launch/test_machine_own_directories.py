@@ -19,7 +19,7 @@ from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import TrainOptions
 from fsdp_tune.jobs.resizing import OwnRun, other_data
-from fsdp_tune.launch.machines import directories, store, verdicts
+from fsdp_tune.launch.machines import directories, store, tcp_store, verdicts
 from fsdp_tune.launch.machines.directories import OwnDirectory
 from fsdp_tune.launch.machines.rendezvous import Machines
 from fsdp_tune.run.directory import Held, RunDir, held_checkpoints, inspect_checkpoint, latest_checkpoint
@@ -232,8 +232,10 @@ def test_chunk_of_another_size_is_not_written(tmp_path: Path, chunk: bytes) -> N
             return chunk
 
     document = {"files": {"archive": "0" * 32, "archive_bytes": "1"}}
-    with pytest.raises(store.StoreFault, match="another size"):
-        store.Archives(tmp_path).fetch(Wrong(cast(store.KeyValueStore, None), threading.Event()), document)
+    with pytest.raises(tcp_store.StoreFault, match="another size"):
+        store.Archives(tmp_path).fetch(
+            Wrong(cast(tcp_store.KeyValueStore, None), threading.Event()), document
+        )
     assert list(tmp_path.iterdir()) == []
 
 

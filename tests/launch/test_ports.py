@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.core import processes
+from fsdp_tune.core import port_checks
 from fsdp_tune.core.errors import FailedError, FsdpTuneError
-from fsdp_tune.core.processes import loopback_refusal
+from fsdp_tune.core.port_checks import loopback_refusal
 from fsdp_tune.launch.command.ports import check_port
 from tests.launch.recipes import resolved
 
@@ -74,5 +74,5 @@ def test_machine_without_ipv6_needs_a_free_port_in_ipv4_alone(
             raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
         return made(family, *how)
 
-    monkeypatch.setattr(processes.socket, "socket", without_ipv6)
+    monkeypatch.setattr(port_checks.socket, "socket", without_ipv6)
     check_port(resolved(tmp_path, "launch.main_process_port=29433"))

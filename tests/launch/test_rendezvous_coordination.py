@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_tune.core.errors import ExitReason, FsdpTuneError, usage_error
-from fsdp_tune.core.processes import StoppedBySignal
+from fsdp_tune.core.signals import StoppedBySignal
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.resizing import announce_end
 from fsdp_tune.launch.machines import directories, peers, store

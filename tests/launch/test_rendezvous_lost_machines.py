@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from fsdp_tune.core.errors import ExitReason
-from fsdp_tune.launch.machines import peers, store
+from fsdp_tune.launch.machines import peers, store, tcp_store
 from fsdp_tune.launch.supervise.attempts import _final
 from tests.launch.fake_ranks import ended
 from tests.launch.links import Answers, Play, failure_of, start, until
@@ -151,7 +151,7 @@ def test_values_that_this_program_has_not_written_are_ignored(play: Play) -> Non
     first, second = play.machine(0), play.machine(1)
     start(first, second)
     play.network.link(1).is_cut.set()
-    stranger = store.connect_to("127.0.0.1", play.network.port)
+    stranger = tcp_store.connect_to("127.0.0.1", play.network.port)
     for value in STRANGE_VALUES:
         for key in ("beat/1", "document/1"):
             stranger.set(key, value)

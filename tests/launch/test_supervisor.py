@@ -20,7 +20,7 @@ import pytest
 
 from fsdp_tune.core.clocks import Gap
 from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
-from fsdp_tune.core.processes import stop_signals_raise
+from fsdp_tune.core.signals import stop_signals_raise
 from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.launch.supervise import hang_diagnosis, signal_relay
 from fsdp_tune.launch.supervise import rank_watch as watch

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from fsdp_tune.core.tensors.file_formats import PREFIX
+from fsdp_tune.core.tensors.peft_names import PREFIX
 
 RANK, ALPHA = 4, 8
 CONFIG = {

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from fsdp_tune.core.errors import FailedError, FsdpTuneError
-from fsdp_tune.core.tensors.file_formats import sort_names
+from fsdp_tune.core.tensors.peft_names import sort_names
 from fsdp_tune.merge.companions import fetch_model
 from fsdp_tune.merge.copy import gather, write
 from fsdp_tune.merge.lora import base_under_adapter

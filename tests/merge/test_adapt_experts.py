@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_tune.core.errors import FailedError, Problem
-from fsdp_tune.core.tensors.file_formats import CONFIG_FILE, WEIGHTS_FILE
+from fsdp_tune.core.tensors.peft_config import CONFIG_FILE, WEIGHTS_FILE
 from fsdp_tune.merge.copy import gather, write
 from tests.model.families import FAMILIES
 from tests.parity.peft_adapters import make_adapter

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictCon
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.merge.read.contents import read_pickled
+from fsdp_tune.merge.read.pickled_files import read_pickled
 from fsdp_tune.merge.read.reader import SourceFiles, SourceTensor
 from fsdp_tune.run.manifest import MANIFEST_NAME
 from tests.merge.checkpoints import (

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.core.tensors.archive import Refused
+from fsdp_tune.core.tensors.plain_pickle import Refused
 from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import merge_checkpoint
 from fsdp_tune.merge.read.reader import model_names

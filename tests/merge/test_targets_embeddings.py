@@ -25,7 +25,8 @@ from fsdp_tune.answer.find_model import find_model
 from fsdp_tune.answer.loaded_model import load_model
 from fsdp_tune.answer.model_requests import Request
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.core.tensors.file_formats import PREFIX, WEIGHTS_FILE
+from fsdp_tune.core.tensors.peft_config import WEIGHTS_FILE
+from fsdp_tune.core.tensors.peft_names import PREFIX
 from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import merge_checkpoint
 from fsdp_tune.model.loading.construct import build_full

@@ -17,8 +17,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_tune.model.loading.inspect import find_facts
 from fsdp_tune.model.optim import lean_adamw
-from fsdp_tune.model.optim.lean_adamw import LeanAdamW, round_stochastically, rounding_key
+from fsdp_tune.model.optim.lean_adamw import LeanAdamW
 from fsdp_tune.model.optim.optimizer import build_optimizer
+from fsdp_tune.model.optim.stochastic_rounding import round_stochastically, rounding_key
 from tests.model.recipes import recipe_of
 
 

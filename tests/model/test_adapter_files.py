@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem
-from fsdp_tune.core.tensors.file_formats import CONFIG_FILE, WEIGHTS_FILE
+from fsdp_tune.core.tensors.peft_config import CONFIG_FILE, WEIGHTS_FILE
 from fsdp_tune.model.adapters.lora import name_in_file
 from fsdp_tune.model.loading.adapter_files import check_base
 from fsdp_tune.model.loading.construct import build_empty, build_full

@@ -14,12 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from fsdp_tune.model.loading.construct import build_full
-from fsdp_tune.model.shard.recompute import (
-    RecomputationCheck,
-    _SaveAttentionAndEverySecondMatmul,
-    checkpointed_layers,
-    recompute_activations,
-)
+from fsdp_tune.model.shard.recomputation_check import RecomputationCheck
+from fsdp_tune.model.shard.recompute import checkpointed_layers, recompute_activations
+from fsdp_tune.model.shard.selective_recompute import _SaveAttentionAndEverySecondMatmul
 from fsdp_tune.model.step import micro_batch_loss
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of

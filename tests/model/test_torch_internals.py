@@ -21,7 +21,7 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.internals import torch_internals as internals
 from fsdp_tune.model.internals.internal import Attribute, Name, NoFallback
 from fsdp_tune.model.optim.lean_adamw import LeanAdamW
-from fsdp_tune.model.shard import recompute
+from fsdp_tune.model.shard import selective_recompute
 from fsdp_tune.model.step import scale_gradients
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.worker.observe import flight_recorder
@@ -110,16 +110,16 @@ def test_flex_attention_is_not_audited_with_the_reason() -> None:
 
 
 def operators_of_selective_recomputation(without: Callable[[Name], None]) -> None:
-    saved = recompute._attention_operators.__wrapped__()
+    saved = selective_recompute._attention_operators.__wrapped__()
     without(internals.ATTENTION_OPERATORS[0])
-    assert saved - recompute._attention_operators.__wrapped__() == {
+    assert saved - selective_recompute._attention_operators.__wrapped__() == {
         torch.ops.aten._scaled_dot_product_flash_attention.default
     }
 
 
 def scaled_mm(without: Callable[[Name], None]) -> None:
     without(internals.SCALED_MM)
-    assert torch.ops.aten.mm.default in recompute._products.__wrapped__()
+    assert torch.ops.aten.mm.default in selective_recompute.products.__wrapped__()
 
 
 def not_replaced(entry: Name) -> Callable[[Callable[[Name], None]], None]:

@@ -10,7 +10,7 @@ import pytest
 
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.core.tensors.file_formats import CONFIG_FILE
+from fsdp_tune.core.tensors.peft_config import CONFIG_FILE
 from fsdp_tune.recipe.resolve import Resolution, resolve
 from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.recipe.loading import load_with

@@ -11,7 +11,8 @@ import pytest
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.records import ReadBack
 from fsdp_tune.worker import callbacks
-from fsdp_tune.worker.callbacks import RunCallback, startup_seconds
+from fsdp_tune.worker.callbacks import RunCallback
+from fsdp_tune.worker.observe.startup_phases import startup_seconds
 from fsdp_tune.worker.readback.witness import Witness
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
 from fsdp_tune.core.parent_death import LAUNCHER_PID
-from fsdp_tune.core.processes import STOP_SIGNALS
+from fsdp_tune.core.signals import STOP_SIGNALS
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import LaunchRecord
 from fsdp_tune.run.rank_files import Heartbeat, Outcome, read_heartbeat, read_outcome

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
-from fsdp_tune.core.tensors.archive import AllowedGlobal, Record, Refused, load
 from fsdp_tune.core.tensors.dtypes import DTYPES, DType, Shape
+from fsdp_tune.core.tensors.plain_pickle import AllowedGlobal, Record, Refused, load
 
 METADATA_NAME = ".metadata"
 MAX_METADATA_BYTES = 256 << 20  # 1.8 million slices

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fsdp_tune.core.files import is_inside, read_regular
-from fsdp_tune.core.tensors.file_formats import without_duplicates
+from fsdp_tune.core.tensors.safetensors_header import without_duplicates
 from fsdp_tune.core.values import as_mapping, is_mapping
 
 CONFIG = "config.json"

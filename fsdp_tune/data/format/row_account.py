@@ -1,5 +1,9 @@
-"""What is recorded of a row while it is converted: the use of its keys, marks of what is trained, and
-notes."""
+"""The account of a row: each of its keys is read, is metadata, is ignored by the recipe, or the row is
+refused.
+
+Keys below the row are written as paths: `messages.name`, `messages.content.cache_control`,
+`messages.tool_calls.function.arguments`.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,6 @@ from typing import Any, Literal, NamedTuple
 from fsdp_tune.data.read.row_files import RowError
 from fsdp_tune.data.report import KeyAccount
 from fsdp_tune.recipe.schema.row_formats import ROW_FORMATS
-
-# ---- The account of a row: each of its keys is read, is metadata, is ignored by the recipe, or the row is
-# refused.
-#
-# Keys below the row are written as paths: `messages.name`, `messages.content.cache_control`,
-# `messages.tool_calls.function.arguments`.
 
 IGNORE_KEY = "data.ignore_columns"
 

@@ -1,5 +1,11 @@
 """Encode rendered chats, texts, and prompts with their completions as token ids, with a flag for each trained
-token."""
+token.
+
+The border between the text that a model receives and the text that it must generate has one rule, for prompts
+with completions and for the answers of chats: the tokens before the border are those of the received text
+alone, because the model receives these at inference. If the tokenizer would join characters of both into one
+token, the text after the border is encoded separately.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +28,6 @@ from fsdp_tune.data.tokenise.special_tokens import (
     encode_after,
     notes_of,
 )
-
-# ---- The border between the text that a model receives and the text that it must generate.
-#
-# One rule for prompts with completions and for the answers of chats: the tokens before the border are those
-# of the received text alone, because the model receives these at inference. If the tokenizer would join
-# characters of both into one token, the text after the border is encoded separately.
 
 TOKENISED_APART, TEXT_CHANGED = "tokenised-apart", "text-changed"
 """Codes of notices: what was encoded separately, and what could not be without a change of the text."""
@@ -67,9 +67,6 @@ def continuation(
         if ids is not None and decode([*received, *ids]) == wanted:
             return Continuation([*received, *ids], is_apart=True)
     return Continuation([*received, *encode([generated])[0]], is_apart=True, is_exact=False)
-
-
-# ---- Encode texts, and prompts with their completions, as token ids.
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fsdp_tune.core.atomic import write_file, write_json
-from fsdp_tune.core.families import CODE, COMPANION
+from fsdp_tune.core.companion_files import CODE, COMPANION
 from fsdp_tune.core.hub import resolves_inside
 
 CONFIG, MAP, TEMPLATE = "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
+from fsdp_tune.core.values import leaves
 from fsdp_tune.data.format.formats import Chat, Text
 from fsdp_tune.data.format.row_notes import Note
 from fsdp_tune.data.read.row_files import RowError
 from fsdp_tune.data.tokenise.answers import FIRST_MARK, FIRST_NUMBER, LAST_MARK
-from fsdp_tune.data.tokenise.chat import leaves
 from fsdp_tune.data.tokenise.encoder import Encoder
 
 AS_TEXT, AS_CONTROL, INSEPARABLE = (

@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.errors import usage_error
-from fsdp_tune.core.processes import without_ignored
 from fsdp_tune.core.secrets import mask_text, masked
+from fsdp_tune.core.signals import without_ignored
 from fsdp_tune.launch.command.extra_arguments import check_extra
 from fsdp_tune.launch.command.inherited import as_text, clean, masked_variables, recorded_variables
 from fsdp_tune.launch.machines.route import Address, Route, interface_settings, route_to

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 
 from fsdp_tune.core.errors import failed_error
-from fsdp_tune.core.processes import loopback_refusal, port_refusal
+from fsdp_tune.core.port_checks import loopback_refusal, port_refusal
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 NO_FREE_PORT = (

@@ -42,7 +42,11 @@ GATHER_SECONDS = 90.0
 
 
 class Machines(Peers):
-    """This machine in a run over several. A single machine publishes nothing and never waits."""
+    """This machine in a run over several. A single machine publishes nothing and never waits.
+
+    The first machine alone calls `expected`, `gather`, `held_elsewhere` and `conclude`, and the others alone
+    call `join` and `next_launch`.
+    """
 
     def __init__(
         self,
@@ -89,8 +93,6 @@ class Machines(Peers):
         """Let the others read the last document of this machine, then leave."""
         if self.open_channel is not None:
             self.open_channel.close()
-
-    # ---- The first machine.
 
     def expected(self) -> list[int]:
         """Return, on the first machine, those to wait for: the machines of the last launch, and others that
@@ -269,8 +271,6 @@ class Machines(Peers):
         hint = f"start `{command}` on each of them, with the same recipe and as many devices; {also}"
         return Problem("machines-missing", message, hint=hint)
 
-    # ---- The other machines.
-
     def join(self) -> Verdict | None:
         """Wait until the first machine is ready to launch, and this machine sees its files.
 
@@ -356,8 +356,6 @@ class Machines(Peers):
                 self.publish(state="running")
                 return first.launch
             time.sleep(READ_SECONDS)
-
-    # ---- All machines, during a launch.
 
     @property
     def launch_id(self) -> str | None:

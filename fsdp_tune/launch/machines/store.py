@@ -4,8 +4,8 @@ TCPStore.
     python -m fsdp_tune.launch.machines.store MACHINE MACHINES ADDRESS PORT [FOLDER]
 
 The child of the first machine serves the store. Each line on stdin replaces this machine's document, a JSON
-object; the end of stdin ends the exchange. Each line on stdout is an `Exchanged` as JSON. A module of its
-own, since it imports torch.
+object; the end of stdin ends the exchange. Each line on stdout is an `Exchanged` as JSON. The command starts
+it as a process of its own, since it needs torch.
 
 Two keys a machine: `document/N`, and `beat/N`, a few bytes that change each second and name the version of
 the document. The first machine reads the beats of all others in one operation, the others only that of the
@@ -24,27 +24,28 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import errno
 import json
 import os
 import re
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.clocks import LIVED
+from fsdp_tune.launch.machines.tcp_store import (
+    KeyValueStore,
+    StoreFault,
+    connect_to,
+    listening_socket,
+    serve,
+)
 
 PERIOD_SECONDS = 0.5
-OPERATION_SECONDS = 10.0
-"""Limit for one operation of the store, after which the child connects again."""
-CONNECT_SECONDS = 5.0
 SERVED_SECONDS = 30.0
 """Limit for the other machines to read the last document of the first one before its store ends."""
 UNSERVED_SECONDS = 10.0
@@ -65,15 +66,6 @@ CHUNKS_AT_ONCE = 8
 LARGEST_ARCHIVE_BYTES = 1 << 30
 
 JsonObject = dict[str, Any]
-
-
-class KeyValueStore(Protocol):
-    """What the exchange needs of torch's store."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
-    def delete_key(self, key: str, /) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +89,6 @@ class Exchanged:
     notice: str | None = None
     fatal: str | None = None
     """Why this machine cannot serve the store; the child ends."""
-
-
-class StoreFault(Exception):
-    """The store cannot be reached."""
-
-    def __init__(self, message: str, *, is_refused: bool = False) -> None:
-        super().__init__(message)
-        self.is_refused = is_refused
 
 
 @dataclass
@@ -375,75 +359,6 @@ def _object(raw: bytes) -> JsonObject:
     except (ValueError, RecursionError):
         return {}
     return cast(JsonObject, value) if isinstance(value, dict) else {}
-
-
-# ---- torch's store.
-
-
-def listening_socket(address: str, port: int) -> tuple[socket.socket, str | None]:
-    """Return a socket that listens on the interface of `address` only, and None.
-
-    If the address is not one of this machine (behind a translation of addresses), it listens on all
-    interfaces and a notice is returned.
-    Raises: OSError.
-    """
-    family, _, _, _, there = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    notice: str | None = None
-    try:
-        try:
-            listener.bind(there)
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-            listener.bind(("", port))
-            notice = (
-                f"{address} is not an address of this machine: port {port} is open on all of its interfaces"
-            )
-        listener.listen(1024)
-    except OSError:
-        listener.close()
-        raise
-    return listener, notice
-
-
-def serve(listener: socket.socket, machines: int) -> KeyValueStore:
-    """Serve a store on a listening socket, and return a connection to it. Keys of other machines exist, so
-    that reading never waits.
-
-    The store takes the socket over: `listener` is of no use afterwards, also after an error. Raises:
-    RuntimeError.
-    """
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented, and not in `__all__`
-
-    address, port, *_ = listener.getsockname()
-    host = str({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address))
-    limit = timedelta(seconds=OPERATION_SECONDS)
-    store = TCPStore(
-        host, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
-    for machine in range(machines):
-        for key in (f"beat/{machine}", f"document/{machine}"):
-            # only a key that does not exist: another machine may have been quicker
-            store.compare_set(key, "", "{}")
-    return cast(KeyValueStore, store)
-
-
-def connect_to(address: str, port: int) -> KeyValueStore:
-    """Connect to the store of the first machine. Raises: StoreFault, RuntimeError."""
-    try:  # torch's own attempts do not distinguish these
-        socket.create_connection((address, port), CONNECT_SECONDS).close()
-    except ConnectionRefusedError:
-        raise StoreFault(f"{address}:{port} refuses connections", is_refused=True) from None
-    except socket.gaierror as error:
-        raise StoreFault(f"{address} cannot be resolved ({error.strerror})") from None
-    except OSError as error:
-        raise StoreFault(f"{address}:{port} does not answer ({error.strerror or error})") from None
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented, and not in `__all__`
-
-    limit = timedelta(seconds=OPERATION_SECONDS)
-    return cast(KeyValueStore, TCPStore(address, port, None, False, limit, wait_for_workers=False))
 
 
 def main(arguments: Sequence[str]) -> int:

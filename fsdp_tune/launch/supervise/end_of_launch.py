@@ -14,7 +14,7 @@ from fsdp_tune.core.gpu_failures import device_failure, device_fault
 from fsdp_tune.core.library_errors import NATIVE_ENDS, PORT_TAKEN
 from fsdp_tune.launch.command.ports import NO_FREE_PORT
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.rank_files import STOPPED, Outcome, Verdict, is_unreadable
+from fsdp_tune.run.rank_files import STOPPED, Outcome, Verdict
 
 KILL_WAIT_SECONDS = 5.0
 
@@ -137,63 +137,6 @@ def judge(seen: LaunchObservation) -> Verdict:
     return _ended(ExitReason.FAILED, step, _launcher_problem(seen), first)
 
 
-# ---- Ranks that have left no outcome that can be read: the disk refused it, or it was damaged afterwards.
-
-_REASON_OF_CODE = {int(code): reason for reason, code in reversed(EXIT_CODE_OF_REASON.items())}
-
-
-def with_inferred_outcomes(seen: LaunchObservation) -> tuple[LaunchObservation, list[str]]:
-    """Add the outcomes of ranks that have left none, where it is known how they ended. Returns also the
-    messages about that."""
-    lacking = [rank for rank in seen.ranks if rank not in seen.outcomes or is_unreadable(seen.outcomes[rank])]
-    found = {rank: outcome for rank in lacking if (outcome := _inferred_outcome(seen, rank)) is not None}
-    if not found:
-        return seen, []
-    first, outcome = next(iter(found.items()))
-    left = seen.outcomes.get(first)
-    why = (
-        left.problem.message
-        if left is not None and left.problem is not None
-        else f"rank {first} could leave no outcome: {seen.disk_refusal}"
-    )
-    more = f" ({len(found) - 1} more)" if len(found) > 1 else ""
-    saved = f", and checkpoint-{seen.saved_step} is complete" if seen.saved_step is not None else ""
-    message = f"{why}{more}; it ended with exit code {outcome.exit_code} ({outcome.reason.value}){saved}"
-    deaths = [death for death in seen.deaths if death.rank not in found]
-    return replace(seen, outcomes={**seen.outcomes, **found}, deaths=deaths), [message]
-
-
-def _inferred_outcome(seen: LaunchObservation, rank: int) -> Outcome | None:
-    """Return how a rank ended; None if that is not known, or without a sign that it reached its end."""
-    left = seen.outcomes.get(rank)
-    if left is None and (seen.disk_refusal is None or seen.saved_step is None):
-        return None
-    code = 0 if seen.launcher_code == 0 else _exit_code_of(seen, rank)
-    code = _common_code(seen) if code is None else code
-    if code is None or code not in set(ExitCode):
-        return None
-    reason = _REASON_OF_CODE.get(code, ExitReason.FAILED)
-    step = max(seen.last_step, seen.saved_step or 0)
-    if code in GOOD_CODES:
-        return Outcome(code, reason, rank=rank, step=step)
-    return (
-        replace(left, exit_code=code, reason=reason, step=step, time=float("inf"))
-        if left is not None
-        else None
-    )
-
-
-def _common_code(seen: LaunchObservation) -> int | None:
-    """Return the exit code of the other ranks if it is one of a good end, on which ranks agree, or that of a
-    stop after which was saved."""
-    known = [outcome for outcome in seen.outcomes.values() if not is_unreadable(outcome)]
-    if known:
-        return known[0].exit_code if all(outcome.exit_code in GOOD_CODES for outcome in known) else None
-    if seen.signals and seen.saved_step is not None:
-        return ExitCode.INTERRUPTED if seen.signals[0] == signal.SIGINT else ExitCode.PREEMPTED
-    return None
-
-
 def _without_outcomes(seen: LaunchObservation, step: int) -> Verdict | None:
     """Judge a launch of which no rank has reported, where something outside the ranks explains that."""
     if seen.refused_variable is not None:
@@ -279,7 +222,7 @@ def _failed(seen: LaunchObservation, failure: Outcome | Death, step: int, first:
 
 def _death_problem(seen: LaunchObservation, death: Death) -> tuple[Problem, bool]:
     """Return the problem of a rank without an outcome, and whether a signal ended it."""
-    code = _exit_code_of(seen, death.rank)
+    code = exit_code_of(seen, death.rank)
     log = seen.run.rank_log(death.rank)
     if code is not None and code < 0:
         name, end = _names([-code]), native_end(seen.rank_texts.get(death.rank, ""))
@@ -306,7 +249,7 @@ def _death_problem(seen: LaunchObservation, death: Death) -> tuple[Problem, bool
     return Problem("rank-died", message, hint=_log_hint(seen.launcher_log)), False
 
 
-def _exit_code_of(seen: LaunchObservation, rank: int) -> int | None:
+def exit_code_of(seen: LaunchObservation, rank: int) -> int | None:
     """Return the exit code of a rank that the agent reported, or None."""
     for code, local_rank, _ in _AGENT_REPORT.findall(seen.launcher_text):
         if int(local_rank) == rank - seen.ranks.start:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 from fsdp_tune.core.clocks import LIVED
-from fsdp_tune.core.processes import STOP_SIGNALS, without_ignored
+from fsdp_tune.core.signals import STOP_SIGNALS, without_ignored
 from fsdp_tune.launch.supervise.launch_events import Message
 from fsdp_tune.launch.supervise.rank_watch import RankWatch
 from fsdp_tune.launch.supervise.signal_relay import SignalRelay

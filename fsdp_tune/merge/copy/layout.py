@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fsdp_tune.core.tensors.dtypes import OF_OPTION, DType, Shape
-from fsdp_tune.core.tensors.file_formats import header_bytes
+from fsdp_tune.core.tensors.safetensors_header import header_bytes
 from fsdp_tune.merge.read.reader import SourceTensor
 from fsdp_tune.merge.weight_formats import SINGLE_NAME
 

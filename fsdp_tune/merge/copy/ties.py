@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fsdp_tune.core.errors import Notice
-from fsdp_tune.core.families import TIE_KEY, is_embedding, tie_setting, tied_candidates
+from fsdp_tune.core.model_parts import TIE_KEY, is_embedding, tie_setting, tied_candidates
 from fsdp_tune.merge.copy.boxes import boxes
 from fsdp_tune.merge.copy.decode import reader_of
 from fsdp_tune.merge.copy.gather import BUFFER_BYTES

@@ -17,16 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fsdp_tune.core.command import BaseWeights
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, usage_error
 from fsdp_tune.core.tensors.dtypes import DTYPES
-from fsdp_tune.core.tensors.file_formats import (
-    CONFIG_FILE,
-    MAGNITUDE,
-    PREFIX,
-    PeftNames,
-    sort_names,
-    tensor_name,
-    unknown_field_notices,
-    unwrapped,
-)
+from fsdp_tune.core.tensors.peft_config import CONFIG_FILE, unknown_field_notices
+from fsdp_tune.core.tensors.peft_names import MAGNITUDE, PREFIX, PeftNames, sort_names, tensor_name, unwrapped
 from fsdp_tune.merge.companions import Companions, find_companions
 from fsdp_tune.merge.lora.base_under_adapter import (
     AdapterOptions,

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from fsdp_tune.core.errors import Where, failed_error
-from fsdp_tune.core.families import is_in_experts, stack_of
+from fsdp_tune.core.expert_names import is_in_experts, stack_of
 from fsdp_tune.merge.copy.gather import BUFFER_BYTES, read_in_full
 from fsdp_tune.merge.load_check import Child
 from fsdp_tune.merge.read.reader import SourceTensor

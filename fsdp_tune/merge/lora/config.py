@@ -13,17 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error, usage_error
-from fsdp_tune.core.families import are_stacked_experts
+from fsdp_tune.core.expert_names import are_stacked_experts
 from fsdp_tune.core.files import read_regular
-from fsdp_tune.core.tensors.file_formats import (
+from fsdp_tune.core.tensors.peft_config import (
     CONFIG_FILE,
-    MAGNITUDE,
-    PeftNames,
     initialisation_that_changes_base,
     is_trained_in_full,
     other_arithmetic,
     value_for,
 )
+from fsdp_tune.core.tensors.peft_names import MAGNITUDE, PeftNames
 
 MAX_CONFIG_BYTES = 16 << 20
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from fsdp_tune.core.families import EXPERT_MODULES, EXPERT_PARTS
+from fsdp_tune.core.expert_names import EXPERT_MODULES, EXPERT_PARTS
 from fsdp_tune.core.tensors.dtypes import Shape
 from fsdp_tune.merge.read.reader import LowRankOfExperts, SourceTensor
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from fsdp_tune.core.config_changes import vocabulary_changes, vocabulary_of
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error
-from fsdp_tune.core.families import OLD_HEADS, is_embedding, is_head, tie_setting
-from fsdp_tune.core.tensors.file_formats import unwrapped
+from fsdp_tune.core.model_parts import OLD_HEADS, is_embedding, is_head, tie_setting
+from fsdp_tune.core.tensors.peft_names import unwrapped
 from fsdp_tune.merge.copy.gather import BUFFER_BYTES
 from fsdp_tune.merge.copy.ties import embedding_of
 from fsdp_tune.merge.lora.config import AdapterConfig

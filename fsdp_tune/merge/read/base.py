@@ -20,7 +20,8 @@ from fsdp_tune.core.tensors.encodings import find_encodings, settings_of_files
 from fsdp_tune.core.tensors.weight_files import UnusableIndexError, list_directory
 from fsdp_tune.core.values import as_mapping
 from fsdp_tune.merge.companions import CONFIG_NAME, MAX_CONFIG_BYTES, fetch_model, read_folder
-from fsdp_tune.merge.read.contents import as_error, missing_parts, read_pickled, read_tensors
+from fsdp_tune.merge.read.contents import as_error, missing_parts, read_tensors
+from fsdp_tune.merge.read.pickled_files import read_pickled
 from fsdp_tune.merge.read.reader import EncodedTensor, SourceFiles, SourceTensor
 from fsdp_tune.merge.source import Selection
 from fsdp_tune.merge.weight_formats import Format, find_weights

@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error, usage_error
-from fsdp_tune.core.tensors.archive import Refused, StoredTensor, extent, open_archive, read_pickle
+from fsdp_tune.core.tensors.archive import StoredTensor, extent, open_archive, read_pickle
 from fsdp_tune.core.tensors.dcp_metadata import MAX_METADATA_BYTES, METADATA_NAME, DcpMetadata
 from fsdp_tune.core.tensors.dtypes import Extent, Shape
+from fsdp_tune.core.tensors.plain_pickle import Refused
 from fsdp_tune.merge.read.reader import (
     ArchiveExtent,
     Chunk,
@@ -118,9 +119,6 @@ def damaged_chunk(path: Path, name: str, offset: int, why: str) -> FsdpTuneError
         where=Where(str(path)),
         hint="copy the file again from where it was written, or merge another checkpoint with `--step N`",
     )
-
-
-# ---- Whether the chunks of a tensor cover it: each element once, however the mesh was shaped.
 
 
 def without_replicas(chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:

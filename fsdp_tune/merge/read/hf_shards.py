@@ -13,9 +13,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error
-from fsdp_tune.core.tensors import file_formats as header
-from fsdp_tune.core.tensors.archive import Refused
+from fsdp_tune.core.tensors import safetensors_header as header
 from fsdp_tune.core.tensors.dtypes import OF_SAFETENSORS, DType, Extent, Shape, row_major
+from fsdp_tune.core.tensors.plain_pickle import Refused
 from fsdp_tune.merge.read.dcp import gap_or_overlap, without_replicas
 from fsdp_tune.merge.read.reader import Chunk, SourceFiles, SourceTensor
 from fsdp_tune.merge.read.safetensors_files import read_header

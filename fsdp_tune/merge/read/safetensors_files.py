@@ -1,10 +1,10 @@
 """Tensors of safetensors files, one or many behind an index; the headers are read by
-`core.tensors.file_formats`."""
+`core.tensors.safetensors_header`."""
 
 from __future__ import annotations
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error
-from fsdp_tune.core.tensors import file_formats as header
+from fsdp_tune.core.tensors import safetensors_header as header
 from fsdp_tune.core.tensors.dtypes import OF_SAFETENSORS, Extent, row_major
 from fsdp_tune.core.tensors.weight_files import MAX_INDEX_BYTES, UnusableIndexError, WeightList, is_index
 from fsdp_tune.core.tensors.weight_files import read_index as parse_index

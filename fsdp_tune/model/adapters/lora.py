@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import Where, usage_error
-from fsdp_tune.core.tensors.file_formats import PREFIX, tensor_name
+from fsdp_tune.core.tensors.peft_names import PREFIX, tensor_name
 from fsdp_tune.model.adapters.targets import Targets, find_saved, find_targets, is_stack, last_parts
 from fsdp_tune.model.shard.local import copy_part, count_elements, local_part
 from fsdp_tune.recipe.schema.recipe import Lora, Recipe
@@ -228,9 +228,6 @@ def stacks_without_adapters(model: nn.Module) -> dict[str, float]:
     }
     total, adapted = count_elements(base.items()), adapters_of(model)
     return {name: p.numel() / total for name, p in base.items() if is_stack(name, p) and name not in adapted}
-
-
-# ---- First values
 
 
 @torch.no_grad()

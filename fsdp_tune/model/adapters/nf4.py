@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import Notice, usage_error
-from fsdp_tune.core.families import is_router
+from fsdp_tune.core.expert_names import is_router
 from fsdp_tune.core.tensors.dtypes import NF4_BLOCK, NF4_SMALLEST_SCALE, NF4_VALUES
 from fsdp_tune.core.units import format_bytes
 from fsdp_tune.model.adapters.targets import is_stack

@@ -1,5 +1,9 @@
 """Private names of torch. Each entry: what it is for, what needs it, and what replaces it where a version
-does not have it."""
+does not have it.
+
+In this order: of tensors, operations, the planner's fake device and process group, the compiler, FSDP,
+optimizers, processes and checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +24,6 @@ _SELECTIVE = "`fsdp.activation_checkpointing: selective`"
 _TRACE = "the trace of a step"
 _FSDP1, _FSDP2 = "`fsdp.version: 1`", "the read-back of FSDP2 units"
 _LIMIT = "`launch.hang_timeout`"
-
-
-# ---- Tensors
 
 
 def _multiply(tensors: list[torch.Tensor], factor: torch.Tensor | float) -> None:
@@ -63,8 +64,6 @@ DISABLE_MODES = Name(
 )
 """A context in which tensors have values although the planner uses fake ones. Fallback: none is needed in a
 run, and a plan is refused."""
-
-# ---- Operations
 
 
 class _Unobserved(contextlib.AbstractContextManager["_Unobserved"]):
@@ -153,8 +152,6 @@ MATH_ATTENTION = Name("torch:ops.aten._scaled_dot_product_attention_math", _TRAC
 GROUPED_PRODUCT = Name("torch:ops.aten._grouped_mm.default", _TRACE, READ_IN)
 """The matrix product of stacked experts, of which before 2.15 torch knows the result in bf16 alone."""
 
-# ---- The planner's fake device and process group
-
 FAKE_TENSOR_MODE = Name(
     "torch._subclasses.fake_tensor:FakeTensorMode", "computing with shapes alone", READ_IN
 )
@@ -196,8 +193,6 @@ CHUNKS = Name(
 SCRIPT_TYPE = Attribute("torch:ScriptObject._type", _TRACE, READ_IN)
 """The type of an argument of an operator, to recognise process groups."""
 
-# ---- The compiler
-
 OPTIMIZE_DDP = Name("torch._dynamo.config:optimize_ddp", _COMPILED, READ_IN)
 """A setting that splits graphs of layers under DDP unless it is off."""
 PRECOMPILED_HEADERS = Name("torch._inductor.config:cpp_cache_precompile_headers", _COMPILED, READ_IN)
@@ -212,8 +207,6 @@ COMPILED_FROM = Attribute(
     "torch._dynamo.eval_frame:OptimizeContext._torchdynamo_orig_callable", _COMPILED, READ_IN
 )
 """The function that a compiled one was made of, by which the read-back recognises compiled layers."""
-
-# ---- FSDP
 
 FSDP_STATE = Attribute("torch.distributed.fsdp:FSDPModule._get_fsdp_state", _FSDP2, READ_IN)
 """The state of a unit, of which the following are attributes."""
@@ -290,8 +283,6 @@ HYBRID_ZERO2 = Name(
 )
 """The strategy that shards inside a machine and does not reshard after the forward."""
 
-# ---- Optimizers
-
 
 def _adamw(*lists: Any, **options: object) -> None:
     """Update as `torch._fused_adamw_` does, whose step counts have been increased already."""
@@ -310,8 +301,6 @@ ADJUST_RATE = Name("torch.optim._muon:_adjust_lr", "`training.optim: muon`", REA
 """The two functions of `torch.optim.Muon`."""
 INIT_GROUP = Name("torch.optim:AdamW._init_group", "`training.optim: adamw`", READ_IN)
 """Overridden in `model/optim/adamw.py`: fills the lists for the kernel."""
-
-# ---- Processes and checkpoints
 
 DEVICE_TYPES = Attribute("torch.distributed:ProcessGroup._device_types", _LIMIT, READ_IN)
 BACKEND = Attribute("torch.distributed:ProcessGroup._get_backend", _LIMIT, READ_IN)

@@ -70,8 +70,6 @@ def has_own_gate(experts: nn.Module) -> bool:
     return gate is None or not gate.__module__.startswith("transformers.integrations.")
 
 
-# ---- What the class of a model declares
-
 SUPPORTS_SDPA = Attribute(f"{_MODEL}._supports_sdpa", _CHOICE, READ_IN, fallback=lambda _: False)
 SUPPORTS_FLASH = Attribute(f"{_MODEL}._supports_flash_attn", _CHOICE, READ_IN, fallback=lambda _: False)
 SUPPORTS_INTERFACE = Attribute(
@@ -97,8 +95,6 @@ DTYPE_PLAN = Attribute(
     f"{_MODEL}._get_dtype_plan", "`model.dtype` and `precision.mixed_precision` of 16 bits", READ_IN
 )
 """Given a dtype, the patterns of names that `from_pretrained` loads in fp32 at that dtype."""
-
-# ---- The forward of a model
 
 FIND_PACKED = Name(
     "transformers.masking_utils:find_packed_sequence_indices",
@@ -141,8 +137,6 @@ NO_ERROR_FOR_MISSING = Parameter(
 )
 """A keyword that `cached_file` passes on. False: a file that a model does not have is None."""
 
-# ---- Methods of the Trainer that `worker/trainer.py` and its base override or call
-
 _HOOKS = (
     "_prepare_for_training",
     "_init_training_state",
@@ -159,16 +153,14 @@ _HOOKS = (
     "_load_callback_state",
 )
 TRAINER_HOOKS = {name: Name(f"transformers:Trainer.{name}", "`fsdp-tune train`", READ_IN) for name in _HOOKS}
-"""The Trainer would train another way if it no longer called one of them."""
+"""Methods that `worker/trainer.py` and its base override or call. The Trainer would train another way if it
+no longer called one of them."""
 
 
 def require_trainer_hooks() -> None:
     """Check that the Trainer has each method that is overridden. Raises: usage error (exit 2)."""
     for hook in TRAINER_HOOKS.values():
         hook.get()
-
-
-# ---- Functions of optional packages
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import Notice, Where, usage_error
-from fsdp_tune.core.families import is_router
+from fsdp_tune.core.expert_names import is_router
 from fsdp_tune.core.units import format_bytes
 from fsdp_tune.model.model_files import KernelChoice
 from fsdp_tune.model.shard.fsdp_units import decoder_layers

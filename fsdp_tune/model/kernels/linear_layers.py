@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import Notice, usage_error
-from fsdp_tune.core.families import is_in_experts, is_router
+from fsdp_tune.core.expert_names import is_in_experts, is_router
 from fsdp_tune.model.model_files import KernelChoice
 from fsdp_tune.model.shard.fsdp_units import decoder_layers, ignored_module_names, plan_units
 from fsdp_tune.model.shard.local import is_fp8, require_torchao

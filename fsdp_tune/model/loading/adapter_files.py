@@ -14,17 +14,16 @@ from transformers import PreTrainedModel
 
 from fsdp_tune.core.config_changes import changed_fields
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where
-from fsdp_tune.core.tensors.file_formats import (
+from fsdp_tune.core.tensors.peft_config import (
     CONFIG_FILE,
-    PREFIX,
     WEIGHTS_FILE,
     initialisation_that_changes_base,
     is_trained_in_full,
     other_arithmetic,
     other_training,
     unknown_field_notices,
-    without_copies,
 )
+from fsdp_tune.core.tensors.peft_names import PREFIX, without_copies
 from fsdp_tune.model.adapters.lora import draw_adapters, name_in_file
 from fsdp_tune.model.loading.stored_tensors import Stored, tensors_of
 from fsdp_tune.model.loading.tensor_account import names_in_model

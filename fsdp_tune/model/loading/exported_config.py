@@ -24,8 +24,9 @@ from fsdp_tune.core.config_changes import (
     with_floats,
     with_old_spellings,
 )
-from fsdp_tune.core.families import LAYERS, part_of, without_next_token_layers
+from fsdp_tune.core.families import LAYERS
 from fsdp_tune.core.hub import cached_model_file, hub_is_reachable
+from fsdp_tune.core.model_parts import part_of, without_next_token_layers
 from fsdp_tune.core.tensors.encoded import StoredType
 from fsdp_tune.core.tensors.encodings import MODELOPT_FILE, settings_of_files, without_quantisation
 from fsdp_tune.core.tensors.weight_files import NAMED_KEY, find_weight_list

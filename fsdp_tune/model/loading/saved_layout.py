@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.core.families import is_head
+from fsdp_tune.core.model_parts import is_head
 from fsdp_tune.model.adapters.lora import adapters_of
 from fsdp_tune.model.loading.exported_config import base_folder
 from fsdp_tune.model.loading.stored_tensors import list_weights

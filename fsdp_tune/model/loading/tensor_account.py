@@ -31,7 +31,8 @@ from transformers.core_model_loading import (
 from transformers.pytorch_utils import Conv1D
 
 from fsdp_tune.core.errors import Problem, Where
-from fsdp_tune.core.families import LAYERS, part_of
+from fsdp_tune.core.families import LAYERS
+from fsdp_tune.core.model_parts import part_of
 from fsdp_tune.core.tensors.dtypes import Shape
 from fsdp_tune.core.tensors.encoded import StoredType, Unread
 from fsdp_tune.core.tensors.encodings import BITSANDBYTES, Encodings, find_encodings, method_of

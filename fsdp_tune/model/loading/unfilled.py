@@ -21,7 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem, Where, usage_error
-from fsdp_tune.core.families import TIE_KEY
+from fsdp_tune.core.model_parts import TIE_KEY
 from fsdp_tune.model.adapters.lora import name_in_base
 from fsdp_tune.model.internals.transformers_internals import MAY_BE_MISSING
 from fsdp_tune.recipe.schema.recipe import Recipe

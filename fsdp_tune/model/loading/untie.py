@@ -18,8 +18,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, usage_error
-from fsdp_tune.core.families import TIE_KEY, is_embedding, is_head, tied_candidates
 from fsdp_tune.core.hub import cached_model_file
+from fsdp_tune.core.model_parts import TIE_KEY, is_embedding, is_head, tied_candidates
 from fsdp_tune.model.loading.pickled_files import read_state
 from fsdp_tune.model.loading.stored_tensors import Find, Stored, list_weights, locate, read_elements
 from fsdp_tune.recipe.schema.recipe import Recipe

@@ -7,7 +7,8 @@ import struct
 from pathlib import Path
 
 from fsdp_tune.core.errors import Problem, Where
-from fsdp_tune.core.tensors.file_formats import MAX_HEADER_BYTES, WEIGHTS_FILE
+from fsdp_tune.core.tensors.peft_config import WEIGHTS_FILE
+from fsdp_tune.core.tensors.safetensors_header import MAX_HEADER_BYTES
 from fsdp_tune.core.tensors.weight_files import CONFIG, NAMED_KEY, UnusableIndexError, list_directory
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import run_of

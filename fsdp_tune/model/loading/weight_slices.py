@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers.utils.hub import cached_file
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.core.families import is_embedding, is_head
+from fsdp_tune.core.model_parts import is_embedding, is_head
 from fsdp_tune.core.tensors.encoded import StoredType
 from fsdp_tune.core.tensors.encodings import settings_of_files
 from fsdp_tune.model.adapters.lora import name_in_base

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.core.expert_kernels import EXPERTS_KERNELS
-from fsdp_tune.core.families import EXPERT_INDEX_ARGUMENTS, dim_inside
+from fsdp_tune.core.expert_names import EXPERT_INDEX_ARGUMENTS, dim_inside
 from fsdp_tune.model.internals.transformers_internals import EXPERTS, has_experts_kernel
 from fsdp_tune.model.shard.exchange import exchange, exchanged
 from fsdp_tune.model.shard.local import ModuleView, bare_class, bare_model
@@ -112,9 +112,6 @@ def _part(whole: torch.Tensor, ep: DeviceMesh, device: torch.device) -> DTensor:
     return DTensor.from_local(own, ep, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
 
 
-# ---- The forward of divided experts
-
-
 def _over_ranks(experts: nn.Module, group: dist.ProcessGroup) -> Callable[..., torch.Tensor]:
     """Return the forward of experts that the ranks of `group` divide, around that of their class."""
     inner: Any = type(experts).forward  # FSDP2 makes a subclass of it
@@ -190,9 +187,6 @@ def _route(top_k_index: torch.Tensor, experts: int, group: dist.ProcessGroup) ->
     own = torch.arange(experts // size, device=pairs.device).repeat(size)
     ids = own.repeat_interleave(arriving, output_size=sum(received))
     return _Route(torch.argsort(pairs, stable=True)[: sum(sent)], sent, received, ids)
-
-
-# ---- Models that it does not suit
 
 
 def require_divisible_experts(recipe: Recipe, model: PreTrainedModel) -> None:

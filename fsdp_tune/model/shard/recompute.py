@@ -11,197 +11,22 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    noop_context_fn,
-)
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 from transformers import PreTrainedModel
 
-from fsdp_tune.model.internals.torch_internals import (
-    ATTENTION_OPERATORS,
-    FORWARD_PREFETCH,
-    FSDP_STATE,
-    SCALED_MM,
-    SCHEMA,
-    observing_mode,
-)
+from fsdp_tune.model.internals.torch_internals import FORWARD_PREFETCH, FSDP_STATE
 from fsdp_tune.model.shard.expert_parallel import divided_experts
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
 from fsdp_tune.model.shard.host_copies import HostCopies
+from fsdp_tune.model.shard.recomputation_check import RecomputationCheck, nested
 from fsdp_tune.model.shard.routed_once import RoutedOnce
+from fsdp_tune.model.shard.selective_recompute import selective_contexts
 from fsdp_tune.recipe.schema.recipe import Recipe
-
-aten = torch.ops.aten
-
-
-# Attention and matrix products have most of a layer's FLOPs; the other operations are cheap to recompute.
-@functools.cache
-def _attention_operators() -> frozenset[object]:
-    return frozenset(name.get() for name in ATTENTION_OPERATORS)
-
-
-# Unlike in torchtitan, top-k is not saved: transformers' routers divide its values in place, and saved values
-# must not change.
-@functools.cache
-def _products() -> frozenset[object]:
-    return frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, SCALED_MM.get()})
-
-
-def _is_attention(op: object) -> bool:
-    """Return whether an operator is torch's attention, variable-length or not, or the forward of a flash-attn
-    package (`flash_attn::_flash_attn_varlen_forward`, `flash_attn_3::fwd` and similar)."""
-    if op in _attention_operators():
-        return True
-    namespace, _, name = str(op).partition(".")  # `flash_attn._flash_attn_varlen_forward.default`
-    name = name.partition(".")[0]
-    is_varlen = (namespace, name) == ("torch_attn", "_varlen_attn")
-    return is_varlen or (namespace.startswith("flash_attn") and name.endswith(("forward", "fwd")))
-
-
-_DROPOUT = frozenset({"dropout_p", "p_dropout"})
-"""The argument in torch's operators and in those of the flash-attn packages."""
-
-
-def _draws(op: object, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
-    """Return whether an attention operator draws a dropout mask. If its saved result were used instead, it
-    would not advance the random generator when recomputing, and all later masks of the layer would differ
-    from those of the forward."""
-    for index, argument in enumerate(SCHEMA.of(op).arguments):
-        if argument.name in _DROPOUT:
-            return bool(
-                args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
-            )
-    return False
-
-
-class _SaveAttentionAndEverySecondMatmul:
-    """Save attention without dropout, and every second matrix product. Stateful, so one per forward; torch
-    calls it in the same order when recomputing."""
-
-    def __init__(self) -> None:
-        self.matmuls = {False: 0, True: 0}
-
-    def __call__(self, context: Any, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-        if _is_attention(op):
-            return (
-                CheckpointPolicy.PREFER_RECOMPUTE if _draws(op, args, kwargs) else CheckpointPolicy.MUST_SAVE
-            )
-        if op in _products():
-            self.matmuls[context.is_recompute] += 1
-            if self.matmuls[context.is_recompute] % 2:
-                return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _selective_contexts() -> Any:
-    return create_selective_checkpoint_contexts(_SaveAttentionAndEverySecondMatmul())
-
-
-# ---- Whether a layer computes again what its forward computed
-
-_SAMPLED_ALONG_DIMENSION = 16
-
-
-_ALLOWED = {torch.float32: 1e-3, torch.float64: 1e-3}
-
-
-_ALLOWED_IN_HALF_PRECISION = 5e-2
-"""Relative, of sampled values of a product. The same operands in the same kernel: only one that adds in any
-order gives a difference."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    """Some values of a product or of attention, in fp32."""
-
-    name: str
-    values: torch.Tensor
-    allowed: float
-
-    @classmethod
-    def of(cls, op: Any, output: torch.Tensor) -> _Sample:
-        some = tuple(slice(None, None, max(1, size // _SAMPLED_ALONG_DIMENSION)) for size in output.shape)
-        allowed = _ALLOWED.get(output.dtype, _ALLOWED_IN_HALF_PRECISION)
-        return cls(op.overloadpacket.__name__, output[some].to(torch.float32, copy=True), allowed)
-
-
-def _sampling(samples: list[_Sample]) -> contextlib.AbstractContextManager[object]:
-    """Take samples of the matrix products and attention that run in the context, or are answered by a mode
-    around it."""
-
-    def see(op: object, result: object) -> None:
-        if op in _products() or _is_attention(op):
-            output = result[0] if isinstance(result, tuple | list) else result
-            if type(output) is torch.Tensor:
-                samples.append(_Sample.of(op, output.detach()))
-
-    return observing_mode(see_result=see)
-
-
-class RecomputationCheck:
-    """While it is entered, compares matrix products and attention of recomputed layers with those of their
-    forward.
-
-    A difference means that gradients are not those of the loss: a kernel wrote over a value that is kept for
-    the backward (autograd counts no writes of Triton), a dropout mask was drawn differently, or an input had
-    changed before it came back from the host.
-    """
-
-    entered: ClassVar[RecomputationCheck | None] = None
-
-    def __init__(self) -> None:
-        self._layers: list[tuple[str, list[_Sample], list[_Sample]]] = []
-
-    def __enter__(self) -> Self:
-        RecomputationCheck.entered = self
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        RecomputationCheck.entered = None
-
-    def contexts(self, layer: str, inner: Callable[[], tuple[object, object]]) -> tuple[object, object]:
-        """Return contexts of one forward of a layer and of its recomputation, within those of `inner`."""
-        samples: tuple[list[_Sample], list[_Sample]] = [], []
-        self._layers.append((layer, *samples))
-        return tuple(
-            _nested(context, _sampling(found)) for context, found in zip(inner(), samples, strict=True)
-        )  # type: ignore[return-value]
-
-    def differences(self) -> list[str]:
-        """Return a sentence for each product that differs. Waits for the device once."""
-        # it may end earlier
-        pairs = [
-            (layer, *pair) for layer, first, again in self._layers for pair in zip(first, again, strict=False)
-        ]
-        if not pairs:
-            return []
-        shares = torch.stack([_distance(one.values, other.values) for _, one, other in pairs]).tolist()
-        return [
-            f"`{layer}`: `{one.name}` is {share:.0%} off when the layer is recomputed"
-            for (layer, one, _), share in zip(pairs, shares, strict=True)
-            if share > one.allowed
-        ]
-
-
-@contextlib.contextmanager
-def _nested(outer: Any, inner: Any) -> Iterator[None]:
-    with outer, inner:
-        yield
-
-
-def _distance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return the distance relative to the norm; 1 for other shapes, NaN where a value is not finite."""
-    if one.shape != other.shape:
-        return one.new_ones(())
-    return (other - one).norm() / one.norm().clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def checkpointed_layers(recipe: Recipe, model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
@@ -232,7 +57,7 @@ def _contexts(recipe: Recipe, name: str, layer: nn.Module) -> Callable[[], tuple
     if divided_experts(recipe, layer):
         contexts = lambda: RoutedOnce(name).contexts()  # noqa: E731
     elif recipe.fsdp.activation_checkpointing == "selective":
-        contexts = _selective_contexts
+        contexts = selective_contexts
     if recipe.is_sharded and recipe.fsdp.version == 2 and recipe.fsdp.forward_prefetch:
         return functools.partial(_prefetching_once, layer, contexts or noop_context_fn)
     return contexts
@@ -247,7 +72,7 @@ def _prefetching_once(layer: nn.Module, inner: Callable[[], tuple[Any, Any]]) ->
     have.
     """
     first, again = inner()
-    return first, _nested(_without_forward_prefetch(layer), again)
+    return first, nested(_without_forward_prefetch(layer), again)
 
 
 @contextlib.contextmanager

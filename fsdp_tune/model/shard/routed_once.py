@@ -154,9 +154,6 @@ def _topk(input: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sort
 _TOPK = inspect.signature(_topk)
 
 
-# ---- Before a model has weights
-
-
 class _Reached(Exception):
     """Ends the forward of a block at its experts."""
 

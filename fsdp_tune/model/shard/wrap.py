@@ -29,7 +29,7 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from fsdp_tune.core.families import dim_inside
+from fsdp_tune.core.expert_names import dim_inside
 from fsdp_tune.model.internals import torch_internals as internals
 from fsdp_tune.model.internals.transformers_internals import RECORDED_OUTPUTS
 from fsdp_tune.model.shard.expert_parallel import (

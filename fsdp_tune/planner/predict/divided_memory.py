@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from fsdp_tune.core.families import are_stacked_experts, is_in_experts
+from fsdp_tune.core.expert_names import are_stacked_experts, is_in_experts
 from fsdp_tune.planner.predict.mixture import (
     COPY_OUT,
     TracedExperts,

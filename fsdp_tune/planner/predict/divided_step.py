@@ -23,7 +23,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from fsdp_tune.core.families import are_stacked_experts
+from fsdp_tune.core.expert_names import are_stacked_experts
 from fsdp_tune.core.gpus import Hardware
 from fsdp_tune.core.topology import Group, Topology
 from fsdp_tune.planner.predict.collectives import Volume, collective_seconds, sent_bytes

@@ -19,12 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdp_tune.core.errors import usage_error
-from fsdp_tune.core.families import (
-    CHOSEN_EXPERTS,
-    dim_inside,
-    expert_count,
-    is_in_experts,
-)
+from fsdp_tune.core.expert_names import dim_inside, is_in_experts
+from fsdp_tune.core.families import CHOSEN_EXPERTS, expert_count
 from fsdp_tune.planner.trace_format import DTYPES, KINDS, PHASES, Records, Trace
 
 GROUPED_PRODUCT = "grouped_mm"

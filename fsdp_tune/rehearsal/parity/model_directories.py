@@ -24,7 +24,8 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from fsdp_tune.core.tensors.file_formats import CONFIG_FILE, PREFIX
+from fsdp_tune.core.tensors.peft_config import CONFIG_FILE
+from fsdp_tune.core.tensors.peft_names import PREFIX
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.model.adapters.nf4 import SCALE_DTYPE, dequantise, quantise
 from fsdp_tune.rehearsal.parity.plain_loop import evaluate

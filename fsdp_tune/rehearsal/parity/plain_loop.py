@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 from transformers.optimization import Adafactor
 
 from fsdp_tune.core.families import BALANCE_WEIGHTS
-from fsdp_tune.core.tensors.file_formats import PREFIX
+from fsdp_tune.core.tensors.peft_names import PREFIX
 from fsdp_tune.data.batches import epoch_order
 from fsdp_tune.data.store import Row, RowStore
 from fsdp_tune.model.loading.kept_precision import patterns_in_fp32

@@ -35,10 +35,10 @@ from torch.futures import Future
 
 from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.errors import FsdpTuneError, failed_error
-from fsdp_tune.core.tensors.archive import Refused
 from fsdp_tune.core.tensors.dcp_metadata import METADATA_NAME, DcpMetadata, StoredChunk
 from fsdp_tune.core.tensors.dtypes import DTYPES, DType, Shape
-from fsdp_tune.core.tensors.file_formats import header_bytes
+from fsdp_tune.core.tensors.plain_pickle import Refused
+from fsdp_tune.core.tensors.safetensors_header import header_bytes
 from fsdp_tune.core.units import format_bytes
 from fsdp_tune.model.internals.torch_internals import STORAGE_INFO
 from fsdp_tune.model.shard.local import wraps_others

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from fsdp_tune.core.families import EXPERT_INDEX_ARGUMENTS
+from fsdp_tune.core.expert_names import EXPERT_INDEX_ARGUMENTS
 from fsdp_tune.model.internals.torch_internals import GRAPH_TASK
 from fsdp_tune.model.shard.local import plain_name
 from fsdp_tune.worker.step_observer import LoggedStep, StepObserver

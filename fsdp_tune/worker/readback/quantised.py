@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_tune.core.families import is_router
+from fsdp_tune.core.expert_names import is_router
 from fsdp_tune.model.kernels.fake_quantised import is_quantised, weights_read_by_others
 from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.model.shard.local import bare_class, kept_in_fp32

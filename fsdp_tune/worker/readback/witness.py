@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -23,21 +23,30 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from fsdp_tune.core.topology import Topology
 from fsdp_tune.model.internals.torch_internals import NON_PERSISTENT
 from fsdp_tune.model.optim.optimizer import sums_need_fp32
 from fsdp_tune.model.shard.gathered import gathered_units, units_of
-from fsdp_tune.model.shard.local import local_part, plain_name
+from fsdp_tune.model.shard.local import plain_name
 from fsdp_tune.recipe.schema.optimizers import STOCHASTIC, optimizer_arguments
 from fsdp_tune.run.events import WitnessCost, Witnessed
 from fsdp_tune.run.manifest import digest
 from fsdp_tune.run.records import ReadBack
 from fsdp_tune.worker.agreement import gather, stop_on
 from fsdp_tune.worker.observe.step_phases import AttachedCallback
-from fsdp_tune.worker.readback.trained import (
+from fsdp_tune.worker.readback.checksums import checksums
+from fsdp_tune.worker.readback.missing_gradients import (
     adapter_gradients,
     adapters_without_gradient,
     parameters_without_gradient,
+)
+from fsdp_tune.worker.readback.rank_facts import (
+    RankFacts,
+    copies_differ,
+    copy_differences,
+    generator_differences,
+    named_ranks,
+    other_than_first,
+    row_differences,
 )
 from fsdp_tune.worker.readback.updates import UpdateSample
 
@@ -45,31 +54,6 @@ GATHERED_STEPS = 3
 """The first steps of a run, at whose beginning no unit may be gathered."""
 COST_STEPS = 100
 """After as many steps the witness's CPU time is written next to that of training."""
-
-
-CHECKSUM_PIECE = 1021
-"""Values that are hashed together: odd, and no multiple of the sizes at which values of buffers repeat
-(prime)."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankFacts:
-    """What a rank sends to the others before the first step or after the first update."""
-
-    generators: dict[str, str] = field(default_factory=dict[str, str])
-    """A digest of the state of each generator."""
-    weights_seed: int | None = None
-    """Of the initial weights; None where they were read."""
-    rows: list[int] = field(default_factory=list[int])
-    """Of the step, in the order of reading."""
-    found: list[str] = field(default_factory=list[str])
-    """Differences that the rank sees alone."""
-    recipe: str = ""
-    """A digest, as `parameter_names`."""
-    parameter_names: str = ""
-    rates: list[float] = field(default_factory=list[float])
-    copies: dict[str, str] = field(default_factory=dict[str, str])
-    """A digest of the tensors that some ranks must have alike, by these ranks."""
 
 
 class Witness(AttachedCallback):
@@ -87,8 +71,6 @@ class Witness(AttachedCallback):
         self._frozen: dict[str, int] = {}
         self.cpu_seconds = 0.0
         self.report: dict[str, object] = {}
-
-    # ---- Callbacks
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -149,8 +131,6 @@ class Witness(AttachedCallback):
                     steps=COST_STEPS,
                 )
             )
-
-    # ---- What is compared
 
     def _compare_start(self, step: int) -> None:
         trainer = self.trainer
@@ -223,17 +203,17 @@ class Witness(AttachedCallback):
         for rank, facts in enumerate(every):
             for sentence in facts.found:
                 by_sentence[sentence].append(rank)
-        found = [f"{_ranks(ranks)}: {sentence}" for sentence, ranks in by_sentence.items()]
+        found = [f"{named_ranks(ranks)}: {sentence}" for sentence, ranks in by_sentence.items()]
         for meaning, values in (
             ("recipe", [facts.recipe for facts in every]),
             ("learning rates", [facts.rates for facts in every]),
             ("parameters", [facts.parameter_names for facts in every]),
         ):
             found += [
-                f"the {meaning} of {_ranks(ranks)} differ from those of rank 0"
-                for ranks in _other_than_first(values)
+                f"the {meaning} of {named_ranks(ranks)} differ from those of rank 0"
+                for ranks in other_than_first(values)
             ]
-        if _copies_differ(every):
+        if copies_differ(every):
             found += copy_differences(gather(self._checksums))
         return found
 
@@ -295,8 +275,6 @@ class Witness(AttachedCallback):
         )
         return {ranks: digest(repr(sorted(sums.items()))) for ranks, sums in self._checksums.items()}
 
-    # ---- How
-
     def _is_requested(self, step: int) -> bool:
         return self._every_steps is not None and step % self._every_steps == 0
 
@@ -312,129 +290,9 @@ class Witness(AttachedCallback):
         stop_on(found, step, self.trainer.parts.run, self.report)
 
 
-# ---- Comparisons, from the facts of all ranks
-
-
-def generator_differences(every: list[RankFacts]) -> list[str]:
-    """Compare the generators of ranks: dropout masks must differ, and the seed of the initial weights must
-    not."""
-    found: list[str] = []
-    for kind in every[0].generators:
-        by_state: dict[str, list[int]] = defaultdict(list)
-        for rank, facts in enumerate(every):
-            by_state[facts.generators[kind]].append(rank)
-        found += [
-            f"the {kind} generators of {_ranks(ranks)} are in the same state"
-            for ranks in by_state.values()
-            if len(ranks) > 1
-        ]
-    seeds = {facts.weights_seed for facts in every if facts.weights_seed is not None}
-    if len(seeds) > 1:
-        found.append(f"initial weights were drawn from different seeds: {', '.join(map(str, sorted(seeds)))}")
-    return found
-
-
-def row_differences(every: list[RankFacts], expected: Iterable[int], topology: Topology) -> list[str]:
-    """Check that the ranks together read the rows of the step's global batch, each once, or once on each rank
-    of a group that shares it."""
-    wanted, first = sorted(expected), 0
-    owners: dict[int, list[int]] = defaultdict(list)
-    for rank, facts in enumerate(every):
-        if topology.counts_rows(rank):
-            first = rank
-            for row in facts.rows:
-                owners[row].append(rank)
-        elif facts.rows != every[first].rows:
-            return [f"rank {rank} reads other rows than rank {first}, and they share their rows"]
-    if sorted(row for row, ranks in owners.items() for _ in ranks) == wanted:
-        return []
-    for row, ranks in owners.items():
-        if row not in wanted:
-            return [f"row {row} of {_ranks(ranks)} is not in the global batch"]
-        if len(ranks) > 1:
-            return [f"row {row} is read {len(ranks)} times, by {_ranks(ranks)}"]
-    return [f"row {next(row for row in wanted if row not in owners)} of the global batch is read by no rank"]
-
-
-def copy_differences(every: list[dict[str, dict[str, int]]]) -> list[str]:
-    """Return a message for each tensor that differs between ranks that must have equal copies, from each
-    rank's checksums."""
-    found: list[str] = []
-    for key in dict.fromkeys(key for sums in every for key in sums):
-        holders = [(rank, sums[key]) for rank, sums in enumerate(every) if key in sums]
-        first_rank, first = holders[0]
-        for name in first:
-            others = [rank for rank, sums in holders if sums.get(name) != first[name]]
-            if others:
-                found.append(
-                    f"`{name}` of {_ranks(others)} differs from that of rank {first_rank}, which "
-                    "must be equal"
-                )
-    return found
-
-
-def _copies_differ(every: list[RankFacts]) -> bool:
-    digests: dict[str, set[str]] = defaultdict(set)
-    for facts in every:
-        for key, checksum in facts.copies.items():
-            digests[key].add(checksum)
-    return any(len(found) > 1 for found in digests.values())
-
-
-def _other_than_first(values: Iterable[object]) -> list[list[int]]:
-    first, *rest = values
-    others = [rank for rank, value in enumerate(rest, start=1) if value != first]
-    return [others] if others else []
-
-
 def _of_gathered(names: Sequence[str]) -> list[str]:
     more = f" and {len(names) - 1} more units" if len(names) > 1 else ""
     return [f"`{names[0]}`{more} gathered at the start of the step"] if names else []
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return (
-        f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
-    )
-
-
-# ---- Digests
-
-
-def checksums(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
-    """Return name → a checksum over the local values of this rank, computed on their device without a
-    copy."""
-    names, values = [], []
-    for name, tensor in tensors.items():
-        local = local_part(tensor.detach())
-        if local.numel():
-            names.append(name)
-            values.append(_checksum(local.reshape(-1)))
-    by_device: dict[torch.device, list[int]] = defaultdict(list)
-    for index, value in enumerate(values):
-        by_device[value.device].append(index)
-    numbers = [0] * len(values)
-    for indices in by_device.values():
-        for index, number in zip(
-            indices, torch.stack([values[index] for index in indices]).tolist(), strict=True
-        ):
-            numbers[index] = number
-    return dict(zip(names, numbers, strict=True))
-
-
-def _checksum(flat: torch.Tensor) -> torch.Tensor:
-    """Return a scalar int64 that depends on each value and, beyond `CHECKSUM_PIECE` values, on its position.
-
-    `torch.hash_tensor` is the XOR of all values: of an even number of equal ones (a norm's weights, a bias)
-    it is always zero. So it is taken over pieces of an odd length, which are then added with a weight each.
-    """
-    values = flat.view(torch.uint8) if flat.element_size() == 1 else flat
-    whole = values.numel() // CHECKSUM_PIECE * CHECKSUM_PIECE
-    rest = values[whole:]
-    pieces = [torch.hash_tensor(values[:whole].view(-1, CHECKSUM_PIECE), 1)]
-    pieces += [torch.hash_tensor(piece).reshape(1) for piece in (rest[:-1], rest[-1:]) if piece.numel()]
-    hashes = torch.cat([piece.view(torch.int64) for piece in pieces])
-    return (hashes * torch.arange(1, 2 * len(hashes), 2, device=hashes.device)).sum()
 
 
 def _generators(device: torch.device) -> dict[str, str]:

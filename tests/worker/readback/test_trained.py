@@ -15,13 +15,12 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.adapters.nf4 import Nf4Linear
 from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
-from fsdp_tune.worker.readback.trained import (
+from fsdp_tune.worker.readback.missing_gradients import (
     adapter_gradients,
     adapters_without_gradient,
     parameters_without_gradient,
-    read_trained,
-    training_differences,
 )
+from fsdp_tune.worker.readback.trained import read_trained, training_differences
 from tests.model.recipes import recipe_of
 from tests.parity.architectures import make_model
 

@@ -19,9 +19,9 @@ import torch
 
 from fsdp_tune.core.topology import Topology
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.worker.readback.witness import (
+from fsdp_tune.worker.readback.checksums import checksums
+from fsdp_tune.worker.readback.rank_facts import (
     RankFacts,
-    checksums,
     copy_differences,
     generator_differences,
     row_differences,

@@ -16,8 +16,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.core.tensors import file_formats
-from fsdp_tune.core.tensors.file_formats import (
+from fsdp_tune.core.tensors import peft_config
+from fsdp_tune.core.tensors.peft_config import (
     CONFIG_FILE,
     INITIALISATIONS,
     KNOWN_FIELDS,
@@ -33,10 +33,10 @@ from tests.parity.architectures import make_model
 
 def test_every_field_of_peft_is_in_one_list() -> None:
     lists = (
-        file_formats._OTHER_ARITHMETIC,
-        file_formats._OTHER_TRAINING,
-        file_formats._READ,
-        file_formats._UNUSED,
+        peft_config._OTHER_ARITHMETIC,
+        peft_config._OTHER_TRAINING,
+        peft_config._READ,
+        peft_config._UNUSED,
     )
     assert [
         name for name, count in Counter(name for names in lists for name in names).items() if count > 1

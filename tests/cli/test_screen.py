@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from fsdp_tune.cli.verbs import Screen, command, printable
+from fsdp_tune.cli.screen import Screen, command
+from fsdp_tune.cli.terminal_text import printable
 from fsdp_tune.core import atomic
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
 from fsdp_tune.core.library_errors import rust_errors_as_os_errors
@@ -245,7 +246,7 @@ def test_closed_pipe_does_not_stop_a_command() -> None:
     read, write = os.pipe()
     os.close(read)
     program = (
-        "import sys\nfrom fsdp_tune.cli.verbs import command\n"
+        "import sys\nfrom fsdp_tune.cli.screen import command\n"
         "with command(False) as screen:\n for _ in range(9): screen.message('x')\nsys.stderr.write('end')"
     )
     done = subprocess.run(
@@ -285,7 +286,7 @@ def test_closed_descriptors_are_opened_on_dev_null_for_a_command_and_its_childre
 
 def test_full_disk_on_stdout_is_an_error() -> None:
     program = (
-        "import sys, typer\nfrom fsdp_tune.cli.verbs import command\n"
+        "import sys, typer\nfrom fsdp_tune.cli.screen import command\n"
         "try:\n with command(True) as s: s.document({'a': 1})\nexcept typer.Exit as end: "
         "sys.exit(end.exit_code)"
     )
@@ -300,7 +301,7 @@ def test_full_disk_on_stdout_is_an_error() -> None:
 
 
 def test_text_that_the_terminal_cannot_encode_is_escaped() -> None:
-    program = "from fsdp_tune.cli.verbs import Screen\nScreen(json_output=False).message('→ 漢')"
+    program = "from fsdp_tune.cli.screen import Screen\nScreen(json_output=False).message('→ 漢')"
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment

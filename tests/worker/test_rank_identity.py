@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.worker import agreement as same
+from fsdp_tune.worker import rank_identity as same
 from tests.parity.bench import Bench
 from tests.ranks import Ranks
 

@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_tune.core.tensors.archive import NAMES as TENSOR_NAMES
-from fsdp_tune.core.tensors.archive import AllowedGlobal, Record, Refused, load
 from fsdp_tune.core.tensors.dcp_metadata import NAMES as METADATA_NAMES
+from fsdp_tune.core.tensors.plain_pickle import AllowedGlobal, Record, Refused, load
 
 PLAIN = st.recursive(
     st.none()

@@ -3,7 +3,12 @@ from __future__ import annotations
 import pytest
 from safetensors import safe_open
 
-from fsdp_tune.core.tensors.file_formats import HeaderEntry, header_bytes, read_header, read_user_metadata
+from fsdp_tune.core.tensors.safetensors_header import (
+    HeaderEntry,
+    header_bytes,
+    read_header,
+    read_user_metadata,
+)
 
 TENSORS = (("a", "F32", (2, 3), 24), ("ü", "BF16", (0, 4), 0), ("b", "I64", (), 8))
 

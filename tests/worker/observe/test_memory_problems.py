@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_tune.core.units import GIB
-from fsdp_tune.worker.observe.out_of_memory import (
+from fsdp_tune.worker.observe.memory_problems import (
     REST,
     Host,
     Moment,
