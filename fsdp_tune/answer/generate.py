@@ -44,7 +44,7 @@ from fsdp_tune.answer.model_requests import (
     ScoredTokens,
     ScoreRequest,
 )
-from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem
+from fsdp_tune.answer.reported_errors import Emit, reporting_errors
 from fsdp_tune.data.prompts import EncodedPrompt, Prompt, PromptFormat
 from fsdp_tune.data.read.row_files import RowError
 from fsdp_tune.data.report import DataReport
@@ -53,7 +53,6 @@ from fsdp_tune.model.generate import end_ids_of, generate, room
 from fsdp_tune.model.kernels.varlen import attention_with_masks
 from fsdp_tune.recipe.schema.recipe import Recipe
 
-Emit = Callable[[dict[str, object]], None]
 REPLACEMENT = "\ufffd"
 """The character that an incomplete sequence of bytes decodes to."""
 
@@ -431,6 +430,10 @@ def _openai_message(message: dict[str, Any]) -> dict[str, Any]:
     return kept | ({"tool_calls": calls} if calls else {})
 
 
+_LESS_DEVICE_MEMORY = "`--dtype bf16`, a smaller `--max-new-tokens`, or `--device cpu`"
+_LESS_HOST_MEMORY = "a smaller `--max-new-tokens`, or with `chat` and `generate` `--dtype bf16`"
+
+
 def main() -> None:
     output = sys.stdout
     stop = StopFlag()
@@ -440,33 +443,21 @@ def main() -> None:
         output.write(json.dumps(line) + "\n")
         output.flush()
 
-    with contextlib.redirect_stdout(sys.stderr):  # libraries print; stdout must hold JSON alone
-        try:
-            lines = _lines()
-            answering = Answering.load(ModelsRequest.from_json(next(lines)), stop, emit)
-            reference: Reference | None = None
-            for line in lines:
-                request = json.loads(line)
-                if isinstance(request, dict):
-                    reference = reference or Reference(answering)
-                    reference.reply(request, emit)
-                else:
-                    answering.answer(request, emit)
-        except FsdpTuneError as error:
-            emit(
-                {
-                    "problems": [problem.as_dict() for problem in error.problems],
-                    "exit_code": int(error.exit_code),
-                }
-            )
-        except torch.OutOfMemoryError as error:
-            hint = "`--dtype bf16`, a smaller `--max-new-tokens`, or `--device cpu`"
-            problem = Problem(
-                "device-out-of-memory",
-                f"the device is out of memory: {str(error).splitlines()[0]}",
-                hint=hint,
-            )
-            emit({"problems": [problem.as_dict()], "exit_code": int(ExitCode.OUT_OF_MEMORY)})
+    # libraries print; stdout must hold JSON alone
+    with (
+        contextlib.redirect_stdout(sys.stderr),
+        reporting_errors(emit, device_hint=_LESS_DEVICE_MEMORY, host_hint=_LESS_HOST_MEMORY),
+    ):
+        lines = _lines()
+        answering = Answering.load(ModelsRequest.from_json(next(lines)), stop, emit)
+        reference: Reference | None = None
+        for line in lines:
+            request = json.loads(line)
+            if isinstance(request, dict):
+                reference = reference or Reference(answering)
+                reference.reply(request, emit)
+            else:
+                answering.answer(request, emit)
 
 
 def _lines() -> Iterator[str]:
