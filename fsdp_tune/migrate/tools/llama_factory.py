@@ -28,7 +28,6 @@ from fsdp_tune.migrate.rules import (
     in_source,
     is_on,
     off_or,
-    outcome_of,
     remarked,
     renamed,
     same,
@@ -36,7 +35,7 @@ from fsdp_tune.migrate.rules import (
 )
 from fsdp_tune.migrate.tool import TRAINER_DEFAULTS, Method, Tool
 from fsdp_tune.migrate.tools.long_rows import CUT_BY_TRL
-from fsdp_tune.migrate.tools.swift import JOINED, MEDIA, method, unless_pretraining
+from fsdp_tune.migrate.tools.swift import JOINED, MEDIA, method
 from fsdp_tune.recipe.key_paths import KeyPath
 from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Weight, Write, in_words
 from fsdp_tune.recipe.read.tool_detection import LLAMA_FACTORY
@@ -271,11 +270,11 @@ def _is_template_of_tokenizer(key: FileKey) -> bool:
 
 
 def _template(key: FileKey) -> Outcome:
-    found = unless_pretraining(chat_template, "stage", "`stage: pt` renders no template")
-    outcome = outcome_of(found, key)
-    if str(key.value) not in LINE_ENDS or _trains_all(key):
-        return outcome
-    return outcome if isinstance(outcome, Drop) else remarked(outcome, _LINE_END)
+    if key.of_file("stage") == "pt":
+        return Drop("`stage: pt` renders no template")
+    outcome = chat_template(key)
+    has_line_end = str(key.value) in LINE_ENDS and not _trains_all(key)
+    return remarked(outcome, _LINE_END) if has_line_end and not isinstance(outcome, Drop) else outcome
 
 
 def _stage(key: FileKey) -> Outcome:
