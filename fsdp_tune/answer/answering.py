@@ -17,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from fsdp_tune.answer.loaded_model import load_with_adapter
 from fsdp_tune.answer.model_requests import AnswerSettings, ModelsRequest, Request
+from fsdp_tune.answer.reported_errors import Emit
 from fsdp_tune.data.prompts import Prompt, PromptFormat
 from fsdp_tune.data.read.row_files import RowError
 from fsdp_tune.data.report import DataReport
@@ -24,7 +25,6 @@ from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder, load_encoder
 from fsdp_tune.model.generate import end_ids_of, room
 from fsdp_tune.recipe.schema.recipe import Recipe
 
-Emit = Callable[[dict[str, object]], None]
 REPLACEMENT = "\ufffd"
 """The character that an incomplete sequence of bytes decodes to."""
 

@@ -23,12 +23,13 @@ import signal
 import sys
 from collections.abc import Iterator
 
-import torch
-
 from fsdp_tune.answer.answering import Answering, StopFlag
 from fsdp_tune.answer.model_requests import ModelsRequest
+from fsdp_tune.answer.reported_errors import reporting_errors
 from fsdp_tune.answer.server_reference import Reference
-from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem
+
+_LESS_DEVICE_MEMORY = "`--dtype bf16`, a smaller `--max-new-tokens`, or `--device cpu`"
+_LESS_HOST_MEMORY = "a smaller `--max-new-tokens`, or with `chat` and `generate` `--dtype bf16`"
 
 
 def main() -> None:
@@ -40,33 +41,21 @@ def main() -> None:
         output.write(json.dumps(line) + "\n")
         output.flush()
 
-    with contextlib.redirect_stdout(sys.stderr):  # libraries print; stdout must hold JSON alone
-        try:
-            lines = _lines()
-            answering = Answering.load(ModelsRequest.from_json(next(lines)), stop, emit)
-            reference: Reference | None = None
-            for line in lines:
-                request = json.loads(line)
-                if isinstance(request, dict):
-                    reference = reference or Reference(answering)
-                    reference.reply(request, emit)
-                else:
-                    answering.answer(request, emit)
-        except FsdpTuneError as error:
-            emit(
-                {
-                    "problems": [problem.as_dict() for problem in error.problems],
-                    "exit_code": int(error.exit_code),
-                }
-            )
-        except torch.OutOfMemoryError as error:
-            hint = "`--dtype bf16`, a smaller `--max-new-tokens`, or `--device cpu`"
-            problem = Problem(
-                "device-out-of-memory",
-                f"the device is out of memory: {str(error).splitlines()[0]}",
-                hint=hint,
-            )
-            emit({"problems": [problem.as_dict()], "exit_code": int(ExitCode.OUT_OF_MEMORY)})
+    # libraries print; stdout must hold JSON alone
+    with (
+        contextlib.redirect_stdout(sys.stderr),
+        reporting_errors(emit, device_hint=_LESS_DEVICE_MEMORY, host_hint=_LESS_HOST_MEMORY),
+    ):
+        lines = _lines()
+        answering = Answering.load(ModelsRequest.from_json(next(lines)), stop, emit)
+        reference: Reference | None = None
+        for line in lines:
+            request = json.loads(line)
+            if isinstance(request, dict):
+                reference = reference or Reference(answering)
+                reference.reply(request, emit)
+            else:
+                answering.answer(request, emit)
 
 
 def _lines() -> Iterator[str]:

@@ -46,6 +46,8 @@ class Request:
     parts: int = 1
     """Of the batches of each set, every `parts`-th is scored, from `part` on: another process has the
     others."""
+    is_of_run: bool = False
+    """Whether a run evaluates a checkpoint: hints name keys of its recipe in place of options."""
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))

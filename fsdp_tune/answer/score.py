@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 from fsdp_tune.answer.examples import EvaluatedExample, read_examples
 from fsdp_tune.answer.loaded_model import load_model
 from fsdp_tune.answer.model_requests import Request, RowScore, SetRequest
-from fsdp_tune.core.errors import ExitCode, FailedError, FsdpTuneError, Problem, usage_error
+from fsdp_tune.answer.reported_errors import Emit, reporting_errors
+from fsdp_tune.core.errors import ExitCode, FailedError, Problem, usage_error
 from fsdp_tune.data.collate import collate
 from fsdp_tune.data.store import IGNORE_INDEX, RowStore
 from fsdp_tune.model.generate import end_ids_of, generate, room
@@ -125,7 +126,7 @@ class Scorer:
             )
 
 
-def run(request: Request, emit: Callable[[dict[str, Any]], None]) -> None:
+def run(request: Request, emit: Emit) -> None:
     for number, each in enumerate(request.models):
         model = load_model(each, request)
         with torch.inference_mode():
@@ -143,32 +144,26 @@ def main() -> None:
     request = Request.from_json(sys.stdin.read())
     output = sys.stdout
 
-    def emit(line: dict[str, Any]) -> None:
+    def emit(line: dict[str, object]) -> None:
         output.write(json.dumps(line) + "\n")
         output.flush()
 
-    with contextlib.redirect_stdout(sys.stderr):  # libraries print; stdout must hold JSON alone
-        try:
-            run(request, emit)
-        except FsdpTuneError as error:
-            emit(
-                {
-                    "problems": [problem.as_dict() for problem in error.problems],
-                    "exit_code": int(error.exit_code),
-                }
-            )
-        except torch.OutOfMemoryError as error:
-            hint = (
-                f"`--batch-size {max(1, request.batch_size // 2)}`"
-                if request.batch_size > 1
-                else "`--dtype bf16`, or another device"
-            )
-            problem = Problem(
-                "device-out-of-memory",
-                f"the device is out of memory: {str(error).splitlines()[0]}",
-                hint=hint,
-            )
-            emit({"problems": [problem.as_dict()], "exit_code": int(ExitCode.OUT_OF_MEMORY)})
+    hint = _less_memory(request)
+    # libraries print; stdout must hold JSON alone
+    with (
+        contextlib.redirect_stdout(sys.stderr),
+        reporting_errors(emit, device_hint=hint, host_hint=hint),
+    ):
+        run(request, emit)
+
+
+def _less_memory(request: Request) -> str:
+    """Return the hint for a device or host without memory: the option of `evaluate`, or the key of a run."""
+    smaller = request.batch_size // 2
+    if request.is_of_run:
+        size = f"`evaluation.batch_size: {smaller}`, or " if smaller else ""
+        return f"{size}`evaluation.when: at_end`, when no rank holds memory"
+    return f"`--batch-size {smaller}`" if smaller else "`--dtype bf16`, or another `--device`"
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fsdp_tune.answer.answering import Answering, Emit
+from fsdp_tune.answer.answering import Answering
 from fsdp_tune.answer.model_requests import (
     Identified,
     ReferenceAnswer,
@@ -19,6 +19,7 @@ from fsdp_tune.answer.model_requests import (
     ScoredTokens,
     ScoreRequest,
 )
+from fsdp_tune.answer.reported_errors import Emit
 from fsdp_tune.data.prompts import EncodedPrompt, Prompt
 from fsdp_tune.data.read.row_files import RowError
 from fsdp_tune.model.generate import generate

@@ -354,24 +354,29 @@ def merge_checkpoint(
     # each small product.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     result = fsdp_tune.merge_checkpoint(source, options, observer=screen)
-    _show(screen, result)
+    screen.document(result.as_dict())
+    show_merge(screen, result)
     if push_to_hub is not None:
         pushed = fsdp_tune.push(result.output, to=push_to_hub, observer=screen)
         screen.document(PushedMergeAnswer(**result.as_dict(), pushed=pushed.url))
         screen.message(f"pushed: {pushed.url}")
 
 
-def _show(screen: Screen, result: MergeResult) -> None:
-    """Print what was merged, the reason for the choice, where it is, and the speed."""
-    screen.document(result.as_dict())
-    rate = result.size_bytes / 1e9 / max(result.seconds, 1e-3)
-    screen.message(f"merged {result.source}{f': {result.reason}' if result.is_choice else ''}")
-    screen.message(
+def show_merge(screen: Screen, result: MergeResult) -> None:
+    """Print what was merged, the reason for the choice, its size, how fast it was written, and where it
+    is."""
+    figures = (
         f"{result.tensors:,} tensors, {result.parameters:,} parameters, {result.dtype}, "
-        f"{format_bytes(result.size_bytes)} in "
-        f"{format_seconds(result.seconds)}{f' ({rate:.2f} GB/s)' if rate >= 0.01 else ''}, verified: "
-        f"{result.verified}"
+        f"{format_bytes(result.size_bytes)}"
     )
+    if result.is_new:
+        rate = result.size_bytes / 1e9 / max(result.seconds, 1e-3)
+        speed = f" ({rate:.2f} GB/s)" if rate >= 0.01 else ""
+        figures += f" in {format_seconds(result.seconds)}{speed}, verified: {result.verified}"
+        screen.message(f"merged {result.source}{f': {result.reason}' if result.is_choice else ''}")
+    else:
+        screen.message(f"{result.source}: {result.reason}")
+    screen.message(figures)
     screen.message(
         f"the {'adapter' if result.adapter is not None and result.adapter.is_exported else 'model'} "
         f"is in {result.output}"

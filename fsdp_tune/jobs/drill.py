@@ -186,11 +186,13 @@ class _Jobs:
 
     def __exit__(self, *_: object) -> None:
         for job in self.ids:
-            with suppress(FsdpTuneError):
+            try:
                 now = job_now(job)
                 if now is not None and now.state not in ENDED and now.state != "COMPLETING":
                     self._observer.message(f"cancelling job {job}")
                     call_slurm("scancel", job)
+            except FsdpTuneError as error:
+                self._observer.message(f"job {job} may still run: {error}; `scancel {job}` cancels it")
 
 
 @dataclass
@@ -204,6 +206,8 @@ class _Watched:
     step: int = 0
     state: QueuedJob | None = None
     looked_at: float = field(default=float("-inf"))
+    is_answered: bool = False
+    """Whether Slurm has answered a query for the job."""
 
     def __post_init__(self) -> None:
         if queued := queued_jobs(self.files):
@@ -226,7 +230,7 @@ class _Watched:
 
     @property
     def is_over(self) -> bool:
-        return self.looked_at > 0 and (self.state is None or self.state.state in ENDED)
+        return self.is_answered and (self.state is None or self.state.state in ENDED)
 
     @property
     def saved_step(self) -> int:
@@ -303,7 +307,7 @@ class _Watched:
         self.looked_at = time.monotonic()
         before = self.state
         with suppress(FailedError):  # a controller that is busy is asked again
-            self.state = job_now(self.job)
+            self.state, self.is_answered = job_now(self.job), True
         if self.state is not None and self.state != before:
             self.observer.message(str(self.state))
         # Slurm lets a requeued job wait for two minutes

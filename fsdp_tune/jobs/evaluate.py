@@ -144,7 +144,8 @@ def evaluate_checkpoint(run: RunDir, model: Path, sets: Mapping[str, EvaluateOpt
     encoder, options = load_encoder(recipe), next(iter(sets.values()))
     _check_models(models, encoder, options, observer)
     scored = {label: prepare_set(recipe, each, label, encoder, observer) for label, each in sets.items()}
-    _run(_request(models, scored, options, encoder, None), scored, observer)
+    request = _request(models, scored, options, encoder, None)
+    _run(replace(request, is_of_run=True), scored, observer)
     return CheckpointResults(
         sets={label: each.result() for label, each in scored.items()},
         rows={label: each.digest for label, each in scored.items()},

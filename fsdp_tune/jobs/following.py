@@ -20,10 +20,11 @@ UNREACHABLE_SECONDS = 900.0
 
 
 def follow_job(answer: SubmitAnswer, observer: Observer) -> SubmitAnswer:
-    """Report the state of a job and the lines of its log until it ends, starts again included. Return the
-    answer with its end.
+    """Report the state of a job and the lines of its log until it ends; a requeued job has not ended. Return
+    the answer with its end.
 
-    Raises: FailedError if the controller does not answer for long.
+    Raises: FailedError if the controller does not answer for `UNREACHABLE_SECONDS`; usage error without
+    Slurm's commands.
     """
     job, files = str(answer.job), JobFiles(Path(answer.run_dir))
     with closing(_Log(files.log(job), observer)) as log:
@@ -37,10 +38,12 @@ def _followed(answer: SubmitAnswer, files: JobFiles, log: _Log) -> SubmitAnswer:
     while True:
         try:
             now, answered_at = job_now(job), time.monotonic()
-        except FailedError:
+        except FailedError:  # no answer, which says nothing about the job
             if time.monotonic() - answered_at > UNREACHABLE_SECONDS:
                 raise
-            now = shown
+            log.show()
+            time.sleep(POLL_SECONDS)
+            continue
         log.show()
         if now is not None and now != shown:
             log.observer.message(str(now))

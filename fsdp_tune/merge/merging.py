@@ -64,6 +64,8 @@ class MergeResult:
     to_quantise: tuple[Recipe, int] | None = None
     """Recipe and largest file in bytes, if the quantised model is to be written too."""
     quantised: QuantisedModel | None = None
+    is_new: bool = True
+    """False: an earlier merge wrote the model, and only its quantised form was missing."""
 
     @property
     def is_choice(self) -> bool:
@@ -243,6 +245,7 @@ def _merged_before(
         verified=settings.verify,
         notices=selection.notices,
         to_quantise=(settings.recipe, settings.max_shard_bytes),
+        is_new=False,
     )
 
 

@@ -71,7 +71,7 @@ DFT = (
 """Of dynamic fine-tuning."""
 
 
-def chat_template(key: FileKey) -> Outcome:
+def chat_template(key: FileKey) -> Write | Ask | Drop:
     """Write a chat template, which another tool has in its code, if one of its name is bundled. In a data
     set: for its source."""
     name = str(key.value)

@@ -129,18 +129,13 @@ def steps(outcome: Outcome) -> list[Step]:
     return outcome if isinstance(outcome, list) else [outcome]
 
 
-def remarked(outcome: Outcome, words: str) -> Outcome:
-    """Return an outcome about one key that also says `words`, which may be none."""
-    match outcome:
-        case Write() | Drop():
-            return replace(
-                outcome,
-                reason=f"{outcome.reason}. {words}" if outcome.reason and words else outcome.reason or words,
-            )
-        case Ask():
-            return replace(outcome, words=f"{outcome.words}. {words}" if words else outcome.words)
-        case _:
-            return outcome
+def remarked(outcome: Write | Ask | Drop, remark: str) -> Write | Ask | Drop:
+    """Return an outcome with a remark after its own words; unchanged if the remark is empty."""
+    if not remark:
+        return outcome
+    own = outcome.words if isinstance(outcome, Ask) else outcome.reason
+    both = f"{own}. {remark}" if own else remark
+    return replace(outcome, words=both) if isinstance(outcome, Ask) else replace(outcome, reason=both)
 
 
 def same(target: str) -> Rule:

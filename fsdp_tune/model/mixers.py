@@ -26,6 +26,7 @@ from fsdp_tune.core.families import CACHE_ARGUMENTS, EXAMPLE_LENGTHS
 from fsdp_tune.model.internals.transformers_internals import kernel_with_fallback
 from fsdp_tune.model.known_rows import Documents, Span, known_documents
 from fsdp_tune.model.model_files import KernelChoice
+from fsdp_tune.model.nested_tensors import tensors_in
 from fsdp_tune.model.shard.fsdp_units import plan_units
 from fsdp_tune.model.shard.local import bare_class
 from fsdp_tune.recipe.rules.limits import computes_in_fp8
@@ -313,21 +314,27 @@ def _in_groups(
 
 def _called(
     forward: Callable[..., object],
-    given: tuple[object, object],
+    given: tuple[tuple[object, ...], dict[str, object]],
     spans: Sequence[Span],
-    cut: Callable[..., object],
+    cut: Callable[[Sequence[Span], int, object], object],
     multiple_of: int,
 ) -> tuple[object, int]:
-    """Return the output for the documents of `spans`, and the number of tokens to which they were padded."""
+    """Return the output for the documents of `spans`, and the number of tokens to which they were padded.
+
+    Dimension 1 or 2 of an output has the tokens. If both are as long, the one that has heads or features does
+    not grow with more padding, so the call is repeated with some. An output that is square at two lengths has
+    the tokens in both dimensions, as scores of attention do.
+    """
     longest = -(-max(span.tokens for span in spans) // multiple_of) * multiple_of
+    square: set[int] = set()
     while True:
         args, kwargs = _mapped(functools.partial(cut, spans, longest), given)
         found = forward(*args, **kwargs)
-        if not any(tensor.shape[1:3] == (longest, longest) for tensor in _tensors(found)):
+        now = {at for at, each in enumerate(tensors_in(found)) if each.shape[1:3] == (longest, longest)}
+        if now <= square:
             return found, longest
-        longest += (
-            multiple_of  # as many heads as tokens: with more tokens it shows which dimension has the tokens
-        )
+        square |= now
+        longest += multiple_of
 
 
 def _without_lengths(kwargs: dict[str, object]) -> dict[str, object]:
@@ -415,14 +422,6 @@ def _mapped(function: Callable[[object], object], value: object) -> Any:
         if isinstance(value, tuple | list)
         else function(value)
     )
-
-
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict | tuple | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(each)
 
 
 def groups_of_lengths(lengths: Sequence[int]) -> list[list[int]]:

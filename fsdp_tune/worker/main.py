@@ -173,6 +173,7 @@ def _train(
 def _outcome_of(
     error: BaseException, recipe: Recipe, heartbeat: HeartbeatWriter, trainer: FsdpTrainer | None
 ) -> Outcome:
+    from fsdp_tune.model.allocation_errors import is_device_out_of_memory, is_host_out_of_memory
     from fsdp_tune.worker.agreement import RemoteError
     from fsdp_tune.worker.observe import out_of_memory as memory
     from fsdp_tune.worker.observe.memory_problems import device_problem
@@ -188,11 +189,11 @@ def _outcome_of(
             trace,
             {"echo": True} if isinstance(error, RemoteError) else {},
         )
-    if memory.is_device_out_of_memory(error):
+    if is_device_out_of_memory(error):
         moment = memory.device_moment(error, heartbeat, trainer)
         problem, facts = device_problem(recipe, moment), {"memory": moment.as_dict()}
         return Outcome(ExitCode.OUT_OF_MEMORY, ExitReason.OUT_OF_MEMORY, problem, trace, facts)
-    if memory.is_host_out_of_memory(error):
+    if is_host_out_of_memory(error):
         return Outcome(
             ExitCode.FAILED, ExitReason.FAILED, memory.host_out_of_memory(recipe, heartbeat, error), trace
         )

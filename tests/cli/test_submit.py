@@ -270,6 +270,31 @@ esac
     assert len(slurm.calls) == 1
 
 
+def test_controller_that_does_not_answer_at_first_leaves_the_job_followed(slurm: FakeSlurm) -> None:
+    """No answer is not the end of the job, also before its state was known."""
+    submit("--json")
+    slurm.program(
+        "squeue",
+        """
+echo >>"$FAKE/polls"
+case $(wc -l <"$FAKE/polls") in
+    1) echo "1|PENDING|Priority|" ;;
+    2 | 3) echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1 ;;
+    4) echo "1|RUNNING|None|" ;;
+    5) echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1 ;;
+    *) echo "1|COMPLETED|None|" ;;
+esac
+""",
+    )
+    done = submit("--follow")
+    assert done.stdout.splitlines()[-3:] == [
+        "job 1 is RUNNING",
+        "job 1 is COMPLETED",
+        "job 1 ended: COMPLETED, exit code 0",
+    ]
+    assert done.exit_code == 0
+
+
 def test_interrupted_follow_leaves_the_job_alone(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(job: str) -> None:
         raise KeyboardInterrupt

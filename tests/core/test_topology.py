@@ -56,3 +56,18 @@ def test_groups_span_as_few_machines_as_they_can(topology: Topology, shard: Grou
     assert topology.group("replicate") == replicate
     assert topology.group("sequence") == Group(topology.sequence, 1)
     assert topology.group("world") == Group(topology.world_size, topology.machines)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "machines"), [(2, 1), (3, 2), (4, 1), (6, 2), (8, 2), (12, 3)], ids=lambda number: str(number)
+)
+def test_group_of_neighbours_that_crosses_a_border_is_on_several_machines(ranks: int, machines: int) -> None:
+    """Four ranks on each of six machines."""
+    assert Topology(shard=24, machines=6).neighbours(ranks) == Group(ranks, machines)
+
+
+def test_copies_that_cross_a_border_are_on_two_machines() -> None:
+    """Four copies of three ranks on three machines: the second one has ranks 3 to 5."""
+    topology = Topology(replicate=4, shard=3, machines=3)
+    assert topology.group("shard") == Group(3, 2)
+    assert topology.group("replicate") == Group(4, 3)

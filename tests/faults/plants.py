@@ -211,13 +211,13 @@ PLANTS: tuple[Plant, ...] = (
     ),
     plant(
         "host out-of-memory not recognised",
-        "worker.observe.out_of_memory:is_host_out_of_memory",
+        "model.allocation_errors:is_host_out_of_memory",
         replace("MemoryError", "ZeroDivisionError"),
         rows="F047",
     ),
     plant(
         "device out-of-memory not recognised",
-        "worker.observe.out_of_memory:is_device_out_of_memory",
+        "model.allocation_errors:is_device_out_of_memory",
         replace("OutOfMemoryError", "ZeroDivisionError"),
         rows="F048",
     ),
@@ -729,10 +729,10 @@ PLANTS: tuple[Plant, ...] = (
     ),
     plant(
         "refused pinned memory taken for the device's",
-        "worker.observe.out_of_memory:_is_page_locked",
+        "model.allocation_errors:_is_page_locked",
         value("frames", "[]"),
         rows="F145",
-        by=("worker/test_rank_accelerators.py::pinned_allocation_failure_is_host_memory",),
+        by=("model/test_allocation_errors.py::pinned_allocation_failure_is_host_memory",),
     ),
     plant(
         "generation of the GPU ignored",

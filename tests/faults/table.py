@@ -476,7 +476,7 @@ DEVICES = (
          "cuda/test_failures::rank_that_the_watchdog_of_nccl_ends_has_its_message",
          "cuda/test_failures::gpu_that_hangs_is_named_with_the_collective_that_others_wait_in"),
     _row("F145", "r", 11, REFUSED, "the system refuses to pin memory, for a " "save and for " "offloaded " "parameters",
-         "cuda/test_failures::memory_that_cannot_be_pinned_is_the_hosts", "worker/test_rank_accelerators::pinned_allocation_failure_is_host_memory"),
+         "cuda/test_failures::memory_that_cannot_be_pinned_is_the_hosts", "model/test_allocation_errors::pinned_allocation_failure_is_host_memory"),
     _row("F146", "t", 11, REFUSED, "a GPU too old for bf16, for fp8, for " "a kernel", "recipe/test_resolve::bf16_on_an_old_gpu_is_a_notice",
          "recipe/test_resolve::fp8_on_an_old_gpu_is_refused_before_ranks_start", "recipe/test_resolve::attention_kernel_is_one_that_the_gpu_has",
          "cuda/test_failures::ranks_use_the_kernel_that_was_validated"),

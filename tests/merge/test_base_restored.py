@@ -12,8 +12,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.core.tensors.dtypes import DTYPES
 from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import merge_checkpoint
+from fsdp_tune.merge.read.base import ReadBase, _find_untrained, carried_problems
+from fsdp_tune.merge.read.reader import SourceFiles, SourceTensor
 from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.loading.inspect import find_facts
 from tests.architectures.tiny import config_of
@@ -100,3 +103,33 @@ def test_stacked_experts_that_are_frozen_are_read_from_their_tensors(tmp_path: P
     assert len(experts) > 2
     found = merged(trained_run(tmp_path, freeze=["*.experts.*"]), "fp32")
     assert {name for name in base if same_bits(found[name], base[name])} == set(experts)
+
+
+def test_tensor_that_the_base_has_lost_is_named_in_one_sentence(tmp_path: Path) -> None:
+    """Before a run starts, and by the merge."""
+    base = base_of(tmp_path / "base", FAMILIES["llama"], torch.float32)
+    carried = {"mtp.norm.weight": torch.ones(4), "mtp.proj.weight": torch.ones(4, 4)}
+    file = tmp_path / "base" / "model.safetensors"
+    save_file(base | carried, file, metadata={"format": "pt"})
+    recipe = recipe_of({"name_or_path": str(tmp_path / "base")})
+    facts = find_facts(recipe).facts
+    assert facts is not None
+    assert carried_problems(recipe, facts) == []
+    save_file(base, file, metadata={"format": "pt"})
+    (problem,) = carried_problems(recipe, facts)
+    assert problem.message == (
+        "2 tensors that are not trained, such as `mtp.norm.weight`, could not be carried over by a merge: "
+        "the base lacks `mtp.norm.weight` and 1 more, which a merge writes unchanged"
+    )
+    assert problem.hint is not None
+    assert "model.leave_out" in problem.hint
+
+
+def test_tensor_of_the_model_with_the_name_of_a_scale_is_restored(tmp_path: Path) -> None:
+    """Only scales that an earlier version recorded as carried may be missing or left out."""
+    names = ("a.k_scale", "b.k_scale")
+    tensors = {name: SourceTensor(name, DTYPES["float32"], (1,), (), SourceFiles(tmp_path)) for name in names}
+    base = ReadBase(tensors, names)
+    assert set(_find_untrained(base, ["a.k_scale"], ["b.k_scale"], tmp_path)) == {"b.k_scale"}
+    with pytest.raises(FsdpTuneError, match=r"the base lacks `c\.k_scale`, which"):
+        _find_untrained(base, ["d.k_scale"], ["c.k_scale"], tmp_path)

@@ -6,6 +6,7 @@ import os
 import pickle
 import warnings
 from collections import OrderedDict
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictCon
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.merge.read import contents
+from fsdp_tune.merge.read.contents import read_tensors
 from fsdp_tune.merge.read.pickled_files import read_pickled
 from fsdp_tune.merge.read.reader import SourceFiles, SourceTensor
+from fsdp_tune.merge.weight_formats import Format
 from fsdp_tune.run.manifest import MANIFEST_NAME
 from tests.merge.checkpoints import (
     SHARDS,
@@ -365,3 +369,23 @@ def test_no_fifo_in_a_source_delays_a_merge(is_run, tmp_path, merge):
         os.mkfifo(source / "shard")
         with pytest.raises(FsdpTuneError, match="is a FIFO, not a regular file"):
             files.size_bytes("shard")
+
+
+def test_other_entries_are_compared_with_the_names_of_an_optimizer_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not once for each of them, of which a checkpoint has one for each layer."""
+    others = [f"layers.{number}._extra_state" for number in range(100)]
+    torch.save(WEIGHTS | dict.fromkeys(others) | {"param_groups.0.lr": 0.1}, tmp_path / "pytorch_model.bin")
+    calls: list[int] = []
+
+    def counted(names: Sequence[str]) -> frozenset[str]:
+        calls.append(len(names))
+        return found(names)
+
+    found = contents.optimizer_state
+    monkeypatch.setattr(contents, "optimizer_state", counted)
+    with SourceFiles(tmp_path) as files:
+        tensors, left = read_tensors(files, Format.PICKLE, "pytorch_model.bin")
+    assert ([tensor.name for tensor in tensors], left) == (list(WEIGHTS), others)
+    assert calls == [len(WEIGHTS), len(others) + 1]

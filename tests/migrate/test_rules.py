@@ -8,7 +8,17 @@ from typing import Any, get_args
 import pytest
 
 from fsdp_tune.migrate.ledger import Ledger
-from fsdp_tune.migrate.rules import FileKey, Step, cases, fine_or, implies, outcome_of, same, steps
+from fsdp_tune.migrate.rules import (
+    FileKey,
+    Step,
+    cases,
+    fine_or,
+    implies,
+    outcome_of,
+    remarked,
+    same,
+    steps,
+)
 from fsdp_tune.migrate.tools.table import TOOLS
 from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Write
 
@@ -64,4 +74,15 @@ def test_rules_by_constants() -> None:
         Write({"training.loss": "b"}),
         Drop("no"),
         Ask("which"),
+    ]
+
+
+def test_remark_follows_the_words_of_an_outcome() -> None:
+    outcomes = (Write({"name": "a"}, "why"), Write({"name": "a"}), Drop("off"), Ask("which", "name"))
+    assert [remarked(each, "") for each in outcomes] == list(outcomes)
+    assert [remarked(each, "also") for each in outcomes] == [
+        Write({"name": "a"}, "why. also"),
+        Write({"name": "a"}, "also"),
+        Drop("off. also"),
+        Ask("which. also", "name"),
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from transformers.models.mixtral import modeling_mixtral
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from fsdp_tune.core.errors import FsdpTuneError
@@ -87,3 +88,22 @@ def test_unknown_balance_loss_is_refused() -> None:
     model = build_empty(recipe_of({"from_config": doge | {"output_router_logits": True}}))
     with pytest.raises(FsdpTuneError, match="DogeForCausalLM defines its load-balancing loss differently"):
         require_known_balance(model)
+
+
+@pytest.mark.parametrize(
+    "result", [None, 0, {"loss": 1.0}, (torch.ones(()), torch.ones(())), torch.ones((), dtype=torch.float64)]
+)
+def test_balance_loss_with_another_kind_of_result_is_refused(
+    result: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build_empty(recipe_of({"from_config": BALANCED}))
+    monkeypatch.setattr(modeling_mixtral, "load_balancing_loss_func", lambda *_: result)
+    with pytest.raises(FsdpTuneError, match="MixtralForCausalLM defines its load-balancing loss differently"):
+        require_known_balance(model)
+
+
+def test_balance_loss_in_double_precision_is_the_known_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_empty(recipe_of({"from_config": BALANCED}))
+    known = modeling_mixtral.load_balancing_loss_func
+    monkeypatch.setattr(modeling_mixtral, "load_balancing_loss_func", lambda *args: known(*args).double())
+    require_known_balance(model)

@@ -226,6 +226,31 @@ def test_tokens_are_found_in_outputs_by_head_and_states_are_left_out() -> None:
     assert (state, cache) == (None, None)
 
 
+class Scores(nn.Module):
+    """Returns a state [rows, tokens, features], and scores [rows, tokens, tokens]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lengths: list[int] = []
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.lengths.append(hidden_states.shape[1])
+        assert len(self.lengths) < 10, "the call is repeated for ever"
+        return hidden_states, hidden_states @ hidden_states.mT
+
+
+@pytest.mark.parametrize(("features", "lengths"), [(5, [3, 4]), (3, [3, 4]), (4, [3, 4, 5])])
+def test_output_with_tokens_in_two_dimensions_ends_the_search_for_them(
+    features: int, lengths: list[int]
+) -> None:
+    mixer, hidden = Scores(), torch.randn(1, 5, features)
+    call_by_documents(mixer)
+    with packing_known(torch.tensor([[0, 1, 2, 0, 1]]), "sdpa"):
+        same, _ = mixer(hidden)
+    assert torch.equal(same, hidden)
+    assert mixer.lengths == lengths
+
+
 def test_documents_are_padded_to_the_multiple_that_fp8_needs() -> None:
     mixer, seen = nn.Identity(), list[tuple[int, ...]]()
 

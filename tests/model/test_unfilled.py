@@ -16,6 +16,7 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.merge.lora.adapt import merge_problems
 from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.loading.inspect import find_facts
+from fsdp_tune.model.loading.unfilled import require_filled
 from tests.architectures.tiny import config_of, names
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
@@ -174,3 +175,20 @@ def test_weights_that_are_held_in_4_bits_are_frozen_tensors_of_the_base(tmp_path
     assert facts is not None
     assert facts.tensors.counts == {"frozen": len(load_file(base / "model.safetensors"))}
     assert merge_problems(recipe, facts) == []
+
+
+def test_names_of_a_loaded_model_are_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once for each parameter: a list takes as long as the model has parameters."""
+    recipe = recipe_of("llama")
+    model, calls = build_full(recipe), list[int]()
+    names = model.state_dict
+
+    def counted() -> dict[str, Any]:
+        calls.append(1)
+        return names()
+
+    monkeypatch.setattr(model, "state_dict", counted)
+    require_filled(recipe, model, {"missing_keys": set(), "mismatched_keys": []})
+    with pytest.raises(FsdpTuneError, match=UP):
+        require_filled(recipe, model, {"missing_keys": {UP}, "mismatched_keys": []})
+    assert len(calls) == 2

@@ -11,7 +11,7 @@ import pytest
 from fsdp_tune.core.gpus import find_hardware
 from fsdp_tune.core.topology import Group, Topology
 from fsdp_tune.planner.predict.collectives import collective_seconds
-from fsdp_tune.planner.predict.divided_step import step_time
+from fsdp_tune.planner.predict.divided_step import step_time, step_work
 from fsdp_tune.planner.predict.efficiency import UnknownFigure, efficiency_of
 from fsdp_tune.planner.predict.experts import expert_rows, why_experts
 from fsdp_tune.planner.predict.mixture import imbalance, with_ep_size
@@ -116,6 +116,20 @@ def test_tokens_are_exchanged_around_each_pass(products: int, recomputed: bool, 
     assert rows_of(mixture(products=products, recomputed=recomputed))[8].exchange_seconds == pytest.approx(
         expected
     )
+
+
+def test_tokens_of_ranks_on_two_machines_cross_the_network() -> None:
+    """Twelve ranks on three machines: of six ranks that divide the experts, four are on one machine."""
+    trace, load, size = with_ep_size(mixture(shards=12, experts=12), 6), imbalance(6, 12), ROWS * HIDDEN * 2
+    exchanges = step_work(trace, H100, 3, EFFICIENCY).exchanges
+    assert exchanges is not None
+    sorting = (
+        2 * size * load / (H100.bandwidth_bytes_per_second * EFFICIENCY.bandwidth) + EFFICIENCY.kernel_seconds
+    )
+    tokens = collective_seconds("all_to_all", size * load, Group(6, 2), H100)
+    assert tokens is not None
+    assert exchanges.seconds.min() == pytest.approx(tokens + sorting)
+    assert exchanges.sent.network_bytes > 0
 
 
 def test_products_read_fewer_weights_and_fill_more_of_a_tile() -> None:

@@ -4,7 +4,7 @@ writes as the base has them."""
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -172,7 +172,7 @@ def read_untrained(
     carried = record_of_base(selection).carried if with_carried else ()
     if not carried and not restored:
         return {}, {}
-    found = _of_recorded_base(stack, selection, named, (*carried, *restored.values()))
+    found = _of_recorded_base(stack, selection, named, carried, restored.values())
     names = set(carried)
     return (
         {
@@ -185,10 +185,14 @@ def read_untrained(
 
 
 def _of_recorded_base(
-    stack: ExitStack, selection: Selection, named: str | None, names: Sequence[str]
+    stack: ExitStack,
+    selection: Selection,
+    named: str | None,
+    carried: Collection[str],
+    restored: Collection[str],
 ) -> dict[str, SourceTensor]:
-    """Return tensors of the base that a run records. Raises: as `read_untrained`."""
-    base = record_of_base(selection).base
+    """Return the tensors that `_find_untrained` finds in the base of a run. Raises: as `read_untrained`."""
+    base, names = record_of_base(selection).base, (*carried, *restored)
     name = named or (base.name if base is not None else None)
     where = Where(
         str(
@@ -220,7 +224,7 @@ def _of_recorded_base(
             where=Where(str(folder)),
             hint=hint,
         )
-    return _of_names(read_base(stack, folder), names, folder, what)
+    return _find_untrained(read_base(stack, folder), carried, restored, folder)
 
 
 def carried_problems(recipe: Recipe, facts: ModelFacts) -> list[Problem]:
@@ -231,7 +235,8 @@ def carried_problems(recipe: Recipe, facts: ModelFacts) -> list[Problem]:
         recipe.merge.at_end and (recipe.lora is None or recipe.merge.adapter != "adapter"),
     )
     dtype = recipe.compute_dtype if recipe.merge.dtype == "auto" else recipe.merge.dtype
-    names = (*record.carried, *record.restored(dtype, facts.base_layout.keeps_fp32(dtype)).values())
+    restored = record.restored(dtype, facts.base_layout.keeps_fp32(dtype)).values()
+    names = (*record.carried, *restored)
     if record.base is None or not names or not is_merged:
         return []
     name = record.base.name
@@ -245,7 +250,7 @@ def carried_problems(recipe: Recipe, facts: ModelFacts) -> list[Problem]:
     what = f"{len(names):,} tensors that are not trained, such as `{names[0]}`, could not be carried over"
     try:
         with ExitStack() as stack:
-            _of_names(read_base(stack, folder), names, folder, what)
+            _find_untrained(read_base(stack, folder), record.carried, restored, folder)
     except FsdpTuneError as error:
         leave_out = ", or leave these tensors out: `model.leave_out`" if record.carried else ""
         hint = f"convert the weights to safetensors{leave_out}"
@@ -256,16 +261,27 @@ def carried_problems(recipe: Recipe, facts: ModelFacts) -> list[Problem]:
     return []
 
 
-def _of_names(base: ReadBase, names: Collection[str], folder: Path, what: str) -> dict[str, SourceTensor]:
-    wanted = set(names).difference(base.of_activations)  # earlier versions recorded these as carried
+def _find_untrained(
+    base: ReadBase, carried: Collection[str], restored: Collection[str], folder: Path
+) -> dict[str, SourceTensor]:
+    """Return by name the tensors of a base that a merge writes unchanged; a quantised weight is found by each
+    of its parts.
+
+    Raises: FailedError if the base lacks one of them. Scales of activations among `carried` are left out:
+    earlier versions recorded them.
+    """
+    wanted = set(carried).difference(base.of_activations).union(restored)
     found = {
         name: tensor for name, tensor in base.tensors.items() if wanted.intersection(_stored_names(tensor))
     }
     missing = wanted.difference(*(_stored_names(tensor) for tensor in found.values()))
-    if lost := sorted(name for name in missing if not is_of_activations(name)):
-        hint = "give the base with all its tensors: `--base MODEL`"
+    if lost := sorted(name for name in missing if name in restored or not is_of_activations(name)):
+        more = f" and {len(lost) - 1:,} more" if len(lost) > 1 else ""
         raise failed_error(
-            "merge-carried", f"{what}, and it has no `{lost[0]}`", where=Where(str(folder)), hint=hint
+            "merge-carried",
+            f"the base lacks `{lost[0]}`{more}, which a merge writes unchanged",
+            where=Where(str(folder)),
+            hint="give the base with all its tensors: `--base MODEL`",
         )
     return found
 

@@ -106,10 +106,11 @@ def read_contents(stack: ExitStack, selection: Selection, *, allow_incomplete: b
 def read_tensors(
     files: SourceFiles, kind: Format, file: str, *, may_lack: bool = False
 ) -> tuple[list[SourceTensor], list[str]]:
-    """Return (tensors, names of other entries) of one set of weights. Raises: usage error if it is the state
-    of an optimizer.
+    """Return (tensors, names of other entries) of one set of weights, without the state of an optimizer.
 
-    `may_lack`: whether an index may list tensors that no file holds, of which loading says what it needs.
+    `may_lack`: whether an index of safetensors files may list tensors that no file holds; the caller reports
+    those that it needs. Raises: FailedError for files that are missing or damaged; usage error if they hold
+    several models, or nothing but the state of an optimizer.
     """
     if kind is Format.DCP:
         tensors, others = read_dcp(files)
@@ -123,7 +124,8 @@ def read_tensors(
     kept = [tensor for tensor in tensors if tensor.name not in optimizer]
     if tensors and not kept:
         raise only_optimizer_state(files.root)
-    return kept, [name for name in others if name not in optimizer_state(others)]
+    left_out = optimizer_state(others)
+    return kept, [name for name in others if name not in left_out]
 
 
 def missing_parts(files: SourceFiles, tensors: Sequence[SourceTensor]) -> dict[str, Problem]:

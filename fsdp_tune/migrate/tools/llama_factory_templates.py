@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from fsdp_tune.migrate.general import chat_template
-from fsdp_tune.migrate.rules import FileKey, Outcome, is_on, outcome_of, remarked
-from fsdp_tune.migrate.tools.swift import unless_pretraining
+from fsdp_tune.migrate.rules import FileKey, Outcome, is_on, remarked
 from fsdp_tune.recipe.outcome import Drop
 
 LINE_ENDS = frozenset(
@@ -52,8 +51,8 @@ def is_template_of_tokenizer(key: FileKey) -> bool:
 
 def template(key: FileKey) -> Outcome:
     """Return what becomes of `template`, with what it trains besides the answers."""
-    found = unless_pretraining(chat_template, "stage", "`stage: pt` renders no template")
-    outcome = outcome_of(found, key)
-    if str(key.value) not in LINE_ENDS or _trains_all(key):
-        return outcome
-    return outcome if isinstance(outcome, Drop) else remarked(outcome, _LINE_END)
+    if key.of_file("stage") == "pt":
+        return Drop("`stage: pt` renders no template")
+    outcome = chat_template(key)
+    has_line_end = str(key.value) in LINE_ENDS and not _trains_all(key)
+    return remarked(outcome, _LINE_END) if has_line_end and not isinstance(outcome, Drop) else outcome

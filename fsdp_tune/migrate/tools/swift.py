@@ -101,16 +101,10 @@ def _pretraining(key: FileKey) -> Outcome:
     ]
 
 
-def unless_pretraining(rule: Rule, name: str, words: str) -> Rule:
-    """Return a rule for a key that is not read in pre-training. `name`: the key of the method, which is `pt`
-    then."""
-    return lambda key: Drop(words) if key.of_file(name) == "pt" else outcome_of(rule, key)
-
-
 def _unless_pretraining(rule: Rule) -> Rule:
-    return unless_pretraining(
-        rule, COMMAND, "`swift pt` sets it: every token of rows without a chat template"
-    )
+    """Return a rule for a key that `swift pt` does not read."""
+    words = "`swift pt` sets it: every token of rows without a chat template"
+    return lambda key: Drop(words) if key.of_file(COMMAND) == "pt" else outcome_of(rule, key)
 
 
 _loss_scale = cases(

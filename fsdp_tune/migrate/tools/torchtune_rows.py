@@ -125,7 +125,7 @@ def _set_builder(key: FileKey) -> Outcome:
     trains_all = name in _TRAINS_ALL and key.beside("train_on_input") is None and place[1] == "train"
     default = Also((*place, "loss_on"), "all", f"default of {name}", Weight.DEFAULT)
     read: dict[KeyPath, object] = {(*place, "columns"): columns} if (columns := _columns(key)) else {}
-    outcome: Outcome = Drop("the columns of the rows decide the format")
+    outcome: Write | Drop = Drop("the columns of the rows decide the format")
     if name in _DATASETS and key.beside("source") is None:
         outcome = Write({(*place, "path"): _DATASETS[name]} | read, _NO_OTHERS if read else "")
     elif name == "instruct_dataset":  # a chat of two messages

@@ -48,7 +48,8 @@ def find_targets(recipe: Recipe, model: PreTrainedModel) -> Targets:
         raise _without_text("lora.target_modules", chosen[0], others)
     chosen = [name for name in chosen if not _is_inside(name, others)]
     chosen = _in_layers(recipe, model, chosen)
-    targets = {name: modules[name] for name in modules if name in set(chosen)}
+    wanted = set(chosen)
+    targets = {name: module for name, module in modules.items() if name in wanted}
     parameters = _chosen_parameters(recipe, model, saved)
     if not targets and not parameters:
         raise _no_module("lora.target_modules", str(lora.target_modules), modules)

@@ -81,7 +81,7 @@ def unfilled_problems(
         if (shape := sources[stored].shape) is not None and not _fits(recipe, model, state[name], shape)
     }
     folder = next((str(path.parent) for path in files.values()), None)
-    missing = missing_parameters(recipe, model, state, filled)
+    missing = unfilled_names(recipe, model, state, filled)
     problems = _missing_problems(model, missing, Where(folder, key="model.name_or_path"))
     if others:
         file = next((str(path) for name in others.values() if (path := files.get(name)) is not None), None)
@@ -90,11 +90,15 @@ def unfilled_problems(
     return problems
 
 
-def missing_parameters(
+def unfilled_names(
     recipe: Recipe, model: PreTrainedModel, state: Mapping[str, torch.Tensor], filled: Collection[str]
 ) -> list[str]:
-    """Return the parameters that are not `filled`, tied to one that is, or started by rule: those that the
-    class lists as optional, and a head that `model.config_overrides` unties."""
+    """Return the names of the parameters and persistent buffers of a model, `state`, that have no value.
+
+    Those in `filled`, and those tied to one of them, have the value of the files. The others need none if the
+    class lists them as optional, or if they are a head that `model.config_overrides` unties: it starts as a
+    copy of the embedding.
+    """
     tied = {id(state[name]) for name in filled if name in state}
     head = model.get_output_embeddings()
     if head is not None and recipe.model.config_overrides.get(TIE_KEY) is False:
@@ -117,9 +121,10 @@ def require_filled(recipe: Recipe, model: PreTrainedModel, loading: LoadingInfo)
     """Refuse a loaded model of which transformers drew parameters at random, whatever the format of its
     files. Raises: usage error."""
     where = Where(key="model.name_or_path")
-    state = {name: tensor for name, tensor in _named_tensors(model).items() if name in model.state_dict()}
+    persistent = model.state_dict().keys()
+    state = {name: tensor for name, tensor in _named_tensors(model).items() if name in persistent}
     shapes = {name: stored for name, stored, _ in loading["mismatched_keys"]}
-    missing = missing_parameters(recipe, model, state, state.keys() - loading["missing_keys"])
+    missing = unfilled_names(recipe, model, state, state.keys() - loading["missing_keys"])
     problems = _missing_problems(model, missing, where)
     problems += (
         [_shapes_problem([(name, tuple(shape), name) for name, shape in shapes.items()], state, where)]

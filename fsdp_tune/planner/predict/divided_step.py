@@ -186,7 +186,7 @@ def _exchanges(
     efficiency: Efficiency,
 ) -> Exchanges:
     trace, ops, ep = work.trace, work.ops, work.trace.shapes.ep_size
-    group = Group(ep, max(1, ep // topology.local_world_size))
+    group = topology.neighbours(ep)
     item = ITEM_BYTES.get(DTYPES[int(ops["dtype"][min(rows[0] for rows, _ in passes)])], 2)
     size = mixture.rows * trace.counts.hidden_size * item
     tokens = _known(collective_seconds("all_to_all", size * load, group, hardware), hardware)

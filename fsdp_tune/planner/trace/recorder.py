@@ -17,6 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp_tune.model.internals import torch_internals as internals
+from fsdp_tune.model.nested_tensors import tensors_in
 from fsdp_tune.model.shard.local import plain
 from fsdp_tune.planner.predict.derive import slice_for
 from fsdp_tune.planner.trace import cuda_kernels as kernels
@@ -205,10 +206,8 @@ class Recorder:
         if self._paused:
             return func(*args, **(kwargs or {}))
         out = self._results.run(self._mode, func, args, kwargs or {})
-        inputs = kernels.tensors(args)
-        if kwargs:
-            inputs += kernels.tensors(kwargs.values())
-        outputs = kernels.tensors((out,))
+        inputs = tensors_in(args, kwargs)
+        outputs = tensors_in(out)
         self._note_roles(func, args, kwargs or {})
         owners = self._owners(inputs, outputs)
         for tensor, layer in zip(outputs, owners, strict=True):

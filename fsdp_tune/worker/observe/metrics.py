@@ -19,6 +19,7 @@ from fsdp_tune.core.families import LAYERS, mean_heads
 from fsdp_tune.core.gpus import ModelDimensions, detect, mfu
 from fsdp_tune.core.units import GIB, KIB
 from fsdp_tune.model.loading.assemble import Loaded
+from fsdp_tune.model.nested_tensors import tensors_in
 from fsdp_tune.model.sequence_parallel import rows_known
 from fsdp_tune.model.shard.gathered import outside_step
 from fsdp_tune.model.step import compute_context, micro_batch_loss
@@ -260,7 +261,7 @@ def first_bad_module(recipe: Recipe, loaded: Loaded, batch: Batch, device: torch
     def watch(name: str) -> Callable[[nn.Module, object, object], None]:
         def hook(_module: nn.Module, _args: object, output: object) -> None:
             if not bad and any(
-                t.is_floating_point() and not bool(torch.isfinite(t).all()) for t in _tensors(output)
+                t.is_floating_point() and not bool(torch.isfinite(t).all()) for t in tensors_in(output)
             ):
                 bad.append(name)
 
@@ -282,14 +283,6 @@ def first_bad_module(recipe: Recipe, loaded: Loaded, batch: Batch, device: torch
         for handle in handles:
             handle.remove()
     return bad[0] if bad else None
-
-
-def _tensors(value: object) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [t for inner in value for t in _tensors(inner)] if isinstance(value, list | tuple) else []
 
 
 def describe(

@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 
 from fsdp_tune.model.internals.torch_internals import OBSERVING_MODE, observing_mode
+from fsdp_tune.model.nested_tensors import tensors_in
 from fsdp_tune.model.shard.local import multiplied_as
 from fsdp_tune.recipe.rules.training import rounds_stochastically
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -81,7 +82,7 @@ class DtypeAudit:
     def _see(self, func: Any, args: tuple[object, ...]) -> None:
         kind = _KINDS.get(func.overloadpacket.__name__)
         if kind is not None:
-            for tensor in _tensors(args):
+            for tensor in tensors_in(args):
                 # a unit of several dtypes
                 if tensor.is_floating_point() or (kind == "gather" and tensor.dtype == torch.uint8):
                     self._seen[kind][str(multiplied_as(tensor)).removeprefix("torch.")] += 1
@@ -90,19 +91,6 @@ class DtypeAudit:
     def report(self) -> dict[str, dict[str, int]]:
         """kind → dtype → number of calls."""
         return {kind: dict(sorted(counts.items())) for kind, counts in sorted(self._seen.items())}
-
-
-def _tensors(args: tuple[object, ...]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for arg in args:
-        found += (
-            [arg]
-            if isinstance(arg, torch.Tensor)
-            else _tensors(tuple(arg))
-            if isinstance(arg, list | tuple)
-            else []
-        )
-    return found
 
 
 def why_not_audited(recipe: Recipe) -> str | None:
