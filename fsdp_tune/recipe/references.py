@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from fsdp_tune.core.files import expanded
+from fsdp_tune.core.files import expanded, pattern_below
 from fsdp_tune.core.hub import cached_model_file
 from fsdp_tune.core.values import as_items
 from fsdp_tune.recipe.rules.paths import OUTPUT_FIELDS
@@ -152,7 +152,7 @@ class _Paths:
                 else None
             )
             self.findings.append(Finding("not-found", (key,), message, hint))
-        return str(path)
+        return pattern_below(self.cwd, name)
 
     def _of_run(self, key: str) -> str:
         """Return the path of a file that is gone, as the resumed run recorded it."""
@@ -177,7 +177,7 @@ class _Paths:
         elif source["data_files"] is not None:
             files, folder = source["data_files"], self.absolute(source["data_dir"] or "")
             names = [files] if isinstance(files, str) else files
-            absolute = [name if "://" in name else str(absolute_path(name, folder)) for name in names]
+            absolute = [name if "://" in name else pattern_below(folder, name) for name in names]
             source["data_files"] = absolute[0] if isinstance(files, str) else absolute
         source["chat_template"] = self.local(source["chat_template"], f"{key}.chat_template", must_exist=True)
 

@@ -3,6 +3,7 @@ F011."""
 
 from __future__ import annotations
 
+import glob
 from dataclasses import replace
 from pathlib import Path
 
@@ -435,6 +436,19 @@ def test_paths_become_absolute_and_hub_ids_stay(tmp_path: Path) -> None:
     assert (fourth.path, fifth.path) == (str(tmp_path / "gone/*.jsonl"), str(Path.home() / "mine.jsonl"))
     assert (first.path, second.path, third.path) == (str(tmp_path / "train.jsonl"), "hub/set", "json")
     assert third.data_files == [str(tmp_path / "a/*.json"), "https://x/y"]
+
+
+def test_globs_start_in_the_working_directory_whatever_its_name(tmp_path: Path) -> None:
+    """`[1]` in it would match a `1` in the name of another directory."""
+    for name in ("trial[1]", "trial1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.jsonl").write_text("{}\n")
+    text = "model: {name_or_path: a}\ndata: {train: [{path: ./*.jsonl}, {path: json, data_files: [a*, b]}]}\n"
+    cwd = tmp_path / "trial[1]"
+    first, second = resolved("", cwd=cwd, text=text).recipe.data.train
+    assert isinstance(second.data_files, list)
+    assert glob.glob(first.path) == glob.glob(second.data_files[0]) == [str(cwd / "a.jsonl")]  # noqa: PTH207  absolute
+    assert second.data_files[1] == str(cwd / "b")
 
 
 @pytest.mark.parametrize(
