@@ -51,6 +51,10 @@ def _path_problem(recipe: Recipe, path: Path, cwd: Path) -> tuple[str, str] | No
         return f"leads through `{blocked}`, which is a file", elsewhere
     if path == PACKAGE or PACKAGE in path.parents:
         return "is inside the installed package", elsewhere
+    if recipe.data.cache_dir is not None:
+        cache = absolute_path(recipe.data.cache_dir, cwd).resolve()
+        if path == cache or path in cache.parents:  # a run directory is made, and moved aside, in one piece
+            return f"contains `data.cache_dir`, `{cache}`", "name a cache outside of it, or leave the key out"
     data = _local_data(recipe, cwd)
     for source in data:
         if source.is_dir() and source != cwd.resolve() and (path == source or source in path.parents):

@@ -522,6 +522,17 @@ def test_harmful_output_directory_is_refused(
     assert words in problem.message
 
 
+@pytest.mark.parametrize("cache", ["runs/a", "runs/a/cache"])
+def test_cache_inside_the_run_is_refused(tmp_path: Path, cache: str) -> None:
+    """The run could not be written, hours later, into a directory that already has the prepared data."""
+    text = (
+        f"model: {{name_or_path: a}}\noutput_dir: runs/a\ndata: {{train: [{{path: b}}], cache_dir: {cache}}}"
+    )
+    problem = refused("", cwd=tmp_path, text=text)
+    assert problem.message == f"`output_dir` contains `data.cache_dir`, `{tmp_path / cache}`"
+    resolved("", cwd=tmp_path, text=text.replace(f"cache_dir: {cache}", "cache_dir: runs/cache"))
+
+
 def test_user_without_a_home_directory_has_run_directories(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
