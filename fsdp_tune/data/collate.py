@@ -1,6 +1,6 @@
 """Collate rows to a batch of equal width, as numpy arrays; the worker converts them to tensors.
 
- There is never an attention mask. Padding is on the right, where causal attention ignores it, and the
+There is never an attention mask. Padding is on the right, where causal attention ignores it, and the
 examples of a packed row are separated by position ids that restart at 0. (An all-ones mask would disable
 that separation: transformers#46634.).
 """
