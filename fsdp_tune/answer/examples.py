@@ -24,6 +24,11 @@ class EvaluatedExample:
     """Whether tokens were cut off at `data.max_length`."""
 
     @property
+    def place(self) -> tuple[str | None, int | None]:
+        """Its file and line: equal for the pieces of a row."""
+        return self.where.source, self.where.line
+
+    @property
     def answer(self) -> tuple[int, int]:
         """Begin and end of the last run of trained tokens. The tokens before it are the prompt."""
         trained = np.flatnonzero(self.row.labels != IGNORE_INDEX)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import os
 import shlex
 import stat
@@ -65,6 +66,17 @@ def expanded(path: str | Path) -> Path:
         return Path(path).expanduser()
     except RuntimeError:  # no such user; or no HOME, and no entry in /etc/passwd
         return Path(path)
+
+
+def pattern_below(folder: Path, name: str) -> str:
+    """Return the path or glob `name`, which starts in a folder whose own name is no glob.
+
+    A file that exists under this name is meant, also where the name has the signs of a glob.
+    """
+    path = Path(folder, expanded(name))
+    if not glob.has_magic(name) or os.path.lexists(path):
+        return str(path)
+    return str(Path(glob.escape(str(folder)), expanded(name)))
 
 
 def open_descriptor(path: Path) -> int:

@@ -4,6 +4,7 @@ rows."""
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.row_formats import ROW_FORMATS
 
 TRAIN = "train"
-"""Formats whose rows hold the complete text of an example, with marks of what is trained."""
+"""The set of the training rows, among those of `data.eval` by their labels."""
 PAIRS = (
     ("question", "answer"),
     ("prompt", "response"),
@@ -433,8 +434,8 @@ def raw_rows(inputs: Sequence[Input]) -> Iterator[RawRow | tuple[int, BadRow]]:
 
 
 def kept_columns(row: dict[str, object], entry: DataSource) -> dict[str, object]:
-    """Do `select` for the later rows of a file. Raises: RowError, so that a missing column is a problem of
-    this row alone."""
+    """Do `select` for the later rows of a file. Raises: RowError, so that a missing column, or two of one
+    name, are a problem of this row alone."""
     if not entry.columns and not entry.rename_columns:
         return row
     missing = next(
@@ -442,7 +443,11 @@ def kept_columns(row: dict[str, object], entry: DataSource) -> dict[str, object]
     )
     if missing is not None:
         raise RowError(f"it has no column `{missing}`; it has {', '.join(row) or 'none'}")
-    return _renamed(row, entry)
+    renamed = _renamed(row, entry)
+    if len(renamed) != len(entry.columns or row):
+        names = Counter(entry.rename_columns.get(column, column) for column in entry.columns or row)
+        raise RowError(f"after `rename_columns` two columns have the name `{names.most_common(1)[0][0]}`")
+    return renamed
 
 
 def _check_same_columns(opened: Input, name: str, values: dict[str, object]) -> None:

@@ -1,7 +1,7 @@
 """Divide a global batch into micro-batches by token slots: the rows of a micro-batch × its longest row,
 padded.
 
- This only assigns rows to ranks and micro-steps. The rows of a step, and so its update, follow from
+This only assigns rows to ranks and micro-steps. The rows of a step, and so its update, follow from
 `data/batches.py`.
 """
 

@@ -93,6 +93,11 @@ class PreparedSet:
         if not self._used:
             message = f"all rows of `{label}` are longer than `data.max_length`, so their answers are cut"
             raise usage_error("no-evaluation-data", message, hint="raise `data.max_length`")
+        places = [self.examples[index].place for index in self._used]
+        numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
+        self._row_of = np.array([numbers[place] for place in places])
+        """Row of each example that is used: pieces of a long row are examples, and not independent of each
+        other."""
 
     @property
     def digest(self) -> str:
@@ -107,10 +112,11 @@ class PreparedSet:
     def few_rows(self) -> list[Notice]:
         """Return a notice if the bootstrap has too few rows; Wilson's and McNemar's methods hold for any
         number."""
-        if self._is_match or len(self._used) >= FEW_ROWS:
+        rows = int(self._row_of.max()) + 1
+        if self._is_match or rows >= FEW_ROWS:
             return []
         message = (
-            f"the interval of `{self.label}` is too narrow: a bootstrap of {len(self._used)} rows "
+            f"the interval of `{self.label}` is too narrow: a bootstrap of {rows} rows "
             "underestimates the variance"
         )
         return [Notice("few-rows", message, hint=f"evaluate {FEW_ROWS} rows or more")]
@@ -152,11 +158,16 @@ class PreparedSet:
             self._found[model][row.index] = scored
 
     def scores(self, model: int) -> Scores:
-        """Raises: FailedError if the metric counted nothing."""
+        """Return the scores of each row; with exact_match, of each answer. Raises: FailedError if the metric
+        counted nothing."""
         rows = [self._found[model][index] for index in self._used]
-        scores = Scores(
-            np.array([row.total for row in rows], float), np.array([row.count for row in rows], float)
+        totals, counts = (
+            np.array([row.total for row in rows], float),
+            np.array([row.count for row in rows], float),
         )
+        if not self._is_match:
+            totals, counts = (np.bincount(self._row_of, weights=each) for each in (totals, counts))
+        scores = Scores(totals, counts)
         if not scores.counts.sum():
             raise failed_error(
                 "extension-failed",
@@ -179,8 +190,8 @@ class PreparedSet:
         shown = [each.exponential() if is_loss else each for each in estimates]
         spans = [self.examples[index].answer for index in self._used]
         return SetResult(
-            rows=len(self._used),
-            cut_rows=sum(example.is_cut for example in self.examples),
+            rows=len(scores[0].totals),
+            cut_rows=len({example.place for example in self.examples if example.is_cut}),
             tokens=sum(end - begin for begin, end in spans)
             if self._is_match
             else sum(self.examples[index].targets for index in self._used),

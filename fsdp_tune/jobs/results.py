@@ -264,10 +264,21 @@ def _merge(
     return replace(result, quantised=quantised)
 
 
-def is_merged(run: RunDir, recipe: Recipe) -> bool:
-    """Return whether a run has the models that its recipe's merge at the end writes."""
-    wants = recipe.merge.at_end and recipe.ships_quantised
-    return run.merged.is_dir() and not (wants and not is_quantised_model(run.merged_quantised))
+def outputs_at_end(run: RunDir, recipe: Recipe) -> list[Path]:
+    """Return the directories that the merge at the end of a run writes; the last one is its model."""
+    if recipe.lora is None or recipe.merge.adapter == "merged":
+        return [run.merged]
+    return [run.adapter] if recipe.merge.adapter == "adapter" else [run.adapter, run.merged]
+
+
+def missing_outputs(run: RunDir, recipe: Recipe) -> list[Path]:
+    """Return those that are not there; without its quantised model, a merged one is missing too."""
+    lacks_quantised = recipe.ships_quantised and not is_quantised_model(run.merged_quantised)
+    return [
+        each
+        for each in outputs_at_end(run, recipe)
+        if not each.is_dir() or (each == run.merged and lacks_quantised)
+    ]
 
 
 def _output(source: Path, options: MergeOptions) -> Literal["merged", "adapter", "both"]:

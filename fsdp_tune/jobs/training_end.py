@@ -8,10 +8,11 @@ from pathlib import Path
 from fsdp_tune.core.errors import ExitReason, FsdpTuneError
 from fsdp_tune.jobs.evaluating import Evaluating
 from fsdp_tune.jobs.observer import Observer, TrainResult
-from fsdp_tune.jobs.results import is_merged, merge_checkpoint, push
+from fsdp_tune.jobs.results import merge_checkpoint, missing_outputs, outputs_at_end, push
 from fsdp_tune.launch.command.next_commands import commands_to_resume
 from fsdp_tune.launch.command.resume import Start, takes_best
 from fsdp_tune.merge.merge_options import MergeOptions, hints_with_command
+from fsdp_tune.merge.source import newer_checkpoint
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir, latest_checkpoint
 from fsdp_tune.run.rank_files import Verdict, read_outcome
@@ -39,8 +40,16 @@ def conclude(
     return result
 
 
-def merge(run: RunDir, recipe: Recipe, observer: Observer, *, overwrite: bool = True) -> Path:
-    options = MergeOptions(overwrite=overwrite, best=takes_best(recipe))
+def merge(
+    run: RunDir,
+    recipe: Recipe,
+    observer: Observer,
+    *,
+    overwrite: bool = True,
+    adapter: bool | None = None,
+) -> Path:
+    """Return the directory of the merged model, or of the adapter. `adapter`: as of `MergeOptions`."""
+    options = MergeOptions(overwrite=overwrite, best=takes_best(recipe), adapter=adapter)
     with hints_with_command(run.path):
         return merge_checkpoint(run.path, options, observer=observer).output
 
@@ -60,13 +69,7 @@ def finished(
         evaluations.finish()
     outcome = read_outcome(run, 0)
     assert outcome is not None, "the outcome of the first rank is what makes a run finished"
-    merged = (
-        run.merged
-        if is_merged(run, recipe)
-        else merge(run, recipe, observer, overwrite=False)
-        if recipe.merge.at_end
-        else None
-    )
+    merged = _model_of_finished(run, recipe, observer)
     return TrainResult(
         run,
         recipe,
@@ -77,3 +80,19 @@ def finished(
         merged,
         had_finished=True,
     )
+
+
+def _model_of_finished(run: RunDir, recipe: Recipe, observer: Observer) -> Path | None:
+    """Return the model of a run that had finished, after merging what is missing, or of an earlier end.
+
+    None for a run without a merge at its end that nobody has merged.
+    """
+    outputs = outputs_at_end(run, recipe)
+    if not recipe.merge.at_end:
+        observer.notices(newer_checkpoint(run, outputs[-1]))
+        return outputs[-1] if outputs[-1].is_dir() else None
+    if any(newer_checkpoint(run, output) for output in outputs):
+        return merge(run, recipe, observer)
+    for output in missing_outputs(run, recipe):
+        merge(run, recipe, observer, overwrite=False, adapter=output == run.adapter)
+    return outputs[-1]

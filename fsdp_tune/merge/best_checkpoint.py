@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from fsdp_tune.core.errors import Where, failed_error, usage_error
@@ -15,6 +16,8 @@ from fsdp_tune.run.metrics_file import read_metrics
 
 BY_VALUE = ("the highest ", "the lowest ")
 """Beginnings of the reason for a checkpoint that was chosen by a score, or by a metric of metrics.jsonl."""
+BY_TRAINER = "the best by the trainer's metric"
+"""Beginning of the reason for one that the trainer chose while it trained."""
 
 
 def best_checkpoint(run: RunDir, recipe: Recipe | None, complete: list[Checkpoint]) -> tuple[Checkpoint, str]:
@@ -25,9 +28,7 @@ def best_checkpoint(run: RunDir, recipe: Recipe | None, complete: list[Checkpoin
         return _best_by_score(run, recipe, complete)
     best = best_so_far(complete[0].path)
     if best is not None and best.step in by_step:
-        return by_step[
-            best.step
-        ], f"the best by the trainer's metric ({best.metric}) among {len(complete)} complete checkpoints"
+        return by_step[best.step], f"{BY_TRAINER} ({best.metric}) among {len(complete)} complete checkpoints"
     name, is_greater = _best_metric(run)
     values = {
         line["step"]: line[name]
@@ -46,6 +47,13 @@ def best_checkpoint(run: RunDir, recipe: Recipe | None, complete: list[Checkpoin
     return by_step[
         chosen
     ], f"the {kind} {name} ({values[chosen]:.6g}) among {len(complete)} complete checkpoints"
+
+
+def best_of_trainer(complete: Sequence[Checkpoint]) -> Checkpoint | None:
+    """Return the complete checkpoint that the trainer has as the best in the newest one, which is the first;
+    None if it has none, or that one is gone."""
+    best = best_so_far(complete[0].path)
+    return next((each for each in complete if best is not None and each.step == best.step), None)
 
 
 def _best_by_score(run: RunDir, recipe: Recipe, complete: list[Checkpoint]) -> tuple[Checkpoint, str]:

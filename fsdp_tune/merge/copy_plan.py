@@ -16,6 +16,7 @@ from fsdp_tune.merge.copy.layout import Layout, plan_layout
 from fsdp_tune.merge.copy.ties import Tied, find_ties
 from fsdp_tune.merge.copy.write import CheckpointTensors
 from fsdp_tune.merge.lora.adapt import Adapter
+from fsdp_tune.merge.lora.base_under_adapter import layout_of
 from fsdp_tune.merge.merge_settings import MergeSettings
 from fsdp_tune.merge.precision import find_kept
 from fsdp_tune.merge.read.base import read_untrained, record_of_base
@@ -115,6 +116,4 @@ def _base_layout(selection: Selection, adapter: Adapter | None) -> BaseLayout:
     files' tensors already."""
     if adapter is not None and (adapter.is_exported or adapter.base is not None):
         return BaseLayout(dict(adapter.renamed))
-    return (
-        BaseLayout.read(selection.run.base_layout_json) if selection.run is not None else None
-    ) or BaseLayout()
+    return layout_of(selection)

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, failed_error, usage_error
 from fsdp_tune.core.files import folders_in
 from fsdp_tune.core.tensors.dcp_metadata import METADATA_NAME
-from fsdp_tune.merge.best_checkpoint import BY_VALUE, best_checkpoint
+from fsdp_tune.merge.best_checkpoint import BY_TRAINER, BY_VALUE, best_checkpoint, best_of_trainer
 from fsdp_tune.merge.weight_formats import (
     PICKLE_ENDINGS,
     SINGLE_NAME,
@@ -209,7 +209,7 @@ def _of_verl(source: Path) -> Path | None:
 
 def newer_checkpoint(run: RunDir, output: Path) -> tuple[Notice, ...]:
     """Return a notice if `run` has a newer checkpoint than `output`, which was made of its newest at that
-    time, or a better one than `output`, which was made of the best by the scores at that time."""
+    time, or a better one than `output`, which was made of the best at that time."""
     try:
         record = merge_record(output)
         steps, reason = list(record["steps"]), str(record["reason"])
@@ -224,8 +224,12 @@ def newer_checkpoint(run: RunDir, output: Path) -> tuple[Notice, ...]:
     if reason.startswith(NEWEST) and complete[0].step > step:
         message = f"it is of step {step:,}, and the run has {complete[0].path.name} since"
         return (Notice("merge-out-of-date", message, where, f"`fsdp-tune {command} {again}"),)
+    found = None
     if reason.startswith(BY_VALUE) and (better := _better_checkpoint(run, complete, steps)) is not None:
         found = f"it is of step {step:,}, and {better.path.name} has a better score now"
+    elif reason.startswith(BY_TRAINER) and (best := best_of_trainer(complete)) and best.step not in steps:
+        found = f"it is of step {step:,}, and the trainer's best is {best.path.name} now"
+    if found is not None:
         return (Notice("merge-out-of-date", found, where, f"`fsdp-tune {command} --best {again}"),)
     return ()
 

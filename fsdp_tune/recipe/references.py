@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from fsdp_tune.core.files import expanded
+from fsdp_tune.core.files import expanded, pattern_below
 from fsdp_tune.core.hub import cached_model_file
 from fsdp_tune.core.values import as_items
 from fsdp_tune.recipe.rules.paths import OUTPUT_FIELDS
@@ -51,6 +51,10 @@ def _path_problem(recipe: Recipe, path: Path, cwd: Path) -> tuple[str, str] | No
         return f"leads through `{blocked}`, which is a file", elsewhere
     if path == PACKAGE or PACKAGE in path.parents:
         return "is inside the installed package", elsewhere
+    if recipe.data.cache_dir is not None:
+        cache = absolute_path(recipe.data.cache_dir, cwd).resolve()
+        if path == cache or path in cache.parents:  # a run directory is made, and moved aside, in one piece
+            return f"contains `data.cache_dir`, `{cache}`", "name a cache outside of it, or leave the key out"
     data = _local_data(recipe, cwd)
     for source in data:
         if source.is_dir() and source != cwd.resolve() and (path == source or source in path.parents):
@@ -152,7 +156,7 @@ class _Paths:
                 else None
             )
             self.findings.append(Finding("not-found", (key,), message, hint))
-        return str(path)
+        return pattern_below(self.cwd, name)
 
     def _of_run(self, key: str) -> str:
         """Return the path of a file that is gone, as the resumed run recorded it."""
@@ -177,7 +181,7 @@ class _Paths:
         elif source["data_files"] is not None:
             files, folder = source["data_files"], self.absolute(source["data_dir"] or "")
             names = [files] if isinstance(files, str) else files
-            absolute = [name if "://" in name else str(absolute_path(name, folder)) for name in names]
+            absolute = [name if "://" in name else pattern_below(folder, name) for name in names]
             source["data_files"] = absolute[0] if isinstance(files, str) else absolute
         source["chat_template"] = self.local(source["chat_template"], f"{key}.chat_template", must_exist=True)
 

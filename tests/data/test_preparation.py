@@ -317,6 +317,23 @@ def test_columns_are_kept_and_renamed(tmp_path: Path) -> None:
     assert twice[0].code == "column-twice"
 
 
+def test_later_row_that_has_the_new_name_too_is_bad(tmp_path: Path) -> None:
+    """Either of its two columns could be meant, and the order of its keys would decide."""
+    rows = [
+        {"question": "a ", "answer": "b"},
+        {"prompt": "p ", "question": "q ", "answer": "r"},
+        {"question": "q ", "answer": "r", "prompt": "p "},
+    ]
+    entry = {
+        "path": str(write_jsonl(tmp_path / "rows.jsonl", rows)),
+        "rename_columns": {"question": "prompt", "answer": "completion"},
+    }
+    *found, _ = problems(tmp_path, entry)
+    assert [(problem.where.line, problem.message) for problem in found] == [
+        (2, "after `rename_columns` two columns have the name `prompt` (as in 1 more row)")
+    ]
+
+
 def test_bad_row_is_reported_with_the_column_names_of_its_file(tmp_path: Path) -> None:
     good = {"question": "a ", "answer": "b"}
     rows = write_jsonl(

@@ -49,6 +49,38 @@ def test_file_directory_and_glob_sources(folder: Path) -> None:
     assert source(folder).names == (str(folder / "a.jsonl"), str(folder / "b.jsonl"))
 
 
+def test_directory_is_read_behind_links_and_with_endings_in_capitals(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    write_jsonl(elsewhere / "c.jsonl", [{"text": "c1"}])
+    write_jsonl(folder / "D.JSONL", [{"text": "d1"}])
+    (folder / "more").symlink_to(elsewhere)
+    (elsewhere / "back").symlink_to(folder)
+    (folder / "_cache").symlink_to("/")
+    assert texts(source(folder)) == ["d1", "a1", "a2", "b1", "c1"]
+    assert texts(source(folder / "D.JSONL")) == ["d1"]
+
+
+def test_rows_of_a_directory_that_cannot_be_read_are_not_left_out(folder: Path) -> None:
+    (folder / "c.jsonl.xz").write_text("x")
+    assert problem(folder).hint == "`unxz c.jsonl.xz`"
+    write_jsonl(folder / "c.jsonl", [{"text": "c1"}])
+    assert texts(source(folder)) == ["a1", "a2", "b1", "c1"], "the archive is next to its contents"
+    (folder / "d.jsonl").symlink_to("gone.jsonl")
+    message = f"`{folder}/d.jsonl` is a link to `gone.jsonl`, which does not exist"
+    assert [problem(path).message for path in (folder, folder / "*.jsonl")] == [message] * 2
+
+
+def test_name_of_a_directory_is_no_glob(tmp_path: Path) -> None:
+    for name in ("rows[1]", "rows1"):
+        (tmp_path / name).mkdir()
+        write_jsonl(tmp_path / name / "a.jsonl", [{"text": name}])
+    inside = tmp_path / "rows[1]"
+    assert texts(source(inside, data_files="*.jsonl")) == ["rows[1]"]
+    assert texts(source("json", data_dir=str(inside), data_files="*.jsonl")) == ["rows[1]"]
+
+
 def test_data_files_inside_a_directory_and_with_a_builder(folder: Path) -> None:
     assert texts(source(folder, data_files="b*")) == ["b1"]
     assert texts(source("json", data_files=[str(folder / "b.jsonl"), str(folder / "*.jsonl")])) == [

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_tune.core.errors import FailedError
-from fsdp_tune.merge.best_checkpoint import best_checkpoint
+from fsdp_tune.merge.best_checkpoint import BY_TRAINER, best_checkpoint
 from fsdp_tune.merge.source import newer_checkpoint
 from fsdp_tune.run.directory import RunDir
 from tests.run.test_checkpoint_scores import complete, recipe_by, save, score
@@ -56,3 +56,20 @@ def test_merged_model_that_is_no_longer_the_best_is_reported(tmp_path: Path) -> 
     assert "--best --overwrite" in found.hint
     shutil.rmtree(run.checkpoint(20))
     assert newer_checkpoint(run, run.merged) == (), "the best of those that are left is worse"
+
+
+def test_merged_model_that_the_trainer_no_longer_has_as_its_best_is_reported(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    for step in (10, 20):
+        save(run, step)
+        (run.checkpoint(step) / "pytorch_model_fsdp_0").mkdir()
+    run.merged.mkdir()
+    (run.merged / "merge.json").write_text(
+        f'{{"steps": [10], "reason": "{BY_TRAINER} (3.0) among 1 complete checkpoints"}}'
+    )
+    state = run.checkpoint(20) / "trainer_state.json"
+    state.write_text('{"best_global_step": 10, "best_metric": 3.0}')
+    assert newer_checkpoint(run, run.merged) == ()
+    state.write_text('{"best_global_step": 20, "best_metric": 2.0}')
+    (found,) = newer_checkpoint(run, run.merged)
+    assert found.message == "it is of step 10, and the trainer's best is checkpoint-20 now"

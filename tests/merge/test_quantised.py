@@ -12,7 +12,7 @@ import torch
 from fsdp_tune.answer.find_model import ModelToEvaluate, run_of_model
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.version import __version__
-from fsdp_tune.jobs.results import is_merged, merge_checkpoint
+from fsdp_tune.jobs.results import merge_checkpoint, missing_outputs
 from fsdp_tune.merge import quantised
 from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.publish import CardResult, _listed, add_results
@@ -189,7 +189,7 @@ def test_failed_conversion_is_repeated_without_a_new_merge(run: RunDir, conversi
     with pytest.raises(FsdpTuneError, match="no memory"):
         merge_checkpoint(run.path, MergeOptions(overwrite=True))
     saved = Recipe.model_validate_json(run.recipe_json.read_bytes())
-    assert not is_merged(run, saved), "a second `train` converts"
+    assert missing_outputs(run, saved) == [run.merged], "a second `train` converts"
     written = (run.merged / "model.safetensors").stat().st_mtime_ns
     conversion.fails = False
     found = merge_checkpoint(run.path, MergeOptions(quantise=True))
@@ -201,7 +201,7 @@ def test_failed_conversion_is_repeated_without_a_new_merge(run: RunDir, conversi
         "float32",
     )
     assert (run.merged / "model.safetensors").stat().st_mtime_ns == written
-    assert is_merged(run, saved)
+    assert missing_outputs(run, saved) == []
     with pytest.raises(FsdpTuneError, match="the output exists"):
         merge_checkpoint(run.path, MergeOptions(quantise=True, step=10))
 

@@ -3,6 +3,7 @@ F011."""
 
 from __future__ import annotations
 
+import glob
 from dataclasses import replace
 from pathlib import Path
 
@@ -437,6 +438,19 @@ def test_paths_become_absolute_and_hub_ids_stay(tmp_path: Path) -> None:
     assert third.data_files == [str(tmp_path / "a/*.json"), "https://x/y"]
 
 
+def test_globs_start_in_the_working_directory_whatever_its_name(tmp_path: Path) -> None:
+    """`[1]` in it would match a `1` in the name of another directory."""
+    for name in ("trial[1]", "trial1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.jsonl").write_text("{}\n")
+    text = "model: {name_or_path: a}\ndata: {train: [{path: ./*.jsonl}, {path: json, data_files: [a*, b]}]}\n"
+    cwd = tmp_path / "trial[1]"
+    first, second = resolved("", cwd=cwd, text=text).recipe.data.train
+    assert isinstance(second.data_files, list)
+    assert glob.glob(first.path) == glob.glob(second.data_files[0]) == [str(cwd / "a.jsonl")]  # noqa: PTH207  absolute
+    assert second.data_files[1] == str(cwd / "b")
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -506,6 +520,17 @@ def test_harmful_output_directory_is_refused(
     problem = refused("", cwd=tmp_path, text=extra)
     assert (problem.code, problem.where.line) == ("bad-output-dir", 2)
     assert words in problem.message
+
+
+@pytest.mark.parametrize("cache", ["runs/a", "runs/a/cache"])
+def test_cache_inside_the_run_is_refused(tmp_path: Path, cache: str) -> None:
+    """The run could not be written, hours later, into a directory that already has the prepared data."""
+    text = (
+        f"model: {{name_or_path: a}}\noutput_dir: runs/a\ndata: {{train: [{{path: b}}], cache_dir: {cache}}}"
+    )
+    problem = refused("", cwd=tmp_path, text=text)
+    assert problem.message == f"`output_dir` contains `data.cache_dir`, `{tmp_path / cache}`"
+    resolved("", cwd=tmp_path, text=text.replace(f"cache_dir: {cache}", "cache_dir: runs/cache"))
 
 
 def test_user_without_a_home_directory_has_run_directories(

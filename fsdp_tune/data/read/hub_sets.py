@@ -1,6 +1,6 @@
 """Load data sets with the `datasets` library: from the hub, or a directory written by `save_to_disk`.
 
- They are never held in memory, regardless of HF_DATASETS_IN_MEMORY_MAX_SIZE: each row is read once, and the
+They are never held in memory, regardless of HF_DATASETS_IN_MEMORY_MAX_SIZE: each row is read once, and the
 files identify the data.
 """
 

@@ -2,9 +2,8 @@
 does not stop the read.
 
 A `Part` selects rows, so that several readers can share a file: every n-th row, or the lines that begin in a
-range of bytes. Lines end only at
- (or
-): U+2028 and U+0085 are part of the text. Memory is bounded by the longest row.
+range of bytes. Only a line feed ends a line, also after a carriage return: U+2028 and U+0085 are part of the
+text. Memory is bounded by the longest row.
 """
 
 from __future__ import annotations

@@ -6,16 +6,17 @@ from __future__ import annotations
 import difflib
 import glob
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path, PurePath
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
-from fsdp_tune.core.files import expanded
+from fsdp_tune.core.files import expanded, pattern_below
 from fsdp_tune.core.hub import hub_is_reachable
 from fsdp_tune.data.read.file_access import (
     Stamp,
@@ -217,7 +218,9 @@ def _builder_source(entry: DataSource, key: str, *, streaming: bool) -> RowSourc
         return _dataset_source(entry, key, load_from_hub(entry, where))
     _refuse(entry, where, "split", given=entry.split != "train")
     base = Path(entry.data_dir or "")
-    return _file_source(entry, key, _expand([str(base / pattern) for pattern in patterns], where), entry.path)
+    return _file_source(
+        entry, key, _expand([pattern_below(base, pattern) for pattern in patterns], where), entry.path
+    )
 
 
 def _directory_source(entry: DataSource, key: str, path: Path) -> RowSource:
@@ -227,12 +230,14 @@ def _directory_source(entry: DataSource, key: str, path: Path) -> RowSource:
         return _dataset_source(entry, key, load_saved(root, entry.split, where))
     if entry.data_files:
         patterns = [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files
-        return _file_source(entry, key, _expand([str(root / pattern) for pattern in patterns], where), None)
-    found = sorted(
-        file
-        for file in root.rglob("*")
-        if _kind(file) is not None and file.is_file() and not _is_hidden(file, root)
-    )
+        return _file_source(
+            entry, key, _expand([pattern_below(root, pattern) for pattern in patterns], where), None
+        )
+    files = sorted(_files_below(root, where))
+    found = [file for file in files if _kind(file) and (file.is_file() or _leads_nowhere(file))]
+    for file in files:
+        if file.suffix in COMPRESSED and _kind(file.with_suffix("")) and file.with_suffix("") not in found:
+            _known_kind(file, where)  # refuses it: its rows would be missing
     if not found:
         raise usage_error(
             "data-not-found",
@@ -240,7 +245,7 @@ def _directory_source(entry: DataSource, key: str, path: Path) -> RowSource:
             hint=f"known endings: {' '.join(KIND_OF_SUFFIX)}",
             where=where,
         )
-    return _file_source(entry, key, _of_split(found, root, entry.split, where), None)
+    return _file_source(entry, key, _readable(_of_split(found, root, entry.split, where), where), None)
 
 
 def _url_source(
@@ -307,15 +312,52 @@ def _expand(patterns: list[str], where: Where) -> list[Path]:
     found: list[Path] = []
     for pattern in patterns:
         names = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207  absolute patterns
-        files = [Path(name) for name in names if Path(name).is_file()]
+        files = _readable([Path(name) for name in names], where)
         if not files:
             raise _not_found(pattern, where)
         found.extend(file for file in files if file not in found)
     return found
 
 
+def _files_below(root: Path, where: Where) -> Iterator[Path]:
+    """Yield the files of a directory and of those below it, also behind links, without hidden names; each
+    directory once. Raises: usage error for one that cannot be listed."""
+
+    def refuse(error: OSError) -> NoReturn:
+        message = f"`{error.filename}` cannot be listed: {error.strerror}"
+        raise usage_error("data-unreadable", message, where=where) from error
+
+    seen = set[tuple[int, int]]()
+    tops = [root]  # directories before links, so that a file has its own path
+    while tops:
+        for folder, folders, names in os.walk(tops.pop(0), onerror=refuse):
+            status = Path(folder).stat()
+            if (status.st_dev, status.st_ino) in seen:
+                folders.clear()
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            folders[:] = sorted(name for name in folders if not _is_hidden(name))
+            tops += [path for name in folders if (path := Path(folder, name)).is_symlink()]
+            yield from (Path(folder, name) for name in names if not _is_hidden(name))
+
+
+def _readable(paths: Sequence[Path], where: Where) -> list[Path]:
+    """Return those that are files. Raises: usage error for a link that leads nowhere: its rows would be
+    missing."""
+    for path in filter(_leads_nowhere, paths):
+        message = f"`{path}` is a link to `{path.readlink()}`, which does not exist"
+        hint = "bring the file back, or remove the link"
+        raise usage_error("data-unreadable", message, where=where, hint=hint)
+    return [path for path in paths if path.is_file()]
+
+
+def _leads_nowhere(path: Path) -> bool:
+    return path.is_symlink() and not path.exists()
+
+
 def _kind(path: PurePath) -> str | None:
-    return KIND_OF_SUFFIX.get(path.with_suffix("").suffix if path.suffix in (".gz", ".zst") else path.suffix)
+    ending = path.suffix.lower()
+    return KIND_OF_SUFFIX.get(path.with_suffix("").suffix.lower() if ending in (".gz", ".zst") else ending)
 
 
 def _known_kind(name: Path | str, where: Where) -> str:
@@ -361,8 +403,8 @@ def _names_split(path: Path, words: tuple[str, ...]) -> bool:
     return any(re.search(rf"(?<![a-z0-9]){word}(?![a-z0-9])", str(path).lower()) for word in words)
 
 
-def _is_hidden(path: Path, root: Path) -> bool:
-    return any(part.startswith((".", "_")) for part in path.relative_to(root).parts)
+def _is_hidden(name: str) -> bool:
+    return name.startswith((".", "_"))
 
 
 def _not_found(pattern: str, where: Where) -> FsdpTuneError:

@@ -1,7 +1,7 @@
 """Read rows of a tar archive as the webdataset library writes it: members with one base name are a row,
 counted from 1.
 
- A `.json` member holds the fields of the row, a `.txt` member its `text`. Other members are columns named
+A `.json` member holds the fields of the row, a `.txt` member its `text`. Other members are columns named
 by their ending (`.jpg`), which no format reads; none is ever unpickled.
 """
 

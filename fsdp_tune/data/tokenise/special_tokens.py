@@ -1,6 +1,6 @@
 """Encode special tokens in the content of a row, such as `<|im_end|>` inside a message, as ordinary text.
 
- In a chat the template writes special tokens too, and the tokenizer cannot distinguish them from those in
+In a chat the template writes special tokens too, and the tokenizer cannot distinguish them from those in
 the content. So each one in the content is replaced by a placeholder before the chat is rendered. The
 rendered text is then divided at the special tokens that remain, and the segments between them are encoded
 with their placeholders replaced by the original text. Each segment is first encoded with its placeholders:

@@ -1,5 +1,5 @@
-"""What this machine tells the others of its run and hears of them: reports, failures, stops and progress, and
-which machine is lost.
+"""Exchange the state of a run with its other machines: failures, stops and progress, and which machine is
+lost.
 
 Each machine publishes one document (`launch.machines.channel`). The first one reads those of all; the others
 read only its document, in which it repeats what they need of each other.
@@ -44,7 +44,7 @@ UNHEARD_SECONDS = 30.0
 
 
 class Peers:
-    """The other machines of a run, as this one hears of them."""
+    """The other machines of a run, by what they have published."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The signals that stop a launch: recorded, said, and passed on to the ranks."""
+"""The signals that stop a launch: recorded, reported, and passed on to the ranks."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class StopSignals:
     def pass_on(
         self, watch: RankWatch, total_steps: int | None, step_seconds: float | None
     ) -> Iterator[Message]:
-        """Say where the ranks stop after the first signal; a second one ends the wait for them."""
+        """Report where the ranks stop after the first signal; a second one ends the wait for them."""
         if not self.received:
             return
         (first, first_at), (last, last_at) = self.received[0], self.received[-1]

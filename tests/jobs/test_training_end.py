@@ -1,0 +1,79 @@
+"""The model of a run that had finished: merged where it is missing, or of an earlier end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fsdp_tune.core.errors import ExitReason
+from fsdp_tune.jobs import training_end
+from fsdp_tune.jobs.observer import Observer, TrainResult
+from fsdp_tune.jobs.training_end import finished
+from fsdp_tune.launch.command.resume import Start
+from fsdp_tune.merge.merge_options import MergeOptions
+from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.rank_files import Outcome
+from fsdp_tune.run.written_files import merge_record
+from tests.merge.checkpoints import make_run
+
+
+def end(run: RunDir, step: int, recipe: Recipe | None = None) -> TrainResult:
+    """Start a run again that has finished at this step."""
+    run.logs.mkdir(exist_ok=True)
+    Outcome(0, ExitReason.FINISHED, rank=0, step=step).write(run.rank_outcome(0))
+    return finished(run, recipe or Recipe(), Observer(), Start(is_new=False, is_finished=True))
+
+
+def test_merged_model_of_an_earlier_end_is_replaced(tmp_path: Path) -> None:
+    """A run was extended, and its merge was killed: the model that is there is not that of the run."""
+    run = RunDir(make_run(tmp_path / "run", {10: {"w": torch.zeros(2, 3)}}))
+    assert end(run, 10).merged == run.merged
+    before = merge_record(run.merged)
+    assert end(run, 10).merged == run.merged
+    assert merge_record(run.merged) == before, "it is not written again"
+    later = make_run(tmp_path / "later", {20: {"w": torch.ones(2, 3)}})
+    (later / "checkpoint-20").rename(run.checkpoint(20))
+    assert end(run, 20).merged == run.merged
+    assert merge_record(run.merged)["steps"] == [20]
+
+
+@pytest.mark.parametrize(
+    ("kind", "there", "merges"),
+    [
+        ("adapter", ["adapter"], []),
+        ("adapter", [], [True]),
+        ("both", [], [True, False]),
+        ("both", ["adapter"], [False]),
+        ("both", ["merged"], [True]),
+        ("both", ["adapter", "merged"], []),
+        ("merged", [], [False]),
+    ],
+)
+def test_only_what_is_missing_of_a_lora_run_is_merged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, there: list[str], merges: list[bool]
+) -> None:
+    run, called = RunDir(tmp_path), list[bool | None]()
+    for name in there:
+        (tmp_path / name).mkdir()
+
+    def merge_checkpoint(source: Path, options: MergeOptions, *, observer: Observer) -> SimpleNamespace:
+        called.append(options.adapter)
+        output = run.adapter if options.adapter else run.merged
+        output.mkdir()
+        return SimpleNamespace(output=output)
+
+    monkeypatch.setattr(training_end, "merge_checkpoint", merge_checkpoint)
+    recipe = Recipe.model_validate({"lora": {}, "merge": {"adapter": kind}})
+    model = end(run, 10, recipe).merged
+    assert (called, model) == (merges, run.adapter if kind == "adapter" else run.merged)
+
+
+def test_finished_run_without_a_merge_at_its_end_is_not_merged(tmp_path: Path) -> None:
+    recipe = Recipe.model_validate({"merge": {"at_end": False}})
+    run = RunDir(make_run(tmp_path / "run", {10: {"w": torch.zeros(2, 3)}}, recipe=recipe))
+    assert end(run, 10, recipe).merged is None
+    assert not run.merged.exists()
