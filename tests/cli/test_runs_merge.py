@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_tune.cli.runs import show_merge
-from fsdp_tune.cli.verbs import Screen
+from fsdp_tune.cli.screen import Screen
 from fsdp_tune.merge.merging import MergeResult
 
 
