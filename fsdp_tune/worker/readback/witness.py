@@ -3,7 +3,7 @@ every N steps on request.
 
 Exact are: which parameters the optimizer holds, generators, rows, recipe and learning rates of all ranks,
 gathered units, and checksums of frozen parameters, replicas and buffers. A sample is: whether the update
-changed what it must change (`update_sample.py`). A difference stops the run on every rank and names the
+changed what it must change (`updates.py`). A difference stops the run on every rank and names the
 parameter and the ranks.
 """
 
