@@ -128,6 +128,29 @@ def test_imports_have_no_cycles() -> None:
     assert left == {}
 
 
+def test_names_are_imported_from_the_module_that_defines_them() -> None:
+    """Not from one that imports them itself: who moves or patches a name has one place to look at."""
+    borrowed = {
+        module.module: {
+            alias.asname or alias.name
+            for node in module.tree.body
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fsdp_tune.")
+            for alias in node.names
+        }
+        for module in modules()
+        if module.module != "fsdp_tune"  # the front door
+    }
+    found = [
+        f"{module.name}:{node.lineno}: {node.module}.{alias.name}"
+        for module in modules()
+        for node in module.nodes
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.name in borrowed.get(node.module or "", ())
+    ]
+    assert found == []
+
+
 def test_only_commands_import_the_front_door() -> None:
     """It offers what the jobs do, so any other import of it points upwards; contracts do not see the package
     itself."""
