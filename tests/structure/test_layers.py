@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import fsdp_tune
-from tests.structure.sources import Source, modules
+from tests.structure.sources import ROOT, Source, modules
 
 pytestmark = pytest.mark.source
 
@@ -96,6 +97,19 @@ def test_circle_of_folders_breaks_the_contract(
 def test_modules_are_short() -> None:
     lengths = {module.name: len(module.text.splitlines()) for module in modules()}
     assert {name: length for name, length in lengths.items() if length > MODULE_LINES} == {}
+
+
+RULER = re.compile(r"^\s*#\s*[-=]{3,}", re.MULTILINE)
+
+
+def test_sections_have_no_rulers() -> None:
+    """A line such as `# ---- Title` stands for a module that is missing, or for nothing."""
+    places = ("fsdp_tune/**/*.py", "tests/**/*.py", "benchmarks/*.py", "scripts/*")
+    paths = [path for place in places for path in sorted(ROOT.glob(place)) if path.is_file()]
+    assert len(paths) > 1000
+    assert RULER.search("def a() -> None: ...\n\n    # ---- Values\n") is not None
+    found = [path for path in paths if RULER.search(path.read_text(encoding="utf-8"))]
+    assert [str(path.relative_to(ROOT)) for path in found] == []
 
 
 def test_class_name_occurs_once() -> None:
