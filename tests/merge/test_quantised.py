@@ -201,6 +201,7 @@ def test_failed_conversion_is_repeated_without_a_new_merge(run: RunDir, conversi
         "float32",
     )
     assert (run.merged / "model.safetensors").stat().st_mtime_ns == written
+    assert not found.is_new, "the command prints no speed of it"
     assert missing_outputs(run, saved) == []
     with pytest.raises(FsdpTuneError, match="the output exists"):
         merge_checkpoint(run.path, MergeOptions(quantise=True, step=10))

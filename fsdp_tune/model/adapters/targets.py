@@ -81,10 +81,9 @@ def find_saved(recipe: Recipe, model: PreTrainedModel) -> dict[str, nn.Module]:
         if not found:
             raise _no_module("lora.modules_to_save", wanted, modules)
         saved |= found
-    if (
-        outside := next((name for name in saved if _is_inside(name, parts_without_text(model))), None)
-    ) is not None:
-        raise _without_text("lora.modules_to_save", outside, parts_without_text(model))
+    others = parts_without_text(model)
+    if (outside := next((name for name in saved if _is_inside(name, others)), None)) is not None:
+        raise _without_text("lora.modules_to_save", outside, others)
     _refuse_tied(model, saved, "lora.modules_to_save")
     return saved
 
