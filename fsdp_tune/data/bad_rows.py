@@ -37,6 +37,8 @@ class BadRows:
     """Rows that were read without encoding them, which may be bad for reasons that only show then."""
     bad_unencoded: int = 0
     """Bad rows among these."""
+    unreadable: int = 0
+    """Bad rows that were never rows to encode: of all files, also where the others were not encoded."""
     is_beginning: bool = False
     """Whether more rows follow that have not been read."""
 
@@ -92,8 +94,10 @@ class BadRows:
             return NO_GOOD_ROW
         options, lost = "--set data.on_bad_row=skip", lost_rows(len(self.rows), self.rows_read)
         if self.is_beginning or self.unencoded:
-            encoded = max(self.rows_read - self.unencoded, 1)
-            share = max(len(self.rows) / self.rows_read, (len(self.rows) - self.bad_unencoded) / encoded)
+            unreadable = self.unreadable / self.rows_read
+            encoded = max(self.rows_read - self.unencoded - self.unreadable, 1)
+            bad_encoded = (len(self.rows) - self.bad_unencoded - self.unreadable) / encoded
+            share = max(len(self.rows) / self.rows_read, unreadable + (1 - unreadable) * bad_encoded)
             lost = f"about {_percent(share)} of the rows"
             options += f" --set data.max_bad_share={min(1.0, share + _MARGIN):.2f}" if share > most else ""
         elif exceeds_bad_share(len(self.rows), self.rows_read, most):

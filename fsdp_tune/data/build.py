@@ -165,8 +165,9 @@ def build_store(
             "a data file was written to while it was read",
             hint="run again when the file is complete",
         )
+    counts = found.counts
     bad = BadRows(
-        found.bad, names, found.counts["rows"], found.counts["unencoded"], found.counts["bad_unencoded"]
+        found.bad, names, counts["rows"], counts["unencoded"], counts["bad_unencoded"], counts["unreadable"]
     )
     if wrong := bad.problems(recipe.data):
         raise FsdpTuneError(*wrong)
@@ -194,7 +195,7 @@ def _tokenise_all(
                 yield row
             else:
                 found.bad.append(row)
-                found.counts["rows"] += 1
+                found.counts.update(rows=1, unreadable=1)
 
     tokeniser = Tokeniser(encoder, tuple(opened.settings for opened in inputs))
     hopeless = recipe.data.on_bad_row == "error"

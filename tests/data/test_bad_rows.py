@@ -54,6 +54,14 @@ def test_more_bad_rows_than_the_share_are_an_error_that_says_what_a_higher_share
     assert problems(tmp_path, rows, max_bad_share=0.34)
 
 
+def test_row_that_cannot_be_read_is_no_sample_of_those_that_are_not_encoded_after_it(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", ["no object", *[GOOD] * 299])
+    with pytest.raises(FsdpTuneError) as caught:
+        prepared(tmp_path, path)
+    hint = caught.value.problems[-1].hint or ""
+    assert "`--set data.on_bad_row=skip` drops about 0.333 % of the rows" in hint
+
+
 def bad_rows(*reasons: str, unread: tuple[str, ...] = ()) -> list[tuple[int, BadRow]]:
     return [(0, BadRow(number, reason, unread=unread)) for number, reason in enumerate(reasons, 1)]
 

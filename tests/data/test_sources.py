@@ -93,6 +93,17 @@ def test_data_files_inside_a_directory_and_with_a_builder(folder: Path) -> None:
     assert problem("json").code == "data-not-found"
 
 
+def test_builder_with_files_is_not_the_directory_of_its_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    for name in ("text", "json"):
+        (folder / name).mkdir()
+    assert texts(source("text", data_files=str(folder / "b.jsonl"))) == ['{"text": "b1"}']
+    write_jsonl(folder / "json" / "c.jsonl", [{"text": "c1"}])
+    assert texts(source("json")) == ["c1"], "without files the directory is meant"
+
+
 def test_gzip_is_known_by_the_ending_before_it(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n'))
     assert texts(source(tmp_path)) == ["a"]

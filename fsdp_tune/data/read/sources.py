@@ -150,7 +150,7 @@ def find_source(entry: DataSource, key: str, *, streaming: bool = False) -> RowS
     if is_builtin(entry.path):
         builtin_rows(entry.path, entry.split)
         return RowSource(entry, key, (entry.path,))
-    if entry.path in BUILDERS and not Path(entry.path).exists():
+    if entry.path in BUILDERS and (entry.data_files or not Path(entry.path).exists()):
         return _builder_source(entry, key, streaming=streaming)
     if is_url(entry.path):
         return _url_source(entry, key, [entry.path], None, streaming=streaming)
