@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import IO, TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, cast
 
+from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.tensors.dtypes import DTYPES, OF_STORAGE, DType, Extent, Shape
 
 if TYPE_CHECKING:
@@ -224,7 +225,7 @@ def load(data: bytes, names: Names, *, persistent: Callable[[object], object] | 
     """Return the value in `data`. Raises: Refused for anything but plain data and the names in `names`."""
     try:
         return _Unpickler(data, names, persistent).load()
-    except Refused:
+    except (Refused, FsdpTuneError):  # a signal that ends the command may arrive here
         raise
     except KeyError as error:
         raise Refused(f"it contains the instruction {error}, which plain data does not need") from error
