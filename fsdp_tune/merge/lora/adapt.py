@@ -22,7 +22,7 @@ from fsdp_tune.core.tensors.file_formats import (
     MAGNITUDE,
     PREFIX,
     PeftNames,
-    sort_names,
+    classify_names,
     tensor_name,
     unknown_field_notices,
     unwrapped,
@@ -147,7 +147,7 @@ def adapt(stack: ExitStack, contents: Contents, selection: Selection, options: A
         contents, notices=(*contents.notices, *unknown_field_notices(config.values, config.path))
     )
     names = [
-        sort_names(source.tensors, Where(str(weights.root)))
+        classify_names(source.tensors, Where(str(weights.root)))
         for source, weights in zip(contents.sources, selection.weights, strict=True)
     ]
     if options.export:
@@ -160,7 +160,7 @@ def _file_to_write(contents: Contents, weights: Weights) -> tuple[str, ...]:
     sharded checkpoints."""
     tensors = contents.sources[0].tensors
     derived = derive_config(
-        sort_names(tensors, Where(str(weights.root))),
+        classify_names(tensors, Where(str(weights.root))),
         {name: tensor.shape for name, tensor in tensors.items()},
     )
     if derived is None:
@@ -266,7 +266,7 @@ def merge_problems(recipe: Recipe, facts: ModelFacts) -> list[Problem]:
             }
             of_peft = AdapterConfig(folder / CONFIG_FILE, config)
             add_layers(
-                _layers(tensors, sort_names(tensors, where), below, folder, of_peft),
+                _layers(tensors, classify_names(tensors, where), below, folder, of_peft),
                 of_peft,
                 facts.exported_config,
             )
