@@ -156,7 +156,7 @@ def _patterns(small: ScaledRecipe, recipe: Recipe, of: int, to: int) -> None:
     fsdp["modules_to_wrap"] = map_layer_patterns(recipe.fsdp.modules_to_wrap, of, to)
     if recipe.fsdp.ignored_modules is not None:
         fsdp["ignored_modules"] = map_layer_regex(recipe.fsdp.ignored_modules, of, to)
-    lora = small.document["lora"] or {}
+    lora: dict[str, Any] = small.document["lora"] or {}
     named = map_lora_names(lora, of, to)
     for key, old, new in (
         ("model.freeze", recipe.model.freeze, model["freeze"]),
