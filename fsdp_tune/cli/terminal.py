@@ -12,7 +12,6 @@ import io
 import json
 import os
 import sys
-import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -271,11 +270,12 @@ class Terminal:
 
         Where the table is wider than that, `droppable` columns are left out, the first ones first.
 
-        Within a width the last column is wrapped to fit. If the others leave no room for it, its words are
-        below each row; if they do not fit either, rows are printed as records.
+        Within a width the last column is wrapped to fit, as `wrapped` does: paths and commands stay whole, so
+        that they can be copied. If the others leave no room for it, its words are below each row; if they do
+        not fit either, rows are printed as records.
         """
         width = self._width() if self.talk.isatty() else pipe_width
-        cells = [[printable(str(cell)) for cell in row] for row in rows]
+        cells = [[printable(str(cell).replace("\n", " ")) for cell in row] for row in rows]
         if width is not None:
             columns, cells = _fitting_columns(columns, cells, width, droppable)
         widths = _widths(columns, cells)
@@ -290,7 +290,7 @@ class Terminal:
                 return
             widths[-1] = min(widths[-1], room)
         for line in [list(columns), ["─" * width for width in widths], *cells]:
-            first, *rest = textwrap.wrap(line[-1], widths[-1]) if len(line[-1]) > widths[-1] else [line[-1]]
+            first, *rest = wrapped(line[-1], widths[-1], 0)
             padded = (cell.ljust(width) for cell, width in zip([*line[:-1], first], widths, strict=True))
             self.message("  " + "  ".join(padded).rstrip(), wraps=False)
             for part in rest:
@@ -317,13 +317,7 @@ class Terminal:
         for first, *others in cells:
             self.message(f"  {first}".rstrip(), wraps=False)
             for name, cell in zip(columns[1:], others, strict=True):
-                # Paths and hashes are not broken, so that they can be copied.
-                parts = textwrap.wrap(
-                    cell,
-                    max(width - indent, LEAST_LAST_COLUMN),
-                    break_long_words=False,
-                    break_on_hyphens=False,
-                )
+                parts = wrapped(cell, max(width - indent, LEAST_LAST_COLUMN), 0) if cell.strip() else []
                 for number, part in enumerate(parts):
                     self.message(f"    {'' if number else name:<{name_width}}  {part}", wraps=False)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from fsdp_tune.comparison.causes import value_at
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.read.file_access import FileDigests
-from fsdp_tune.data.read.sources import find_source
+from fsdp_tune.data.read.sources import find_source, is_local
 from fsdp_tune.recipe.key_paths import KeyPath
 from fsdp_tune.recipe.schema.recipe import DataSource
 from fsdp_tune.run.base_model import identify_weights
@@ -52,13 +52,11 @@ def digest_of_model(name: object) -> str | None:
 
 
 def _digest_of_source(source: object, digests: FileDigests) -> list[str] | None:
-    """Return digests of the files of a source, those of a directory in their order; None if they cannot be
-    read here."""
+    """Return digests of the files of a source, those of a directory in their order; None if it has none on
+    this machine, or if they cannot be read. Downloads nothing, and calls no loader of the user."""
     try:
         entry = DataSource.model_validate(source)
-        if not Path(entry.path).exists() and entry.data_files is None:
-            return None  # of the hub, or built in
-        return find_source(entry, "data.train[0]").content(digests)
+        return find_source(entry, "data.train[0]").content(digests) if is_local(entry) else None
     except (FsdpTuneError, OSError, ValueError):
         return None
 

@@ -12,7 +12,7 @@ from fsdp_tune.core import families
 from fsdp_tune.core.hub import hub_is_reachable
 from fsdp_tune.recipe.read.catalogue import architecture
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.rehearsal.layer_patterns import map_layer_patterns
+from fsdp_tune.rehearsal.layer_patterns import map_group_patterns, map_layer_patterns, map_lora_names
 from fsdp_tune.run.directory import run_of
 from fsdp_tune.run.written_files import model_files
 
@@ -56,7 +56,11 @@ def map_patterns(raw: dict[str, Any], config: dict[str, object], small: dict[str
     if of is None or to is None:
         return
     raw["model"]["freeze"] = map_layer_patterns(raw["model"]["freeze"], of, to)
-    for group in raw["training"]["parameter_groups"]:
-        group["match"] = map_layer_patterns(group["match"], of, to)
+    groups = raw["training"]["parameter_groups"]
+    mapped = map_group_patterns([group["match"] for group in groups], of, to)
+    raw["training"]["parameter_groups"] = [
+        group | {"match": match} for group, match in zip(groups, mapped, strict=True) if match
+    ]
     if raw["lora"] is not None:
+        raw["lora"] |= map_lora_names(raw["lora"], of, to)
         raw["lora"] |= {"layers_to_transform": None, "rank_pattern": {}, "alpha_pattern": {}, "adapter": None}

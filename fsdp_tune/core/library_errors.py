@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fsdp_tune.core.errors import FsdpTuneError
+
 PEER_LOST = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -105,7 +107,9 @@ _LINK_LOOP = re.compile(r"Symlink loop from '(.+)'")
 
 def as_os_error(error: BaseException, path: Path | None = None) -> BaseException:
     """Return the OSError that a Rust library or pathlib reports as a text, with the error as its cause; any
-    other error as it is."""
+    other error as it is. `path`: the file or directory of an error that names none."""
+    if isinstance(error, FsdpTuneError):
+        return error  # it may quote such a text, and has a place and a hint
     if isinstance(error, RuntimeError) and (loop := _LINK_LOOP.search(str(error))) is not None:
         looped = OSError(errno.ELOOP, os.strerror(errno.ELOOP), loop[1])
         looped.__cause__ = error
@@ -120,8 +124,8 @@ def as_os_error(error: BaseException, path: Path | None = None) -> BaseException
 
 @contextmanager
 def rust_errors_as_os_errors(path: Path) -> Iterator[None]:
-    """Raise an I/O error of a Rust library in the block as the OSError that it is, with the path that was
-    written or read."""
+    """Raise an error of the block that `as_os_error` converts as that OSError, with the path that was written
+    or read."""
     try:
         yield
     except Exception as error:

@@ -151,10 +151,16 @@ def notices_of_machine(recipe: Recipe, plan: LaunchPlan) -> list[Notice]:
 
 
 def check_space(
-    recipe: Recipe, *, parameters: int, trained_parameters: int, is_new: bool, steps: int | None
+    recipe: Recipe,
+    *,
+    parameters: int,
+    trained_parameters: int,
+    is_new: bool,
+    steps: int | None,
+    refuses: bool = True,
 ) -> list[Notice]:
     """Compare the free space of the output directory with what the checkpoints need. Raises: FailedError if
-    not one has room.
+    not one has room; without `refuses`, that is a notice too.
 
     `is_new`: whether the run begins at step 0, so that earlier checkpoints there stay beside its own.
     `steps`: those of the whole run.
@@ -176,7 +182,7 @@ def check_space(
         None if most is None else max(1, most - kept),
     )
     message = f"{check.name}: {check.finding}"
-    if check.state == "fail":
+    if check.state == "fail" and refuses:
         raise FailedError(
             Problem("machine-unfit", message, hint=f"{check.fix}; `--ignore-plan` to train all the same")
         )

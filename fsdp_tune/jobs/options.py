@@ -121,7 +121,10 @@ class TrainOptions:
             metavar="FILE",
         ),
     ] = None
-    ignore_plan: Annotated[bool, Option("Start even if the plan does not fit this machine's GPUs.")] = False
+    ignore_plan: Annotated[
+        bool,
+        Option("Start even if the plan does not fit this machine's GPUs, or no checkpoint fits the disk."),
+    ] = False
     verify_data: VerifyData = False
     allowed: Allowed = Allowed()
     command: Sequence[str] = ()

@@ -24,7 +24,7 @@ from fsdp_tune.comparison.served_logprobs import TOLERANCE
 from fsdp_tune.comparison.served_numbers import numbers_of
 from fsdp_tune.comparison.served_prompt_causes import begun_otherwise
 from fsdp_tune.comparison.verdicts import evidence_of, verdict
-from fsdp_tune.core.errors import Where, usage_error
+from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.data.prompts import prompt_of_row
 from fsdp_tune.data.read.row_files import BadRow, RowError
 from fsdp_tune.data.read.sources import find_source
@@ -37,7 +37,8 @@ from fsdp_tune.jobs.compare_answer import (
 )
 from fsdp_tune.jobs.generate import AnsweringModel, AskedPrompt, open_model, read_prompts
 from fsdp_tune.jobs.observer import Observer
-from fsdp_tune.jobs.options import CompareOptions, GenerateOptions
+from fsdp_tune.jobs.options import Allowed, CompareOptions, GenerateOptions
+from fsdp_tune.jobs.recipes import code_not_allowed
 from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.run.directory import run_of
 
@@ -62,7 +63,11 @@ def compare_with_server(a: str, url: str, options: CompareOptions, observer: Obs
             f"A is a server, `{a}`; pass the run or model that it serves as A, and the server as B",
             hint=f"fsdp-tune compare RUN {url}",
         )
-    prompts = read_prompts(str(options.prompts)) if options.prompts is not None else _prompts_of_run(a)
+    prompts = (
+        read_prompts(str(options.prompts))
+        if options.prompts is not None
+        else _prompts_of_run(a, options.allowed)
+    )
     observer.phase(f"connecting to {url}")
     server = OpenAIServer(url, key_of(options.api_key_env), options.served_model)
     loading = GenerateOptions(
@@ -84,9 +89,9 @@ def compare_with_server(a: str, url: str, options: CompareOptions, observer: Obs
         return _answer(a, server, exchanges, special, refused, model, options)
 
 
-def _prompts_of_run(name: str) -> list[AskedPrompt]:
+def _prompts_of_run(name: str, allowed: Allowed) -> list[AskedPrompt]:
     """Return the first prompts of a run's first training source. Raises: usage error if it has none that can
-    be asked."""
+    be sent, or if a loader reads it that is not allowed."""
     hint = (
         "`--prompts FILE`: rows with `messages`, `prompt` or `text`, or a text file with a prompt on "
         "each line"
@@ -96,9 +101,14 @@ def _prompts_of_run(name: str) -> list[AskedPrompt]:
         raise usage_error(
             "compare-prompts", f"`{name}` is not a run, so it has no prompts to send", hint=hint
         )
-    source = find_source(
-        read_resolved(run).data.train[0].model_copy(update={"max_rows": PROMPTS_OF_A_RUN}), "data.train[0]"
-    )
+    recipe, key = read_resolved(run), "data.train[0]"
+    if refused := [
+        problem
+        for problem in code_not_allowed(recipe, allowed, starts_ranks=False)
+        if problem.where.key == f"{key}.loader"
+    ]:
+        raise FsdpTuneError(*refused)
+    source = find_source(recipe.data.train[0].model_copy(update={"max_rows": PROMPTS_OF_A_RUN}), key)
     found: list[AskedPrompt] = []
     for file, row in islice(source.read(), PROMPTS_OF_A_RUN):
         where = Where(source.names[file], row.number if isinstance(row, BadRow) else row[0])

@@ -94,8 +94,16 @@ class InputChecks:
         if not self.options.ignore_plan:
             refuse_what_cannot_fit(predicted)
             refuse_scores_without_room(recipe, model, predicted)
-            facts = {"parameters": model.parameters, "trained_parameters": model.trained_parameters}
-            observer.notices(check_space(recipe, **facts, is_new=start.is_new, steps=steps))
+        if self.options.saves:
+            space = check_space(
+                recipe,
+                parameters=model.parameters,
+                trained_parameters=model.trained_parameters,
+                is_new=start.is_new,
+                steps=steps,
+                refuses=not self.options.ignore_plan,
+            )
+            observer.notices(space)
         planned = decided.recipe.model_copy(
             update={"model": recipe.model, "data": recipe.data, "lora": recipe.lora}
         )

@@ -30,7 +30,11 @@ _UNKNOWN = AskEach()
 
 
 def settle_all(ledger: Ledger, prefix: KeyPath, inside: Inside, place: KeyPath = ()) -> None:
-    """Settle what is at `prefix`, in the order of the file; keys that include another file are the last."""
+    """Settle the keys or items at `prefix` in the order of the file; those that include another file are the
+    last. With `inside.only`, settle just the keys that have a rule, in the order of the rules.
+
+    `place`: the source of the recipe that they are about, unless `inside` has one.
+    """
     value = ledger.value(*prefix)
     place = place if inside.place is None else inside.place
     rules = cast("Mapping[str | int, Rule]", inside.rules)

@@ -150,11 +150,11 @@ def _over_ranks(kernel: Attention | None, rows: SharedRows) -> Attention:
         attention_mask: torch.Tensor | None,
         **kwargs: object,
     ) -> tuple[torch.Tensor, None]:
-        inner = kernel or sys.modules[type(module).__module__].eager_attention_forward
+        inner = kernel or sys.modules[bare_class(module).__module__].eager_attention_forward
         heads, kv_heads = query.shape[1], key.shape[1]
         if heads % size:
             raise _heads_do_not_divide(heads, size)
-        copies = size // math.gcd(size, kv_heads)  # of fewer kv heads than ranks, each goes to several
+        copies = size // math.gcd(size, kv_heads)  # of each kv head, so that the ranks divide their number
         if copies > 1:
             key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
         replaced: dict[str, object] = {"num_key_value_groups": heads // (kv_heads * copies)}

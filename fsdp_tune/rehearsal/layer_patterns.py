@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+LISTS = ("layers", "layer", "h", "blocks", "block")
+"""Names of the lists of decoder layers in transformers, XLM's aside. The index of another list, such as one
+of experts, is not that of a layer."""
 _NUMBER_IN_REGEX = re.compile(r"(?<![\w{,\[-])\d+(?![\w},\]-])")
 """A literal number, outside repetition counts and character ranges."""
+_NAME_BEFORE = re.compile(r"([A-Za-z_]\w*)\\?\.$")
 
 
 def map_layer_patterns(patterns: Sequence[str], of: int, to: int) -> list[str]:
@@ -41,6 +45,36 @@ def map_layer_patterns(patterns: Sequence[str], of: int, to: int) -> list[str]:
     return mapped
 
 
+def map_group_patterns(groups: Sequence[Sequence[str]], of: int, to: int) -> list[list[str]]:
+    """Map the patterns of each entry of `training.parameter_groups`; an entry may have none left.
+
+    A small layer represents several layers, and belongs to the first entry with one of them: in a recipe, it
+    is an error if a later entry matches it again.
+    """
+    mapped: list[list[str]] = []
+    for patterns in groups:
+        earlier = [pattern for group in mapped for pattern in group]
+        mapped.append(
+            [
+                pattern
+                for pattern in map_layer_patterns(patterns, of, to)
+                if not any(fnmatch.fnmatchcase(pattern, other) for other in earlier)
+            ]
+        )
+    return mapped
+
+
+def map_lora_names(lora: Mapping[str, Any], of: int, to: int) -> dict[str, str | list[str]]:
+    """Return the keys of `lora:` that name modules or parameters, with the layers in them mapped."""
+    return {
+        key: map_layer_regex(lora[key], of, to)
+        if isinstance(lora[key], str)
+        else map_layer_patterns(lora[key], of, to)
+        for key in ("target_modules", "target_parameters", "modules_to_save")
+        if key in lora
+    }
+
+
 class _LayerPattern(NamedTuple):
     """A pattern of module names that names layers: its parts before and after the index, and the matching
     indexes."""
@@ -51,12 +85,12 @@ class _LayerPattern(NamedTuple):
 
 
 def _layers_of(pattern: str, of: int) -> _LayerPattern | None:
-    """Return the layers that a pattern names; None if it has no layer index."""
+    """Return the layers that a pattern names; None if it names none by an index that the model has."""
     parts = pattern.split(".")
-    for position, part in enumerate(parts):
-        if re.fullmatch(r"[\d*?\[\]!-]+", part) and any(
-            character.isdigit() or character == "?" for character in part
-        ):
+    for position in range(1, len(parts)):
+        part, before = parts[position], parts[position - 1]
+        is_index = re.fullmatch(r"[\d*?\[\]!-]+", part) and re.search(r"[\d?]", part)
+        if is_index and any(fnmatch.fnmatchcase(name, before) for name in LISTS):
             found = {index for index in range(of) if fnmatch.fnmatchcase(str(index), part)}
             if found:
                 return _LayerPattern(".".join(parts[:position]), ".".join(parts[position + 1 :]), found)
@@ -66,13 +100,35 @@ def _layers_of(pattern: str, of: int) -> _LayerPattern | None:
 def map_layer_regex(regex: str, of: int, to: int) -> str:
     """Map a regular expression of module names (`model\\.layers\\.(12|13)\\.mlp`) from a model of `of` layers
     to one of `to` layers."""
-    numbers = {int(text) for text in _NUMBER_IN_REGEX.findall(regex)} & set(range(of))
+    found = {
+        number.start(): int(number[0])
+        for number in _NUMBER_IN_REGEX.finditer(regex)
+        if _list_before(regex, number.start()) in (None, *LISTS)
+    }
+    numbers = set(found.values()) & set(range(of))
     if not numbers:
         return regex
     chosen = _blocks(numbers, of, to)
-    return _NUMBER_IN_REGEX.sub(
-        lambda found: str(min(chosen, key=lambda index: abs(index - int(found[0]) * to // of))), regex
-    )
+
+    def small(number: re.Match[str]) -> str:
+        if number.start() not in found:
+            return number[0]
+        return str(min(chosen, key=lambda index: abs(index - int(number[0]) * to // of)))
+
+    return _NUMBER_IN_REGEX.sub(small, regex)
+
+
+def _list_before(regex: str, at: int) -> str | None:
+    """Return the name that a number follows: directly (`experts\\.3`), or as an alternative of a group
+    (`experts\\.(3|4)`); None if it follows no plain name."""
+    while (name := _NAME_BEFORE.search(regex[:at])) is None:
+        depth = 0
+        while depth >= 0:  # to the bracket that opens the group
+            at -= 1
+            if at < 0:
+                return None
+            depth += {")": 1, "(": -1}.get(regex[at], 0)
+    return name[1]
 
 
 def _blocks(indexes: Iterable[int], of: int, to: int) -> list[int]:

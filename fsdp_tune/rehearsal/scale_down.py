@@ -7,7 +7,6 @@ change is listed and printed, so that a user can see what was not rehearsed.
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import math
 from collections.abc import Mapping
@@ -21,7 +20,12 @@ from fsdp_tune.core.topology import DATA_KEYS
 from fsdp_tune.recipe.schema.attention_kernels import needs_cuda
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.world import readers
-from fsdp_tune.rehearsal.layer_patterns import map_layer_patterns, map_layer_regex
+from fsdp_tune.rehearsal.layer_patterns import (
+    map_group_patterns,
+    map_layer_patterns,
+    map_layer_regex,
+    map_lora_names,
+)
 from fsdp_tune.rehearsal.lifecycle_checks import run_torch_script
 from fsdp_tune.rehearsal.scaled_data import ReadableInputs, scale_down_data
 from fsdp_tune.rehearsal.scaled_recipe import ScaledRecipe
@@ -152,14 +156,18 @@ def _patterns(small: ScaledRecipe, recipe: Recipe, of: int, to: int) -> None:
     fsdp["modules_to_wrap"] = map_layer_patterns(recipe.fsdp.modules_to_wrap, of, to)
     if recipe.fsdp.ignored_modules is not None:
         fsdp["ignored_modules"] = map_layer_regex(recipe.fsdp.ignored_modules, of, to)
+    lora: dict[str, Any] = small.document["lora"] or {}
+    named = map_lora_names(lora, of, to)
     for key, old, new in (
         ("model.freeze", recipe.model.freeze, model["freeze"]),
         ("fsdp.modules_to_wrap", recipe.fsdp.modules_to_wrap, fsdp["modules_to_wrap"]),
         ("fsdp.ignored_modules", recipe.fsdp.ignored_modules, fsdp["ignored_modules"]),
         *_group_patterns(small, recipe, of, to),
+        *((f"lora.{name}", lora[name], new) for name, new in named.items()),
     ):
         if new != old:
             small.changes.append(f"{key}: {json.dumps(new)}, the layers of the small model")
+    lora |= named
 
 
 class _MappedPatterns(NamedTuple):
@@ -171,25 +179,18 @@ class _MappedPatterns(NamedTuple):
 
 
 def _group_patterns(small: ScaledRecipe, recipe: Recipe, of: int, to: int) -> list[_MappedPatterns]:
-    """Map the patterns of each entry of `training.parameter_groups`.
-
-    A small layer represents several layers, and belongs to the first entry with one of them.
-    """
-    changes: list[_MappedPatterns] = []
-    entries: list[dict[str, Any]] = []
-    for index, group in enumerate(recipe.training.parameter_groups):
-        earlier = [pattern for entry in entries for pattern in entry["match"]]
-        mapped = [
-            pattern
-            for pattern in map_layer_patterns(group.match, of, to)
-            if pattern in group.match or not any(fnmatch.fnmatchcase(pattern, other) for other in earlier)
-        ]
-        entries += (
-            [small.document["training"]["parameter_groups"][index] | {"match": mapped}] if mapped else []
-        )
-        changes.append(_MappedPatterns(f"training.parameter_groups[{index}].match", group.match, mapped))
-    small.document["training"]["parameter_groups"] = entries
-    return changes
+    """Map the patterns of each entry of `training.parameter_groups`, and drop entries that have none left."""
+    groups, training = recipe.training.parameter_groups, small.document["training"]
+    mapped = map_group_patterns([group.match for group in groups], of, to)
+    training["parameter_groups"] = [
+        entry | {"match": match}
+        for entry, match in zip(training["parameter_groups"], mapped, strict=True)
+        if match
+    ]
+    return [
+        _MappedPatterns(f"training.parameter_groups[{index}].match", group.match, match)
+        for index, (group, match) in enumerate(zip(groups, mapped, strict=True))
+    ]
 
 
 _CPU_KERNELS = (

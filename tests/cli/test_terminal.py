@@ -56,6 +56,25 @@ def test_table_wider_than_the_terminal_is_printed_as_records() -> None:
     assert wide[1].split() == ["set", "rows", "path", "because", "last"]
 
 
+def test_paths_and_commands_in_the_last_column_stay_whole() -> None:
+    path, command_line = (
+        f"/home/my-user/{'x' * 30}/my-env/bin/python",
+        "`fsdp-tune runs --set training.seed=1`",
+    )
+
+    def program() -> None:
+        with command(False) as screen:
+            rows = [["python", path], ["spaces", " " * 90], ["lines", "two\nlines"]]
+            screen.table(
+                "t", ["what", "value"], [*rows, ["hint", f"the same as many words and {command_line}"]]
+            )
+
+    lines = lines_on_a_terminal(program, 60)
+    assert f"  python  {path}" in lines
+    assert "  lines   two lines" in lines
+    assert sum(command_line in line for line in lines) == 1
+
+
 def test_words_of_a_table_without_room_for_them_are_below_its_rows() -> None:
     rows = [["a.key", "x" * 40, "two words " * 6], ["b", "y", ""], ["c", "z", "short"]]
     assert lines_of_table(60, ["key", "value", "because"], rows) == [

@@ -8,6 +8,7 @@ import io
 import os
 import pickle
 import resource
+import signal
 import struct
 import warnings
 
@@ -17,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdp_tune.core.signals import StoppedBySignal
 from fsdp_tune.core.tensors.archive import NAMES as TENSOR_NAMES
 from fsdp_tune.core.tensors.dcp_metadata import NAMES as METADATA_NAMES
 from fsdp_tune.core.tensors.plain_pickle import AllowedGlobal, Record, Refused, load
@@ -203,3 +205,16 @@ def test_truncated_pickle_is_refused_at_every_length():
     for length in range(len(raw)):
         with pytest.raises(Refused):
             load(raw[:length], {})
+
+
+def test_stop_signal_while_a_pickle_is_read_is_not_damage() -> None:
+    class Persistent(pickle.Pickler):
+        def persistent_id(self, value: object) -> str | None:
+            return "id" if value == "tensor" else None
+
+    def stopped(_: object) -> object:
+        raise StoppedBySignal(signal.SIGTERM)
+
+    Persistent(file := io.BytesIO()).dump(["tensor"])
+    with pytest.raises(StoppedBySignal):
+        load(file.getvalue(), TENSOR_NAMES, persistent=stopped)

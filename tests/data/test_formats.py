@@ -360,6 +360,10 @@ def test_tokenized_rows_define_trained_tokens() -> None:
         ),
         ({"input_ids": [1, 2], "labels": [1]}, "holds 1 numbers, and `input_ids` holds 2"),
         ({"input_ids": [1, 2], "attention_mask": [1, 0]}, "leave the padding out"),
+        (
+            {"input_ids": [1, 2, 3], "attention_mask": [1, 2, 2]},
+            "`attention_mask` holds 2: the row is packed",
+        ),
     ],
 )
 def test_malformed_token_rows_are_refused(row: dict[str, Any], says: str) -> None:

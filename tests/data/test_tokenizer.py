@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import pickle
+import signal
 import subprocess
 import sys
 from importlib.metadata import version
@@ -18,6 +19,7 @@ from transformers import AutoTokenizer
 
 from fsdp_tune.core import hub
 from fsdp_tune.core.errors import FsdpTuneError, Problem
+from fsdp_tune.core.signals import StoppedBySignal
 from fsdp_tune.data.format.formats import Chat
 from fsdp_tune.data.format.templates import BUNDLED, bundled_text
 from fsdp_tune.data.read.file_access import builtin_rows, builtin_tokenizer
@@ -458,3 +460,14 @@ def test_link_to_outside_of_the_base_is_not_copied(tmp_path: Path) -> None:
     (base / "vocab.txt").symlink_to(tmp_path / "secret")
     export(base, tmp_path / "out")
     assert not (tmp_path / "out" / "vocab.txt").exists()
+
+
+def test_stop_signal_while_a_tokenizer_loads_is_not_a_damaged_tokenizer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stopped(*_: object, **__: object) -> None:
+        raise StoppedBySignal(signal.SIGTERM)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", stopped)
+    with pytest.raises(StoppedBySignal):
+        load_encoder(recipe("owner/name"))

@@ -11,7 +11,7 @@ import pytest
 
 from fsdp_tune.cluster.health_facts import HealthCheck, State
 from fsdp_tune.core.devices import GpuState
-from fsdp_tune.core.errors import Notice, Problem
+from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem
 from fsdp_tune.core.units import GIB
 from fsdp_tune.jobs import doctor
 from fsdp_tune.jobs.inspection import Inspection
@@ -93,6 +93,7 @@ def space(
     free_checkpoints: float,
     *,
     is_new: bool = True,
+    refuses: bool = True,
 ) -> list[Notice]:
     recipe = resolved(
         folder,
@@ -102,7 +103,18 @@ def space(
     one_bytes = 1000 * (4 + 8)  # fp32 and the two moments of AdamW
     usage = doctor.shutil.disk_usage(folder)._replace(free=int(free_checkpoints * one_bytes))
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage)
-    return doctor.check_space(recipe, parameters=1000, trained_parameters=1000, is_new=is_new, steps=100)
+    return doctor.check_space(
+        recipe, parameters=1000, trained_parameters=1000, is_new=is_new, steps=100, refuses=refuses
+    )
+
+
+def test_missing_space_is_a_notice_if_the_plan_is_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(FsdpTuneError, match="space"):
+        space(tmp_path, monkeypatch, [], 0.5)
+    (notice,) = space(tmp_path, monkeypatch, [], 0.5, refuses=False)
+    assert notice.code == "machine-unfit"
 
 
 def test_checkpoints_of_a_resumed_run_have_their_room(

@@ -18,11 +18,14 @@ from fsdp_tune.answer.find_model import find_model
 from fsdp_tune.answer.model_requests import AnswerSettings, ModelsRequest
 from fsdp_tune.answer.server_reference import Reference
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.data.read import sources
 from fsdp_tune.jobs import served as job
 from fsdp_tune.jobs.compare_answer import CompareAnswer
 from fsdp_tune.jobs.evaluated_recipes import recipe_of_model
 from fsdp_tune.jobs.generate import AnsweringModel
+from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import Allowed, CompareOptions, GenerateOptions
+from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.comparison.small_server import BOS, EOS, WITH_SYSTEM, Planted, SmallServer, serving, write_model
 
 TOKENS = 8
@@ -372,3 +375,22 @@ def test_address_without_v1_is_suggested() -> None:
     with serving(Path("model"), Planted()) as (url, _), pytest.raises(FsdpTuneError) as caught:
         fsdp_tune.compare("model", url.removesuffix("/v1"), CompareOptions(prompts=Path("prompts.txt")))
     assert caught.value.problems[0].hint == f"`{url}` is the usual address"
+
+
+def test_loader_of_a_run_is_not_run_for_its_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = {"path": str(tmp_path), "loader": "mine"}
+    recipe = Recipe.model_validate(
+        {
+            "model": {"from_config": {"model_type": "llama"}, "tokenizer": "builtin:arithmetic"},
+            "data": {"train": [source]},
+        }
+    )
+    called: list[object] = []
+    for name, value in (("run_of", lambda path: path), ("read_resolved", lambda _run: recipe)):
+        monkeypatch.setattr(job, name, value)
+    monkeypatch.setattr(sources, "find_extension", lambda *given: called.append(given))
+    with pytest.raises(FsdpTuneError) as caught:
+        job.compare_with_server(str(tmp_path), "http://127.0.0.1:1/v1", CompareOptions(), Observer())
+    (problem,) = caught.value.problems
+    assert (problem.code, problem.where.key) == ("extension-not-allowed", "data.train[0].loader")
+    assert called == []

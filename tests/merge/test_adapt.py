@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from fsdp_tune.core.errors import FailedError, FsdpTuneError
-from fsdp_tune.core.tensors.peft_names import sort_names
+from fsdp_tune.core.tensors.peft_names import classify_names
 from fsdp_tune.merge.companions import fetch_model
 from fsdp_tune.merge.copy import gather, write
 from fsdp_tune.merge.lora import base_under_adapter
@@ -732,7 +732,7 @@ def test_nan_in_a_factor_is_reported_by_the_weight_it_reaches(llama, tmp_path, m
         merge(tmp_path / "c")
 
 
-def test_names_of_every_part_are_sorted():
+def test_names_of_every_part_are_classified():
     names = {
         "m.q.lora_A.default.weight": "m.q",
         "m.q.lora_B.weight": "m.q",
@@ -740,7 +740,7 @@ def test_names_of_every_part_are_sorted():
         "m.e.lora_embedding_A.default": "m.e",
         "m.e.lora_embedding_B": "m.e",
     }
-    found = sort_names(
+    found = classify_names(
         [PREFIX + name for name in names]
         + ["m.q.base_layer.weight", "h.modules_to_save.default.weight", "h.original_module.weight"],
         None,

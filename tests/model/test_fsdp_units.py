@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.loading.construct import build_empty
+from fsdp_tune.model.shard import fsdp_units
 from fsdp_tune.model.shard.fsdp_units import (
     decoder_layer_classes,
     decoder_layers,
@@ -252,3 +253,23 @@ def test_final_norm_is_that_of_the_language_model() -> None:
         "model.language_model.embed_tokens",
         "lm_head",
     )
+
+
+@pytest.mark.parametrize(
+    ("family", "norm"),
+    [
+        ("gemma3n_text", "model.norm"),
+        ("gemma4_text", "model.norm"),
+        ("mbart", "model.decoder.layer_norm"),
+    ],
+)
+def test_norms_of_inputs_after_the_layers_are_not_the_final_one(family: str, norm: str) -> None:
+    recipe = recipe_of({"from_config": config_of(family)})
+    assert plan_units(recipe, build_empty(recipe)).groups[-1][0] == norm
+
+
+def test_final_norm_is_found_where_the_model_holds_the_layers_itself() -> None:
+    model = nn.Module()
+    model.layers, model.norm = nn.ModuleList([nn.Linear(2, 2)]), nn.LayerNorm(2)
+    assert fsdp_units._final_norm(model, ["layers.0"], 2) is model.norm  # type: ignore[arg-type]
+    assert fsdp_units._final_norm(model, ["norm"], 2) is None  # type: ignore[arg-type]

@@ -114,6 +114,12 @@ from tests.recipe.loading import load_with, one_problem, problems_with
             "always non-reentrant",
         ),
         (
+            "training: {gradient_checkpointing_kwargs: null}",
+            "fsdp.version",
+            2,
+            "always non-reentrant",
+        ),
+        (
             "training: {evaluation_strategy: no}",
             "training.eval_strategy",
             "no",

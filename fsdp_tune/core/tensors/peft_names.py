@@ -79,12 +79,12 @@ class PeftNames:
     reads."""
 
 
-def sort_names(keys: Iterable[str], where: Where) -> PeftNames:
-    """Classify keys. Raises: FailedError for two adapters in one checkpoint, and for two keys with the same
-    name."""
+def classify_names(keys: Iterable[str], where: Where) -> PeftNames:
+    """Classify the keys of a checkpoint, or of an adapter's file. Raises: FailedError for several adapters,
+    and for two keys that are the same tensor of the model."""
     found = PeftNames()
     for key in keys:
-        _sort(found, key, key.removeprefix(PREFIX))
+        _classify(found, key, key.removeprefix(PREFIX))
     for name, key in found.copies.items():
         found.saved.add(name)
         found.weights.setdefault(name, key)
@@ -95,7 +95,8 @@ def sort_names(keys: Iterable[str], where: Where) -> PeftNames:
             where=where,
             hint="save one of them with PEFT (`selected_adapters`) and merge that",
         )
-    for one, other in found.twice:
+    if found.twice:
+        one, other = found.twice[0]
         raise failed_error(
             "merge-adapter-damaged",
             f"`{one}` and `{other}` are the same tensor of the model",
@@ -112,7 +113,7 @@ def unwrapped(module: str) -> str:
     return module
 
 
-def _sort(found: PeftNames, key: str, name: str) -> None:
+def _classify(found: PeftNames, key: str, name: str) -> None:
     if _ORIGINAL.fullmatch(name) or _OF_TRAINING.search(name):
         return
     if match := _FACTOR.fullmatch(name):

@@ -310,10 +310,6 @@ class FormatSettings:
             raise ColumnError(
                 "input_ids", f"holds {outside}, and the tokenizer has {self.vocabulary_size} tokens"
             )
-        if not all(
-            _numbers(row, "attention_mask", len(ids)) if row.get("attention_mask") is not None else ()
-        ):
-            raise ColumnError("attention_mask", "holds zeros: leave the padding out of `input_ids`")
         _check_one_example(row, len(ids))
         trained = [True] * len(ids)
         for column in TOKEN_MASKS:
@@ -379,8 +375,13 @@ def _earlier_turns(row: dict[str, object]) -> list[Message]:
 
 
 def _check_one_example(row: dict[str, object], length: int) -> None:
-    """Check that columns about packed examples describe one example of `length` tokens. Raises:
+    """Check that columns about padding and packed examples describe one example of `length` tokens. Raises:
     ColumnError."""
+    mask = _numbers(row, "attention_mask", length) if row.get("attention_mask") is not None else []
+    if 0 in mask:
+        raise ColumnError("attention_mask", "holds zeros: leave the padding out of `input_ids`")
+    if (example := next((number for number in mask if number != 1), None)) is not None:
+        raise ColumnError("attention_mask", f"holds {example}: the row is packed", hint=PACKED)
     positions = _numbers(row, "position_ids", length) if row.get("position_ids") is not None else []
     wrong = next((at for at, position in enumerate(positions) if position != at), None)
     if wrong is not None:

@@ -18,6 +18,7 @@ from typing import Any, NoReturn, cast
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.core.files import expanded, pattern_below
 from fsdp_tune.core.hub import hub_is_reachable
+from fsdp_tune.core.values import as_items
 from fsdp_tune.data.read.file_access import (
     Stamp,
     UrlError,
@@ -33,7 +34,7 @@ from fsdp_tune.data.read.hub_sets import list_hub_files, load_from_hub, load_sav
 from fsdp_tune.data.read.readers import read_rows
 from fsdp_tune.data.read.row_files import BadRow, NumberedRow, dataset_rows
 from fsdp_tune.recipe.extensions import find_extension
-from fsdp_tune.recipe.references import can_only_be_a_path
+from fsdp_tune.recipe.references import can_only_be_a_path, exists
 from fsdp_tune.recipe.schema.data_section import BUILDERS, DataSource
 from fsdp_tune.run.manifest import Digester
 
@@ -171,6 +172,16 @@ def find_source(entry: DataSource, key: str, *, streaming: bool = False) -> RowS
     if streaming and hub_is_reachable():
         return _source_of_files(entry, key, list_hub_files(entry, where), None)
     return _dataset_source(entry, key, load_from_hub(entry, where))
+
+
+def is_local(entry: DataSource) -> bool:
+    """Return whether `find_source` reads files of this machine alone, and runs no loader of the user."""
+    if entry.loader is not None or is_builtin(entry.path):
+        return False
+    is_there = exists(expanded(entry.path))
+    if entry.path in BUILDERS and not is_there:
+        return not any("://" in str(name) for name in as_items(entry.data_files or []))
+    return not is_url(entry.path) and (is_there or glob.has_magic(entry.path))
 
 
 def _loader_source(entry: DataSource, key: str, loader: str) -> RowSource:

@@ -219,24 +219,16 @@ class Delta:
         update = self._update
         if update.a is None:
             return None
-        held = update.b if update.is_transposed else update.a
-        whole = np.empty(held.shape, self._kind)
-        reader, flat = TensorReader(held, self._scratch), whole.reshape(-1)
-        for box in boxes(held.shape, BUFFER_BYTES // held.dtype.item_bytes):
-            flat[box.first : box.first + box.elements] = self._read(reader, held, box)
-        reader.finish()
-        return whole.T if update.is_transposed else whole
+        if update.is_transposed:
+            return _read_as(update.b, self._kind, self._raw, self._scratch).T
+        return _read_as(update.a, self._kind, self._raw, self._scratch)
 
     def _read_magnitude(self) -> Array | None:
         """[rows] of DoRA, in float64."""
         magnitude = self._update.magnitude
         if magnitude is None:
             return None
-        lengths, reader = np.empty(self._rows, np.float64), TensorReader(magnitude, self._scratch)
-        for box in boxes(magnitude.shape, BUFFER_BYTES // magnitude.dtype.item_bytes):
-            lengths[box.first : box.first + box.elements] = self._read(reader, magnitude, box)
-        reader.finish()
-        return lengths
+        return _read_as(magnitude, np.dtype(np.float64), self._raw, self._scratch).reshape(-1)
 
     def set_lengths(self, total: Array, box: Box) -> None:
         """Scale the rows of the sum, one box of whole rows, to DoRA's lengths, in place."""
@@ -246,11 +238,6 @@ class Delta:
         lengths = np.sqrt(np.einsum("ij,ij->i", rows, rows, dtype=np.float64))
         first = box.first // self._columns
         rows *= (self._magnitude[first : first + len(rows)] / lengths)[:, None]
-
-    def _read(self, reader: TensorReader, factor: SourceTensor, box: Box) -> Array:
-        values = self._raw[: box.elements * factor.dtype.item_bytes].view(factor.dtype.numpy)
-        reader.read(box, values)
-        return values
 
     def of(self, box: Box) -> Array:
         """The update of one box of the tensor, flat. Boxes come in order."""
@@ -276,9 +263,8 @@ class Delta:
             for index in range(rank):
                 for at in range(0, rows, width):
                     count = min(width, rows - at)
-                    columns[index, at : at + count] = self._read(
-                        self._left, factor, Box((index, row + at), (1, count), 0)
-                    )
+                    box = Box((index, row + at), (1, count), 0)
+                    columns[index, at : at + count] = _read_box(self._left, factor, box, self._raw)
             return columns.T
         rank = factor.shape[1] if len(factor.shape) > 1 else 1
         wanted = np.empty((rows, rank), self._kind)
@@ -290,7 +276,7 @@ class Delta:
                 if len(factor.shape) > 1
                 else Box((row + at,), (count,), 0)
             )
-            wanted[at : at + count] = self._read(self._left, factor, box).reshape(count, rank)
+            wanted[at : at + count] = _read_box(self._left, factor, box, self._raw).reshape(count, rank)
         return wanted
 
     def finish(self) -> None:
@@ -332,7 +318,25 @@ class ExpertDelta:
 @lru_cache(maxsize=4)
 def read_factor(factor: SourceTensor, kind: np.dtype[np.floating]) -> Array:
     """Return a factor in full. Kept for the next expert, whose tensor is usually the next in the file."""
-    return read_in_full(factor, np.empty(BUFFER_BYTES, np.uint8)).astype(kind)
+    raw, scratch = (np.empty(BUFFER_BYTES, np.uint8) for _ in range(2))
+    return _read_as(factor, kind, raw, scratch)
+
+
+def _read_as(tensor: SourceTensor, kind: np.dtype[np.floating], raw: Array, scratch: Array) -> Array:
+    """Return a tensor in full as `kind`, converted box by box. `raw` and `scratch` (BUFFER_BYTES each) are
+    clobbered."""
+    reader, values = TensorReader(tensor, scratch), np.empty(tensor.elements, kind)
+    for box in boxes(tensor.shape, BUFFER_BYTES // tensor.dtype.item_bytes):
+        values[box.first : box.first + box.elements] = _read_box(reader, tensor, box, raw)
+    reader.finish()
+    return values.reshape(tensor.shape)
+
+
+def _read_box(reader: TensorReader, tensor: SourceTensor, box: Box, raw: Array) -> Array:
+    """Return a box as it is stored, flat, in `raw`."""
+    values = raw[: box.elements * tensor.dtype.item_bytes].view(tensor.dtype.numpy)
+    reader.read(box, values)
+    return values
 
 
 def read_in_full(tensor: SourceTensor, scratch: Array) -> Array:

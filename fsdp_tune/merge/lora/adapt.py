@@ -18,7 +18,14 @@ from fsdp_tune.core.command import BaseWeights
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, usage_error
 from fsdp_tune.core.tensors.dtypes import DTYPES
 from fsdp_tune.core.tensors.peft_config import CONFIG_FILE, unknown_field_notices
-from fsdp_tune.core.tensors.peft_names import MAGNITUDE, PREFIX, PeftNames, sort_names, tensor_name, unwrapped
+from fsdp_tune.core.tensors.peft_names import (
+    MAGNITUDE,
+    PREFIX,
+    PeftNames,
+    classify_names,
+    tensor_name,
+    unwrapped,
+)
 from fsdp_tune.merge.companions import Companions, find_companions
 from fsdp_tune.merge.lora.base_under_adapter import (
     AdapterOptions,
@@ -139,7 +146,7 @@ def adapt(stack: ExitStack, contents: Contents, selection: Selection, options: A
         contents, notices=(*contents.notices, *unknown_field_notices(config.values, config.path))
     )
     names = [
-        sort_names(source.tensors, Where(str(weights.root)))
+        classify_names(source.tensors, Where(str(weights.root)))
         for source, weights in zip(contents.sources, selection.weights, strict=True)
     ]
     if options.export:
@@ -152,7 +159,7 @@ def _file_to_write(contents: Contents, weights: Weights) -> tuple[str, ...]:
     sharded checkpoints."""
     tensors = contents.sources[0].tensors
     derived = derive_config(
-        sort_names(tensors, Where(str(weights.root))),
+        classify_names(tensors, Where(str(weights.root))),
         {name: tensor.shape for name, tensor in tensors.items()},
     )
     if derived is None:
@@ -258,7 +265,7 @@ def merge_problems(recipe: Recipe, facts: ModelFacts) -> list[Problem]:
             }
             of_peft = AdapterConfig(folder / CONFIG_FILE, config)
             add_layers(
-                _layers(tensors, sort_names(tensors, where), below, folder, of_peft),
+                _layers(tensors, classify_names(tensors, where), below, folder, of_peft),
                 of_peft,
                 facts.exported_config,
             )

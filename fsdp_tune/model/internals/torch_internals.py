@@ -262,7 +262,8 @@ MODULE_INFO = Attribute(
 PARAM_NAME = Attribute(
     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._param_fqn", "`mixed_precision: fp8`", READ_IN
 )
-"""The module and the name of a parameter, to read back in which dtype it was gathered."""
+"""The module and the name of a parameter, to read back in which dtype it was gathered, and to find its shard
+meanwhile."""
 FSDP_PARAM = Name(
     "torch.distributed.fsdp._fully_shard:_fsdp_param", "`quantization` with torch before 2.13", READ_IN
 )

@@ -16,7 +16,7 @@ import torch
 from fsdp_tune.model.internals.torch_internals import DISABLE_MODES
 from fsdp_tune.model.internals.torchao_internals import NEW_BUFFER
 from fsdp_tune.model.optim.lean_adamw import restore_moments
-from fsdp_tune.model.shard.local import local_part, require_torchao, wraps_others
+from fsdp_tune.model.shard.local import local_part, require_torchao
 from fsdp_tune.recipe.schema.optimizers import optimizer_name, state_bits
 from fsdp_tune.recipe.schema.recipe import Recipe
 
@@ -85,14 +85,6 @@ def with_plain_rates(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Opti
 
     PlainRates.__name__ = kind.__name__
     return PlainRates
-
-
-def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the plain tensors of this rank that a tensor of optimizer state consists of."""
-    local = local_part(tensor)
-    if wraps_others(type(local)):
-        return [getattr(local, name) for name in local.__tensor_flatten__()[0]]
-    return [local]
 
 
 def kept_as(tensor: torch.Tensor) -> str:

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import dropwhile
 from typing import Any
 
 from torch import nn
@@ -359,7 +360,7 @@ def _end_groups(model: PreTrainedModel, layers: Sequence[str]) -> list[tuple[str
     name_of = {id(module): name for name, module in model.named_modules()}
     ends: tuple[Any, Any] = (model.get_input_embeddings(), model.get_output_embeddings())
     embedding, head = ends
-    norm = _final_norm(model, layers)
+    norm = _final_norm(model, layers, None if head is None else head.weight.shape[-1])
     tied = head is not None and embedding is not None and embedding.weight is head.weight
     tail = [norm, embedding, head] if tied else [norm, head]
     names = tuple(name_of[id(module)] for module in tail if module is not None)
@@ -367,22 +368,24 @@ def _end_groups(model: PreTrainedModel, layers: Sequence[str]) -> list[tuple[str
     return [*groups, names] if names else groups
 
 
-def _final_norm(model: PreTrainedModel, layers: Sequence[str]) -> nn.Module | None:
-    """Return the norm that follows the last decoder layer among its siblings, or None.
+def _final_norm(model: PreTrainedModel, layers: Sequence[str], width: int | None) -> nn.Module | None:
+    """Return the last norm of this width after the list of the last decoder layer, among the siblings of the
+    list, or None. `width`: of the head's input; None: any.
 
     The last layer counts, since models with a vision tower have its layers before those of the language
-    model.
+    model. Other norms after the list are those of inputs, before the final one (mBART) or of another width
+    (Gemma 3n and 4).
     """
-    parent_name = layers[-1].rsplit(".", 2)[0] if layers else ""
-    parent = model.get_submodule(parent_name) if parent_name else model
-    after_layers, found = False, None
-    for child_name, child in parent.named_children():
-        prefix = f"{parent_name}.{child_name}." if parent_name else f"{child_name}."
-        if any(layer.startswith(prefix) for layer in layers):
-            after_layers = True
-        elif after_layers and "norm" in type(child).__name__.lower():
-            found = child
-    return found
+    parent_name, _, list_name = layers[-1].rpartition(".")[0].rpartition(".")
+    siblings = model.get_submodule(parent_name).named_children()
+    after = [child for _, child in dropwhile(lambda sibling: sibling[0] != list_name, siblings)]
+    norms = [
+        child
+        for child in after
+        if "norm" in type(child).__name__.lower()
+        and all(width in (None, parameter.shape[-1]) for parameter in child.parameters())
+    ]
+    return norms[-1] if norms else None
 
 
 def _by_patterns(recipe: Recipe, model: nn.Module) -> list[str]:

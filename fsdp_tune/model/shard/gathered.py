@@ -1,4 +1,4 @@
-"""Find gathered FSDP units, and reshard them after a forward without a backward.
+"""Find gathered FSDP units and their shards, and reshard them after a forward without a backward.
 
 Units that stay gathered after the forward (the root, the kept tail, every unit under SHARD_GRAD_OP) are
 resharded by their backward. Without a backward they stay gathered; the optimizer then updates the shards, and
@@ -49,6 +49,22 @@ def _is_gathered(unit: Any) -> bool:
         return False
     # The first forward allocates the storage for full parameters.
     return internals.FULL_PARAMETER.of(handle.flat_param) is not None and not handle.needs_unshard()
+
+
+def own_parameters(wrapped: nn.Module) -> list[torch.Tensor]:
+    """Return the parameters that this rank holds between steps.
+
+    While an FSDP2 unit is gathered, its modules have the full parameters, and the shards are found in the
+    unit.
+    """
+    groups = [unit for _, unit in units_of(wrapped) if not isinstance(unit, FullyShardedDataParallel)]
+    sharded = {
+        internals.PARAM_NAME.of(each): each.sharded_param for group in groups for each in group.fsdp_params
+    }
+    return [
+        *sharded.values(),
+        *(parameter for name, parameter in wrapped.named_parameters() if name not in sharded),
+    ]
 
 
 @contextlib.contextmanager

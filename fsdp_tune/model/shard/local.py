@@ -173,6 +173,18 @@ def wraps_others(kind: type) -> bool:
     )
 
 
+def parts_of(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors of this rank that a tensor consists of: the local one of a DTensor, those
+    inside of torchao's. Of any other value, none."""
+    if isinstance(value, DTensor):
+        yield from parts_of(value.to_local())
+    elif wraps_others(type(value)):
+        for name in value.__tensor_flatten__()[0]:
+            yield from parts_of(getattr(value, name))
+    elif isinstance(value, torch.Tensor):
+        yield value
+
+
 @torch.no_grad()
 def copy_part(target: torch.Tensor, whole: torch.Tensor) -> None:
     """Copy this rank's part of `whole` into `target`, without communication."""

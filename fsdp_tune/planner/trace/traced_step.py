@@ -26,10 +26,9 @@ from fsdp_tune.model.kernels.fake_quantised import prepare_quantised
 from fsdp_tune.model.kernels.linear_layers import convert_to_fp8
 from fsdp_tune.model.kernels.varlen import varlen_rows
 from fsdp_tune.model.loading.assemble import Loaded, wrap_whole
-from fsdp_tune.model.optim.adamw_in_blocks import parts_of
 from fsdp_tune.model.optim.optimizer import build_optimizer
 from fsdp_tune.model.sequence_parallel import rows_known
-from fsdp_tune.model.shard.local import plain_name
+from fsdp_tune.model.shard.local import parts_of, plain_name
 from fsdp_tune.model.shard.process_groups import join_groups, make_groups, make_mesh
 from fsdp_tune.model.shard.wrap import begin_micro_batch
 from fsdp_tune.model.step import (
@@ -290,7 +289,7 @@ def _update(recipe: Recipe, loaded: Loaded, recorder: Recorder, optimizer: torch
         optimizer.step()
     for state in optimizer.state.values():
         for value in state.values():
-            for part in parts_of(value) if isinstance(value, torch.Tensor) else ():
+            for part in parts_of(value):
                 recorder.mark(part, "optimizer state")
     place.phase, place.layer = PHASE["zero_grad"], -1
     optimizer.zero_grad(set_to_none=True)

@@ -7,6 +7,7 @@ refused, with the reason and the replacement.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fsdp_tune.core.errors import Notice, Problem
@@ -75,7 +76,7 @@ class Dropped:
     """A removed key. `fine` is the value that the package always uses; any other value is refused."""
 
     path: NamePath
-    fine: Value | None
+    fine: Value | Mapping[str, Value]
     """None: any value is accepted and has no effect."""
     reason: str
 
@@ -96,6 +97,14 @@ DROPPED = (
         ("training", "overwrite_output_dir"), None, "it is an option of the command: `train --overwrite`"
     ),
     Dropped(("overwrite_output_dir",), None, "it is an option of the command: `train --overwrite`"),
+    *(
+        Dropped(
+            ("training", name),
+            fine={"use_reentrant": False},
+            reason="activation checkpointing is always non-reentrant and keeps the random state",
+        )
+        for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
+    ),
     Dropped(("fsdp", "use_orig_params"), fine=True, reason="the model always keeps its original parameters"),
     Dropped(
         ("fsdp", "limit_all_gathers"), fine=True, reason="the number of gathers in flight is always limited"
@@ -150,7 +159,6 @@ def translate(tree: MappingNode) -> tuple[list[Notice], list[Problem]]:
     for row in DROPPED:
         _drop(work, row)
     _values(work)
-    _reentrant(work)
     return work.notices, work.problems
 
 
@@ -376,18 +384,6 @@ def _share_of_steps(work: Translation) -> None:
             "from 0, below 1"
         )
         work.problems.append(Problem("wrong-value", message, at(entry.where, "training.warmup_ratio")))
-
-
-def _reentrant(work: Translation) -> None:
-    for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
-        entry = work.find(("training", name))
-        if entry is not None and plain_value(entry.node) == {"use_reentrant": False}:
-            work.take(("training", name))
-            work.add_notice(
-                entry.where,
-                f"training.{name}",
-                f"`training.{name}` is not needed: activation checkpointing is always non-reentrant",
-            )
 
 
 def _drop(work: Translation, row: Dropped) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_tune.model.internals.torch_internals import MESH_WITHOUT_GROUPS
-from fsdp_tune.model.shard.local import wraps_others
+from fsdp_tune.model.shard.local import parts_of, wraps_others
 from fsdp_tune.worker.checkpoint.state import RankFile
 
 ALIGNMENT_BYTES = 256
@@ -55,7 +54,7 @@ class HostArena:
             *snapshot.model.values(),
             *(each for kinds in snapshot.optimizer.values() for each in kinds.values()),
         ]
-        tensors = [part for tensor in every for part in _parts(tensor)]
+        tensors = [part for tensor in every for part in parts_of(tensor)]
         on_device = any(tensor.is_cuda for tensor in tensors)
         self._reserve(sum(_aligned(tensor) for tensor in tensors), pinned=on_device)
         self._used_bytes = 0
@@ -117,18 +116,6 @@ class HostArena:
         )
         self._used_bytes += _aligned(tensor)
         return part.copy_(tensor.detach(), non_blocking=True)
-
-
-def _parts(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors of a tensor: the local one of a DTensor, those inside of torchao's. Of any
-    other value, none."""
-    if isinstance(value, DTensor):
-        yield from _parts(value.to_local())
-    elif wraps_others(type(value)):
-        for name in value.__tensor_flatten__()[0]:
-            yield from _parts(getattr(value, name))
-    elif isinstance(value, torch.Tensor):
-        yield value
 
 
 def pin_memory(address: int, size_bytes: int) -> None:

@@ -14,7 +14,8 @@ from torch import nn
 from fsdp_tune.core.errors import Problem
 from fsdp_tune.core.units import KIB
 from fsdp_tune.model.allocation_errors import is_of_cuda
-from fsdp_tune.model.shard.local import local_part
+from fsdp_tune.model.shard.gathered import own_parameters
+from fsdp_tune.model.shard.local import parts_of
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 from fsdp_tune.worker.observe.memory_problems import Host, Moment, host_problem, sizes_in
@@ -47,13 +48,8 @@ def host_out_of_memory(recipe: Recipe, heartbeat: HeartbeatWriter, error: BaseEx
 def live_components(trainer: FsdpTrainer) -> dict[str, int]:
     """Return the bytes on the device of this rank that persist between steps."""
     device = trainer.args.device
-    parameters = list(trainer.wrapped.parameters())
-    moments = [
-        value
-        for entry in trainer.live_optimizer.state.values()
-        for value in entry.values()
-        if isinstance(value, torch.Tensor)
-    ]
+    parameters = own_parameters(trainer.wrapped)
+    moments = [value for entry in trainer.live_optimizer.state.values() for value in entry.values()]
     return {
         "parameters": _bytes(parameters, device),
         "gradients": _bytes((p.grad for p in parameters if p.grad is not None), device),
@@ -61,15 +57,11 @@ def live_components(trainer: FsdpTrainer) -> dict[str, int]:
     }
 
 
-def _bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
-    """Return the bytes of local parts on `device`; shared storage counts once."""
-    storages: dict[int, int] = {}
-    for tensor in tensors:
-        local = local_part(tensor)
-        if local.device.type == device.type:
-            storage = local.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+def _bytes(tensors: Iterable[object], device: torch.device) -> int:
+    """Return the bytes of this rank's parts of tensors on `device`; shared storage counts once."""
+    parts = [part for tensor in tensors for part in parts_of(tensor) if part.device.type == device.type]
+    storages = [part.untyped_storage() for part in parts]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _host() -> Host:

@@ -23,10 +23,10 @@ from fsdp_tune.model.kernels.loss_in_head import loss_kernel_of
 from fsdp_tune.model.kernels.mlp_slices import mlp_slices_of
 from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.model.loading.construct import frozen_by_its_code
-from fsdp_tune.model.optim.adamw_in_blocks import blocks_fit, kept_as, parts_of
+from fsdp_tune.model.optim.adamw_in_blocks import blocks_fit, kept_as
 from fsdp_tune.model.optim.muon import ORTHOGONAL
 from fsdp_tune.model.sequence_parallel import sequence_group_of
-from fsdp_tune.model.shard.local import TORCH_DTYPE, kept_in_fp32, local_part, plain_name
+from fsdp_tune.model.shard.local import TORCH_DTYPE, kept_in_fp32, local_part, parts_of, plain_name
 from fsdp_tune.model.shard.wrap import process_groups
 from fsdp_tune.recipe.fsdp_arguments import expected
 from fsdp_tune.recipe.schema.optimizers import (

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.model.optim.adamw_in_blocks import parts_of
+from fsdp_tune.model.shard.local import parts_of
 from fsdp_tune.planner.trace_format import PHASES
 from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.parity import runs

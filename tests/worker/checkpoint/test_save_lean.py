@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fsdp_tune.model.optim.adamw_in_blocks import kept_as, parts_of, torchao_class, with_plain_rates
+from fsdp_tune.model.optim.adamw_in_blocks import kept_as, torchao_class, with_plain_rates
+from fsdp_tune.model.shard.local import parts_of
 from fsdp_tune.worker.checkpoint.snapshot import HostArena, Snapshot
 
 
