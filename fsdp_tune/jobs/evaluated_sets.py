@@ -166,7 +166,9 @@ class PreparedSet:
             np.array([row.count for row in rows], float),
         )
         if not self._is_match:
-            totals, counts = (np.bincount(self._row_of, weights=each) for each in (totals, counts))
+            totals, counts = (
+                np.bincount(self._row_of, weights=each).astype(np.float64) for each in (totals, counts)
+            )
         scores = Scores(totals, counts)
         if not scores.counts.sum():
             raise failed_error(
