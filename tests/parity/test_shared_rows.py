@@ -278,6 +278,7 @@ def test_models_that_look_across_tokens_outside_of_attention_are_refused(on_rank
         ("llama", 8, {}, "its 4 attention heads do not divide by 8"),
         ("lfm2", 2, RECURRENT["lfm2"], "`model.layers.0.conv` (Lfm2ShortConv) reads earlier tokens itself"),
         ("bloom", 2, {}, "BloomForCausalLM does not use transformers' attention interface in every layer"),
+        ("doge", 2, {}, "DogeAttention takes its attention kernel from a table of its own"),
         ("gpt2", 2, {}, "it has dropout (attn_pdrop, embd_pdrop, resid_pdrop)"),
         ("llama", 2, {"attention_dropout": 0.1}, "it has dropout (attention_dropout)"),
     ],
