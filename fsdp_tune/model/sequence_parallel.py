@@ -12,6 +12,8 @@ forwards outside of it (generation) compute complete rows on each rank.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -197,6 +199,11 @@ def require_shareable_rows(recipe: Recipe, model: PreTrainedModel) -> None:
         raise _not_shareable(
             f"{type(model).__name__} does not use transformers' attention interface in every layer"
         )
+    if (own := next(filter(_has_own_table, map(bare_class, model.modules())), None)) is not None:
+        raise _not_shareable(
+            f"{own.__name__} takes its attention kernel from a table of its own, which no "
+            "exchange of tokens reaches"
+        )
     if across := find_mixers(model) | find_selectors(model):
         name, module = next(iter(across.items()))
         raise _not_shareable(
@@ -212,6 +219,25 @@ def require_shareable_rows(recipe: Recipe, model: PreTrainedModel) -> None:
             "that holds the token",
             hint,
         )
+
+
+_TABLE = "ALL_ATTENTION_FUNCTIONS"
+
+
+@functools.cache
+def _has_own_table(module_class: type[nn.Module]) -> bool:
+    """Return whether a class takes its attention kernel from another table than transformers', as Doge does:
+    it would get masks of complete rows with the tokens of one rank."""
+    methods = (
+        inspect.unwrap(value)
+        for each in module_class.__mro__
+        for value in vars(each).values()
+        if inspect.isfunction(value)
+    )
+    return any(
+        _TABLE in method.__code__.co_names and method.__globals__.get(_TABLE) is not ALL_ATTENTION_FUNCTIONS
+        for method in methods
+    )
 
 
 def _heads_do_not_divide(heads: int, size: int) -> FsdpTuneError:

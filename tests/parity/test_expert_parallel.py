@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load
 from transformers import AutoModelForCausalLM
 
@@ -27,6 +28,13 @@ def ep(size: int, **others: Any) -> tuple[tuple[str, Any], ...]:
 SECTION = "expert parallelism"
 _BASE = Case("mixtral-divided", fsdp=ep(2))
 _LORA = (("r", 4), ("lora_alpha", 4), ("target_modules", ("q_proj", "k_proj", "v_proj", "o_proj")))
+_OF_EXPERTS = (
+    ("r", 4),
+    ("lora_alpha", 4),
+    ("target_modules", ()),
+    ("target_parameters", ("experts.gate_up_proj", "experts.down_proj")),
+)
+_WITH_EXPERTS = (*_OF_EXPERTS[:2], ("target_modules", ("q_proj", "v_proj")), _OF_EXPERTS[3])
 _QWEN, _OSS, _DEEPSEEK = (
     Case("qwen2-moe-divided", fsdp=ep(2)),
     Case("gpt-oss-divided", fsdp=ep(2)),
@@ -53,12 +61,20 @@ CASES = [
     replace(_BASE, kernels=(("experts", "eager"),), packed=True),
     replace(_BASE, kernels=(("experts", "batched_mm"),)),
     replace(_BASE, lora=_LORA, packed=True, recomputation="full"),
+    replace(_BASE, lora=_WITH_EXPERTS),
+    replace(_BASE, ranks=4, lora=_WITH_EXPERTS, packed=True, recomputation="full", accumulation=2),
+    replace(_BASE, ranks=4, fsdp=ep(4), lora=_OF_EXPERTS, packed=True, recomputation="full"),
+    replace(_BASE, ranks=4, strategy="HYBRID_SHARD", lora=_WITH_EXPERTS, tokens=64),
+    replace(_BASE, lora=_OF_EXPERTS, kernels=(("experts", "eager"),), fsdp=ep(2, forward_prefetch=1)),
+    replace(_BASE, ranks=4, lora=_WITH_EXPERTS, resumed="other"),
     replace(_QWEN, ranks=4, recomputation="full", packed=True, accumulation=2),
     replace(_QWEN, ranks=4, fsdp=ep(4), kernels=(("experts", "eager"),)),
     _OSS,
     replace(_OSS, ranks=4, fsdp=ep(4), recomputation="full", packed=True),
+    replace(_OSS, lora=_WITH_EXPERTS, recomputation="full", packed=True),
     replace(_DEEPSEEK, ranks=4, recomputation="full"),
     replace(_DEEPSEEK, ranks=4, fsdp=ep(4), accumulation=2, packed=True),
+    replace(_DEEPSEEK, ranks=4, lora=_OF_EXPERTS, recomputation="full"),
 ]
 
 
@@ -78,6 +94,7 @@ def test_run_follows_the_reference(case: Case, bench: Bench, record_property) ->
         replace(_OSS, precision="bf16"),
         replace(_OSS, precision="bf16", ranks=4, fsdp=ep(4), recomputation="full", packed=True),
         replace(_OSS, precision="bf16", kernels=(("experts", "eager"),)),
+        replace(_BASE, precision="bf16", lora=_WITH_EXPERTS, packed=True, recomputation="full"),
     ],
     ids=str,
 )
@@ -94,13 +111,14 @@ def resumed(bench: Bench, case: Case, donor: RunDir, step: int) -> RunDir:
 
 @pytest.mark.slow
 @pytest.mark.ranks
+@pytest.mark.parametrize("lora", [(), _WITH_EXPERTS], ids=["full", "adapters of experts"])
 def test_run_resumed_on_another_division_and_world_follows_the_reference(
-    bench: Bench, record_property
+    lora: tuple[tuple[str, Any], ...], bench: Bench, record_property
 ) -> None:
     """4 ranks that divide the experts, then 2, then one with all of them; and from one back to 4."""
     for sizes in ((4, 2, 1), (1, 4, 2)):
         cases = [
-            replace(_BASE, ranks=size, fsdp=ep(size), steps=SHORT, training=(("save_steps", 3),))
+            replace(_BASE, ranks=size, fsdp=ep(size), lora=lora, steps=SHORT, training=(("save_steps", 3),))
             for size in sizes
         ]
         run = bench.run(cases[0])
@@ -111,21 +129,29 @@ def test_run_resumed_on_another_division_and_world_follows_the_reference(
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_checkpoints_of_any_division_merge_to_the_same_bytes(bench: Bench, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", [(), _WITH_EXPERTS], ids=["full", "adapters of experts"])
+def test_checkpoints_of_any_division_merge_to_the_same_bytes(
+    lora: tuple[tuple[str, Any], ...], bench: Bench, tmp_path: Path
+) -> None:
     """A step with a learning rate of 0 leaves the weights, so each merge is the model that the run started
     from."""
     still = (("learning_rate", 0.0), ("max_steps", 1), ("save_steps", 1), ("eval_steps", 1))
     whole = {"state_dict_type": "FULL_STATE_DICT"}
     divisions = [(2, ep(1)), (2, ep(2)), (4, ep(2)), (4, ep(4)), (2, ep(2, **whole))]
+    adapter = bench.adapter(replace(_BASE, lora=lora)) if lora else None
+    config = None if adapter is None else adapter / "adapter_config.json"
     merged: list[bytes] = []
     for index, (ranks, fsdp) in enumerate(divisions):
-        run = bench.run(replace(_BASE, ranks=ranks, fsdp=fsdp, training=still))
-        output = merge_checkpoint(
-            run.checkpoint(1), MergeOptions(tmp_path / str(index), dtype="fp32", verify="none")
-        ).output
+        run = bench.run(replace(_BASE, ranks=ranks, fsdp=fsdp, lora=lora, training=still))
+        options = MergeOptions(tmp_path / str(index), dtype="fp32", verify="none", adapter_config=config)
+        output = merge_checkpoint(run.checkpoint(1), options).output
         merged.append((output / "model.safetensors").read_bytes())
     assert all(each == merged[0] for each in merged)
-    start = AutoModelForCausalLM.from_pretrained(
-        bench.model(_BASE.architecture), dtype=torch.float32
-    ).state_dict()
-    assert all(torch.equal(tensor, start[name]) for name, tensor in load(merged[0]).items())
+    start: Any = AutoModelForCausalLM.from_pretrained(bench.model(_BASE.architecture), dtype=torch.float32)
+    if adapter is None:
+        state = start.state_dict()
+        assert all(torch.equal(tensor, state[name]) for name, tensor in load(merged[0]).items())
+        return
+    state = PeftModel.from_pretrained(start, adapter).merge_and_unload().state_dict()
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "0", dtype=torch.float32).state_dict()
+    torch.testing.assert_close(written, state, rtol=1e-6, atol=1e-6)

@@ -155,10 +155,12 @@ def test_sizes_that_divide_neither_ranks_nor_experts_are_left_out() -> None:
     assert list(rows_of(with_ep_size(mixture(shards=16), 16))) == [1, 2, 4, 8, 16]
 
 
-def test_dense_models_and_single_ranks_have_no_rows() -> None:
+def test_dense_models_adapted_experts_and_single_ranks_have_no_rows() -> None:
     trace = mixture()
     assert rows_of(replace(trace, facts=TraceFacts(config={}))) == {}
     assert rows_of(mixture(shards=1)) == {}
+    adapted = replace(mixture(), modules=(*MODULES[:4], "model.layers.0.mlp.experts.base_layer"))
+    assert rows_of(adapted) == {}
     with pytest.raises(UnknownFigure, match="link speed of H100"):
         expert_rows(trace, UNLINKED, 1, EFFICIENCY)
 

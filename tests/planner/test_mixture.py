@@ -26,6 +26,7 @@ from tests.planner.test_experts import (
     ELEMENTS,
     EXPERTS,
     H100,
+    MODULES,
     ROWS,
     TOKENS,
     UNLINKED,
@@ -35,6 +36,8 @@ from tests.planner.test_experts import (
 
 EXPERTS_BYTES = ELEMENTS * 4 * 9 // 10
 """Of the layer's experts, when gathered."""
+
+ADAPTED = replace(mixture(), modules=(*MODULES[:4], "model.layers.0.mlp.experts.base_layer"))
 
 
 @pytest.mark.parametrize("ep", [1, 2, 8])
@@ -62,6 +65,7 @@ def test_unknown_link_is_named_and_memory_is_predicted() -> None:
     [
         (mixture(experts=12), "8 ranks do not divide 12 experts and 8 shards"),
         (Hand().op("mm", flops=1e12).trace(topology=Topology(shard=8)), "no grouped product"),
+        (ADAPTED, "its stacks of experts have adapters"),
     ],
 )
 def test_model_that_is_not_predicted_is_refused(trace: Trace, reason: str) -> None:

@@ -31,7 +31,6 @@ REFUSED = [
         "`kernels.experts: sonicmoe`",
     ),
     ("fsdp: {ep_size: 2}\nkernels: {mlp_slice_tokens: 512}", "`kernels.mlp_slice_tokens: 512`"),
-    ("fsdp: {ep_size: 2}\nlora: {target_parameters: [experts.down_proj]}", "`lora.target_parameters`"),
     ("fsdp: {ep_size: 2}\nlora: {}\nquantization: {}", "`quantization`"),
     ("fsdp: {ep_size: 2}\nquantization: {train: int4}", "`quantization`"),
     ("fsdp: {ep_size: 2}\ntraining: {optim: muon}", "`training.optim: muon`"),
@@ -44,6 +43,7 @@ TAKEN = [
     "reshard_after_backward: false}",
     "fsdp: {ep_size: 2, activation_checkpointing: auto, reshard_after_backward: auto}",
     "fsdp: {ep_size: 2}\nlora: {}",
+    "fsdp: {ep_size: 2}\nlora: {target_parameters: [experts.down_proj]}",
     "fsdp: {ep_size: 2}\nkernels: {experts: eager}",
 ]
 

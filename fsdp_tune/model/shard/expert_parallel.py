@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -28,8 +28,11 @@ from transformers import PreTrainedModel
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.core.expert_kernels import EXPERTS_KERNELS
 from fsdp_tune.core.expert_names import EXPERT_INDEX_ARGUMENTS, dim_inside
+from fsdp_tune.core.tensors.peft_names import unwrapped
 from fsdp_tune.model.internals.transformers_internals import EXPERTS, has_experts_kernel
 from fsdp_tune.model.shard.exchange import exchange, exchanged
+from fsdp_tune.model.shard.expert_adapters import leave_to_experts, with_adapter
+from fsdp_tune.model.shard.expert_biases import operand
 from fsdp_tune.model.shard.local import ModuleView, bare_class, bare_model
 from fsdp_tune.model.shard.routed_once import RoutedOnce, is_known_to_choose_otherwise
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -77,17 +80,27 @@ def mesh_of_shards(mesh: DeviceMesh) -> DeviceMesh:
     return mesh["expert_shard"] if mesh.ndim == 2 else mesh["replicate", "expert_shard"]
 
 
-def divide_experts(experts: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
+def divide_experts(
+    experts: nn.Module,
+    mesh: DeviceMesh,
+    device: torch.device,
+    adapters: Mapping[str, Any] | None = None,
+) -> None:
     """Leave a module its part of the experts, and exchange tokens around its forward. Call it directly before
-    FSDP2 shards the module, so that one part is unsharded on the device at a time."""
+    FSDP2 shards the module, so that one part is unsharded on the device at a time.
+
+    `adapters`: PEFT's layers around the module, by the parameter that each adapts (`expert_adapters`).
+    """
     ep = mesh["ep"]
     for key, whole in list(experts.named_parameters(recurse=False)):
         setattr(
             experts, key, nn.Parameter(_part(whole.detach(), ep, device), requires_grad=whole.requires_grad)
         )
-    forward: Any = _over_ranks(experts, ep.get_group())
+    forward: Any = _over_ranks(experts, ep.get_group(), adapters or {})
     forward.expert_group = ep.get_group()  # for the read-back: another forward has none
     experts.forward = forward
+    for layer in (adapters or {}).values():
+        leave_to_experts(layer)
 
 
 def average_over_all(unit: FSDPModule, mesh: DeviceMesh) -> None:
@@ -112,20 +125,25 @@ def _part(whole: torch.Tensor, ep: DeviceMesh, device: torch.device) -> DTensor:
     return DTensor.from_local(own, ep, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
 
 
-def _over_ranks(experts: nn.Module, group: dist.ProcessGroup) -> Callable[..., torch.Tensor]:
+def _over_ranks(
+    experts: nn.Module, group: dist.ProcessGroup, adapters: Mapping[str, Any]
+) -> Callable[..., torch.Tensor]:
     """Return the forward of experts that the ranks of `group` divide, around that of their class."""
     inner: Any = type(experts).forward  # FSDP2 makes a subclass of it
     size, count = group.size(), next(experts.parameters()).shape[0]
+    share = count // size
+    own = slice(group.rank() * share, (group.rank() + 1) * share)
 
     def forward(
         hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         tokens, chosen = top_k_index.shape
         kernel = EXPERTS.of(experts.config)
-        stacks = (
-            (name, _operand(_local(stack), kernel)) for name, stack in experts.named_parameters(recurse=False)
-        )
-        view = ModuleView(experts, num_experts=count // size, **dict(stacks))
+        stacks = {
+            name: operand(_local(stack), kernel) for name, stack in experts.named_parameters(recurse=False)
+        }
+        stacks |= {name: with_adapter(stacks[name], layer, own) for name, layer in adapters.items()}
+        view = ModuleView(experts, num_experts=share, **stacks)
         once = RoutedOnce.entered
         make = functools.partial(_route, top_k_index, count, group)
         route = make() if once is None else once.route(top_k_index, top_k_weights, make)
@@ -147,19 +165,6 @@ def _over_ranks(experts: nn.Module, group: dist.ProcessGroup) -> Callable[..., t
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def _operand(stack: torch.Tensor, kernel: object) -> torch.Tensor:
-    """Return a stack as a kernel takes it: biases of `grouped_mm` in fp32, so that their gradients are summed
-    over rows in fp32.
-
-    transformers' `grouped_mm` indexes biases by the expert of each row, and the backward of an index adds the
-    rows in the dtype of what
-    is indexed: of thousands of rows, which come from all ranks, bf16 loses a tenth. The biases are added in
-    place to a product, which keeps its dtype. `eager` adds one bias to all rows of its expert, which autograd
-    sums in fp32.
-    """
-    return stack.float() if kernel == "grouped_mm" and stack.ndim == 2 else stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,11 +255,12 @@ def _against_recomputing(recipe: Recipe, model: PreTrainedModel, name: str) -> s
         parameter.is_meta for parameter in experts.parameters()
     ):
         return None
+    called = unwrapped(name)
     block, embedding = (
-        model.get_submodule(name.rpartition(".")[0]),
+        model.get_submodule(called.rpartition(".")[0]),
         cast(nn.Embedding, model.get_input_embeddings()),
     )
-    if not is_known_to_choose_otherwise(block, experts, embedding.embedding_dim):
+    if not is_known_to_choose_otherwise(block, model.get_submodule(called), embedding.embedding_dim):
         return None
     way = f"`fsdp.activation_checkpointing: {recipe.fsdp.activation_checkpointing}`"
     return (

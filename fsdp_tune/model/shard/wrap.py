@@ -32,6 +32,7 @@ from transformers import PreTrainedModel
 from fsdp_tune.core.expert_names import dim_inside
 from fsdp_tune.model.internals import torch_internals as internals
 from fsdp_tune.model.internals.transformers_internals import RECORDED_OUTPUTS
+from fsdp_tune.model.shard.expert_adapters import adapters_around
 from fsdp_tune.model.shard.expert_parallel import (
     average_over_all,
     divide_experts,
@@ -114,7 +115,7 @@ def _wrap_fsdp2(
         keep = group in units.keeps_gathered
         own = as_stored if group in units.in_fp32 else options
         if expert_mesh is not None and group[0] in units.divided:
-            _shard_experts(modules[0], expert_mesh, device, own | {"reshard_after_forward": reshard})
+            _shard_experts(model, group[0], expert_mesh, device, own | {"reshard_after_forward": reshard})
             continue
         fully_shard(
             modules if len(modules) > 1 else modules[0],
@@ -135,11 +136,16 @@ def _wrap_fsdp2(
 
 
 def _shard_experts(
-    experts: nn.Module, expert_mesh: DeviceMesh, device: torch.device, options: dict[str, Any]
+    model: PreTrainedModel,
+    name: str,
+    expert_mesh: DeviceMesh,
+    device: torch.device,
+    options: dict[str, Any],
 ) -> None:
     """Make the unit of divided experts: sharded inside of each expert, since the ranks of `ep` divide the
     first dimension."""
-    divide_experts(experts, expert_mesh, device)
+    experts = model.get_submodule(name)
+    divide_experts(experts, expert_mesh, device, adapters_around(model, name))
     mesh = mesh_of_shards(expert_mesh)
 
     def placement(parameter: nn.Parameter) -> Shard:

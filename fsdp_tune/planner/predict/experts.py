@@ -23,6 +23,7 @@ from fsdp_tune.planner.predict.mixture import (
     TracedExperts,
     copies_of_units,
     divisions,
+    has_adapted_experts,
     imbalance,
     is_grouped,
     may_be_divided,
@@ -77,11 +78,11 @@ def expert_rows(
     trace: Trace, hardware: Hardware, machines: int, efficiency: Efficiency
 ) -> tuple[ExpertRow, ...]:
     """Return the step for each number of ranks that can divide the experts, from one; () for a model without
-    experts, or for one rank.
+    experts or with adapters of them, and for one rank.
 
     Raises: UnknownFigure for a missing figure of the GPU.
     """
-    if not may_be_divided(trace):
+    if not may_be_divided(trace) or has_adapted_experts(trace):
         return ()
     trace = full_depth(trace)
     mixture = mixture_of(trace)

@@ -19,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdp_tune.core.errors import usage_error
-from fsdp_tune.core.expert_names import dim_inside, is_in_experts
+from fsdp_tune.core.expert_names import are_stacked_experts, dim_inside, is_in_experts
 from fsdp_tune.core.families import CHOSEN_EXPERTS, expert_count
+from fsdp_tune.core.tensors.peft_names import unwrapped
 from fsdp_tune.planner.trace_format import DTYPES, KINDS, PHASES, Records, Trace
 
 GROUPED_PRODUCT = "grouped_mm"
@@ -87,7 +88,9 @@ def divided_mixture(trace: Trace) -> TracedExperts | None:
     if ep == 1:
         return None
     mixture = mixture_of(trace)
-    if mixture is None:
+    if has_adapted_experts(trace):
+        reason = "its stacks of experts have adapters (`lora.target_parameters`)"
+    elif mixture is None:
         reason = "its configuration has no number of chosen experts, or its step has no grouped product"
     elif ep not in divisions(trace, mixture, [ep]):
         others = trace.shapes.shards // ep
@@ -144,6 +147,11 @@ def may_be_divided(trace: Trace) -> bool:
     """Return whether the model has experts and several ranks share a copy. The trace need not be at full
     depth."""
     return expert_count(trace.facts.config) > 1 and trace.shapes.shards > 1
+
+
+def has_adapted_experts(trace: Trace) -> bool:
+    """Return whether stacks of experts have adapters, each with a changed copy of its stack in a layer."""
+    return any(unwrapped(name) != name and are_stacked_experts(unwrapped(name)) for name in trace.modules)
 
 
 def mixture_of(trace: Trace) -> TracedExperts | None:

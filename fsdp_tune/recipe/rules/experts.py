@@ -115,12 +115,6 @@ def _training(recipe: Recipe) -> Unsupported:
     name = optimizer_name(recipe.training)
     lean = next((word for word, _ in pairs_of(recipe.training) if word in (STATE_DTYPE, STOCHASTIC)), None)
     return {
-        "lora.target_parameters": (
-            recipe.lora is not None
-            and bool(recipe.lora.target_parameters)
-            and "`lora.target_parameters` (adapters of stacked experts)",
-            "adapt other layers by `target_modules`",
-        ),
         "quantization": (recipe.quantization is not None and "`quantization`", "leave `quantization` out"),
         "training.optim": (
             name != DEFAULT_OPTIMIZER
