@@ -44,10 +44,21 @@ class MemoryBudget:
     name: str
     usable_bytes: int
     workspace_bytes: int = 0
+    reserved_factor: Callable[[Recipe, Trace], float] = lambda _recipe, _trace: 1.0
+    """Return that of `fit_into` for a recipe."""
 
     @staticmethod
     def of(hardware: Hardware) -> MemoryBudget:
         return MemoryBudget(hardware.name, hardware.usable_bytes, cublas_workspace_bytes(hardware))
+
+    def fit(self, recipe: Recipe, trace: Trace) -> Fit:
+        """Return whether a recipe with this trace fits."""
+        return fit_into(
+            trace,
+            self.usable_bytes,
+            workspace_bytes=self.workspace_bytes,
+            reserved_factor=self.reserved_factor(recipe, trace),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +107,7 @@ def decide_by_memory(recipe: Recipe, budget: MemoryBudget, trace: Callable[[Reci
     if RESHARDING not in undecided(recipe):
         return found
     kept = with_resharding(found.recipe, after_backward=False)
-    fits = fit_into(trace(kept), budget.usable_bytes, workspace_bytes=budget.workspace_bytes)
+    fits = budget.fit(kept, trace(kept))
     if fits.answer == "yes":
         return replace(
             found, recipe=kept, reasons=found.reasons | {RESHARDING: f"it fits {budget.name}: {fits.because}"}
@@ -114,17 +125,14 @@ def least_recomputation(recipe: Recipe, budget: MemoryBudget, trace: Callable[[R
     are not traced, nor those that contradict another key."""
     tried: list[tuple[str, Fit]] = []
     for kind in CHECKPOINTING:
-        if is_refused(with_recomputation(recipe, kind)):
+        other = with_recomputation(recipe, kind)
+        if is_refused(other):
             continue
-        found = fit_into(
-            trace(with_recomputation(recipe, kind)),
-            budget.usable_bytes,
-            workspace_bytes=budget.workspace_bytes,
-        )
+        found = budget.fit(other, trace(other))
         if found.answer == "yes":
             without = f"; {tried[-1][0]} would take {tried[-1][1].because}" if tried else ""
             return Decided(
-                with_recomputation(recipe, kind),
+                other,
                 {RECOMPUTATION: f"the least that fits {budget.name}: {found.because}{without}"},
             )
         tried.append((kind, found))
@@ -350,7 +358,7 @@ def _more(search: Search, base: Recipe, one: Recipe) -> SmallestHardware | None:
         batch = batch_changes(1, max(1, base.global_batch_size * base.topology.row_size // number))
         other = changed(one, {"launch.num_processes": number, "launch.num_machines": machines, **batch})
         traced = next(search.trace([other])) if other else None
-        if other is not None and traced is not None and fit(traced, search.hardware).answer == "yes":
+        if other is not None and traced is not None and search.fit(traced).answer == "yes":
             return SmallestHardware(search.hardware.name, number, differences(base, other))
         number *= 2
     return None
