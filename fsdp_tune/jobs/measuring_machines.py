@@ -1,5 +1,4 @@
-"""`plan --measure` on several machines: the first one ranks recipes and calls each trial, and the others train
-it with it.
+"""`plan --measure` on several machines: the first one ranks recipes and calls each trial, and all train it.
 
 A trial is a launch of `train`. So the first machine's files decide what its ranks train, and the recipe of
 another machine only has to be equal where `train` compares it.
@@ -14,6 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
 
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, failed_error
 from fsdp_tune.jobs.observer import Observer
@@ -61,7 +63,7 @@ def calling(recipe: Recipe, settings: TrialSettings, observer: Observer) -> Iter
 
 
 def follow(loaded: LoadedRecipe, settings: TrialSettings, observer: Observer) -> Plan:
-    """Train each trial with the first machine. Returns its plan with the measured recipes, without the ranking.
+    """Train each trial with the first machine. Returns its plan with the measured recipes, without others.
 
     Raises: FsdpTuneError if it has failed or was stopped, or if this machine cannot follow.
     """
@@ -96,8 +98,10 @@ def _opens(recipe: Recipe, machine: int) -> Callable[[], Channel]:
 
 
 def _run_directory(call: LaunchCall, output: Path, own: Path | None) -> Path:
-    """Return the run directory of a trial: in `own`, or on the disk that all machines see. Raises: FailedError
-    if it is not there."""
+    """Return the run directory of a trial: in `own`, or on the disk that all machines see.
+
+    Raises: FailedError if it is not there.
+    """
     if (found := _RUN.fullmatch(call.run)) is None:
         raise failed_error("machine-failed", f"machine 0 has called a run `{call.run[:80]}`")
     if own is not None:
@@ -120,8 +124,8 @@ def _run_directory(call: LaunchCall, output: Path, own: Path | None) -> Path:
 def _plan_of(call: LaunchCall) -> Plan:
     """Return the plan of the first machine. Raises: FailedError if it is not one."""
     try:
-        found = (call.result or {})["plan"]
-        measured = tuple(MeasuredPlan(**each) for each in found["measured"])
+        found: dict[str, Any] = (call.result or {})["plan"]
+        measured = TypeAdapter(tuple[MeasuredPlan, ...]).validate_python(found["measured"])
         return replace(Plan.from_dict(found), measured=measured)
     except (KeyError, TypeError, ValueError) as error:
         raise failed_error("machine-failed", f"machine 0 has sent no plan: {error}") from error

@@ -236,8 +236,10 @@ class PlanSession:
             return learn(cache_of(self.recipe), self.hardware, measured, own.trace())[1]
 
     def learn_memory(self, runs: Sequence[Measured]) -> float | None:
-        """Learn the reserved memory of runs of this model, use it here and in later plans, and return the largest
-        measured ÷ planned; None if no run has a figure."""
+        """Learn the reserved memory of runs of this model, use it here and in later plans.
+
+        Returns the largest measured ÷ planned; None if no run has a figure.
+        """
         traced = one_trace(self._tracing)
         with_traces = [(each, traced(each.recipe)) for each in runs if each.reserved_bytes is not None]
         return learn_memory(cache_of(self.recipe), self.hardware, with_traces)

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from fsdp_tune.core.errors import ExitReason
+from fsdp_tune.core.gpus import find_hardware
 from fsdp_tune.core.units import GIB
 from fsdp_tune.jobs.observer import TrainResult
 from fsdp_tune.jobs.trial import Trial
 from fsdp_tune.planner.predict.predict import plan
 from fsdp_tune.planner.search.candidates import PlannedRecipe
 from fsdp_tune.recipe.read.loader import parse_recipe
-from fsdp_tune.core.gpus import find_hardware
 from tests.pages.written import training_line, written
 from tests.planner.hand_trace import Hand
 from tests.planner.recipes import resolved
@@ -25,10 +25,11 @@ EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 def read(folder: Path, *, share: float = 1.0, environment: dict[str, str] = EXPANDABLE) -> Trial:
     """A trial whose steps computed this share of the tokens of full rows."""
     recipe = resolved()
-    planned = PlannedRecipe(
-        recipe, plan(recipe, find_hardware("A100-40GB"), Hand().op("mm", flops=1e12).trace())
+    step = Hand().op("mm", flops=1e12).trace()
+    planned = PlannedRecipe(recipe, plan(recipe, find_hardware("A100-40GB"), step))
+    trial = Trial(
+        planned, parse_recipe(recipe.model_dump_json(by_alias=True), folder / "recipe.yaml"), folder / "1"
     )
-    trial = Trial(planned, parse_recipe(recipe.model_dump_json(by_alias=True), folder / "recipe.yaml"), folder / "1")
     speed = share * planned.plan.tokens_per_step / planned.plan.num_processes
     lines = [
         training_line(step, 1.0, step_seconds=1.0, tokens_per_second_per_device=speed, peak_reserved_gib=gib)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
@@ -38,6 +39,19 @@ def other_of(network: Network) -> OtherMachine:
     return OtherMachine(lambda: network.channel(1))
 
 
+def follow(network: Network) -> None:
+    """Answer one call."""
+    with other_of(network) as other:
+        other.next_call()
+
+
+def error_of(call: Callable[[], object]) -> FsdpTuneError:
+    """The error that a call raises."""
+    with pytest.raises(FsdpTuneError) as raised:
+        call()
+    return raised.value
+
+
 def test_each_launch_is_called_once_and_the_end_has_the_result(network: Network) -> None:
     found: list[LaunchCall] = []
 
@@ -60,7 +74,7 @@ def test_each_launch_is_called_once_and_the_end_has_the_result(network: Network)
 
 
 def test_missing_machine_ends_the_calls_and_is_named(network: Network) -> None:
-    with pytest.raises(FsdpTuneError) as raised, first_of(network, hang_seconds=0.1) as first:
+    with first_of(network, hang_seconds=0.1) as first, pytest.raises(FsdpTuneError) as raised:
         first.call("a/1")
     problem = raised.value.problems[0]
     assert problem.code == "machines-missing"
@@ -80,29 +94,28 @@ def test_missing_machine_ends_the_calls_and_is_named(network: Network) -> None:
 def test_error_of_the_first_machine_ends_the_others(
     network: Network, error: BaseException, message: str, code: ExitCode
 ) -> None:
-    raised: list[FsdpTuneError] = []
+    following = Answers(partial(error_of, partial(follow, network)))
 
-    def follow() -> None:
-        with pytest.raises(FsdpTuneError) as caught, other_of(network) as other:
-            other.next_call()
-        raised.append(caught.value)
+    def lead() -> None:
+        with first_of(network):
+            until(lambda: any(each.document(0) for each in network.channels))
+            raise error
 
-    with pytest.raises(type(error)), first_of(network):
-        following = Answers(follow)
-        until(lambda: network.channels[-1].silent_seconds(0) is not None)
-        raise error
-    following.all()
-    assert (raised[0].problems[0].code, raised[0].problems[0].message) == ("machine-failed", message)
-    assert raised[0].exit_code == code
+    with pytest.raises(type(error)):
+        lead()
+    (found,) = following.all()
+    assert isinstance(found, FsdpTuneError)
+    assert (found.problems[0].code, found.problems[0].message) == ("machine-failed", message)
+    assert found.exit_code == code
 
 
 def test_error_of_another_machine_ends_the_calls(network: Network) -> None:
     def fail() -> None:
-        with pytest.raises(FsdpTuneError), other_of(network):
+        with other_of(network):
             raise usage_error("no-such-file", "rows.jsonl is not there")
 
-    with pytest.raises(FsdpTuneError) as raised, first_of(network) as first:
-        failing = Answers(fail)
+    failing = Answers(partial(error_of, fail))
+    with first_of(network) as first, pytest.raises(FsdpTuneError) as raised:
         first.call("a/1")
     failing.all()
     assert raised.value.problems[0].message == "machine 1: rows.jsonl is not there"
@@ -115,7 +128,7 @@ def test_document_of_a_launch_is_no_call(network: Network) -> None:
     launching.publish(MachineReport(token="t", life="t", state="running").as_dict())
     with other_of(network) as other:
         following = Answers(other.next_call)
-        until(lambda: network.channels[-1].document(0))
+        until(lambda: any(each.document(0) for each in network.channels))
         launching.close()
         with first_of(network) as first:
             first.call("a/2")
@@ -127,14 +140,18 @@ def test_document_of_a_launch_is_no_call(network: Network) -> None:
 
 def test_machine_that_waits_for_the_launch_learns_of_the_end(network: Network, run: RunDir) -> None:
     """It has answered the call, which another machine has not."""
-    failed = failed_error("machines-missing", "2 of 3 machines answered")
-    with pytest.raises(FsdpTuneError), first_of(network):
-        joining = Machines(
-            run, 1, 2, hang_seconds=20.0, channel=network.channel(1), identity=identity()
-        ).__enter__()
-        following = Answers(joining.join)
-        until(lambda: joining.read(0) is not None)
-        raise failed
+
+    def joining() -> Verdict | None:
+        channel = network.channel(1)
+        return Machines(run, 1, 2, hang_seconds=20.0, channel=channel, identity=identity()).__enter__().join()
+
+    def lead() -> None:
+        with first_of(network):
+            until(lambda: any(each.document(0) for each in network.channels))
+            raise failed_error("machines-missing", "2 of 3 machines answered")
+
+    following = Answers(joining)
+    assert isinstance(error_of(lead), FsdpTuneError)
     (ended,) = following.all()
     assert isinstance(ended, Verdict)
     assert ended.reason is ExitReason.FAILED
@@ -143,18 +160,16 @@ def test_machine_that_waits_for_the_launch_learns_of_the_end(network: Network, r
 
 
 def test_first_machine_that_was_started_again_is_not_followed(network: Network) -> None:
-    with pytest.raises(FsdpTuneError) as raised, other_of(network) as other:
+    with other_of(network) as other:
         following = Answers(other.next_call)
         killed = first_of(network).__enter__()
         killed.call("a/1")
         following.all()
         with first_of(network):
-            other.next_call()
-    assert raised.value.problems[0].code == "machine-lost"
+            found = error_of(other.next_call)
+    assert found.problems[0].code == "machine-lost"
 
 
 def test_first_machine_that_never_comes_is_named(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "JOIN_SECONDS", 0.1)
-    with pytest.raises(FsdpTuneError) as raised, other_of(network) as other:
-        other.next_call()
-    assert raised.value.problems[0].code == "first-machine-missing"
+    assert error_of(partial(follow, network)).problems[0].code == "first-machine-missing"

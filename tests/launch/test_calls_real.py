@@ -43,7 +43,7 @@ class MeasuringPair:
             "launch.num_cpu_threads_per_process": 1,
         }
 
-    def start(self, number: int, *words: str, **keys: Any) -> subprocess.Popen[str]:
+    def start(self, number: int, *words: str, **keys: Any) -> subprocess.Popen[bytes]:
         own = {"output_dir": str(self.folder / "run"), "data.cache_dir": str(self.folder / "cache")}
         settings = [
             word
@@ -62,10 +62,10 @@ class MeasuringPair:
         ):
             return subprocess.Popen(command, cwd=self.folder, env=env, stdout=out, stderr=log)
 
-    def both(self, *words: str, **keys: Any) -> list[subprocess.Popen[str]]:
+    def both(self, *words: str, **keys: Any) -> list[subprocess.Popen[bytes]]:
         return [self.start(number, *words, **keys) for number in (0, 1)]
 
-    def ends(self, *processes: subprocess.Popen[str]) -> list[int]:
+    def ends(self, *processes: subprocess.Popen[bytes]) -> list[int]:
         return [each.wait(timeout=LIMIT_SECONDS) for each in processes]
 
     def document(self, number: int) -> dict[str, Any]:
@@ -115,5 +115,6 @@ def test_killed_machine_ends_the_measurement_of_the_first(tmp_path: Path) -> Non
         assert first.poll() is None, pair.said
         time.sleep(0.1)
     other.send_signal(signal.SIGKILL)
+    other.wait()
     assert pair.ends(first) == [1], pair.said
     assert "missing: machine 1" in pair.said

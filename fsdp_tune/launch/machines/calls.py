@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from fsdp_tune.core.atomic import json_safe
 from fsdp_tune.core.clocks import LIVED
@@ -49,7 +49,7 @@ class LaunchCall(Document):
     """final: there is no other launch."""
     ended: dict[str, object] | None = None
     """The verdict on the command, once it is final."""
-    result: dict[str, object] | None = None
+    result: dict[str, Any] | None = None
     """What the command returns, if it has succeeded."""
 
 
@@ -109,7 +109,7 @@ class FirstMachine(_Calling):
         self._publish(replace(self._call, call=self._call.call + 1, state="final", ended=ended.as_dict()))
         self._close()
 
-    def succeed(self, result: dict[str, object]) -> None:
+    def succeed(self, result: dict[str, Any]) -> None:
         """Keep what the command returns, for the others to read at its end."""
         self._call = replace(self._call, result=result)
 

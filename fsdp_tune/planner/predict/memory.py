@@ -386,8 +386,8 @@ def fit_into(
     """Return `fit` for the usable memory of a process, without other figures of the device.
 
     `segments`: of torch's allocator (`PYTORCH_CUDA_ALLOC_CONF`); `workspace_bytes`: as in `peak_memory`.
-    `reserved_factor`: measured reserved memory relative to a plan, at least 1. It can turn `yes` into `tight`,
-    and refuses nothing: an allocator that is short of memory returns what it caches.
+    `reserved_factor`: measured reserved memory relative to a plan, at least 1. It can turn `yes` into
+    `tight`, and refuses nothing: an allocator that is short of memory returns what it caches.
     """
     outside = CONTEXT_BYTES + (NCCL_BYTES if trace.shapes.topology.world_size > 1 else 0)
     memory = peak_memory(trace, segments=segments, workspace_bytes=workspace_bytes)

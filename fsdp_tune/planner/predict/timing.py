@@ -78,7 +78,7 @@ FITTED = {
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares of the figures in the datasheet, fixed costs in seconds, and what was learned on this machine."""
+    """Shares of the figures in the datasheet, fixed costs in seconds, and what was learned here."""
 
     matmul: float
     attention_forward: float
