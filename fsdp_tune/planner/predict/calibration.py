@@ -39,8 +39,8 @@ links, whose time no factor changes."""
 CLOSE = 0.05
 """Relative distance of a measured step to the prediction with the best factor, above which no factor explains
 it."""
-LARGEST_RESERVED = 1.25
-"""Reserved memory relative to that of a plan, above which another cause than the allocator is likely."""
+RESERVED = (0.8, 1.25)
+"""Reserved memory relative to that of a plan. Outside, another cause than the allocator is likely."""
 _FACTORS = (0.1, 10.0)
 
 
@@ -186,7 +186,8 @@ def learn_memory(cache: Path, hardware: Hardware, runs: Sequence[tuple[Measured,
     ]
     if not ratios:
         return None
-    if (ratio := max(ratios)) > LARGEST_RESERVED:
+    low, high = RESERVED
+    if not low <= (ratio := max(ratios)) <= high:
         message = f"a run reserved {ratio:.2f} times the planned memory: not a question of the allocator"
         raise usage_error("calibrate-no-run", message)
     measured, trace = runs[0]
