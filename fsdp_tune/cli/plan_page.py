@@ -249,4 +249,4 @@ def _measured(plan: Plan) -> str:
     if not plan.measured:
         return ""
     rows = [tuple(escape(cell) for cell in row) for row in measured_rows(plan)]
-    return f"<h2>Measured on this machine</h2>{html_table(MEASURED_HEAD, rows)}"
+    return f"<h2>Measured</h2>{html_table(MEASURED_HEAD, rows)}"

@@ -119,8 +119,9 @@ def show_ranking(screen: Terminal, plan: Plan) -> None:
 
 def show_measured(screen: Terminal, plan: Plan) -> None:
     rows = [(*others, changes) for changes, *others in measured_rows(plan)]
+    machines = "this machine" if plan.num_machines == 1 else _machines(plan.num_machines)
     screen.table(
-        "measured on this machine", [*MEASURED_HEAD[1:], MEASURED_HEAD[0]], rows, pipe_width=PIPE_WIDTH
+        f"measured on {machines}", [*MEASURED_HEAD[1:], MEASURED_HEAD[0]], rows, pipe_width=PIPE_WIDTH
     )
     for each in plan.measured:
         if each.problem is not None:

@@ -111,8 +111,8 @@ def plan(
 ) -> None:
     """Predict memory, time, communication and disk of a recipe from a traced step, and rank recipes that fit.
 
-    Nothing is trained, unless `--measure` trains the best recipes of the ranking for a few steps on this
-    machine. The exit code is 0 even if the recipe does not fit; `fits` is yes, tight or no.
+    Nothing is trained, unless `--measure` trains the best recipes of the ranking for a few steps on the
+    machines of the recipe. The exit code is 0 even if the recipe does not fit; `fits` is yes, tight or no.
 
     \b
     Examples:
@@ -127,14 +127,18 @@ def plan(
 
     if html is not None:
         check_output_file(html, replaces=True)
+    is_first = True
     if measuring.measure is not None:
-        made = _measured(screen, recipe, options, measuring, measuring.measure)
-    elif measuring.measure_steps is not None or measuring.minutes is not None:
-        raise usage_error("usage", "`--measure-steps` and `--minutes` need `--measure`", hint="--measure 3")
+        made, is_first = _measured(screen, recipe, options, measuring, measuring.measure)
+    elif any(
+        each is not None for each in (measuring.measure_steps, measuring.minutes, measuring.machine_rank)
+    ):
+        message = "`--measure-steps`, `--minutes` and `--machine-rank` need `--measure`"
+        raise usage_error("usage", message, hint="--measure 3")
     else:
         made = fsdp_tune.plan(recipe.load(unneeded=INPUTS), **given(options), observer=screen)
     show_errors(screen, made)
-    if html is not None:
+    if html is not None and is_first:
         write_file(html, html_page(made))
         screen.message(f"the page is {html}")
     screen.document(made.as_dict())
@@ -142,8 +146,13 @@ def plan(
 
 def _measured(
     screen: Screen, recipe: NamedRecipe, options: PlanOptions, measuring: MeasureOptions, count: int
-) -> Plan:
-    """Raises: usage error for options about another machine than this one."""
+) -> tuple[Plan, bool]:
+    """Return the plan, and whether this is the first machine, which writes files.
+
+    Raises: usage error for options about other machines than those of the recipe.
+    """
+    from fsdp_tune.jobs.measuring_machines import machine_of
+
     elsewhere = {
         "--gpu": options.gpu,
         "--num-gpus": options.num_gpus,
@@ -155,19 +164,22 @@ def _measured(
     if given_too := [flag for flag, value in elsewhere.items() if value is not None]:
         raise usage_error(
             "usage",
-            "`--measure` ranks by the speed on this machine: leave out "
+            "`--measure` ranks by the speed on the machines of the recipe: leave out "
             f"{enumerated([f'`{flag}`' for flag in given_too], 'and')}",
         )
-    return fsdp_tune.measure(
-        recipe.load(allowed=options.allowed),
+    loaded = recipe.load(allowed=options.allowed)
+    made = fsdp_tune.measure(
+        loaded,
         count=count,
         steps=measuring.measure_steps or MEASURED_STEPS,
         minutes=measuring.minutes,
         exact=options.exact,
         write=options.write,
+        machine_rank=measuring.machine_rank,
         allowed=options.allowed,
         observer=screen,
     )
+    return made, machine_of(loaded.recipe, measuring.machine_rank) == 0
 
 
 @verb

@@ -1,4 +1,4 @@
-"""Arguments of `plan`: what is predicted, and what is measured on this machine."""
+"""Arguments of `plan`: what is predicted, and what is measured."""
 
 from __future__ import annotations
 
@@ -68,12 +68,13 @@ MEASURED_STEPS = 5
 
 @dataclass(frozen=True, slots=True)
 class MeasureOptions:
-    """What `plan` measures on this machine."""
+    """What `plan` measures on the machines of the recipe."""
 
     measure: Annotated[
         int | None,
         Option(
-            "Train the N best recipes for a few steps on this machine, and rank them by measured speed.",
+            "Train the N best recipes for a few steps on the machines of the recipe, and rank them by "
+            "measured speed.",
             metavar="N",
             minimum=1,
         ),
@@ -90,4 +91,11 @@ class MeasureOptions:
     minutes: Annotated[
         float | None,
         Option("With --measure: start no measurement that would end after this time.", metavar="MINUTES"),
+    ] = None
+    machine_rank: Annotated[
+        int | None,
+        Option(
+            "With --measure: number of this machine; the first is 0. Inside `srun` it is taken from Slurm.",
+            metavar="N",
+        ),
     ] = None

@@ -21,6 +21,7 @@ from fsdp_tune.planner.predict.calibration import (
     calibrated_efficiency,
     known_calibrations,
     learn,
+    learn_memory,
     read_run,
     setting_of,
 )
@@ -64,8 +65,19 @@ def budget_of(recipe: Recipe, gpu: Device | None) -> MemoryBudget | None:
     if gpu is None:
         return None
     if (hardware := detect(gpu.name)) is not None:
-        return MemoryBudget.of(hardware)
+        return _calibrated_budget(hardware)
     return MemoryBudget(gpu.name, gpu.memory_bytes) if gpu.memory_bytes is not None else None
+
+
+def _calibrated_budget(hardware: Hardware) -> MemoryBudget:
+    """Return the memory of a GPU, with what was learned about its allocator on this machine."""
+    torch, driver = installed_versions(["torch"])["torch"], nvidia_driver()
+
+    def factor(recipe: Recipe, trace: Trace) -> float:
+        setting = setting_of(recipe, trace, torch, driver)
+        return calibrated_efficiency(cache_of(recipe), hardware, setting).reserved_factor
+
+    return replace(MemoryBudget.of(hardware), reserved_factor=factor)
 
 
 def decide_open_keys(recipe: Recipe, budget: MemoryBudget | None, *, offline: bool = False) -> Decided:
@@ -134,7 +146,7 @@ class PlanSession:
         if it cannot be traced."""
         found = Decided(self.recipe, {})
         if undecided(self.recipe):
-            found = decide_by_memory(self.recipe, MemoryBudget.of(self.hardware), one_trace(self._tracing))
+            found = decide_by_memory(self.recipe, _calibrated_budget(self.hardware), one_trace(self._tracing))
             self.recipe = found.recipe
         return found
 
@@ -216,3 +228,12 @@ class PlanSession:
         """Learn this GPU's speed, use it here and in later plans, and return measured ÷ predicted time."""
         with replace(self, recipe=measured.recipe, _trace=None) as own:
             return learn(cache_of(self.recipe), self.hardware, measured, own.trace())[1]
+
+    def learn_memory(self, runs: Sequence[Measured]) -> float | None:
+        """Learn the reserved memory of runs of this model, use it here and in later plans.
+
+        Returns the largest measured ÷ planned; None if no run has a figure.
+        """
+        traced = one_trace(self._tracing)
+        with_traces = [(each, traced(each.recipe)) for each in runs if each.reserved_bytes is not None]
+        return learn_memory(cache_of(self.recipe), self.hardware, with_traces)

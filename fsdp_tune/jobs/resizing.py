@@ -243,6 +243,7 @@ class OwnRun:
             save_model=partial(_copy_files, received.model),
             profile=record.profile,
             command=self.options.command,
+            saves=request.saves,
             first_machine={"host": str(environment.host.get("name")), "directory": first.output_dir},
         )
         write_run(run, files)

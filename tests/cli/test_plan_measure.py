@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Problem, failed_error
-from fsdp_tune.jobs import measure
+from fsdp_tune.jobs import measure, trial
 from fsdp_tune.jobs.observer import TrainResult
 from fsdp_tune.jobs.options import TrainOptions
 from fsdp_tune.recipe.read.loader import LoadedRecipe
@@ -86,7 +86,7 @@ def train_as(monkeypatch: pytest.MonkeyPatch) -> Callable[[Ends], list[Recipe]]:
                 run, loaded.recipe, end if isinstance(end, ExitReason) else ExitReason.FINISHED
             )
 
-        monkeypatch.setattr(measure, "train", train)
+        monkeypatch.setattr(trial, "train", train)
         return trained
 
     return replaced
@@ -213,22 +213,14 @@ def test_trial_saves_evaluates_and_restarts_nothing(recipe: str, train_as: Any) 
         ["--measure", "2", "--num-gpus", "4"],
         ["--minutes", "3"],
         ["--measure-steps", "20"],
-        [
-            "--measure",
-            "2",
-            "--set",
-            "launch.num_machines=2",
-            "--set",
-            "launch.num_processes=2",
-            "--set",
-            "launch.main_process_ip=::1",
-        ],
+        ["--machine-rank", "0"],
+        ["--measure", "2", "--machine-rank", "1"],
     ],
 )
-def test_what_this_machine_cannot_measure_is_refused(words: list[str], recipe: str) -> None:
+def test_what_the_recipes_machines_cannot_measure_is_refused(words: list[str], recipe: str) -> None:
     assert [error["code"] for error in errors("plan", recipe, *words)] in (
         ["usage"],
-        ["measured-on-one-machine"],
+        ["machine-rank-out-of-range"],
     )
 
 

@@ -105,3 +105,31 @@ def test_doctor_names_an_unfit_gpu(tmp_path: Path, planted: dict[str, str], stat
     assert found["state"] == state, done.stderr
     assert words in found["finding"]
     assert done.returncode == (1 if state == "fail" else 0)
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.ranks
+def test_measured_plans_calibrate_the_memory_of_later_ones(tmp_path: Path) -> None:
+    """Of a model that is large beside the steps of the allocator."""
+    require("cuda")
+    changes = {
+        "launch.device": "cuda",
+        "output_dir": tmp_path / "run",
+        "data.cache_dir": tmp_path / "cache",
+        "data.packing": "true",
+        "model.from_config.n_embd": 512,
+        "training.global_batch_size": 16,
+        "training.per_device_train_batch_size": 8,
+        "kernels.loss": "full",
+    }
+    words = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
+    environment = with_gpus(2, "A100")
+    plan = ("plan", "--config", "gpt2_smoke", *words, "--json")
+    measured = fsdp_tune(*plan, "--measure", "1", "--measure-steps", "1", environment=environment)
+    assert measured.returncode == 0, measured.stderr
+    trials = json.loads(measured.stdout)["measured"]
+    assert {each["outcome"] for each in trials} == {"measured"}
+    assert all(each["peak_reserved_gib"] for each in trials)
+    later = json.loads(fsdp_tune(*plan, "--no-search", environment=environment).stdout)
+    assert any(each.startswith("reserved memory × ") for each in later["assumptions"]), measured.stderr

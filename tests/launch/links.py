@@ -115,10 +115,11 @@ class Network:
             return link
 
         known = len(self.links.get(machine, []))
-        self.channels.append(Channel(start))
+        channel = Channel(start)
+        self.channels.append(channel)
         while len(self.links.get(machine, [])) == known:
             time.sleep(0.001)
-        return self.channels[-1]
+        return channel
 
     def close(self) -> None:
         """End everything at once: no machine waits until the others have read its last document."""

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_tune.core.tensors.file_formats import unwrapped
 from torch.distributed.device_mesh import init_device_mesh
 
+from fsdp_tune.core.tensors.peft_names import unwrapped
 from fsdp_tune.model.shard.expert_adapters import adapters_around
 from fsdp_tune.model.shard.expert_parallel import divide_experts, divided_experts
 from tests.model.recipes import recipe_of

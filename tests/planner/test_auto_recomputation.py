@@ -7,6 +7,8 @@ unknown.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fsdp_tune.core.errors import usage_error
@@ -147,3 +149,13 @@ def test_unknown_memory_frees_parameters_after_every_micro_batch() -> None:
         "recomputation-not-planned",
         "resharding-not-planned",
     ]
+
+
+def test_learned_memory_decides_too() -> None:
+    """A recipe that is `tight` with what was measured recomputes more."""
+    learned = replace(A100, reserved_factor=lambda _recipe, _trace: 1.2)
+    kinds = [
+        decide(OPEN, each, ModelTracer(200).trace).recipe.fsdp.activation_checkpointing
+        for each in (A100, learned)
+    ]
+    assert kinds == ["none", "selective"]

@@ -11,11 +11,14 @@ import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.gpus import find_hardware
+from fsdp_tune.core.units import GIB
 from fsdp_tune.planner.predict.calibration import (
     Measured,
     calibrated_efficiency,
     known_calibrations,
     learn,
+    learn_memory,
+    planned_reserved_bytes,
     read_run,
     setting_of,
 )
@@ -189,3 +192,94 @@ def test_damaged_calibration_file_is_reported(tmp_path: Path, text: str) -> None
 def test_factor_of_an_earlier_version_has_no_setting_and_is_not_used(tmp_path: Path) -> None:
     (tmp_path / "calibration.json").write_text('{"A100-40GB": {"factor": 3.0, "steps": 7}}')
     assert known_calibrations(tmp_path, A100) == []
+
+
+def held(size_gib: float) -> Trace:
+    found = Hand().hold(0, int(size_gib * GIB)).op("mm", flops=1e12).trace()
+    return replace(found, facts=replace(found.facts, config={"model_type": "llama"}))
+
+
+def run_that_reserved(times: float, trace: Trace, *, torch: str = "2.12.0") -> tuple[Measured, Trace]:
+    """A run whose reserved memory is so many times that of its plan."""
+    reserved = planned_reserved_bytes(trace, A100) * times
+    return Measured(resolved(), 1.0, 7, torch=torch, reserved_bytes=reserved), trace
+
+
+def test_largest_reserved_memory_is_learned_and_reported(tmp_path: Path) -> None:
+    trace = held(20)
+    runs = [run_that_reserved(1.01, trace), run_that_reserved(1.03, held(10))]
+    assert learn_memory(tmp_path, A100, runs) == pytest.approx(1.03)
+    found = calibrated_efficiency(tmp_path, A100, setting_of(resolved(), trace, "2.12.0", None))
+    before, after = (plan(resolved(), A100, trace, efficiency=each) for each in (efficiency_of(A100), found))
+    assert after.peak_reserved_gib == pytest.approx(1.03 * before.peak_reserved_gib)
+    assert after.peak_allocated_gib == before.peak_allocated_gib
+    assert after.step_seconds == before.step_seconds
+    assert (
+        "reserved memory × 1.03: learned on this machine (llama in bf16, torch 2.12.0)" in after.assumptions
+    )
+
+
+def test_time_and_memory_of_a_setting_are_kept_together(tmp_path: Path) -> None:
+    trace = a_trace()
+    seconds = step_time(trace, A100, 1).step_seconds
+    learn_memory(tmp_path, A100, [run_that_reserved(1.05, held(20))])
+    learn(tmp_path, A100, Measured(resolved(), 1.5 * seconds, 9, torch="2.12.0"), trace)
+    (known,) = known_calibrations(tmp_path, A100)
+    assert (known.factor, known.memory) == (pytest.approx(1.5, rel=1e-3), pytest.approx(1.05))
+    learn_memory(tmp_path, A100, [run_that_reserved(0.9, held(20))])
+    (known,) = known_calibrations(tmp_path, A100)
+    assert (known.factor, known.memory) == (pytest.approx(1.5, rel=1e-3), pytest.approx(0.9))
+
+
+def test_learned_memory_makes_no_plan_fit_and_refuses_none(tmp_path: Path) -> None:
+    setting = setting_of(resolved(), held(20), "2.12.0", None)
+    answers: dict[float, list[str]] = {}
+    for times in (0.81, 1.0, 1.2):
+        learn_memory(tmp_path, A100, [run_that_reserved(times, held(20))])
+        efficiency = calibrated_efficiency(tmp_path, A100, setting)
+        answers[times] = [
+            plan(resolved(), A100, held(size), efficiency=efficiency).fits for size in (20, 33, 38, 42, 60)
+        ]
+    assert answers[0.81] == answers[1.0] == ["yes", "yes", "tight", "no", "no"]
+    assert answers[1.2] == ["yes", "tight", "tight", "no", "no"]
+    low = calibrated_efficiency(tmp_path, A100, setting)
+    assert low.reserved_factor == pytest.approx(1.2)
+
+
+def test_measured_memory_below_the_plan_is_reported_and_not_used(tmp_path: Path) -> None:
+    learn_memory(tmp_path, A100, [run_that_reserved(0.9, held(20))])
+    found = calibrated_efficiency(tmp_path, A100, setting_of(resolved(), held(20), "2.12.0", None))
+    assert found.reserved_factor == 1.0
+    assert found.memory_calibration.startswith("reserved memory × 0.90: learned on this machine")
+    assert found.memory_calibration.endswith(", and is not lowered")
+
+
+def test_memory_of_another_setting_is_not_used(tmp_path: Path) -> None:
+    learn_memory(tmp_path, A100, [run_that_reserved(1.1, held(20))])
+    other = setting_of(resolved(), held(20), "2.13.0", None)
+    assert calibrated_efficiency(tmp_path, A100, other) == efficiency_of(A100)
+
+
+def test_memory_that_the_allocator_does_not_explain_is_not_learned(tmp_path: Path) -> None:
+    assert learn_memory(tmp_path, A100, []) is None
+    assert learn_memory(tmp_path, A100, [(Measured(resolved(), 1.0, 7), held(20))]) is None
+    for times in (0.6, 1.4):
+        with pytest.raises(FsdpTuneError, match=f"reserved {times:.2f} times the planned memory"):
+            learn_memory(tmp_path, A100, [run_that_reserved(times, held(20))])
+    assert known_calibrations(tmp_path, A100) == []
+
+
+def test_factor_without_memory_of_an_earlier_version_is_used(tmp_path: Path) -> None:
+    learn(
+        tmp_path,
+        A100,
+        Measured(resolved(), 1.5 * step_time(a_trace(), A100, 1).step_seconds, 9, torch="2.12.0"),
+        a_trace(),
+    )
+    file = tmp_path / "calibration.json"
+    document = json.loads(file.read_text())
+    del document["A100-40GB"][0]["memory"]
+    file.write_text(json.dumps(document))
+    found = calibrated_efficiency(tmp_path, A100, setting_of(resolved(), a_trace(), "2.12.0", None))
+    assert "takes 1.50 times" in found.calibration
+    assert found.reserved_factor == 1.0

@@ -76,7 +76,7 @@ class ModelTracer:
             )
             if fsdp.offload_params:
                 hand.op("copy_to_device", moved=10**10, micro=index)
-            talk = {"FULL_SHARD": 2, "SHARD_GRAD_OP": 1, "NO_SHARD": 1}[fsdp.sharding_strategy]
+            talk = {"FULL_SHARD": 2, "HYBRID_SHARD": 2}.get(fsdp.sharding_strategy, 1)
             group = "shard" if recipe.is_sharded else "replicate"
             talk = talk - 1 if stays_gathered and index else talk
             hand.collective("all_reduce", talk * GIB, group=group, micro=index).wait(0, 1)

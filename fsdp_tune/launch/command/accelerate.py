@@ -150,12 +150,7 @@ def launch_plan(
     """
     extra = check_extra(extra)
     machines = recipe.launch.num_machines
-    if not 0 <= machine_rank < machines:
-        raise usage_error(
-            "machine-rank-out-of-range",
-            f"--machine-rank {machine_rank} is not one of 0 to {machines - 1} (`launch.num_machines: "
-            f"{machines}`)",
-        )
+    check_machine_rank(machine_rank, machines)
     inherited = os.environ if inherited is None else inherited
     kept, removed = clean(inherited)
     address = main_process_address(recipe, inherited, unknown=unknown_address)
@@ -223,6 +218,16 @@ def machine_rank_of(recipe: Recipe, given: int | None, environment: Mapping[str,
     )
 
 
+def check_machine_rank(machine_rank: int, machines: int) -> None:
+    """Raises: usage error (exit 2) if no machine of the recipe has this number."""
+    if not 0 <= machine_rank < machines:
+        raise usage_error(
+            "machine-rank-out-of-range",
+            f"--machine-rank {machine_rank} is not one of 0 to {machines - 1} (`launch.num_machines: "
+            f"{machines}`)",
+        )
+
+
 def _argv(
     recipe: Recipe, run: RunDir, address: Address, worker_module: str, machine_rank: int, extra: Sequence[str]
 ) -> tuple[str, ...]:
@@ -266,14 +271,17 @@ def _argv(
 # Names of torch for the settings of the allocator. A value that is already set is kept.
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
+EXPANDABLE_SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+"""They avoid fragmentation, and `plan` assumes them."""
+
 
 def _allocator_settings(recipe: Recipe, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return expandable segments for CUDA: they avoid fragmentation, and `plan` assumes them."""
+    """Return the setting of expandable segments for CUDA, unless the user has one."""
     if recipe.launch.device != "cuda" or any(
         name in recipe.launch.env or name in inherited for name in _ALLOCATOR_VARIABLES
     ):
         return {}
-    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    return dict(EXPANDABLE_SEGMENTS)
 
 
 def _settings(recipe: Recipe, run: RunDir, address: Address) -> dict[str, str]:

@@ -109,6 +109,8 @@ class Channel:
         self._link: Link | None = None
         self._sent_to: tuple[Link, str] | None = None
         self._is_closing = False
+        self._is_over = False
+        """Whether no other exchange is started."""
         self._began = LIVED.now()
         self.last = Exchanged()
         """The last line of the exchange."""
@@ -117,7 +119,7 @@ class Channel:
         """Why the store cannot be served."""
         self.notice: str | None = None
         # Not daemons: the kernel ends a child with the thread that started it, and `close` ends both.
-        self._reader = threading.Thread(target=self._read, name="machines-reader", daemon=True)
+        self._reader = threading.Thread(target=self._exchange, name="machines-reader", daemon=True)
         self._writer = threading.Thread(target=self._write, name="machines-writer", daemon=True)
         self._reader.start()
         self._writer.start()
@@ -190,6 +192,14 @@ class Channel:
         if link is not None:
             link.kill()
 
+    def _exchange(self) -> None:
+        try:
+            self._read()
+        finally:
+            with self._state:
+                self._is_over = True
+                self._state.notify_all()
+
     def _read(self) -> None:
         """Start exchanges and read their lines until the channel is closed."""
         while True:
@@ -236,7 +246,7 @@ class Channel:
         command must not wait for it."""
         while True:
             with self._state:
-                self._state.wait_for(lambda: self._is_closing or self._unsent() is not None)
+                self._state.wait_for(lambda: self._unsent() is not None or self._can_finish())
                 pending, link, is_closing = self._unsent(), self._link, self._is_closing
             with contextlib.suppress(OSError, ValueError):  # it has ended, and the next one gets the document
                 if pending is not None:
@@ -248,6 +258,10 @@ class Channel:
             if pending is not None:
                 with self._state:
                     self._sent_to = pending
+
+    def _can_finish(self) -> bool:
+        """Return whether the channel is closed, and its exchange has been started or never will be."""
+        return self._is_closing and (self._link is not None or self._is_over)
 
     def _unsent(self) -> tuple[Link, str] | None:
         if self._link is None or self._document is None:

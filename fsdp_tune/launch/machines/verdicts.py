@@ -34,6 +34,8 @@ def verdict_of(error: BaseException) -> Verdict:
         )
     if error.exit_code is ExitCode.PREEMPTED:  # a scheduler's signal
         return Verdict(ExitCode.PREEMPTED, ExitReason.PREEMPTED, 0)
+    if error.exit_code is ExitCode.INTERRUPTED:
+        return Verdict(ExitCode.INTERRUPTED, ExitReason.INTERRUPTED, 0)
     return Verdict(error.exit_code, ExitReason.FAILED, 0, error.problems[0])
 
 

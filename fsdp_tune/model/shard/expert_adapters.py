@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_tune.core.tensors.file_formats import unwrapped
+from fsdp_tune.core.tensors.peft_names import unwrapped
 
 
 def adapters_around(model: nn.Module, experts: str) -> dict[str, Any]:

@@ -25,8 +25,7 @@ def assumptions_of(
         f"allocator: {'expandable segments' if segments == 'expandable' else 'plain segments'}",
         "every row is as long as data.max_length",
     ]
-    if efficiency.calibration:
-        found.append(efficiency.calibration)
+    found += filter(None, (efficiency.calibration, efficiency.memory_calibration))
     if not efficiency.is_measured and hardware.name != CPU:
         found.append(
             f"no measured matrix multiplication of {hardware.name} is published; the share of its "

@@ -1,5 +1,5 @@
-"""Calibrate plans: factors for the compute time of a GPU model, learned from runs on this machine and kept in
-the cache.
+"""Calibrate plans: factors for the compute time and the reserved memory of a GPU model, learned from runs on
+this machine and kept in the cache.
 
 A factor is used for plans of the same torch, driver, family of models and dtype alone: for another one it may
 be wrong by any amount.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from fsdp_tune.core.errors import FsdpTuneError, usage_error
 from fsdp_tune.core.gpus import Hardware, detect
 from fsdp_tune.planner.predict.divided_step import step_time
 from fsdp_tune.planner.predict.efficiency import Efficiency, UnknownFigure, efficiency_of
+from fsdp_tune.planner.predict.memory import cublas_workspace_bytes, peak_memory
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.rules.limits import computes_in_fp8
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -37,6 +39,8 @@ links, whose time no factor changes."""
 CLOSE = 0.05
 """Relative distance of a measured step to the prediction with the best factor, above which no factor explains
 it."""
+RESERVED = (0.8, 1.25)
+"""Reserved memory relative to that of a plan. Outside, another cause than the allocator is likely."""
 _FACTORS = (0.1, 10.0)
 
 
@@ -50,6 +54,9 @@ class Measured:
     torch: str | None = None
     driver: str | None = None
     """None: not known."""
+    reserved_bytes: float | None = None
+    """Peak of reserved memory, if the run did nothing between its steps and had the allocator of a plan; else
+    None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +82,15 @@ class CalibrationSetting:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A learned factor."""
+    """What was learned in one setting."""
 
     setting: CalibrationSetting
-    factor: float
-    """Compute time over that of the table."""
+    factor: float | None
+    """Compute time over that of the table; None: not learned."""
     steps: int
+    memory: float | None = None
+    """Peak of reserved memory over that of a plan, the largest of the runs that were measured together; None:
+    not learned."""
 
 
 def setting_of(recipe: Recipe, trace: Trace, torch: str | None, driver: str | None) -> CalibrationSetting:
@@ -160,12 +170,59 @@ def learn(cache: Path, hardware: Hardware, measured: Measured, trace: Trace) -> 
             "calibrate-no-run", f"the time on {hardware.name} cannot be predicted: {error}"
         ) from error
     setting = setting_of(measured.recipe, trace, measured.torch, measured.driver)
+    _keep(cache, hardware, setting, measured.steps, factor=factor)
+    return calibrated_efficiency(cache, hardware, setting), measured.step_seconds / before.step_seconds
+
+
+def learn_memory(cache: Path, hardware: Hardware, runs: Sequence[tuple[Measured, Trace]]) -> float | None:
+    """Save the largest reserved memory of runs of one model relative to their plans, and return it.
+
+    Returns None if no run has a figure. Raises: usage error if it says nothing about the allocator.
+    """
+    ratios = [
+        measured.reserved_bytes / planned_reserved_bytes(trace, hardware)
+        for measured, trace in runs
+        if measured.reserved_bytes is not None
+    ]
+    if not ratios:
+        return None
+    low, high = RESERVED
+    if not low <= (ratio := max(ratios)) <= high:
+        message = f"a run reserved {ratio:.2f} times the planned memory: not a question of the allocator"
+        raise usage_error("calibrate-no-run", message)
+    measured, trace = runs[0]
+    setting = setting_of(measured.recipe, trace, measured.torch, measured.driver)
+    _keep(cache, hardware, setting, measured.steps, memory=ratio)
+    return ratio
+
+
+def planned_reserved_bytes(trace: Trace, hardware: Hardware) -> int:
+    """Return the peak of reserved memory of a plan, without a learned factor."""
+    return peak_memory(trace, workspace_bytes=cublas_workspace_bytes(hardware)).peak_reserved_bytes
+
+
+def _keep(
+    cache: Path,
+    hardware: Hardware,
+    setting: CalibrationSetting,
+    steps: int,
+    *,
+    factor: float | None = None,
+    memory: float | None = None,
+) -> None:
+    """Save what was learned in a setting; None keeps what was learned there before."""
     known = _read(cache)
-    others = [each for each in known.get(hardware.name, []) if each.setting != setting]
-    known[hardware.name] = [*others, Calibration(setting, factor, measured.steps)]
+    every = known.get(hardware.name, [])
+    before = next((each for each in every if each.setting == setting), Calibration(setting, None, steps))
+    learned = replace(
+        before,
+        steps=steps,
+        factor=before.factor if factor is None else factor,
+        memory=before.memory if memory is None else memory,
+    )
+    known[hardware.name] = [*(each for each in every if each.setting != setting), learned]
     cache.mkdir(parents=True, exist_ok=True)
     write_json(_file(cache), {name: [asdict(each) for each in every] for name, every in known.items()})
-    return _calibrated(plain, known[hardware.name][-1]), measured.step_seconds / before.step_seconds
 
 
 def _says_nothing(why: str) -> FsdpTuneError:
@@ -187,30 +244,38 @@ def scaled(efficiency: Efficiency, factor: float) -> Efficiency:
     )
 
 
-def _calibrated(plain: Efficiency, found: Calibration) -> Efficiency:
-    words = (
-        f"computing takes {found.factor:.2f} times as long as by the table: learned on this machine "
-        f"({found.setting})"
-    )
-    return replace(scaled(plain, found.factor), calibration=words)
-
-
 def calibrated_efficiency(cache: Path, hardware: Hardware, setting: CalibrationSetting) -> Efficiency:
     """Return the constants of a GPU: calibrated, if a factor was learned on this machine in such a setting,
     else those of the table.
 
-    Their `calibration` describes the factor, or names the settings that were calibrated instead.
+    Their `calibration` and `memory_calibration` describe the factors; the first names the settings that were
+    calibrated instead.
     """
-    plain, known = efficiency_of(hardware), known_calibrations(cache, hardware)
-    fitting = [each for each in known if each.setting.covers(setting)]
-    if fitting:
-        return _calibrated(plain, fitting[-1])
-    others = "; ".join(dict.fromkeys(str(each.setting) for each in known))
-    return (
-        replace(plain, calibration=f"{hardware.name} is not calibrated for {setting}, only for {others}")
-        if others
-        else plain
-    )
+    found, known = efficiency_of(hardware), known_calibrations(cache, hardware)
+    times = {each.setting: each.factor for each in known if each.factor is not None}
+    sizes = {each.setting: each.memory for each in known if each.memory is not None}
+    if (learned := _newest(times, setting)) is not None:
+        of, factor = learned
+        words = f"computing takes {factor:.2f} times as long as by the table: learned on this machine ({of})"
+        found = replace(scaled(found, factor), calibration=words)
+    elif times:
+        others = "; ".join(map(str, times))
+        words = f"{hardware.name} is not calibrated for {setting}, only for {others}"
+        found = replace(found, calibration=words)
+    if (learned := _newest(sizes, setting)) is not None:
+        of, factor = learned
+        used = "" if factor > 1 else ", and is not lowered"
+        words = f"reserved memory × {factor:.2f}: learned on this machine ({of}){used}"
+        # A factor below 1 makes no plan fit: another layout of the same model may fragment its memory more.
+        found = replace(found, reserved_factor=max(1.0, factor), memory_calibration=words)
+    return found
+
+
+def _newest(
+    factors: dict[CalibrationSetting, float], wanted: CalibrationSetting
+) -> tuple[CalibrationSetting, float] | None:
+    """Return the newest factor of a setting that covers the wanted one, or None."""
+    return next((each for each in reversed(factors.items()) if each[0].covers(wanted)), None)
 
 
 def known_calibrations(cache: Path, hardware: Hardware) -> list[Calibration]:
@@ -240,4 +305,10 @@ def _read(cache: Path) -> dict[str, list[Calibration]]:
 
 
 def _entry(raw: dict[str, Any]) -> Calibration:
-    return Calibration(CalibrationSetting(**raw["setting"]), float(raw["factor"]), int(raw["steps"]))
+    factor, memory = raw["factor"], raw.get("memory")
+    return Calibration(
+        CalibrationSetting(**raw["setting"]),
+        None if factor is None else float(factor),
+        int(raw["steps"]),
+        None if memory is None else float(memory),
+    )

@@ -53,7 +53,7 @@ FITTED = {
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares of the figures in the datasheet, and fixed costs in seconds."""
+    """Shares of the figures in the datasheet, fixed costs in seconds, and what was learned here."""
 
     matmul: float
     attention_forward: float
@@ -68,7 +68,11 @@ class Efficiency:
     flash_3_gain: tuple[float, float] = (1.0, 1.0)
     """Factors on the shares of attention, forward and backward, with FlashAttention 3."""
     calibration: str = ""
-    """What was learned on this machine about this GPU model, and whether it is used; "" if nothing was."""
+    """What was learned about the time of this GPU model, and whether it is used; "" if nothing was."""
+    reserved_factor: float = 1.0
+    """Peak of reserved memory relative to the replayed trace, as measured; at least 1."""
+    memory_calibration: str = ""
+    """The same about its memory."""
 
 
 def efficiency_of(hardware: Hardware) -> Efficiency:

@@ -113,7 +113,10 @@ def _row(
     is_yours: bool,
 ) -> ExpertRow:
     work, ep, shapes = step_work(trace, hardware, machines, efficiency), trace.shapes.ep_size, trace.shapes
-    timed, found = simulate(work, efficiency), fit(trace, hardware)
+    timed, found = (
+        simulate(work, efficiency),
+        fit(trace, hardware, reserved_factor=efficiency.reserved_factor),
+    )
     tokens = shapes.micro_batch * shapes.accumulation * shapes.tokens / shapes.topology.row_size
     ops, table, exchanged = work.ops, work.collectives, work.exchanges
     of_units = np.array([mixture.share(count) > 0 for count in elements(table)], bool)

@@ -340,6 +340,8 @@ class Fit:
     because: str
     memory: Memory
     """Replayed without a limit on device memory."""
+    reserved_bytes: float
+    """Its peak of reserved memory, with the learned factor."""
     outside_bytes: int
     """CUDA context and NCCL buffers, which the allocator does not manage."""
     usable_bytes: int
@@ -347,7 +349,7 @@ class Fit:
     @property
     def device_bytes(self) -> int:
         """The usage that `nvidia-smi` would show on a large enough GPU."""
-        return self.memory.peak_reserved_bytes + self.outside_bytes
+        return round(self.reserved_bytes) + self.outside_bytes
 
 
 def cublas_workspace_bytes(hardware: Hardware) -> int:
@@ -356,25 +358,42 @@ def cublas_workspace_bytes(hardware: Hardware) -> int:
     ]
 
 
-def fit(trace: Trace, hardware: Hardware, *, segments: Segments = "expandable") -> Fit:
+def fit(
+    trace: Trace, hardware: Hardware, *, segments: Segments = "expandable", reserved_factor: float = 1.0
+) -> Fit:
     """Return whether a step fits a GPU: yes with `SPARE` to spare; no if reserved memory exceeds the GPU's by
-    more than its error, or allocated memory by more than `TOO_HIGH`; tight between the two."""
+    more than its error, or allocated memory by more than `TOO_HIGH`; tight between the two.
+
+    `reserved_factor`: as in `fit_into`.
+    """
     return fit_into(
-        trace, hardware.usable_bytes, segments=segments, workspace_bytes=cublas_workspace_bytes(hardware)
+        trace,
+        hardware.usable_bytes,
+        segments=segments,
+        workspace_bytes=cublas_workspace_bytes(hardware),
+        reserved_factor=reserved_factor,
     )
 
 
 def fit_into(
-    trace: Trace, usable_bytes: int, *, segments: Segments = "expandable", workspace_bytes: int = 0
+    trace: Trace,
+    usable_bytes: int,
+    *,
+    segments: Segments = "expandable",
+    workspace_bytes: int = 0,
+    reserved_factor: float = 1.0,
 ) -> Fit:
     """Return `fit` for the usable memory of a process, without other figures of the device.
 
     `segments`: of torch's allocator (`PYTORCH_CUDA_ALLOC_CONF`); `workspace_bytes`: as in `peak_memory`.
+    `reserved_factor`: measured reserved memory relative to a plan, at least 1. It can turn `yes` into
+    `tight`, and refuses nothing: an allocator that is short of memory returns what it caches.
     """
     outside = CONTEXT_BYTES + (NCCL_BYTES if trace.shapes.topology.world_size > 1 else 0)
     memory = peak_memory(trace, segments=segments, workspace_bytes=workspace_bytes)
     reserved, allocated = memory.peak_reserved_bytes, memory.peak_allocated_bytes
-    most = reserved * (1 + SPARE) + outside
+    measured = reserved * reserved_factor
+    most = measured * (1 + SPARE) + outside
     least = max(reserved / (1 + SPARE), allocated / (1 + TOO_HIGH)) + outside
     if most <= usable_bytes:
         answer, because = "yes", f"{_gib(most)} including {SPARE:.0%} to spare, of {_gib(usable_bytes)}"
@@ -383,11 +402,11 @@ def fit_into(
     else:
         over = (
             "fits only if the prediction is too high"
-            if reserved + outside > usable_bytes
+            if measured + outside > usable_bytes
             else f"less than {SPARE:.0%} to spare"
         )
-        answer, because = "tight", f"{_gib(reserved + outside)} of {_gib(usable_bytes)}: {over}"
-    return Fit(answer, because, memory, outside, usable_bytes)
+        answer, because = "tight", f"{_gib(measured + outside)} of {_gib(usable_bytes)}: {over}"
+    return Fit(answer, because, memory, measured, outside, usable_bytes)
 
 
 def _gib(size: float) -> str:

@@ -1,6 +1,6 @@
 """`plan(recipe, hardware, trace)`: predict memory, time and cost of one recipe on one kind of GPU.
 
-`calibrate` learns from a run on this machine one factor for the compute time of its GPU model.
+What was learned from runs on this machine (`calibration`) scales the compute time and the reserved memory.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class SmallestHardware(JsonAnswer):
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPlan(JsonAnswer):
-    """A recipe that was trained for a few steps on this machine, beside its prediction. Unknown values are
+    """A recipe that was trained for a few steps, beside its prediction. Unknown values are
     None."""
 
     recipe_changes: dict[str, object]
@@ -279,7 +279,7 @@ def plan(
     """
     efficiency = efficiency or efficiency_of(hardware)
     trace = full_depth(trace)
-    found = fit(trace, hardware, segments=segments)
+    found = fit(trace, hardware, segments=segments, reserved_factor=efficiency.reserved_factor)
     unknown: list[str] = []
     timed: StepTime | None = None
     try:
@@ -296,7 +296,7 @@ def plan(
         fits=found.answer,
         fits_because=found.because,
         peak_allocated_gib=found.memory.peak_allocated_bytes / GIB,
-        peak_reserved_gib=found.memory.peak_reserved_bytes / GIB,
+        peak_reserved_gib=found.reserved_bytes / GIB,
         device_gib=found.device_bytes / GIB,
         usable_gib=found.usable_bytes / GIB,
         where=found.memory.where,

@@ -24,10 +24,21 @@ class MemoryBudget:
     name: str
     usable_bytes: int
     workspace_bytes: int = 0
+    reserved_factor: Callable[[Recipe, Trace], float] = lambda _recipe, _trace: 1.0
+    """Return that of `fit_into` for a recipe."""
 
     @staticmethod
     def of(hardware: Hardware) -> MemoryBudget:
         return MemoryBudget(hardware.name, hardware.usable_bytes, cublas_workspace_bytes(hardware))
+
+    def fit(self, recipe: Recipe, trace: Trace) -> Fit:
+        """Return whether a recipe with this trace fits."""
+        return fit_into(
+            trace,
+            self.usable_bytes,
+            workspace_bytes=self.workspace_bytes,
+            reserved_factor=self.reserved_factor(recipe, trace),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +87,7 @@ def decide_by_memory(recipe: Recipe, budget: MemoryBudget, trace: Callable[[Reci
     if RESHARDING not in undecided(recipe):
         return found
     kept = with_resharding(found.recipe, after_backward=False)
-    fits = fit_into(trace(kept), budget.usable_bytes, workspace_bytes=budget.workspace_bytes)
+    fits = budget.fit(kept, trace(kept))
     if fits.answer == "yes":
         return replace(
             found, recipe=kept, reasons=found.reasons | {RESHARDING: f"it fits {budget.name}: {fits.because}"}
@@ -94,17 +105,14 @@ def least_recomputation(recipe: Recipe, budget: MemoryBudget, trace: Callable[[R
     are not traced, nor those that contradict another key."""
     tried: list[tuple[str, Fit]] = []
     for kind in CHECKPOINTING:
-        if is_refused(with_recomputation(recipe, kind)):
+        other = with_recomputation(recipe, kind)
+        if is_refused(other):
             continue
-        found = fit_into(
-            trace(with_recomputation(recipe, kind)),
-            budget.usable_bytes,
-            workspace_bytes=budget.workspace_bytes,
-        )
+        found = budget.fit(other, trace(other))
         if found.answer == "yes":
             without = f"; {tried[-1][0]} would take {tried[-1][1].because}" if tried else ""
             return Decided(
-                with_recomputation(recipe, kind),
+                other,
                 {RECOMPUTATION: f"the least that fits {budget.name}: {found.because}{without}"},
             )
         tried.append((kind, found))

@@ -11,7 +11,7 @@ from fsdp_tune.core.gpus import Hardware
 from fsdp_tune.planner.predict.depth import full_depth
 from fsdp_tune.planner.predict.derive import at_micro_batch, prime_for
 from fsdp_tune.planner.predict.efficiency import Efficiency
-from fsdp_tune.planner.predict.memory import CONTEXT_BYTES
+from fsdp_tune.planner.predict.memory import CONTEXT_BYTES, Fit, fit
 from fsdp_tune.planner.predict.predict import Plan, plan
 from fsdp_tune.planner.search.alternatives import (
     Changes,
@@ -64,6 +64,11 @@ class Search:
             recipe, self.hardware, trace, rows=self.rows, efficiency=self.efficiency, recipe_changes=changes
         )
         return PlannedRecipe(recipe, replace(made, memory=None))
+
+    def fit(self, trace: Trace) -> Fit:
+        """Return whether a step fits this GPU."""
+        factor = 1.0 if self.efficiency is None else self.efficiency.reserved_factor
+        return fit(trace, self.hardware, reserved_factor=factor)
 
     def layouts(self, base: Recipe, trace: Trace, wanted: Iterable[Changes]) -> list[PlannedRecipe]:
         """Plan each wanted layout that could fit, at every micro-batch up to the first that does not; `trace`

@@ -52,7 +52,7 @@ def _more(search: Search, base: Recipe, one: Recipe) -> SmallestHardware | None:
         batch = batch_changes(1, max(1, base.global_batch_size * base.topology.row_size // number))
         other = changed(one, {"launch.num_processes": number, "launch.num_machines": machines, **batch})
         traced = next(search.trace([other])) if other else None
-        if other is not None and traced is not None and fit(traced, search.hardware).answer == "yes":
+        if other is not None and traced is not None and search.fit(traced).answer == "yes":
             return SmallestHardware(search.hardware.name, number, differences(base, other))
         number *= 2
     return None

@@ -1,0 +1,64 @@
+"""The figures of a trial, and what of them calibrates later plans."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fsdp_tune.core.errors import ExitReason
+from fsdp_tune.core.gpus import find_hardware
+from fsdp_tune.core.units import GIB
+from fsdp_tune.jobs.observer import TrainResult
+from fsdp_tune.jobs.trial import Trial
+from fsdp_tune.planner.predict.predict import plan
+from fsdp_tune.planner.search.candidates import PlannedRecipe
+from fsdp_tune.recipe.read.loader import parse_recipe
+from tests.pages.written import training_line, written
+from tests.planner.hand_trace import Hand
+from tests.planner.recipes import resolved
+
+EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
+def read(folder: Path, *, share: float = 1.0, environment: dict[str, str] = EXPANDABLE) -> Trial:
+    """A trial whose steps computed this share of the tokens of full rows."""
+    recipe = resolved()
+    step = Hand().op("mm", flops=1e12).trace()
+    planned = PlannedRecipe(recipe, plan(recipe, find_hardware("A100-40GB"), step))
+    trial = Trial(
+        planned, parse_recipe(recipe.model_dump_json(by_alias=True), folder / "recipe.yaml"), folder / "1"
+    )
+    speed = share * planned.plan.tokens_per_step / planned.plan.num_processes
+    lines = [
+        training_line(step, 1.0, step_seconds=1.0, tokens_per_second_per_device=speed, peak_reserved_gib=gib)
+        for step, gib in enumerate((9.0, 9.5, 9.75, 10.0), 1)
+    ]
+    run = written(trial.folder, lines)
+    document = json.loads(run.launch_json.read_bytes())
+    document.pop("document_digest")
+    run.launch_json.write_text(json.dumps(document | {"environment": environment}))
+    trial.read(TrainResult(run, recipe, ExitReason.FINISHED))
+    return trial
+
+
+def test_full_rows_calibrate_time_and_memory(tmp_path: Path) -> None:
+    trial = read(tmp_path)
+    assert trial.measured is not None
+    assert trial.measured.step_seconds == 1.0
+    assert trial.measured.reserved_bytes == 10 * GIB
+
+
+@pytest.mark.parametrize("environment", [{}, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:128"}])
+def test_memory_of_another_allocator_calibrates_nothing(tmp_path: Path, environment: dict[str, str]) -> None:
+    trial = read(tmp_path, environment=environment)
+    assert trial.measured is not None
+    assert trial.measured.reserved_bytes is None
+    assert trial.figures.peak_reserved_gib == 10.0
+
+
+def test_short_rows_calibrate_nothing(tmp_path: Path) -> None:
+    trial = read(tmp_path, share=0.5)
+    assert trial.measured is None
+    assert trial.figures.outcome == "measured"
