@@ -144,12 +144,15 @@ class Trial:
         self.ended("measured", None)
         peaks = [line["peak_reserved_gib"] for line in lines if line.get("peak_reserved_gib") is not None]
         seconds = statistics.median(line["step_seconds"] for line in lines)
+        # Every trial has the same rows, and steps have different numbers of tokens: a median of the rates
+        # could rank a trial with longer steps first.
+        tokens = statistics.fmean(
+            line["tokens_per_second_per_device"] * line["step_seconds"] for line in lines
+        )
         self.figures = replace(
             self.figures,
             step_seconds=seconds,
-            tokens_per_second_per_device=statistics.median(
-                line["tokens_per_second_per_device"] for line in lines
-            ),
+            tokens_per_second_per_device=tokens / seconds,
             num_processes=self.planned.plan.num_processes,
             peak_reserved_gib=max(peaks, default=None),
         )

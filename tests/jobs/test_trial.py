@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,18 +23,31 @@ from tests.planner.recipes import resolved
 EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
-def read(folder: Path, *, share: float = 1.0, environment: dict[str, str] = EXPANDABLE) -> Trial:
-    """A trial whose steps computed this share of the tokens of full rows."""
+def read(
+    folder: Path,
+    *,
+    share: float = 1.0,
+    environment: dict[str, str] = EXPANDABLE,
+    steps: Sequence[tuple[float, float]] = ((1.0, 1.0),) * 4,
+) -> Trial:
+    """A trial whose steps computed this share of the tokens of full rows. `steps`: seconds of each, and its
+    tokens relative to that."""
     recipe = resolved()
     step = Hand().op("mm", flops=1e12).trace()
     planned = PlannedRecipe(recipe, plan(recipe, find_hardware("A100-40GB"), step))
     trial = Trial(
         planned, parse_recipe(recipe.model_dump_json(by_alias=True), folder / "recipe.yaml"), folder / "1"
     )
-    speed = share * planned.plan.tokens_per_step / planned.plan.num_processes
+    tokens = share * planned.plan.tokens_per_step / planned.plan.num_processes
     lines = [
-        training_line(step, 1.0, step_seconds=1.0, tokens_per_second_per_device=speed, peak_reserved_gib=gib)
-        for step, gib in enumerate((9.0, 9.5, 9.75, 10.0), 1)
+        training_line(
+            step,
+            1.0,
+            step_seconds=seconds,
+            tokens_per_second_per_device=tokens * relative / seconds,
+            peak_reserved_gib=8 + 0.5 * step,
+        )
+        for step, (seconds, relative) in enumerate(steps, 1)
     ]
     run = written(trial.folder, lines)
     document = json.loads(run.launch_json.read_bytes())
@@ -48,6 +62,18 @@ def test_full_rows_calibrate_time_and_memory(tmp_path: Path) -> None:
     assert trial.measured is not None
     assert trial.measured.step_seconds == 1.0
     assert trial.measured.reserved_bytes == 10 * GIB
+
+
+def test_trial_with_shorter_steps_on_the_same_rows_is_the_faster_one(tmp_path: Path) -> None:
+    """The long step has the fewest tokens: the median of the rates once preferred it with many."""
+    tokens = (1.0, 1.0, 0.6, 0.8, 1.0)
+    fast, slow = (
+        read(tmp_path / name, steps=list(zip(seconds, tokens, strict=True)))
+        for name, seconds in (("fast", (1, 1, 1.0, 0.9, 1.5)), ("slow", (1, 1, 0.6, 1.1, 1.3)))
+    )
+    rates = [trial.figures.tokens_per_second_per_device for trial in (fast, slow)]
+    seconds = [trial.figures.step_seconds for trial in (fast, slow)]
+    assert (seconds[0] < seconds[1], rates[0] > rates[1]) == (True, True), (seconds, rates)
 
 
 @pytest.mark.parametrize("environment", [{}, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:128"}])
