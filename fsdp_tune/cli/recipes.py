@@ -18,7 +18,9 @@ from fsdp_tune.jobs.recipe_options import ImportOptions, NewRecipeOptions
 
 if TYPE_CHECKING:
     from fsdp_tune.jobs.answers import TemplateAnswer
+    from fsdp_tune.jobs.compare_answer import CompareAnswer
     from fsdp_tune.jobs.import_recipe import Import
+    from fsdp_tune.jobs.options import Allowed
 
 
 Name = Annotated[str, Argument("A name from `fsdp-tune recipes list`.", metavar="NAME")]
@@ -189,19 +191,7 @@ def import_config(
             screen.result(found.imported.text)
         _show(screen, found, options.output)
     if options.check and options.output:  # after the account, which is there when the comparison fails
-        from fsdp_tune.jobs.import_check import (
-            check_import,  # an import without it loads nothing that compares
-        )
-
-        checked = check_import(
-            found.imported,
-            options.output,
-            num_gpus=options.num_gpus,
-            overrides=options.overrides,
-            allowed=options.allowed,
-            observer=screen,
-        )
-        found = replace(found, check=checked)
+        found = replace(found, check=_compared(screen, found, options.output, options.allowed))
     if screen.json_output:
         from fsdp_tune.jobs.import_answer import import_answer
 
@@ -212,6 +202,20 @@ def import_config(
         show_comparison(screen, found.check)
         if found.check.verdict != "equal":
             raise typer.Exit(EXIT_CODES[found.check.verdict])
+
+
+def _compared(screen: Screen, found: Import, written: Path, allowed: Allowed) -> CompareAnswer:
+    # an import without `--check` loads nothing that compares
+    from fsdp_tune.jobs.import_check import check_import
+
+    return check_import(
+        found.imported,
+        written,
+        num_gpus=found.num_gpus,
+        overrides=found.overrides,
+        allowed=allowed,
+        observer=screen,
+    )
 
 
 PIPE_WIDTH = 100

@@ -42,7 +42,7 @@ HEAD = """# Hints that are followed
 Rows in the shapes of public data sets and of files that users have, with nothing said about them but the
 path. Each was given to `fsdp-tune train`. Where that was refused, the hint was followed to the letter, by a
 program, and the command was run again, until a step was trained (a GPT-2 of one layer, one CPU rank).
-Written by `python -m tests.data.followed_hints`; `tests/data/test_followed_hints.py` runs each row.
+Written by `python -m tests.data.followed_hints`; `tests/data/test_shapes.py` runs each row.
 
 | rows | refused as | what the hint says | outcome |
 |---|---|---|---|

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
-from tests.data.followed_hints import MOST_HINTS, follow
+from tests.data.followed_hints import MOST_HINTS, follow, train_as_hinted
 from tests.data.public_rows import CHATS, PUBLIC
 from tests.data.support import CHATML, ByteEncoder, marked, prepared, rows_of, write_jsonl
 
@@ -39,6 +39,13 @@ def test_hint_of_each_refusal_leads_to_prepared_rows(tmp_path: Path, name: str) 
     rows, _ = prepare_as_hinted(tmp_path, tmp_path / file)
     assert rows
     assert all("[" in row for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLIC)
+def test_hint_of_each_refusal_leads_to_a_trained_step(tmp_path: Path, name: str) -> None:
+    found = train_as_hinted(tmp_path, name)
+    assert (found.exit_code, found.steps) == (0, 1), found
 
 
 def test_prompts_of_public_sets_are_context(tmp_path: Path) -> None:
