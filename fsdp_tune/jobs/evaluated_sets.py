@@ -13,6 +13,7 @@ from fsdp_tune.answer.model_requests import RowScore, SetRequest
 from fsdp_tune.answer.statistics import (
     Comparison,
     Estimate,
+    Floats,
     Scores,
     bootstrap,
     mcnemar,
@@ -166,9 +167,7 @@ class PreparedSet:
             np.array([row.count for row in rows], float),
         )
         if not self._is_match:
-            totals, counts = (
-                np.bincount(self._row_of, weights=each).astype(np.float64) for each in (totals, counts)
-            )
+            totals, counts = self._by_row(totals), self._by_row(counts)
         scores = Scores(totals, counts)
         if not scores.counts.sum():
             raise failed_error(
@@ -176,6 +175,12 @@ class PreparedSet:
                 f"the metric `{self._options.metric}` counted nothing in the set `{self.label}`",
             )
         return scores
+
+    def _by_row(self, values: Floats) -> Floats:
+        """Return the sum over the pieces of each row."""
+        sums = np.zeros(int(self._row_of.max()) + 1)
+        np.add.at(sums, self._row_of, values)
+        return sums
 
     def result(self) -> SetResult:
         scores = [self.scores(model) for model in range(len(self._found))]

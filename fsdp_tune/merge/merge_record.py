@@ -48,6 +48,12 @@ class Facts:
     def steps(self) -> list[int]:
         return [weights.step for weights in self.selection.weights if weights.step is not None]
 
+    @property
+    def identities(self) -> list[str]:
+        """Return those of the checkpoints (`Manifest.identity`): a step that is trained again has another."""
+        manifests = [weights.manifest for weights in self.selection.weights]
+        return [manifest.identity for manifest in manifests if manifest is not None]
+
 
 def write_record(stage: Path, output_name: str, facts: Facts) -> None:
     """Write merge.json and the model card, the last files of the stage."""
@@ -112,6 +118,7 @@ def _record(facts: Facts) -> dict[str, object]:
         if facts.origin
         else [str(weights.checkpoint) for weights in facts.selection.weights],
         "steps": facts.steps,
+        "checkpoints": [] if facts.origin else facts.identities,
         "reason": facts.selection.reason,
         "recipe_digest": run.recipe_digest() if run is not None else None,
         "companions": f"{facts.origin}.run/model"

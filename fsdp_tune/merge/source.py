@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from pydantic import ValidationError
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, failed_error, usage_error
 from fsdp_tune.core.files import folders_in
 from fsdp_tune.core.tensors.dcp_metadata import METADATA_NAME
+from fsdp_tune.core.values import as_list
 from fsdp_tune.merge.best_checkpoint import BY_TRAINER, BY_VALUE, best_checkpoint, best_of_trainer
 from fsdp_tune.merge.weight_formats import (
     PICKLE_ENDINGS,
@@ -209,7 +211,8 @@ def _of_verl(source: Path) -> Path | None:
 
 def newer_checkpoint(run: RunDir, output: Path) -> tuple[Notice, ...]:
     """Return a notice if `run` has a newer checkpoint than `output`, which was made of its newest at that
-    time, or a better one than `output`, which was made of the best at that time."""
+    time, or a better one than `output`, which was made of the best at that time, or has trained its step
+    again."""
     try:
         record = merge_record(output)
         steps, reason = list(record["steps"]), str(record["reason"])
@@ -229,9 +232,20 @@ def newer_checkpoint(run: RunDir, output: Path) -> tuple[Notice, ...]:
         found = f"it is of step {step:,}, and {better.path.name} has a better score now"
     elif reason.startswith(BY_TRAINER) and (best := best_of_trainer(complete)) and best.step not in steps:
         found = f"it is of step {step:,}, and the trainer's best is {best.path.name} now"
+    elif reason.startswith((NEWEST, *BY_VALUE, BY_TRAINER)) and _is_trained_again(complete, record, steps):
+        found = f"it is of step {step:,}, which the run has trained again since"
     if found is not None:
-        return (Notice("merge-out-of-date", found, where, f"`fsdp-tune {command} --best {again}"),)
+        best_option = "" if reason.startswith(NEWEST) else "--best "
+        return (Notice("merge-out-of-date", found, where, f"`fsdp-tune {command} {best_option}{again}"),)
     return ()
+
+
+def _is_trained_again(complete: list[Checkpoint], record: Mapping[str, object], steps: list[int]) -> bool:
+    """Return whether a checkpoint of a merge has been replaced by another of the same step. Earlier versions
+    recorded no identities."""
+    now = {each.step: each.manifest.identity for each in complete}
+    merged = as_list(record.get("checkpoints"))
+    return any(now.get(step, identity) != identity for step, identity in zip(steps, merged, strict=False))
 
 
 def _better_checkpoint(run: RunDir, complete: list[Checkpoint], steps: list[int]) -> Checkpoint | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,11 +15,12 @@ from fsdp_tune.jobs.observer import Observer, TrainResult
 from fsdp_tune.jobs.training_end import finished
 from fsdp_tune.launch.command.resume import Start
 from fsdp_tune.merge.merge_options import MergeOptions
+from fsdp_tune.merge.source import newer_checkpoint
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.rank_files import Outcome
 from fsdp_tune.run.written_files import merge_record
-from tests.merge.checkpoints import make_run
+from tests.merge.checkpoints import make_run, merged_tensors
 
 
 def end(run: RunDir, step: int, recipe: Recipe | None = None) -> TrainResult:
@@ -39,6 +41,19 @@ def test_merged_model_of_an_earlier_end_is_replaced(tmp_path: Path) -> None:
     (later / "checkpoint-20").rename(run.checkpoint(20))
     assert end(run, 20).merged == run.merged
     assert merge_record(run.merged)["steps"] == [20]
+
+
+def test_merged_model_of_a_step_that_was_trained_again_is_replaced(tmp_path: Path) -> None:
+    run = RunDir(make_run(tmp_path / "run", {10: {"w": torch.zeros(2, 3)}}))
+    end(run, 10)
+    shutil.rmtree(run.checkpoint(10))
+    again = make_run(tmp_path / "again", {10: {"w": torch.ones(2, 3)}})
+    (again / "checkpoint-10").rename(run.checkpoint(10))
+    (found,) = newer_checkpoint(run, run.merged)
+    assert found.message == "it is of step 10, which the run has trained again since"
+    end(run, 10)
+    assert merged_tensors(run.merged)["w"].sum() == 6
+    assert newer_checkpoint(run, run.merged) == ()
 
 
 @pytest.mark.parametrize(
