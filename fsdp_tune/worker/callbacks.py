@@ -28,6 +28,7 @@ from fsdp_tune.worker.readback.isolation import (
     not_causal,
     not_isolated,
     not_shareable,
+    packed_row,
     rows_to_check,
 )
 from fsdp_tune.worker.readback.report import (
@@ -106,7 +107,8 @@ class RunCallback(AttachedCallback):
         recipe, model = parts.recipe, parts.loaded.model
         if not (rows := rows_to_check(parts.rows.sample, parts.rows.micro_batch)):
             return None
-        found = deviations(recipe, self.trainer.wrapped, rows, parts.collator, self.trainer.args.device)
+        device, complete = self.trainer.args.device, packed_row(parts.rows.sample)
+        found = deviations(recipe, self.trainer.wrapped, rows, parts.collator, device, complete)
         every, allowed, name = gather(found), allowed_deviation(recipe), bare_class(model).__name__
         if (later := max(each.later for each in every)) > allowed:
             raise not_causal(later, name, model.config)

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, masking_utils, modeling_flash_attention_utils
 
 from fsdp_tune.data.store import IGNORE_INDEX, Row, RowStore
+from fsdp_tune.model import known_rows
 from fsdp_tune.model.known_rows import packing_known
 from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.loading.inspect import find_facts
@@ -23,6 +24,7 @@ from fsdp_tune.worker.readback.isolation import (
     deviations,
     not_causal,
     not_isolated,
+    packed_row,
     rows_to_check,
 )
 from fsdp_tune.worker.rows.batches import Batch, Collator
@@ -196,11 +198,11 @@ def test_packed_examples_are_bitwise_independent(family: str, kernel: str, packe
     assert leak(family, kernel, packed[9]) == 0.0
 
 
-def measured(model: dict[str, Any], rows: list[Row]) -> Deviations:
+def measured(model: dict[str, Any], rows: list[Row], packed: Row | None = None) -> Deviations:
     recipe = recipe_of({"from_config": model, "attn_implementation": "eager"})
     built = build_full(recipe)
     separate_documents(built)
-    return deviations(recipe, built, rows, Collator(pad_token_id=0, multiple_of=8), torch.device("cpu"))
+    return deviations(recipe, built, rows, Collator(0, multiple_of=8), torch.device("cpu"), packed)
 
 
 def test_model_that_ignores_example_boundaries_is_refused(packed: RowStore) -> None:
@@ -214,7 +216,7 @@ def test_model_that_ignores_example_boundaries_is_refused(packed: RowStore) -> N
 @pytest.mark.parametrize("family", [*ISOLATED, "gpt_oss", "opt", "bloom", "falcon", "lfm2"])
 def test_model_that_isolates_examples_may_be_packed(family: str, packed: RowStore) -> None:
     assert refusals(FAMILIES[family]) == []
-    found = measured(FAMILIES[family], rows_to_check(packed, 3))
+    found = measured(FAMILIES[family], rows_to_check(packed, 3), packed_row(packed))
     assert found.packed is not None
     assert max(found.packed, found.later) <= ALLOWED["fp32"]
 
@@ -306,3 +308,45 @@ def test_refusal_of_packing_has_a_remedy() -> None:
         not_isolated(0.1, "SomeModel", AutoConfig.for_model("llama")).problems[0].hint
         == "--set data.packing=false"
     )
+
+
+def drawn_row(*lengths: int) -> Row:
+    ids = np.random.default_rng(3).integers(2, 250, sum(lengths)).astype(np.int32)
+    return Row(ids, ids.copy(), lengths, 0)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "row"),
+    [
+        (lambda number, position: number.clamp(max=1), drawn_row(9, 7, 8, 6)),  # all but the first are one
+        (lambda number, position: number - (position >= 16).int(), drawn_row(30, 20)),  # long ones see back
+    ],
+    ids=["beyond the second border", "in long examples"],
+)
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_leak_anywhere_in_a_complete_row_is_measured(
+    family: str, numbers: Any, row: Row, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows that are cut to two short examples need not show it."""
+    known = known_rows.example_numbers
+    monkeypatch.setattr(known_rows, "example_numbers", lambda given: numbers(known(given), given))
+    monkeypatch.setattr(isolation, "BATCH_TOKENS", 24)  # so that logits of a part of the row are compared
+    rows = rows_to_check(stored(row), 2)
+    found = measured(FAMILIES[family], rows, packed_row(stored(row)))
+    assert found.packed is not None
+    assert found.packed > ALLOWED["fp32"] >= found.later
+
+
+def test_watched_tokens_of_long_examples_are_those_after_the_border_and_some_up_to_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(isolation, "BATCH_TOKENS", 8)
+    first, second = isolation._watched(drawn_row(3, 100))
+    assert first.tolist() == [0, 1, 2]
+    assert second.tolist() == [3, 4, 5, 102]
+
+
+def test_row_whose_borders_are_measured_is_the_first_with_several_examples() -> None:
+    rows = [drawn_row(5), drawn_row(4, 3, 2), drawn_row(1, 2)]
+    assert packed_row(stored(*rows)) is rows[1]
+    assert packed_row(stored(rows[0])) is None

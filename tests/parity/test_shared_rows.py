@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.store import IGNORE_INDEX, Row
+from fsdp_tune.model import known_rows
 from fsdp_tune.model.sequence_parallel import require_shareable_rows
 from fsdp_tune.model.shard.process_groups import join_groups
 from fsdp_tune.model.step import forward_backward
+from fsdp_tune.worker.readback import isolation
 from fsdp_tune.worker.readback.isolation import deviations, not_shareable
 from fsdp_tune.worker.rows.batches import Collator
 from tests.model.recipes import recipe_of
@@ -270,6 +273,34 @@ def test_models_that_look_across_tokens_outside_of_attention_are_refused(on_rank
         for kind, error in found.items()
         if "layers besides attention that look across tokens" not in str(error)
     ] == []
+
+
+def deviations_over_borders() -> tuple[float, float]:
+    """On a rank of two: deviations of a complete packed row, without and with a leak over a late border."""
+    recipe = recipe_of(precision={"mixed_precision": "no"}, parallelism={"sp_size": 2})
+    model, row = model_of("llama", "sdpa", {}), packed_rows()[1]
+    join_groups(model, {"sequence": dist.group.WORLD})
+    numbers, found = known_rows.example_numbers, list[float]()
+    # so that logits of a part of each example are compared
+    with patch.object(isolation, "BATCH_TOKENS", 24):
+        for leak in (False, True):
+            with patch.object(
+                known_rows,
+                "example_numbers",
+                lambda ids, leak=leak: numbers(ids).clamp(max=2 if leak else None, min=0),
+            ):
+                rows = [row] * 2
+                cut = isolation.rows_to_check(rows, 2)  # type: ignore[arg-type]
+                result = deviations(recipe, model, cut, Collator(0, 8), torch.device("cpu"), row)
+                found.append(result.packed or 0.0)
+    return found[0], found[1]
+
+
+@pytest.mark.ranks
+def test_borders_of_shared_rows_are_measured_by_the_ranks_that_hold_them(on_ranks: Ranks) -> None:
+    found = on_ranks.run(2, deviations_over_borders)
+    assert max(kept for kept, _ in found) <= isolation.ALLOWED["fp32"]
+    assert max(leaks for _, leaks in found) > 1e-3
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,11 @@ must not move.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.core.errors import FailedError, failed_error
 from fsdp_tune.core.families import CAUSAL_SWITCHES, expert_count
-from fsdp_tune.data.store import Int32, Row, RowStore
+from fsdp_tune.data.store import Int32, Int64, Row, RowStore
 from fsdp_tune.model.internals.transformers_internals import attention_of
 from fsdp_tune.model.known_rows import packing_known
 from fsdp_tune.model.loading.packing import leak_problem
@@ -91,6 +94,15 @@ def rows_to_check(store: RowStore, micro_batch: int) -> list[Row]:
     ]
 
 
+def packed_row(store: RowStore) -> Row | None:
+    """Return the first row of several examples, complete; None if none of the first rows has several.
+
+    A layer may keep apart the first examples of a row alone, or short ones alone, which no cut row shows.
+    """
+    read = (store[index] for index in range(min(len(store), ROWS_READ)))
+    return next((row for row in read if len(row.lengths) > 1), None)
+
+
 def _cut(row: Row, tokens: int, *, first: int) -> Row:
     """Return the first `first` tokens of the first example, and as many of the second as fit into
     `tokens`."""
@@ -105,10 +117,37 @@ def _cut(row: Row, tokens: int, *, first: int) -> Row:
 
 
 def deviations(
-    recipe: Recipe, wrapped: nn.Module, rows: Sequence[Row], collator: Collator, device: torch.device
+    recipe: Recipe,
+    wrapped: nn.Module,
+    rows: Sequence[Row],
+    collator: Collator,
+    device: torch.device,
+    packed: Row | None = None,
 ) -> Deviations:
     """Run the live model on `rows` and on changed copies of them, and measure how far the logits of unchanged
-    tokens move; collective."""
+    tokens move; collective.
+
+    `packed`: a complete row, over each of whose borders it is measured too, in three forwards of this row.
+    """
+    ids, was_training = _token_ids(rows, collator.pad_token_id), wrapped.training
+    wrapped.eval()
+    found = _in_rows(recipe, wrapped, rows, ids, collator, device)
+    if packed is not None and packed.lengths != rows[0].lengths:
+        over_borders = _moved_over_borders(recipe, wrapped, packed, ids, collator, device)
+        found = replace(found, packed=max([found.packed or 0.0, *over_borders]))
+    wrapped.train(was_training)
+    return found
+
+
+def _in_rows(
+    recipe: Recipe,
+    wrapped: nn.Module,
+    rows: Sequence[Row],
+    ids: Int32,
+    collator: Collator,
+    device: torch.device,
+) -> Deviations:
+    """Return the deviations in `rows`, in three forwards."""
 
     def logits(batch_rows: Sequence[Row], *, complete: bool = False) -> torch.Tensor:
         """`complete`: each rank computes the rows alone, also if it shares them."""
@@ -132,12 +171,9 @@ def deviations(
         ]
         return [float((one - other).norm() / one.norm()) for one, other in pairs]
 
-    ids = _token_ids(rows, collator.pad_token_id)
     first, ends = [row.lengths[0] for row in rows], [len(row.input_ids) for row in rows]
     middle = [length // 2 for length in first]
     is_packed = [end > length for length, end in zip(first, ends, strict=True)]
-    was_training = wrapped.training
-    wrapped.eval()
     before = logits(rows)
     after_later = moved(middle, ends, [slice(0, each) for each in middle])
     of_first = (
@@ -154,12 +190,97 @@ def deviations(
                 logits([_replaced(row, ids, 0, 1) for row in rows], complete=True),
             )
         elsewhere = max(_most_moved(one[index, 1:end], other[index, 1:end]) for index, end in enumerate(ends))
-    wrapped.train(was_training)
     if not of_first:
         return Deviations(max(after_later), None, shared, elsewhere)
     # What is replaced before the watched tokens of a row is in the rows before it, and the first row has none
     # before it.
     return Deviations(after_later[0], max(*of_first, *after_later[1:]), shared, elsewhere)
+
+
+def _moved_over_borders(
+    recipe: Recipe, wrapped: nn.Module, row: Row, ids: Int32, collator: Collator, device: torch.device
+) -> list[float]:
+    """Return how far logits move in every second example of a row when those between change, and the other
+    way round: over each border of the row.
+
+    One number for each example, or for half of them where an example that changes may move others a little:
+    a router's choices, and one scale of fp8 for all tokens. Of ranks that share rows each measures its own
+    tokens.
+    """
+    batch = collator([row])
+    width = batch.tensors["input_ids"].shape[1]
+    own = _own_tokens(wrapped, width)
+    watched = [tokens[(tokens >= own.start) & (tokens < own.stop)] for tokens in _watched(row)]
+    at = torch.from_numpy(np.concatenate(watched) - own.start).to(device)
+    parts = np.split(np.arange(len(at)), np.cumsum([len(tokens) for tokens in watched])[:-1])
+    is_exact = expert_count(bare_model(wrapped).config.get_text_config()) <= 1  # type: ignore[union-attr]
+    is_exact = is_exact and not computes_in_fp8(recipe)
+
+    def logits(given: Row) -> torch.Tensor:
+        tensors = {name: tensor.to(device) for name, tensor in collator([given]).tensors.items()}
+        with (
+            outside_step(wrapped, device),
+            rows_known(wrapped, tensors),
+            compute_context(recipe, device.type),
+            _head_only_at(wrapped, at),
+        ):
+            found: torch.Tensor = wrapped(**model_inputs(tensors), use_cache=False).logits
+        return (found if found.shape[1] == len(at) else found[:, at])[0].float()
+
+    before, moved = logits(row), list[float]()
+    for first in (0, 1):
+        distance = logits(_with_others(row, ids, first)) - before
+        kept = [part for part in parts[1 - first :: 2] if len(part)]
+        for part in kept if is_exact or not kept else [np.concatenate(kept)]:
+            moved.append(float(distance[part].norm() / before[part].norm()))
+    return moved
+
+
+def _own_tokens(wrapped: nn.Module, width: int) -> slice:
+    """Return the tokens of rows of this width that this rank computes: all, unless a sequence group shares
+    rows."""
+    group = sequence_group_of(wrapped)
+    if group is None:
+        return slice(0, width)
+    part = width // group.size()
+    return slice(group.rank() * part, (group.rank() + 1) * part)
+
+
+def _watched(row: Row) -> list[Int64]:
+    """Return the indices of the tokens of each example whose logits are compared: all, or as many as
+    `BATCH_TOKENS` allows, half of them directly after the border and the others evenly up to its end."""
+    starts = np.cumsum([0, *row.lengths[:-1]])
+    most = max(2, BATCH_TOKENS // len(row.lengths))
+    offsets = [
+        np.arange(length)
+        if length <= most
+        else np.append(np.arange(most // 2), np.linspace(most // 2, length - 1, most - most // 2).astype(int))
+        for length in row.lengths
+    ]
+    return [start + offset for start, offset in zip(starts, offsets, strict=True)]
+
+
+@contextlib.contextmanager
+def _head_only_at(wrapped: nn.Module, tokens: torch.Tensor) -> Iterator[None]:
+    """Within the context the head computes the logits of these tokens of each row: all of them may not
+    fit."""
+    head: Any = bare_model(wrapped).get_output_embeddings()  # type: ignore[operator]
+    if head is None:
+        yield
+        return
+    hook = head.register_forward_pre_hook(lambda _, given: (given[0][:, tokens], *given[1:]))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _with_others(row: Row, ids: Int32, first: int) -> Row:
+    """`row` with other tokens in every second example, from the example `first` on."""
+    starts = np.cumsum([0, *row.lengths])
+    for start, end in list(itertools.pairwise(starts.tolist()))[first::2]:
+        row = _replaced(row, ids, start, end)
+    return row
 
 
 def _most_moved(one: torch.Tensor, other: torch.Tensor) -> float:
