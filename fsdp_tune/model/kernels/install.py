@@ -21,6 +21,7 @@ from fsdp_tune.model.mixers import choose_packing, separate_packed
 from fsdp_tune.model.model_files import WRITTEN, KernelChoice
 from fsdp_tune.model.query_scale import scale_queries_by_position
 from fsdp_tune.model.sequence_parallel import require_shareable_rows
+from fsdp_tune.model.shard.expert_biases import sum_biases_in_fp32
 from fsdp_tune.model.shard.expert_parallel import require_divisible_experts
 from fsdp_tune.recipe.schema.recipe import Recipe
 
@@ -104,6 +105,7 @@ def install_kernels(recipe: Recipe, model: PreTrainedModel, device_type: str) ->
     if recipe.kernels.mlp_slice_tokens is not None:
         install_mlp_slices(mlps.values(), recipe.kernels.mlp_slice_tokens)
     separate_packed(recipe, model)
+    sum_biases_in_fp32(model)
     scale_queries_by_position(model)
     loss = chosen["kernels.loss"].value
     if loss != "full":

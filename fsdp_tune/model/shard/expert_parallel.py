@@ -32,6 +32,7 @@ from fsdp_tune.core.tensors.file_formats import unwrapped
 from fsdp_tune.model.internals.transformers_internals import EXPERTS, has_experts_kernel
 from fsdp_tune.model.shard.exchange import exchange, exchanged
 from fsdp_tune.model.shard.expert_adapters import leave_to_experts, with_adapter
+from fsdp_tune.model.shard.expert_biases import operand
 from fsdp_tune.model.shard.local import ModuleView, bare_class, bare_model
 from fsdp_tune.model.shard.routed_once import RoutedOnce, is_known_to_choose_otherwise
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -142,7 +143,7 @@ def _over_ranks(
         tokens, chosen = top_k_index.shape
         kernel = EXPERTS.of(experts.config)
         stacks = {
-            name: _operand(_local(stack), kernel) for name, stack in experts.named_parameters(recurse=False)
+            name: operand(_local(stack), kernel) for name, stack in experts.named_parameters(recurse=False)
         }
         stacks |= {name: with_adapter(stacks[name], layer, own) for name, layer in adapters.items()}
         view = ModuleView(experts, num_experts=share, **stacks)
@@ -167,19 +168,6 @@ def _over_ranks(
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def _operand(stack: torch.Tensor, kernel: object) -> torch.Tensor:
-    """Return a stack as a kernel takes it: biases of `grouped_mm` in fp32, so that their gradients are summed
-    over rows in fp32.
-
-    transformers' `grouped_mm` indexes biases by the expert of each row, and the backward of an index adds the
-    rows in the dtype of what
-    is indexed: of thousands of rows, which come from all ranks, bf16 loses a tenth. The biases are added in
-    place to a product, which keeps its dtype. `eager` adds one bias to all rows of its expert, which autograd
-    sums in fp32.
-    """
-    return stack.float() if kernel == "grouped_mm" and stack.ndim == 2 else stack
 
 
 @dataclass(frozen=True, slots=True)
