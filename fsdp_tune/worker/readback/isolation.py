@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -129,6 +129,25 @@ def deviations(
 
     `packed`: a complete row, over each of whose borders it is measured too, in three forwards of this row.
     """
+    ids, was_training = _token_ids(rows, collator.pad_token_id), wrapped.training
+    wrapped.eval()
+    found = _in_rows(recipe, wrapped, rows, ids, collator, device)
+    if packed is not None and packed.lengths != rows[0].lengths:
+        over_borders = _moved_over_borders(recipe, wrapped, packed, ids, collator, device)
+        found = replace(found, packed=max([found.packed or 0.0, *over_borders]))
+    wrapped.train(was_training)
+    return found
+
+
+def _in_rows(
+    recipe: Recipe,
+    wrapped: nn.Module,
+    rows: Sequence[Row],
+    ids: Int32,
+    collator: Collator,
+    device: torch.device,
+) -> Deviations:
+    """Return the deviations in `rows`, in three forwards."""
 
     def logits(batch_rows: Sequence[Row], *, complete: bool = False) -> torch.Tensor:
         """`complete`: each rank computes the rows alone, also if it shares them."""
@@ -152,17 +171,9 @@ def deviations(
         ]
         return [float((one - other).norm() / one.norm()) for one, other in pairs]
 
-    ids = _token_ids(rows, collator.pad_token_id)
     first, ends = [row.lengths[0] for row in rows], [len(row.input_ids) for row in rows]
     middle = [length // 2 for length in first]
     is_packed = [end > length for length, end in zip(first, ends, strict=True)]
-    was_training = wrapped.training
-    wrapped.eval()
-    over_borders = (
-        _moved_over_borders(recipe, wrapped, packed, ids, collator, device)
-        if packed is not None and packed.lengths != rows[0].lengths
-        else []
-    )
     before = logits(rows)
     after_later = moved(middle, ends, [slice(0, each) for each in middle])
     of_first = (
@@ -179,13 +190,11 @@ def deviations(
                 logits([_replaced(row, ids, 0, 1) for row in rows], complete=True),
             )
         elsewhere = max(_most_moved(one[index, 1:end], other[index, 1:end]) for index, end in enumerate(ends))
-    wrapped.train(was_training)
     if not of_first:
-        return Deviations(max(after_later), max(over_borders, default=None), shared, elsewhere)
+        return Deviations(max(after_later), None, shared, elsewhere)
     # What is replaced before the watched tokens of a row is in the rows before it, and the first row has none
     # before it.
-    of_others = max(*of_first, *after_later[1:], *over_borders)
-    return Deviations(after_later[0], of_others, shared, elsewhere)
+    return Deviations(after_later[0], max(*of_first, *after_later[1:]), shared, elsewhere)
 
 
 def _moved_over_borders(
