@@ -224,7 +224,7 @@ def beside_bare(bench: Bench) -> Iterator[Row]:
     import json
     import statistics
 
-    from fsdp_tune.core.processes import ends_with_parent
+    from fsdp_tune.core.parent_death import ends_with_parent
 
     if "ours" in bench.done:
         return

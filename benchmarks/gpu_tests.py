@@ -63,7 +63,7 @@ def _tests(bench: Bench, mark: str, arguments: Sequence[str]) -> Iterator[Row]:
     """Run tests in parallel: they check numbers, and nothing is measured meanwhile. Raises: TimeIsUp."""
     if not arguments:
         return
-    from fsdp_tune.core.processes import ends_with_parent
+    from fsdp_tune.core.parent_death import ends_with_parent
 
     results, log = bench.run.folder / "tests.jsonl", bench.run.folder / "tests.log"
     results.touch()

@@ -93,7 +93,7 @@ class Contender:
 def start_ours(
     name: str, size: Size, folder: Path, environment: dict[str, str], adapters: dict[str, bool]
 ) -> Contender:
-    from fsdp_tune.core.processes import ends_with_parent
+    from fsdp_tune.core.parent_death import ends_with_parent
     from fsdp_tune.launch.command.accelerate import launch_plan
     from fsdp_tune.recipe.schema.recipe import Recipe
     from fsdp_tune.run.directory import RunDir
@@ -134,7 +134,7 @@ def mean_length(store: str) -> float:
 def start_other(
     name: str, size: Size, folder: Path, environment: dict[str, str], python: str, adapters: dict[str, bool]
 ) -> Contender:
-    from fsdp_tune.core.processes import ends_with_parent
+    from fsdp_tune.core.parent_death import ends_with_parent
 
     contender = Contender(name, [], folder / f"{name}.log")
     (folder / name).mkdir()

@@ -17,7 +17,8 @@ from fsdp_tune.data.row_order import RowOrder, row_order
 from fsdp_tune.data.store import Row, RowStore
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.model.step import supervised_tokens
-from fsdp_tune.recipe.schema.recipe import EvalRows, Recipe
+from fsdp_tune.recipe.schema.data_section import EvalRows
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.manifest import digest
 

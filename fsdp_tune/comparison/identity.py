@@ -11,7 +11,7 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.read.file_access import FileDigests
 from fsdp_tune.data.read.sources import find_source, is_local
 from fsdp_tune.recipe.key_paths import KeyPath
-from fsdp_tune.recipe.schema.recipe import DataSource
+from fsdp_tune.recipe.schema.data_section import DataSource
 from fsdp_tune.run.base_model import identify_weights
 
 OF_FILES = ("path", "data_dir", "data_files")

@@ -56,9 +56,9 @@ from fsdp_tune.jobs.options import CompareOptions
 from fsdp_tune.jobs.recipes import refuse_code, resolve_recipe
 from fsdp_tune.jobs.served import compare_with_server
 from fsdp_tune.migrate.importing import ImportedRecipe, import_file
-from fsdp_tune.migrate.ledger import Fate
 from fsdp_tune.pages.run_record import differing_values
 from fsdp_tune.recipe.key_paths import KeyPath, dotted
+from fsdp_tune.recipe.outcome import Fate
 from fsdp_tune.recipe.read.loader import parse_recipe
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import chooses_by_evaluation

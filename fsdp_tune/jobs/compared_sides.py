@@ -15,7 +15,8 @@ from fsdp_tune.jobs.options import CompareOptions
 from fsdp_tune.jobs.recipes import resolve_recipe
 from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.migrate.importing import ImportedRecipe, import_file, options_of
-from fsdp_tune.migrate.ledger import DEFAULT_OF, Fate
+from fsdp_tune.migrate.ledger import DEFAULT_OF
+from fsdp_tune.recipe.outcome import Fate
 from fsdp_tune.recipe.read.loader import LoadedRecipe, load_recipe, parse_recipe
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir

@@ -14,8 +14,8 @@ from fsdp_tune.jobs.compare_answer import CompareAnswer
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import Allowed, CompareOptions
 from fsdp_tune.migrate.importing import ImportedRecipe, import_file
-from fsdp_tune.migrate.ledger import Fate
 from fsdp_tune.recipe.key_paths import dotted
+from fsdp_tune.recipe.outcome import Fate
 
 
 def check_import(

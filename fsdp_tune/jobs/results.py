@@ -29,7 +29,7 @@ from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.merge import merging
 from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import MergeResult
-from fsdp_tune.merge.output_directory import RECORD_NAME, check_target, writing_to
+from fsdp_tune.merge.output_directory import check_target, writing_to
 from fsdp_tune.merge.publish import HubTarget, Pushed, upload
 from fsdp_tune.merge.quantised import is_quantised_model, quantise_merged
 from fsdp_tune.merge.source import newer_checkpoint
@@ -37,6 +37,7 @@ from fsdp_tune.recipe.rules.launch import MIRROR_URL
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.directory import CHECKPOINT_NAME, Checkpoint, RunDir, inspect_checkpoint
+from fsdp_tune.run.directory import MERGE_RECORD as RECORD_NAME
 from fsdp_tune.run.find_runs import existing_run
 from fsdp_tune.run.manifest import FileEntry
 from fsdp_tune.run.remote_requests import ContentError, UrlError

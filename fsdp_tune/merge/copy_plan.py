@@ -14,13 +14,12 @@ from fsdp_tune.merge.companions import Companions
 from fsdp_tune.merge.copy.as_base import as_base
 from fsdp_tune.merge.copy.layout import Layout, plan_layout
 from fsdp_tune.merge.copy.ties import Tied, find_ties
-from fsdp_tune.merge.copy.write import CheckpointTensors
 from fsdp_tune.merge.lora.adapt import Adapter
 from fsdp_tune.merge.lora.base_under_adapter import layout_of
 from fsdp_tune.merge.merge_settings import MergeSettings
 from fsdp_tune.merge.precision import find_kept
 from fsdp_tune.merge.read.base import read_untrained, record_of_base
-from fsdp_tune.merge.read.contents import Contents
+from fsdp_tune.merge.read.contents import CheckpointTensors, Contents
 from fsdp_tune.merge.source import Selection
 from fsdp_tune.merge.weight_formats import SINGLE_NAME
 from fsdp_tune.run.base_model import BaseLayout, BaseRecord

@@ -10,7 +10,8 @@ from fsdp_tune.core.errors import Where, failed_error, usage_error
 from fsdp_tune.core.units import parse_bytes
 from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.source import Selection, recipe_of
-from fsdp_tune.recipe.schema.recipe import Merge, Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.recipe.schema.sections import Merge
 from fsdp_tune.run.base_model import BASE_FILE, BaseModel
 from fsdp_tune.run.directory import RunDir
 

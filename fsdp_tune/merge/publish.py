@@ -22,9 +22,9 @@ from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.core.tensors.peft_config import CONFIG_FILE
 from fsdp_tune.merge.companions import CONFIG_NAME, read_folder, refuse_outside
 from fsdp_tune.merge.model_card import CARD_NAME, card_cell, without_folders
-from fsdp_tune.merge.output_directory import RECORD_NAME
 from fsdp_tune.merge.weight_formats import INDEX_NAME
 from fsdp_tune.run.base_model import BASE_FILE
+from fsdp_tune.run.directory import MERGE_RECORD as RECORD_NAME
 from fsdp_tune.run.written_files import require_unchanged_output, unsealed
 
 

@@ -26,10 +26,11 @@ from fsdp_tune.core.version import __version__
 from fsdp_tune.merge.load_check import CHILD_ENVIRONMENT
 from fsdp_tune.merge.merge_options import QuantisedAnswer
 from fsdp_tune.merge.model_card import CARD_NAME, DTYPE_ROW, MERGED_WITH, QUANTISED_ROW
-from fsdp_tune.merge.output_directory import RECORD_NAME, writing_to
+from fsdp_tune.merge.output_directory import writing_to
 from fsdp_tune.merge.publish import without_results
 from fsdp_tune.merge.weight_formats import INDEX_NAME
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.run.directory import MERGE_RECORD as RECORD_NAME
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.manifest import digest_file, list_files
 from fsdp_tune.run.written_files import merge_record, seal_record

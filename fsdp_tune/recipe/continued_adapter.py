@@ -17,7 +17,8 @@ from fsdp_tune.core.tensors.peft_names import PREFIX
 from fsdp_tune.core.tensors.safetensors_header import DamagedHeader, read_header
 from fsdp_tune.recipe.references import absolute_path
 from fsdp_tune.recipe.schema.keys import Finding, given
-from fsdp_tune.recipe.schema.recipe import Lora, Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.recipe.schema.sections import Lora
 
 ADAPTER_KEY = "lora.adapter"
 # Keys of `lora:` that PEFT's config has under the same names, with PEFT's values for those that it leaves

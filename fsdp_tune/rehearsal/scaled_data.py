@@ -6,7 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdp_tune.recipe.schema.recipe import EvalFraction, EvalRows, Recipe
+from fsdp_tune.recipe.schema.data_section import EvalFraction, EvalRows
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.rehearsal.scaled_recipe import ScaledRecipe
 
 MAX_LENGTH_TOKENS = 128

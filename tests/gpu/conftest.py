@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.core.processes import ends_with_parent
+from fsdp_tune.core.parent_death import ends_with_parent
 from fsdp_tune.run.directory import RunDir
 
 DEVICE = os.environ.get("GPU_TEST_DEVICE", "cuda")

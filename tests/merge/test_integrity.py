@@ -88,7 +88,9 @@ def test_merge_json_lists_every_tensor_with_the_digest_of_its_bytes(tmp_path):
 
 
 def test_model_card_names_data_recipe_and_last_values(tmp_path):
-    from fsdp_tune.recipe.schema.recipe import Data, DataSource, Launch, Model, Recipe
+    from fsdp_tune.recipe.schema.data_section import Data, DataSource
+    from fsdp_tune.recipe.schema.recipe import Recipe
+    from fsdp_tune.recipe.schema.sections import Launch, Model
 
     recipe = Recipe(
         model=Model(name_or_path="org/base-7b"),
@@ -137,7 +139,8 @@ def test_value_of_a_step_before_the_merged_one_says_which_in_the_card(tmp_path):
 
 
 def test_names_in_the_card_are_neither_html_nor_links(tmp_path):
-    from fsdp_tune.recipe.schema.recipe import Data, DataSource, Recipe
+    from fsdp_tune.recipe.schema.data_section import Data, DataSource
+    from fsdp_tune.recipe.schema.recipe import Recipe
 
     names = ("<img src=x onerror=alert(1)>.jsonl", "[free](https://example.org/a|b).jsonl")
     recipe = Recipe(data=Data(train=[DataSource(path=name) for name in names]))
@@ -151,7 +154,9 @@ def test_names_in_the_card_are_neither_html_nor_links(tmp_path):
 
 
 def test_card_names_files_without_their_folders(tmp_path):
-    from fsdp_tune.recipe.schema.recipe import Data, DataSource, Model, Recipe
+    from fsdp_tune.recipe.schema.data_section import Data, DataSource
+    from fsdp_tune.recipe.schema.recipe import Recipe
+    from fsdp_tune.recipe.schema.sections import Model
 
     data = Data(
         train=[

@@ -11,7 +11,8 @@ import transformers
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from fsdp_tune.core.errors import FailedError, FsdpTuneError
-from fsdp_tune.recipe.schema.recipe import Merge, Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.recipe.schema.sections import Merge
 from tests.merge.checkpoints import SHARDS, finish_checkpoint, make_run, merged_tensors, same_bits, save_dcp
 
 transformers.utils.logging.disable_progress_bar()

@@ -18,7 +18,6 @@ from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.publish import CardResult, _listed, add_results
 from fsdp_tune.merge.quantised import (
     RECORD_KIND,
-    RECORD_NAME,
     check_quantised,
     check_quantised_target,
     quantise_merged,
@@ -27,6 +26,7 @@ from fsdp_tune.merge.quantised import (
 )
 from fsdp_tune.model.loading.quantised_files import patterns_of
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.run.directory import MERGE_RECORD as RECORD_NAME
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.written_files import require_unchanged_output
 from tests.merge.checkpoints import make_run

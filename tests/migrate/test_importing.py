@@ -13,8 +13,9 @@ import yaml
 
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.data.format.templates import resolve_template
-from fsdp_tune.migrate.ledger import Fate, leaves
+from fsdp_tune.migrate.ledger import leaves
 from fsdp_tune.recipe.key_paths import flattened
+from fsdp_tune.recipe.outcome import Fate
 from fsdp_tune.recipe.resolve import resolve
 from tests.migrate.foreign_files import (
     ARGUMENTS_OF_UNSLOTH,

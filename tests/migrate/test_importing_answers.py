@@ -12,8 +12,8 @@ import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.migrate.importing import import_file
-from fsdp_tune.migrate.ledger import Fate
 from fsdp_tune.recipe.key_paths import dotted
+from fsdp_tune.recipe.outcome import Fate
 from fsdp_tune.recipe.read.loader import DECIDE, parse_recipe
 from fsdp_tune.recipe.schema.keys import all_keys, values_by_key
 from tests.migrate.foreign_files import FILES, TORCHTUNE, TRL

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_tune.migrate.ledger import Fate, Ledger, Weight, leaves
+from fsdp_tune.migrate.ledger import Ledger, leaves
+from fsdp_tune.recipe.outcome import Fate, Weight
 
 
 def test_key_without_a_row_fails_the_import() -> None:

@@ -27,7 +27,8 @@ from fsdp_tune.model.adapters.lora import (
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.loading.inspect import adapter_facts
 from fsdp_tune.model.loading.model_config import model_config
-from fsdp_tune.recipe.schema.recipe import Lora, Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.recipe.schema.sections import Lora
 from tests.model.families import FAMILIES
 from tests.model.recipes import lora_recipe, recipe_of
 from tests.parity.architectures import make_model

@@ -9,7 +9,8 @@ import pytest
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.tokenise.exported_tokenizer import TokenizerOrigin
 from fsdp_tune.model.model_files import ModelFacts, check_vocabulary, save_model_files, with_special_tokens
-from fsdp_tune.recipe.schema.recipe import Lora, Model, Recipe, Tokens
+from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.recipe.schema.sections import Lora, Model, Tokens
 from tests.model.recipes import model_facts
 
 NAMES = ("bos_token_id", "eos_token_id", "pad_token_id")

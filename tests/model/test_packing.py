@@ -8,10 +8,10 @@ import pytest
 from transformers import AutoConfig, PreTrainedConfig
 
 from fsdp_tune.core.families import limits_within
-from fsdp_tune.model.kernels.attention import TORCH_VARLEN
 from fsdp_tune.model.loading import packing
 from fsdp_tune.model.loading.inspect import find_facts
 from fsdp_tune.model.loading.packing import small_deviations
+from fsdp_tune.recipe.schema.attention_kernels import TORCH_VARLEN
 from tests.architectures.tiny import known
 from tests.model.families import BART, COMMON, FAMILIES, OPENAI_GPT
 from tests.model.recipes import recipe_of

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fsdp_tune.data.store import IGNORE_INDEX
 from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.step import (
-    IGNORE_INDEX,
     auxiliary_loss_weight,
     shift_labels,
     summed_token_loss,

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
-from fsdp_tune.data.read.file_access import RemoteFile, UrlError, url_path
+from fsdp_tune.data.read.file_access import RemoteFile, url_path
 from fsdp_tune.data.read.row_files import (
     ALL_ROWS,
     BadRow,
@@ -34,6 +34,7 @@ from fsdp_tune.data.read.row_files import (
     parquet_rows,
 )
 from fsdp_tune.data.read.tar_rows import tar_rows
+from fsdp_tune.run.remote_requests import UrlError
 
 MAX_ROW_BYTES = 256 << 20
 

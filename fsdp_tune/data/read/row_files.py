@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
-from fsdp_tune.data.read.file_access import RemoteFile, UrlError
+from fsdp_tune.data.read.file_access import RemoteFile
+from fsdp_tune.run.remote_requests import UrlError
 
 SPACE = re.compile(r"[ \t\r\n]*")
 MOST_NESTED = 100

@@ -21,7 +21,6 @@ from fsdp_tune.core.hub import hub_is_reachable
 from fsdp_tune.core.values import as_items
 from fsdp_tune.data.read.file_access import (
     Stamp,
-    UrlError,
     builtin_rows,
     check_protocol,
     find_urls,
@@ -37,6 +36,7 @@ from fsdp_tune.recipe.extensions import find_extension
 from fsdp_tune.recipe.references import can_only_be_a_path, exists
 from fsdp_tune.recipe.schema.data_section import BUILDERS, DataSource
 from fsdp_tune.run.manifest import Digester
+from fsdp_tune.run.remote_requests import UrlError
 
 KIND_OF_SUFFIX = {
     ".jsonl": "lines",

@@ -22,7 +22,7 @@ from fsdp_tune.core.atomic import DISK, write_file
 from fsdp_tune.core.clocks import LIVED
 from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
 from fsdp_tune.core.files import read_end_of_log
-from fsdp_tune.core.processes import ends_with_parent
+from fsdp_tune.core.parent_death import ends_with_parent
 from fsdp_tune.core.refused_variables import find_refusal
 from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.command.accelerate import LaunchPlan

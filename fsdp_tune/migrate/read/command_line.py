@@ -19,8 +19,8 @@ from fsdp_tune.migrate.read.command_options import (
     torchtune_options,
     without_negations,
 )
-from fsdp_tune.migrate.read.shell_script import ShellScript, Statement, Unexpanded
-from fsdp_tune.migrate.read.shell_syntax import script_of_shell
+from fsdp_tune.migrate.read.shell_script import ShellScript, Unexpanded
+from fsdp_tune.migrate.read.shell_syntax import Statement, script_of_shell
 from fsdp_tune.recipe.read.tool_detection import AXOLOTL, EXAMPLES, FMS, LLAMA_FACTORY, SWIFT, TORCHTUNE, TRL
 
 LAUNCHER, ENVIRONMENT = "launcher", "environment"

@@ -22,7 +22,8 @@ from fsdp_tune.core.errors import Where, usage_error
 from fsdp_tune.core.tensors.peft_names import PREFIX, tensor_name
 from fsdp_tune.model.adapters.targets import Targets, find_saved, find_targets, is_stack, last_parts
 from fsdp_tune.model.shard.local import copy_part, count_elements, local_part
-from fsdp_tune.recipe.schema.recipe import Lora, Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.recipe.schema.sections import Lora
 from fsdp_tune.run.directory import run_of
 from fsdp_tune.run.manifest import digest_number
 

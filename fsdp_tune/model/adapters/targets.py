@@ -16,7 +16,8 @@ from transformers.pytorch_utils import Conv1D
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.core.tensors.peft_config import pattern_matches, value_for
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
-from fsdp_tune.recipe.schema.recipe import Lora, Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.recipe.schema.sections import Lora
 
 ALL_LINEAR = "all-linear"
 

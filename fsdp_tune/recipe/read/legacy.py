@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fsdp_tune.core.errors import Notice, Problem
-from fsdp_tune.core.units import shown
+from fsdp_tune.core.units import Value, shown
 from fsdp_tune.recipe.key_paths import NamePath, dotted
 from fsdp_tune.recipe.read.translation import Change, Translation, at, changed, node_text, text_node
 from fsdp_tune.recipe.read.yaml_source import (
@@ -19,7 +19,6 @@ from fsdp_tune.recipe.read.yaml_source import (
     MappingEntry,
     MappingNode,
     ScalarNode,
-    Value,
     entries_of,
     plain_value,
 )

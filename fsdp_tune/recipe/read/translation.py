@@ -6,14 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fsdp_tune.core.errors import Notice, Problem, Where
-from fsdp_tune.core.units import shown
+from fsdp_tune.core.units import Value, shown
 from fsdp_tune.recipe.key_paths import NamePath, dotted
 from fsdp_tune.recipe.read.yaml_source import (
     MappingEntry,
     MappingNode,
     Node,
     ScalarNode,
-    Value,
     plain_value,
 )
 

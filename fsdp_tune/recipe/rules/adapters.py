@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 from fsdp_tune.recipe.rules.limits import PRECISION_KEY, computes_in_fp8
 from fsdp_tune.recipe.schema.keys import Finding, Rule
-from fsdp_tune.recipe.schema.recipe import Lora, Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.recipe.schema.sections import Lora
 
 
 def lora_limits(recipe: Recipe) -> Iterator[Finding]:

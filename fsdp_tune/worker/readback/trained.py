@@ -31,7 +31,8 @@ from fsdp_tune.model.shard.local import (
     plain_name,
 )
 from fsdp_tune.model.shard.wrap import fsdp_groups
-from fsdp_tune.recipe.schema.recipe import Lora, Recipe
+from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.recipe.schema.sections import Lora
 from fsdp_tune.run.records import Fp8State
 
 # By hand, of torchao's recipes: one scale for a row and a column of the operands, or one for each operand.

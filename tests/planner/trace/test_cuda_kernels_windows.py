@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig, PreTrainedConfig
 
-from fsdp_tune.planner.trace.cuda_kernels import TILE_TOKENS, flash_flops, flash_share
+from fsdp_tune.planner.predict.roofline import TILE_TOKENS
+from fsdp_tune.planner.trace.cuda_kernels import flash_flops, flash_share
 from fsdp_tune.planner.trace.traced_model import attention_windows
 from tests.planner.recipes import resolved
 

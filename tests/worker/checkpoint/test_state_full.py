@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_tune.core.errors import FailedError
-from fsdp_tune.worker.checkpoint.state import FULL_MODEL_FILE, Live, load_model
+from fsdp_tune.run.directory import FULL_MODEL_FILE
+from fsdp_tune.worker.checkpoint.state import Live, load_model
 from tests.merge.ranks import run_ranks
 
 OTHER = "checkpoint-of-another-model"
