@@ -90,11 +90,14 @@ def follow(loaded: LoadedRecipe, settings: TrialSettings, observer: Observer) ->
         return made
 
 
-def _opens(recipe: Recipe, machine: int) -> Callable[[], Channel]:
-    """Return what opens a channel to the store of the first machine. Raises: usage error if its address is
-    unknown."""
+def _opens(recipe: Recipe, machine: int) -> Callable[[str], Channel]:
+    """Return what opens a channel of a topic to the store of the first machine.
+
+    Raises: usage error if its address is unknown.
+    """
     address = main_process_address(recipe, os.environ)
-    return lambda: open_channel(machine, recipe.launch.num_machines, address.ip, address.control_port)
+    machines, port = recipe.launch.num_machines, address.control_port
+    return lambda topic: open_channel(machine, machines, address.ip, port, topic=topic)
 
 
 def _run_directory(call: LaunchCall, output: Path, own: Path | None) -> Path:

@@ -38,7 +38,7 @@ Ends = Callable[[int, int], Exception | ExitReason | None]
 def connected(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
     network = Network()
     monkeypatch.setattr(
-        measuring_machines, "open_channel", lambda machine, _machines, _ip, _port: network.channel(machine)
+        measuring_machines, "open_channel", lambda machine, *_, topic: network.channel(machine, topic=topic)
     )
     monkeypatch.setattr(calls, "READ_SECONDS", 0.01)
     yield network
@@ -199,7 +199,7 @@ def test_what_the_first_machine_refuses_is_an_error_on_all(
 def test_only_directories_of_trials_are_used(run: str, recipe: Path, network: Network) -> None:
     """The store has no authentication."""
     settings = TrialSettings(5, None, Allowed(), 1)
-    first = calls.FirstMachine(lambda: network.channel(0), 2, 20.0)
+    first = calls.FirstMachine(lambda topic: network.channel(0, topic=topic), 2, 20.0)
 
     def call() -> None:
         with contextlib.suppress(FsdpTuneError):  # that of the other

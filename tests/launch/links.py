@@ -31,6 +31,7 @@ class ThreadLink:
         machines: int,
         connect: Callable[[], tcp_store.KeyValueStore],
         folder: Path | None = None,
+        topic: str = "launch",
     ) -> None:
         self._to: queue.Queue[str | None] = queue.Queue()
         self._from: queue.Queue[str | None] = queue.Queue()
@@ -44,7 +45,8 @@ class ThreadLink:
 
         def run() -> None:
             try:
-                store.exchange(machine, machines, checked, iter(self._to.get, END), self._from.put, folder)
+                lines = iter(self._to.get, END)
+                store.exchange(machine, machines, checked, lines, self._from.put, folder, topic)
             finally:
                 self._from.put(END)
 
@@ -98,11 +100,11 @@ class Network:
         self._count = count
         listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(listener.getsockname()[1])
-        self._served: tcp_store.KeyValueStore | None = tcp_store.serve(listener, count)
+        self._served: tcp_store.KeyValueStore | None = tcp_store.serve(listener, store.keys_of(count))
         self.links: dict[int, list[ThreadLink]] = {}
         self.channels: list[Channel] = []
 
-    def channel(self, machine: int, folder: Path | None = None) -> Channel:
+    def channel(self, machine: int, folder: Path | None = None, topic: str = "launch") -> Channel:
         def connect() -> tcp_store.KeyValueStore:
             if machine > 0:
                 return tcp_store.connect_to("127.0.0.1", self.port)
@@ -110,7 +112,7 @@ class Network:
             return self._served
 
         def start() -> ThreadLink:
-            link = ThreadLink(machine, self._count, connect, folder)
+            link = ThreadLink(machine, self._count, connect, folder, topic)
             self.links.setdefault(machine, []).append(link)
             return link
 

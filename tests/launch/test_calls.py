@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -12,9 +13,10 @@ from fsdp_tune.launch.machines import calls
 from fsdp_tune.launch.machines.calls import FirstMachine, LaunchCall, OtherMachine
 from fsdp_tune.launch.machines.machine import MachineReport
 from fsdp_tune.launch.machines.rendezvous import Machines
+from fsdp_tune.launch.machines.store import StoreExchange
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.rank_files import Verdict
-from tests.launch.links import Answers, Network, identity, until
+from tests.launch.links import Answers, Network, Play, identity, problem_of, until
 
 pytestmark = pytest.mark.usefixtures("quick_machines")
 
@@ -32,11 +34,11 @@ def network() -> Iterator[Network]:
 
 
 def first_of(network: Network, *, hang_seconds: float = 20.0) -> FirstMachine:
-    return FirstMachine(lambda: network.channel(0), 2, hang_seconds)
+    return FirstMachine(lambda topic: network.channel(0, topic=topic), 2, hang_seconds)
 
 
 def other_of(network: Network) -> OtherMachine:
-    return OtherMachine(lambda: network.channel(1))
+    return OtherMachine(lambda topic: network.channel(1, topic=topic))
 
 
 def follow(network: Network) -> None:
@@ -173,3 +175,58 @@ def test_first_machine_that_was_started_again_is_not_followed(network: Network) 
 def test_first_machine_that_never_comes_is_named(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "JOIN_SECONDS", 0.1)
     assert error_of(partial(follow, network)).problems[0].code == "first-machine-missing"
+
+
+def test_failure_before_the_next_call_stays_readable(
+    play_of: Callable[[int], Play],
+) -> None:
+    """The first machine may still prepare the launch in which the other one has failed."""
+    play = play_of(2)
+    first, second = play.machine(0), play.machine(1, code="other")
+    assert isinstance(second.join(), Verdict)
+    second.close()
+    with other_of(play.network) as other:
+        following = Answers(partial(error_of, other.next_call))
+        until(lambda: any(each.document(0) for each in play.network.channels[2:]))
+        time.sleep(0.1)
+        assert problem_of(first.gather(0)).message.startswith("machine 1: machine 1 (host-1) differs")
+        first.close()
+        with pytest.raises(FsdpTuneError), first_of(play.network):
+            raise failed_error("broken", "it broke")
+        following.all()
+
+
+class Values:
+    """A store in a dictionary."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str, /) -> None:
+        self._values[key] = value.encode()
+
+    def get(self, key: str, /) -> bytes:
+        return self._values.get(key, b"{}")
+
+    def multi_get(self, keys: list[str], /) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def delete_key(self, key: str, /) -> bool:
+        return self._values.pop(key, None) is not None
+
+
+def test_what_an_earlier_channel_of_the_port_showed_does_not_count_as_read() -> None:
+    """Else the first machine closed its store before the others had read the end of the command."""
+    values = Values()
+    before, other, after = (StoreExchange(machine, 2, lambda: values) for machine in (0, 1, 0))
+    for _ in range(2):
+        before.tick({"token": "a"}, 1)
+        other.tick({"token": "x"}, 1)
+    before.tick({"token": "a"}, 1)
+    assert before.is_told(1, awaits_unseen=True)
+    after.tick({"token": "b"}, 1)
+    assert not after.is_told(1, awaits_unseen=True)
+    for _ in range(2):
+        other.tick({"token": "x"}, 1)
+        after.tick({"token": "b"}, 1)
+    assert after.is_told(1, awaits_unseen=True)

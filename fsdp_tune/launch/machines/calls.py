@@ -70,14 +70,15 @@ class CallAnswer(Document):
 class _Calling:
     """A channel that is open between launches."""
 
-    def __init__(self, start: Callable[[], Channel]) -> None:
+    def __init__(self, start: Callable[[str], Channel]) -> None:
+        """`start` opens a channel of a topic."""
         self._start = start
         self._channel: Channel | None = None
         self._token = ""
 
-    def _publish(self, document: LaunchCall | CallAnswer) -> Channel:
+    def _publish(self, document: LaunchCall | CallAnswer, topic: str = "call") -> Channel:
         if self._channel is None:
-            self._channel, self._token = self._start(), secrets.token_hex(8)
+            self._channel, self._token = self._start(topic), secrets.token_hex(8)
         self._channel.publish(json_safe(replace(document, token=self._token).as_dict()))
         return self._channel
 
@@ -91,8 +92,8 @@ class _Calling:
 class FirstMachine(_Calling):
     """The first machine of several launches. Leaving the context announces the end of the command."""
 
-    def __init__(self, start: Callable[[], Channel], machines: int, hang_seconds: float) -> None:
-        """`start` opens the channel. `hang_seconds`: limit for the others to answer the first
+    def __init__(self, start: Callable[[str], Channel], machines: int, hang_seconds: float) -> None:
+        """`start` opens a channel of a topic. `hang_seconds`: limit for the others to answer the first
         call; later ones at most `LOST_SECONDS`."""
         super().__init__(start)
         self._machines, self._hang_seconds = machines, hang_seconds
@@ -156,7 +157,8 @@ class FirstMachine(_Calling):
 class OtherMachine(_Calling):
     """A machine that is not the first of several launches. Leaving the context with an error announces it."""
 
-    def __init__(self, start: Callable[[], Channel]) -> None:
+    def __init__(self, start: Callable[[str], Channel]) -> None:
+        """`start` opens a channel of a topic."""
         super().__init__(start)
         self._answer = CallAnswer("", 0)
         self._has_end = False
@@ -168,7 +170,10 @@ class OtherMachine(_Calling):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and not self._has_end:
-            self._publish(replace(self._answer, ended=verdict_of(error).as_dict()))
+            ended = replace(self._answer, ended=verdict_of(error).as_dict())
+            self._publish(ended)
+            self._close()
+            self._publish(ended, "launch")  # the first machine may wait there already
         self._close()
 
     def next_call(self) -> LaunchCall:

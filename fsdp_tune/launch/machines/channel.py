@@ -24,7 +24,7 @@ from fsdp_tune.core.clocks import LIVED
 from fsdp_tune.core.command import Bar
 from fsdp_tune.core.errors import FailedError, Problem
 from fsdp_tune.launch.machines.route import INTERFACE_VARIABLES, Route
-from fsdp_tune.launch.machines.store import SERVED_SECONDS, Exchanged, JsonObject
+from fsdp_tune.launch.machines.store import SERVED_SECONDS, TOPICS, Exchanged, JsonObject
 
 CLOSE_SECONDS = SERVED_SECONDS + 5.0
 """Limit for the child to write the last document and to end."""
@@ -51,7 +51,9 @@ class Link(Protocol):
 class ChildLink:
     """The exchange in a child process."""
 
-    def __init__(self, machine: int, machines: int, address: str, port: int, folder: Path | None) -> None:
+    def __init__(
+        self, machine: int, machines: int, address: str, port: int, topic: str, folder: Path | None
+    ) -> None:
         words = [
             sys.executable,
             "-m",
@@ -60,6 +62,7 @@ class ChildLink:
             str(machines),
             address,
             str(port),
+            topic,
         ]
         words += [str(folder)] if folder is not None else []
         environment = {**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
@@ -269,10 +272,19 @@ class Channel:
         return None if self._sent_to == (self._link, self._document) else (self._link, self._document)
 
 
-def open_channel(machine: int, machines: int, address: str, port: int, folder: Path | None = None) -> Channel:
+def open_channel(
+    machine: int,
+    machines: int,
+    address: str,
+    port: int,
+    folder: Path | None = None,
+    topic: str = TOPICS[0],
+) -> Channel:
     """Open the channel of a machine. The first machine serves the store on this port of its address.
-    `folder`: of archives."""
-    return Channel(lambda: cast(Link, ChildLink(machine, machines, address, port, folder)))
+
+    `folder`: of archives. `topic`: one of `TOPICS`.
+    """
+    return Channel(lambda: cast(Link, ChildLink(machine, machines, address, port, topic, folder)))
 
 
 def network_message(route: Route | None, first: str, env: Mapping[str, str]) -> str:

@@ -1,17 +1,19 @@
 """The child of a command that exchanges documents with the other machines of the run through torch's
 TCPStore.
 
-    python -m fsdp_tune.launch.machines.store MACHINE MACHINES ADDRESS PORT [FOLDER]
+    python -m fsdp_tune.launch.machines.store MACHINE MACHINES ADDRESS PORT TOPIC [FOLDER]
 
 The child of the first machine serves the store. Each line on stdin replaces this machine's document, a JSON
 object; the end of stdin ends the exchange. Each line on stdout is an `Exchanged` as JSON. The command starts
 it as a process of its own, since it needs torch.
 
 Two keys a machine: `document/N`, and `beat/N`, a few bytes that change each second and name the version of
-the document. The first machine reads the beats of all others in one operation, the others only that of the
-first, so the operations grow with the number of machines. What is in the store is only the present state of
-the machines, and each of them writes its own again after a lost connection. So the store may be served again
-by another child at any time, and nothing in it outlives the command of the first machine.
+the document. Under the topic `call`, those of the other machines begin with it, so that the first machine
+takes none for a document about a launch. The first machine reads the beats of all others in one operation,
+the others only that of the first, so the operations grow with the number of machines. What is in the store
+is only the present state of the machines, and each of them writes its own again after a lost connection.
+So the store may be served again by another child at any time, and nothing in it outlives the command of the
+first machine.
 
 A document of the first machine may name an archive. Its child puts the file of that name in FOLDER into the
 store, in chunks, and the others write it into their FOLDER when they have all of them.
@@ -65,6 +67,9 @@ CHUNKS_AT_ONCE = 8
 """Chunks that are read between two beats."""
 LARGEST_ARCHIVE_BYTES = 1 << 30
 
+TOPICS = ("launch", "call")
+"""What the machines exchange: one launch, or the calls of several (`launch.machines.calls`)."""
+
 JsonObject = dict[str, Any]
 
 
@@ -100,20 +105,43 @@ class _Peer:
     seen: int = -1
 
 
+def _key(name: str, machine: int, topic: str) -> str:
+    return f"{name}/{machine}" if machine == 0 or topic == TOPICS[0] else f"{topic}/{name}/{machine}"
+
+
+def keys_of(machines: int) -> list[str]:
+    """Return the keys of beats and documents of all machines, under every topic."""
+    keys = (
+        _key(name, machine, topic)
+        for machine in range(machines)
+        for name in ("beat", "document")
+        for topic in TOPICS
+    )
+    return list(dict.fromkeys(keys))
+
+
 class StoreExchange:
     """One machine's part in the exchange. `connect` opens the store, and raises `StoreFault`."""
 
     def __init__(
-        self, machine: int, machines: int, connect: Callable[[], KeyValueStore], folder: Path | None = None
+        self,
+        machine: int,
+        machines: int,
+        connect: Callable[[], KeyValueStore],
+        folder: Path | None = None,
+        topic: str = TOPICS[0],
     ) -> None:
         """`folder`: of archives; None if there are none."""
-        self._machine, self._connect = machine, connect
+        self._machine, self._connect, self._topic = machine, connect, topic
+        self._token = ""
         self._archives = Archives(folder) if folder is not None else None
         self._peers = {peer: _Peer() for peer in (range(1, machines) if machine == 0 else [0])}
         self._store: KeyValueStore | None = None
         self._beats = 0
         self._published = -1
         self._wrote_beat = False
+        self._seen = ("", -1)
+        """On another machine: token and version of the first one's document that it has read."""
         self._faulty_since: float | None = None
 
     def tick(self, document: JsonObject, version: int) -> Exchanged:
@@ -145,47 +173,53 @@ class StoreExchange:
     def _publish(self, store: KeyValueStore, document: JsonObject, version: int) -> str | None:
         """Write the document if it is new, and a beat. Return the token of another command that writes under
         the same number."""
-        key, token = f"beat/{self._machine}", str(document.get(TOKEN))
+        key, token = _key("beat", self._machine, self._topic), str(document.get(TOKEN))
+        self._token = token
         if version != self._published:
             if self._machine == 0 and self._archives is not None:
                 self._archives.serve(store, document)
-            store.set(f"document/{self._machine}", json.dumps(document))
+            store.set(_key("document", self._machine, self._topic), json.dumps(document))
             self._published = version
         twin: str | None = None
         if self._wrote_beat and self._machine > 0:
             other = str(_object(store.get(key)).get(TOKEN))
             twin = other if other != token else None
         self._beats += 1
-        seen = min(peer.seen for peer in self._peers.values())
-        store.set(
-            key,
-            json.dumps(
-                {"beat": self._beats, TOKEN: token, "version": version, "seen": seen, "time": time.time()}
-            ),
-        )
+        beat = {"beat": self._beats, TOKEN: token, "version": version, "seen": self._seen}
+        store.set(key, json.dumps(beat | {"time": time.time()}))
         self._wrote_beat = True
         return twin
 
     def _read(self, store: KeyValueStore) -> dict[int, JsonObject]:
         documents: dict[int, JsonObject] = {}
         for (number, peer), raw in zip(
-            self._peers.items(), store.multi_get([f"beat/{number}" for number in self._peers]), strict=True
+            self._peers.items(),
+            store.multi_get([_key("beat", number, self._topic) for number in self._peers]),
+            strict=True,
         ):
             beat = _object(raw)
             if raw == peer.beat or TOKEN not in beat:
                 continue
             try:
                 version = (str(beat[TOKEN]), int(beat["version"]))
-                seen, clock_seconds = int(beat["seen"]), float(beat["time"]) - time.time()
-            except (KeyError, TypeError, ValueError, OverflowError):  # not written by this program
+                seen = (str(beat["seen"][0]), int(beat["seen"][1]))
+                clock_seconds = float(beat["time"]) - time.time()
+            except (
+                KeyError,
+                IndexError,
+                TypeError,
+                ValueError,
+                OverflowError,
+            ):  # not written by this program
                 continue
             peer.beat, peer.changed_at, peer.clock_seconds = raw, LIVED.now(), clock_seconds
-            if self._machine == 0:
-                peer.seen = seen
-            if version != peer.version and (document := _object(store.get(f"document/{number}"))):
+            if self._machine == 0:  # else it has read an earlier channel of the same port
+                peer.seen = seen[1] if seen[0] == self._token else -1
+            key = _key("document", number, self._topic)
+            if version != peer.version and (document := _object(store.get(key))):
                 documents[number], peer.version = document, version
                 if self._machine > 0:
-                    peer.seen = version[1]
+                    self._seen = version
         return documents
 
     def _exchanged(self, documents: dict[int, JsonObject], **facts: Any) -> Exchanged:
@@ -311,6 +345,7 @@ def exchange(
     lines: Iterable[str],
     write: Callable[[str], object],
     folder: Path | None = None,
+    topic: str = TOPICS[0],
 ) -> None:
     """Exchange documents until `lines` ends. The first machine then waits until the others have read its last
     one, and they for its store.
@@ -318,7 +353,7 @@ def exchange(
     Neither waits for one that it has never seen if a signal ended the command: a user or a scheduler wants it
     to end.
     """
-    inbox, own = _Inbox(lines), StoreExchange(machine, machines, connect, folder)
+    inbox, own = _Inbox(lines), StoreExchange(machine, machines, connect, folder, topic)
     deadline: float | None = None
     while True:
         ended = inbox.has_ended  # before reading the document: the last one is published
@@ -363,7 +398,7 @@ def _object(raw: bytes) -> JsonObject:
 
 def main(arguments: Sequence[str]) -> int:
     machine, machines, address, port = int(arguments[0]), int(arguments[1]), arguments[2], int(arguments[3])
-    folder = Path(arguments[4]) if len(arguments) > 4 else None
+    topic, folder = arguments[4], Path(arguments[5]) if len(arguments) > 5 else None
     os.environ["TORCH_CPP_LOG_LEVEL"] = (
         "FATAL"  # a lost connection is reported as a fault, without torch's stack traces
     )
@@ -373,7 +408,7 @@ def main(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
 
     if machine > 0:
-        exchange(machine, machines, lambda: connect_to(address, port), sys.stdin, write, folder)
+        exchange(machine, machines, lambda: connect_to(address, port), sys.stdin, write, folder, topic)
         os._exit(0)  # the command waits, and torch takes seconds to be torn down
     try:
         listener, notice = listening_socket(address, port)
@@ -386,7 +421,7 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     if notice is not None:
         write(json.dumps(asdict(Exchanged(notice=notice))))
-    own = [serve(listener, machines)]
+    own = [serve(listener, keys_of(machines))]
 
     def reconnect() -> KeyValueStore:
         """Return the store that this process serves. After a fault of it only another child helps."""
@@ -394,7 +429,7 @@ def main(arguments: Sequence[str]) -> int:
             os._exit(1)  # not by an exception: a thread still reads stdin
         return own.pop()
 
-    exchange(machine, machines, reconnect, sys.stdin, write, folder)
+    exchange(machine, machines, reconnect, sys.stdin, write, folder, topic)
     os._exit(0)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Protocol, cast
 
@@ -57,9 +58,9 @@ def listening_socket(address: str, port: int) -> tuple[socket.socket, str | None
     return listener, notice
 
 
-def serve(listener: socket.socket, machines: int) -> KeyValueStore:
-    """Serve a store on a listening socket, and return a connection to it. Keys of other machines exist, so
-    that reading never waits.
+def serve(listener: socket.socket, keys: Iterable[str]) -> KeyValueStore:
+    """Serve a store on a listening socket, and return a connection to it. The `keys` exist from the start, so
+    that reading them never waits.
 
     The store takes the socket over: `listener` is of no use afterwards, also after an error. Raises:
     RuntimeError.
@@ -72,10 +73,9 @@ def serve(listener: socket.socket, machines: int) -> KeyValueStore:
     store = TCPStore(
         host, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach()
     )
-    for machine in range(machines):
-        for key in (f"beat/{machine}", f"document/{machine}"):
-            # only a key that does not exist: another machine may have been quicker
-            store.compare_set(key, "", "{}")
+    for key in keys:
+        # only a key that does not exist: another machine may have been quicker
+        store.compare_set(key, "", "{}")
     return cast(KeyValueStore, store)
 
 
