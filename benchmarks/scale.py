@@ -121,7 +121,7 @@ class CountingStore:
 
 def control_channel(ranks: int, folder: Path) -> Figures:  # noqa: ARG001  all parts have one signature
     """One exchange of all machines over torch's store, as every machine does each second."""
-    from fsdp_tune.launch.machines.store import StoreExchange
+    from fsdp_tune.launch.machines.store import StoreExchange, keys_of
     from fsdp_tune.launch.machines.tcp_store import connect_to, listening_socket, serve
 
     machines = ranks // PER_MACHINE
@@ -129,7 +129,7 @@ def control_channel(ranks: int, folder: Path) -> Figures:  # noqa: ARG001  all p
         return {}
     listener, _ = listening_socket("127.0.0.1", 0)
     port, counter = listener.getsockname()[1], Counter[str]()
-    served = serve(listener, machines)
+    served = serve(listener, keys_of(machines))
     exchanges = [StoreExchange(0, machines, lambda: CountingStore(served, counter))]
     began = time.perf_counter()
     for machine in range(1, machines):
