@@ -11,7 +11,7 @@ import numpy as np
 from fsdp_tune.core.errors import Where, usage_error
 from fsdp_tune.data.account import examples_of
 from fsdp_tune.data.store import IGNORE_INDEX, Row, RowStore
-from fsdp_tune.data.tokenise.encoder import Encoder, closing_tokens, end_of_text
+from fsdp_tune.data.tokenise.encoder_protocol import Encoder, closing_tokens, end_of_text
 
 
 @dataclass(frozen=True, slots=True)

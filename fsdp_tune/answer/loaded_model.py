@@ -20,9 +20,9 @@ from fsdp_tune.answer.find_model import ModelToEvaluate
 from fsdp_tune.answer.model_requests import Request
 from fsdp_tune.core.errors import failed_error, usage_error
 from fsdp_tune.core.hub import HubResource, hub_is_reachable
-from fsdp_tune.core.tensors.encodings import scales_among
 from fsdp_tune.core.tensors.peft_config import CONFIG_FILE, WEIGHTS_FILE, is_trained_in_full
 from fsdp_tune.core.tensors.peft_names import PREFIX, without_copies
+from fsdp_tune.core.tensors.quantised_formats import scales_among
 from fsdp_tune.model.adapters.nf4 import SCALE_DTYPE, dequantise, quantise
 from fsdp_tune.model.internals.transformers_internals import forget_kernels
 from fsdp_tune.model.loading.adapter_files import published_prefixes

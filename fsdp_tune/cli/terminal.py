@@ -20,7 +20,7 @@ from typing import TextIO
 
 import typer
 
-from fsdp_tune.cli.outlets import GONE, OutletStream
+from fsdp_tune.cli.nonblocking_streams import GONE, OutletStream
 from fsdp_tune.cli.terminal_log import TerminalLog
 from fsdp_tune.cli.terminal_text import LEAST_LAST_COLUMN, fitted, printable, problem_lines, wrapped
 from fsdp_tune.core.command import JsonAnswer
@@ -98,7 +98,7 @@ class Terminal:
 
     def stop_waiting(self) -> None:
         """From now on neither a reader of stdout or stderr nor the disk of the log delays this command
-        (`cli.outlets`)."""
+        (`cli.nonblocking_streams`)."""
         if self._waited_for is not None:
             return
         self._waited_for = sys.stdout, sys.stderr

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from fsdp_tune.cli.outlets import Outlet
+from fsdp_tune.cli.nonblocking_streams import Outlet
 from fsdp_tune.core.atomic import DISK
 
 

@@ -15,7 +15,7 @@ from fsdp_tune.core.secrets import mask_text, masked
 from fsdp_tune.core.units import ScalarError, parse_plain
 from fsdp_tune.core.values import as_list, as_mapping
 from fsdp_tune.recipe.key_paths import KeyPath, dotted
-from fsdp_tune.recipe.schema.effects import Affects
+from fsdp_tune.recipe.schema.key_effects import Affects
 from fsdp_tune.recipe.schema.keys import effect_of
 from fsdp_tune.recipe.schema.reference import describe_key, described_names, passed_defaults
 from fsdp_tune.recipe.schema.training_fields import CHOOSING

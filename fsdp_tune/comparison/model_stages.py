@@ -38,8 +38,8 @@ from fsdp_tune.data.store import IGNORE_INDEX, Row
 from fsdp_tune.model.kernels.fake_quantised import prepare_quantised
 from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.loading.model_config import model_config
-from fsdp_tune.model.mixers import separate_packed
 from fsdp_tune.model.optim.optimizer import build_optimizer
+from fsdp_tune.model.packed_mixers import separate_packed
 from fsdp_tune.model.sequence_parallel import rows_known
 from fsdp_tune.model.shard.local import decayed_names
 from fsdp_tune.model.step import (

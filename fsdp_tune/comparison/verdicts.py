@@ -16,7 +16,7 @@ from fsdp_tune.comparison.stages import DATA_STAGES, ComparedStage, Observation
 from fsdp_tune.core.values import as_mapping
 from fsdp_tune.data.read.file_access import FileDigests
 from fsdp_tune.recipe.key_paths import KeyPath, dotted
-from fsdp_tune.recipe.schema.effects import Affects
+from fsdp_tune.recipe.schema.key_effects import Affects
 
 Verdict = Literal["equal", "different", "not_comparable"]
 CLAIMS = (("tokens", "data"), ("loss", "update", "steps", "logprobs", "same_tokens", "answers"))

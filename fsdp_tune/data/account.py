@@ -17,7 +17,7 @@ from fsdp_tune.data.packing import PackedRows
 from fsdp_tune.data.report import DataReport, DecodedExample, InputAccount, NamedRows, SetAccount, Spread
 from fsdp_tune.data.sets import NAMED_ROWS, Cut, Examples
 from fsdp_tune.data.store import IGNORE_INDEX, Int64, Row, RowStore
-from fsdp_tune.data.tokenise.encoder import Encoder
+from fsdp_tune.data.tokenise.encoder_protocol import Encoder
 
 
 def set_account(cut: Cut, packed: PackedRows, names: Sequence[str], max_length: int) -> SetAccount:

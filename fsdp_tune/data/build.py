@@ -29,7 +29,7 @@ from fsdp_tune.data.read.row_files import BadRow
 from fsdp_tune.data.report import BeginTokens, DataReport, EndTokens, InputAccount, SetAccount, SplitRows
 from fsdp_tune.data.sets import Cut, Examples, cut, held_out, is_weighted, mixed, packed
 from fsdp_tune.data.store import EVALUATION_HASHES, Int32, Int64, Mask, UInt64, mapped
-from fsdp_tune.data.tokenise.encoder import Encoder
+from fsdp_tune.data.tokenise.encoder_protocol import Encoder
 from fsdp_tune.data.tokenise.rows import RawRow, Tokenised, Tokeniser, tokenise
 from fsdp_tune.recipe.resolve import MOST_PROCESSES
 from fsdp_tune.recipe.schema.recipe import Recipe

@@ -19,12 +19,12 @@ from fsdp_tune.data.read.readers import read_rows
 from fsdp_tune.data.read.row_files import BadRow, RowError, kind_of
 from fsdp_tune.data.read.shapes import delimiter_hint, shape_hint
 from fsdp_tune.data.read.sources import RowSource, find_source
-from fsdp_tune.data.tokenise.encoder import Encoder
+from fsdp_tune.data.tokenise.encoder_protocol import Encoder
 from fsdp_tune.data.tokenise.rows import RawRow
 from fsdp_tune.recipe.schema.data_section import DataSource
-from fsdp_tune.recipe.schema.kinds import NO_TEMPLATE
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.row_formats import ROW_FORMATS
+from fsdp_tune.recipe.schema.value_kinds import NO_TEMPLATE
 
 TRAIN = "train"
 """The set of the training rows, among those of `data.eval` by their labels."""

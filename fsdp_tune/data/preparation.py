@@ -24,7 +24,7 @@ from fsdp_tune.data.row_record import RowRecord
 from fsdp_tune.data.skipped_rows import NamedRow, PreparedFiles, SkippedRow, removed_rows, resolved_rows
 from fsdp_tune.data.store import EVALUATION_HASHES, RowStore
 from fsdp_tune.data.stream.units import unstamped_files
-from fsdp_tune.data.tokenise.encoder import Encoder
+from fsdp_tune.data.tokenise.encoder_protocol import Encoder
 from fsdp_tune.recipe.fsdp_arguments import compiles
 from fsdp_tune.recipe.rules.training import measured_metrics
 from fsdp_tune.recipe.schema.data_section import DataSource

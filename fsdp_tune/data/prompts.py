@@ -15,7 +15,7 @@ from fsdp_tune.data.format.message_keys import Message
 from fsdp_tune.data.inputs import format_settings
 from fsdp_tune.data.read.row_files import BadRow, ColumnError, RowError, kind_of
 from fsdp_tune.data.report import DataReport, InputAccount
-from fsdp_tune.data.tokenise.encoder import Encoder, closing_tokens
+from fsdp_tune.data.tokenise.encoder_protocol import Encoder, closing_tokens
 from fsdp_tune.data.tokenise.encoding import encode_texts
 from fsdp_tune.data.tokenise.rows import RawRow, Tokeniser
 from fsdp_tune.data.tokenise.sample_prompts import render_prompt

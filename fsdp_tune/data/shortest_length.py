@@ -8,7 +8,7 @@ from itertools import islice
 import numpy as np
 
 from fsdp_tune.data.inputs import Input, open_inputs, raw_rows
-from fsdp_tune.data.tokenise.encoder import Encoder
+from fsdp_tune.data.tokenise.encoder_protocol import Encoder
 from fsdp_tune.data.tokenise.rows import RawRow, Tokeniser
 from fsdp_tune.recipe.schema.recipe import Recipe
 

@@ -14,7 +14,7 @@ from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.launch.command.recipe_changes import GLOBAL_BATCH, Change, check, class_of_global_batch
 from fsdp_tune.launch.command.resume import Start, check_data
 from fsdp_tune.planner.predict.memory import total_steps
-from fsdp_tune.recipe.schema.effects import OnResume
+from fsdp_tune.recipe.schema.key_effects import OnResume
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.directory import RunDir

@@ -16,7 +16,7 @@ from fsdp_tune.data.format.row_account import KeyUse, key_account
 from fsdp_tune.data.inputs import Input, raw_rows
 from fsdp_tune.data.read.row_files import BadRow
 from fsdp_tune.data.report import KeyAccount
-from fsdp_tune.data.tokenise.encoder import Encoder
+from fsdp_tune.data.tokenise.encoder_protocol import Encoder
 from fsdp_tune.data.tokenise.rows import RawRow, Tokeniser, content_bytes
 
 FIRST_ROWS = 200

@@ -33,7 +33,7 @@ from fsdp_tune.model.model_files import ModelFacts, ModelInspection
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 if TYPE_CHECKING:
-    from fsdp_tune.data.tokenise.encoder import Encoder
+    from fsdp_tune.data.tokenise.encoder_protocol import Encoder
 
 INSPECT = (sys.executable, "-P", "-m", "fsdp_tune.model.loading.inspect")
 INSPECT_SECONDS = 300.0

@@ -25,7 +25,7 @@ from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.data.preparation import prepare as prepare_data
 from fsdp_tune.data.read.sources import OF_ROWS
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
-from fsdp_tune.jobs.evaluating import scored_where_there_is_room
+from fsdp_tune.jobs.checkpoint_scorer import scored_where_there_is_room
 from fsdp_tune.jobs.machine_plan import keep_prediction, plan_here, refuse_what_cannot_fit
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import TrainOptions

@@ -18,9 +18,9 @@ from fsdp_tune.core.library_errors import rust_errors_as_os_errors
 from fsdp_tune.core.package_versions import versions
 from fsdp_tune.data.preparation import rows_of_step
 from fsdp_tune.data.skipped_rows import NamedRow, read_named_rows
+from fsdp_tune.jobs.checkpoint_scorer import Evaluating, evaluating
 from fsdp_tune.jobs.connecting import connecting
 from fsdp_tune.jobs.doctor import notices_of_machine
-from fsdp_tune.jobs.evaluating import Evaluating, evaluating
 from fsdp_tune.jobs.machine_plan import keep_prediction
 from fsdp_tune.jobs.mirroring import Mirroring, given_back
 from fsdp_tune.jobs.observer import Observer, TrainingInputs, TrainResult, session

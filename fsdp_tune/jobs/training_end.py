@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fsdp_tune.core.errors import ExitReason, FsdpTuneError
-from fsdp_tune.jobs.evaluating import Evaluating
+from fsdp_tune.jobs.checkpoint_scorer import Evaluating
 from fsdp_tune.jobs.observer import Observer, TrainResult
 from fsdp_tune.jobs.results import merge_checkpoint, missing_outputs, outputs_at_end, push
 from fsdp_tune.launch.command.next_commands import commands_to_resume

@@ -13,9 +13,13 @@ from fsdp_tune.data.skipped_rows import NamedRow
 from fsdp_tune.data.stream.units import refuse_changed_files
 from fsdp_tune.data.tokenise.sample_prompts import sample_prompts
 from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder, load_encoder
+from fsdp_tune.jobs.checkpoint_scorer import (
+    check_evaluation,
+    notices_of_evaluation,
+    refuse_scores_without_room,
+)
 from fsdp_tune.jobs.continued_data import continued_data, steps_of_run
 from fsdp_tune.jobs.doctor import check_space
-from fsdp_tune.jobs.evaluating import check_evaluation, notices_of_evaluation, refuse_scores_without_room
 from fsdp_tune.jobs.inspection import Inspection, inspect_model, with_tensors
 from fsdp_tune.jobs.machine_plan import MachinePlan, plan_here, refuse_what_cannot_fit
 from fsdp_tune.jobs.observer import Observer, TrainingInputs

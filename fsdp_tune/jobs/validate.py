@@ -24,7 +24,7 @@ from fsdp_tune.data.report import DecodedExample
 from fsdp_tune.data.shortest_length import length_with_targets
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.jobs.answers import CheckAnswer, RehearseAnswer
-from fsdp_tune.jobs.evaluating import check_evaluation, notices_of_evaluation
+from fsdp_tune.jobs.checkpoint_scorer import check_evaluation, notices_of_evaluation
 from fsdp_tune.jobs.first_rows import FIRST_ROWS, CheckedSource
 from fsdp_tune.jobs.inspection import Inspection, inspect
 from fsdp_tune.jobs.observer import Observer, session

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from fsdp_tune.core.errors import Notice
 from fsdp_tune.core.tensors.dtypes import Shape
 from fsdp_tune.core.tensors.peft_config import WEIGHTS_FILE
-from fsdp_tune.merge.companions import Companions
+from fsdp_tune.merge.config_and_tokenizer import Companions
 from fsdp_tune.merge.copy.as_base import as_base
 from fsdp_tune.merge.copy.layout import Layout, plan_layout
 from fsdp_tune.merge.copy.ties import Tied, find_ties

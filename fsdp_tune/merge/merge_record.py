@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from fsdp_tune.core.version import __version__
-from fsdp_tune.merge.companions import Companions
+from fsdp_tune.merge.config_and_tokenizer import Companions
 from fsdp_tune.merge.copy.layout import Layout
 from fsdp_tune.merge.copy.write import Written
 from fsdp_tune.merge.lora.adapt import Adapter

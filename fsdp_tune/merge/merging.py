@@ -15,7 +15,7 @@ from fsdp_tune.core.atomic import staged_directory
 from fsdp_tune.core.command import Bar, MergeCheck, OpenBar
 from fsdp_tune.core.errors import FailedError, Notice, Problem, Where, failed_error, usage_error
 from fsdp_tune.merge import output_directory as place
-from fsdp_tune.merge.companions import Companions
+from fsdp_tune.merge.config_and_tokenizer import Companions
 from fsdp_tune.merge.copy.write import THREADS, Written, write_tensors
 from fsdp_tune.merge.copy_plan import Copy, plan_copy
 from fsdp_tune.merge.integrity import check_bytes_on_disk, check_headers

@@ -25,10 +25,10 @@ from fsdp_tune.core.atomic import (
 from fsdp_tune.core.errors import Notice, Where, failed_error, usage_error
 from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.ownership import announced, is_abandoned
-from fsdp_tune.core.tensors.encodings import needs_settings
 from fsdp_tune.core.tensors.peft_config import CONFIG_FILE
+from fsdp_tune.core.tensors.quantised_formats import needs_settings
 from fsdp_tune.core.units import format_bytes
-from fsdp_tune.merge.companions import CONFIG_NAME, Companions, output_config
+from fsdp_tune.merge.config_and_tokenizer import CONFIG_NAME, Companions, output_config
 from fsdp_tune.merge.copy.layout import Layout
 from fsdp_tune.merge.lora.adapt import Adapter
 from fsdp_tune.merge.source import Selection

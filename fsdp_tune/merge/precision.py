@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fsdp_tune.core.errors import Notice, Where
 from fsdp_tune.core.tensors.peft_names import PREFIX
-from fsdp_tune.merge.companions import Companions
+from fsdp_tune.merge.config_and_tokenizer import Companions
 from fsdp_tune.merge.load_check import Child
 from fsdp_tune.merge.source import Selection
 from fsdp_tune.run.base_model import BaseLayout

@@ -20,7 +20,7 @@ from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.hub import first_line
 from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.core.tensors.peft_config import CONFIG_FILE
-from fsdp_tune.merge.companions import CONFIG_NAME, read_folder, refuse_outside
+from fsdp_tune.merge.config_and_tokenizer import CONFIG_NAME, read_folder, refuse_outside
 from fsdp_tune.merge.model_card import CARD_NAME, card_cell, without_folders
 from fsdp_tune.merge.weight_formats import INDEX_NAME
 from fsdp_tune.run.base_model import BASE_FILE

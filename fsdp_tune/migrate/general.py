@@ -24,9 +24,9 @@ from fsdp_tune.recipe.read.legacy import settle, take_aliases, translate
 from fsdp_tune.recipe.read.tool_detection import LLAMA_FACTORY, SWIFT
 from fsdp_tune.recipe.read.yaml_source import MappingNode, compose, plain_value
 from fsdp_tune.recipe.schema.keys import all_keys
-from fsdp_tune.recipe.schema.kinds import is_jinja
 from fsdp_tune.recipe.schema.optimizers import DEFAULT_OPTIMIZER
 from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS, owner_of
+from fsdp_tune.recipe.schema.value_kinds import is_jinja
 from fsdp_tune.recipe.synonyms import SYNONYMS
 
 _SAME_IN_LLAMA_FACTORY = ("chatml", "llama3", "phi4", "gemma3")

@@ -15,7 +15,7 @@ from fsdp_tune.migrate.file_rules import rules_of
 from fsdp_tune.migrate.ledger import AccountRow, Ledger
 from fsdp_tune.migrate.open_keys import settle_computed
 from fsdp_tune.migrate.placeholders import DATA_PLACEHOLDER, MODEL_PLACEHOLDER
-from fsdp_tune.migrate.quoted import read_quoted
+from fsdp_tune.migrate.quoted_values import read_quoted
 from fsdp_tune.migrate.ranks_and_batch import RANKS
 from fsdp_tune.migrate.read.command_line import ENVIRONMENT, LAUNCHER
 from fsdp_tune.migrate.read.foreign_file import (
@@ -27,7 +27,7 @@ from fsdp_tune.migrate.read.foreign_file import (
     take_unexpanded,
 )
 from fsdp_tune.migrate.rules import Inside
-from fsdp_tune.migrate.settling import ask_each, settle_all
+from fsdp_tune.migrate.settle_keys import ask_each, settle_all
 from fsdp_tune.migrate.tools import torchtune
 from fsdp_tune.migrate.tools.fms_hf_tuning import FMS_DATA_CONFIG
 from fsdp_tune.migrate.tools.llama_factory_datasets import include_info

@@ -13,7 +13,7 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.migrate.ledger import AccountRow, Ledger
 from fsdp_tune.migrate.read import python_script
 from fsdp_tune.migrate.rules import Inside, Rules
-from fsdp_tune.migrate.settling import settle_all
+from fsdp_tune.migrate.settle_keys import settle_all
 from fsdp_tune.migrate.tools import unsloth
 from fsdp_tune.recipe.key_paths import KeyPath
 from fsdp_tune.recipe.outcome import Fate

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_tune.model.known_rows import known_documents
+from fsdp_tune.model.packed_documents import known_documents
 from fsdp_tune.model.sequence_parallel import shared_rows
 
 _FIELDS = ("attn_temperature_tuning", "use_rope", "floor_scale", "attn_scale", "q_proj")

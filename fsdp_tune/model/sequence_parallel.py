@@ -32,8 +32,8 @@ from fsdp_tune.model.internals.transformers_internals import (
     SUPPORTS_INTERFACE,
     attention_of,
 )
-from fsdp_tune.model.known_rows import masks_of_documents, packing_known
-from fsdp_tune.model.mixers import find_mixers, find_selectors
+from fsdp_tune.model.packed_documents import masks_of_documents, packing_known
+from fsdp_tune.model.packed_mixers import find_mixers, find_selectors
 from fsdp_tune.model.shard.exchange import exchange
 from fsdp_tune.model.shard.local import ModuleView, bare_class, bare_model
 from fsdp_tune.model.shard.process_groups import groups_of

@@ -4,8 +4,8 @@ does not.
 Plans are cached too: replaying the step of a hundred layers takes longer than reading a stored plan.
 
 The name of a cached trace is a digest of everything that the trace depends on: the recipe's keys that affect
-memory or time (`recipe.schema.effects`), the model's configuration, this package's sources, and the installed
-packages with their versions.
+memory or time (`recipe.schema.key_effects`), the model's configuration, this package's sources, and the
+installed packages with their versions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fsdp_tune.core.processes import JsonChild
 from fsdp_tune.core.version import PACKAGE
 from fsdp_tune.planner.predict.predict import Plan
 from fsdp_tune.planner.trace_format import Trace
-from fsdp_tune.recipe.schema.effects import Affects
+from fsdp_tune.recipe.schema.key_effects import Affects
 from fsdp_tune.recipe.schema.keys import effect_of, values_by_key
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import weights_in

@@ -21,8 +21,8 @@ from fsdp_tune.core.values import as_items
 from fsdp_tune.recipe.rules.paths import OUTPUT_FIELDS
 from fsdp_tune.recipe.schema.data_section import BUILDERS
 from fsdp_tune.recipe.schema.keys import Finding
-from fsdp_tune.recipe.schema.kinds import is_jinja
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.recipe.schema.value_kinds import is_jinja
 
 PACKAGE = Path(__file__).resolve().parent.parent
 

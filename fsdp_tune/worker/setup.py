@@ -28,7 +28,7 @@ from fsdp_tune.model.kernels.attention import has_variable_lengths
 from fsdp_tune.model.kernels.loss_in_head import loss_kernel_of
 from fsdp_tune.model.loading.assemble import Loaded, load
 from fsdp_tune.model.loading.model_config import model_config
-from fsdp_tune.model.mixers import packs
+from fsdp_tune.model.packed_mixers import packs
 from fsdp_tune.model.shard.wrap import process_groups
 from fsdp_tune.model.step import LossScale, auxiliary_loss_weight
 from fsdp_tune.recipe.continued_adapter import without_adapter

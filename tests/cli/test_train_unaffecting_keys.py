@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fsdp_tune.recipe.schema.effects import DATA, NUMBERS, RESULT
+from fsdp_tune.recipe.schema.key_effects import DATA, NUMBERS, RESULT
 from fsdp_tune.recipe.schema.keys import all_keys, effect_of
 from fsdp_tune.recipe.schema.training_fields import PASSED_EFFECTS
 from fsdp_tune.run.directory import RunDir, latest_checkpoint

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.core.tensors.encodings import find_encodings, method_of
-from tests.core.test_encodings import Tensors, types_of, whole
+from fsdp_tune.core.tensors.quantised_formats import find_encodings, method_of
+from tests.core.test_quantised_formats import Tensors, types_of, whole
 
 W = "model.layers.0.mlp.up_proj."
 OUT, IN, SIZE = 32, 96, 32

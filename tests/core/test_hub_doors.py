@@ -13,7 +13,7 @@ from fsdp_tune.core import hub
 from fsdp_tune.core.errors import FsdpTuneError, Problem
 from fsdp_tune.data.format import templates
 from fsdp_tune.data.tokenise.tokenizer import open_tokenizer
-from fsdp_tune.merge.companions import fetch_model
+from fsdp_tune.merge.config_and_tokenizer import fetch_model
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 DOORS: dict[str, tuple[Callable[[str], object], str]] = {

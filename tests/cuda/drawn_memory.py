@@ -18,7 +18,7 @@ from fsdp_tune.core.errors import FsdpTuneError, Problem
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.recipe.read.loader import parse_recipe
 from fsdp_tune.recipe.resolve import resolve
-from fsdp_tune.recipe.schema.effects import Affects
+from fsdp_tune.recipe.schema.key_effects import Affects
 from fsdp_tune.recipe.schema.keys import effect_of
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir

@@ -14,7 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from fsdp_tune.data.preparation import Prepared, prepare
 from fsdp_tune.data.store import Row, RowStore
-from fsdp_tune.data.tokenise.encoder import SpecialToken
+from fsdp_tune.data.tokenise.encoder_protocol import SpecialToken
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 CHATML = (

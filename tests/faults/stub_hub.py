@@ -64,7 +64,7 @@ def main(names: list[str]) -> None:
     from fsdp_tune.core.hub import download_model
     from fsdp_tune.data.format.templates import resolve_template
     from fsdp_tune.data.tokenise.tokenizer import open_tokenizer
-    from fsdp_tune.merge.companions import fetch_model
+    from fsdp_tune.merge.config_and_tokenizer import fetch_model
     from fsdp_tune.recipe.schema.recipe import Recipe
 
     doors: dict[str, Callable[[str], object]] = {

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args, get_origin
 
-from fsdp_tune.recipe.schema.effects import RESULT, OnResume
+from fsdp_tune.recipe.schema.key_effects import RESULT, OnResume
 from fsdp_tune.recipe.schema.keys import all_keys, effect_of
 from fsdp_tune.recipe.schema.training_fields import PASSED_EFFECTS
 from tests.fuzz.families import EXPERTS, FAMILIES, HAS_EAGER_ALONE, LAYERS, TAKES_FLASH

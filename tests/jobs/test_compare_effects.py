@@ -13,7 +13,7 @@ import torch
 from fsdp_tune.comparison.side_processes import ObservingChild
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.jobs.compare_answer import CompareAnswer
-from fsdp_tune.recipe.schema.effects import DATA, NUMBERS, RESULT
+from fsdp_tune.recipe.schema.key_effects import DATA, NUMBERS, RESULT
 from fsdp_tune.recipe.schema.keys import all_keys, effect_of
 from fsdp_tune.recipe.schema.training_fields import PASSED_EFFECTS, TRAINING_FIELDS
 from tests.jobs.pairs import compare_recipes, write_sides

@@ -8,7 +8,7 @@ import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.launch.command.recipe_changes import check, compare
-from fsdp_tune.recipe.schema.effects import OnResume
+from fsdp_tune.recipe.schema.key_effects import OnResume
 from fsdp_tune.recipe.schema.keys import effect_of
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS, owned_names

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from fsdp_tune.core.errors import FailedError, FsdpTuneError
 from fsdp_tune.core.tensors.peft_names import classify_names
-from fsdp_tune.merge.companions import fetch_model
+from fsdp_tune.merge.config_and_tokenizer import fetch_model
 from fsdp_tune.merge.copy import gather, write
 from fsdp_tune.merge.lora import base_under_adapter
 from fsdp_tune.run.base_model import BASE_FILE, BaseModel

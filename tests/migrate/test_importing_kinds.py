@@ -18,7 +18,7 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.migrate.importing import import_file
 from fsdp_tune.migrate.ledger import Ledger
 from fsdp_tune.migrate.rules import FileKey, Outcome
-from fsdp_tune.migrate.settling import settle_key
+from fsdp_tune.migrate.settle_keys import settle_key
 from fsdp_tune.recipe.outcome import Fate
 from tests.migrate.foreign_files import FILES
 from tests.migrate.imports import AUTOMODEL_STEP, TORCHTUNE_STEP, from_text, row

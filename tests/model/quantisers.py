@@ -13,7 +13,7 @@ from typing import Any
 from transformers import __version__
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.core.tensors.encoded import StoredType
+from fsdp_tune.core.tensors.quantised_weight import StoredType
 from fsdp_tune.model.loading.construct import build_empty
 from fsdp_tune.model.loading.model_config import model_config
 from fsdp_tune.model.loading.tensor_account import BaseTensors, account_for

@@ -16,7 +16,7 @@ from fsdp_tune.core import hub
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.jobs import inspection
 from fsdp_tune.jobs.inspection import Inspection
-from fsdp_tune.merge.companions import fetch_model
+from fsdp_tune.merge.config_and_tokenizer import fetch_model
 from fsdp_tune.merge.lora.adapt import merge_problems
 from fsdp_tune.merge.read.base import carried_problems, read_base
 from fsdp_tune.model.loading.inspect import find_facts

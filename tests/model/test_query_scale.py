@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_tune.model.internals.transformers_internals import attention_of
-from fsdp_tune.model.known_rows import packing_known
+from fsdp_tune.model.packed_documents import packing_known
 from fsdp_tune.model.query_scale import scale_queries_by_position
 from fsdp_tune.model.sequence_parallel import rows_known
 from fsdp_tune.model.shard.process_groups import join_groups

@@ -11,11 +11,11 @@ import torch
 from transformers import AutoConfig, masking_utils, modeling_flash_attention_utils
 
 from fsdp_tune.data.store import IGNORE_INDEX, Row, RowStore
-from fsdp_tune.model import known_rows
-from fsdp_tune.model.known_rows import packing_known
+from fsdp_tune.model import packed_documents
 from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.loading.inspect import find_facts
-from fsdp_tune.model.mixers import separate_documents
+from fsdp_tune.model.packed_documents import packing_known
+from fsdp_tune.model.packed_mixers import separate_documents
 from fsdp_tune.model.step import micro_batch_loss, shift_labels
 from fsdp_tune.worker.readback import isolation
 from fsdp_tune.worker.readback.isolation import (
@@ -328,8 +328,8 @@ def test_leak_anywhere_in_a_complete_row_is_measured(
     family: str, numbers: Any, row: Row, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rows that are cut to two short examples need not show it."""
-    known = known_rows.example_numbers
-    monkeypatch.setattr(known_rows, "example_numbers", lambda given: numbers(known(given), given))
+    known = packed_documents.example_numbers
+    monkeypatch.setattr(packed_documents, "example_numbers", lambda given: numbers(known(given), given))
     monkeypatch.setattr(isolation, "BATCH_TOKENS", 24)  # so that logits of a part of the row are compared
     rows = rows_to_check(stored(row), 2)
     found = measured(FAMILIES[family], rows, packed_row(stored(row)))

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.model.loading.check_weight_files import check_weight_files
 from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.loading.inspect import find_facts
-from fsdp_tune.model.loading.weight_files import check_weight_files
 from fsdp_tune.model.loading.weight_slices import find_weight_files, read_tensors
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of

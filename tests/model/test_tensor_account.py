@@ -16,7 +16,7 @@ from transformers.core_model_loading import WeightConverter
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.core.tensors.encoded import StoredType
+from fsdp_tune.core.tensors.quantised_weight import StoredType
 from fsdp_tune.merge.lora.adapt import merge_problems
 from fsdp_tune.model.loading import exported_config, tensor_account
 from fsdp_tune.model.loading.construct import build_empty, build_full

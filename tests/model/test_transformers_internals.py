@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, masking_utils, modeling_flash_attention_utils
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.model import known_rows
+from fsdp_tune.model import packed_documents
 from fsdp_tune.model.internals import transformers_internals as internals
 from fsdp_tune.model.internals.internal import Attribute, Name, NoFallback
 from fsdp_tune.model.internals.transformers_internals import require_trainer_hooks
@@ -87,7 +87,7 @@ def test_packed_rows_are_checked_by_transformers_where_its_checks_have_other_nam
     ):
         monkeypatch.setattr(module, f"renamed{name}", getattr(module, name), raising=False)
         monkeypatch.delattr(module, name)
-    with known_rows.packing_known(None, "sdpa"):
+    with packed_documents.packing_known(None, "sdpa"):
         assert torch.equal(masking_utils.renamedfind_packed_sequence_indices(positions), own)
     assert not hasattr(masking_utils, "find_packed_sequence_indices")
     with pytest.raises(FsdpTuneError, match="sp_size` needs"):

@@ -17,7 +17,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.core.tensors.encodings import METHODS
+from fsdp_tune.core.tensors.quantised_formats import METHODS
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.loading.model_config import model_config
 from fsdp_tune.model.loading.weight_slices import find_weight_files, fits, read_slices

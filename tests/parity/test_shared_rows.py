@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.store import IGNORE_INDEX, Row
-from fsdp_tune.model import known_rows
+from fsdp_tune.model import packed_documents
 from fsdp_tune.model.sequence_parallel import require_shareable_rows
 from fsdp_tune.model.shard.process_groups import join_groups
 from fsdp_tune.model.step import forward_backward
@@ -275,12 +275,12 @@ def deviations_over_borders() -> tuple[float, float]:
     recipe = recipe_of(precision={"mixed_precision": "no"}, parallelism={"sp_size": 2})
     model, row = model_of("llama", "sdpa", {}), packed_rows()[1]
     join_groups(model, {"sequence": dist.group.WORLD})
-    numbers, found = known_rows.example_numbers, list[float]()
+    numbers, found = packed_documents.example_numbers, list[float]()
     # so that logits of a part of each example are compared
     with patch.object(isolation, "BATCH_TOKENS", 24):
         for leak in (False, True):
             with patch.object(
-                known_rows,
+                packed_documents,
                 "example_numbers",
                 lambda ids, leak=leak: numbers(ids).clamp(max=2 if leak else None, min=0),
             ):

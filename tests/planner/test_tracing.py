@@ -12,7 +12,7 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.planner import tracing
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.planner.tracing import Tracing, trace_key
-from fsdp_tune.recipe.schema.effects import MEMORY, TIME
+from fsdp_tune.recipe.schema.key_effects import MEMORY, TIME
 from fsdp_tune.recipe.schema.keys import all_keys, effect_of
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import PASSED_EFFECTS

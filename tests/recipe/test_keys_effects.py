@@ -2,11 +2,11 @@ from __future__ import annotations
 
 from typing import get_args
 
-from fsdp_tune.recipe.schema.effects import UNDECLARED
+from fsdp_tune.recipe.schema.key_effects import UNDECLARED
 from fsdp_tune.recipe.schema.keys import Key, all_keys, effect_of
-from fsdp_tune.recipe.schema.kinds import Section
 from fsdp_tune.recipe.schema.recipe import Training
 from fsdp_tune.recipe.schema.training_fields import PASSED_EFFECTS, TRAINING_FIELDS, owned_names
+from fsdp_tune.recipe.schema.value_kinds import Section
 
 
 def is_only_a_section(key: Key) -> bool:

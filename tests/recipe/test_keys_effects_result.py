@@ -9,7 +9,7 @@ import re
 import pytest
 
 from fsdp_tune.merge import best_checkpoint
-from fsdp_tune.recipe.schema.effects import NUMBERS, RESULT
+from fsdp_tune.recipe.schema.key_effects import NUMBERS, RESULT
 from fsdp_tune.recipe.schema.keys import effect_of
 from fsdp_tune.recipe.schema.recipe import Training
 from fsdp_tune.recipe.schema.training_fields import CHOOSING, PASSED_EFFECTS

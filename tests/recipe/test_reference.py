@@ -16,7 +16,6 @@ import yaml
 
 from fsdp_tune.recipe.rules.trackers import TRACKERS
 from fsdp_tune.recipe.schema.keys import all_keys, default_of, value_of
-from fsdp_tune.recipe.schema.kinds import Section
 from fsdp_tune.recipe.schema.recipe import Recipe, Training
 from fsdp_tune.recipe.schema.reference import json_schema, reference_yaml, surface_lines
 from fsdp_tune.recipe.schema.training_fields import (
@@ -27,6 +26,7 @@ from fsdp_tune.recipe.schema.training_fields import (
     version_gap,
 )
 from fsdp_tune.recipe.schema.unsupported_values import NOT_YET, refused
+from fsdp_tune.recipe.schema.value_kinds import Section
 
 CONTRACT = yaml.safe_load((Path(__file__).parent / "contract.yaml").read_text())
 CONTRACT["training"]["learning_rate"] = 2.0e-5  # PyYAML reads `2.0e-5` as text

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from fsdp_tune.core.errors import Notice, Where
-from fsdp_tune.core.tensors.encoded import StoredType
+from fsdp_tune.core.tensors.quantised_weight import StoredType
 
 UNUSED = (
     *("activation_scale", "qscale_act"),

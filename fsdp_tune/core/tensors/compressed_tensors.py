@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from fsdp_tune.core.tensors.activation_scales import unused_parts
 from fsdp_tune.core.tensors.dtypes import Shape
-from fsdp_tune.core.tensors.encoded import FLOATS, Encoded, StoredType, Unread, blocks_of
+from fsdp_tune.core.tensors.quantised_weight import FLOATS, Encoded, StoredType, Unread, blocks_of
 from fsdp_tune.core.tensors.scaled_weights import of_nvfp4, scaled
 from fsdp_tune.core.values import as_list, as_mapping
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final, Literal
 
 from fsdp_tune.core.tensors.dtypes import Shape
-from fsdp_tune.core.tensors.encoded import FLOATS, Encoded, StoredType, Unread
+from fsdp_tune.core.tensors.quantised_weight import FLOATS, Encoded, StoredType, Unread
 
 Method = Literal["gptq", "awq"]
 GPTQ: Final = "gptq"

@@ -8,7 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fsdp_tune.core.tensors.activation_scales import UNUSED, unused_parts
-from fsdp_tune.core.tensors.encoded import FLOATS, MXFP4_BLOCK, Encoded, StoredType, Unread, blocks_of
+from fsdp_tune.core.tensors.quantised_weight import (
+    FLOATS,
+    MXFP4_BLOCK,
+    Encoded,
+    StoredType,
+    Unread,
+    blocks_of,
+)
 
 _CODES = ("F8_E4M3", "F8_E5M2", "I8")
 _SCALES = (*FLOATS, "F8_E8M0", "U8")

@@ -16,7 +16,7 @@ from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.core.files import expanded
 from fsdp_tune.core.hub import HubResource, hub_is_reachable
 from fsdp_tune.recipe.references import can_only_be_a_path
-from fsdp_tune.recipe.schema.kinds import NO_TEMPLATE, is_jinja
+from fsdp_tune.recipe.schema.value_kinds import NO_TEMPLATE, is_jinja
 
 MAX_TEMPLATE_BYTES = 1 << 20
 KEY = "data.chat_template"

@@ -13,7 +13,7 @@ from fsdp_tune.data.inputs import Input, open_inputs
 from fsdp_tune.data.read.row_files import BadRow
 from fsdp_tune.data.store import Origin, UInt64
 from fsdp_tune.data.stream.units import StreamUnit, count_units, rows_of, stream_stamps, stream_units
-from fsdp_tune.data.tokenise.encoder import Encoder
+from fsdp_tune.data.tokenise.encoder_protocol import Encoder
 from fsdp_tune.data.tokenise.rows import Tokeniser
 from fsdp_tune.recipe.schema.recipe import Recipe
 

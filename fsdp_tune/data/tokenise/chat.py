@@ -19,8 +19,8 @@ from fsdp_tune.data.format.formats import Chat
 from fsdp_tune.data.format.row_notes import Note
 from fsdp_tune.data.format.templates import bundled_text, fitting_templates
 from fsdp_tune.data.read.row_files import RowError
-from fsdp_tune.data.tokenise.answers import Answer, Rendering
-from fsdp_tune.data.tokenise.encoder import Encoder
+from fsdp_tune.data.tokenise.answer_spans import Answer, Rendering
+from fsdp_tune.data.tokenise.encoder_protocol import Encoder
 from fsdp_tune.data.tokenise.unrendered import find_unrendered, is_field
 
 TEMPLATE_SECONDS = 5.0

@@ -7,7 +7,7 @@ from itertools import chain
 
 from fsdp_tune.data.format.row_notes import Note
 from fsdp_tune.data.tokenise.chat import RenderedText, limit_characters
-from fsdp_tune.data.tokenise.encoder import TextEncoder
+from fsdp_tune.data.tokenise.encoder_protocol import TextEncoder
 from fsdp_tune.data.tokenise.encoding import TEXT_CHANGED, TOKENISED_APART, Continuation, continuation
 
 

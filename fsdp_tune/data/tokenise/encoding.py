@@ -17,7 +17,7 @@ from typing import NamedTuple
 from fsdp_tune.data.format.formats import FormatSettings, LabelledText, Text
 from fsdp_tune.data.format.row_notes import Note
 from fsdp_tune.data.read.row_files import RowError
-from fsdp_tune.data.tokenise.encoder import Encoder
+from fsdp_tune.data.tokenise.encoder_protocol import Encoder
 from fsdp_tune.data.tokenise.special_tokens import (
     AS_CONTROL,
     AS_TEXT,

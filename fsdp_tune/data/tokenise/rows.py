@@ -27,7 +27,7 @@ from fsdp_tune.data.store import Int32, Int64, Mask
 from fsdp_tune.data.tokenise.chat import RenderedChat, render_chat, template_for
 from fsdp_tune.data.tokenise.content_hash import content_hash
 from fsdp_tune.data.tokenise.conversations import chat_tokens
-from fsdp_tune.data.tokenise.encoder import Encoder, TextEncoder
+from fsdp_tune.data.tokenise.encoder_protocol import Encoder, TextEncoder
 from fsdp_tune.data.tokenise.encoding import EncodedText, encode_segments, encode_texts
 from fsdp_tune.data.tokenise.special_tokens import (
     AS_CONTROL,

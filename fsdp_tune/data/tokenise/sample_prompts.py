@@ -7,7 +7,7 @@ from fsdp_tune.data.format.formats import Chat
 from fsdp_tune.data.format.templates import suggestion
 from fsdp_tune.data.read.row_files import RowError
 from fsdp_tune.data.tokenise.chat import template_time_limit
-from fsdp_tune.data.tokenise.encoder import Encoder
+from fsdp_tune.data.tokenise.encoder_protocol import Encoder
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 MOST_PROMPTS = 64

@@ -19,8 +19,8 @@ from fsdp_tune.core.values import leaves
 from fsdp_tune.data.format.formats import Chat, Text
 from fsdp_tune.data.format.row_notes import Note
 from fsdp_tune.data.read.row_files import RowError
-from fsdp_tune.data.tokenise.answers import FIRST_MARK, FIRST_NUMBER, LAST_MARK
-from fsdp_tune.data.tokenise.encoder import Encoder
+from fsdp_tune.data.tokenise.answer_spans import FIRST_MARK, FIRST_NUMBER, LAST_MARK
+from fsdp_tune.data.tokenise.encoder_protocol import Encoder
 
 AS_TEXT, AS_CONTROL, INSEPARABLE = (
     "special-tokens-as-text",

@@ -30,7 +30,7 @@ from fsdp_tune.data.read.file_access import (
     builtin_tokenizer,
     is_builtin,
 )
-from fsdp_tune.data.tokenise.encoder import SpecialToken
+from fsdp_tune.data.tokenise.encoder_protocol import SpecialToken
 from fsdp_tune.data.tokenise.exported_tokenizer import TokenizerOrigin, describe_origin
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.manifest import digest
@@ -136,8 +136,8 @@ def _missing_template_tokens(recipe: Recipe, encoder: TokenizerEncoder) -> Itera
 
 
 class TokenizerEncoder:
-    """Implementation of `data.tokenise.encoder.Encoder`. Picklable, so that other processes can encode
-    too."""
+    """Implementation of `data.tokenise.encoder_protocol.Encoder`. Picklable, so that other processes can
+    encode too."""
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ from fsdp_tune.data.format.message_keys import Message
 from fsdp_tune.data.format.row_notes import Note
 from fsdp_tune.data.format.tools import tool_calls, tool_names
 from fsdp_tune.data.read.row_files import RowError, parse_text
-from fsdp_tune.data.tokenise.answers import FIRST_NUMBER, Answer, Rendering, common_length
+from fsdp_tune.data.tokenise.answer_spans import FIRST_NUMBER, Answer, Rendering, common_length
 
 NOT_RENDERED = "not-rendered"
 

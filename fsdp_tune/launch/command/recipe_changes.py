@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem
 from fsdp_tune.recipe.schema.data_section import EvalFraction, EvalRows
-from fsdp_tune.recipe.schema.effects import OnResume
+from fsdp_tune.recipe.schema.key_effects import OnResume
 from fsdp_tune.recipe.schema.keys import effect_of, values_by_key
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import PASSED_EFFECTS, TRAINING_FIELDS

@@ -17,7 +17,7 @@ from fsdp_tune.core.secrets import masked
 from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.machines.route import INTERFACE_VARIABLES
 from fsdp_tune.recipe.rules.launch import is_plain_setting
-from fsdp_tune.recipe.schema.effects import OnResume
+from fsdp_tune.recipe.schema.key_effects import OnResume
 from fsdp_tune.recipe.schema.keys import effect_of, values_by_key
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.records import Document

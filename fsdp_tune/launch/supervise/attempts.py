@@ -23,8 +23,8 @@ from fsdp_tune.launch.machines.machine import Fewer, Standby
 from fsdp_tune.launch.machines.rendezvous import Machines
 from fsdp_tune.launch.supervise.early_launch import EarlyLaunch
 from fsdp_tune.launch.supervise.launch_events import Event, Message
-from fsdp_tune.launch.supervise.looks import reason_of
 from fsdp_tune.launch.supervise.restarts import Failure, Restart, decide_restart, is_transient
+from fsdp_tune.launch.supervise.retried_io import reason_of
 from fsdp_tune.launch.supervise.supervisor import Supervisor
 from fsdp_tune.recipe.references import missing_start_inputs
 from fsdp_tune.recipe.schema.recipe import Recipe

@@ -15,7 +15,7 @@ import psutil
 from fsdp_tune.core.errors import Problem
 from fsdp_tune.core.files import read_end_of_log
 from fsdp_tune.core.units import format_seconds
-from fsdp_tune.launch.supervise.looks import REFUSALS
+from fsdp_tune.launch.supervise.retried_io import REFUSALS
 from fsdp_tune.launch.supervise.stack_dumps import find_location, parse, waits_in
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.rank_files import Heartbeat, RankState

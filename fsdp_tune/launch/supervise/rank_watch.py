@@ -20,7 +20,7 @@ from fsdp_tune.core.clocks import LIVED
 from fsdp_tune.core.ownership import is_alive
 from fsdp_tune.launch.supervise.end_of_launch import GOOD_CODES, KILL_WAIT_SECONDS, Death
 from fsdp_tune.launch.supervise.hang_diagnosis import STATES, collect_rank_states
-from fsdp_tune.launch.supervise.looks import REFUSALS, reason_of
+from fsdp_tune.launch.supervise.retried_io import REFUSALS, reason_of
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import disk_refusal
 from fsdp_tune.run.rank_files import (

@@ -36,8 +36,8 @@ from fsdp_tune.launch.supervise.end_of_launch import (
 from fsdp_tune.launch.supervise.hang_diagnosis import hang_problem, report_text, with_launcher_state
 from fsdp_tune.launch.supervise.inferred_outcomes import with_inferred_outcomes
 from fsdp_tune.launch.supervise.launch_events import Event, Logged, Message, Position
-from fsdp_tune.launch.supervise.looks import REFUSALS, Looks
 from fsdp_tune.launch.supervise.rank_watch import RankWatch, kill_for_good
+from fsdp_tune.launch.supervise.retried_io import REFUSALS, Looks
 from fsdp_tune.launch.supervise.signal_relay import SignalRelay
 from fsdp_tune.launch.supervise.stop_signals import StopSignals
 from fsdp_tune.run.directory import RunDir, latest_checkpoint

@@ -1,5 +1,5 @@
 """Read boxes of a weight that the files of a base store quantised, decoded as training decodes them
-(`core.tensors.encoded`)."""
+(`core.tensors.quantised_weight`)."""
 
 from __future__ import annotations
 

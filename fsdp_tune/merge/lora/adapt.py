@@ -26,7 +26,7 @@ from fsdp_tune.core.tensors.peft_names import (
     tensor_name,
     unwrapped,
 )
-from fsdp_tune.merge.companions import Companions, find_companions
+from fsdp_tune.merge.config_and_tokenizer import Companions, find_companions
 from fsdp_tune.merge.lora.base_under_adapter import (
     AdapterOptions,
     base_in_checkpoint,

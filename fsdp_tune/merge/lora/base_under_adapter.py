@@ -12,7 +12,7 @@ from fsdp_tune.core.config_changes import with_changes
 from fsdp_tune.core.errors import Notice, Where, failed_error, usage_error
 from fsdp_tune.core.tensors.activation_scales import dropped_notices
 from fsdp_tune.core.tensors.peft_config import CONFIG_FILE
-from fsdp_tune.merge.companions import Companions, fetch_model, find_companions
+from fsdp_tune.merge.config_and_tokenizer import Companions, fetch_model, find_companions
 from fsdp_tune.merge.lora.biases import without_foreign_biases
 from fsdp_tune.merge.lora.config import AdapterConfig
 from fsdp_tune.merge.read.base import read_base, record_of_base, without_others

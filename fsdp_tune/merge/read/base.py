@@ -15,11 +15,11 @@ from fsdp_tune.core.families import family_of
 from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.tensors.activation_scales import is_of_activations
 from fsdp_tune.core.tensors.dtypes import DTYPES, DType
-from fsdp_tune.core.tensors.encoded import Encoded, StoredType
-from fsdp_tune.core.tensors.encodings import find_encodings, settings_of_files
+from fsdp_tune.core.tensors.quantised_formats import find_encodings, settings_of_files
+from fsdp_tune.core.tensors.quantised_weight import Encoded, StoredType
 from fsdp_tune.core.tensors.weight_files import UnusableIndexError, list_directory
 from fsdp_tune.core.values import as_mapping
-from fsdp_tune.merge.companions import CONFIG_NAME, MAX_CONFIG_BYTES, fetch_model, read_folder
+from fsdp_tune.merge.config_and_tokenizer import CONFIG_NAME, MAX_CONFIG_BYTES, fetch_model, read_folder
 from fsdp_tune.merge.read.contents import as_error, missing_parts, read_tensors
 from fsdp_tune.merge.read.pickled_files import read_pickled
 from fsdp_tune.merge.read.reader import EncodedTensor, SourceFiles, SourceTensor

@@ -21,8 +21,8 @@ from typing import Literal, Self
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error
 from fsdp_tune.core.files import is_inside, open_descriptor
 from fsdp_tune.core.tensors.dtypes import DType, Extent, Shape
-from fsdp_tune.core.tensors.encoded import Encoded
 from fsdp_tune.core.tensors.plain_pickle import Refused
+from fsdp_tune.core.tensors.quantised_weight import Encoded
 
 # Inserted into names by FSDP1, activation checkpointing and torch.compile; models never use them.
 WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})

@@ -23,7 +23,7 @@ from fsdp_tune.migrate.rules import (
 from fsdp_tune.migrate.tools.axolotl_prompts import prompt_program
 from fsdp_tune.recipe.key_paths import KeyPath
 from fsdp_tune.recipe.outcome import Ask, Drop, Weight, Write, in_words
-from fsdp_tune.recipe.schema.kinds import NO_TEMPLATE
+from fsdp_tune.recipe.schema.value_kinds import NO_TEMPLATE
 from fsdp_tune.recipe.synonyms import OF_A_SOURCE, SYNONYMS
 
 

@@ -17,8 +17,8 @@ from fsdp_tune.model.kernels.head import SLICE_ELEMENTS, slice_tokens, summed_li
 from fsdp_tune.model.kernels.liger import apply_liger, choose_liger, liger_summed_loss, require_liger
 from fsdp_tune.model.kernels.loss_in_head import OpaqueHead, install_loss_in_head, logits_of
 from fsdp_tune.model.kernels.mlp_slices import choose_mlp_slices, find_mlps, install_mlp_slices
-from fsdp_tune.model.mixers import choose_packing, separate_packed
 from fsdp_tune.model.model_files import WRITTEN, KernelChoice
+from fsdp_tune.model.packed_mixers import choose_packing, separate_packed
 from fsdp_tune.model.query_scale import scale_queries_by_position
 from fsdp_tune.model.sequence_parallel import require_shareable_rows
 from fsdp_tune.model.shard.expert_biases import sum_biases_in_fp32

@@ -27,8 +27,8 @@ from fsdp_tune.core.config_changes import (
 from fsdp_tune.core.families import LAYERS
 from fsdp_tune.core.hub import cached_model_file, hub_is_reachable
 from fsdp_tune.core.model_parts import part_of, without_next_token_layers
-from fsdp_tune.core.tensors.encoded import StoredType
-from fsdp_tune.core.tensors.encodings import MODELOPT_FILE, settings_of_files, without_quantisation
+from fsdp_tune.core.tensors.quantised_formats import MODELOPT_FILE, settings_of_files, without_quantisation
+from fsdp_tune.core.tensors.quantised_weight import StoredType
 from fsdp_tune.core.tensors.weight_files import NAMED_KEY, find_weight_list
 from fsdp_tune.model.loading.pickled_codes import refuse_pickled_codes
 from fsdp_tune.model.loading.pickled_files import pickled_paths, read_pickled

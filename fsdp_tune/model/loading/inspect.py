@@ -46,11 +46,11 @@ def find_facts(recipe: Recipe) -> ModelInspection:
     from fsdp_tune.model.kernels.install import choose_kernels
     from fsdp_tune.model.kernels.linear_layers import choose_fp8
     from fsdp_tune.model.loading.adapter_files import check_base
+    from fsdp_tune.model.loading.check_weight_files import check_weight_files
     from fsdp_tune.model.loading.construct import build_empty
     from fsdp_tune.model.loading.exported_config import local_tensors
     from fsdp_tune.model.loading.model_config import config_or_facts
     from fsdp_tune.model.loading.tensor_account import account_for
-    from fsdp_tune.model.loading.weight_files import check_weight_files
     from fsdp_tune.model.optim.adamw_in_blocks import require_optimizer
 
     problems = check_weight_files(recipe)
@@ -103,7 +103,7 @@ def _kernel_notices(
     from fsdp_tune.model.kernels.class_kernels import slow_kernel_notices
     from fsdp_tune.model.kernels.fake_quantised import quantised_notices
     from fsdp_tune.model.kernels.linear_layers import fp8_notices
-    from fsdp_tune.model.mixers import packing_notices
+    from fsdp_tune.model.packed_mixers import packing_notices
 
     return [
         *nf4_notices(recipe, model),
@@ -118,12 +118,12 @@ def _kernel_notices(
 def _problems_of_base(recipe: Recipe) -> list[Problem]:
     """Return the problems that a recipe has whatever its adapters are, which cannot be made."""
     from fsdp_tune.model.kernels.install import choose_kernels
+    from fsdp_tune.model.loading.check_weight_files import check_weight_files
     from fsdp_tune.model.loading.construct import build_base
     from fsdp_tune.model.loading.exported_config import local_tensors
     from fsdp_tune.model.loading.model_config import config_or_facts
     from fsdp_tune.model.loading.positions import positions_of_run
     from fsdp_tune.model.loading.tensor_account import account_for
-    from fsdp_tune.model.loading.weight_files import check_weight_files
     from fsdp_tune.model.optim.adamw_in_blocks import require_optimizer
 
     problems: list[Problem] = []

@@ -35,8 +35,8 @@ from transformers import (
 from fsdp_tune.core.atomic import staged_directory
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.core.model_parts import TIE_KEY
-from fsdp_tune.core.tensors.encoded import StoredType
-from fsdp_tune.core.tensors.encodings import find_encodings, method_of, quantisation_of, scales_among
+from fsdp_tune.core.tensors.quantised_formats import find_encodings, method_of, quantisation_of, scales_among
+from fsdp_tune.core.tensors.quantised_weight import StoredType
 from fsdp_tune.model.internals.transformers_internals import forget_kernels
 from fsdp_tune.model.loading.pickled_files import pickled_paths, read_pickled, read_state
 from fsdp_tune.model.loading.stored_tensors import Stored, locate, read_whole

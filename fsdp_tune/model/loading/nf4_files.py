@@ -16,7 +16,13 @@ from transformers import PreTrainedConfig
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.core.tensors.dtypes import NF4_BLOCK
-from fsdp_tune.core.tensors.encodings import BITSANDBYTES, METHODS, SETTINGS, method_of, quantisation_of
+from fsdp_tune.core.tensors.quantised_formats import (
+    BITSANDBYTES,
+    METHODS,
+    SETTINGS,
+    method_of,
+    quantisation_of,
+)
 from fsdp_tune.model.loading.stored_tensors import NestedScales, Stored, read_whole
 from fsdp_tune.model.loading.tensor_account import IN_16_BITS
 from fsdp_tune.model.shard.local import NF4_PACKED, NF4_SCALES

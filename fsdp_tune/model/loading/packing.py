@@ -26,8 +26,8 @@ from fsdp_tune.core.families import limits_within
 from fsdp_tune.core.small_config import scale_down_config
 from fsdp_tune.model.internals.transformers_internals import attention_of, plain_functions
 from fsdp_tune.model.kernels.attention import has_variable_lengths, live_attention
-from fsdp_tune.model.known_rows import packing_known
-from fsdp_tune.model.mixers import packs, separate_documents
+from fsdp_tune.model.packed_documents import packing_known
+from fsdp_tune.model.packed_mixers import packs, separate_documents
 from fsdp_tune.model.query_scale import scale_queries_by_position
 from fsdp_tune.model.sequence_parallel import attention_disabled
 from fsdp_tune.recipe.schema.recipe import Recipe

@@ -6,7 +6,7 @@ transformers would cast their codes to floats, and training would start from tho
 from __future__ import annotations
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
-from fsdp_tune.core.tensors.encodings import find_encodings, method_of, settings_of_files
+from fsdp_tune.core.tensors.quantised_formats import find_encodings, method_of, settings_of_files
 from fsdp_tune.model.loading.stored_tensors import Find, read_objects
 from fsdp_tune.model.loading.tensor_account import IN_16_BITS, BaseTensors, unread_problems
 

@@ -18,7 +18,7 @@ from torch.serialization import skip_data
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.core.tensors.dtypes import DTYPES
-from fsdp_tune.core.tensors.encoded import StoredType
+from fsdp_tune.core.tensors.quantised_weight import StoredType
 from fsdp_tune.model.loading.stored_tensors import Find, list_weights
 from fsdp_tune.model.loading.tensor_account import BaseTensors
 

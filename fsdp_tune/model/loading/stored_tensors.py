@@ -20,8 +20,8 @@ import torch
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, failed_error
 from fsdp_tune.core.tensors.dtypes import OF_SAFETENSORS
-from fsdp_tune.core.tensors.encoded import Encoded
-from fsdp_tune.core.tensors.encodings import Encodings
+from fsdp_tune.core.tensors.quantised_formats import Encodings
+from fsdp_tune.core.tensors.quantised_weight import Encoded
 from fsdp_tune.core.tensors.safetensors_header import DamagedHeader, HeaderEntry, read_header
 from fsdp_tune.core.tensors.weight_files import Holders, UnusableIndexError, WeightList, find_weight_list
 

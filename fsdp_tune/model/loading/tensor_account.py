@@ -34,8 +34,8 @@ from fsdp_tune.core.errors import Problem, Where
 from fsdp_tune.core.families import LAYERS
 from fsdp_tune.core.model_parts import part_of
 from fsdp_tune.core.tensors.dtypes import Shape
-from fsdp_tune.core.tensors.encoded import StoredType, Unread
-from fsdp_tune.core.tensors.encodings import BITSANDBYTES, Encodings, find_encodings, method_of
+from fsdp_tune.core.tensors.quantised_formats import BITSANDBYTES, Encodings, find_encodings, method_of
+from fsdp_tune.core.tensors.quantised_weight import StoredType, Unread
 from fsdp_tune.model.adapters.lora import name_in_base
 from fsdp_tune.model.adapters.nf4 import layers_in_4_bits
 from fsdp_tune.model.loading.stored_tensors import read_whole, tensors_of

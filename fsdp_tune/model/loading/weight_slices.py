@@ -23,8 +23,8 @@ from transformers.utils.hub import cached_file
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.model_parts import is_embedding, is_head
-from fsdp_tune.core.tensors.encoded import StoredType
-from fsdp_tune.core.tensors.encodings import settings_of_files
+from fsdp_tune.core.tensors.quantised_formats import settings_of_files
+from fsdp_tune.core.tensors.quantised_weight import StoredType
 from fsdp_tune.model.adapters.lora import name_in_base
 from fsdp_tune.model.adapters.nf4 import Nf4Linear, layers_in_4_bits
 from fsdp_tune.model.internals.transformers_internals import NO_ERROR_FOR_MISSING

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionMaskInterface, PreTrainedModel
 
-from fsdp_tune.model import mixers
+from fsdp_tune.model import packed_mixers
 from fsdp_tune.model.internals.torch_internals import FAKE_TENSOR_MODE
 from fsdp_tune.model.kernels.attention import has_variable_lengths
 from fsdp_tune.model.kernels.fake_quantised import prepare_quantised
@@ -108,7 +108,7 @@ def run_step(recipe: Recipe, model: PreTrainedModel, *, kernel: str | None) -> R
     fake, masks = FAKE_TENSOR_MODE.get()(allow_non_fake_inputs=True), _masks(has_masks=has_masks)
     # Fake position ids have no documents, so mixers are traced with complete rows: as many operations for as
     # many tokens.
-    complete_rows = replaced(mixers, "known_documents", nothing)
+    complete_rows = replaced(packed_mixers, "known_documents", nothing)
     with values_of_host(), fake, masks, complete_rows, _no_garbage(), attention.installed():
         micro_batch = recipe.training.per_device_train_batch_size
         recorder = Recorder(

@@ -25,7 +25,6 @@ from fsdp_tune.recipe.schema.keys import (
     sections_in,
     unknown_key_hint,
 )
-from fsdp_tune.recipe.schema.kinds import Text
 from fsdp_tune.recipe.schema.optimizers import OPTIMIZERS
 from fsdp_tune.recipe.schema.recipe import Training
 from fsdp_tune.recipe.schema.training_fields import (
@@ -35,6 +34,7 @@ from fsdp_tune.recipe.schema.training_fields import (
     owner_of,
     version_gap,
 )
+from fsdp_tune.recipe.schema.value_kinds import Text
 
 
 def node_at(tree: Node, path: Sequence[str | int]) -> Node | None:

@@ -28,9 +28,9 @@ from fsdp_tune.recipe.read.yaml_source import ListNode, MappingNode, Node, Scala
 from fsdp_tune.recipe.rules.contradictions import REMARKS, RULES
 from fsdp_tune.recipe.rules.without_effect import inactive_keys
 from fsdp_tune.recipe.schema.keys import Finding, as_notice, as_problem, field_at, sections_in
-from fsdp_tune.recipe.schema.kinds import check_run_name
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.unsupported_values import refused
+from fsdp_tune.recipe.schema.value_kinds import check_run_name
 from fsdp_tune.recipe.world import WORLD_RULES, World
 
 IMPORTED_FROM, BY_IMPORT = "# Imported from ", " by `fsdp-tune import`."

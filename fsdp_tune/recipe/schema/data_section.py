@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from fsdp_tune.recipe.schema.effects import (
+from fsdp_tune.recipe.schema.key_effects import (
     DATA,
     FREE,
     MEMORY,
@@ -15,7 +15,8 @@ from fsdp_tune.recipe.schema.effects import (
     TIME,
     Effect,
 )
-from fsdp_tune.recipe.schema.kinds import (
+from fsdp_tune.recipe.schema.row_formats import DataFormat
+from fsdp_tune.recipe.schema.value_kinds import (
     Auto,
     ChatRole,
     Description,
@@ -27,7 +28,6 @@ from fsdp_tune.recipe.schema.kinds import (
     Text,
     Whole,
 )
-from fsdp_tune.recipe.schema.row_formats import DataFormat
 
 # ruff: noqa: RUF012  pydantic copies a default for each instance, and ours are frozen
 

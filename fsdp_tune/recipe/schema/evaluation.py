@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 from fsdp_tune.recipe.schema.data_section import DataSource
 
 # ruff: noqa: RUF012  pydantic copies a default for each instance, and ours are frozen
-from fsdp_tune.recipe.schema.effects import FREE, NOTHING, RESULT, Effect
-from fsdp_tune.recipe.schema.kinds import Duration, RegularExpression, Section, Text, Whole
+from fsdp_tune.recipe.schema.key_effects import FREE, NOTHING, RESULT, Effect
+from fsdp_tune.recipe.schema.value_kinds import Duration, RegularExpression, Section, Text, Whole
 
 SCORES_OF = {"exact_match": ("exact_match",), "perplexity": ("perplexity", "loss")}
 """The names of the scores of each `evaluation.sets[].metric`, after the label of the set and `/`."""

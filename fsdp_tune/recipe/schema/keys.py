@@ -19,11 +19,11 @@ from pydantic.fields import FieldInfo
 from fsdp_tune.core.errors import Notice, Problem, Where
 from fsdp_tune.core.units import enumerated, printable
 from fsdp_tune.recipe.key_paths import dotted
-from fsdp_tune.recipe.schema.effects import UNDECLARED, Effect
-from fsdp_tune.recipe.schema.kinds import Description, Section
+from fsdp_tune.recipe.schema.key_effects import UNDECLARED, Effect
 from fsdp_tune.recipe.schema.near_names import agree
 from fsdp_tune.recipe.schema.recipe import Recipe, Training
 from fsdp_tune.recipe.schema.training_fields import PASSED_EFFECTS, TRAINING_FIELDS, owner_of, training_value
+from fsdp_tune.recipe.schema.value_kinds import Description, Section
 from fsdp_tune.recipe.synonyms import synonym_hint
 
 _SOURCES_TOO = (("data", "eval"), ("evaluation", "sets"))

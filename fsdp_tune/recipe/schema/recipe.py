@@ -16,7 +16,8 @@ from pydantic import ConfigDict
 
 from fsdp_tune.core.topology import DIMENSIONS, Topology
 from fsdp_tune.recipe.schema.data_section import Data, DataSource, EvalFraction, EvalRows, Mixture
-from fsdp_tune.recipe.schema.effects import (
+from fsdp_tune.recipe.schema.evaluation import CheckpointEvaluation
+from fsdp_tune.recipe.schema.key_effects import (
     DATA,
     FREE,
     MEMORY,
@@ -28,8 +29,20 @@ from fsdp_tune.recipe.schema.effects import (
     TRAJECTORY,
     Effect,
 )
-from fsdp_tune.recipe.schema.evaluation import CheckpointEvaluation
-from fsdp_tune.recipe.schema.kinds import (
+from fsdp_tune.recipe.schema.row_formats import DataFormat
+from fsdp_tune.recipe.schema.sections import (
+    CheckpointSection,
+    Extensions,
+    Kernels,
+    Launch,
+    Lora,
+    Merge,
+    Model,
+    Quantization,
+    Tokens,
+)
+from fsdp_tune.recipe.schema.strategies import STRATEGIES, ShardingStrategy
+from fsdp_tune.recipe.schema.value_kinds import (
     Auto,
     Device,
     Fraction,
@@ -45,19 +58,6 @@ from fsdp_tune.recipe.schema.kinds import (
     Whole,
     WholeOrZero,
 )
-from fsdp_tune.recipe.schema.row_formats import DataFormat
-from fsdp_tune.recipe.schema.sections import (
-    CheckpointSection,
-    Extensions,
-    Kernels,
-    Launch,
-    Lora,
-    Merge,
-    Model,
-    Quantization,
-    Tokens,
-)
-from fsdp_tune.recipe.schema.strategies import STRATEGIES, ShardingStrategy
 
 __all__ = [
     "CheckpointSection",

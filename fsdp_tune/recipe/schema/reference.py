@@ -10,7 +10,6 @@ from typing import Any
 from fsdp_tune.core.units import enumerated
 from fsdp_tune.recipe.schema.data_section import DataSource
 from fsdp_tune.recipe.schema.keys import Key, all_keys, default_of, field_words
-from fsdp_tune.recipe.schema.kinds import Section
 from fsdp_tune.recipe.schema.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import (
@@ -20,6 +19,7 @@ from fsdp_tune.recipe.schema.training_fields import (
     owned_names,
 )
 from fsdp_tune.recipe.schema.unsupported_values import NOT_YET
+from fsdp_tune.recipe.schema.value_kinds import Section
 
 _HEAD = """\
 # Every key of a recipe with its default and meaning. Generated from the schema; do not edit.

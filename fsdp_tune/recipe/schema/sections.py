@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from fsdp_tune.core.command import BaseWeights, MergeCheck, MergedDtype
-from fsdp_tune.recipe.schema.effects import (
+from fsdp_tune.recipe.schema.key_effects import (
     DATA,
     FREE,
     MEMORY,
@@ -20,7 +20,7 @@ from fsdp_tune.recipe.schema.effects import (
     TRAJECTORY,
     Effect,
 )
-from fsdp_tune.recipe.schema.kinds import (
+from fsdp_tune.recipe.schema.value_kinds import (
     AboveOne,
     Auto,
     Description,

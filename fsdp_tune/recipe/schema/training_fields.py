@@ -10,7 +10,7 @@ from typing import Any
 
 from fsdp_tune.core.package_versions import installed_versions
 from fsdp_tune.core.units import enumerated
-from fsdp_tune.recipe.schema.effects import (
+from fsdp_tune.recipe.schema.key_effects import (
     FREE,
     MEMORY,
     NOTHING,

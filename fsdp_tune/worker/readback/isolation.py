@@ -24,8 +24,8 @@ from fsdp_tune.core.errors import FailedError, failed_error
 from fsdp_tune.core.families import CAUSAL_SWITCHES, expert_count
 from fsdp_tune.data.store import Int32, Int64, Row, RowStore
 from fsdp_tune.model.internals.transformers_internals import attention_of
-from fsdp_tune.model.known_rows import packing_known
 from fsdp_tune.model.loading.packing import leak_problem
+from fsdp_tune.model.packed_documents import packing_known
 from fsdp_tune.model.sequence_parallel import attention_disabled, rows_known, sequence_group_of, shared_rows
 from fsdp_tune.model.shard.gathered import outside_step
 from fsdp_tune.model.shard.local import bare_class, bare_model

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fsdp_tune.cli.outlets import Outlet, OutletStream, write_all
+from fsdp_tune.cli.nonblocking_streams import Outlet, OutletStream, write_all
 
 LINE = b"step 1: loss 2.5\n"
 

@@ -15,9 +15,14 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.core.tensors import encoded
-from fsdp_tune.core.tensors.encoded import Encoded, StoredType
-from fsdp_tune.core.tensors.encodings import find_encodings, method_of, quantisation_of, settings_of_files
+from fsdp_tune.core.tensors import quantised_weight
+from fsdp_tune.core.tensors.quantised_formats import (
+    find_encodings,
+    method_of,
+    quantisation_of,
+    settings_of_files,
+)
+from fsdp_tune.core.tensors.quantised_weight import Encoded, StoredType
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 W = "model.layers.0.mlp.up_proj."
@@ -293,9 +298,11 @@ def test_zero_points_of_a_box_are_those_of_its_rows(monkeypatch: pytest.MonkeyPa
     settings = compressed("pack-quantized", num_bits=4, group_size=32, symmetric=False)
     (weight,) = find_encodings(types_of(tensors), settings).weights.values()
     unpacked: list[int] = []
-    real = encoded._as_signed
+    real = quantised_weight._as_signed
     monkeypatch.setattr(
-        encoded, "_as_signed", lambda values, bits: unpacked.append(len(values)) or real(values, bits)
+        quantised_weight,
+        "_as_signed",
+        lambda values, bits: unpacked.append(len(values)) or real(values, bits),
     )
     assert torch.equal(read(weight, tensors, (67, 0), (5, 128)), wanted[67:72])
     assert max(unpacked) == 5

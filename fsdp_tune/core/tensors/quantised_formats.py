@@ -1,4 +1,4 @@
-"""Weights that files store quantised: the rule that decodes each of them (`core.tensors.encoded`), found by
+"""Weights that files store quantised: the rule that decodes each (`core.tensors.quantised_weight`), found by
 names, types and shapes alone, and the settings of a config.json that say how they are to be read. Pure."""
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any, cast
 from fsdp_tune.core.tensors.activation_scales import is_of_activations
 from fsdp_tune.core.tensors.compressed_tensors import of_compressed
 from fsdp_tune.core.tensors.dtypes import OF_SAFETENSORS
-from fsdp_tune.core.tensors.encoded import FLOATS, Encoded, StoredType, Unread
 from fsdp_tune.core.tensors.gptq import AWQ, GPTQ, format_of, of_awq, of_gptq
+from fsdp_tune.core.tensors.quantised_weight import FLOATS, Encoded, StoredType, Unread
 from fsdp_tune.core.tensors.scaled_weights import of_fp8, of_modelopt, of_mxfp4
 from fsdp_tune.core.values import as_mapping
 

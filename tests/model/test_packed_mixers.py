@@ -12,14 +12,14 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.model import mixers
+from fsdp_tune.model import packed_mixers
 from fsdp_tune.model.internals.transformers_internals import (
     KernelWithFallback,
     attention_of,
     kernel_with_fallback,
 )
-from fsdp_tune.model.known_rows import packing_known
-from fsdp_tune.model.mixers import (
+from fsdp_tune.model.packed_documents import packing_known
+from fsdp_tune.model.packed_mixers import (
     call_by_documents,
     choose_packing,
     find_mixers,
@@ -172,7 +172,7 @@ def test_part_of_a_mask_hides_padding_and_has_the_rows_of_its_document() -> None
 
     mixer.forward = forward  # type: ignore[method-assign]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mixers, "_reads_without_mask", lambda _module: True)
+        patch.setattr(packed_mixers, "_reads_without_mask", lambda _module: True)
         call_by_documents(mixer, multiple_of=4)
     mask = torch.ones(5, 5).tril().bool()
     mask[3:, :3] = False
@@ -203,7 +203,7 @@ def test_documents_of_similar_length_are_computed_together() -> None:
     assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
     for group in groups:
         tokens = [lengths[index] for index in group]
-        assert max(tokens) * len(tokens) <= (1 + mixers.MOST_PADDING) * sum(tokens)
+        assert max(tokens) * len(tokens) <= (1 + packed_mixers.MOST_PADDING) * sum(tokens)
     assert groups[:2] == [[5], [7, 0, 2, 3]]
 
 
@@ -285,7 +285,7 @@ def test_kernels_of_packages_get_the_lengths_and_one_call(monkeypatch: pytest.Mo
     model = model_of(config_of("qwen3_next"))
     [mixer] = find_mixers(model).values()
     module = sys.modules[type(mixer).__module__]
-    if mixers.kernel_with_fallback(getattr(module, "causal_conv1d_fn", None)) is None:
+    if packed_mixers.kernel_with_fallback(getattr(module, "causal_conv1d_fn", None)) is None:
         pytest.skip("this version chooses its kernels in another way")
     given: list[list[int]] = []
 
@@ -356,7 +356,7 @@ def test_lengths_are_taken_only_where_the_code_passes_them_on(
             found.function, found.package, True, kinds.get(found.function, frozenset({"cu_seqlens"}))
         )
 
-    monkeypatch.setattr(mixers, "kernel_with_fallback", installed)
+    monkeypatch.setattr(packed_mixers, "kernel_with_fallback", installed)
     assert takes_lengths(mixer) == passes_on
 
 
@@ -387,7 +387,7 @@ def only_when_packed(packed: Any, own: Any, module: Any, own_conv: Any, own_rule
     functions."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if mixers.known_documents() is not None:
+        if packed_mixers.known_documents() is not None:
             return packed(*args, **kwargs)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "causal_conv1d_fn", own_conv)

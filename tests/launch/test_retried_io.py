@@ -21,9 +21,9 @@ import psutil
 import pytest
 
 from fsdp_tune.core.errors import ExitCode, ExitReason
-from fsdp_tune.launch.supervise import hang_diagnosis, looks
+from fsdp_tune.launch.supervise import hang_diagnosis, retried_io
 from fsdp_tune.launch.supervise import supervisor as supervise
-from fsdp_tune.launch.supervise.looks import Looks
+from fsdp_tune.launch.supervise.retried_io import Looks
 from fsdp_tune.launch.supervise.supervisor import Supervisor
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.rank_files import Heartbeat, Outcome, Verdict
@@ -153,7 +153,7 @@ def launch(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Launch:
 def test_refused_look_ends_no_rank_and_hinders_no_signal(
     where: str, name: str, launch: Launch, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(looks, "SETTLED_SECONDS", 0.0)
+    monkeypatch.setattr(retried_io, "SETTLED_SECONDS", 0.0)
     refusing = Refusing(run.path if where == "run" else Path("/proc"), monkeypatch)
     launch.acts |= {
         BEGINS: lambda: setattr(refusing, "error", error_of(name)),
@@ -327,7 +327,7 @@ def test_run_directory_that_is_soon_back_was_not_gone(launch: Launch, run: RunDi
 
 def test_look_that_fails_now_and_then_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(looks, "LIVED", SimpleNamespace(now=lambda: now[0]))
+    monkeypatch.setattr(retried_io, "LIVED", SimpleNamespace(now=lambda: now[0]))
     found, texts = Looks(), list[str]()
     for second in range(60):
         now[0] += 1

@@ -24,9 +24,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from fsdp_tune.core.errors import Notice, Where, usage_error
 from fsdp_tune.core.families import CACHE_ARGUMENTS, EXAMPLE_LENGTHS
 from fsdp_tune.model.internals.transformers_internals import kernel_with_fallback
-from fsdp_tune.model.known_rows import Documents, Span, known_documents
 from fsdp_tune.model.model_files import KernelChoice
 from fsdp_tune.model.nested_tensors import tensors_in
+from fsdp_tune.model.packed_documents import Documents, Span, known_documents
 from fsdp_tune.model.shard.fsdp_units import plan_units
 from fsdp_tune.model.shard.local import bare_class
 from fsdp_tune.recipe.rules.limits import computes_in_fp8
@@ -248,8 +248,8 @@ def separate_documents(model: nn.Module, multiple_of: int = 1) -> dict[str, nn.M
 
 
 def call_by_documents(mixer: nn.Module, multiple_of: int = 1) -> None:
-    """Make a mixer compute the documents of packed rows, while they are known (`known_rows.packing_known`),
-    in place of the rows."""
+    """Make a mixer compute the documents of packed rows, while they are known
+    (`packed_documents.packing_known`), in place of the rows."""
     forward = mixer.forward
     call = (
         _at_once

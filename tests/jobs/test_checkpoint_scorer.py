@@ -20,8 +20,13 @@ from fsdp_tune.core import devices
 from fsdp_tune.core.devices import Device
 from fsdp_tune.core.errors import FsdpTuneError, Notice
 from fsdp_tune.core.signals import StoppedBySignal
-from fsdp_tune.jobs import evaluating as jobs
-from fsdp_tune.jobs.evaluating import Evaluating, check_evaluation, evaluating, refuse_scores_without_room
+from fsdp_tune.jobs import checkpoint_scorer as jobs
+from fsdp_tune.jobs.checkpoint_scorer import (
+    Evaluating,
+    check_evaluation,
+    evaluating,
+    refuse_scores_without_room,
+)
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.launch import scoring
 from fsdp_tune.launch.scoring import EvaluationDevice, ScoringProcess, evaluation_device

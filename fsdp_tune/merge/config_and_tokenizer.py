@@ -16,7 +16,7 @@ from fsdp_tune.core.errors import Where, failed_error, usage_error
 from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.hub import HubResource, model_snapshot, resolves_inside, snapshot
 from fsdp_tune.core.tensors.dtypes import DType
-from fsdp_tune.core.tensors.encodings import without_quantisation
+from fsdp_tune.core.tensors.quantised_formats import without_quantisation
 from fsdp_tune.core.tensors.weight_files import NAMED_KEY
 from fsdp_tune.merge.source import Selection
 from fsdp_tune.recipe.references import can_only_be_a_path

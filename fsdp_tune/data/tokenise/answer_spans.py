@@ -20,7 +20,7 @@ from fsdp_tune.data.format.formats import Chat
 from fsdp_tune.data.format.message_keys import Message
 from fsdp_tune.data.format.tools import tool_calls
 from fsdp_tune.data.read.row_files import RowError, parse_text
-from fsdp_tune.data.tokenise.encoder import Encoder
+from fsdp_tune.data.tokenise.encoder_protocol import Encoder
 
 FIRST_MARK, LAST_MARK, FIRST_NUMBER = 0xE000, 0xF8FF, 0xF0000
 """Private characters: no template treats them specially, and no normaliser changes them."""

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from fsdp_tune.core.units import parse_bytes, parse_seconds
-from fsdp_tune.recipe.schema.effects import Effect
+from fsdp_tune.recipe.schema.key_effects import Effect
 
 
 class Section(BaseModel):
