@@ -24,6 +24,7 @@ from fsdp_tune.launch.machines.directories import READ_SECONDS
 from fsdp_tune.launch.machines.machine import State
 from fsdp_tune.launch.machines.peers import LOST_SECONDS
 from fsdp_tune.launch.machines.rendezvous import DECISION_SECONDS, JOIN_SECONDS
+from fsdp_tune.launch.machines.store import CALL, LAUNCH
 from fsdp_tune.launch.machines.verdicts import verdict_of
 from fsdp_tune.run.rank_files import Verdict
 from fsdp_tune.run.records import Document
@@ -76,7 +77,7 @@ class _Calling:
         self._channel: Channel | None = None
         self._token = ""
 
-    def _publish(self, document: LaunchCall | CallAnswer, topic: str = "call") -> Channel:
+    def _publish(self, document: LaunchCall | CallAnswer, topic: str = CALL) -> Channel:
         if self._channel is None:
             self._channel, self._token = self._start(topic), secrets.token_hex(8)
         self._channel.publish(json_safe(replace(document, token=self._token).as_dict()))
@@ -173,7 +174,7 @@ class OtherMachine(_Calling):
             ended = replace(self._answer, ended=verdict_of(error).as_dict())
             self._publish(ended)
             self._close()
-            self._publish(ended, "launch")  # the first machine may wait there already
+            self._publish(ended, LAUNCH)  # the first machine may wait there already
         self._close()
 
     def next_call(self) -> LaunchCall:

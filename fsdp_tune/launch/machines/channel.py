@@ -24,7 +24,7 @@ from fsdp_tune.core.clocks import LIVED
 from fsdp_tune.core.command import Bar
 from fsdp_tune.core.errors import FailedError, Problem
 from fsdp_tune.launch.machines.route import INTERFACE_VARIABLES, Route
-from fsdp_tune.launch.machines.store import SERVED_SECONDS, TOPICS, Exchanged, JsonObject
+from fsdp_tune.launch.machines.store import LAUNCH, SERVED_SECONDS, Exchanged, JsonObject
 
 CLOSE_SECONDS = SERVED_SECONDS + 5.0
 """Limit for the child to write the last document and to end."""
@@ -278,11 +278,11 @@ def open_channel(
     address: str,
     port: int,
     folder: Path | None = None,
-    topic: str = TOPICS[0],
+    topic: str = LAUNCH,
 ) -> Channel:
     """Open the channel of a machine. The first machine serves the store on this port of its address.
 
-    `folder`: of archives. `topic`: one of `TOPICS`.
+    `folder`: of archives. `topic`: `LAUNCH` or `CALL`.
     """
     return Channel(lambda: cast(Link, ChildLink(machine, machines, address, port, topic, folder)))
 

@@ -67,10 +67,13 @@ CHUNKS_AT_ONCE = 8
 """Chunks that are read between two beats."""
 LARGEST_ARCHIVE_BYTES = 1 << 30
 
-TOPICS = ("launch", "call")
+LAUNCH, CALL = TOPICS = ("launch", "call")
 """What the machines exchange: one launch, or the calls of several (`launch.machines.calls`)."""
 
 JsonObject = dict[str, Any]
+
+
+Connect = Callable[[], KeyValueStore]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,7 @@ class _Peer:
 
 
 def _key(name: str, machine: int, topic: str) -> str:
-    return f"{name}/{machine}" if machine == 0 or topic == TOPICS[0] else f"{topic}/{name}/{machine}"
+    return f"{name}/{machine}" if machine == 0 or topic == LAUNCH else f"{topic}/{name}/{machine}"
 
 
 def keys_of(machines: int) -> list[str]:
@@ -124,12 +127,7 @@ class StoreExchange:
     """One machine's part in the exchange. `connect` opens the store, and raises `StoreFault`."""
 
     def __init__(
-        self,
-        machine: int,
-        machines: int,
-        connect: Callable[[], KeyValueStore],
-        folder: Path | None = None,
-        topic: str = TOPICS[0],
+        self, machine: int, machines: int, connect: Connect, folder: Path | None = None, topic: str = LAUNCH
     ) -> None:
         """`folder`: of archives; None if there are none."""
         self._machine, self._connect, self._topic = machine, connect, topic
@@ -192,11 +190,8 @@ class StoreExchange:
 
     def _read(self, store: KeyValueStore) -> dict[int, JsonObject]:
         documents: dict[int, JsonObject] = {}
-        for (number, peer), raw in zip(
-            self._peers.items(),
-            store.multi_get([_key("beat", number, self._topic) for number in self._peers]),
-            strict=True,
-        ):
+        keys = [_key("beat", number, self._topic) for number in self._peers]
+        for (number, peer), raw in zip(self._peers.items(), store.multi_get(keys), strict=True):
             beat = _object(raw)
             if raw == peer.beat or TOKEN not in beat:
                 continue
@@ -341,11 +336,11 @@ class _Inbox:
 def exchange(
     machine: int,
     machines: int,
-    connect: Callable[[], KeyValueStore],
+    connect: Connect,
     lines: Iterable[str],
     write: Callable[[str], object],
     folder: Path | None = None,
-    topic: str = TOPICS[0],
+    topic: str = LAUNCH,
 ) -> None:
     """Exchange documents until `lines` ends. The first machine then waits until the others have read its last
     one, and they for its store.
@@ -366,11 +361,7 @@ def exchange(
         elif ended:
             return
         if ended:
-            deadline = (
-                LIVED.now() + (SERVED_SECONDS if machine == 0 else UNSERVED_SECONDS)
-                if deadline is None
-                else deadline
-            )
+            deadline = deadline or LIVED.now() + (SERVED_SECONDS if machine == 0 else UNSERVED_SECONDS)
             if LIVED.now() > deadline:
                 return
             time.sleep(PERIOD_SECONDS / 5)
@@ -413,11 +404,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         listener, notice = listening_socket(address, port)
     except OSError as error:
-        write(
-            json.dumps(
-                asdict(Exchanged(fatal=f"port {port} of {address} cannot be used: {error.strerror or error}"))
-            )
-        )
+        fatal = f"port {port} of {address} cannot be used: {error.strerror or error}"
+        write(json.dumps(asdict(Exchanged(fatal=fatal))))
         return 1
     if notice is not None:
         write(json.dumps(asdict(Exchanged(notice=notice))))
