@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from signal import SIGINT
 from typing import TYPE_CHECKING, Any, Literal
 
 from fsdp_tune.core.command import Bar, JsonAnswer
-from fsdp_tune.core.errors import ExitReason, FsdpTuneError, Notice
+from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FsdpTuneError, Notice
 from fsdp_tune.core.signals import stop_signals_raise
 
 if TYPE_CHECKING:
@@ -95,6 +96,17 @@ class TrainResult:
     machine_rank: int = 0
     had_finished: bool = False
     """Nothing was left to train."""
+    signal: int | None = None
+    """The first stop signal that came while it trained."""
+
+    @property
+    def stop_code(self) -> ExitCode | None:
+        """The exit code of a request to stop, also if the run finished all the same: what starts one run
+        after another ends then. None without such a request."""
+        code = EXIT_CODE_OF_REASON[self.exit_reason]
+        if code is ExitCode.OK and self.signal is not None:
+            return ExitCode.INTERRUPTED if self.signal == SIGINT else ExitCode.PREEMPTED
+        return code if code in (ExitCode.INTERRUPTED, ExitCode.PREEMPTED) else None
 
     @property
     def metrics(self) -> Path:

@@ -303,6 +303,8 @@ def run_sweep(
         try:
             result = train(each.loaded, each.options, observer=observer)
             code, problem, state = EXIT_CODE_OF_REASON[result.exit_reason], None, result.exit_reason.value
+            if result.stop_code is not None and number < len(planned):
+                code = result.stop_code  # a signal in its last step: it finished, and no other run starts
         except FsdpTuneError as error:
             code, problem, state = error.exit_code, error.problems[0], ExitReason.FAILED.value
             for told in error.problems:

@@ -402,7 +402,7 @@ class _Job:
                 ended = self.run_ranks()
         elif ended.reason is ExitReason.FINISHED:
             return TrainResult(run, self.recipe, ExitReason.FINISHED, machine_rank=rank, had_finished=True)
-        result = TrainResult(run, self.recipe, ended.reason, machine_rank=rank)
+        result = TrainResult(run, self.recipe, ended.reason, machine_rank=rank, signal=ended.signal)
         if ended.problem is not None:
             self.observer.run_ended(result)
             raise FsdpTuneError(ended.problem, exit_code=ended.exit_code)

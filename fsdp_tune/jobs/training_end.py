@@ -25,7 +25,7 @@ def conclude(
     commands."""
     outcome = ended.first_outcome.facts if ended.first_outcome else {}
     checkpoint, _ = latest_checkpoint(run, elsewhere=None)
-    result = TrainResult(run, recipe, ended.reason, ended.step, outcome, checkpoint)
+    result = TrainResult(run, recipe, ended.reason, ended.step, outcome, checkpoint, signal=ended.signal)
     if ended.problem is not None:
         observer.run_ended(result)
         ways_out = (*ended.problem.ways_out, *commands_to_resume(run, checkpoint))

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitReason, FsdpTuneError, Problem, usage_error
+from fsdp_tune.core.errors import FsdpTuneError, Problem, usage_error
 from fsdp_tune.core.units import GIB, parse_seconds
 from fsdp_tune.jobs.observer import TrainResult
 from fsdp_tune.jobs.options import Allowed, TrainOptions
@@ -93,9 +93,9 @@ class TrialSettings:
             ignore_plan=True, machine_rank=self.machine_rank, allowed=self.allowed, saves=False
         )
         result = train(replace(loaded, recipe=self.recipe(loaded.recipe, folder)), options)
-        if result.exit_reason is not ExitReason.FINISHED:
+        if result.stop_code is not None:
             problem = Problem("stopped-measuring", "stopped while a recipe was measured")
-            raise FsdpTuneError(problem, exit_code=EXIT_CODE_OF_REASON[result.exit_reason])
+            raise FsdpTuneError(problem, exit_code=result.stop_code)
         return result
 
 

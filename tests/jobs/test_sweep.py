@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from signal import SIGTERM
 from types import SimpleNamespace
 from typing import Any
 
@@ -174,6 +175,26 @@ def test_failed_run_does_not_end_the_sweep_and_a_stopped_one_does(
     assert found.best == str(plan[2].run.path), "of those that finished"
     assert answer_of(found.runs[:3]).exit_code == ExitCode.FAILED
     assert answer_of([found.runs[0]]).exit_code == ExitCode.OK
+
+
+def test_signal_in_the_last_step_of_a_run_ends_the_sweep(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run finishes all the same; the signal was forgotten, and the next run started."""
+    plan = planned(recipe, "training.seed=1,2,3")
+    trained: list[int] = []
+
+    def train(loaded: LoadedRecipe, options: TrainOptions, observer: Any) -> TrainResult:
+        trained.append(loaded.recipe.training.seed)
+        return TrainResult(plan[len(trained) - 1].run, loaded.recipe, ExitReason.FINISHED, signal=SIGTERM)
+
+    monkeypatch.setattr(sweep, "train", train)
+    found = run_sweep(plan)
+    assert trained == [1]
+    assert [run.state for run in found.runs] == ["finished", "not started", "not started"]
+    assert found.exit_code == ExitCode.PREEMPTED
+    trained.clear()
+    assert run_sweep(plan[:1]).exit_code == ExitCode.OK, "nothing was left to start"
 
 
 def test_evaluations_decide_if_all_finished_runs_have_them(recipe: str) -> None:
