@@ -133,10 +133,17 @@ def test_unreachable_unpackaged_model_is_refused(monkeypatch: pytest.MonkeyPatch
     }
 
 
-@pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize("recipe", ["gpt2_smoke", "llama7b_full_shard"])
-@pytest.mark.parametrize("parity", [False, True], ids=["lifecycle", "parity"])
+@pytest.mark.parametrize(
+    ("recipe", "parity"),
+    [
+        ("gpt2_smoke", False),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("gpt2_smoke", True), ("llama7b_full_shard", False), ("llama7b_full_shard", True))
+        ),
+    ],
+)
 def test_rehearsal_passes(recipe: str, parity: bool, cli) -> None:  # noqa: F811
     done = cli("rehearse", "--config", recipe, "--json", *(["--parity"] if parity else []))
     assert done.returncode == 0, done.stderr
