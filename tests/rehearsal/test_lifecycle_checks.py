@@ -133,6 +133,7 @@ def test_unreachable_unpackaged_model_is_refused(monkeypatch: pytest.MonkeyPatch
     }
 
 
+@pytest.mark.cold
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("recipe", "parity"),
