@@ -39,6 +39,8 @@ class ExitReason(StrEnum):
     FAILED = "failed"
 
 
+STOP_CODES = (ExitCode.INTERRUPTED, ExitCode.PREEMPTED)
+"""Exit codes of a run that was asked to stop, and saved."""
 EXIT_CODE_OF_REASON: dict[ExitReason, ExitCode] = {
     ExitReason.FINISHED: ExitCode.OK,
     ExitReason.PREEMPTED: ExitCode.PREEMPTED,

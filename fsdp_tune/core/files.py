@@ -69,7 +69,7 @@ def expanded(path: str | Path) -> Path:
 
 
 def pattern_below(folder: Path, name: str) -> str:
-    """Return the path or glob `name`, which starts in a folder whose own name is no glob.
+    """Return the path or glob `name`, which starts in a folder whose own name is not a glob.
 
     A file that exists under this name is meant, also where the name has the signs of a glob.
     """

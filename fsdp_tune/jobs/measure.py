@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fsdp_tune.core.atomic import check_output_file, write_file
 from fsdp_tune.core.devices import nvidia_driver
-from fsdp_tune.core.errors import ExitCode, FsdpTuneError, failed_error, usage_error
+from fsdp_tune.core.errors import STOP_CODES, ExitCode, FsdpTuneError, failed_error, usage_error
 from fsdp_tune.core.gpus import CPU
 from fsdp_tune.core.package_versions import installed_versions
 from fsdp_tune.core.units import format_figure
@@ -164,7 +164,7 @@ class _Measuring:
         try:
             trial.read(self.settings.train(trial.loaded, trial.folder))
         except FsdpTuneError as error:
-            if error.exit_code in (ExitCode.INTERRUPTED, ExitCode.PREEMPTED):
+            if error.exit_code in STOP_CODES:
                 raise
             outcome = "out of memory" if error.exit_code is ExitCode.OUT_OF_MEMORY else "failed"
             trial.ended(outcome, error.problems[0].message)

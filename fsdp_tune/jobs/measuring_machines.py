@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from fsdp_tune.core.errors import ExitCode, FsdpTuneError, failed_error
+from fsdp_tune.core.errors import STOP_CODES, ExitCode, FsdpTuneError, failed_error
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.recipes import resolve_recipe
 from fsdp_tune.jobs.trial import FOLDER_PREFIX, TrialSettings, folder_of_trials
@@ -80,7 +80,7 @@ def follow(loaded: LoadedRecipe, settings: TrialSettings, observer: Observer) ->
             try:
                 settings.train(loaded, folder)
             except FsdpTuneError as error:
-                is_stop = error.exit_code in (ExitCode.INTERRUPTED, ExitCode.PREEMPTED)
+                is_stop = error.exit_code in STOP_CODES
                 is_own = error.exit_code is ExitCode.USAGE and error.problems[0].code not in ECHO_CODES
                 if is_stop or is_own:  # else the first machine decides whether the next trial is started
                     raise

@@ -10,7 +10,7 @@ from signal import SIGINT
 from typing import TYPE_CHECKING, Any, Literal
 
 from fsdp_tune.core.command import Bar, JsonAnswer
-from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FsdpTuneError, Notice
+from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, STOP_CODES, ExitCode, ExitReason, FsdpTuneError, Notice
 from fsdp_tune.core.signals import stop_signals_raise
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class TrainResult:
         code = EXIT_CODE_OF_REASON[self.exit_reason]
         if code is ExitCode.OK and self.signal is not None:
             return ExitCode.INTERRUPTED if self.signal == SIGINT else ExitCode.PREEMPTED
-        return code if code in (ExitCode.INTERRUPTED, ExitCode.PREEMPTED) else None
+        return code if code in STOP_CODES else None
 
     @property
     def metrics(self) -> Path:

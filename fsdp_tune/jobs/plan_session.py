@@ -3,10 +3,10 @@ decided, and the recipe is predicted, searched and learned from."""
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 
 from fsdp_tune.core import devices, host
@@ -65,19 +65,24 @@ def budget_of(recipe: Recipe, gpu: Device | None) -> MemoryBudget | None:
     if gpu is None:
         return None
     if (hardware := detect(gpu.name)) is not None:
-        return _calibrated_budget(hardware)
+        return _calibrated_budget(hardware, functools.cache(nvidia_driver))
     return MemoryBudget(gpu.name, gpu.memory_bytes) if gpu.memory_bytes is not None else None
 
 
-def _calibrated_budget(hardware: Hardware) -> MemoryBudget:
-    """Return the memory of a GPU, with what was learned about its allocator on this machine."""
-    torch, driver = installed_versions(["torch"])["torch"], nvidia_driver()
+def _calibrated_budget(hardware: Hardware, driver: Callable[[], str | None]) -> MemoryBudget:
+    """Return the memory of a GPU, with what was learned about its allocator on this machine. `driver` is
+    called where something is left to decide."""
 
     def factor(recipe: Recipe, trace: Trace) -> float:
-        setting = setting_of(recipe, trace, torch, driver)
-        return calibrated_efficiency(cache_of(recipe), hardware, setting).reserved_factor
+        return _efficiency(recipe, trace, hardware, driver()).reserved_factor
 
     return replace(MemoryBudget.of(hardware), reserved_factor=factor)
+
+
+def _efficiency(recipe: Recipe, trace: Trace, hardware: Hardware, driver: str | None) -> Efficiency:
+    """Return the constants of a GPU, calibrated if this machine has measured such a recipe."""
+    setting = setting_of(recipe, trace, installed_versions(["torch"])["torch"], driver)
+    return calibrated_efficiency(cache_of(recipe), hardware, setting)
 
 
 def decide_open_keys(recipe: Recipe, budget: MemoryBudget | None, *, offline: bool = False) -> Decided:
@@ -124,14 +129,13 @@ class PlanSession:
     def efficiency(self) -> Efficiency:
         """The constants of this GPU for this recipe, calibrated if this machine has measured such a one.
         Raises: as `trace`."""
-        setting = setting_of(self.recipe, self.trace(), installed_versions(["torch"])["torch"], self._driver)
-        return calibrated_efficiency(cache_of(self.recipe), self.hardware, setting)
+        return _efficiency(self.recipe, self.trace(), self.hardware, self._driver)
 
-    @cached_property
+    @functools.cached_property
     def _driver(self) -> str | None:
         return nvidia_driver()
 
-    @cached_property
+    @functools.cached_property
     def _tracing(self) -> traces.Tracing:
         return traces.Tracing(cache_of(self.recipe) / "traces", exact=self.exact)
 
@@ -146,7 +150,8 @@ class PlanSession:
         if it cannot be traced."""
         found = Decided(self.recipe, {})
         if undecided(self.recipe):
-            found = decide_by_memory(self.recipe, _calibrated_budget(self.hardware), one_trace(self._tracing))
+            budget = _calibrated_budget(self.hardware, lambda: self._driver)
+            found = decide_by_memory(self.recipe, budget, one_trace(self._tracing))
             self.recipe = found.recipe
         return found
 

@@ -36,8 +36,7 @@ from fsdp_tune.merge.source import newer_checkpoint
 from fsdp_tune.recipe.rules.launch import MIRROR_URL
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
-from fsdp_tune.run.directory import CHECKPOINT_NAME, Checkpoint, RunDir, inspect_checkpoint
-from fsdp_tune.run.directory import MERGE_RECORD as RECORD_NAME
+from fsdp_tune.run.directory import CHECKPOINT_NAME, MERGE_RECORD, Checkpoint, RunDir, inspect_checkpoint
 from fsdp_tune.run.find_runs import existing_run
 from fsdp_tune.run.manifest import FileEntry
 from fsdp_tune.run.remote_requests import ContentError, UrlError
@@ -349,7 +348,7 @@ def target_of(recipe: Recipe) -> HubTarget:
 def _folder(path: Path, run: RunDir | None, *, adapter: bool) -> Path:
     """Return the directory to upload. Raises: usage error if there is none."""
     if run is None:
-        if not (path / RECORD_NAME).is_file():
+        if not (path / MERGE_RECORD).is_file():
             message = (
                 "it is neither a run nor the output of a merge" if path.exists() else "it does not exist"
             )
@@ -369,7 +368,7 @@ def _folder(path: Path, run: RunDir | None, *, adapter: bool) -> Path:
             )
         return path
     folder = run.adapter if adapter else run.merged
-    if not (folder / RECORD_NAME).is_file():
+    if not (folder / MERGE_RECORD).is_file():
         how = f"fsdp-tune merge-checkpoint {'--adapter ' if adapter else ''}{shlex.quote(str(path))}"
         message = f"the run has no {'exported adapter' if adapter else 'merged model'} yet"
         raise usage_error("push-not-merged", message, where=Where(str(folder)), hint=f"`{how}`")

@@ -16,6 +16,7 @@ from typing import Any
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import (
     EXIT_CODE_OF_REASON,
+    STOP_CODES,
     ExitCode,
     ExitReason,
     FsdpTuneError,
@@ -97,11 +98,7 @@ class SweepAnswer(JsonAnswer):
     def exit_code(self) -> int:
         """That of the run that stopped the sweep, else of the first failed one, else 0."""
         codes = [run.exit_code for run in self.runs if run.exit_code]
-        return next((code for code in codes if code in STOPPING), codes[0] if codes else ExitCode.OK)
-
-
-STOPPING = (ExitCode.INTERRUPTED, ExitCode.PREEMPTED)
-"""Exit codes of a run that end the sweep."""
+        return next((code for code in codes if code in STOP_CODES), codes[0] if codes else ExitCode.OK)
 
 
 def parse_sweep(texts: Sequence[str]) -> list[SweptKey]:
@@ -313,7 +310,7 @@ def run_sweep(
                 for hint in [told.hint, *told.ways_out] if told.hint else told.ways_out:
                     observer.message(f"hint: {hint}")
         done.append(_ended(each, state, code, problem))
-        if code in STOPPING:
+        if code in STOP_CODES:
             break
     next_run()
     return answer_of([*done, *(waiting(each) for each in planned[len(done) :])])

@@ -21,7 +21,7 @@ from fsdp_tune.merge.model_card import CARD_NAME, DTYPE_ROW, QUANTISED_ROW, mode
 from fsdp_tune.merge.output_directory import put
 from fsdp_tune.merge.source import Selection
 from fsdp_tune.run.base_model import BaseRecord
-from fsdp_tune.run.directory import MERGE_RECORD as RECORD_NAME
+from fsdp_tune.run.directory import MERGE_RECORD
 from fsdp_tune.run.manifest import digest_data, digest_file
 from fsdp_tune.run.written_files import seal_record
 
@@ -58,14 +58,14 @@ class Facts:
 def write_record(stage: Path, output_name: str, facts: Facts) -> None:
     """Write merge.json and the model card, the last files of the stage."""
     files = {path.relative_to(stage).as_posix() for path in stage.rglob("*") if path.is_file()} | {
-        RECORD_NAME,
+        MERGE_RECORD,
         CARD_NAME,
     }
     record = seal_record(
         _record(facts) | {"files": sorted(files), **_digests_of_files(stage, files, facts.layout)}
     )
     put(
-        stage / RECORD_NAME,
+        stage / MERGE_RECORD,
         (json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode(),
     )
     rows = [
@@ -105,7 +105,7 @@ def _digests_of_files(stage: Path, files: Collection[str], layout: Layout) -> di
         file.name: {"size_bytes": file.size_bytes, "digest": digest_data(file.header).digest}
         for file in layout.files
     }
-    others = sorted(set(files) - headers.keys() - {RECORD_NAME, CARD_NAME})
+    others = sorted(set(files) - headers.keys() - {MERGE_RECORD, CARD_NAME})
     return {"headers": headers, "contents": {name: asdict(digest_file(stage / name)) for name in others}}
 
 

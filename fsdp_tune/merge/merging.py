@@ -36,6 +36,7 @@ from fsdp_tune.merge.quantised import (
 from fsdp_tune.merge.read.contents import Contents, read_contents, weights_below
 from fsdp_tune.merge.source import NAMED, CheckpointChoice, Selection, select_checkpoint
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.run.directory import MERGE_RECORD
 from fsdp_tune.run.written_files import merge_record, require_unchanged_output
 
 _SHOWN = 20
@@ -161,7 +162,7 @@ def _write(
     replace = options.overwrite and target.exists()
     with (
         place.stage_owned(target),
-        staged_directory(target, replace=replace, last=place.RECORD_NAME) as stage,
+        staged_directory(target, replace=replace, last=MERGE_RECORD) as stage,
     ):
         written, compared = _copy(copy, stage, show)
         if written.non_finite and not options.allow_nonfinite:

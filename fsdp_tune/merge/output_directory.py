@@ -33,8 +33,7 @@ from fsdp_tune.merge.copy.layout import Layout
 from fsdp_tune.merge.lora.adapt import Adapter
 from fsdp_tune.merge.source import Selection
 from fsdp_tune.merge.weight_formats import Format, Weights
-from fsdp_tune.run.directory import MERGE_RECORD as RECORD_NAME
-from fsdp_tune.run.directory import enclosing_checkpoint
+from fsdp_tune.run.directory import MERGE_RECORD, enclosing_checkpoint
 
 _RECORD_BYTES, _RECORD_BYTES_OF_TENSOR = 256 << 10, 1 << 10
 """Upper bounds of what the files that are made for the output take: config, index, card, and merge.json with
@@ -127,11 +126,11 @@ def _check_existing(target: Path, *, overwrite: bool) -> None:
             where=Where(str(target)),
             ways_out=("--output ANOTHER", "--overwrite"),
         )
-    if not (target / RECORD_NAME).is_file():
+    if not (target / MERGE_RECORD).is_file():
         raise usage_error(
             "merge-output-not-ours",
             "`--overwrite` replaces only what an earlier merge wrote, and this directory has no "
-            f"{RECORD_NAME}",
+            f"{MERGE_RECORD}",
             where=Where(str(target)),
             hint="give another `--output`, or remove the directory yourself",
         )
@@ -252,7 +251,7 @@ def _lock_of(aside: Path, target: Path) -> Path:
 @contextmanager
 def stage_owned(target: Path) -> Iterator[None]:
     """Show other merges that the stage of this one is in use, until its output is in place."""
-    lock = stage_lock(staging_path(target, last=RECORD_NAME))
+    lock = stage_lock(staging_path(target, last=MERGE_RECORD))
     DISK.mkdir(lock.parent)
     with announced(lock):
         yield

@@ -24,7 +24,7 @@ from fsdp_tune.merge.config_and_tokenizer import CONFIG_NAME, read_folder, refus
 from fsdp_tune.merge.model_card import CARD_NAME, card_cell, without_folders
 from fsdp_tune.merge.weight_formats import INDEX_NAME
 from fsdp_tune.run.base_model import BASE_FILE
-from fsdp_tune.run.directory import MERGE_RECORD as RECORD_NAME
+from fsdp_tune.run.directory import MERGE_RECORD
 from fsdp_tune.run.written_files import require_unchanged_output, unsealed
 
 
@@ -166,7 +166,7 @@ def _metric_title(text: str) -> str:
 STALE = ("*.safetensors", "*.safetensors.index.json", "adapter_config.json")
 """Files of an earlier push that loaders would prefer: transformers reads `model.safetensors` before the index
 of shards."""
-PROVENANCE = (RECORD_NAME, CONFIG_FILE, "base.json")
+PROVENANCE = (MERGE_RECORD, CONFIG_FILE, "base.json")
 """Files that name directories of this machine, for later commands here."""
 LOGIN = "log in with `hf auth login` and a token that may write, or set HF_TOKEN"
 
@@ -254,13 +254,13 @@ def upload(folder: Path, target: HubTarget, retry: str) -> Pushed:
 def _listed(folder: Path) -> list[Path]:
     """Return the files that the record of the merge lists and that are there. Raises: usage error without a
     sound record."""
-    record = folder / RECORD_NAME
+    record = folder / MERGE_RECORD
     try:
         document = json.loads(read_regular(record))
         files = document["files"] if "files" in document else _files_before_the_list(folder, document)
         paths = [_path_in(folder, str(name)) for name in files]
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
-        message = f"it has no {RECORD_NAME} that can be read, so it is not a complete output of a merge"
+        message = f"it has no {MERGE_RECORD} that can be read, so it is not a complete output of a merge"
         raise usage_error(
             "push-not-merged",
             message,
@@ -288,7 +288,7 @@ def _files_before_the_list(folder: Path, record: dict[str, Any]) -> set[str]:
         weights
         | rest
         | set(companions.files)
-        | {RECORD_NAME, CARD_NAME}
+        | {MERGE_RECORD, CARD_NAME}
         | ({CONFIG_NAME} if companions.config is not None else set())
     )
 
@@ -301,7 +301,7 @@ def _unlisted(folder: Path, files: Sequence[Path]) -> Iterator[Notice]:
     )
     if others:
         message = (
-            f"{len(others)} files are not published, because {RECORD_NAME} does not list them: "
+            f"{len(others)} files are not published, because {MERGE_RECORD} does not list them: "
             f"{', '.join(map(repr, others[:5]))}"
         )
         hint = "if one belongs to the model, upload it by name: `hf upload OWNER/NAME FILE`"

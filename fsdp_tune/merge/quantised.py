@@ -30,8 +30,7 @@ from fsdp_tune.merge.output_directory import writing_to
 from fsdp_tune.merge.publish import without_results
 from fsdp_tune.merge.weight_formats import INDEX_NAME
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.directory import MERGE_RECORD as RECORD_NAME
-from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.directory import MERGE_RECORD, RunDir
 from fsdp_tune.run.manifest import digest_file, list_files
 from fsdp_tune.run.written_files import merge_record, seal_record
 
@@ -124,8 +123,8 @@ def _outdated(target: Path, merged: Path) -> list[Notice]:
     source = merge_record(target).get("merged_record") if is_quantised_model(target) else None
     if (
         source is None
-        or not (merged / RECORD_NAME).is_file()
-        or source == digest_file(merged / RECORD_NAME).digest
+        or not (merged / MERGE_RECORD).is_file()
+        or source == digest_file(merged / MERGE_RECORD).digest
     ):
         return []
     message = f"it was made of an earlier {merged.name}/, whose weights may be others"
@@ -142,7 +141,7 @@ def quantise_merged(merged: Path, recipe: Recipe, max_shard_bytes: int) -> Quant
             f"{target} exists and is not an earlier quantised model",
             "remove it, then `merge-checkpoint RUN --quantise`",
         )
-    with writing_to(target), staged_directory(target, replace=target.exists(), last=RECORD_NAME) as stage:
+    with writing_to(target), staged_directory(target, replace=target.exists(), last=MERGE_RECORD) as stage:
         request = {"recipe": recipe.model_dump(mode="json", by_alias=True), "merged": str(merged.absolute())}
         found = _converted(request | {"output": str(stage.absolute()), "max_shard_bytes": max_shard_bytes})
         if not found["difference"] <= _ALLOWED[recipe.compute_dtype]:  # also NaN
@@ -154,7 +153,7 @@ def quantise_merged(merged: Path, recipe: Recipe, max_shard_bytes: int) -> Quant
                 "merge-quantised-differs", message, hint="nothing was published; the merged model is complete"
             )
         for path in sorted(merged.iterdir()):
-            if path.suffix != ".safetensors" and path.name not in (RECORD_NAME, CARD_NAME, INDEX_NAME):
+            if path.suffix != ".safetensors" and path.name not in (MERGE_RECORD, CARD_NAME, INDEX_NAME):
                 copy = shutil.copytree if path.is_dir() else shutil.copy
                 if not (stage / path.name).exists():
                     copy(path, stage / path.name)
@@ -162,7 +161,7 @@ def quantise_merged(merged: Path, recipe: Recipe, max_shard_bytes: int) -> Quant
             (stage / CARD_NAME).write_text(
                 _card((merged / CARD_NAME).read_text(encoding="utf-8"), recipe, found), encoding="utf-8"
             )
-        write_json(stage / RECORD_NAME, _new_record(stage, merged, found))
+        write_json(stage / MERGE_RECORD, _new_record(stage, merged, found))
     return QuantisedModel(
         target, found["layers"], found["difference"], found["size_bytes"], time.monotonic() - started
     )
@@ -171,15 +170,15 @@ def quantise_merged(merged: Path, recipe: Recipe, max_shard_bytes: int) -> Quant
 def _new_record(stage: Path, merged: Path, found: dict[str, object]) -> dict[str, object]:
     """Return the merge.json: steps and reason of the merge, its digest, what the conversion found, and the
     digest of each file."""
-    of_merge, files = merge_record(merged), {*list_files(stage), RECORD_NAME, CARD_NAME}
-    contents = {name: asdict(digest_file(stage / name)) for name in sorted(files - {RECORD_NAME, CARD_NAME})}
+    of_merge, files = merge_record(merged), {*list_files(stage), MERGE_RECORD, CARD_NAME}
+    contents = {name: asdict(digest_file(stage / name)) for name in sorted(files - {MERGE_RECORD, CARD_NAME})}
     return seal_record(
         {
             "kind": RECORD_KIND,
             "format_version": 1,
             "fsdp_tune": __version__,
             "source": [str(merged.absolute())],
-            "merged_record": digest_file(merged / RECORD_NAME).digest if of_merge else None,
+            "merged_record": digest_file(merged / MERGE_RECORD).digest if of_merge else None,
             **{name: of_merge[name] for name in ("steps", "reason", "recipe_digest") if name in of_merge},
             **found,
             "files": sorted(files),

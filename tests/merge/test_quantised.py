@@ -26,8 +26,7 @@ from fsdp_tune.merge.quantised import (
 )
 from fsdp_tune.model.loading.quantised_files import patterns_of
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.directory import MERGE_RECORD as RECORD_NAME
-from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.directory import MERGE_RECORD, RunDir
 from fsdp_tune.run.written_files import require_unchanged_output
 from tests.merge.checkpoints import make_run
 
@@ -59,11 +58,11 @@ def test_only_an_earlier_quantised_model_is_replaced(tmp_path: Path) -> None:
     folder = quantised_directory(tmp_path / "merged")
     folder.mkdir()
     check_quantised_target(tmp_path / "merged", overwrite=False)
-    (folder / RECORD_NAME).write_text('{"kind": "fsdp-tune merged model"}')
+    (folder / MERGE_RECORD).write_text('{"kind": "fsdp-tune merged model"}')
     for overwrite in (False, True):
         with pytest.raises(FsdpTuneError, match="the output exists"):
             check_quantised_target(tmp_path / "merged", overwrite=overwrite)
-    (folder / RECORD_NAME).write_text(json.dumps({"kind": RECORD_KIND}))
+    (folder / MERGE_RECORD).write_text(json.dumps({"kind": RECORD_KIND}))
     check_quantised_target(tmp_path / "merged", overwrite=True)
 
 
@@ -114,7 +113,7 @@ def test_quantised_model_has_the_record_of_a_merge(run: RunDir) -> None:
     run.model.mkdir(exist_ok=True)
     merge_checkpoint(run.path, MergeOptions(step=10))
     folder = run.merged_quantised
-    record = json.loads((folder / RECORD_NAME).read_text())
+    record = json.loads((folder / MERGE_RECORD).read_text())
     assert (record["kind"], record["steps"], record["layers"]) == (RECORD_KIND, [10], 2)
     assert {path.name for path in _listed(folder)} == {path.name for path in folder.iterdir()}
     assert run_of_model(ModelToEvaluate("any", str(folder))) == run
@@ -222,7 +221,7 @@ def test_directory_in_the_way_stops_only_the_conversion(run: RunDir) -> None:
     (run.merged_quantised / "notes.txt").write_text("mine")
     with pytest.raises(FsdpTuneError, match="is not an earlier quantised model"):
         merge_checkpoint(run.path, MergeOptions())
-    assert (run.merged / RECORD_NAME).is_file()
+    assert (run.merged / MERGE_RECORD).is_file()
     assert [path.name for path in run.merged_quantised.iterdir()] == ["notes.txt"]
 
 

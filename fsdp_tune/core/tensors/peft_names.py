@@ -64,7 +64,7 @@ class PeftNames:
     `weights`: {name: key} of what stands for a tensor of the base model, trained or not; `wrapped`: those
     names among them that were found under an adapter's layer; `saved`: those that come from
     `modules_to_save`;
-    `others`: {name in the adapter's file: key} of what is no plain LoRA, such as the magnitudes of DoRA.
+    `others`: {name in the adapter's file: key} of what is not plain LoRA, such as the magnitudes of DoRA.
     """
 
     factors: dict[str, dict[str, str]] = field(default_factory=dict[str, dict[str, str]])

@@ -47,7 +47,7 @@ class LaunchCall(Document):
     run: str = ""
     """Its run directory: as much of its path as another machine needs."""
     state: State = "waiting"
-    """final: there is no other launch."""
+    """final: no other launch follows."""
     ended: dict[str, object] | None = None
     """The verdict on the command, once it is final."""
     result: dict[str, Any] | None = None

@@ -48,7 +48,7 @@ def _with_biases(experts: Any, names: Sequence[str]) -> Callable[..., object]:
 
     @functools.wraps(inner)
     def forward(*args: object, **kwargs: object) -> object:
-        # by name: in a forward of FSDP1 they are no parameters
+        # by name: in a forward of FSDP1 they are not parameters
         biases = {name: operand(getattr(experts, name), _INDEXES_BIASES) for name in names}
         return inner(ModuleView(experts, **biases), *args, **kwargs)
 
