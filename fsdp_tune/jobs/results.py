@@ -300,12 +300,11 @@ def push(
     adapter: bool = False,
     observer: Observer = Observer(),
 ) -> Pushed:
-    """Upload the merged model of a run (`adapter`: its adapter), or the output of a merge, and return the
-    address of the commit.
+    """Upload the merged model of a run (`adapter`: its adapter), or the output of a merge.
 
     What is not given is that of the run's recipe (`training.hub_model_id`, `hub_private_repo`,
-    `hub_revision`), else the name of the run,
-    private, on main. Raises: FsdpTuneError, with exit code 1 if the hub does not take it.
+    `hub_revision`), else the name of the run, private, on main.
+    Raises: FsdpTuneError, with exit code 1 if the hub does not take it.
     """
     path = Path(source)
     with session():
@@ -326,11 +325,13 @@ def push(
             revision=revision or (target.revision if target is not None else None),
         )
         observer.phase("uploading")
-        pushed = upload(
-            folder,
-            chosen,
-            f"fsdp-tune push {shlex.quote(str(path))}{f' --to {shlex.quote(to)}' if to else ''}",
-        )
+        words = [
+            *(["--to", to] if to else []),
+            *([] if public is None else ["--public" if public else "--private"]),
+            *(["--revision", revision] if revision else []),
+            *(["--adapter"] if adapter else []),
+        ]
+        pushed = upload(folder, chosen, shlex.join(["fsdp-tune", "push", str(path), *words]))
         observer.notices(pushed.notices)
         return pushed
 

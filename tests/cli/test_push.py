@@ -96,10 +96,11 @@ def test_files_of_an_earlier_model_are_removed(hub, merged):
 
 def test_failed_push_keeps_the_model_and_names_the_command_that_repeats_it(hub, merged, monkeypatch):
     monkeypatch.setattr(hub, "error", OSError("no network"))
-    code, document = invoke("push", merged, "--to", "me/model")
+    command = ["push", str(merged), "--to", "me/model", "--private", "--revision", "dev"]
+    code, document = invoke(*command)
     assert (code, document["errors"][0]["code"]) == (1, "push-failed")
     assert "no network" in document["errors"][0]["message"]
-    assert f"fsdp-tune push {merged} --to me/model" in document["errors"][0]["hint"]
+    assert document["errors"][0]["hint"].endswith(f"fsdp-tune {' '.join(command)}")
     assert sorted(path.name for path in merged.iterdir()) == FILES
 
 

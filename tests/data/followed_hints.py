@@ -61,7 +61,7 @@ class Followed:
 
 def follow(directory: Path, entry: dict[str, Any], options: dict[str, Any], hint: str) -> None:
     """Do what a hint says: run its first command, or write its keys into the source or the recipe."""
-    command = re.search(r"`((?:jq|mv|python) .*?)`(?:, and|$| \()", hint, re.DOTALL)
+    command = re.search(r"`((?:jq|mv|python|gzip) .*?)`(?:, and|$| \()", hint, re.DOTALL)
     if command is not None:
         assert shutil.which("jq") or not command[1].startswith("jq")
         subprocess.run(

@@ -3,6 +3,7 @@ followed."""
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.data.read.shapes import delimiter_hint
 from tests.data.followed_hints import MOST_HINTS, follow, train_as_hinted
 from tests.data.public_rows import CHATS, PUBLIC
 from tests.data.support import CHATML, ByteEncoder, marked, prepared, rows_of, write_jsonl
@@ -39,6 +41,23 @@ def test_hint_of_each_refusal_leads_to_prepared_rows(tmp_path: Path, name: str) 
     rows, _ = prepare_as_hinted(tmp_path, tmp_path / file)
     assert rows
     assert all("[" in row for row in rows)
+
+
+@pytest.mark.parametrize("name", ["CSV with semicolons", "CSV with tabs"])
+def test_hint_of_a_compressed_table_unpacks_it_first(tmp_path: Path, name: str) -> None:
+    file, text = PUBLIC[name]
+    compressed = tmp_path / f"{file}.gz"
+    compressed.write_bytes(gzip.compress(text.encode()))
+    rows, hints = prepare_as_hinted(tmp_path, compressed)
+    assert rows
+    assert "gzip -dc" in hints[0]
+    assert compressed.is_file()
+
+
+def test_hint_of_a_table_at_a_url_writes_no_file_named_after_it() -> None:
+    hint = delimiter_hint("https://host/rows.csv", ";")
+    assert "download it" in hint
+    assert "open(" not in hint
 
 
 @pytest.mark.slow

@@ -49,6 +49,13 @@ def test_file_directory_and_glob_sources(folder: Path) -> None:
     assert source(folder).names == (str(folder / "a.jsonl"), str(folder / "b.jsonl"))
 
 
+@pytest.mark.parametrize("key", ["split", "name", "revision"])
+def test_key_that_a_loader_would_never_see_is_refused(key: str) -> None:
+    found = problem("sales", loader="mine", **{key: "test"})
+    assert f"`{key}` has no meaning for rows from a `loader`" in found.message
+    assert found.hint == "pass it in `loader_options`"
+
+
 def test_directory_is_read_behind_links_and_with_endings_in_capitals(
     folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import cast
 
 _MOST_BYTES = 64 << 20
+_UNPACKED_BY = {".gz": "gzip -dc", ".zst": "zstd -dc"}
+"""Ending of a compressed file → the command that writes its contents to stdout."""
+_TAB = "\t"
 _COLUMNS = "to_entries as $c | ($c[0].value | keys_unsorted[]) as $i | $c | map({(.key): .value[$i]}) | add"
 """jq's program that makes rows of columns, each a list or an object by index."""
 _OF_MESSAGES = frozenset({"role", "from"})
@@ -32,7 +35,7 @@ def shape_hint(
     if (
         kind not in ("lines", "json")
         or isinstance(path, str)
-        or path.suffix in (".gz", ".zst")
+        or path.suffix in _UNPACKED_BY
         or path.stat().st_size > _MOST_BYTES
     ):
         return None
@@ -101,20 +104,26 @@ def _are_columns(value: Mapping[str, object]) -> bool:
 
 
 def delimiter_hint(path: Path | str, sign: str) -> str:
-    """Return how to read a table whose fields are separated by another sign than its ending says."""
-    name = Path(path)
-    if sign == "\t":
-        return (
-            f"its fields are separated by tabs: `mv {shlex.quote(str(path))} "
-            f"{shlex.quote(str(name.with_suffix('.tsv')))}`"
-        )
-    program = _DELIMITED.format(name=str(path), sign=sign)
-    new = name.with_name(f"{name.stem}-comma.csv")
-    quoted = shlex.quote(program) if re.search(r'["$`\\\\]', program) else f'"{program}"'
-    return (
-        f"its fields are separated by `{sign}`: `python -c {quoted} > {shlex.quote(str(new))}`, and read "
-        "that file"
-    )
+    """Return how to read a table whose fields are separated by another sign than its ending says.
+
+    `path`: a local file, or the URL of one. What is compressed or elsewhere is made a plain file first, whose
+    own refusal then says the rest.
+    """
+    fields = f"its fields are separated by {'tabs' if sign == _TAB else f'`{sign}`'}"
+    if isinstance(path, str):
+        return f"{fields}: download it, and give its path"
+    if path.suffix in _UNPACKED_BY:
+        command = f"{_UNPACKED_BY[path.suffix]} {shlex.quote(str(path))}"
+        new = path.with_suffix("")
+    elif sign == _TAB:
+        renamed = shlex.quote(str(path.with_suffix(".tsv")))
+        return f"{fields}: `mv {shlex.quote(str(path))} {renamed}`, and read that file"
+    else:
+        program = _DELIMITED.format(name=str(path), sign=sign)
+        quoted = shlex.quote(program) if re.search(r'["$`\\\\]', program) else f'"{program}"'
+        command = f"python -c {quoted}"
+        new = path.with_name(f"{path.stem}-comma.csv")
+    return f"{fields}: `{command} > {shlex.quote(str(new))}`, and read that file"
 
 
 def _jq(program: str, path: Path) -> str:

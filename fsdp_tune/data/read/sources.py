@@ -189,6 +189,7 @@ def _loader_source(entry: DataSource, key: str, loader: str) -> RowSource:
     given = [
         name for name in ("name", "data_dir", "data_files", "revision") if getattr(entry, name) is not None
     ]
+    given += ["split"] if entry.split != "train" else []
     if given:
         message = f"`{given[0]}` has no meaning for rows from a `loader`"
         raise usage_error("contradiction", message, where=where, hint="pass it in `loader_options`")
