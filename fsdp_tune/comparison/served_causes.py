@@ -199,10 +199,12 @@ def _end(exchanges: Sequence[Exchange], special: ReferenceTokens, tolerance: flo
 
 
 def _follows(each: Exchange, tolerance: float) -> bool:
-    """Return whether all tokens of the server's answer, those after A's end too, are those that A finds most
-    probable."""
+    """Return whether the known tokens of the server's answer, those after A's end too, are those that A finds
+    most probable; false if none is known."""
     score = each.score
-    return score is not None and all(
+    if score is None or not score.tokens:
+        return False
+    return all(
         token == best or gap <= tolerance
         for token, best, gap in zip(
             score.tokens,

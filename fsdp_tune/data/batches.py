@@ -68,7 +68,7 @@ def rank_micro_batches(batch: Int64, *, dp_rank: int, dp_size: int, micro_batch_
     step = dp_size * micro_batch_size
     micro_steps = -(-len(batch) // step)
     starts = [micro_step * step + dp_rank * micro_batch_size for micro_step in range(micro_steps)]
-    return [batch[start : min(start + micro_batch_size, len(batch))] for start in starts]
+    return [batch[start : start + micro_batch_size] for start in starts]
 
 
 def _sorted_by_length(rows: Int64, lengths: Int64) -> Int64:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import nan
 
 import pytest
@@ -46,3 +47,18 @@ def test_shift_is_shown_by_log_probabilities_that_are_known(theirs: list[float],
     stages = [ComparedStage("same_tokens", "", "not_compared"), ComparedStage("logprobs", "", "different")]
     cause = served_cause([exchange], special, stages, 0.05, None, lambda ids: str(ids))
     assert ("shifted by one position" in cause.text, cause.is_shown) == (is_shifted, is_shifted), cause
+
+
+def test_answer_without_log_probabilities_does_not_show_that_stop_tokens_differ() -> None:
+    reference = ReferenceAnswer([1], "", None, None, {}, "four", [4], [1.0], is_ended=True)
+    answer = ServedAnswer(text="four", finish_reason="length", prompt_tokens=1, tokens=(), prompt=())
+    exchange = Exchange("prompt 1", "", None, reference, ServedPrompt(None, None), answer, score=None)
+    special = ReferenceTokens(None, None, "</s>", {"2": "</s>"})
+    stages = [ComparedStage(name, "", "not_compared") for name in ("same_tokens", "logprobs")]
+    unscored = ScoredTokens([], [], [], [2], ["</s>"], [-0.1], [], [], [])
+    for score in (None, unscored):
+        cause = served_cause(
+            [replace(exchange, score=score)], special, stages, 0.05, None, lambda ids: str(ids)
+        )
+        assert cause.text.startswith("stop tokens: the server does not end its answers"), cause
+        assert not cause.is_shown

@@ -223,7 +223,7 @@ def container_job(
     ranks, machines = recipe.launch.num_processes, recipe.launch.num_machines
     problems = [
         *_output(output, mounts, volume_option),
-        *_paths(recipe, mounts),
+        *_path_problems(recipe, mounts),
         *_address(recipe),
         *_size(recipe),
     ]
@@ -312,7 +312,8 @@ def _output(output: PurePosixPath, mounts: Sequence[Mount], volume_option: str) 
         yield Problem("not-on-a-volume", message, Where(key="output_dir"), hint)
 
 
-def _paths(recipe: Recipe, mounts: Sequence[Mount]) -> Iterator[Problem]:
+def _path_problems(recipe: Recipe, mounts: Sequence[Mount]) -> Iterator[Problem]:
+    """Yield what is wrong with paths that containers do not see, or that are on no volume."""
     for key, value in _named_files(recipe):
         if value.startswith("/") or "://" in value:
             continue

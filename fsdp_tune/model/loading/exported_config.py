@@ -92,14 +92,12 @@ def local_tensors(recipe: Recipe) -> BaseTensors | None:
 
     def find(file: str) -> Path | None:
         path = folder / file
-        is_of_hub = file == MODELOPT_FILE and not Path(name).is_dir() and hub_is_reachable()
-        return (
-            path
-            if path.is_file()
-            else file_of_model(name, recipe.model.revision, file)
-            if is_of_hub
-            else None
-        )
+        if path.is_file():
+            return path
+        # transformers does not load it with the configuration, so the snapshot may lack it
+        if file == MODELOPT_FILE and not Path(name).is_dir() and hub_is_reachable():
+            return file_of_model(name, recipe.model.revision, file)
+        return None
 
     located = locate(find)
     if located.tensors and located.is_complete:

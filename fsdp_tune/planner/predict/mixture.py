@@ -84,22 +84,23 @@ def divided_mixture(trace: Trace) -> TracedExperts | None:
 
     Raises: usage error (exit 2) for a model of which that cannot be predicted.
     """
-    ep, mixture = trace.shapes.ep_size, None
+    ep = trace.shapes.ep_size
     if ep == 1:
         return None
     mixture = mixture_of(trace)
-    if has_adapted_experts(trace):
+    is_adapted = has_adapted_experts(trace)
+    if not is_adapted and mixture is not None and ep in divisions(trace, mixture, [ep]):
+        return mixture
+    if is_adapted:
         reason = "its stacks of experts have adapters (`lora.target_parameters`)"
     elif mixture is None:
         reason = "its configuration has no number of chosen experts, or its step has no grouped product"
-    elif ep not in divisions(trace, mixture, [ep]):
+    else:
         others = trace.shapes.shards // ep
         reason = (
             f"{ep} ranks do not divide {mixture.experts} experts and {trace.shapes.shards} shards, or "
             f"{others} not a width of each expert"
         )
-    else:
-        return mixture
     message = f"`fsdp.ep_size: {ep}` is not predicted for this model: {reason}"
     raise usage_error(
         "trace-failed",

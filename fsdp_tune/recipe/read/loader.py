@@ -244,7 +244,8 @@ class _Validated(NamedTuple):
 def _validate(tree: MappingNode) -> _Validated:
     """Validate the values of a tree, and drop those that are wrong.
 
-    The remaining values are still validated, so that one error reports contradictions elsewhere too.
+    The remaining values are still validated, so that one error reports contradictions elsewhere too. Without
+    a wrong value, pydantic may find others: two more rounds find those that users have together.
     """
     data: object = plain_value(tree)
     problems: dict[KeyPath, Problem] = check_training(tree) | check_free_mappings(tree)
