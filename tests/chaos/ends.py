@@ -53,6 +53,9 @@ class Situation:
     merged model was there."""
     listens: bool = True
     """Whether the disturbed process handled or ignored the signal, as it does once it has started."""
+    is_early: bool = False
+    """Whether the command had not let the ranks start yet. A launcher that ends before has trained nothing,
+    and another one takes its place."""
 
 
 @dataclass
@@ -161,6 +164,8 @@ def _ends(disturbance: Disturbance | None, attempt: Attempt, machine: int, last_
         return
     assert attempt.target is not None
     late = attempt.situation.is_over
+    if attempt.situation.is_early and attempt.target.role in (RANK, AGENT) and disturbance.kind != LONG_STOP:
+        yield End(OK)
     steps_left = last_step - attempt.situation.step
     if disturbance.kind == KILL:
         yield from _of_a_kill(attempt.target, machine, late=late, steps_left=steps_left)

@@ -101,6 +101,10 @@ class Stage:
     def run(self) -> RunDir:
         return RunDir(self.folder / "run")
 
+    def log(self, machine: int) -> Path:
+        """Return what the command of a machine has printed."""
+        return self.folder / f"command-{machine}.log"
+
     def command(self, *, resume: bool) -> list[str]:
         keys = {
             **_KEYS,
@@ -196,7 +200,7 @@ class Play:
         stage.disks.clear()
         for machine in range(stage.machines):
             stage.control(machine)
-        logs = [stage.folder / f"command-{machine}.log" for machine in range(stage.machines)]
+        logs = [stage.log(machine) for machine in range(stage.machines)]
         try:
             for machine, log in enumerate(logs):
                 self._commands.append(self._start(machine, log, resume=resume))
@@ -333,9 +337,14 @@ class Play:
             return False
         self._attempt.target, self._attempt.situation = (
             target,
-            Situation(self._step(moment), self._is_over(target), listens),
+            Situation(self._step(moment), self._is_over(target), listens, self._is_early(target)),
         )
         return True
+
+    def _is_early(self, target: Process) -> bool:
+        """Whether the command of the machine had not let its ranks start, which it says first."""
+        printed = self._stage.log(target.machine).read_text(errors="replace")
+        return re.search(r"^starting ranks? ", printed, re.MULTILINE) is None
 
     def _is_over(self, target: Process) -> bool:
         """Whether a process had nothing left to do when it was disturbed. A killed or stopped one writes

@@ -272,10 +272,11 @@ def ended(
     step: int = 3,
     is_over: bool = False,
     listens: bool = True,
+    is_early: bool = False,
     **more: object,
 ) -> Attempt:
     """One command for each code; each prints the same text."""
-    situation = Situation(step, is_over=is_over, listens=listens)
+    situation = Situation(step, is_over=is_over, listens=listens, is_early=is_early)
     return Attempt(list(codes), [text] * len(codes), situation=situation, **more)
 
 
@@ -301,6 +302,7 @@ def verdict(kind: str, target: str, attempt: Attempt, phase: str = "training") -
         ),
         pytest.param(LONG_STOP, RANK, ended(5, text=HANG_TEXT, named_after_seconds=60.0), id="named late"),
         pytest.param(LONG_STOP, LOADER, ended(5, text=HANG_TEXT), id="no report of a hang"),
+        pytest.param(LONG_STOP, RANK, ended(0, step=0, is_early=True), id="an early rank stands still"),
         pytest.param(KILL, RANK, ended(0), id="a rank is killed and the run finishes"),
         pytest.param(KILL, RANK, ended(5), id="killed rank without a message"),
         pytest.param(KILL, RANK, ended(1, text=KILLED_TEXT), id="killed rank with another code"),
@@ -358,6 +360,8 @@ def test_undocumented_exit_is_a_violation(kind: str, target: str, attempt: Attem
     [
         pytest.param(SHORT_STOP, RANK, ended(0), id="short stop"),
         pytest.param(KILL, RANK, ended(5, text=KILLED_TEXT), id="killed rank"),
+        pytest.param(KILL, RANK, ended(0, step=0, is_early=True), id="killed rank of an early launch"),
+        pytest.param("SIGTERM", AGENT, ended(0, step=0, is_early=True), id="ended early launch"),
         pytest.param(KILL, RANK, ended(5, 5, text=KILLED_TEXT), id="killed rank, two machines"),
         pytest.param(
             READ_ONLY_DISK,
