@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Where, usage_error
+from fsdp_tune.core.files import expanded
 from fsdp_tune.data.bad_rows import bad_row_examples
 from fsdp_tune.data.format.formats import FormatSettings, matching_formats, needed_columns, other_columns
 from fsdp_tune.data.format.row_account import WORSE_ANSWERS, ignoring_option
@@ -161,7 +162,7 @@ def _check_kinds(source: RowSource, format_: str) -> None:
     """Check that files of a directory with another ending than the first, such as a manifest, hold rows too.
     Raises: usage error."""
     others = {Path(file.path).suffix: file for file in reversed(source.files)}
-    if not source.files or len(others) == 1 or not Path(source.entry.path).is_dir():
+    if not source.files or len(others) == 1 or not expanded(source.entry.path).is_dir():
         return
     suffix = Path(source.files[0].path).suffix
     for file in (file for other, file in others.items() if other != suffix):

@@ -391,6 +391,19 @@ def test_loss_on_must_fit_the_format(tmp_path: Path, pairs: Path) -> None:
     assert problems(tmp_path, pairs, loss_on="assistant")[0].code == "loss-on"
 
 
+def test_manifest_among_files_below_the_home_directory_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", PAIRS)
+    (folder / "manifest.json").write_text('{"version": 1}')
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (found,) = problems(tmp_path, Path("~/data"))
+    assert found.message == "it does not hold rows like those of a.jsonl"
+    assert found.hint == "read only the files with rows: `path: ~/data/*.jsonl`"
+
+
 def test_files_with_differing_columns_are_named(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()

@@ -192,6 +192,15 @@ def test_unknown_name_is_refused_without_the_hub_and_names_what_is_meant(
     assert "hf download" not in hint
 
 
+@pytest.mark.parametrize("content", ["{", "[]", '"text"', '{"chat_template": ["x"]}', "\xff"])
+def test_directory_with_a_damaged_tokenizer_config_is_a_usage_error(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(content, encoding="latin-1")
+    with pytest.raises(FsdpTuneError) as caught:
+        resolve_template(str(tmp_path))
+    (problem,) = caught.value.problems
+    assert (problem.code, problem.where.key) == ("no-such-template", "data.chat_template")
+
+
 def test_name_with_an_owner_is_a_model_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_from_hub", lambda name, key: f"{name} {key}")
     assert (
