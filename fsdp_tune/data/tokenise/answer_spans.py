@@ -362,7 +362,8 @@ class Rendering:
         """Compare an answer with the text inside the template's generation markers.
 
         Markers may include what the generation prompt supplies, and exclude the token that ends the turn: the
-        first is never trained, the second always. Raises: RowError if they exclude another part of the answer.
+        first is never trained, the second always. Raises: RowError if they exclude another part of the
+        answer.
         """
         with self._template_errors(index + 1):
             text, marked = self._encoder.render_marked(
