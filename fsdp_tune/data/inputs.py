@@ -219,11 +219,18 @@ def select(row: dict[str, object], entry: DataSource, name: str) -> dict[str, An
                 where=Where(name),
             )
     renamed = _renamed(row, entry)
-    if len(renamed) != len(entry.columns or row):
-        raise usage_error(
-            "column-twice", "after `rename_columns` two columns have one name", where=Where(name)
-        )
+    if (twice := _name_of_two(row, renamed, entry)) is not None:
+        raise usage_error("column-twice", twice, where=Where(name))
     return renamed
+
+
+def _name_of_two(row: Collection[str], renamed: Collection[str], entry: DataSource) -> str | None:
+    """Describe that two columns of a row have one name once they are renamed; None if none do."""
+    columns = entry.columns or row
+    if len(renamed) == len(columns):
+        return None
+    names = Counter(entry.rename_columns.get(column, column) for column in columns)
+    return f"after `rename_columns` two columns have the name `{names.most_common(1)[0][0]}`"
 
 
 def _other_columns(wanted: str, row: Collection[str]) -> str:
@@ -445,9 +452,8 @@ def kept_columns(row: dict[str, object], entry: DataSource) -> dict[str, object]
     if missing is not None:
         raise RowError(f"it has no column `{missing}`; it has {', '.join(row) or 'none'}")
     renamed = _renamed(row, entry)
-    if len(renamed) != len(entry.columns or row):
-        names = Counter(entry.rename_columns.get(column, column) for column in entry.columns or row)
-        raise RowError(f"after `rename_columns` two columns have the name `{names.most_common(1)[0][0]}`")
+    if (twice := _name_of_two(row, renamed, entry)) is not None:
+        raise RowError(twice)
     return renamed
 
 

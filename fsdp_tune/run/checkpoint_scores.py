@@ -76,8 +76,8 @@ class CheckpointScores:
 
     @property
     def settled(self) -> set[str]:
-        """Those that this start does not evaluate again: with scores, or failed. A failure without a start is
-        of none."""
+        """Those that this start does not evaluate again: with scores, or with a failure that names the
+        command of this start."""
         return {
             *self.evaluated,
             *(identity for identity, event in self.failed.items() if event.command is not None),

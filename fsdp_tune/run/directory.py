@@ -236,6 +236,8 @@ def inspect_checkpoint(
         manifest = read_manifest(path)
     except ValueError as error:
         return Rejected(path, str(error))
+    except OSError as error:  # a bad sector, another user's file
+        return Rejected(path, f"its {MANIFEST_NAME} cannot be read ({error.strerror})")
     if manifest is None:
         return Rejected(path, "it has no manifest: the save did not finish, or another tool wrote it")
     if manifest.kind != CHECKPOINT_KIND or manifest.facts.get("step") != step:

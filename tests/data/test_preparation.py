@@ -329,6 +329,7 @@ def test_columns_are_kept_and_renamed(tmp_path: Path) -> None:
     assert wrong[0].hint == "did you mean `question`?"
     twice = problems(tmp_path / "x", {"path": str(rows), "rename_columns": {"question": "answer"}})
     assert twice[0].code == "column-twice"
+    assert "two columns have the name `" in twice[0].message
 
 
 def test_later_row_that_has_the_new_name_too_is_bad(tmp_path: Path) -> None:
