@@ -220,17 +220,18 @@ def select(row: dict[str, object], entry: DataSource, name: str) -> dict[str, An
             )
     renamed = _renamed(row, entry)
     if (twice := _name_of_two(row, renamed, entry)) is not None:
-        raise usage_error("column-twice", twice, where=Where(name))
+        message = f"after `rename_columns` two columns have the name `{twice}`"
+        raise usage_error("column-twice", message, where=Where(name))
     return renamed
 
 
 def _name_of_two(row: Collection[str], renamed: Collection[str], entry: DataSource) -> str | None:
-    """Describe that two columns of a row have one name once they are renamed; None if none do."""
+    """Return the name that two columns of a row have once they are renamed; None if none do."""
     columns = entry.columns or row
     if len(renamed) == len(columns):
         return None
     names = Counter(entry.rename_columns.get(column, column) for column in columns)
-    return f"after `rename_columns` two columns have the name `{names.most_common(1)[0][0]}`"
+    return names.most_common(1)[0][0]
 
 
 def _other_columns(wanted: str, row: Collection[str]) -> str:
@@ -453,7 +454,7 @@ def kept_columns(row: dict[str, object], entry: DataSource) -> dict[str, object]
         raise RowError(f"it has no column `{missing}`; it has {', '.join(row) or 'none'}")
     renamed = _renamed(row, entry)
     if (twice := _name_of_two(row, renamed, entry)) is not None:
-        raise RowError(twice)
+        raise RowError(f"after `rename_columns` two columns have the name `{twice}`")
     return renamed
 
 

@@ -41,8 +41,7 @@ class SetResult(JsonAnswer):
 
     rows: int
     cut_rows: int
-    """Rows that are not whole: longer than `data.max_length`, or divided by packing. exact_match leaves them
-    out."""
+    """Rows longer than `data.max_length`, or divided by packing; exact_match leaves them out."""
     tokens: int
     """Tokens that are scored: the targets, or the answers of the rows."""
     metric: Estimate

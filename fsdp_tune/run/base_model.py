@@ -131,8 +131,7 @@ def open_base(config: Mapping[str, object], record: Path, *, given: str | None =
     """Return the base of an adapter from its adapter_config.json and base.json.
 
     `given`: the model that the user names instead of the recorded one. A branch of a repository may have
-    moved since training, so the
-    recorded commit comes first. Raises: usage error for a damaged base.json.
+    moved since training, so the recorded commit comes first. Raises: usage error for a damaged base.json.
     """
     trained = BaseModel.read(record)
     recorded, revision = config.get("base_model_name_or_path"), config.get("revision")

@@ -349,8 +349,7 @@ def latest_checkpoint(
 
 
 def refuse_lost_recipe(run: RunDir) -> None:
-    """Raises: usage error for a directory that has checkpoints of a run and no recipe.json, without which it
-    is none."""
+    """Refuse a directory that has checkpoints of a run and no recipe.json. Raises: usage error."""
     newest = None if run.is_used else latest_checkpoint(run, elsewhere=None)[0]
     if newest is not None:
         raise usage_error(
