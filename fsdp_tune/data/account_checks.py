@@ -49,18 +49,19 @@ def refuse_empty_set(name: str, rows: int, examples: int, max_length: int, *, dr
             f"the set `{name}` has no row that can be used",
             hint="check its entries: their rows are empty, entirely masked, duplicates, or left out as bad",
         )
+    hint = "raise `data.max_length`, or change `data.overlong`"
     if drops:
-        message = (
+        raise usage_error(
+            "no-supervised-tokens",
             f"the set `{name}` has no row left: `overlong: drop` leaves out examples of more than "
-            f"{max_length} tokens, and no other of {examples:,} has a trained token"
-        )
-    else:
-        message = (
-            f"the set `{name}` has no row left: of {examples:,} examples none has a trained token within "
-            f"{max_length} tokens"
+            f"{max_length} tokens, and no other of {examples:,} has a trained token",
+            hint=hint,
         )
     raise usage_error(
-        "no-supervised-tokens", message, hint="raise `data.max_length`, or change `data.overlong`"
+        "no-supervised-tokens",
+        f"the set `{name}` has no row left: of {examples:,} examples none has a trained token within "
+        f"{max_length} tokens",
+        hint=hint,
     )
 
 
