@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from fsdp_tune.core.errors import Where, usage_error
 from fsdp_tune.core.files import open_regular
@@ -33,6 +33,7 @@ WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 @dataclass(frozen=True, slots=True)
 class BaseModel(Document):
+    IS_WRITTEN_AGAIN: ClassVar[bool] = False
     name: str
     """As the recipe names it; the full path of a local directory."""
     revision: str | None = None
