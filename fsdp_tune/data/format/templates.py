@@ -211,8 +211,15 @@ def _from_files(name: str, template: Path | None, config: Path | None, key: str)
         return _read(template)
     found = _of_config(config, key) if config is not None and config.is_file() else None
     if is_list(found):  # several templates, as a list of {name, template}
-        named = (as_mapping(entry) for entry in found)
-        found = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
+        by_name = {str(entry.get("name")): entry.get("template") for entry in map(as_mapping, found)}
+        if "default" not in by_name:
+            raise usage_error(
+                "no-such-template",
+                f"`{name}` has the chat templates {', '.join(by_name) or 'of no name'}, and none is `default`",
+                hint="write one of them to a file NAME.jinja, and give its path",
+                where=Where(key=key),
+            )
+        found = by_name["default"]
     if not isinstance(found, str):
         raise usage_error(
             "no-such-template", f"`{name}` has no chat template", hint=LIST, where=Where(key=key)
