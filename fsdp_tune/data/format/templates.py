@@ -213,9 +213,10 @@ def _from_files(name: str, template: Path | None, config: Path | None, key: str)
     if is_list(found):  # several templates, as a list of {name, template}
         by_name = {str(entry.get("name")): entry.get("template") for entry in map(as_mapping, found)}
         if "default" not in by_name:
+            listed = ", ".join(by_name) or "of no name"
             raise usage_error(
                 "no-such-template",
-                f"`{name}` has the chat templates {', '.join(by_name) or 'of no name'}, and none is `default`",
+                f"`{name}` has the chat templates {listed}, and none is `default`",
                 hint="write one of them to a file NAME.jinja, and give its path",
                 where=Where(key=key),
             )
