@@ -21,7 +21,7 @@ class EvaluatedExample:
     where: Where
     """Its file and line."""
     is_cut: bool
-    """Whether tokens were cut off at `data.max_length`."""
+    """Whether it is a part of an example: longer than `data.max_length`, or divided by packing."""
 
     @property
     def place(self) -> tuple[str | None, int | None]:

@@ -137,9 +137,9 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
     KnownBad(
         "devices-hidden",
         lambda facts: facts["hidden_by"] is not None,
-        "CUDA_VISIBLE_DEVICES hides every GPU of this machine: it is empty, or its first entry names "
-        "none of them",
-        "unset it, or name GPUs as `nvidia-smi -L` lists them",
+        "a variable (`hidden_by` of `env --json`) hides every GPU of this machine: it is empty, or its first "
+        "entry names none of them",
+        "unset it, or name GPUs as `nvidia-smi -L` (AMD: `rocm-smi`) lists them",
         "https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#cuda-environment-variables",
     ),
     KnownBad(

@@ -300,7 +300,9 @@ def _notes(found: Evaluation, result: SetResult) -> list[str]:
     lines: list[str] = []
     if result.cut_rows:
         left = ", and left out" if found.metric == "exact_match" else ""
-        lines.append(f"{result.cut_rows:,} rows are cut at `data.max_length`{left}")
+        lines.append(
+            f"{result.cut_rows:,} rows are longer than `data.max_length`, or divided by packing{left}"
+        )
     if result.loss is not None:
         lines.append(f"loss {result.loss.value:.4f} {_span(result.loss)} nats a token")
     if (compared := result.comparison) is not None:

@@ -24,8 +24,8 @@ Target = Literal["fastest", "cheapest", "largest-context"]
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What a field is on the command line: `step: Annotated[int |
-    None, Option("Merge the checkpoint of this step.")] = None`.
+    """What a field is on the command line:
+    `step: Annotated[int | None, Option("Merge the checkpoint of this step.")] = None`.
 
     Name, type, choices (of a `Literal`) and default are those of the field.
     """

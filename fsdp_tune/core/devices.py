@@ -149,12 +149,13 @@ def _devices(environment: Mapping[str, str]) -> tuple[list[Device], str] | None:
 
 
 def hidden_by(environment: Mapping[str, str]) -> str | None:
-    """Return the variable that hides every NVIDIA GPU of this machine, as `NAME=value`; None if one is
+    """Return the variable that hides every accelerator of this machine, as `NAME=value`; None if one is
     visible or there is none."""
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is None or not (all_of_them := nvidia_devices()) or select(all_of_them, visible):
+    if (found := _devices(environment)) is None:
         return None
-    return f"CUDA_VISIBLE_DEVICES={visible}"
+    devices, variable = found
+    visible = environment.get(variable)
+    return None if visible is None or select(devices, visible) else f"{variable}={visible}"
 
 
 def select(devices: list[Device], visible: str | None) -> list[Device]:

@@ -39,8 +39,8 @@ def die_with_launcher() -> None:
     """Let the kernel end this rank with its parent, and end it now if its launcher died between starting it
     and this call.
 
-    No signal tells of a parent that died before the request. A launcher by hand has no `LAUNCHER_PID`, and
-    its ranks are not checked.
+    No signal tells of a parent that died before the request. A launcher that a user starts by hand
+    sets no `LAUNCHER_PID`, and its ranks are not checked.
     """
     die_with_parent()
     launcher = os.environ.get(LAUNCHER_PID, "")

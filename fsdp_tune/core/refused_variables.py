@@ -2,8 +2,9 @@
 `TORCH_LOGS=garbage`.
 
 Libraries read dozens of variables and raise at once, in any process, with a traceback into their own code.
-The variable is found in that
-traceback: its name is in the message, or in the statement that failed, or its value is quoted in the message.
+The variable is found in that traceback: its name is in the message, or in the statement that failed, or its
+value is quoted in the message.
+
 A directory of PYTHONPATH may have a module that is named like one of a library.
 """
 

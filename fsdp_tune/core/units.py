@@ -27,7 +27,7 @@ _SIZE_UNITS = {
     "GIB": GIB,
     "TIB": 1 << 40,
 }
-_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,40})?)\s*([KMGT]?I?B)", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,40})?)\s*((?:[KMGT]I?)?B)", re.IGNORECASE)
 _DURATION = re.compile(r"(?:(\d{1,9})d)?(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s)?")
 
 
@@ -68,11 +68,11 @@ def format_figure(value: float) -> str:
 
 
 def format_short(value: float) -> str:
-    """Format with at most five significant digits, below 1e-3 with an exponent: `0.05`, `2e-5`, `1.5e6`."""
-    if value and not 1e-3 <= abs(value) < 1e6:
-        digits, _, exponent = f"{value:.4e}".partition("e")
-        return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
-    return f"{value:.5g}"
+    """Format with at most five significant digits, below 1e-3 and from 1e5 on with an exponent: `0.05`,
+    `2e-5`, `1.5e6`."""
+    text = f"{value:.4e}" if 0 < abs(value) < 1e-3 else f"{value:.5g}"
+    digits, has_exponent, exponent = text.partition("e")
+    return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}" if has_exponent else text
 
 
 def format_seconds(seconds: float) -> str:
@@ -96,11 +96,10 @@ def format_clock(at: float, now: float) -> str:
 
 def format_age(seconds: float) -> str:
     """Format in the largest unit that fits: `3 days`, `2 hours`, `40 seconds`."""
-    for unit, size in (("day", 86_400), ("hour", 3_600), ("minute", 60)):
-        if seconds >= size:
-            count = int(seconds // size)
-            return f"{count} {unit}{'' if count == 1 else 's'}"
-    return f"{max(0, int(seconds))} seconds"
+    units = (("day", 86_400), ("hour", 3_600), ("minute", 60), ("second", 1))
+    unit, size = next((each for each in units if seconds >= each[1]), units[-1])
+    count = max(0, int(seconds // size))
+    return f"{count} {unit}{'' if count == 1 else 's'}"
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -147,7 +146,8 @@ def parse_plain(text: str) -> tuple[Value, str | None]:
     if _BASED_INTEGER.fullmatch(text):
         return _integer(text, 8 if text[1] == "o" else 16), None
     if _LEADING_ZERO.fullmatch(text):
-        return text, f"some programs read `{text}` as an octal number: write {text.lstrip('+-0') or '0'}"
+        sign, digits = "-" * text.startswith("-"), text.lstrip("+-0") or "0"
+        return text, f"some programs read `{text}` as an octal number: write {sign}{digits}"
     if _FLOAT.fullmatch(text):
         return _float(text), None
     if _NOT_FINITE.fullmatch(text):

@@ -65,8 +65,12 @@ def source_accounts(count: int, available: Examples, drawn: Examples, pieces: Cu
 
 
 def mean_tokens(report: DataReport) -> list[float]:
-    """Return the tokens of a mean row of each training source."""
-    return [account.tokens / max(account.rows, 1) for account in report.inputs if account.set == TRAIN]
+    """Return the tokens of a mean row of each training source; of one that is not drawn, those of a mean row
+    of all."""
+    sources = [account for account in report.inputs if account.set == TRAIN]
+    drawn = sum(account.rows_drawn for account in sources)
+    of_all = sum(account.tokens for account in sources) / max(drawn, 1)
+    return [account.tokens / account.rows_drawn if account.rows_drawn else of_all for account in sources]
 
 
 def source_lines(report: DataReport) -> list[str]:

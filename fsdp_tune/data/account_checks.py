@@ -38,14 +38,31 @@ def refuse_nothing(
     )
 
 
-def refuse_empty_set(name: str, rows: int, examples: int, max_length: int) -> None:
-    if not rows:
+def refuse_empty_set(name: str, rows: int, examples: int, max_length: int, *, drops: bool) -> None:
+    """Refuse a set without rows. `examples`: those before cutting; `drops`: whether `overlong: drop` left any
+    out."""
+    if rows:
+        return
+    if not examples:
         raise usage_error(
             "no-supervised-tokens",
-            f"the set `{name}` has no row left: of {examples:,} examples none has a trained token "
-            f"within {max_length} tokens",
-            hint="raise `data.max_length`, or change `data.overlong`",
+            f"the set `{name}` has no row that can be used",
+            hint="check its entries: their rows are empty, entirely masked, duplicates, or left out as bad",
         )
+    hint = "raise `data.max_length`, or change `data.overlong`"
+    if drops:
+        raise usage_error(
+            "no-supervised-tokens",
+            f"the set `{name}` has no row left: `overlong: drop` leaves out examples of more than "
+            f"{max_length} tokens, and no other of {examples:,} has a trained token",
+            hint=hint,
+        )
+    raise usage_error(
+        "no-supervised-tokens",
+        f"the set `{name}` has no row left: of {examples:,} examples none has a trained token within "
+        f"{max_length} tokens",
+        hint=hint,
+    )
 
 
 def data_notices(
@@ -78,7 +95,7 @@ def _row_notices(report: DataReport, bad_rows_name: str) -> Iterator[Notice]:
         yield Notice(
             "bad-rows-skipped",
             f"{bad:,} of {read:,} rows cannot be used and were left out",
-            hint=f"`{bad_rows_name}` next to the data lists them",
+            hint=f"`{bad_rows_name}` in the directory of the prepared data lists them",
         )
     if untrained := report.rows_untrained.rows:
         message = f"{untrained:,} of {read:,} rows have no token to train and were left out"
@@ -120,6 +137,13 @@ def _repeat_notices(recipe: Recipe, report: DataReport) -> Iterator[Notice]:
                 f"an epoch; the source makes up {account.share:.0%} of the training tokens",
                 hint="lower its `weight`, or set `data.mixture.stopping_strategy: first_exhausted` or "
                 "`data.mixture.weight_by: tokens`",
+            )
+        if account.rows and not account.rows_drawn:
+            yield Notice(
+                "source-not-drawn",
+                f"`{account.path}`: none of its {account.rows:,} rows is drawn: its share of an epoch is "
+                "less than half a row",
+                hint="raise its `weight`, or set `data.mixture.stopping_strategy: all_exhausted`",
             )
 
 

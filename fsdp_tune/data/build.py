@@ -274,7 +274,9 @@ def _index(
         )
         if len(rows.rows) == 1 and not in_train and len(sets) > 2 and not isinstance(data.eval, list):
             continue  # one of several sources without a held-out row that can be used
-        refuse_empty_set(name, len(rows.rows) - 1, len(chosen), data.max_length)
+        refuse_empty_set(
+            name, len(rows.rows) - 1, len(chosen), data.max_length, drops=len(pieces.dropped) > 0
+        )
         index.folders[name] = TRAIN if in_train else f"eval-{number:03d}"
         writer.add_set(index.folders[name], rows.segments, rows.rows)
         account = set_account(pieces, rows, names, data.max_length)
@@ -284,7 +286,11 @@ def _index(
         index.sources[name] = source_accounts(len(inputs), available, chosen, pieces)
     if len(sets) > 1 and len(index.folders) == 1:
         refuse_empty_set(
-            "held out", 0, sum(len(each) for name, each in sets.items() if name != TRAIN), data.max_length
+            "held out",
+            0,
+            sum(len(each) for name, each in sets.items() if name != TRAIN),
+            data.max_length,
+            drops=any(opened.overlong == "drop" for opened in inputs),
         )
     return index
 

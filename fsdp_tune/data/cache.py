@@ -78,7 +78,7 @@ def built(
                 write_file(stage / MANIFEST_NAME, manifest.to_json())
         except OSError:
             # On a disk without locks another process may have published the same store in the meantime.
-            if (manifest := complete(path)) is None:
+            if (manifest := complete(path, digests)) is None:
                 raise
     return manifest, False
 

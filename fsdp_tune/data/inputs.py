@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Where, usage_error
+from fsdp_tune.core.files import expanded
 from fsdp_tune.data.bad_rows import bad_row_examples
 from fsdp_tune.data.format.formats import FormatSettings, matching_formats, needed_columns, other_columns
 from fsdp_tune.data.format.row_account import WORSE_ANSWERS, ignoring_option
@@ -161,7 +162,7 @@ def _check_kinds(source: RowSource, format_: str) -> None:
     """Check that files of a directory with another ending than the first, such as a manifest, hold rows too.
     Raises: usage error."""
     others = {Path(file.path).suffix: file for file in reversed(source.files)}
-    if not source.files or len(others) == 1 or not Path(source.entry.path).is_dir():
+    if not source.files or len(others) == 1 or not expanded(source.entry.path).is_dir():
         return
     suffix = Path(source.files[0].path).suffix
     for file in (file for other, file in others.items() if other != suffix):
@@ -218,11 +219,19 @@ def select(row: dict[str, object], entry: DataSource, name: str) -> dict[str, An
                 where=Where(name),
             )
     renamed = _renamed(row, entry)
-    if len(renamed) != len(entry.columns or row):
-        raise usage_error(
-            "column-twice", "after `rename_columns` two columns have one name", where=Where(name)
-        )
+    if (twice := _name_of_two(row, renamed, entry)) is not None:
+        message = f"after `rename_columns` two columns have the name `{twice}`"
+        raise usage_error("column-twice", message, where=Where(name))
     return renamed
+
+
+def _name_of_two(row: Collection[str], renamed: Collection[str], entry: DataSource) -> str | None:
+    """Return the name that two columns of a row have once they are renamed; None if none do."""
+    columns = entry.columns or row
+    if len(renamed) == len(columns):
+        return None
+    names = Counter(entry.rename_columns.get(column, column) for column in columns)
+    return names.most_common(1)[0][0]
 
 
 def _other_columns(wanted: str, row: Collection[str]) -> str:
@@ -444,9 +453,8 @@ def kept_columns(row: dict[str, object], entry: DataSource) -> dict[str, object]
     if missing is not None:
         raise RowError(f"it has no column `{missing}`; it has {', '.join(row) or 'none'}")
     renamed = _renamed(row, entry)
-    if len(renamed) != len(entry.columns or row):
-        names = Counter(entry.rename_columns.get(column, column) for column in entry.columns or row)
-        raise RowError(f"after `rename_columns` two columns have the name `{names.most_common(1)[0][0]}`")
+    if (twice := _name_of_two(row, renamed, entry)) is not None:
+        raise RowError(f"after `rename_columns` two columns have the name `{twice}`")
     return renamed
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 from fsdp_tune.core.errors import Notice
 from fsdp_tune.data.format.chat_columns import CHAT_KEYS, parsed_column
 from fsdp_tune.data.format.formats import Chat, Text
-from fsdp_tune.data.format.message_keys import Message
+from fsdp_tune.data.format.message_keys import FUNCTION_CALL, ROLES, Message
 from fsdp_tune.data.inputs import format_settings
 from fsdp_tune.data.read.row_files import BadRow, ColumnError, RowError, kind_of
 from fsdp_tune.data.report import DataReport, InputAccount
@@ -28,6 +28,7 @@ PromptKind = Literal["question", "chat", "text"]
 """question: formatted as the model was trained. chat: a row with `messages`. text: continued as it is."""
 ANSWER = "."
 """In the place of an answer, where a row needs one to be read."""
+_ANSWERING = ("assistant", FUNCTION_CALL)
 READ_KEYS = ("messages", "conversations", "conversation", "prompt", "text")
 
 
@@ -50,7 +51,7 @@ class Prompt:
             for turn in cast("list[object]", self.row["messages"])
             if isinstance(turn, dict)
         ]
-        asked = [turn for turn in turns if turn.get("role", turn.get("from")) not in ("assistant", "gpt")]
+        asked = [turn for turn in turns if ROLES.get(turn.get("role", turn.get("from"))) not in _ANSWERING]
         return str(asked[-1].get("content", asked[-1].get("value"))) if asked else ""
 
 

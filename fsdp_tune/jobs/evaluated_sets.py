@@ -41,7 +41,7 @@ class SetResult(JsonAnswer):
 
     rows: int
     cut_rows: int
-    """Rows whose end was cut off at `data.max_length`; exact_match leaves them out."""
+    """Rows longer than `data.max_length`, or divided by packing; exact_match leaves them out."""
     tokens: int
     """Tokens that are scored: the targets, or the answers of the rows."""
     metric: Estimate
@@ -92,7 +92,7 @@ class PreparedSet:
             refuse_without_prompt([self.examples[index] for index in self._used])
             self._targets = {index: reader.target(self.examples[index]) for index in self._used}
         if not self._used:
-            message = f"all rows of `{label}` are longer than `data.max_length`, so their answers are cut"
+            message = f"all rows of `{label}` are longer than `data.max_length`, or divided by packing"
             raise usage_error("no-evaluation-data", message, hint="raise `data.max_length`")
         places = [self.examples[index].place for index in self._used]
         numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}

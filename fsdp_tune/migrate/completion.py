@@ -59,5 +59,5 @@ def _settle_state_format(ledger: Ledger) -> None:
     if ledger.get("training", "optim") in ("adamw_torch_8bit", "adamw_torch_4bit"):
         ledger.discard(
             ("fsdp", "state_dict_type"),
-            "moments of 8 bits are saved in shards; `merge-checkpoint` makes one model",
+            "moments of few bits are saved in shards; `merge-checkpoint` makes one model",
         )

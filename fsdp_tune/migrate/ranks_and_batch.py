@@ -55,7 +55,8 @@ def settle_ranks(ledger: Ledger) -> None:
         row.fate, row.targets, row.reason = (
             Fate.COMPUTED,
             (RANKS,),
-            f"{local} × {machines or 1} machines: it counts all ranks here",
+            f"{local} × {machines or 1} machine{'' if machines in (None, 1) else 's'}: it counts all ranks "
+            "here",
         )
 
 

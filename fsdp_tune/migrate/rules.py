@@ -1,7 +1,7 @@
 """The form of a rule: what becomes of a key of another tool's file, as an outcome or as a function of the key
 that returns one.
 
-A rule reads the file and the settings so far, and writes nothing: `settling.py` carries its outcome out.
+A rule reads the file and the settings so far, and writes nothing: `settle_keys.py` carries its outcome out.
 """
 
 from __future__ import annotations

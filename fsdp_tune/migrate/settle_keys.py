@@ -105,7 +105,7 @@ def ask_each(ledger: Ledger, path: KeyPath, asked: AskEach = _UNKNOWN) -> None:
     """Settle each open value below a path as a question; the default of the tool, written out, is none."""
     for leaf in [leaf for leaf in leaves(ledger.value(*path), path) if ledger.is_open(leaf)]:
         if ledger.is_default(leaf):
-            ledger.drop(leaf, f"the default of {ledger.tool}")
+            ledger.drop(leaf, f"{DEFAULT_OF} {ledger.tool}")
         elif asked.words:
             ledger.ask(leaf, asked.words, as_path(asked.near))
         else:

@@ -31,7 +31,7 @@ class Tool:
 
     name: str
     rules: Rules
-    """By name; see `settling.settle_key`."""
+    """By name; see `settle_keys.settle_key`."""
     defaults: Defaults = field(default_factory=dict[str, object])
     """What the tool does where its file says nothing and a recipe would do another thing: the defaults in its
     own code."""

@@ -124,13 +124,11 @@ def _defaults_of_other_keys(ledger: Ledger) -> dict[str, object]:
     """Return the defaults that have an effect with another key alone: of mixtures, of streams and of
     quantised weights."""
     found: dict[str, object] = {}
-    if ledger.tool == SWIFT and any(
-        target[:2] == TRAIN and target[-1] == "weight" for target in ledger.settings
-    ):
+    is_stream = is_on(ledger.get("data", "streaming") or False)
+    is_weighted = any(target[:2] == TRAIN and target[-1] == "weight" for target in ledger.settings)
+    if ledger.tool == SWIFT and is_weighted and not is_stream:
         found["data.mixture.stopping_strategy"] = "first_exhausted"
-    if (buffer := TOOLS[ledger.tool].stream_buffer) is not None and is_on(
-        ledger.get("data", "streaming") or False
-    ):
+    if is_stream and (buffer := TOOLS[ledger.tool].stream_buffer) is not None:
         found["data.shuffle_buffer_size"] = buffer
     is_quantised = ledger.settings.get(("quantization", "load"))
     if (

@@ -12,8 +12,8 @@ from fsdp_tune.core.units import printable
 from fsdp_tune.core.values import is_list, is_mapping
 from fsdp_tune.recipe.outcome import Ask, Drop, Write, nested, written
 
-Outcome = Write | Ask | Drop
-Convert = Callable[[Any], Outcome]
+Converted = Write | Ask | Drop
+Convert = Callable[[Any], Converted]
 """From a value in the other tool."""
 Row = tuple[str, str | None] | tuple[str, str | None, Convert | Drop]
 """Fields of a `Synonym` from the key on."""
@@ -41,7 +41,7 @@ def cases(key: str, cases: Mapping[str, object], other: str | Drop) -> Convert:
     """Return a converter for values by name: a value here, keys of a recipe, or an outcome. `other`: the
     words for the rest."""
 
-    def convert(value: object) -> Outcome:
+    def convert(value: object) -> Converted:
         name = printable(str(value)).lower()
         if name not in cases:
             return other if isinstance(other, Drop) else Ask(other.format(value=name))
@@ -64,7 +64,7 @@ def listed(value: object) -> list[Any]:
     return list(value) if is_list(value) else [part.strip() for part in str(value).split(",")]
 
 
-def first_adapter(value: object) -> Outcome:
+def first_adapter(value: object) -> Converted:
     """Take the first of a list of adapters: a run continues one. An option without a value is true, and names
     none."""
     names = [value] if isinstance(value, bool) else listed(value)
@@ -77,7 +77,7 @@ def first_adapter(value: object) -> Outcome:
     )
 
 
-def held_out(value: object) -> Outcome:
+def held_out(value: object) -> Converted:
     """Convert a size of a held-out part: below 1 a share of the rows, else a number of rows; 0 is none."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         if value == 0:
@@ -97,7 +97,7 @@ def per_epoch(key: str) -> Convert:
         else Drop("0 is as without the key there: it saves after each epoch")
     )
 
-    def convert(value: object) -> Outcome:
+    def convert(value: object) -> Converted:
         if value == 0 and not isinstance(value, bool):
             return none
         if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
@@ -175,7 +175,7 @@ NO_STAGE = "it is one of FULL_SHARD (ZeRO 3), SHARD_GRAD_OP (ZeRO 2), HYBRID_SHA
 attention = cases("model.attn_implementation", _ATTENTION, _KERNEL)
 
 
-def roles(value: object) -> Outcome:
+def roles(value: object) -> Converted:
     names = listed(value)
     if names == ["assistant"] or names == ["gpt"]:
         return write("data.loss_on", "assistant")
@@ -185,7 +185,7 @@ def roles(value: object) -> Outcome:
     )
 
 
-def targets(value: object) -> Outcome:
+def targets(value: object) -> Converted:
     if not isinstance(value, str) and not is_list(value):
         return Ask(f"write `{LINEAR}`")
     if isinstance(value, str) and any(character in value for character in r"\[](|*^$+?"):
@@ -245,7 +245,7 @@ _FORMATS = {
 }
 
 
-def formats(value: object) -> Outcome:
+def formats(value: object) -> Converted:
     if (name := str(value)) in _FORMATS:  # a variant, `alpaca:chat` or `alpaca.chat`, has other prompts
         settings = nested("data.train", {"path": "NAME", "format": _FORMATS[name]})
         return Write(settings, "or leave it out: the columns decide")
@@ -254,7 +254,7 @@ def formats(value: object) -> Outcome:
     )
 
 
-def as_builder(value: object) -> Outcome:
+def as_builder(value: object) -> Converted:
     return Ask(
         f"write `data: {{train: [{{path: {printable(str(value))}, data_files: FILE}}]}}`, or the "
         "file itself as `path`"

@@ -88,7 +88,7 @@ def _decide_device(work: Decisions) -> str:
 
 
 def _unseen(machine: Machine) -> str:
-    """Why this machine's GPUs do not count, in parentheses."""
+    """Return, in parentheses, why this machine's GPUs do not count; "" if it has none that do not."""
     hidden = [f"`{machine.hidden}` hides its GPUs"] if machine.hidden else []
     lost = [f"{each} does not respond" for each in machine.lost]
     return f" ({', '.join([*hidden, *lost])})" if hidden or lost else ""

@@ -101,7 +101,7 @@ def resolve(
     `assume` is the device to assume if the machine has none (`cuda` for `validate`, `plan` and `--dry-run`,
     which start no ranks); without it, a recipe that needs a missing device is an error. `positions` (of
     `LoadedRecipe`) gives the lines of problems.
-    `resume`: `auto`, or a checkpoint: of what only a start reads, that run has what a resume needs.
+    `resume`: `auto`, or a checkpoint: the model, tokenizer and template that its run has need not be there.
     `elsewhere`: the run starts on another machine, so files and packages that are missing here are notices.
     """
     work = _Resolver(recipe, machine, assume, positions or {})

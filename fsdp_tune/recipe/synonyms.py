@@ -25,7 +25,7 @@ from fsdp_tune.recipe.conversions import (
     TO_SMALL_SCALES,
     TRAIN,
     Convert,
-    Outcome,
+    Converted,
     Row,
     as_builder,
     ask,
@@ -64,7 +64,7 @@ class Synonym:
             return known
         return f"{known}: {in_words(self.outcome(value))}"
 
-    def outcome(self, value: Any) -> Outcome:
+    def outcome(self, value: Any) -> Converted:
         """Return what becomes of a value. Where only an example is known, a person has to decide."""
         if self.example and (value is None or self.convert is None or isinstance(value, Mapping)):
             return Ask(f"write `{self.example}`", self.key)

@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from fsdp_tune.core.errors import Where, usage_error
 from fsdp_tune.core.files import open_regular
@@ -33,6 +33,7 @@ WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 @dataclass(frozen=True, slots=True)
 class BaseModel(Document):
+    IS_WRITTEN_AGAIN: ClassVar[bool] = False
     name: str
     """As the recipe names it; the full path of a local directory."""
     revision: str | None = None
@@ -131,8 +132,7 @@ def open_base(config: Mapping[str, object], record: Path, *, given: str | None =
     """Return the base of an adapter from its adapter_config.json and base.json.
 
     `given`: the model that the user names instead of the recorded one. A branch of a repository may have
-    moved since training, so the
-    recorded commit comes first. Raises: usage error for a damaged base.json.
+    moved since training, so the recorded commit comes first. Raises: usage error for a damaged base.json.
     """
     trained = BaseModel.read(record)
     recorded, revision = config.get("base_model_name_or_path"), config.get("revision")

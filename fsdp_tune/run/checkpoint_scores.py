@@ -76,8 +76,8 @@ class CheckpointScores:
 
     @property
     def settled(self) -> set[str]:
-        """Those that this start does not evaluate again: with scores, or failed. A failure without a start is
-        of none."""
+        """Those that this start does not evaluate again: with scores, or with a failure that names the
+        command of this start."""
         return {
             *self.evaluated,
             *(identity for identity, event in self.failed.items() if event.command is not None),
@@ -106,8 +106,8 @@ def best_by_score(run: RunDir, recipe: Recipe, complete: Sequence[Checkpoint]) -
 def better_by_score(
     run: RunDir, recipe: Recipe, complete: Sequence[Checkpoint], steps: Sequence[int]
 ) -> Checkpoint | None:
-    """Return the best of the complete checkpoints by a score, if it is better than those of `steps`, whose
-    files may be gone; None if none is."""
+    """Return the best of the complete checkpoints by a score, if it is better than those of `steps` whose
+    score is a number, and whose files may be gone; None if none is."""
     if not recipe.best_by_score:
         return None
     known = CheckpointScores.read(run)
@@ -119,7 +119,7 @@ def better_by_score(
     before = [
         event.scores[name].value
         for event in known.evaluated.values()
-        if event.step in steps and name in event.scores
+        if event.step in steps and name in event.scores and math.isfinite(event.scores[name].value)
     ]
     return best.checkpoint if all(sign * best.value > sign * value for value in before) else None
 

@@ -236,6 +236,8 @@ def inspect_checkpoint(
         manifest = read_manifest(path)
     except ValueError as error:
         return Rejected(path, str(error))
+    except OSError as error:  # a bad sector, another user's file
+        return Rejected(path, f"its {MANIFEST_NAME} cannot be read ({error.strerror})")
     if manifest is None:
         return Rejected(path, "it has no manifest: the save did not finish, or another tool wrote it")
     if manifest.kind != CHECKPOINT_KIND or manifest.facts.get("step") != step:
@@ -347,8 +349,7 @@ def latest_checkpoint(
 
 
 def refuse_lost_recipe(run: RunDir) -> None:
-    """Raises: usage error for a directory that has checkpoints of a run and no recipe.json, without which it
-    is none."""
+    """Refuse a directory that has checkpoints of a run and no recipe.json. Raises: usage error."""
     newest = None if run.is_used else latest_checkpoint(run, elsewhere=None)[0]
     if newest is not None:
         raise usage_error(

@@ -226,7 +226,7 @@ class RotationFailed(MessageEvent):
 
 @event("files_moved", "warning")
 class FilesMoved(MessageEvent):
-    """What had the name of this checkpoint, and was none, was renamed."""
+    """Something else that had the name of this checkpoint was renamed."""
 
 
 @event("compiled", "routine")

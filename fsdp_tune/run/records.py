@@ -58,6 +58,8 @@ class Document:
     """The version that is written, and the newest that is read. Files without one are of version 1."""
     IS_PRIVATE: ClassVar[bool] = False
     """Whether the file is readable by its owner only."""
+    IS_WRITTEN_AGAIN: ClassVar[bool] = True
+    """Whether each start of the run writes the file again as it was."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields of the file without its version."""
@@ -107,9 +109,12 @@ class Document:
             return None
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             reason = str(error).partition("\n")[0]
-            raise _unreadable(
-                path, f"is damaged: {reason}", "remove it: each start of the run writes it again"
-            ) from error
+            remedy = (
+                "remove it: each start of the run writes it again"
+                if cls.IS_WRITTEN_AGAIN
+                else "restore it from a copy of the directory"
+            )
+            raise _unreadable(path, f"is damaged: {reason}", remedy) from error
 
 
 class PartialFacts(BaseModel):

@@ -59,8 +59,8 @@ def remove_leftovers(run: RunDir) -> list[Path]:
 
 
 def make_way(final: Path) -> str | None:
-    """Rename what has the name of a checkpoint that is about to be published, and is none. Returns a sentence
-    about it.
+    """Rename something else that has the name of a checkpoint that is about to be published. Return a
+    sentence about it, or None.
 
     A file, a link, or a directory with files and without a manifest of a checkpoint is of someone else. A
     damaged manifest is ours.

@@ -105,6 +105,7 @@ def test_amd_gpus_have_the_names_and_memory_of_the_driver(amd: Path) -> None:
     assert only_visible({"HIP_VISIBLE_DEVICES": "1,0", "CUDA_VISIBLE_DEVICES": "0"}, slice(1, None)) == {
         "HIP_VISIBLE_DEVICES": "0"
     }
+    assert this_machine("auto", {"HIP_VISIBLE_DEVICES": "7"}).hidden == "HIP_VISIBLE_DEVICES=7"
     machine = this_machine("auto", {})
     assert (machine.device, machine.device_count, machine.device_name) == (
         "cuda",

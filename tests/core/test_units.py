@@ -34,6 +34,7 @@ def test_sparkline_draws_least_to_greatest() -> None:
         (format_age(3_600), "1 hour"),
         (format_age(119), "1 minute"),
         (format_age(-2), "0 seconds"),
+        (format_age(1.9), "1 second"),
         (format_bytes(3 << 30), "3.00 GiB"),
         (format_bytes(1536), "1.50 KiB"),
         (format_bytes(1023), "1023 B"),
@@ -43,6 +44,8 @@ def test_sparkline_draws_least_to_greatest() -> None:
         (format_short(-1.5e6), "-1.5e6"),
         (format_short(0.0), "0"),
         (format_short(12345.678), "12346"),
+        (format_short(123_456.0), "1.2346e5"),
+        (format_short(99_999.9), "1e5"),
         (format_seconds(3723.4), "1h02m03s"),
         (format_seconds(61), "1m01s"),
         (format_seconds(2.25), "2.2s"),
@@ -85,7 +88,7 @@ def test_word_of_thousands_of_characters_is_truncated_in_every_message() -> None
     assert Problem("p", path).message == path
 
 
-@pytest.mark.parametrize("text", ["7" * 40_000 + "m", "7" * 400 + "GB"])
+@pytest.mark.parametrize("text", ["7" * 40_000 + "m", "7" * 400 + "GB", "5IB", "5 ib"])
 def test_size_and_duration_of_any_length_are_refused_by_their_unit(text: str) -> None:
     for parse in (parse_bytes, parse_seconds):
         with pytest.raises(ValueError, match=r"is not a (size|duration): write"):

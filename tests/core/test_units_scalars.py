@@ -45,7 +45,7 @@ def test_plain_scalars_follow_yaml_1_2(text: str, value: object) -> None:
     ("text", "remedy"),
     [
         ("0123", "write 123"),
-        ("-007", "write 7"),
+        ("-007", "write -7"),
         ("1_000", "write 1000"),
         ("no", "write false"),
         ("ON", "write true"),

@@ -17,7 +17,7 @@ import pytest
 import fsdp_tune.core.atomic as atomic
 from fsdp_tune.core.atomic import Disk
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.data import build, cache
+from fsdp_tune.data import build, cache, preparation
 from fsdp_tune.data.preparation import prepare
 from fsdp_tune.data.read import file_access
 from fsdp_tune.run.manifest import digest_file
@@ -188,6 +188,20 @@ def test_prepared_rows_are_hashed_again_only_if_they_changed(
     hashed.clear()
     assert prepare(recipe_for(tmp_path, rows), ByteEncoder(), verify=True).reused
     assert {"rows.jsonl", "tokens.int32"} <= set(hashed)
+
+
+def test_failed_rebuild_does_not_return_the_damaged_store(
+    tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = Path(prepared(tmp_path, rows).path) / "tokens.int32"
+    tokens.write_bytes(b"\x01" + tokens.read_bytes()[1:])
+
+    def no_space(*_: object) -> object:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(preparation, "build_store", no_space)
+    with pytest.raises(OSError, match="No space left"):
+        prepare(recipe_for(tmp_path, rows), ByteEncoder(), verify=True)
 
 
 def test_in_memory_data_sets_have_separate_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

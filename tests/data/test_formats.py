@@ -394,12 +394,13 @@ def test_call_of_a_function_that_tools_does_not_define_is_refused() -> None:
 
 
 def test_calls_in_a_row_without_tools_are_noted() -> None:
-    chat = example(
-        "messages",
-        {"messages": [USER, CALL, {"role": "tool", "content": "9:00"}, ANSWER]},
-        loss_on="assistant",
-    )
-    assert [note.kind for note in chat.notes] == ["tools-missing"]
+    for loss_on in ("assistant", "last_assistant", "all"):
+        chat = example(
+            "messages",
+            {"messages": [USER, CALL, {"role": "tool", "content": "9:00"}, ANSWER]},
+            loss_on=loss_on,
+        )
+        assert [note.kind for note in chat.notes] == ["tools-missing"], loss_on
 
 
 @pytest.mark.parametrize("calls", [[], "[]", "null", " ", None])
@@ -609,7 +610,7 @@ def test_segments_are_trained_by_their_label_and_neighbours_joined() -> None:
 @pytest.mark.parametrize(
     ("segments", "says"),
     [
-        ([], "column `segments` holds a list instead of"),
+        ([], "column `segments` holds an empty list instead of"),
         ("a", "column `segments` holds text instead of"),
         (["a"], "segment 1 is text instead of an object"),
         ([{"text": "a"}], "segment 1: `text` is text and `label` true or false; they are text and None"),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where
+from fsdp_tune.data.account import mean_tokens
 from fsdp_tune.data.preparation import Prepared, decoded_rows, prepare
 from fsdp_tune.data.read import sources
 from fsdp_tune.data.report import BeginTokens, NamedRows, ReportedExample, Spread
@@ -249,6 +250,19 @@ def test_rows_truncated_to_no_targets_are_dropped_and_all_is_an_error(tmp_path: 
     )
 
 
+def test_set_without_rows_is_refused_for_what_left_it_empty(tmp_path: Path) -> None:
+    long, masked = {"prompt": "x", "completion": " " + "y" * 100}, {"input_ids": [1], "labels": [-100]}
+    train = write_jsonl(tmp_path / "train.jsonl", [{"prompt": "a", "completion": " b"}])
+    (dropped,) = problems(
+        tmp_path, write_jsonl(tmp_path / "long.jsonl", [long]), max_length=50, overlong="drop"
+    )
+    assert "`overlong: drop` leaves out examples of more than 50 tokens" in dropped.message
+    evaluated = [{"path": str(write_jsonl(tmp_path / "empty.jsonl", [masked])), "label": "held"}]
+    (empty,) = problems(tmp_path, train, max_length=50, eval=evaluated)
+    assert "the set `held` has no row that can be used" in empty.message
+    assert "max_length" not in (empty.hint or "")
+
+
 def test_truncated_rows_are_counted_and_train_no_eos(tmp_path: Path) -> None:
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": " " + "b" * 30}])
     found = prepared(tmp_path, rows, max_length=10)
@@ -315,6 +329,7 @@ def test_columns_are_kept_and_renamed(tmp_path: Path) -> None:
     assert wrong[0].hint == "did you mean `question`?"
     twice = problems(tmp_path / "x", {"path": str(rows), "rename_columns": {"question": "answer"}})
     assert twice[0].code == "column-twice"
+    assert "two columns have the name `" in twice[0].message
 
 
 def test_later_row_that_has_the_new_name_too_is_bad(tmp_path: Path) -> None:
@@ -375,6 +390,19 @@ def test_unknown_format_and_missing_columns_are_errors(tmp_path: Path) -> None:
 
 def test_loss_on_must_fit_the_format(tmp_path: Path, pairs: Path) -> None:
     assert problems(tmp_path, pairs, loss_on="assistant")[0].code == "loss-on"
+
+
+def test_manifest_among_files_below_the_home_directory_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", PAIRS)
+    (folder / "manifest.json").write_text('{"version": 1}')
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (found,) = problems(tmp_path, Path("~/data"))
+    assert found.message == "it does not hold rows like those of a.jsonl"
+    assert found.hint == "read only the files with rows: `path: ~/data/*.jsonl`"
 
 
 def test_files_with_differing_columns_are_named(tmp_path: Path) -> None:
@@ -556,7 +584,15 @@ def test_account_has_rows_tokens_share_and_repeats_of_each_source(tmp_path: Path
         streaming=True,
         stream_lanes=1,
     )
+    few = prepared(
+        tmp_path,
+        {"path": str(long), "weight": 0.99},
+        {"path": str(short), "weight": 0.01},
+        mixture={"stopping_strategy": "first_exhausted"},
+    )
+    assert told(few)["source-not-drawn"].startswith(f"`{short}`: none of its 10 rows is drawn")
     assert "source-repeated" not in told(streamed), "only the first rows of a stream are known"
+    assert mean_tokens(streamed.report) == [42, 2], "a row counts once, however often it is drawn"
     by_tokens = prepared(
         tmp_path,
         {"path": str(long), "weight": 0.7},

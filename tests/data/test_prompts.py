@@ -129,6 +129,9 @@ def test_own_answer_of_a_row_is_left_out() -> None:
     row = {"messages": [USER, ANSWER], "completion": "unread"}
     prompt = prompt_of_row(row, is_line=False)
     assert prompt.shown == "hi"
+    for role in ("model", "chatgpt", "bot", "function_call"):
+        turns = [{"from": "human", "value": "hi"}, {"from": role, "value": "yes"}]
+        assert prompt_of_row({"conversations": turns}, is_line=False).shown == "hi", role
     assert text_of(format_of("messages"), prompt) == ASKED
     as_text = prompt_of_row({"messages": json.dumps([USER, ANSWER])}, is_line=False)
     assert text_of(format_of("messages"), as_text) == ASKED

@@ -218,6 +218,24 @@ def test_hub_keys_are_refused_for_files(folder: Path, option: dict[str, str]) ->
     assert next(iter(option)) in problem(folder / "a.jsonl", **option).message
 
 
+def test_split_is_refused_for_named_files_of_a_directory(folder: Path) -> None:
+    assert "`split` has no meaning" in problem(folder, data_files="a.jsonl", split="test").message
+
+
+def test_directory_among_named_files_is_called_one(folder: Path) -> None:
+    (folder / "more").mkdir()
+    found = problem(folder, data_files="more")
+    assert found.message == f"`{folder / 'more'}` is a directory, and `data_files` takes files"
+    assert f"`{folder / 'more'}/*.jsonl`" in (found.hint or "")
+
+
+def test_directory_of_named_files_may_be_below_the_home_directory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert texts(source("json", data_files="b.jsonl", data_dir=f"~/{folder.name}")) == ["b1"]
+
+
 def test_unreachable_hub_id_error_names_the_resource_and_alternatives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -190,6 +192,22 @@ def test_unknown_name_is_refused_without_the_hub_and_names_what_is_meant(
     assert [each for each in BUNDLED if f"`{each}`" in hint] == meant
     assert "fsdp-tune templates" in hint
     assert "hf download" not in hint
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '"text"', '{"chat_template": ["x"]}', "\xff"])
+def test_directory_with_a_damaged_tokenizer_config_is_a_usage_error(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(content, encoding="latin-1")
+    with pytest.raises(FsdpTuneError) as caught:
+        resolve_template(str(tmp_path))
+    (problem,) = caught.value.problems
+    assert (problem.code, problem.where.key) == ("no-such-template", "data.chat_template")
+
+
+def test_templates_of_a_directory_without_a_default_are_named(tmp_path: Path) -> None:
+    several = [{"name": name, "template": "x"} for name in ("rag", "tool_use")]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
+    with pytest.raises(FsdpTuneError, match="has the chat templates rag, tool_use, and none is `default`"):
+        resolve_template(str(tmp_path))
 
 
 def test_name_with_an_owner_is_a_model_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:

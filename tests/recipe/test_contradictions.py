@@ -512,6 +512,17 @@ def test_weight_by_has_no_effect_without_weights() -> None:
     assert load(text % (", weight: 1", ", weight: 2")).notices == ()
 
 
+def test_end_of_a_mixture_has_no_effect_without_weights_or_in_a_stream() -> None:
+    text = (
+        "model: {name_or_path: a}\ntraining: {max_steps: 3}\n"
+        "data: {train: [{path: b%s}, {path: c%s}], mixture: {stopping_strategy: first_exhausted}%s}"
+    )
+    weights = (", weight: 1", ", weight: 2")
+    assert [notice.code for notice in load(text % ("", "", "")).notices] == ["inactive-key"]
+    assert [notice.code for notice in load(text % (*weights, ", streaming: true")).notices] == ["inactive-key"]
+    assert load(text % (*weights, "")).notices == ()
+
+
 def test_key_at_its_default_gives_no_notice() -> None:
     assert load_with("fsdp: {sharding_strategy: NO_SHARD}").notices == ()
 

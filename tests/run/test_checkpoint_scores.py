@@ -9,7 +9,7 @@ import pytest
 from fsdp_tune.launch.run_status import run_status
 from fsdp_tune.pages.metrics_table import MetricsTable
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.checkpoint_scores import best_by_score, kept_for_scores
+from fsdp_tune.run.checkpoint_scores import best_by_score, better_by_score, kept_for_scores
 from fsdp_tune.run.directory import CHECKPOINT_KIND, Checkpoint, RunDir, complete_checkpoints
 from fsdp_tune.run.evaluation_record import EvaluationRecord
 from fsdp_tune.run.event_parts import CheckpointScore
@@ -132,6 +132,17 @@ def test_best_score_is_a_number(run: RunDir) -> None:
         found = best_by_score(run, recipe_by(metric, is_greater=is_greater), complete(run))
         assert found is not None
         assert found.checkpoint.step == best
+
+
+def test_any_number_is_better_than_a_score_that_is_none(run: RunDir) -> None:
+    for step, value in ((10, float("nan")), (20, 3.0)):
+        save(run, step)
+        score(run, step, text__perplexity=value)
+    recipe = recipe_by("text/perplexity", is_greater=False)
+    found = better_by_score(run, recipe, complete(run), [10])
+    assert found is not None
+    assert found.step == 20
+    assert better_by_score(run, recipe, complete(run), [20]) is None
 
 
 def test_scores_of_another_definition_are_not_compared(run: RunDir) -> None:

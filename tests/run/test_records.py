@@ -10,6 +10,7 @@ import pytest
 
 from fsdp_tune.core.command import ProfiledSteps
 from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Problem
+from fsdp_tune.run.base_model import BaseModel
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import LaunchRecord, ResumeRequest
 from fsdp_tune.run.rank_files import Heartbeat, Outcome, Verdict, read_heartbeat, read_outcome
@@ -99,6 +100,17 @@ def test_newer_or_damaged_document_is_refused(document: Document, tmp_path: Path
         assert (problem.code, problem.where.source) == ("run-unreadable", str(path))
         assert problem.message.startswith(message), content[:40]
         assert problem.hint is not None
+
+
+@pytest.mark.parametrize(("kind", "hint"), [(Verdict, "remove it"), (BaseModel, "restore it")])
+def test_hint_about_a_damaged_document_does_not_remove_what_nothing_writes_again(
+    kind: type[Document], hint: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "file.json"
+    path.write_text("{")
+    with pytest.raises(FsdpTuneError) as caught:
+        kind.read(path)
+    assert (caught.value.problems[0].hint or "").startswith(hint)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.data.stream.row_stream import STATE_VERSION, RowStream
+from fsdp_tune.data.stream.row_stream import RowStream
 from fsdp_tune.worker.rows.batches import Collator
 from fsdp_tune.worker.rows.streamed_rows import NO_ROW, StreamedRows
 from fsdp_tune.worker.step_observer import LoggedStep
@@ -290,7 +290,7 @@ def test_skipped_rows_are_listed_once_also_if_steps_are_repeated(tmp_path: Path)
     restarted = ranks_of(rows.stream, 1, tmp_path)[0]
     restarted.restore(
         {
-            "version": STATE_VERSION,
+            "version": restarted.stream.state_version,
             "lanes": {lane: rows.stream.first_state().as_list() for lane in range(2)},
             "tokens": [0],
         },

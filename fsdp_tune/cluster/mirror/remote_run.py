@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import PurePosixPath
+from typing import ClassVar
 
 from fsdp_tune.cluster.mirror.writer import WRITERS
 from fsdp_tune.core.atomic import STAGE_MARK
@@ -64,6 +65,7 @@ def run_folder(checkpoint: str) -> str:
 class MirrorIdentity(Document):
     """mirror.json: under which id the mirror has this run, so that no other run is mixed with it."""
 
+    IS_WRITTEN_AGAIN: ClassVar[bool] = False
     run: str
 
 

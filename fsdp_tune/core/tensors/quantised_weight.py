@@ -222,8 +222,8 @@ class Encoded:
 
     def _group_of_each(self, groups: Array | None, count: int) -> Array:
         """Return the group of each input. A `g_idx` of zeros for several groups was not filled: kernels that
-        need no order (exllama) read
-        consecutive groups then. Raises: usage error for groups that have no scales."""
+        need no order (exllama) read consecutive groups then. Raises: usage error for groups that have no
+        scales."""
         inputs = self.shape[1]
         is_unfilled = groups is not None and count > 1 and not groups.any()
         if groups is None or (is_unfilled and self.block[1] * count >= inputs):

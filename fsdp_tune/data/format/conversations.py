@@ -245,7 +245,7 @@ class MessageReader:
         """Return Anthropic's part for a call as one of `tool_calls`."""
         closed = self.account.close(part, USE_KEYS, path=path)
         if not isinstance(closed.get("name"), str) or not isinstance(closed.get("input", {}), dict):
-            raise RowError(f"{where} of `content` is a call, with `name` as text and `input` as an object")
+            raise RowError(f"{where} of `content` is a call: `name` must be text, and `input` an object")
         call = {
             "type": "function",
             "function": {"name": closed["name"], "arguments": closed.get("input", {})},

@@ -207,10 +207,9 @@ class FormatSettings:
         name = self.names_in_file.get("segments", "segments")
         segments: object = row.get("segments")
         if not isinstance(segments, list) or not segments:
+            kind = "an empty list" if segments == [] else kind_of(cast(object, segments))
             raise ColumnError(
-                "segments",
-                f"holds {kind_of(cast(object, segments))} instead of a list of objects with `text` "
-                "and `label`",
+                "segments", f"holds {kind} instead of a list of objects with `text` and `label`"
             )
         found: list[tuple[str, bool]] = []
         for number, segment in enumerate(cast(list[object], segments), 1):
@@ -270,7 +269,8 @@ class FormatSettings:
         tools = read_tools(row)
         variables = read_template_variables(row)
         lacks_tools = check_tool_messages(messages, tools)
-        found = [Note("arguments-not-an-object", each) for each in odd_arguments(messages)]
+        found = [Note("tools-missing", "tool calls")] if lacks_tools else []
+        found += [Note("arguments-not-an-object", each) for each in odd_arguments(messages)]
         found += self._unread_variables(variables)
         if self.loss_on == "all":
             if False in marks:
@@ -288,8 +288,6 @@ class FormatSettings:
             if mark and at not in wanted
         ]
         notes += found
-        if lacks_tools:
-            notes.append(Note("tools-missing", "tool calls"))
         if len(kept) < len(messages):
             notes.append(Note("unanswered-turns", f"`{messages[-1]['role']}`"))
         return Chat(kept, trained, tools, variables, tuple(dict.fromkeys(notes)))

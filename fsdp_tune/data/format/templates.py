@@ -10,11 +10,12 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.core.files import expanded
 from fsdp_tune.core.hub import HubResource, hub_is_reachable
+from fsdp_tune.core.values import as_mapping, is_list, is_mapping
 from fsdp_tune.recipe.references import can_only_be_a_path
 from fsdp_tune.recipe.schema.value_kinds import NO_TEMPLATE, is_jinja
 
@@ -208,24 +209,36 @@ def _read(path: Path) -> str:
 def _from_files(name: str, template: Path | None, config: Path | None, key: str) -> str:
     if template is not None and template.is_file():
         return _read(template)
-    contents: dict[str, object] = (
-        json.loads(config.read_bytes()) if config is not None and config.is_file() else {}
-    )
-    found: object = contents.get("chat_template")
-    if isinstance(found, list):  # several templates, as a list of {name, template}
-        found = next(
-            (
-                entry["template"]
-                for entry in cast(list[dict[str, object]], found)
-                if entry.get("name") == "default"
-            ),
-            None,
-        )
+    found = _of_config(config, key) if config is not None and config.is_file() else None
+    if is_list(found):  # several templates, as a list of {name, template}
+        by_name = {str(entry.get("name")): entry.get("template") for entry in map(as_mapping, found)}
+        if "default" not in by_name:
+            listed = ", ".join(by_name) or "of no name"
+            raise usage_error(
+                "no-such-template",
+                f"`{name}` has the chat templates {listed}, and none is `default`",
+                hint="write one of them to a file NAME.jinja, and give its path",
+                where=Where(key=key),
+            )
+        found = by_name["default"]
     if not isinstance(found, str):
         raise usage_error(
             "no-such-template", f"`{name}` has no chat template", hint=LIST, where=Where(key=key)
         )
     return found
+
+
+def _of_config(config: Path, key: str) -> object:
+    """Return `chat_template` of a tokenizer_config.json. Raises: usage error if that is not a JSON object."""
+    try:
+        contents: object = json.loads(config.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise usage_error(
+            "no-such-template", f"{config} is not valid JSON: {error}", where=Where(key=key)
+        ) from error
+    if not is_mapping(contents):
+        raise usage_error("no-such-template", f"{config} is not a JSON object", where=Where(key=key))
+    return contents.get("chat_template")
 
 
 def _from_hub(name: str, key: str) -> str:

@@ -239,7 +239,7 @@ BATCH_BYTES = 4 << 20
 def parquet_rows(path: Path | str, part: Part) -> Iterator[NumberedRow]:
     """Yield the rows of a Parquet file. Raises: usage error (exit 2) naming the damaged row group.
 
-    `part.step` is 1: a reader skips the row groups before `part.first`, and stops when it has its rows.
+    `part.step` is 1: the row groups before `part.first` are not read.
     """
     parquet = _untyped("pyarrow.parquet")
     try:
@@ -249,11 +249,11 @@ def parquet_rows(path: Path | str, part: Part) -> Iterator[NumberedRow]:
     except _errors() as error:
         raise _damaged(path, f"not a complete Parquet file: {error}") from error
     with file:
-        number, end, before = part.first, file.metadata.num_rows, 0
+        number, before = part.first, 0
         for group in range(file.num_row_groups):
             after = before + file.metadata.row_group(group).num_rows
             try:
-                for row in _group_rows(file, group, max(number, before) - before, min(end, after) - before):
+                for row in _group_rows(file, group, max(number - before, 0)):
                     number += 1
                     yield number, row
             except UrlError:
@@ -276,21 +276,17 @@ def parquet_row_count(path: Path | str) -> int:
         raise _damaged(path, f"not a complete Parquet file: {error}") from error
 
 
-def _group_rows(file: Any, group: int, start: int, end: int) -> Iterator[dict[str, object]]:
-    """Yield the rows with index `start` to `end - 1` of a row group."""
-    if start >= end:
+def _group_rows(file: Any, group: int, start: int) -> Iterator[dict[str, object]]:
+    """Yield the rows of a row group from index `start` on."""
+    described = file.metadata.row_group(group)
+    if start >= described.num_rows:
         return
     before = 0
-    for batch in file.iter_batches(
-        batch_size=_batch_rows(file.metadata.row_group(group)), row_groups=[group]
-    ):
+    for batch in file.iter_batches(batch_size=_batch_rows(described), row_groups=[group]):
         after = before + batch.num_rows
-        first, last = max(start, before), min(end, after)
-        if first < last:
-            yield from _rows(batch.slice(first - before, last - first))
+        if start < after:
+            yield from _rows(batch.slice(max(start - before, 0)))
         before = after
-        if before >= end:
-            return
 
 
 def arrow_row_count(path: Path) -> int:

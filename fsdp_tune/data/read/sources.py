@@ -229,7 +229,7 @@ def _builder_source(entry: DataSource, key: str, *, streaming: bool) -> RowSourc
     if any("://" in pattern for pattern in patterns):
         return _dataset_source(entry, key, load_from_hub(entry, where))
     _refuse(entry, where, "split", given=entry.split != "train")
-    base = Path(entry.data_dir or "")
+    base = expanded(entry.data_dir or "")
     return _file_source(
         entry, key, _expand([pattern_below(base, pattern) for pattern in patterns], where), entry.path
     )
@@ -241,6 +241,7 @@ def _directory_source(entry: DataSource, key: str, path: Path) -> RowSource:
     if (root / "state.json").is_file() or (root / "dataset_dict.json").is_file():
         return _dataset_source(entry, key, load_saved(root, entry.split, where))
     if entry.data_files:
+        _refuse(entry, where, "split", given=entry.split != "train")
         patterns = [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files
         return _file_source(
             entry, key, _expand([pattern_below(root, pattern) for pattern in patterns], where), None
@@ -325,6 +326,13 @@ def _expand(patterns: list[str], where: Where) -> list[Path]:
     for pattern in patterns:
         names = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207  absolute patterns
         files = _readable([Path(name) for name in names], where)
+        if not files and Path(pattern).is_dir():
+            raise usage_error(
+                "data-not-found",
+                f"`{pattern}` is a directory, and `data_files` takes files",
+                where=where,
+                hint=f"write a glob, such as `{pattern}/*.jsonl`, or give the directory as `path`",
+            )
         if not files:
             raise _not_found(pattern, where)
         found.extend(file for file in files if file not in found)

@@ -17,8 +17,9 @@ from fsdp_tune.data.tokenise.encoder_protocol import Encoder
 from fsdp_tune.data.tokenise.rows import Tokeniser
 from fsdp_tune.recipe.schema.recipe import Recipe
 
-STATE_VERSION = 3
-"""Incremented when the same `LaneState` would be followed by other rows."""
+_BY_ROWS, _BY_TOKENS = 3, 4
+"""Versions of the state of a stream: incremented when the same `LaneState` would be followed by other
+rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +58,7 @@ class LaneState:
     rows_bad: int = 0
     rows_truncated: int = 0
     rows_evaluated: int = 0
-    """Of these, those whose content an evaluation row has."""
-    """Of the windows before this one."""
+    """Rows read whose content an evaluation row has; these four are of the windows before this one."""
 
     def as_list(self) -> list[object]:
         """Return the state in plain values, for a checkpoint."""
@@ -97,7 +97,7 @@ class StreamSource:
     """Of a row of the sample."""
 
     def read(self, rows: int, passes: int) -> str:
-        """Say how many rows of it were read, of those that are known."""
+        """Describe how much of it `rows` read in `passes` are: of all its rows, if their number is known."""
         name = self.opened.entry.label or self.opened.entry.path
         if self.rows is None or self.repeats is None:
             return f"{rows:,} rows of `{name}` were read, in {passes:,} passes"
@@ -135,6 +135,11 @@ class RowStream:
     skipped: frozenset[Origin] = frozenset()
     """Rows that the run leaves out, by the names of their units. They keep their places, so that no other row
     moves."""
+
+    @property
+    def state_version(self) -> int:
+        """Version of its states; a stream does not continue from one of another version."""
+        return _BY_TOKENS if self.weighs_tokens else _BY_ROWS
 
     def stamps(self) -> dict[str, str]:
         """Return the stamps of the files, and the digests of rows that are in none."""

@@ -185,8 +185,7 @@ def stream_units(source: RowSource, lanes: int) -> tuple[StreamUnit, ...]:
 
 def count_units(units: Sequence[StreamUnit], known: Mapping[str, int]) -> tuple[StreamUnit, ...]:
     """Return the units with the numbers of their rows, from `known` by their names where it has them: of
-    files alone, since other sources
-    may have the same name. Raises: usage error if a file cannot be read."""
+    files alone, since other sources may have the same name. Raises: usage error if a file cannot be read."""
 
     def counted(unit: StreamUnit) -> StreamUnit:
         if unit.rows is not None:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.core.hub import first_line
 from fsdp_tune.data.format.formats import Chat
 from fsdp_tune.data.format.message_keys import Message
 from fsdp_tune.data.format.tools import tool_calls
@@ -361,8 +362,8 @@ class Rendering:
         """Compare an answer with the text inside the template's generation markers.
 
         Markers may include what the generation prompt supplies, and exclude the token that ends the turn: the
-        first is never
-        trained, the second always. Raises: RowError if they exclude another part of the answer.
+        first is never trained, the second always. Raises: RowError if they exclude another part of the
+        answer.
         """
         with self._template_errors(index + 1):
             text, marked = self._encoder.render_marked(
@@ -391,9 +392,10 @@ class Rendering:
         except FsdpTuneError:  # a signal that ends the command may arrive here
             raise
         except Exception as error:
-            first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
             where = "" if count == len(self._chat.messages) else f", at message {count}"
-            raise RowError(f"the chat template rejects the conversation{where}: {first_line}") from error
+            raise RowError(
+                f"the chat template rejects the conversation{where}: {first_line(error)}"
+            ) from error
 
 
 def _unmarked(marked: list[tuple[int, int]], done: int, text: str) -> str:

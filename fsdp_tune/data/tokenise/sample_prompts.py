@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
+from fsdp_tune.core.hub import first_line
 from fsdp_tune.data.format.formats import Chat
 from fsdp_tune.data.format.templates import suggestion
 from fsdp_tune.data.read.row_files import RowError
@@ -91,5 +92,4 @@ def render_prompt(chat: Chat, template: str, encoder: Encoder) -> str:
     except (RowError, FsdpTuneError):  # the time limit; a signal that ends the command may arrive here
         raise
     except Exception as error:
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise RowError(f"the chat template rejects the prompt: {first_line}") from error
+        raise RowError(f"the chat template rejects the prompt: {first_line(error)}") from error

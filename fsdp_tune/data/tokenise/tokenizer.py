@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, usage_error
 from fsdp_tune.core.files import expanded
-from fsdp_tune.core.hub import HubResource, cached_model_file, hub_is_reachable
+from fsdp_tune.core.hub import HubResource, cached_model_file, first_line, hub_is_reachable
 from fsdp_tune.core.library_errors import as_os_error
 from fsdp_tune.data.format.templates import BUNDLED, fitting_templates, missing_tokens, resolve_template
 from fsdp_tune.data.format.templates import KEY as KEY_OF_TEMPLATE
@@ -321,9 +321,8 @@ def _load_problem(error: Exception, name: str, directory: Path | None) -> FsdpTu
         if directory is not None
         else HubResource("tokenizer", name, KEY, "tokenizer-not-found").problem(error)
     )
-    first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return hub_problem or usage_error(
-        "tokenizer-unreadable", f"the tokenizer of `{name}` cannot be loaded: {first_line}"
+        "tokenizer-unreadable", f"the tokenizer of `{name}` cannot be loaded: {first_line(error)}"
     )
 
 

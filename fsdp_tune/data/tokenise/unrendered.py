@@ -19,7 +19,7 @@ from typing import cast
 
 from fsdp_tune.core.values import leaves
 from fsdp_tune.data.format.formats import Chat
-from fsdp_tune.data.format.message_keys import Message
+from fsdp_tune.data.format.message_keys import REASONING_NAMES, Message
 from fsdp_tune.data.format.row_notes import Note
 from fsdp_tune.data.format.tools import tool_calls, tool_names
 from fsdp_tune.data.read.row_files import RowError, parse_text
@@ -30,9 +30,6 @@ NOT_RENDERED = "not-rendered"
 
 READ_FIELDS = ("role", "content", "tool_calls")
 """Fields of a message that are checked by name; the meaning of any other field depends on the template."""
-
-
-REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 
 MOST_SHOWN = 40
@@ -56,7 +53,7 @@ def find_unrendered(
         role, own, checked = message["role"], text, READ_FIELDS
         if role == "assistant" and (chat.trained is None or chat.trained[index]):
             answer = answers.get(index, Answer(text, begin, len(text)))
-            own, checked = answer.text, (*READ_FIELDS, *REASONING_FIELDS)
+            own, checked = answer.text, (*READ_FIELDS, *REASONING_NAMES)
             _refuse_incomplete(index, message, answer, rendering)
         else:
             if not any(_is_rendered(context, message["content"], 0, len(context)) for context in contexts):
@@ -93,7 +90,7 @@ def _refuse_incomplete(index: int, message: Message, answer: Answer, rendering: 
     if missing is not None:
         raise RowError(f"message {index + 1}: the chat template omits {_shown(missing)}")
     if (
-        any(message.get(name) for name in ("tool_calls", *REASONING_FIELDS))
+        any(message.get(name) for name in ("tool_calls", *REASONING_NAMES))
         and (missing := _missing_mark(index, rendering)) is not None
     ):
         raise RowError(f"message {index + 1}: the chat template omits {_shown(missing)}")
@@ -131,7 +128,7 @@ class _Marks:
     def in_message(self, message: Message) -> Message:
         marked = {
             name: self.in_value(message[name])
-            for name in REASONING_FIELDS
+            for name in REASONING_NAMES
             if isinstance(message.get(name), str)
         }
         self.of_reasoning = set(self.values)
@@ -168,7 +165,7 @@ def _missing_of_answer(text: str, message: Message, begin: int, end: int) -> str
     content = message["content"].strip()
     if text.find(content, begin, end) < 0 and not _is_rendered(text, content, begin, end):
         return _first_missing(text, content, begin, end)
-    for name in REASONING_FIELDS:
+    for name in REASONING_NAMES:
         reasoning: object = message.get(name)
         if isinstance(reasoning, str) and not _is_rendered(text, reasoning, begin, end):
             return reasoning.strip()

@@ -132,6 +132,7 @@ LAUNCHER_RULES: Rules = {
     "gradient_clipping": by_synonym("gradient_clipping"),
     "node_rank": Drop("each machine runs the same command"),
 }
-"""Keys of Accelerate's file, and options of `accelerate launch` and `torchrun`. See `settling.settle_key`."""
+"""Keys of Accelerate's file, and options of `accelerate launch` and `torchrun`. See
+`settle_keys.settle_key`."""
 ACCELERATE_RULES: Rules = {**LAUNCHER_RULES, "deepspeed_config": section(PLUGIN_RULES)}
 ACCELERATE_TOOL = Tool(ACCELERATE, ACCELERATE_RULES)

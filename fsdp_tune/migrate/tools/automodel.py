@@ -309,7 +309,7 @@ RULES: Rules = {
     ),
     **each(("ci", "benchmark", "nsys", "slurm", "launcher"), Drop("a matter of Automodel's own machines")),
 }
-"""By name; see `settling.settle_key`."""
+"""By name; see `settle_keys.settle_key`."""
 TOOL = Tool(
     AUTOMODEL,
     RULES,

@@ -409,7 +409,7 @@ RULES: Rules = {
     ),
     **each(("use_ray", "s2_attention", "xformers_attention", "relora", "lisa_n_layers"), UNSUPPORTED_SWITCH),
 }
-"""By name; see `settling.settle_key`."""
+"""By name; see `settle_keys.settle_key`."""
 TOOL = Tool(
     AXOLOTL,
     RULES,

@@ -206,7 +206,7 @@ DEEPSPEED_RULES: Rules = {
         Drop("a matter of DeepSpeed's code"),
     ),
 }
-"""Keys of DeepSpeed's JSON. See `settling.settle_key`."""
+"""Keys of DeepSpeed's JSON. See `settle_keys.settle_key`."""
 PLUGIN_RULES: Rules = {
     "zero_stage": _stage,
     **each(("offload_optimizer_device", "offload_param_device"), _offload),

@@ -187,7 +187,7 @@ FMS_RULES: Rules = {
     ),
     **each(("prompt_tuning_init", "num_virtual_tokens", "prompt_tuning_init_text"), Drop("of prompt tuning")),
 }
-"""By name; see `settling.settle_key`."""
+"""By name; see `settle_keys.settle_key`."""
 FMS_TOOL = Tool(
     FMS,
     FMS_RULES,

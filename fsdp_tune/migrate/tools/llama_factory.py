@@ -144,7 +144,7 @@ RULES: Rules = {
         "off", "write `training: {sample: {every: 500, prompts: […]}}` to see answers while training"
     ),
 }
-"""By name; see `settling.settle_key`."""
+"""By name; see `settle_keys.settle_key`."""
 TOOL = Tool(
     LLAMA_FACTORY,
     RULES,

@@ -59,7 +59,7 @@ EXAMPLE_RULES: Rules = {
     "model_type": Drop("classes follow from the files of model and tokenizer"),
     "streaming": same("data.streaming"),
 }
-"""By name; see `settling.settle_key`."""
+"""By name; see `settle_keys.settle_key`."""
 
 
 def pack_texts(ledger: Ledger) -> None:

@@ -205,7 +205,7 @@ RULES: Rules = {
     "experiment_name": same("name"),
     **each(("eval", "advise", "ship"), Drop("`fsdp-tune evaluate` measures the result")),
 }
-"""By name; see `settling.settle_key`."""
+"""By name; see `settle_keys.settle_key`."""
 TOOL = Tool(
     SOUP,
     RULES,

@@ -224,7 +224,7 @@ SWIFT_RULES: Rules = {
     "quant_method": Drop("4 bits are NF4 here, as in bitsandbytes"),
     "merge_lora": by_synonym("merge_lora"),
 }
-"""By name; see `settling.settle_key`."""
+"""By name; see `settle_keys.settle_key`."""
 SWIFT_TOOL = Tool(
     SWIFT,
     SWIFT_RULES,

@@ -267,7 +267,7 @@ RULES: Rules = {
     "fsdp_cpu_offload": by_synonym("fsdp_cpu_offload"),
     "clip_grad_norm": by_synonym("clip_grad_norm"),
 }
-"""By name; see `settling.settle_key`."""
+"""By name; see `settle_keys.settle_key`."""
 UNSUPPORTED = {
     **dict.fromkeys(
         ("ref_checkpointer", "ppo_epochs", "grpo_samples", "reward_checkpointer"), "preference tuning"

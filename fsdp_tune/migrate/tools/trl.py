@@ -172,7 +172,7 @@ TRL_RULES: Rules = {
         ("keep_start",), "rows are cut at their end here too", "rows are cut at their end", "data.overlong"
     ),
 }
-"""By name; see `settling.settle_key`."""
+"""By name; see `settle_keys.settle_key`."""
 TRL_UNSUPPORTED = dict.fromkeys(
     (
         *(

@@ -213,7 +213,7 @@ RULES: Rules = {
     ),
     ANSWERS: _answers,
 }
-"""By name; see `settling.settle_key`."""
+"""By name; see `settle_keys.settle_key`."""
 
 
 OBJECTS = frozenset(

@@ -2,8 +2,7 @@
 Nothing is changed.
 
 A rule yields one finding for each contradiction. A key without effect is one notice, and an error under
-`validate --strict`. Neither
-needs the machine or the number of ranks: rules that do are in `recipe.world`.
+`validate --strict`. Neither needs the machine or the number of ranks: rules that do are in `recipe.world`.
 """
 
 from __future__ import annotations
@@ -255,7 +254,7 @@ def rope_scaling(recipe: Recipe) -> Iterator[Finding]:
             yield Finding(
                 "contradiction",
                 keys,
-                f"`{low}` is {values[0]:g} and `{high}` is {values[1]:g}: it must be larger",
+                f"`{low}` is {values[0]:g} and `{high}` is {values[1]:g}: `{high}` must be larger",
             )
     for field in SCALED_FIELDS:
         if field in recipe.model.config_overrides:

@@ -41,7 +41,7 @@ def _saves_by_steps(recipe: Recipe) -> bool:
 
 
 def _formats_hold(*kinds: str) -> Callable[[Recipe], bool]:
-    """Return whether the formats of all sources are given, and hold only these."""
+    """Return the condition that the formats of all sources are given, and hold only `kinds`."""
     formats = {name for name, each in ROW_FORMATS.items() if each.holds in kinds}
     return lambda recipe: {entry.format or recipe.data.format for _, entry in recipe.data.sources} <= formats
 
@@ -111,12 +111,14 @@ INACTIVE = (
     ),
     Inactive(("data.mixture.temperature",), lambda recipe: len(recipe.data.train) < 2, "there is one source"),
     Inactive(
-        ("data.mixture.stopping_strategy",), lambda recipe: len(recipe.data.train) < 2, "there is one source"
-    ),
-    Inactive(
-        ("data.mixture.weight_by",),
+        ("data.mixture.stopping_strategy", "data.mixture.weight_by"),
         lambda recipe: not _is_weighted_mixture(recipe),
         "no source is weighted against another",
+    ),
+    Inactive(
+        ("data.mixture.stopping_strategy",),
+        lambda recipe: recipe.data.streaming and _is_weighted_mixture(recipe),
+        "`data.streaming` is true, and a stream ends with its steps, or with the `repeats` of its sources",
     ),
     Inactive(("training.data_seed",), lambda recipe: not recipe.data.shuffle, "`data.shuffle` is false"),
     Inactive(

@@ -104,7 +104,7 @@ _OWNED: dict[str, str] = {
     "average_tokens_across_devices": "the loss is always weighted by tokens over all ranks",
     "logging_nan_inf_filter": "it is `training.on_nonfinite`",
     "save_only_model": "a checkpoint always contains everything that resume needs",
-    "save_on_each_node": "every rank saves its shards, to one directory that all machines share",
+    "save_on_each_node": "every rank saves its shards, in `output_dir`; see `launch.shared_directory`",
     "enable_jit_checkpoint": "after a signal all ranks save a checkpoint before the run stops",
     "ignore_data_skip": "resume always continues the order of the rows",
     "restore_callback_states_from_checkpoint": "resume always restores them",

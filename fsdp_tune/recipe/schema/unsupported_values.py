@@ -1,7 +1,7 @@
 """The keys that this release supports in part, with the supported values of each and the alternative.
 
 A finished feature deletes its row. The supported optimizers are the rows of
-`recipe.schema.training_fields`; a test checks that every other name of transformers is refused here.
+`recipe.schema.optimizers`; a test checks that every other name of transformers is refused here.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem, usage_error
 from fsdp_tune.core.values import is_mapping
 from fsdp_tune.data.store import Origin, RowStore
 from fsdp_tune.data.stream.lanes import Lane, StreamRow
-from fsdp_tune.data.stream.row_stream import STATE_VERSION, Cursor, LaneState, RowStream
+from fsdp_tune.data.stream.row_stream import Cursor, LaneState, RowStream
 from fsdp_tune.run.manifest import digest
 from fsdp_tune.worker.agreement import gather
 from fsdp_tune.worker.rows.batches import Batch, Collator, loader_died
@@ -173,13 +173,13 @@ class StreamedRows(StepObserver):
         every = gather(({lane: state.as_list() for lane, state in self.states.items()}, self.tokens))
         lanes = {lane: state for mine, _ in every for lane, state in mine.items()}
         return {
-            "version": STATE_VERSION,
+            "version": self.stream.state_version,
             "lanes": lanes,
             "tokens": [sum(counts) for counts in zip(*(tokens for _, tokens in every), strict=True)],
         }
 
     def restore(self, state: object, step: int) -> None:
-        if not is_mapping(state) or state.get("version") != STATE_VERSION:
+        if not is_mapping(state) or state.get("version") != self.stream.state_version:
             message = (
                 "the checkpoint is from a version of fsdp-tune that read streams in another order, so "
                 "its next rows are not known"
