@@ -91,7 +91,7 @@ def _write_outcome(run: RunDir, outcome: Outcome) -> None:
     """Write the outcome file. A disk that refuses it may be full for a moment only, and the launcher knows no
     other reason of the end.
 
-    If it stays away, or the run directory is gone, the exit code still has the outcome.
+    Without the file, also where the run directory is gone, the launcher only has the exit code.
     """
     deadline = time.monotonic() + OUTCOME_SECONDS
     while run.logs.is_dir():

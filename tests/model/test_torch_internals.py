@@ -230,7 +230,10 @@ def _owners() -> dict[str, Any]:
             nn.Linear(4, 4), device_id=torch.device("cpu"), use_orig_params=True
         ),
         # one process does not shard, so its own has none
-        "FULL_PARAMETER": SimpleNamespace(**FlatParameter.__annotations__),
+        **dict.fromkeys(
+            ("FULL_PARAMETER", "LOCAL_SHARD", "SAVED_GRADIENT"),
+            SimpleNamespace(**FlatParameter.__annotations__),
+        ),
         **dict.fromkeys(("DEVICE_TYPES", "BACKEND"), dist.group.WORLD),
         "BACKEND_TIMEOUT": backend.options,
         "SET_TIMEOUT": backend,
@@ -260,6 +263,8 @@ def test_objects_without_an_attribute_have_the_fallback(owners: dict[str, Any]) 
         "PARAM_GROUPS": ["group"],
         "ORIGINAL_DTYPE": None,
         "FULL_PARAMETER": None,
+        "LOCAL_SHARD": None,
+        "SAVED_GRADIENT": None,
         "NON_PERSISTENT": frozenset(),
     }
     internals.ORIGINAL_DTYPE.set(nothing, torch.float32)
