@@ -140,9 +140,9 @@ class RunCallback(AttachedCallback):
             self.stopped = STOP_REASONS[code]
             control.should_training_stop = True
             control.should_save = True
-            # No line but a regular one: the sums are in the checkpoint, so the resumed run writes the lines of
-            # an uninterrupted one. No evaluation: the sender of the signal may not wait for it, and the resumed
-            # run makes it up.
+            # No line but a regular one: the sums are in the checkpoint, so the resumed run writes the lines
+            # of an uninterrupted one. No evaluation: the sender of the signal may not wait for it, and the
+            # resumed run makes it up.
             control.should_evaluate = False
             trainer.parts.metrics.event(Stopping(state.global_step, self.stopped.value))
             self._say(f"stopping after step {state.global_step} ({self.stopped.value}): saving first")

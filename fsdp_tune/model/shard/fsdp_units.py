@@ -286,7 +286,8 @@ def _kept_names(recipe: Recipe, model: PreTrainedModel) -> frozenset[str]:
 
 
 def _refused_precision(recipe: Recipe, model: PreTrainedModel, names: Collection[str]) -> FsdpTuneError:
-    message = f"{type(model).__name__} keeps {min(names)} and {len(names) - 1} more parameters in fp32, and "
+    more = f" and {len(names) - 1} more parameters" if len(names) > 1 else ""
+    message = f"{type(model).__name__} keeps {min(names)}{more} in fp32, and "
     if recipe.fsdp.version == 1:
         message += "FSDP1 joins the parameters of a unit in one flat tensor of one dtype"
         ways = ("write `fsdp: {version: 2}`", "write `model: {dtype: fp32}`")

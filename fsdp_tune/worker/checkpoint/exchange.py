@@ -98,8 +98,8 @@ class ScatteredFiles:
         """Get ranges of files that this machine lacks, each at its position in a file of that name below
         `target`. Collective.
 
-        Raises: FailedError on every rank if a range is on no machine. If one cannot be read or written, OSError on
-        that rank and RemoteError on the others.
+        Raises: FailedError on every rank if a range is on no machine. If one cannot be read or written,
+        OSError on that rank and RemoteError on the others.
         """
         wanted = gather(_joined(ranges))
         mine, plan = dist.get_rank(), defaultdict[tuple[int, int], list[ByteRange]](list)
