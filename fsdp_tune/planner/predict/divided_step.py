@@ -7,7 +7,7 @@ token, T tokens of a rank, H the hidden size:
 - Gathers, reductions and their copies: the part of a unit that experts are has 1 / ep of its bytes, among
   `shards / ep` ranks, and is copied once more.
 - Grouped products: as many FLOPs, 1 / ep of the bytes of weights, and T k ep / E rows for each expert, which
-  fill more of a tile (`timing.tile_share`).
+  fill more of a tile (`roofline.tile_share`).
 - All-to-all of T k H elements, of which (ep − 1) / ep leave the rank: two in the forward, two in the
   backward, and one in the recomputation of a layer, which ends before the results are needed again
   (`early_stop` of torch.utils.checkpoint). The rows are sorted once more at both ends. Before tokens are
