@@ -130,8 +130,7 @@ def _require_one_stack_in_a_layer(recipe: Recipe, model: PreTrainedModel, expert
     """Refuse divided experts outside of the decoder layers, or several in one.
 
     A layer may call one of several for some rows only (experts of text and of images), and a rank that does
-    not call it would not take
-    part in the exchange. Raises: usage error.
+    not call it would not take part in the exchange. Raises: usage error.
     """
     layers = [name for name, _ in decoder_layers(model, recipe.layer_classes)] if experts else []
     owners = Counter(
