@@ -57,7 +57,8 @@ def plan_here(recipe: Recipe) -> MachinePlan:
                 decided, replace(plans.plan_once(), decided=decisions(decided)), list(decided.notices)
             )
     except (FsdpTuneError, ValueError) as error:
-        why = f"the step could not be traced, so nothing is predicted: {error}"
+        why = str(error) if isinstance(error, FsdpTuneError) else f"the step could not be traced: {error}"
+        why = f"nothing is predicted: {why}"
         return MachinePlan(decided, None, [*decided.notices, Notice("not-planned", why)])
 
 

@@ -17,8 +17,10 @@ from fsdp_tune.core.gpus import Hardware, detect
 from fsdp_tune.core.package_versions import installed_versions
 from fsdp_tune.planner import tracing as traces
 from fsdp_tune.planner.predict.calibration import (
+    CalibrationSetting,
     Measured,
     calibrated_efficiency,
+    efficiency_for,
     known_calibrations,
     learn,
     learn_memory,
@@ -65,24 +67,23 @@ def budget_of(recipe: Recipe, gpu: Device | None) -> MemoryBudget | None:
     if gpu is None:
         return None
     if (hardware := detect(gpu.name)) is not None:
-        return _calibrated_budget(hardware, functools.cache(nvidia_driver))
+        return _calibrated_budget(recipe, hardware, functools.cache(nvidia_driver))
     return MemoryBudget(gpu.name, gpu.memory_bytes) if gpu.memory_bytes is not None else None
 
 
-def _calibrated_budget(hardware: Hardware, driver: Callable[[], str | None]) -> MemoryBudget:
+def _calibrated_budget(recipe: Recipe, hardware: Hardware, driver: Callable[[], str | None]) -> MemoryBudget:
     """Return the memory of a GPU, with what was learned about its allocator on this machine. `driver` is
-    called where something is left to decide."""
+    called where something is left to decide, and what was learned is then read once."""
+    known = functools.cache(functools.partial(known_calibrations, cache_of(recipe), hardware))
 
-    def factor(recipe: Recipe, trace: Trace) -> float:
-        return _efficiency(recipe, trace, hardware, driver()).reserved_factor
+    def factor(tried: Recipe, trace: Trace) -> float:
+        return efficiency_for(known(), hardware, _setting(tried, trace, driver())).reserved_factor
 
     return replace(MemoryBudget.of(hardware), reserved_factor=factor)
 
 
-def _efficiency(recipe: Recipe, trace: Trace, hardware: Hardware, driver: str | None) -> Efficiency:
-    """Return the constants of a GPU, calibrated if this machine has measured such a recipe."""
-    setting = setting_of(recipe, trace, installed_versions(["torch"])["torch"], driver)
-    return calibrated_efficiency(cache_of(recipe), hardware, setting)
+def _setting(recipe: Recipe, trace: Trace, driver: str | None) -> CalibrationSetting:
+    return setting_of(recipe, trace, installed_versions(["torch"])["torch"], driver)
 
 
 def decide_open_keys(recipe: Recipe, budget: MemoryBudget | None, *, offline: bool = False) -> Decided:
@@ -129,7 +130,8 @@ class PlanSession:
     def efficiency(self) -> Efficiency:
         """The constants of this GPU for this recipe, calibrated if this machine has measured such a one.
         Raises: as `trace`."""
-        return _efficiency(self.recipe, self.trace(), self.hardware, self._driver)
+        setting = _setting(self.recipe, self.trace(), self._driver)
+        return calibrated_efficiency(cache_of(self.recipe), self.hardware, setting)
 
     @functools.cached_property
     def _driver(self) -> str | None:
@@ -150,7 +152,7 @@ class PlanSession:
         if it cannot be traced."""
         found = Decided(self.recipe, {})
         if undecided(self.recipe):
-            budget = _calibrated_budget(self.hardware, lambda: self._driver)
+            budget = _calibrated_budget(self.recipe, self.hardware, lambda: self._driver)
             found = decide_by_memory(self.recipe, budget, one_trace(self._tracing))
             self.recipe = found.recipe
         return found

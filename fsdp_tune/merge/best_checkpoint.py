@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from typing import Any
 
 from fsdp_tune.core.errors import Where, failed_error, usage_error
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.checkpoint_scores import CheckpointScores, best_by_score
 from fsdp_tune.run.directory import Checkpoint, RunDir, best_so_far
-from fsdp_tune.run.launch_files import read_recipe_json
 from fsdp_tune.run.metrics_file import read_metrics
 
 BY_VALUE = ("the highest ", "the lowest ")
@@ -29,7 +26,7 @@ def best_checkpoint(run: RunDir, recipe: Recipe | None, complete: list[Checkpoin
     best = best_so_far(complete[0].path)
     if best is not None and best.step in by_step:
         return by_step[best.step], f"{BY_TRAINER} ({best.metric}) among {len(complete)} complete checkpoints"
-    name, is_greater = _best_metric(run)
+    name, is_greater = _best_metric(recipe)
     values = {
         line["step"]: line[name]
         for line in read_metrics(run)
@@ -73,17 +70,10 @@ def _best_by_score(run: RunDir, recipe: Recipe, complete: list[Checkpoint]) -> t
     return best.checkpoint, f"the {kind} {name} ({best.value:.6g}) among {len(complete)} complete checkpoints"
 
 
-def _best_metric(run: RunDir) -> tuple[str, bool]:
-    """Return the metric of the recipe that chooses the best checkpoint, as metrics.jsonl names it, and
-    whether greater is better."""
-    training = _resolved(run).get("training") or {}
-    name = str(training.get("metric_for_best_model") or "loss")
-    return f"eval_{name.removeprefix('eval_')}", bool(training.get("greater_is_better"))
-
-
-def _resolved(run: RunDir) -> dict[str, Any]:
-    try:
-        value = json.loads(read_recipe_json(run))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+def _best_metric(recipe: Recipe | None) -> tuple[str, bool]:
+    """Return the metric of a resolved recipe that chooses the best checkpoint, as metrics.jsonl names it, and
+    whether greater is better; `eval_loss` without one."""
+    if recipe is None:
+        return "eval_loss", False
+    name = str(training_value(recipe.training, "metric_for_best_model") or "loss")
+    return f"eval_{name.removeprefix('eval_')}", bool(training_value(recipe.training, "greater_is_better"))

@@ -16,9 +16,7 @@ from typing import Any, Self
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, failed_error
 from fsdp_tune.core.tensors.dtypes import Shape
-
-_SHOWN = 5
-
+from fsdp_tune.merge.read.reader import NAMES_SHOWN
 
 CHILD_ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
@@ -61,8 +59,10 @@ class Child:
 def compare_parameters(
     answer: dict[str, Any] | str, shapes: Mapping[str, Shape], tied: Mapping[str, str], folder: Path
 ) -> list[Notice]:
-    """Raises: FailedError unless the tensors to write are exactly the parameters of the model, with their
-    `shapes`."""
+    """Compare the tensors to write with the parameters of the model. Return a notice if these are not known.
+
+    Raises: FailedError unless they are the same, with the same `shapes`.
+    """
     if isinstance(answer, str):
         return [
             Notice(
@@ -88,7 +88,7 @@ def compare_parameters(
         if name in wanted and have[name] != wanted[name]
     ]
     found = [
-        f"{len(names)} {what}: {', '.join(names[:_SHOWN])}"
+        f"{len(names)} {what}: {', '.join(names[:NAMES_SHOWN])}"
         for names, what in (
             (missing, "missing"),
             (extra, "unknown to the model"),
@@ -134,7 +134,7 @@ def load_and_run(stage: Path, carried: Collection[str] = (), *, allow_nonfinite:
     }
     if report := {name: keys for name, keys in report.items() if keys}:
         what = "; ".join(
-            f"{name.replace('_', ' ')}: {', '.join(keys[:_SHOWN])}" for name, keys in report.items()
+            f"{name.replace('_', ' ')}: {', '.join(keys[:NAMES_SHOWN])}" for name, keys in report.items()
         )
         raise _does_not_load(f"transformers loads the output, but reports {what}")
     if answer["finite"] is False and not allow_nonfinite:

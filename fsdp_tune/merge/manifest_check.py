@@ -2,8 +2,7 @@
 another step, or flipped bits, are found before anything is published.
 
 A tensor has parts in the files of all ranks, so the copy advances through all files at one pace. The digests
-stay near it, so that a
-cold disk is read once: whichever comes second finds the bytes in the page cache.
+stay near it, so that a cold disk is read once: whichever comes second finds the bytes in the page cache.
 """
 
 from __future__ import annotations

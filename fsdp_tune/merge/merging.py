@@ -213,7 +213,7 @@ def _merged_before(
     selection: Selection, settings: MergeSettings, options: MergeOptions
 ) -> MergeResult | None:
     """Return the merge that is there already and lacks only its quantised model; None if it has to be
-    written.
+    written, also of a step that was trained again since.
 
     Raises: FailedError if its files have changed since.
     """
@@ -222,9 +222,14 @@ def _merged_before(
     try:
         record = merge_record(settings.output)
         steps, dtype, tensors = record["steps"], record["dtype_option"], list(record["tensors"].values())
+        verified, checkpoints = record["verified"], record.get("checkpoints")
     except (KeyError, TypeError, AttributeError):
         return None
     if steps != [weights.step for weights in selection.weights] or dtype != settings.dtype or not tensors:
+        return None
+    manifests = [weights.manifest for weights in selection.weights]
+    identities = [manifest.identity for manifest in manifests if manifest is not None]
+    if checkpoints and identities != checkpoints:  # earlier versions recorded none
         return None
     require_unchanged_output(settings.output)
     weights = [path for path in settings.output.glob("*.safetensors") if path.is_file()]
@@ -243,7 +248,7 @@ def _merged_before(
         parameters=parameters_of.total(),
         size_bytes=sum(path.stat().st_size for path in weights),
         seconds=0.0,
-        verified=settings.verify,
+        verified=verified,
         notices=selection.notices,
         to_quantise=(settings.recipe, settings.max_shard_bytes),
         is_new=False,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.atomic import write_file
-from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, failed_error, usage_error
+from fsdp_tune.core.errors import NOWHERE, FsdpTuneError, Notice, Where, failed_error, usage_error
 from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.hub import first_line
 from fsdp_tune.core.ownership import temporary_directory
@@ -166,7 +166,7 @@ def _metric_title(text: str) -> str:
 STALE = ("*.safetensors", "*.safetensors.index.json", "adapter_config.json")
 """Files of an earlier push that loaders would prefer: transformers reads `model.safetensors` before the index
 of shards."""
-PROVENANCE = (MERGE_RECORD, CONFIG_FILE, "base.json")
+PROVENANCE = (MERGE_RECORD, CONFIG_FILE, BASE_FILE)
 """Files that name directories of this machine, for later commands here."""
 LOGIN = "log in with `hf auth login` and a token that may write, or set HF_TOKEN"
 
@@ -191,6 +191,7 @@ class Pushed:
 def check_access(target: HubTarget) -> None:
     """Check that the hub is reachable and knows the account. Raises: usage error."""
     from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
     try:
@@ -198,6 +199,8 @@ def check_access(target: HubTarget) -> None:
         HfApi(library_name="fsdp-tune").whoami()
     except FsdpTuneError:  # a signal that ends the command may arrive here
         raise
+    except HFValidationError as error:
+        raise _not_a_name(target, Where(key="training.hub_model_id")) from error
     except Exception as error:
         message = f"the model could not be pushed to `{target.repository}` at the end: {first_line(error)}"
         hint = f"{LOGIN}; or leave `training.push_to_hub` out and run `fsdp-tune push RUN` later"
@@ -206,13 +209,18 @@ def check_access(target: HubTarget) -> None:
         ) from error
 
 
+def _not_a_name(target: HubTarget, where: Where = NOWHERE) -> FsdpTuneError:
+    message = f"`{target.repository}` is not the name of a repository"
+    return usage_error("push-name", message, where=where, hint="write `OWNER/NAME`")
+
+
 def upload(folder: Path, target: HubTarget, retry: str) -> Pushed:
     """Upload the files of a model or adapter directory that its merge.json lists. `retry` is the command that
     repeats the push.
 
-    An interrupted upload goes on where it stopped: the hub skips what it has. Files of an earlier model that
-    loaders prefer are removed.
-    Raises: FsdpTuneError; the local directory is unchanged except for the licence in its card.
+    An interrupted upload continues where it stopped: the hub skips what it has. Files of an earlier model
+    that loaders prefer are removed. Raises: FsdpTuneError; the local directory is unchanged except for the
+    licence in its card.
     """
     files = _listed(folder)
     require_unchanged_output(folder)
@@ -237,9 +245,7 @@ def upload(folder: Path, target: HubTarget, retry: str) -> Pushed:
     except FsdpTuneError:
         raise
     except HFValidationError as error:
-        raise usage_error(
-            "push-name", f"`{target.repository}` is not the name of a repository", hint="write `OWNER/NAME`"
-        ) from error
+        raise _not_a_name(target) from error
     except Exception as error:
         raise failed_error(
             "push-failed",

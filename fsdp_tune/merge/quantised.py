@@ -139,7 +139,7 @@ def quantise_merged(merged: Path, recipe: Recipe, max_shard_bytes: int) -> Quant
     if occupants(target) and not is_quantised_model(target):
         raise _failed(
             f"{target} exists and is not an earlier quantised model",
-            "remove it, then `merge-checkpoint RUN --quantise`",
+            "remove it, then `fsdp-tune merge-checkpoint RUN --quantise`",
         )
     with writing_to(target), staged_directory(target, replace=target.exists(), last=MERGE_RECORD) as stage:
         request = {"recipe": recipe.model_dump(mode="json", by_alias=True), "merged": str(merged.absolute())}
@@ -200,7 +200,8 @@ def _converted(request: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _failed(
-    why: str, hint: str = "the merged model is complete; `merge-checkpoint RUN --quantise` tries again"
+    why: str,
+    hint: str = "the merged model is complete; `fsdp-tune merge-checkpoint RUN --quantise` tries again",
 ) -> FsdpTuneError:
     return failed_error("merge-quantise-failed", f"the merged model could not be quantised: {why}", hint=hint)
 
@@ -209,8 +210,8 @@ def _card(merged: str, recipe: Recipe, found: dict[str, Any]) -> str:
     """Return the card of the merged model with what was quantised in place of how it was merged, without
     results of other weights.
 
-    A card that was rewritten by hand may lack the sentence about the merge; that about the quantisation is
-    its last one then.
+    A card that was edited may lack the sentence about the merge; the one about the quantisation is then
+    appended.
     """
     section = recipe.quantised_training
     assert section is not None

@@ -271,9 +271,7 @@ def _select_in_run(run: RunDir, choice: CheckpointChoice) -> Selection:
             "merge-no-checkpoint",
             f"the run has no complete checkpoint ({reasons})",
             where=Where(str(run.path)),
-            hint=ELSEWHERE
-            if any(item.is_elsewhere for item in rejected)
-            else "`--step N --allow-incomplete` takes one that is not complete",
+            hint=_hint_about(rejected),
         )
     notices = tuple(
         Notice(
@@ -299,6 +297,13 @@ def _select_in_run(run: RunDir, choice: CheckpointChoice) -> Selection:
             f"{NEWEST} {len(complete)} complete checkpoint{'s' if len(complete) > 1 else ''}",
         )
     return Selection((_weights(checkpoint),), reason, run, notices)
+
+
+def _hint_about(rejected: list[Rejected]) -> str | None:
+    """Return what to do about checkpoints of which none is complete; None without any."""
+    if any(item.is_elsewhere for item in rejected):
+        return ELSEWHERE
+    return "`--step N --allow-incomplete` takes one that is not complete" if rejected else None
 
 
 def _weights(checkpoint: Checkpoint) -> Weights:

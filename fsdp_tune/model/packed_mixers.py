@@ -2,9 +2,9 @@
 by itself.
 
 A mixer reads the tokens before it from a state of its own, which no mask interrupts. So its forward is called
-for the documents of a row
-in place of the row: the states start from nothing at each, whatever the mixer computes and with any kernel.
-Where all of its kernels take the lengths of the documents, they get those, and the mixer is called once.
+for the documents of a row in place of the row: the states start from nothing at each, whatever the mixer
+computes and with any kernel. Where all of its kernels take the lengths of the documents, they get those, and
+the mixer is called once.
 """
 
 from __future__ import annotations

@@ -2,11 +2,10 @@
 each row.
 
 Each rank of a sequence group has T / size neighbouring tokens of every row. Only attention looks across
-tokens, so only attention is
-changed: queries, keys and values go from (all heads, own tokens) to (own heads, all tokens) in one
-all-to-all, the model's kernel runs unchanged, and its output returns in another. Masks are made for complete
-rows. The kernel and the mask function are replaced under their own names and only inside `rows_known`, so
-forwards outside of it (generation) compute complete rows on each rank.
+tokens, so only attention is changed: queries, keys and values go from (all heads, own tokens) to (own heads,
+all tokens) in one all-to-all, the model's kernel runs unchanged, and its output returns in another. Masks are
+made for complete rows. The kernel and the mask function are replaced under their own names and only inside
+`rows_known`, so forwards outside of it (generation) compute complete rows on each rank.
 """
 
 from __future__ import annotations

@@ -80,7 +80,8 @@ def _wrong_values(fields: dict[str, object]) -> list[tuple[str, str]]:
             isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
         )
         if value is not None and not (is_number and (value != 0 or key in _MAY_BE_ZERO)):
-            wrong.append((key, f"`{key}` must be a number above zero, not {value!r}"))
+            least = "of at least zero" if key in _MAY_BE_ZERO else "above zero"
+            wrong.append((key, f"`{key}` must be a number {least}, not {value!r}"))
     if not isinstance(fields.get("devices_per_machine", 1), int | None):
         wrong.append(("devices_per_machine", "`devices_per_machine` must be a whole number"))
     names = fields.get("device_names")

@@ -15,14 +15,15 @@ Inductor compiles the operators between two matrix products or attentions to one
 inputs once and writes only the tensors that something else needs. If another kernel of the layer needs an
 intermediate tensor, it computes the tensor again from its inputs where that moves fewer bytes than writing
 and reading it. This also holds between the forward and the backward of a layer, which are compiled together.
-Numbers of
-operators are small: a trace has a few decoder layers.
+Numbers of operators are small: a trace has a few decoder layers.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import zipfile
+import zlib
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -93,7 +94,7 @@ Trace.op_names (`mm`, `_foreach_mul_`, `copy_to_host` …), `dtype` indexes DTYP
 for flops, else of the output. `flops` counts a multiply-add as two, and zero for elementwise work.
 `moved_bytes` are the bytes read and written; `batch_bytes` and `slice_bytes` are those in tensors whose size
 is a multiple of the micro-batch or of the tokens of a loss slice; `in_slice` marks the work of every slice
-(`blend.at_micro_batch`). `kernels` is the number of launches: more than one for foreach operations, 0 inside
+(`derive.at_micro_batch`). `kernels` is the number of launches: more than one for foreach operations, 0 inside
 a fused kernel, whose bytes are those of its first operation (`fuse`)."""
 
 DTYPES = ("fp32", "bf16", "fp16", "fp64", "int64", "int32", "bool", "uint8", "fp8")
@@ -245,9 +246,12 @@ class Trace:
     @staticmethod
     def from_bytes(data: bytes) -> Trace:
         """Read a trace. Raises: ValueError for other data, or for another version of the format."""
-        with np.load(io.BytesIO(data), allow_pickle=False) as archive:
-            head: dict[str, Any] = json.loads(archive["head"].tobytes())
-            tables = {name: archive[name] for name in _TABLES}
+        try:
+            with np.load(io.BytesIO(data), allow_pickle=False) as archive:
+                head: dict[str, Any] = json.loads(archive["head"].tobytes())
+                tables = {name: archive[name] for name in _TABLES}
+        except (zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:  # cut off, or damaged
+            raise ValueError(f"not a trace: {error}") from error
         if head.get("version") != FORMAT_VERSION:
             raise ValueError(f"trace format {head.get('version')}, this program reads {FORMAT_VERSION}")
         for name, dtype in _TABLES.items():

@@ -167,7 +167,8 @@ class Tracing:
         self._child.send(json.dumps(job | {"exact": self.exact, "vocabulary": self.vocabulary}))
 
     def _receive(self) -> None:
-        """Receive one result. If the child has ended, its last output is the result of all open requests."""
+        """Receive one result. If the child has ended, its last output is the result of all open requests, and
+        the next request starts another child."""
         assert self._child is not None
         answer = self._child.receive()
         if answer is None:
@@ -177,6 +178,7 @@ class Tracing:
             )
             lost = FsdpTuneError(Problem("trace-failed", message, hint=hint))
             self._found |= {key: lost for key, _ in self._requested if key not in self._found}
+            self.close()
             return
         key, recipe = self._requested[int(answer["job"])]
         self._found[key] = _result(self._file(key), answer["problems"])

@@ -356,7 +356,7 @@ class Stopping(MetricsEvent):
 
 @event("early_stopped")
 class EarlyStopped(MessageEvent):
-    """`training.early_stopping` ends the run after this step."""
+    """`training.early_stopping`, or a callback of the user at an evaluation, ends the run after this step."""
 
 
 @event("best_restarted")

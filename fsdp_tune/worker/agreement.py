@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TypeVar
@@ -23,22 +22,19 @@ class RemoteError(FailedError):
 
 
 def all_or_none(act: Callable[[], T], what: str, group: dist.ProcessGroup | None = None) -> T:
-    """Run `act` on every rank. If it fails on any, every rank raises with the message of the first
-    failure."""
+    """Run `act` on every rank and return its result. If it fails on any, every rank raises: a rank on which
+    it failed its own error, the others a RemoteError with the first failed rank and its message."""
     result: T | None = None
     failure: BaseException | None = None
     try:
         result = act()
     except Exception as error:  # noqa: BLE001  every rank must learn of any error
         failure = error
-    described = None if failure is None else (_problem(failure), "".join(traceback.format_exception(failure)))
-    gathered: list[tuple[Problem, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, described, group=group)
-    for rank, other in enumerate(gathered):
-        if other is not None:
+    described = None if failure is None else _problem(failure)
+    for rank, problem in enumerate(gather(described, group)):
+        if problem is not None:
             if failure is not None:
                 raise failure
-            problem = other[0]
             message = f"{what} failed on rank {rank}: {problem.message}"
             raise RemoteError(Problem(problem.code, message, problem.where, problem.hint, problem.ways_out))
     return result  # type: ignore[return-value]

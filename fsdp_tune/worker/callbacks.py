@@ -140,10 +140,9 @@ class RunCallback(AttachedCallback):
             self.stopped = STOP_REASONS[code]
             control.should_training_stop = True
             control.should_save = True
-            # No line but a regular one: the sums travel in the checkpoint, so the resumed run writes the
-            # lines of an
-            # uninterrupted one. No evaluation: the sender of the signal may not wait for it, and the resumed
-            # run makes it up.
+            # No line but a regular one: the sums are in the checkpoint, so the resumed run writes the lines
+            # of an uninterrupted one. No evaluation: the sender of the signal may not wait for it, and the
+            # resumed run makes it up.
             control.should_evaluate = False
             trainer.parts.metrics.event(Stopping(state.global_step, self.stopped.value))
             self._say(f"stopping after step {state.global_step} ({self.stopped.value}): saving first")
@@ -182,7 +181,8 @@ class RunCallback(AttachedCallback):
         optimizer = trainer.live_optimizer
         difference = optimizer_state_difference(recipe, optimizer) or gathered_difference(recipe, loaded)
         if difference is not None:
-            raise failed_error("readback-differs", difference, hint="the run was stopped after step 1")
+            hint = f"the run was stopped after step {trainer.state.global_step}"
+            raise failed_error("readback-differs", difference, hint=hint)
         if self._is_first:
             moments = optimizer_state_kinds(optimizer)
             ReadBack.complete(

@@ -30,6 +30,7 @@ from fsdp_tune.core.atomic import DISK, write_file, write_json
 from fsdp_tune.core.errors import FailedError, FsdpTuneError, Problem
 from fsdp_tune.core.files import expanded
 from fsdp_tune.core.host import host
+from fsdp_tune.core.hub import first_line
 from fsdp_tune.core.inherited_state import open_standard_streams
 from fsdp_tune.core.library_errors import PEER_LOST
 from fsdp_tune.core.ownership import LOCKLESS
@@ -121,7 +122,7 @@ def _problem(error: Exception) -> Problem:
         return error.problems[0]
     if (lost := next((words for words in PEER_LOST if words in str(error)), None)) is not None:
         return Problem("lost-rank", f"another rank is gone ({lost})")
-    line = str(error).splitlines()[0] if str(error) else "no message"
+    line = first_line(error) if str(error).strip() else "no message"
     return Problem("doctor-failed", f"{type(error).__name__}: {line}")
 
 

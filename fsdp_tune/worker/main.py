@@ -18,6 +18,7 @@ from fsdp_tune.core.clocks import seconds_since_boot
 from fsdp_tune.core.devices import lost_devices
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FsdpTuneError, Problem
 from fsdp_tune.core.gpu_failures import device_failure, device_fault
+from fsdp_tune.core.hub import first_line
 from fsdp_tune.core.library_errors import PEER_LOST, as_os_error
 from fsdp_tune.core.refused_variables import find_refusal
 from fsdp_tune.core.units import parse_seconds
@@ -91,7 +92,7 @@ def _write_outcome(run: RunDir, outcome: Outcome) -> None:
     """Write the outcome file. A disk that refuses it may be full for a moment only, and the launcher knows no
     other reason of the end.
 
-    If it stays away, or the run directory is gone, the exit code still has the outcome.
+    Without the file, also where the run directory is gone, the launcher only has the exit code.
     """
     deadline = time.monotonic() + OUTCOME_SECONDS
     while run.logs.is_dir():
@@ -215,7 +216,7 @@ def _outcome_of(
         return Outcome(ExitCode.FAILED, ExitReason.FAILED, problem, trace)
     if (refused := find_refusal(trace)) is not None:
         return Outcome(ExitCode.USAGE, ExitReason.FAILED, refused, trace)
-    message = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+    message = f"{type(error).__name__}: {first_line(error) if str(error).strip() else 'no message'}"
     return Outcome(
         ExitCode.FAILED,
         ExitReason.FAILED,

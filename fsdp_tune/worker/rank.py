@@ -1,5 +1,4 @@
-"""This process: its rank, its device, its process group, its log file, and the requests to stop that reach
-it."""
+"""This process: its rank, its environment, its log file, its process group and device."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import train_command
 
 COLLECTIVE_MARGIN_SECONDS = 300
-"""Beyond `launch.hang_timeout`, for ranks that were started by hand."""
+"""Beyond `launch.hang_timeout`, for ranks that were started manually."""
 
 
 SUPERVISED_DAYS = 7
@@ -207,7 +206,8 @@ def start_process_group(recipe: Recipe, rank: Rank) -> str:
             f"them{reports}",
             ways_out=(
                 cpu_way_out(recipe, this_machine("cpu")),
-                f"--set launch.num_processes={max(1, count)}",
+                # the number of all machines; without a device on this one, none helps
+                *([f"--set launch.num_processes={count * recipe.launch.num_machines}"] if count else []),
             ),
         )
     module.set_device(rank.local_index)

@@ -374,8 +374,14 @@ def close(trainer: FsdpTrainer, *, is_finished: bool) -> None:
     if checkpointer.last_step != trainer.state.global_step:
         from fsdp_tune.worker.checkpoint.restore import trainer_state_json
 
-        failures: list[Saved] = []
-        checkpointer.report = failures.append
+        outcomes, report = list[Saved](), checkpointer.report
+
+        def note(saved: Saved) -> None:
+            outcomes.append(saved)
+            if saved.error is None:  # one that fails ends the run here
+                report(saved)
+
+        checkpointer.report = note
         checkpointer.asynchronous = False
         state = trainer.state
         checkpointer.save(
@@ -384,8 +390,8 @@ def close(trainer: FsdpTrainer, *, is_finished: bool) -> None:
             trainer.own_state(),
             best_step=state.best_global_step,
         )
-        if failures[-1].error is not None:
-            raise failures[-1].error
+        if outcomes[-1].error is not None:
+            raise outcomes[-1].error
     if checkpointer.is_scattered and is_finished:
         _bring_weights(trainer)
     metrics = trainer.parts.metrics

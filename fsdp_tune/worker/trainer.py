@@ -172,11 +172,12 @@ class FsdpTrainer(PreparedTrainer):
             self.last_line_step = step
             self._log_line(step, None if grad_norm is None else float(grad_norm), learning_rate)
         stopping = self.parts.recipe.training.early_stopping
-        evaluations = f"{stopping.patience} evaluations" if stopping is not None else "its evaluations"
         best, at = self.state.best_metric, self.state.best_global_step
         message = (
-            f"{self.args.metric_for_best_model} has not improved in {evaluations}; the best is "
-            f"{best:.6g} of step {at}"
+            f"{self.args.metric_for_best_model} has not improved in {stopping.patience} evaluations; the "
+            f"best is {best:.6g} of step {at}"
+            if stopping is not None
+            else "a callback ended the training after the evaluation"
         )
         self.parts.metrics.event(EarlyStopped(step, message))
 

@@ -13,13 +13,16 @@ from typer.testing import CliRunner, Result
 from fsdp_tune.cli.app import app
 from fsdp_tune.core import devices, host
 from fsdp_tune.core.devices import Device
-from fsdp_tune.core.gpus import find_hardware
+from fsdp_tune.core.gpus import Hardware, find_hardware
 from fsdp_tune.core.units import GIB
+from fsdp_tune.jobs import plan_session
 from fsdp_tune.jobs.plan_session import budget_of, visible_gpu
+from fsdp_tune.planner.predict.calibration import Calibration
 from tests.cli.conftest import Cli, document
 from tests.cli.fake_tracing import FakeTracing, replaced_tracing  # noqa: F401  a fixture
 from tests.cli.inspection import fake_model  # noqa: F401  a fixture
 from tests.planner.recipes import resolved
+from tests.planner.test_search import ModelTracer
 
 KEY = "fsdp.activation_checkpointing"
 STATE_GIB = 4
@@ -113,6 +116,23 @@ def test_written_recipe_has_every_key_decided(fake: type[FakeTracing], tmp_path:
 def test_gpu_budget_comes_from_table_or_driver(card: Device, usable: int | None) -> None:
     found = budget_of(resolved(), card)
     assert (found.usable_bytes if found else None) == usable
+
+
+def test_what_was_learned_about_a_gpu_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    def known(cache: Path, hardware: Hardware) -> list[Calibration]:
+        read.append(f"{cache.name} {hardware.name}")
+        return []
+
+    monkeypatch.setattr(plan_session, "known_calibrations", known)
+    recipe = resolved(data={"train": [{"path": "builtin:arithmetic"}], "cache_dir": str(tmp_path / "cache")})
+    budget = budget_of(recipe, Device("cuda", "NVIDIA A100-SXM4-40GB", memory_bytes=1))
+    assert budget is not None
+    assert read == [], "nothing is left to decide yet"
+    for _ in range(3):
+        budget.fit(recipe, ModelTracer(80).trace(recipe))
+    assert read == ["cache A100-40GB"]
 
 
 def test_cpu_budget_is_a_share_of_the_container_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@ checkpoint."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 
 from fsdp_tune.core.errors import FailedError
 from fsdp_tune.merge.best_checkpoint import BY_TRAINER, best_checkpoint
-from fsdp_tune.merge.source import newer_checkpoint
+from fsdp_tune.merge.source import CheckpointChoice, newer_checkpoint, select_checkpoint
 from fsdp_tune.run.directory import RunDir
+from tests.planner.recipes import resolved
 from tests.run.test_checkpoint_scores import complete, recipe_by, save, score
 
 
@@ -29,6 +31,31 @@ def test_best_checkpoint_is_by_the_score_or_an_error(tmp_path: Path) -> None:
     score(run, 20, text__perplexity=2.0)
     chosen, reason = best_checkpoint(run, recipe, complete(run))
     assert (chosen.step, reason) == (20, "the lowest text/perplexity (2) among 3 complete checkpoints")
+
+
+@pytest.mark.parametrize(("is_greater", "step"), [(True, 20), (False, 10)])
+def test_best_metric_of_the_lines_is_in_the_direction_of_the_recipe(
+    is_greater: bool, step: int, tmp_path: Path
+) -> None:
+    run = RunDir(tmp_path)
+    for number, value in ((10, 0.5), (20, 0.75)):
+        save(run, number)
+        with run.metrics_jsonl.open("a") as file:
+            file.write(json.dumps({"step": number, "eval_accuracy": value, "eval_loss": value}) + "\n")
+    recipe = resolved()
+    keys = {"metric_for_best_model": "accuracy", "greater_is_better": is_greater}
+    recipe = recipe.model_copy(update={"training": recipe.training.model_copy(update=keys)})
+    chosen, reason = best_checkpoint(run, recipe, complete(run))
+    kind = "highest" if is_greater else "lowest"
+    assert (chosen.step, reason.partition(" (")[0]) == (step, f"the {kind} eval_accuracy")
+    assert best_checkpoint(run, None, complete(run))[0].step == 10, "of another tool: the lowest eval_loss"
+
+
+def test_run_without_any_checkpoint_is_not_offered_an_incomplete_one(tmp_path: Path) -> None:
+    (tmp_path / "recipe.json").write_text("{}")
+    with pytest.raises(FailedError, match="no checkpoint-N at all") as caught:
+        select_checkpoint(tmp_path, CheckpointChoice())
+    assert caught.value.problems[0].hint is None
 
 
 def test_merged_model_that_is_no_longer_the_best_is_reported(tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
+from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.merge.model_card import model_card
-from fsdp_tune.merge.publish import CardResult, add_results
+from fsdp_tune.merge.publish import CardResult, HubTarget, add_results, check_access
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 FILE = "/home/ann/secret|rows.jsonl"
@@ -65,6 +66,14 @@ def test_results_are_metadata_and_a_table(card: Path) -> None:
     assert text.index("## Evaluation") < text.index("## Recipe")
     assert text.endswith(before[before.index("## Recipe") :])
     assert "/home/ann" not in text
+
+
+def test_name_that_is_no_repository_is_refused_before_the_training_without_a_login() -> None:
+    with pytest.raises(FsdpTuneError) as caught:
+        check_access(HubTarget("me/my model"))
+    (problem,) = caught.value.problems
+    assert (problem.code, problem.where.key) == ("push-name", "training.hub_model_id")
+    assert problem.hint == "write `OWNER/NAME`"
 
 
 def test_columns_without_a_value_are_left_out(card: Path) -> None:

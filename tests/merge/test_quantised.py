@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from fsdp_tune.answer.find_model import ModelToEvaluate, run_of_model
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.version import __version__
 from fsdp_tune.jobs.results import merge_checkpoint, missing_outputs
-from fsdp_tune.merge import quantised
+from fsdp_tune.merge import merging, quantised
 from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.publish import CardResult, _listed, add_results
 from fsdp_tune.merge.quantised import (
@@ -121,6 +122,19 @@ def test_quantised_model_has_the_record_of_a_merge(run: RunDir) -> None:
     (folder / "model.safetensors").write_bytes(b"other")
     with pytest.raises(FsdpTuneError, match="digest differs"):
         require_unchanged_output(folder)
+
+
+def test_merge_that_is_there_is_only_quantised_if_its_step_was_not_trained_again(
+    run: RunDir, tmp_path: Path
+) -> None:
+    merge_checkpoint(run.path, MergeOptions(step=10, quantise=False, verify="none"))
+    found = merging.merge_checkpoint(run.path, MergeOptions(step=10))
+    assert (found.is_new, found.verified) == (False, "none"), "no file was checked"
+    again = RunDir(make_run(tmp_path / "again", {10: {"w": torch.zeros(2, 3)}}))
+    shutil.rmtree(run.checkpoint(10))
+    again.checkpoint(10).rename(run.checkpoint(10))
+    with pytest.raises(FsdpTuneError, match="the output exists"):
+        merging.merge_checkpoint(run.path, MergeOptions(step=10))
 
 
 def test_weights_that_are_not_rounded_and_outdated_models_are_reported(run: RunDir) -> None:

@@ -79,9 +79,7 @@ def test_kept_parameters_are_in_the_unit_of_the_decoder() -> None:
 
 def test_fsdp1_refuses_bf16_weights_with_kept_ones() -> None:
     of_run = recipe(fsdp={"version": 1})
-    with pytest.raises(
-        FsdpTuneError, match=r"keeps model\.layers\.1\.mlp\.gate\.weight and 0 more parameters in fp32"
-    ) as caught:
+    with pytest.raises(FsdpTuneError, match=r"keeps model\.layers\.1\.mlp\.gate\.weight in fp32") as caught:
         plan_units(of_run, build_empty(of_run))
     assert caught.value.problems[0].code == "precision-not-kept"
 

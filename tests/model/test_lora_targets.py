@@ -11,7 +11,7 @@ import torch
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.adapters.lora import inject_lora
-from fsdp_tune.model.adapters.targets import find_targets
+from fsdp_tune.model.adapters.targets import _without_text, find_targets
 from fsdp_tune.model.loading.construct import build_empty
 from tests.model.recipes import lora_recipe, recipe_of
 
@@ -121,7 +121,25 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
         "shares its weight with `lm_head`",
         "leave",
     ),
-    "rank": ("llama", {"r": 33}, "lora-rank", "`lora.r: 33` is above the rank", "at most 32"),
+    "rank": ("llama", {"r": 33}, "lora-rank", "`lora.r`: the rank 33 is above that of", "at most 32"),
+    "rank of a pattern": (
+        "llama",
+        {"rank_pattern": {"q_proj": 33}},
+        "lora-rank",
+        "`lora.rank_pattern`: the rank 33 is above that of",
+        "at most 32, or `target_modules: [k_proj,",
+    ),
+    "rank of a pattern of parameters": (
+        "mixtral",
+        {
+            "target_modules": [],
+            "target_parameters": ["down_proj", "gate_up_proj"],
+            "rank_pattern": {"down_proj": 33},
+        },
+        "lora-rank",
+        "`lora.rank_pattern`: the rank 33 is above that of",
+        "at most 32, or `target_parameters: [gate_up_proj]`",
+    ),
     "rank of a gate": (
         "qwen2_moe",
         {"r": 4},
@@ -199,6 +217,12 @@ def test_refusal_names_what_is_wrong_and_what_to_write(case: str, tmp_path: Path
     assert str(problem.where.key).startswith("lora.")
     assert message in problem.message
     assert hint in (problem.hint or "")
+
+
+@pytest.mark.parametrize("key", ["target_modules", "modules_to_save"])
+def test_part_that_rows_of_text_do_not_call_is_refused_by_its_key(key: str) -> None:
+    [problem] = _without_text(f"lora.{key}", "vision_tower.q_proj", ["vision_tower"]).problems
+    assert problem.hint == f"name layers outside of vision_tower, or leave `{key}` out"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import nn
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.kernels.install import choose_kernels, install_kernels
-from fsdp_tune.model.kernels.mlp_slices import find_mlps, mlp_slices_of
+from fsdp_tune.model.kernels.mlp_slices import choose_mlp_slices, find_mlps, mlp_slices_of
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.shard.recompute import recompute_activations
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -205,6 +205,18 @@ def test_unit_inside_an_mlp_is_refused() -> None:
     )
     with pytest.raises(FsdpTuneError, match="is an FSDP unit of its own"):
         choose_kernels(recipe, build_empty(recipe), "cpu")
+
+
+def test_unit_whose_name_begins_with_that_of_an_mlp_is_not_inside_it() -> None:
+    recipe = recipe_of(
+        "llama",
+        kernels=SLICED,
+        fsdp={"auto_wrap_policy": "MODULE_NAMES_WRAP", "modules_to_wrap": ["model.layers.*.mlp_gate"]},
+    )
+    model = build_empty(recipe)
+    for layer in model.model.layers:
+        layer.mlp_gate = nn.Linear(32, 32, device="meta")
+    assert choose_mlp_slices(recipe, model).reason.startswith("the MLPs of all layers")
 
 
 def test_probe_of_a_large_model_is_narrow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from math import nan
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from fsdp_tune.model.loading.construct import build_full
-from fsdp_tune.model.shard.recomputation_check import RecomputationCheck
+from fsdp_tune.model.shard.recomputation_check import RecomputationCheck, _Sample
 from fsdp_tune.model.shard.recompute import checkpointed_layers, recompute_activations
 from fsdp_tune.model.shard.selective_recompute import _SaveAttentionAndEverySecondMatmul
 from fsdp_tune.model.step import micro_batch_loss
@@ -222,3 +223,18 @@ def test_layers_recompute_what_their_forward_computed(family: str, recomputed: s
     assert check.differences() == []
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     assert len(check._layers) == 2, "nothing is compared any more"
+
+
+@pytest.mark.parametrize(
+    ("first", "again", "off"),
+    [(1.0, 1.002, "0.2%"), (1.0, nan, "100.0%"), (nan, 1.0, "100.0%"), (1.0, 1.0001, None), (nan, nan, None)],
+)
+def test_recomputed_value_that_is_not_finite_is_a_difference(
+    first: float, again: float, off: str | None
+) -> None:
+    """A buffer that is overwritten may hold anything."""
+    check = RecomputationCheck()
+    samples = ([_Sample("mm", torch.full((2, 2), value), 1e-3)] for value in (first, again))
+    check._layers.append(("layers.0", *samples))
+    told = [] if off is None else [f"`layers.0`: `mm` is {off} off when the layer is recomputed"]
+    assert check.differences() == told

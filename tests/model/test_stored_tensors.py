@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.model.loading import check_weight_files as check_weight_files_module
 from fsdp_tune.model.loading.check_weight_files import check_weight_files
 from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.loading.inspect import find_facts
@@ -55,6 +56,19 @@ def test_sound_files_have_no_problem(base: Path) -> None:
 def test_pointer_of_git_lfs_is_reported(name: str, base: Path) -> None:
     (base / name).write_bytes(POINTER)
     assert problems(base) == [("model-weights-pointer", name)]
+
+
+def test_file_that_cannot_be_read_is_reported(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_shards(base, ["a.safetensors", "b.safetensors"], ["a.safetensors", "b.safetensors"])
+    original = check_weight_files_module._first_bytes
+
+    def refuse(file: Path) -> bytes:
+        if file.name == "b.safetensors":
+            raise PermissionError(13, "Permission denied", str(file))
+        return original(file)
+
+    monkeypatch.setattr(check_weight_files_module, "_first_bytes", refuse)
+    assert problems(base) == [("model-weights-unreadable", "b.safetensors")]
 
 
 def test_pointer_among_shards_is_reported(base: Path) -> None:

@@ -230,7 +230,10 @@ def _owners() -> dict[str, Any]:
             nn.Linear(4, 4), device_id=torch.device("cpu"), use_orig_params=True
         ),
         # one process does not shard, so its own has none
-        "FULL_PARAMETER": SimpleNamespace(**FlatParameter.__annotations__),
+        **dict.fromkeys(
+            ("FULL_PARAMETER", "LOCAL_SHARD", "SAVED_GRADIENT"),
+            SimpleNamespace(**FlatParameter.__annotations__),
+        ),
         **dict.fromkeys(("DEVICE_TYPES", "BACKEND"), dist.group.WORLD),
         "BACKEND_TIMEOUT": backend.options,
         "SET_TIMEOUT": backend,
@@ -248,6 +251,15 @@ def test_objects_of_the_installed_version_have_the_attribute(name: str, owners: 
         assert entry.exists(owners[name])
 
 
+@pytest.mark.parametrize(
+    ("versions", "having"),
+    [(("2.11", "2.13", "2.15"), "2.11, 2.13 and 2.15 have it"), (("2.13",), "2.13 has it")],
+)
+def test_refusal_names_the_versions_that_have_the_name(versions: tuple[str, ...], having: str) -> None:
+    [problem] = Name("torch:_gone", "a feature", versions).refused().problems
+    assert problem.message.endswith(f"; torch {having}")
+
+
 def test_objects_without_an_attribute_have_the_fallback(owners: dict[str, Any]) -> None:
     nothing = SimpleNamespace(to_local=lambda: torch.ones(2), _fsdp_param_group="group")
     found = {
@@ -260,6 +272,8 @@ def test_objects_without_an_attribute_have_the_fallback(owners: dict[str, Any]) 
         "PARAM_GROUPS": ["group"],
         "ORIGINAL_DTYPE": None,
         "FULL_PARAMETER": None,
+        "LOCAL_SHARD": None,
+        "SAVED_GRADIENT": None,
         "NON_PERSISTENT": frozenset(),
     }
     internals.ORIGINAL_DTYPE.set(nothing, torch.float32)

@@ -82,6 +82,15 @@ def test_model_that_cannot_be_traced_recomputes_every_layer_with_a_notice(error:
     assert "it refuses" in found.notices[0].message
 
 
+def test_what_was_learned_and_cannot_be_read_is_not_called_a_failed_trace() -> None:
+    def damaged(_recipe: Recipe, _trace: Trace) -> float:
+        raise usage_error("calibration-damaged", "calibration.json is damaged")
+
+    found = decide(OPEN, replace(A100, reserved_factor=damaged), ModelTracer(80).trace)
+    assert found.recipe.fsdp.activation_checkpointing == "full"
+    assert found.notices[0].message.endswith("became full: calibration.json is damaged")
+
+
 def test_unknown_memory_recomputes_everything_and_traces_nothing() -> None:
     found = decide(OPEN, None, lambda _: pytest.fail("there is nothing to compare with"))
     assert found.recipe.fsdp.activation_checkpointing == "full"

@@ -154,6 +154,33 @@ def test_child_that_dies_is_reported_with_its_last_output(
     assert "no room left" in lost.problems[0].message
 
 
+def test_request_after_the_death_of_a_child_starts_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "COMMAND", ("/bin/sh", "-c", "kill -KILL $$"))
+    refused = (
+        "print(json.dumps({'job': job['job'], 'problems': [{'code': 'x', 'message': 'alive'}]}), flush=True)"
+    )
+    with Tracing(tmp_path) as asked:
+        (lost,) = asked([resolved()])
+        monkeypatch.setattr(tracing, "COMMAND", answering(refused))
+        (found,) = asked([resolved(micro_batch=2)])
+    assert "killed by SIGKILL" in str(lost)
+    assert str(found) == "alive"
+
+
+@pytest.mark.parametrize("length", [0, 100, -1])
+def test_trace_that_was_cut_off_is_traced_again(
+    tmp_path: Path, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / f"{key(resolved())}.npz"
+    file.write_bytes(Hand().op("mm", flops=1.0).trace().to_bytes()[:length])
+    monkeypatch.setattr(tracing, "COMMAND", ("/bin/sh", "-c", "echo traced again >&2; exit 3"))
+    with Tracing(tmp_path) as asked:
+        (found,) = asked([resolved()])
+    assert "traced again" in str(found)
+
+
 @pytest.mark.slow
 def test_refused_model_does_not_stop_others(tmp_path: Path) -> None:
     small = {

@@ -140,14 +140,18 @@ def test_groups_of_a_hybrid_mesh_get_the_limit_of_the_run_on_cuda(on_ranks: Rank
 
 
 @pytest.mark.parametrize(
-    ("count", "way_out"), [(0, "--set launch.num_processes=1"), (2, "--set launch.num_processes=2")]
+    ("count", "machines", "ways"),
+    [(0, 1, []), (2, 1, ["--set launch.num_processes=2"]), (3, 2, ["--set launch.num_processes=6"])],
 )
-def test_rank_without_a_device_names_what_torch_sees(count: int, way_out: str) -> None:
+def test_rank_without_a_device_names_what_torch_sees(count: int, machines: int, ways: list[str]) -> None:
+    """The number is that of all machines; without any device, none would help."""
+    recipe = recipe_on("cuda", 4 * machines)
+    launch = recipe.launch.model_copy(update={"num_machines": machines})
     with devices("cuda", count), pytest.raises(FsdpTuneError) as caught:
-        start_process_group(recipe_on("cuda", 4), Rank(3, 3, 4))
+        start_process_group(recipe.model_copy(update={"launch": launch}), Rank(3, 3, 4 * machines))
     (problem,) = caught.value.problems
     assert problem.message == f"rank 3 needs cuda:3, and torch sees {count} of them"
-    assert problem.ways_out[-1] == way_out
+    assert list(problem.ways_out[1:]) == ways
     assert not dist.is_initialized()
 
 

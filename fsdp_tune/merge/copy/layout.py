@@ -11,9 +11,8 @@ from fsdp_tune.core.tensors.safetensors_header import header_bytes
 from fsdp_tune.merge.read.reader import SourceTensor
 from fsdp_tune.merge.weight_formats import SINGLE_NAME
 
-PAGE_BYTES = (
-    4096  # direct I/O needs offset, length and address in whole blocks of the disk; none has larger ones
-)
+PAGE_BYTES = 4096
+"""Direct I/O needs offset, length and address in whole blocks of the disk; no disk has larger ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +124,8 @@ def plan_layout(
 
 def _plan_file(name: str, shard: Sequence[tuple[SourceTensor, DType]]) -> OutputFile:
     # Tensors of whole pages first, so that each starts at a page and can be written past the page cache; then
-    # the widest elements
-    # first: readers map the file, and an element must start at a multiple of its own size.
+    # the widest elements first: readers map the file, and an element must start at a multiple of its own
+    # size.
     ordered = sorted(
         shard, key=lambda pair: (pair[0].elements * pair[1].item_bytes % PAGE_BYTES > 0, -pair[1].item_bytes)
     )

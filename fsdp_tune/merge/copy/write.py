@@ -352,8 +352,8 @@ def _the_same(
         part.reader.read(box, other)
         if not np.array_equal(other.view(np.uint8), values.view(np.uint8)):
             what = (
-                f"`{placed.name}` is {placed.dtype.name}, which has no mean, and differs from that of "
-                "the newest checkpoint"
+                f"`{placed.name}` is {placed.dtype.name}, which has no mean, and differs from that in "
+                f"{parts[0].tensor.files.root}"
             )
             message, where = f"the checkpoints cannot be averaged: {what}", Where(str(part.tensor.files.root))
             raise failed_error(

@@ -72,6 +72,8 @@ class Adapter:
     renamed: Mapping[str, str] = field(default_factory=dict[str, str])
     """{name in the model: name in the files of the base} of tensors of the base that have another name
     there."""
+    published: Published | None = None
+    """Names of modules in the export."""
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -81,9 +83,6 @@ class Adapter:
             "base": self.base_name if self.base is not None or self.is_exported else None,
             "base_weights": self.base_weights,
         }
-
-    published: Published | None = None
-    """Names of modules in the export."""
 
     def config_json(self) -> dict[str, object]:
         """Return `adapter_config.json` of the export, as PEFT writes it for inference."""

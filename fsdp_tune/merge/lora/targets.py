@@ -27,8 +27,7 @@ WIDEST_BYTES = 8
 @dataclass(slots=True)
 class Layers:
     """`base`: the model's tensors; `replaced`: what the adapter brings in their place; `factors`: {module:
-    {part: tensor}};
-    `place`: the directory of the base; `magnitudes`: DoRA's, by module.
+    {part: tensor}}; `place`: the directory of the base; `magnitudes`: DoRA's, by module.
 
     What is added: `tensors` of the output, with their updates, and the `scalings` used."""
 

@@ -27,6 +27,7 @@ from fsdp_tune.merge.read.dcp import only_optimizer_state, read_dcp
 from fsdp_tune.merge.read.hf_shards import read_hf_shards
 from fsdp_tune.merge.read.pickled_files import read_pickled
 from fsdp_tune.merge.read.reader import (
+    NAMES_SHOWN,
     ArchiveExtent,
     SourceFiles,
     SourceTensor,
@@ -37,8 +38,6 @@ from fsdp_tune.merge.read.safetensors_files import read_safetensors
 from fsdp_tune.merge.source import Selection
 from fsdp_tune.merge.weight_formats import Format, Weights, find_weights
 from fsdp_tune.run.directory import RunDir, checkpoint_step, refuse_lost_recipe
-
-_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,7 @@ def read_contents(stack: ExitStack, selection: Selection, *, allow_incomplete: b
         files = stack.enter_context(SourceFiles(weights.root, is_vouched=weights.manifest is not None))
         tensors, others = read_tensors(files, weights.format, weights.file)
         if others:
-            names = ", ".join(others[:_SHOWN])
+            names = ", ".join(others[:NAMES_SHOWN])
             notices.append(
                 Notice(
                     "merge-not-tensors",
@@ -86,7 +85,7 @@ def read_contents(stack: ExitStack, selection: Selection, *, allow_incomplete: b
         kept = {tensor.name: tensor for tensor in tensors if tensor.name not in missing}
         sources.append(CheckpointTensors(kept, is_vouched=files.is_vouched))
     if left_out:
-        names = ", ".join(sorted(left_out)[:_SHOWN]) + (", …" if len(left_out) > _SHOWN else "")
+        names = ", ".join(sorted(left_out)[:NAMES_SHOWN]) + (", …" if len(left_out) > NAMES_SHOWN else "")
         notices.append(
             Notice(
                 "merge-incomplete",
@@ -210,7 +209,7 @@ def weights_below(source: Path) -> Path:
         raise usage_error(
             "merge-several-weights",
             f"{len(found)} folders hold weights: "
-            f"{', '.join(str(folder.relative_to(source)) for folder in found[:_SHOWN])}",
+            f"{', '.join(str(folder.relative_to(source)) for folder in found[:NAMES_SHOWN])}",
             where=Where(str(source)),
             hint=f"give one of them: `{found[-1]}`",
         )

@@ -11,14 +11,13 @@ from fsdp_tune.core.units import enumerated, shown
 from fsdp_tune.merge.read.dcp import only_optimizer_state
 from fsdp_tune.merge.read.reader import (
     MODEL_ROOTS,
+    NAMES_SHOWN,
     Chunk,
     SourceFiles,
     SourceTensor,
     model_names,
     optimizer_state,
 )
-
-_SHOWN = 5
 
 
 def read_pickled(files: SourceFiles, file: str) -> tuple[list[SourceTensor], list[str]]:
@@ -79,7 +78,9 @@ def _model_of(state: dict[object, object], where: Where) -> dict[object, object]
 
 
 def _no_tensors(names: Sequence[str], where: Where) -> FsdpTuneError:
-    others = ", ".join(f"`{shown(name)}`" for name in names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+    others = ", ".join(f"`{shown(name)}`" for name in names[:NAMES_SHOWN]) + (
+        ", …" if len(names) > NAMES_SHOWN else ""
+    )
     hint = f"save the weights alone, or under {enumerated([f'`{name}`' for name in MODEL_ROOTS], 'or')}"
     message = f"it holds no tensor of a model, only {others}" if names else "it is an empty mapping"
     return failed_error("merge-nothing-found", message, where=where, hint=hint)

@@ -24,6 +24,8 @@ from fsdp_tune.core.tensors.dtypes import DType, Extent, Shape
 from fsdp_tune.core.tensors.plain_pickle import Refused
 from fsdp_tune.core.tensors.quantised_weight import Encoded
 
+NAMES_SHOWN = 5
+"""Of many tensors or folders, in a message."""
 # Inserted into names by FSDP1, activation checkpointing and torch.compile; models never use them.
 WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
 _OF_PEFT = re.compile(r"\.(lora_|modules_to_save\.|token_adapter\.)")
@@ -117,10 +119,7 @@ def _paths(keys: Sequence[str], planner_data: object, directory: str) -> dict[st
             paths[key] = tuple(str(part) for part in path)
         elif directory.startswith("pytorch_model_fsdp") and key.startswith("model."):
             # Accelerate saves {"model": …}, whichever planner wrote it
-            paths[key] = (
-                "model",
-                key.removeprefix("model."),
-            )
+            paths[key] = ("model", key.removeprefix("model."))
         else:
             paths[key] = (key,)
     return paths
@@ -156,8 +155,8 @@ class SourceFiles:
     position.
 
     At most `limit` files stay open in addition to those being read: a checkpoint of a thousand ranks has more
-    files than a process
-    may open. `is_vouched`: a manifest has digests of the files, so checksums inside them are not compared.
+    files than a process may open. `is_vouched`: a manifest has digests of the files, so checksums inside them
+    are not compared.
     """
 
     def __init__(self, root: Path, *, is_vouched: bool = False, limit: int = 256) -> None:

@@ -60,8 +60,10 @@ def find_targets(recipe: Recipe, model: PreTrainedModel) -> Targets:
         {owner: modules[owner] for name in parameters for owner in [name.rpartition(".")[0]]},
         "lora.target_parameters",
     )
-    _check_sizes(lora, {name: tuple(module.weight.shape) for name, module in targets.items()})  # type: ignore[arg-type, union-attr]
-    _check_sizes(lora, {name: tuple(parameter.shape[1:]) for name, parameter in parameters.items()})
+    shapes = {name: tuple(module.weight.shape) for name, module in targets.items()}  # type: ignore[arg-type, union-attr]
+    _check_sizes(lora, shapes, "target_modules")
+    shapes = {name: tuple(parameter.shape[1:]) for name, parameter in parameters.items()}
+    _check_sizes(lora, shapes, "target_parameters")
     _check_dora(lora, targets)
     _check_patterns(lora, [*targets, *parameters])
     return Targets(targets, parameters)
@@ -114,7 +116,7 @@ def _without_text(key: str, name: str, others: Sequence[str]) -> FsdpTuneError:
         f"`{key}`: `{name}` is in a part of the model that rows of text do not call, so it would get no "
         "gradient"
     )
-    hint = f"name layers outside of {', '.join(others)}, or leave `target_modules` out"
+    hint = f"name layers outside of {', '.join(others)}, or leave `{key.rpartition('.')[2]}` out"
     return usage_error("lora-target", message, where=Where(key=key), hint=hint)
 
 
@@ -239,16 +241,19 @@ def rank_of(lora: Lora, name: str) -> int:
     return value_for(name, lora.rank_pattern, lora.r)
 
 
-def _check_sizes(lora: Lora, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _check_sizes(lora: Lora, shapes: Mapping[str, tuple[int, ...]], chosen_by: str) -> None:
+    """Refuse a rank above that of a matrix. `chosen_by`: the key of `lora:` that names it. Raises: usage
+    error."""
     fitting = [name for name, shape in shapes.items() if rank_of(lora, name) <= min(shape)]
     for name, (rows, columns) in shapes.items():
         if (rank := rank_of(lora, name)) > min(rows, columns):
+            key = "lora.r" if rank == lora.r else "lora.rank_pattern"
             raise usage_error(
                 "lora-rank",
-                f"`lora.r: {rank}` is above the rank of `{name}`, which is {rows} x {columns}",
-                where=Where(key="lora.r"),
+                f"`{key}`: the rank {rank} is above that of `{name}`, which is {rows} x {columns}",
+                where=Where(key=key),
                 hint=f"a rank of at most {min(rows, columns)}"
-                + (f", or `target_modules: [{last_parts(fitting)}]`" if fitting else ""),
+                + (f", or `{chosen_by}: [{last_parts(fitting)}]`" if fitting else ""),
             )
 
 

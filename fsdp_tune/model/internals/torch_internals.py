@@ -279,6 +279,21 @@ FULL_PARAMETER = Attribute(
     fallback=lambda _: None,
 )
 """The gathered parameter. Fallback: None, as before the first forward, which creates it."""
+LOCAL_SHARD = Attribute(
+    "torch.distributed.fsdp._flat_param:FlatParameter._local_shard",
+    _FSDP1,
+    READ_IN,
+    fallback=lambda _: None,
+)
+"""This rank's part of the flat parameter. Fallback: None, as before the first forward, until which the flat
+parameter itself is this part."""
+SAVED_GRADIENT = Attribute(
+    "torch.distributed.fsdp._flat_param:FlatParameter._saved_grad_shard",
+    _FSDP1,
+    READ_IN,
+    fallback=lambda _: None,
+)
+"""The gradient of this rank's part during the backward. Fallback: None, as outside of it."""
 HYBRID_ZERO2 = Name(
     "torch.distributed.fsdp:ShardingStrategy._HYBRID_SHARD_ZERO2", "`HYBRID_SHARD_ZERO2` of FSDP1", READ_IN
 )

@@ -8,7 +8,7 @@ READ_IN = ("0.18",)
 _FP8 = "`precision.mixed_precision: fp8`"
 
 NEW_BUFFER = Name("torchao.optim.adam:_AdamBase._new_buffer", "`training.optim: adamw_torch_8bit`", READ_IN)
-"""Overridden in `model/optim/adamw.py`: makes a moment of a parameter."""
+"""Overridden in `model/optim/adamw_in_blocks.py`: makes a moment of a parameter."""
 OPERAND = Attribute("torchao.float8.float8_training_tensor:Float8TrainingTensor._data", _FP8, READ_IN)
 """The fp8 values of a matrix operand, whose own dtype is bf16."""
 SHARD = Attribute("torchao.float8.fsdp_utils:WeightWithDynamicFloat8CastTensor._tensor", _FP8, READ_IN)

@@ -2,10 +2,9 @@
 never stored.
 
 The gradients of a slice are computed in the forward, while its logits exist, as in Liger (arXiv:2410.10989)
-and in torch's
-`linear_cross_entropy`: no logits are kept or computed twice. torch's function (2.13) is not used: in bf16 it
-returns a loss rounded to bf16 and adds the slices of the weight's gradient in bf16, and it supports neither
-soft-capping nor label smoothing.
+and in torch's `linear_cross_entropy`: no logits are kept or computed twice. torch's function (2.13) is not
+used: in bf16 it returns a loss rounded to bf16 and adds the slices of the weight's gradient in bf16, and it
+supports neither soft-capping nor label smoothing.
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ from fsdp_tune.data.store import IGNORE_INDEX
 
 SLICE_ELEMENTS = 1 << 27
 """Logits of one slice, tokens × vocabulary: 512 MiB in fp32. Each slice adds to the gradient of the head's
-weight, so smaller slices
-would spend their time on that sum: 1,024 tokens with Llama 3's vocabulary take 1.6 TFLOP per product and 2
-GiB for the sum."""
+weight, so smaller slices would spend their time on that sum: 1,024 tokens with Llama 3's vocabulary take
+1.6 TFLOP per product and 2 GiB for the sum."""
 
 
 _WHOLE_TILES = 128

@@ -98,7 +98,7 @@ _LOSSES = {"chunked": summed_linear_loss, "liger": liger_summed_loss}
 def install_kernels(recipe: Recipe, model: PreTrainedModel, device_type: str) -> dict[str, KernelChoice]:
     """Install the chosen kernels in the bare model, and return the choices."""
     chosen = choose_kernels(recipe, model, device_type)
-    # on the CPU, where Liger's kernels cannot run
+    # before Liger's kernels: narrow copies of the MLPs run on the CPU, where those cannot
     mlps = {} if recipe.kernels.mlp_slice_tokens is None else find_mlps(recipe, model)
     if chosen["kernels.liger"].value == "true":
         apply_liger(model, rotary=recipe.fsdp.activation_checkpointing != "selective")

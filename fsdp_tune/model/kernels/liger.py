@@ -1,10 +1,10 @@
-"""Liger's Triton kernels for the norms, rotary embedding and gated MLP of a model: `kernels.liger`.
+"""Liger's Triton kernels (arXiv:2410.10989) for RMSNorm, rotary embedding and gated MLP of a model:
+`kernels.liger`.
 
-Liger's Triton kernels (arXiv:2410.10989) for RMSNorm, rotary embedding and gated MLP of a model are installed
-in the model object by Liger's own function for the model type. That function also replaces names in modules
-of transformers; the classes are restored afterwards, so that later models of the process are unchanged. The
-rotary function is not an attribute of the model object, so its replacement stays until the next model of the
-type gets Liger's kernels.
+They are installed in the model object by Liger's own function for the model type. That function also replaces
+names in modules of transformers; the classes are restored afterwards, so that later models of the process are
+unchanged. The rotary function is not an attribute of the model object, so its replacement stays until the
+next model of the type gets Liger's kernels.
 """
 
 from __future__ import annotations

@@ -48,9 +48,9 @@ def choose_mlp_slices(recipe: Recipe, model: PreTrainedModel) -> KernelChoice:
             "of its own"
         )
         raise usage_error("mlp-not-sliceable", message, where=Where(key=_KEY), hint=f"leave `{_KEY}` out")
-    prefixes = tuple(found)
+    prefixes = tuple(f"{mlp}." for mlp in found)
     groups = plan_units(recipe, model).groups if recipe.is_sharded else ()
-    if inside := next((name for group in groups for name in group if name.startswith(prefixes)), None):
+    if inside := next((name for group in groups for name in group if f"{name}.".startswith(prefixes)), None):
         message = (
             f"`{_KEY}: {tokens}` computes an MLP again in the backward pass, and `{inside}` in it is an "
             "FSDP unit of its own"

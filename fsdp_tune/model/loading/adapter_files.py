@@ -287,9 +287,7 @@ def _stored(folder: str, model: nn.Module) -> dict[str, Stored]:
 
 def published_prefixes(model: nn.Module, names: Iterable[str]) -> tuple[str, str] | None:
     """Return (prefix in an adapter's file, prefix in the model) of modules, if the file has the names that a
-    base of several modalities
-    publishes. `names`: those of the tensors, with PEFT's prefix.
-    """
+    base of several modalities publishes. `names`: those of the tensors, with PEFT's prefix."""
     bare = [name.removeprefix(PREFIX) for name in names]
     whole: Any = model
     return common_prefixes(

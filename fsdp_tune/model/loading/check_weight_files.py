@@ -92,7 +92,14 @@ def _check_file(file: Path) -> list[Problem]:
 
 
 def _check_pointer(file: Path) -> list[Problem]:
-    if _first_bytes(file) != _POINTER:
+    """Return the problem of a git-lfs pointer, or of a file that cannot be read."""
+    try:
+        first = _first_bytes(file)
+    except OSError as error:
+        message = f"it cannot be read: {error.strerror or error}"
+        hint = "check who may read it, and its file system"
+        return [Problem("model-weights-unreadable", message, Where(str(file)), hint)]
+    if first != _POINTER:
         return []
     message = "it is a git-lfs pointer of the file, which was not downloaded"
     hint = f"`git lfs pull` in {file.parent}, or `hf download` the model"

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
+from fsdp_tune.core.hub import first_line
 from fsdp_tune.model.adapters.lora import inject_lora, name_in_base
 from fsdp_tune.model.adapters.nf4 import quantise_layers
 from fsdp_tune.model.experts import allow_any_width
@@ -48,7 +49,7 @@ def storage_dtype(recipe: Recipe) -> torch.dtype:
 def _refused(recipe: Recipe, config: PreTrainedConfig, error: Exception) -> FsdpTuneError:
     """Return the error for a model that transformers rejects, for an unsupported attention kernel or a
     missing package."""
-    reason = str(error).splitlines()[0].partition(". ")[0]
+    reason = first_line(error).partition(". ")[0]
     if config.get_text_config() is not config and "configuration class" in reason:
         return of_other_modalities(str(recipe.model.name_or_path), config, recipe.model.revision)
     kernel = recipe.model.attn_implementation

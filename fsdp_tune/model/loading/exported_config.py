@@ -2,8 +2,8 @@
 the base wrote it.
 
 transformers 5 writes a configuration that it read from an older file with other fields (`rope_parameters`,
-`dtype`), which transformers 4
-does not read: it would compute with default rotary frequencies and report nothing.
+`dtype`), which transformers 4 does not read: it would compute with default rotary frequencies and report
+nothing.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ def is_on_hub(recipe: Recipe) -> bool:
 
 
 def local_tensors(recipe: Recipe) -> BaseTensors | None:
-    """Return the tensors in the safetensors files of a recipe's base, of which the hub is asked for the
-    headers if they are not on this machine, or in its pickled files on this machine. None if it has no such
-    files, or if they cannot be reached.
+    """Return the tensors in the safetensors files of a recipe's base, or in its pickled files on this
+    machine. Of safetensors files that are not on this machine, the hub sends the headers. None if it has no
+    such files, or if they cannot be reached.
 
     Raises: usage error for pickled files with quantised weights, or that torch does not read.
     """
@@ -191,9 +191,8 @@ def exported_config(
     `config`: that of the run.
 
     It describes what a merge writes: of a base of several modalities it is the text's alone if the others are
-    left out.
-    The result is read again: if transformers does not find the run's configuration in it, its own spelling is
-    written instead.
+    left out. The result is read again: if transformers does not find the run's configuration in it, its own
+    spelling is written instead.
     """
     if is_text_alone(config, model, tensors):
         found = with_old_spellings(_fields(model.config) | {"use_cache": True})

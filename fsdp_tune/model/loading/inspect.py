@@ -17,6 +17,7 @@ import math
 import os
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,8 +58,8 @@ def find_facts(recipe: Recipe) -> ModelInspection:
     notices: list[Notice] = []
     found: ModelFacts | None = None
     try:
-        if (base := Path(str(recipe.model.name_or_path))).is_dir():
-            require_unchanged_output(base)  # of a merge; other directories have no record
+        if (folder := Path(str(recipe.model.name_or_path))).is_dir():
+            require_unchanged_output(folder)  # of a merge; other directories have no record
         config, packaged = config_or_facts(recipe)
         model = build_empty(recipe, config)
         base = local_tensors(recipe) if not problems else None
@@ -248,13 +249,9 @@ def _kept_notices(recipe: Recipe, model: PreTrainedModel) -> list[Notice]:
         return []
     named = [*model.named_parameters(), *model.named_buffers()]
     size_bytes = sum(tensor.numel() * tensor.element_size() for name, tensor in named if name in kept)
-    kinds = sorted({".".join(name.split(".")[-2:]) for name in kept})
-    shown = ", ".join(kinds[:_KINDS_SHOWN]) + (
-        f" and {len(kinds) - _KINDS_SHOWN} more kinds" if len(kinds) > _KINDS_SHOWN else ""
-    )
     message = (
         f"{type(model).__name__} keeps {len(kept):,} tensors in fp32 ({format_bytes(size_bytes)}), as "
-        f"transformers does: {shown}"
+        f"transformers does: {_kinds_of(kept)}"
     )
     return [Notice("kept-in-fp32", message, where=Where(key="model.dtype"))]
 
@@ -280,16 +277,19 @@ def _rounded_notices(
     )
     if not names:
         return []
-    kinds = list(dict.fromkeys(".".join(name.split(".")[-2:]) for name in names))
-    shown = ", ".join(kinds[:_KINDS_SHOWN]) + (
-        f" and {len(kinds) - _KINDS_SHOWN} more kinds" if len(kinds) > _KINDS_SHOWN else ""
-    )
     message = (
         f"the run stores and trains {len(names):,} tensors in 16 bits that the base has in fp32, as "
-        f"transformers would: {shown}"
+        f"transformers would: {_kinds_of(names)}"
     )
     hint = "`--set model.dtype=fp32` keeps them in fp32"
     return [Notice("fp32-of-base-rounded", message, where=Where(key="model.dtype"), hint=hint)]
+
+
+def _kinds_of(names: Iterable[str]) -> str:
+    """Return the different last two parts of names, sorted, as text: the first few, and how many more."""
+    kinds = sorted({".".join(name.split(".")[-2:]) for name in names})
+    more = f" and {len(kinds) - _KINDS_SHOWN} more kinds" if len(kinds) > _KINDS_SHOWN else ""
+    return ", ".join(kinds[:_KINDS_SHOWN]) + more
 
 
 def _adapter(recipe: Recipe, model: PreTrainedModel) -> dict[str, object]:

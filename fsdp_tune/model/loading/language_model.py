@@ -34,6 +34,7 @@ from transformers import (
 
 from fsdp_tune.core.atomic import staged_directory
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
+from fsdp_tune.core.hub import first_line
 from fsdp_tune.core.model_parts import TIE_KEY
 from fsdp_tune.core.tensors.quantised_formats import find_encodings, method_of, quantisation_of, scales_among
 from fsdp_tune.core.tensors.quantised_weight import StoredType
@@ -73,7 +74,7 @@ def write_language_model(name: str, directory: Path, *, revision: str = "main") 
     except (OSError, ValueError) as error:
         raise _refused(
             name,
-            f"it cannot be loaded: {_first_line(error)}",
+            f"it cannot be loaded: {first_line(error)}",
             "name a model of the hub, or the path of its directory",
         ) from error
     files = _files_of(name, revision)
@@ -215,9 +216,7 @@ def _require_same_logits(full: PreTrainedModel, text: PreTrainedModel, name: str
     try:
         wanted = full(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
     except Exception as error:  # whatever the class raises
-        why = (
-            f"{type(full).__name__} does not run on text alone: {type(error).__name__}: {_first_line(error)}"
-        )
+        why = f"{type(full).__name__} does not run on text alone: {type(error).__name__}: {first_line(error)}"
         raise _refused(name, why, _OTHER) from error
     found = text(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
     if found.shape != wanted.shape:
@@ -261,10 +260,6 @@ def _named_tokens(config: dict[str, object]) -> set[int]:
                 each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)
             }
     return found
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _refused(name: str, why: str, hint: str | None) -> FsdpTuneError:

@@ -10,7 +10,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from fsdp_tune.core.config_changes import changed_fields
 from fsdp_tune.core.errors import FsdpTuneError, Notice, usage_error
 from fsdp_tune.core.families import OLD_LOCAL_ROPE, OLD_ROPE, SLIDING, UNDECLARED, family_of
-from fsdp_tune.core.hub import hub_is_reachable
+from fsdp_tune.core.hub import first_line, hub_is_reachable
 from fsdp_tune.model.internals.transformers_internals import forget_kernels
 from fsdp_tune.model.kernels.expert_kernels import request_experts
 from fsdp_tune.model.loading.nf4_files import refuse_other_quantisation, without_quantisation
@@ -157,10 +157,9 @@ def _config_from_mapping(mapping: dict[str, object], origin: str) -> PreTrainedC
 
 
 def model_not_found(name: str, error: Exception) -> FsdpTuneError:
-    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return usage_error(
         "model-not-found",
-        f"model.name_or_path: `{name}` cannot be loaded: {first_line}",
+        f"model.name_or_path: `{name}` cannot be loaded: {first_line(error)}",
         ways_out=(
             "give the path of a local Hugging Face model directory",
             "for a gated model, log in with `hf auth login` and accept its terms",

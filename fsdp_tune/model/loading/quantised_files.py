@@ -1,10 +1,10 @@
 """Convert a merged model to the quantised one that it was trained as (`quantization.train`). Run as a child
 process.
 
-`python -m fsdp_tune.model.loading.quantised_files < {"recipe":
-RECIPE, "merged": DIR, "output": DIR, "max_shard_bytes": N}`
-writes the weights and a config.json in the form that transformers loads with torchao, loads them again, and
-prints one JSON object. Weights are rounded from the compute dtype, as in training.
+`python -m fsdp_tune.model.loading.quantised_files` reads {"recipe": RECIPE, "merged": DIR, "output": DIR,
+"max_shard_bytes": N} from stdin, writes the weights and a config.json in the form that transformers loads
+with torchao, loads them again, and prints one JSON object. Weights are rounded from the compute dtype, as in
+training.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ def convert(recipe: Recipe, merged: Path, output: Path, max_shard_bytes: int) ->
         for name, module in model.named_modules()
         if type(getattr(module, "weight", None)).__name__ == _KIND
     }
-    if found != {*plan.quantised}:
+    if differing := sorted(found ^ {*plan.quantised}):
         raise ValueError(
-            f"{len(plan.quantised)} layers were trained as quantised, and {len(found)} of the "
-            "written model are"
+            f"{len(plan.quantised)} layers were trained as quantised, and {len(found)} of the written model "
+            f"are; `{differing[0]}` differs"
         )
     difference = (_logits(model) - trained).norm() / trained.norm()
     size_bytes = sum(path.stat().st_size for path in output.glob("*.safetensors"))

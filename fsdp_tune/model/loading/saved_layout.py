@@ -57,9 +57,7 @@ def base_layout(
 
 def published_names(config: PreTrainedConfig, model: PreTrainedModel, layout: BaseLayout) -> Published | None:
     """Return the names of the model's modules in the class that the base's config.json names, if it is
-    another one: PEFT and vLLM load an
-    adapter into that. `config`: that of the base.
-    """
+    another one: PEFT and vLLM load an adapter into that. `config`: that of the base."""
     kind = getattr(transformers, (config.architectures or [""])[0], None)
     if type(config) is type(model.config) or not layout.renamed or kind is None:
         return None

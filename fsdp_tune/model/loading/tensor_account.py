@@ -338,7 +338,7 @@ def _names(entry: str, name: str, layers: int) -> bool:
 
 
 def unread_problems(unread: Iterable[Unread], files: Mapping[str, Path]) -> list[Problem]:
-    """Return a problem for the tensors of each file that no rule reads: the first by name, with the number of
+    """Return a problem for the tensors of each file that no rule reads: the first ones, with the number of
     the others."""
     by_file: dict[Path | None, list[Unread]] = {}
     for each in unread:

@@ -153,8 +153,8 @@ def _named_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _missing_problems(model: PreTrainedModel, missing: Collection[str], where: Where) -> list[Problem]:
-    """Return the problems of parameters and of buffers for which the files have no tensor, the first by
-    name."""
+    """Return the problems of parameters and of buffers for which the files have no tensor, with the names of
+    the first ones."""
     buffers = {name_in_base(name) for name, _ in model.named_buffers(remove_duplicate=False)}
     problems: list[Problem] = []
     for kind, otherwise, of_kind in (

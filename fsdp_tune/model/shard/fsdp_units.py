@@ -130,8 +130,7 @@ def _require_one_stack_in_a_layer(recipe: Recipe, model: PreTrainedModel, expert
     """Refuse divided experts outside of the decoder layers, or several in one.
 
     A layer may call one of several for some rows only (experts of text and of images), and a rank that does
-    not call it would not take
-    part in the exchange. Raises: usage error.
+    not call it would not take part in the exchange. Raises: usage error.
     """
     layers = [name for name, _ in decoder_layers(model, recipe.layer_classes)] if experts else []
     owners = Counter(
@@ -286,7 +285,8 @@ def _kept_names(recipe: Recipe, model: PreTrainedModel) -> frozenset[str]:
 
 
 def _refused_precision(recipe: Recipe, model: PreTrainedModel, names: Collection[str]) -> FsdpTuneError:
-    message = f"{type(model).__name__} keeps {min(names)} and {len(names) - 1} more parameters in fp32, and "
+    more = f" and {len(names) - 1} more parameters" if len(names) > 1 else ""
+    message = f"{type(model).__name__} keeps {min(names)}{more} in fp32, and "
     if recipe.fsdp.version == 1:
         message += "FSDP1 joins the parameters of a unit in one flat tensor of one dtype"
         ways = ("write `fsdp: {version: 2}`", "write `model: {dtype: fp32}`")

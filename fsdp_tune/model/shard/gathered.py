@@ -54,10 +54,15 @@ def _is_gathered(unit: Any) -> bool:
 def own_parameters(wrapped: nn.Module) -> list[torch.Tensor]:
     """Return the parameters that this rank holds between steps.
 
-    While an FSDP2 unit is gathered, its modules have the full parameters, and the shards are found in the
-    unit.
+    While a unit is gathered, its modules have the full parameters, and the shards are found in the unit.
     """
-    groups = [unit for _, unit in units_of(wrapped) if not isinstance(unit, FullyShardedDataParallel)]
+    if isinstance(wrapped, FullyShardedDataParallel):
+        flat = _flat_parameters(wrapped)
+        shards = [each if (shard := internals.LOCAL_SHARD.of(each)) is None else shard for each in flat]
+        # a parameter of a unit is a view of its flat one
+        inside = {each.untyped_storage().data_ptr() for each in flat}
+        return [*shards, *(p for p in wrapped.parameters() if p.untyped_storage().data_ptr() not in inside)]
+    groups = [unit for _, unit in units_of(wrapped)]
     sharded = {
         internals.PARAM_NAME.of(each): each.sharded_param for group in groups for each in group.fsdp_params
     }
@@ -65,6 +70,22 @@ def own_parameters(wrapped: nn.Module) -> list[torch.Tensor]:
         *sharded.values(),
         *(parameter for name, parameter in wrapped.named_parameters() if name not in sharded),
     ]
+
+
+def own_gradients(wrapped: nn.Module) -> list[torch.Tensor]:
+    """Return the gradients that this rank holds: of its shards, and under FSDP1 of a unit whose gradients are
+    not reduced yet."""
+    kept = [parameter.grad for parameter in own_parameters(wrapped)]
+    if isinstance(wrapped, FullyShardedDataParallel):
+        flat = _flat_parameters(wrapped)
+        kept += [gradient for each in flat for gradient in (each.grad, internals.SAVED_GRADIENT.of(each))]
+    return [gradient for gradient in kept if gradient is not None]
+
+
+def _flat_parameters(wrapped: FullyShardedDataParallel) -> list[Any]:
+    """Return the flat parameter of each FSDP1 unit that has parameters."""
+    handles = [internals.HANDLE.of(unit) for _, unit in units_of(wrapped)]
+    return [handle.flat_param for handle in handles if handle is not None]
 
 
 @contextlib.contextmanager

@@ -91,7 +91,7 @@ class RecomputationCheck:
             return []
         shares = torch.stack([_distance(one.values, other.values) for _, one, other in pairs]).tolist()
         return [
-            f"`{layer}`: `{one.name}` is {share:.0%} off when the layer is recomputed"
+            f"`{layer}`: `{one.name}` is {share:.1%} off when the layer is recomputed"
             for (layer, one, _), share in zip(pairs, shares, strict=True)
             if share > one.allowed
         ]
@@ -105,7 +105,9 @@ def nested(outer: Any, inner: Any) -> Iterator[None]:
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return the distance relative to the norm; 1 for other shapes, NaN where a value is not finite."""
+    """Return the distance relative to the norm; 1 for other shapes, and if only one of the two has a value
+    that is not finite; NaN if both have."""
     if one.shape != other.shape:
         return one.new_ones(())
-    return (other - one).norm() / one.norm().clamp_min(torch.finfo(torch.float32).tiny)
+    distance = (other - one).norm() / one.norm().clamp_min(torch.finfo(torch.float32).tiny)
+    return torch.where(one.isfinite().all() == other.isfinite().all(), distance, 1.0)

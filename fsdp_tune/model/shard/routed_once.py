@@ -2,13 +2,12 @@
 sends tokens the same way.
 
 A recomputed router may round otherwise than in the forward (kernels whose order of sums varies), and two
-experts of nearly equal score
-would change places: tokens would be sent elsewhere, and gradients would not be those of the loss. So the
-result of the `topk` that chose the experts is kept with the route of the tokens. The recomputed router takes
-its scores at the kept indices. Some routers choose groups of experts first and set the scores of others to 0
-(DeepSeek-V2): these results are kept too, or a kept index could have a weight of 0.
-So is the result of a router that looks experts up in a table of integers (DeepSeek V4's first layers, by
-token id).
+experts of nearly equal score would change places: tokens would be sent elsewhere, and gradients would not be
+those of the loss. So the result of the `topk` that chose the experts is kept with the route of the tokens.
+The recomputed router takes its scores at the kept indices. Some routers choose groups of experts first and
+set the scores of others to 0 (DeepSeek-V2): these results are kept too, or a kept index could have a weight
+of 0. So is the result of a router that looks experts up in a table of integers (DeepSeek V4's first layers,
+by token id).
 """
 
 from __future__ import annotations
@@ -54,9 +53,8 @@ class RoutedOnce:
         forward, without communication.
 
         Raises: failed error if no `topk` or lookup of the layer has returned these experts. One of weight 0
-        may stand in for
-        an index that is none of them: ZAYA's router has a class without an expert. Waits for the device in
-        the forward.
+        may stand in for an index that is none of them: ZAYA's router has a class without an expert. Waits for
+        the device in the forward.
         """
         if self._is_repeating:
             self._used += 1

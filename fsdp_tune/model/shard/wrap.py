@@ -166,9 +166,8 @@ def begin_micro_batch(recipe: Recipe, wrapped: nn.Module, *, is_last: bool) -> N
     and FSDP1.
 
     Under HSDP every micro-batch reduces inside a replica, and only the last one crosses between replicas.
-    With
-    `reshard_after_backward: false` only the last one frees gathered parameters: the optimizer then updates
-    the shards, so a unit that stayed gathered would compute the next step with old weights.
+    With `reshard_after_backward: false` only the last one frees gathered parameters: the optimizer then
+    updates the shards, so a unit that stayed gathered would compute the next step with old weights.
     """
     if not isinstance(wrapped, FSDPModule):
         return

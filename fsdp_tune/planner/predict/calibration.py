@@ -246,12 +246,19 @@ def scaled(efficiency: Efficiency, factor: float) -> Efficiency:
 
 def calibrated_efficiency(cache: Path, hardware: Hardware, setting: CalibrationSetting) -> Efficiency:
     """Return the constants of a GPU: calibrated, if a factor was learned on this machine in such a setting,
-    else those of the table.
+    else those of the table. Raises: as `known_calibrations`."""
+    return efficiency_for(known_calibrations(cache, hardware), hardware, setting)
+
+
+def efficiency_for(
+    known: Sequence[Calibration], hardware: Hardware, setting: CalibrationSetting
+) -> Efficiency:
+    """Return the constants of a GPU, calibrated by what is known about it.
 
     Their `calibration` and `memory_calibration` describe the factors; the first names the settings that were
     calibrated instead.
     """
-    found, known = efficiency_of(hardware), known_calibrations(cache, hardware)
+    found = efficiency_of(hardware)
     times = {each.setting: each.factor for each in known if each.factor is not None}
     sizes = {each.setting: each.memory for each in known if each.memory is not None}
     if (learned := _newest(times, setting)) is not None:

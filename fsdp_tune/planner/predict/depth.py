@@ -7,9 +7,8 @@ result is an ordinary trace, equal to that of a run with all layers (tests compa
 does not extrapolate.
 
 Layers are counted in stretches of one period. Stretch 0 is repeated as stretches 0 … `copies`, and later ones
-move up. The first and the
-last traced stretch may be incomplete: they are margins, of as many layers as one layer affects, with a layer
-of each kind.
+move up. The first and the last traced stretch may be incomplete: they are margins, of as many layers as one
+layer affects, with a layer of each kind.
 """
 
 from __future__ import annotations

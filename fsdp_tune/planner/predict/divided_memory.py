@@ -56,8 +56,8 @@ def _of_rows_of_experts(
 ) -> npt.NDArray[np.bool_]:
     """Select activations with a row for each token and chosen expert: those that modules of experts make in a
     forward, and those of the same sizes in a backward, where the innermost module is the layer, or the one in
-    which a recomputation ended. A size alone tells
-    nothing: one with a row for each token may divide by their number as well."""
+    which a recomputation ended. A size alone tells nothing: one with a row for each token may divide by their
+    number as well."""
     events = trace.events
     sizes, backward = np.abs(events["bytes"]), events["phase"] == PHASES.index("backward")
     wide = activations & (sizes % mixture.rows == 0) & (sizes > mixture.rows * 64)

@@ -60,9 +60,9 @@ def decide(recipe: Recipe, budget: MemoryBudget | None, trace: Callable[[Recipe]
     """Return the recipe with the least recomputation that fits the budget, and then with fewer gathers if
     they fit.
 
-    `recipe` is otherwise resolved. If the budget is unknown, or `trace` raises FsdpTuneError or ValueError
-    (the model cannot be traced), everything is recomputed and resharded, with a notice: a slow run is better
-    than one out of memory.
+    `recipe` is otherwise resolved. If the budget is unknown, or if it or `trace` raises FsdpTuneError or
+    ValueError (the model cannot be traced, or what was learned about the GPU cannot be read), everything is
+    recomputed and resharded, with a notice: a slow run is better than one out of memory.
     """
     if not undecided(recipe):
         return Decided(recipe, {})
@@ -70,7 +70,9 @@ def decide(recipe: Recipe, budget: MemoryBudget | None, trace: Callable[[Recipe]
         return _decided_for_safety(recipe, "the memory of a rank is unknown")
     try:
         return decide_by_memory(recipe, budget, trace)
-    except (FsdpTuneError, ValueError) as error:
+    except FsdpTuneError as error:  # says itself what failed
+        return _decided_for_safety(recipe, str(error))
+    except ValueError as error:
         return _decided_for_safety(recipe, f"the step could not be traced: {error}")
 
 

@@ -171,10 +171,9 @@ def work(
 def _launches(name: str, inputs: list[torch.Tensor]) -> int:
     if name.startswith(("_foreach", "_fused")):
         return math.ceil(len(inputs) / _TENSORS_PER_LAUNCH)
+    # One for each group, of which the last input has the ends (`_grouped_mm_fallback`).
     if name == _GROUPED and len(inputs) == 3 and inputs[0].dtype != torch.bfloat16:
-        return inputs[
-            2
-        ].numel()  # one for each group, of which the last input has the ends (`_grouped_mm_fallback`)
+        return inputs[2].numel()
     if name in _GROUPED_ONE_BY_ONE:
         return _GROUPED_ONE_BY_ONE[name] * inputs[2].numel()
     return 1
@@ -245,7 +244,7 @@ def install() -> library.Library:
 def flash_flops(square: float, micro_batch: int, tokens: int, window: int | None) -> float:
     """Return the FLOPs of a flash kernel, given those of all pairs of tokens.
 
-    It is a multiple of the micro-batch, which `planner.predict.depth` replaces: a whole number for each
+    It is a multiple of the micro-batch, which `planner.predict.derive` replaces: a whole number for each
     sequence, of 32 bits and zeros, so that the product is exact.
     """
     of_sequence = square / micro_batch * flash_share(tokens, window)

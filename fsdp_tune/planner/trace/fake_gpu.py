@@ -5,9 +5,8 @@ accelerator paths (streams, events, fused dropout), unlike on `cpu`, and also in
 CUDA. Streams and events only record waits.
 
 torch leaves autocast's list of operations to each backend; this is CUDA's (`autocast_mode.h`). Plain DDP
-computes in half precision by
-autocast: matrices are cast, a weight once for each forward (autocast's own cache), and norms and sums run in
-fp32.
+computes in half precision by autocast: matrices are cast, a weight once for each forward (autocast's own
+cache), and norms and sums run in fp32.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The chunked loss in a trace at a micro-batch that represents any other (`depth.at_micro_batch`).
+"""The chunked loss in a trace at a micro-batch that represents any other (`derive.at_micro_batch`).
 
 The number of slices depends on the micro-batch, so a single slice of a prime number of tokens is run and
 its records are marked. All slices do the same work, and each frees its memory before the next begins.

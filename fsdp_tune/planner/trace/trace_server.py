@@ -22,6 +22,7 @@ from typing import Any
 
 from fsdp_tune.core.devices import available_cores
 from fsdp_tune.core.errors import FsdpTuneError, Problem
+from fsdp_tune.core.hub import first_line
 from fsdp_tune.planner.trace.trace_recipe import trace_recipe
 from fsdp_tune.recipe.continued_adapter import without_adapter
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -42,13 +43,13 @@ def trace_one(job: dict[str, Any]) -> list[Problem]:
         return list(error.problems)
     except Exception as error:  # noqa: BLE001  a failure of torch or the model's code must not end the search
         traceback.print_exc()
-        return [
-            Problem(
-                "trace-failed",
-                f"the step could not be traced: {type(error).__name__}: {str(error).splitlines()[0]}",
-            )
-        ]
-    trace.save(Path(job["output"]))
+        name = type(error).__name__
+        why = f"{name}: {first_line(error)}" if str(error).strip() else name
+        return [Problem("trace-failed", f"the step could not be traced: {why}")]
+    try:
+        trace.save(Path(job["output"]))
+    except OSError as error:
+        return [Problem("trace-failed", f"the trace could not be written: {error}")]
     return []
 
 

@@ -37,8 +37,8 @@ def build_traced(
     A FlashAttention package is replaced by torch's own kernel, which allocates the same: a planning machine
     rarely has the package. Divided experts are traced undivided (`planner.predict.mixture`).
     Raises: FsdpTuneError (exit 2) for a model that does not support FlashAttention, whose positions do not
-    cover the recipe's rows, that computes its attention in compiled code, or whose experts `fsdp.ep_size`
-    ranks cannot divide.
+    cover the recipe's rows, that computes its attention in compiled code or its experts in kernels that are
+    not traced, or whose experts `fsdp.ep_size` ranks cannot divide.
     """
     written = recipe
     if recipe.fsdp.ep_size > 1 and recipe.kernels.experts == "batched_mm":
@@ -161,9 +161,8 @@ def layer_signatures(
     work.
 
     It contains shapes, dtypes and `requires_grad` of all tensors, classes and settings of all modules, and
-    the recipe's changes to
-    the layer: recomputation, FSDP units (`groups`), modules that FSDP ignores, modules in fp8, and quantised
-    ones.
+    the recipe's changes to the layer: recomputation, FSDP units (`groups`), modules that FSDP ignores,
+    modules in fp8, and quantised ones.
     """
     layers = decoder_layers(model, recipe.layer_classes)
     recomputed = {name for name, _ in checkpointed_layers(recipe, model)}

@@ -98,7 +98,8 @@ class ScatteredFiles:
         """Get ranges of files that this machine lacks, each at its position in a file of that name below
         `target`. Collective.
 
-        Raises: FailedError on every rank if a range is on no machine, or cannot be read or written.
+        Raises: FailedError on every rank if a range is on no machine. If one cannot be read or written,
+        OSError on that rank and RemoteError on the others.
         """
         wanted = gather(_joined(ranges))
         mine, plan = dist.get_rank(), defaultdict[tuple[int, int], list[ByteRange]](list)
@@ -293,13 +294,14 @@ def _by_rank(own: frozenset[str] | None) -> list[frozenset[str]]:
 
 @contextmanager
 def _stage(stage: Path) -> Iterator[None]:
-    """Have an empty directory on each machine, and remove it when all ranks have left the block."""
+    """Remove what an earlier start left at `stage` on each machine, and what the block has written there when
+    all ranks have left it. Collective."""
 
     def clear() -> None:
         if leads_machine(is_scattered=True):
             shutil.rmtree(stage, ignore_errors=True)
 
-    all_or_none(clear, "making a directory for files of other machines")
+    all_or_none(clear, "clearing the directory for files of other machines")
     try:
         yield
     finally:  # also of a rank that cannot read: the others wait for it here

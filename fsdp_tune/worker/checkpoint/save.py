@@ -5,10 +5,10 @@ Order: every rank writes its files into one hidden stage directory; all agree th
 writes the manifest and renames. Until the rename there is no `checkpoint-N`. Old checkpoints and the
 leftovers of crashed saves are deleted.
 
-With `launch.shared_directory: false` each machine has such a directory, and its first rank does what rank 0
-does else: all write the same manifest, and rename when all have written it. A machine that was killed between
-has its files under the hidden name, and the others' checkpoint, of which no machine has these files, is not
-complete.
+With `launch.shared_directory: false` each machine has such a directory, and its first rank takes the part of
+rank 0: all write the same manifest, and rename when all have written it. If a machine is killed before its
+rename, its files stay under the hidden name, and the checkpoint of the other machines is not complete without
+them.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from fsdp_tune.worker.checkpoint.exchange import (
 from fsdp_tune.worker.checkpoint.snapshot import HostArena, Snapshot
 from fsdp_tune.worker.checkpoint.state import Live, OwnState, RankFile
 from fsdp_tune.worker.checkpoint.storage import (
+    HashingStream,
     hashing_writer,
     reason_of,
     with_free_space,
@@ -395,8 +396,6 @@ class Checkpointer:
 
 
 def _write_bytes(path: Path, raw: bytes) -> FileEntry:
-    from fsdp_tune.worker.checkpoint.storage import HashingStream
-
     stream = HashingStream(path)
     try:
         stream.write(raw)

@@ -115,7 +115,8 @@ class HostArena:
             .view(tensor.shape)
         )
         self._used_bytes += _aligned(tensor)
-        return part.copy_(tensor.detach(), non_blocking=True)
+        # waited for in `copy`, which only does so for CUDA
+        return part.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
 
 
 def pin_memory(address: int, size_bytes: int) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from fsdp_tune.core.errors import Problem
 from fsdp_tune.core.units import KIB
 from fsdp_tune.model.allocation_errors import is_of_cuda
-from fsdp_tune.model.shard.gathered import own_parameters
+from fsdp_tune.model.shard.gathered import own_gradients, own_parameters
 from fsdp_tune.model.shard.local import parts_of
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
@@ -48,11 +48,10 @@ def host_out_of_memory(recipe: Recipe, heartbeat: HeartbeatWriter, error: BaseEx
 def live_components(trainer: FsdpTrainer) -> dict[str, int]:
     """Return the bytes on the device of this rank that persist between steps."""
     device = trainer.args.device
-    parameters = own_parameters(trainer.wrapped)
     moments = [value for entry in trainer.live_optimizer.state.values() for value in entry.values()]
     return {
-        "parameters": _bytes(parameters, device),
-        "gradients": _bytes((p.grad for p in parameters if p.grad is not None), device),
+        "parameters": _bytes(own_parameters(trainer.wrapped), device),
+        "gradients": _bytes(own_gradients(trainer.wrapped), device),
         "optimizer state": _bytes(moments, device),
     }
 

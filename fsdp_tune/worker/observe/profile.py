@@ -41,6 +41,8 @@ class Profile(AttachedCallback):
             run.path / "profile" / f"steps-{steps.first}-{steps.last}" / f"rank-{rank:04d}.trace.json.gz"
         )
         self._profiler: profile | None = None
+        self._first = steps.first
+        """The first recorded step: later than the requested one if the run resumes between."""
         self._phase: record_function | None = None
         self._step: record_function | None = None
 
@@ -61,6 +63,7 @@ class Profile(AttachedCallback):
             self._profiler = profile(
                 activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
             )
+            self._first = step
             self._profiler.start()
         if self._profiler is not None:
             self._step = record_function(f"{PHASE_PREFIX}{STEP}")
@@ -110,7 +113,7 @@ class Profile(AttachedCallback):
         self._profiler = None
         with gzip.open(self._trace, "rt", encoding="utf-8") as file:
             shares = breakdown(json.load(file)["traceEvents"])
-        steps = step - self._steps.first + 1
+        steps = step - self._first + 1
         seconds = {phase: asdict(share) for phase, share in shares.items()}
         write_json(_breakdown_path(self._trace), {"steps": steps, "seconds": seconds})
         self.trainer.parts.metrics.event(Profiled(step, str(self._trace), steps, seconds))

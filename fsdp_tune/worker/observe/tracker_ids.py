@@ -45,6 +45,7 @@ def continue_tracker_runs(
     """Set the variables of `trackers`, with the ids of an earlier start of this run directory if there are
     any."""
     ids = _kept_ids(run, say)
+    now = dict(ids)
     for name in trackers:
         if (variables := VARIABLES.get(name)) is None:
             continue
@@ -56,8 +57,9 @@ def continue_tracker_runs(
             environment.get(variables.id) or ids.get(name) or secrets.token_hex(16)[: variables.id_digits]
         )
         if run_id:
-            environment[variables.id] = run_id
-            keep_id(run, name, run_id, say)
+            environment[variables.id] = now[name] = run_id
+    if now != ids:
+        write_json(run.trackers_json, now)
 
 
 def keep_id(run: RunDir, tracker: str, run_id: str, say: Callable[[str], None]) -> None:

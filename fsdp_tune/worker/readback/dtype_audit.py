@@ -58,10 +58,9 @@ MANY_RANKS = 64
 class DtypeAudit:
     """Counts floating-point dtypes by kind of operator while it is active. Nothing is compiled in it.
 
-    A function that the compiler first meets under a dispatch mode is marked as one to leave alone, for good
-    and without a word:
-    the layers of `kernels.compile: true` would stay as they are in every later step too. For a `reason` not
-    to audit nothing is counted.
+    The compiler marks a function that it first meets under a dispatch mode as one to skip, permanently and
+    without a message: the layers of `kernels.compile: true` would stay uncompiled in every later step too.
+    With a `reason` not to audit, nothing is counted.
     """
 
     def __init__(self, reason: str | None = None) -> None:

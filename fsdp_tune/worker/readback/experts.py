@@ -55,6 +55,8 @@ def _stacks_to_divide(recipe: Recipe, model: nn.Module) -> dict[str, int]:
 
 
 def inside_differences(recipe: Recipe, loaded: Loaded, report: LiveState) -> list[str]:
+    """Return a sentence if parameters are sharded in another dimension than the recipe means: the first, or
+    the second of stacked experts."""
     if report.sharded_inside is None:
         return []
     ranks = report.mesh[-1]
@@ -62,11 +64,14 @@ def inside_differences(recipe: Recipe, loaded: Loaded, report: LiveState) -> lis
     divided = _stacks_to_divide(recipe, loaded.model)
     wanted = [name for name, shape in sharded if name in divided or shard_dim(recipe, shape, ranks)]
     wrong = sorted(set(wanted) ^ set(report.sharded_inside))
-    return (
-        [f"sharded_inside: the recipe means {wanted!r}, the run has {report.sharded_inside!r}"]
-        if wrong
-        else []
-    )
+    if not wrong:
+        return []
+    meant, live = ("second", "first") if wrong[0] in wanted else ("first", "second")
+    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    return [
+        f"sharded_inside: the recipe means `{wrong[0]}` to be sharded in its {meant} dimension, the run has "
+        f"it in the {live}{more}"
+    ]
 
 
 def expert_differences(recipe: Recipe, loaded: Loaded, reports: list[LiveState]) -> list[str]:

@@ -206,9 +206,8 @@ def differences(recipe: Recipe, loaded: Loaded, reports: list[LiveState]) -> lis
                 f"{key} differs between ranks: rank 0 has {first!r}, rank {rank} has {others[rank - 1]!r}"
             )
     if reports[0].wrapper == "fsdp2" and reports[0].not_sharded and recipe.fsdp.ignored_modules is None:
-        found.append(
-            f"not sharded: {reports[0].not_sharded[0]} and {len(reports[0].not_sharded) - 1} more parameters"
-        )
+        first, *more = reports[0].not_sharded
+        found.append(f"not sharded: {first}{f' and {len(more)} more parameters' if more else ''}")
     tied = bool(getattr(loaded.model.config, "tie_word_embeddings", False))
     if reports[0].tied != tied:
         found.append(f"tied embeddings: the config has {tied}, the live model {reports[0].tied}")

@@ -21,9 +21,7 @@ from torch import nn
 from fsdp_tune.model.optim.adafactor import ShardedAdafactor
 from fsdp_tune.model.optim.muon import ORTHOGONAL
 from fsdp_tune.model.optim.optimizer import rounds_gradients
-from fsdp_tune.model.shard.local import (
-    local_part,
-)
+from fsdp_tune.model.shard.local import local_part
 
 SPACED = 14
 """Values at equal distances; with the two extremes, at most this many and two are copied per shard."""

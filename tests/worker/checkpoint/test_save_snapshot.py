@@ -50,6 +50,21 @@ def test_shards_of_a_device_are_saved_from_the_host_without_groups_of_their_own(
     assert torch.equal(read["weight"], WHOLE)
 
 
+def test_copy_that_is_not_waited_for_is_only_made_from_cuda() -> None:
+    """On other accelerators, training would change tensors while they are still copied."""
+    flags: list[bool] = []
+
+    class Live(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.Tensor.copy_:
+                flags.append((kwargs or {}).get("non_blocking", False))
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    HostArena().copy(snapshot_of({"weight": torch.ones(3).as_subclass(Live)}))
+    assert flags == [False]
+
+
 def test_one_arena_holds_each_snapshot_in_turn() -> None:
     arena = HostArena()
     live = {

@@ -37,14 +37,14 @@ def stand_in(wrapped: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     )
 
 
-def components_around_a_forward() -> list[dict[str, int]]:
+def components_around_a_forward(version: int) -> list[dict[str, int]]:
     """On a rank: the components before a step, and while a layer is gathered in its forward and backward."""
     from fsdp_tune.model.loading.assemble import wrap_whole
     from fsdp_tune.model.loading.construct import build_full
     from fsdp_tune.model.shard.process_groups import make_mesh
     from fsdp_tune.model.step import forward_backward
 
-    recipe = recipe_of("llama", dist.get_world_size())
+    recipe = recipe_of("llama", dist.get_world_size(), fsdp={"version": version})
     mesh = make_mesh(recipe, "cpu")
     wrapped: Any = wrap_whole(recipe, build_full(recipe), mesh, torch.device("cpu")).wrapped.train()
     trainer = stand_in(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.0))
@@ -56,7 +56,8 @@ def components_around_a_forward() -> list[dict[str, int]]:
 
 
 @pytest.mark.ranks
-def test_gathered_parameters_are_not_counted_as_those_of_the_rank(on_ranks: Ranks) -> None:
-    before, inside, *_ = on_ranks.run(2, components_around_a_forward)[0]
+@pytest.mark.parametrize("version", [1, 2])
+def test_gathered_parameters_are_not_counted_as_those_of_the_rank(version: int, on_ranks: Ranks) -> None:
+    before, inside, *_ = on_ranks.run(2, components_around_a_forward, version)[0]
     assert before["parameters"] > 0
     assert inside == before

@@ -194,6 +194,5 @@ def test_unreadable_run_ids_are_reported_and_replaced(tmp_path: Path, text: str)
     run, said = RunDir(tmp_path), list[str]()
     run.trackers_json.write_text(text)
     continue_tracker_runs(run, ["wandb"], {}, said.append)
-    assert said
-    assert set(said) == {f"WARNING: {run.trackers_json} cannot be read; trackers start new runs"}
+    assert said == [f"WARNING: {run.trackers_json} cannot be read; trackers start new runs"]
     continue_tracker_runs(run, ["wandb"], {}, said_nothing)

@@ -10,10 +10,17 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fsdp_tune.recipe.fsdp_arguments import expected
 from fsdp_tune.run.records import LiveState
-from fsdp_tune.worker.readback.experts import exchanging_ranks, expert_differences, group_size, own_experts
+from fsdp_tune.worker.readback.experts import (
+    exchanging_ranks,
+    expert_differences,
+    group_size,
+    inside_differences,
+    own_experts,
+)
 from tests.model.recipes import recipe_of
 from tests.ranks import Ranks
 
@@ -80,6 +87,17 @@ def test_ranks_with_their_parts_pass(bare: Any) -> None:
 )
 def test_rank_that_differs_is_named(wrong: LiveState, sentence: str, bare: Any) -> None:
     assert found([RIGHT[0], wrong, *RIGHT[2:]], bare) == [sentence]
+
+
+def test_dimension_of_a_stack_that_differs_is_named_once() -> None:
+    live = LiveState(mesh=[4], sharded_inside=list(STACKS))
+    loaded: Any = SimpleNamespace(model=nn.Module())
+    with patch("fsdp_tune.worker.readback.experts.divided_experts", lambda *_: {}):
+        [sentence] = inside_differences(RECIPE, loaded, live)
+    assert sentence == (
+        f"sharded_inside: the recipe means `{min(STACKS)}` to be sharded in its first dimension, the run has "
+        "it in the second (and 1 more)"
+    )
 
 
 def test_run_that_divides_no_stack_is_reported() -> None:
