@@ -196,8 +196,6 @@ def check_access(target: HubTarget) -> None:
     try:
         validate_repo_id(target.repository)
         HfApi(library_name="fsdp-tune").whoami()
-    except FsdpTuneError:  # a signal that ends the command may arrive here
-        raise
     except Exception as error:
         message = f"the model could not be pushed to `{target.repository}` at the end: {first_line(error)}"
         hint = f"{LOGIN}; or leave `training.push_to_hub` out and run `fsdp-tune push RUN` later"
@@ -352,8 +350,6 @@ def _add_licence(api: Any, folder: Path) -> list[Notice]:
         return [Notice("licence-unknown", message, Where(str(folder / CARD_NAME)), "add `license:` to it")]
     try:
         found = api.model_info(base).card_data
-    except FsdpTuneError:
-        raise
     except Exception:  # noqa: BLE001  the licence of a base that cannot be asked for is unknown
         found = None
     if found is None or found.license is None:
