@@ -101,6 +101,10 @@ def test_failed_push_keeps_the_model_and_names_the_command_that_repeats_it(hub, 
     assert "no network" in document["errors"][0]["message"]
     assert f"fsdp-tune push {merged} --to me/model" in document["errors"][0]["hint"]
     assert sorted(path.name for path in merged.iterdir()) == FILES
+    options = ["--private", "--to", "me/model", "--revision", "v 2"]
+    _, document = invoke("push", merged, *options)
+    again = f"fsdp-tune push {merged} --private --to me/model --revision 'v 2'"
+    assert document["errors"][0]["hint"].endswith(again)
 
 
 def test_public_repository_needs_the_option(hub, merged, monkeypatch):
