@@ -4,11 +4,10 @@
 The first line of stdin is a `ModelsRequest`, each further line a list of prompts: a row and its kind for each
 of the models. SIGINT ends the answer that is being generated. Prints JSON lines:
 
-`{"phase": "loading the model"}`, then `{"format": {…}, "device": "cpu", "notices": […]}` when prompts are
-read. For each list of prompts `{"prompt": 0, "model": 0, "piece": "text"}` …,
-`{"prompt": 0, "model": 0, "answer": {…}}` …, and `{"end": true}`; or, without an answer,
-`{"bad": [[0, reason, hint], …]}` with every prompt that cannot be encoded. At the end of a failure
-`{"problems": […], "exit_code": 2}`.
+`{"phase": "loading the tokenizer"}` …, then `{"format": {…}, "notices": […]}` when prompts are read. For each
+list of prompts `{"prompt": 0, "model": 0, "piece": "text"}` …, `{"prompt": 0, "model": 0, "answer": {…}}` …,
+and `{"end": true}`; or, without an answer, `{"bad": [[0, reason, hint], …]}` with every prompt that cannot be
+encoded. At the end of a failure `{"problems": […], "exit_code": 2}`.
 
 A comparison with a server sends objects instead of lists:
 `{"references": [prompt, …], "max_new_tokens": 32}`, `{"scores": [{"ids", "tokens", "top"}, …]}` and

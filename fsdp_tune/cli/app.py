@@ -66,7 +66,7 @@ class Commands(TyperGroup):
             else:
                 Screen(json_output="--json" in arguments).close([_usage_problem(error)])
                 code = ExitCode.USAGE
-        except FsdpTuneError as error:
+        except (FsdpTuneError, StoppedBySignal) as error:
             Screen(json_output="--json" in arguments).close(error.problems)
             code = error.exit_code
         except (typer.Abort, KeyboardInterrupt):

@@ -46,8 +46,9 @@ def _refusal(error: BaseException) -> Problem | None:
 
 
 def _file_system_problem(error: OSError, log: str | None) -> Problem:
-    # what os.getcwd raises
-    if isinstance(error, FileNotFoundError) and error.filename is None and error.__cause__ is None:
+    # what os.getcwd raises; a library's own FileNotFoundError("…") has no errno
+    is_of_system = error.errno == errno.ENOENT and error.filename is None and error.__cause__ is None
+    if is_of_system and isinstance(error, FileNotFoundError):
         return Problem(
             "file-system", "the current directory has been removed", hint="change to one that exists"
         )

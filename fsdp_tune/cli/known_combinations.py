@@ -13,7 +13,7 @@ Facts = Mapping[str, Any]
 """The document of `fsdp-tune env`: versions, host, devices, torch, variables …"""
 
 
-TESTED = {"torch": ((2, 11), (2, 15)), "transformers": ((5, 17), (5, 23)), "accelerate": ((1, 15), (1, 15))}
+TESTED = {"torch": ((2, 11), (2, 15)), "transformers": ((5, 17), (5, 24)), "accelerate": ((1, 15), (1, 15))}
 
 
 SMALL_SHARED_MEMORY_BYTES = GIB

@@ -1,5 +1,5 @@
-"""The commands about recipes: the catalogue (`recipes list|show|copy|new|schema`), `import`, `explain`, and
-the chat templates."""
+"""The commands about recipes: the catalogue (`recipes list|show|copy|new|schema`), `import`, and the chat
+templates."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from fsdp_tune.core.command import Bar
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem, usage_error
 from fsdp_tune.core.limits import is_panic
 from fsdp_tune.core.refused_variables import refuse_odd_booleans
-from fsdp_tune.core.signals import stop_signals_raise
+from fsdp_tune.core.signals import StoppedBySignal, stop_signals_raise
 from fsdp_tune.core.units import MIB
 from fsdp_tune.jobs.observer import Observer, PlanStage
 
@@ -136,7 +136,7 @@ def command(json_output: bool) -> Iterator[Screen]:
     except typer.Exit:
         _close(screen)
         raise
-    except FsdpTuneError as error:
+    except (FsdpTuneError, StoppedBySignal) as error:
         _close(screen, error.problems)
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:

@@ -56,7 +56,7 @@ class StepView:
         self._detail = self._beside_the_bar()
         self._bar.at(self._at, self._detail, self._losses)
         sets = [
-            f"{name.removeprefix('eval_').removesuffix('_loss')} {each:.4f}"
+            f"{name.removeprefix('eval_').removesuffix('_loss')} {_number(each, '.4f')}"
             for name, each in line.items()
             if _is_eval_of_a_set(name)
         ]

@@ -159,13 +159,10 @@ class FailedError(FsdpTuneError):
 
 @contextmanager
 def collected(problems: list[Problem]) -> Iterator[None]:
-    """Add the problems of an error in the block to a list, so that later checks still run. Raises: the error
-    of a stop signal."""
+    """Add the problems of an error in the block to a list, so that later checks still run."""
     try:
         yield
     except FsdpTuneError as error:
-        if error.exit_code is ExitCode.PREEMPTED:
-            raise
         problems.extend(error.problems)
 
 

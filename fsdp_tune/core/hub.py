@@ -180,8 +180,6 @@ def snapshot(wanted: HubResource, files: Sequence[str], *, revision: str | None 
                 local_files_only=not hub_is_reachable(),
             )
         )
-    except FsdpTuneError:  # a signal that ends the command may arrive here
-        raise
     except Exception as error:
         if (problem := wanted.problem(error)) is None:
             raise

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 
-from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem
+from fsdp_tune.core.errors import ExitCode, Problem
 
 STOP_SIGNALS = tuple(
     signal.Signals[name]
@@ -32,15 +32,17 @@ def without_ignored(numbers: Iterable[int]) -> list[signal.Signals]:
     ]
 
 
-class StoppedBySignal(FsdpTuneError):
-    """A scheduler's signal while no rank was running (exit 143)."""
+class StoppedBySignal(BaseException):
+    """A scheduler's signal while no rank was running. As KeyboardInterrupt it is not an Exception, so that
+    nothing that handles errors takes it for one of its own."""
+
+    exit_code = ExitCode.PREEMPTED
 
     def __init__(self, number: int) -> None:
         self.number = number
-        name = signal.Signals(number).name
-        super().__init__(
-            Problem("stopped", f"stopped by {name} while no rank was running"), exit_code=ExitCode.PREEMPTED
-        )
+        message = f"stopped by {signal.Signals(number).name} while no rank was running"
+        self.problems = (Problem("stopped", message),)
+        super().__init__(message)
 
 
 @contextlib.contextmanager

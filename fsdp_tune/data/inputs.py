@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Where, usage_error
+from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.core.files import expanded
 from fsdp_tune.data.bad_rows import bad_row_examples
 from fsdp_tune.data.format.formats import FormatSettings, matching_formats, needed_columns, other_columns
@@ -74,8 +74,7 @@ def open_inputs(recipe: Recipe, encoder: Encoder, *, train_only: bool = False) -
 def opened_inputs(
     recipe: Recipe, encoder: Encoder, *, train_only: bool = False
 ) -> tuple[list[Input], list[FsdpTuneError]]:
-    """Return the entries that can be opened, and the errors of the others. Raises: FsdpTuneError of a stop
-    signal."""
+    """Return the entries that can be opened, and the errors of the others."""
     if not recipe.data.train:
         hint = "data.train: [{path: data.jsonl}]"
         return [], [
@@ -96,8 +95,6 @@ def opened_inputs(
         try:
             opened = _open(recipe, entry, key, set_name, encoder, files)
         except FsdpTuneError as error:
-            if error.exit_code is ExitCode.PREEMPTED:
-                raise
             errors.append(error)
             continue
         inputs.append(opened)

@@ -328,7 +328,7 @@ class Evaluating:
     def _waiting(self) -> list[Checkpoint]:
         """Return the complete checkpoints to evaluate, oldest first, after writing the lines of those that
         this command has evaluated."""
-        with suppress(OSError, FsdpTuneError):
+        try:
             due, known = (
                 checkpoints_to_evaluate(self._run, self._recipe.evaluation),
                 CheckpointScores.read(self._run),
@@ -344,7 +344,11 @@ class Evaluating:
                     append_event(self._run, outcome)
             settled = known.settled | self._outcomes.keys()
             return [each for each in due if each.manifest.identity not in settled]
-        return []
+        except (OSError, FsdpTuneError):
+            # While ranks run, the thread tries again. Later it would leave checkpoints without a message.
+            if threading.current_thread() is self._thread and self._is_last.is_set():
+                raise
+            return []
 
     def _follow(self) -> None:
         """The thread: it hurts neither the ranks nor the end of the command, and does not end without a

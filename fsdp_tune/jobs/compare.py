@@ -43,7 +43,7 @@ from fsdp_tune.comparison.stages import (
     without_weights,
 )
 from fsdp_tune.comparison.tool_options import TOOLS
-from fsdp_tune.core.errors import ExitCode, FsdpTuneError, usage_error
+from fsdp_tune.core.errors import FsdpTuneError, usage_error
 from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.core.user_cache import default_cache_directory
 from fsdp_tune.jobs.compare_answer import Cause, CompareAnswer, LaterDifference, first_of
@@ -97,6 +97,7 @@ def compare(
         )
     with session():
         if is_url(str(b)) and not isinstance(a, ImportedRecipe):
+            _refuse_options_of_recipes(str(b), overrides, options)
             return compare_with_server(str(a), str(b), options, observer)
         one = read_side(a if isinstance(a, ImportedRecipe) else str(a), (), options, observer)
         other = read_side(str(b), overrides, options, observer)
@@ -117,6 +118,18 @@ def compare(
                 folder = stack.enter_context(temporary_directory("compare-"))
                 _Walk(result, folder, stack, observer).run()
         return result.answer()
+
+
+def _refuse_options_of_recipes(url: str, overrides: Sequence[str], options: CompareOptions) -> None:
+    """Raises: usage error for options that change B, if B is a server."""
+    given = {
+        "--set": bool(overrides),
+        "--python": options.python is not None,
+        "--with": bool(options.requirements),
+    }
+    if wrong := [f"`{option}`" for option, is_given in given.items() if is_given]:
+        message = f"{' and '.join(wrong)} cannot change `{url}`, which is a server"
+        raise usage_error("compare-override", message, hint=f"leave out {' and '.join(wrong)}")
 
 
 def _with_interpreter(
@@ -263,7 +276,7 @@ class _Walk:
             return replace(
                 resolved_side(side.name, loaded, imported, self._options, Observer()), options=side.options
             )
-        except FsdpTuneError:
+        except FsdpTuneError:  # the file makes no recipe without these options
             return side
 
     def _all_compared(
@@ -393,11 +406,7 @@ class _Walk:
         try:
             loaded = replace(self._changed.loaded, recipe=Recipe.model_validate(document), notices=())
             return resolve_recipe(loaded, self._options.allowed, Observer()).recipe
-        except ValidationError:
-            return None
-        except FsdpTuneError as error:
-            if error.exit_code is not ExitCode.USAGE:  # a stop signal
-                raise
+        except (ValidationError, FsdpTuneError):
             return None
 
     def _described(self, paths: Sequence[KeyPath]) -> list[DifferentKey]:

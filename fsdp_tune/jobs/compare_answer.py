@@ -43,7 +43,8 @@ class Cause(JsonAnswer):
     keys: list[DifferentKey]
     """With A's values of these keys in B, the difference vanishes."""
     versions: dict[str, list[str | None]]
-    """Libraries with their versions in A and B, if the interpreter is the cause."""
+    """Libraries with their versions in A and B, if the interpreter is the cause; of two runs, the facts of
+    their environments that differ."""
     is_shown: bool
     """Whether B was computed again without the cause, and the difference vanished."""
     text: str

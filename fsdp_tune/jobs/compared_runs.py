@@ -20,7 +20,7 @@ from fsdp_tune.comparison.stages import ComparedStage
 from fsdp_tune.comparison.verdicts import SCHEDULE
 from fsdp_tune.data.preparation import rows_of_step
 from fsdp_tune.jobs.compare_answer import Cause, FirstDifference
-from fsdp_tune.pages.run_record import RunRecord, differing_values, read_run
+from fsdp_tune.pages.run_record import RunRecord, differing_environment, read_run
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import BaseModel
 from fsdp_tune.run.directory import RunDir
@@ -51,7 +51,7 @@ def compare_runs(
     Raises: usage error for damaged files.
     """
     one, other = read_run(a, "A"), read_run(b, "B")
-    found = ComparedRuns(differing_values([one.environment, other.environment]))
+    found = ComparedRuns(differing_environment([one, other]))
     keys_of_data = [each.data.key if each.data else None for each in (one, other)]
     found.before = [
         compare_digests("data", keys_of_data[0], keys_of_data[1], "data.json"),

@@ -76,8 +76,8 @@ def doctor(
     """Start the ranks of a recipe on this machine, measure for some seconds and judge. With several machines,
     call it on each of them.
 
-    Nothing is left on disk. Raises: FsdpTuneError for a recipe that `train` would refuse before its inputs
-    are read.
+    Only the caches of the inspection and of the trace stay on disk. Raises: FsdpTuneError for a recipe that
+    `train` would refuse before its inputs are read.
     """
     with session(recipe):
         observer.phase("finding the devices of this machine")

@@ -18,6 +18,7 @@ import numpy as np
 
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import FailedError, FsdpTuneError, failed_error
+from fsdp_tune.core.signals import StoppedBySignal
 from fsdp_tune.core.tensors.safetensors_header import read_header
 from fsdp_tune.core.units import format_seconds
 from fsdp_tune.jobs.observer import Observer
@@ -191,7 +192,7 @@ class _Jobs:
                 if now is not None and now.state not in ENDED and now.state != "COMPLETING":
                     self._observer.message(f"cancelling job {job}")
                     call_slurm("scancel", job)
-            except FsdpTuneError as error:
+            except (FsdpTuneError, StoppedBySignal) as error:
                 self._observer.message(f"job {job} may still run: {error}; `scancel {job}` cancels it")
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fsdp_tune.core import processes as children
-from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem
+from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem
 from fsdp_tune.core.hub import download_model
 from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.data.format.templates import resolve_template
@@ -67,10 +67,7 @@ class Inspection:
             self.add(error)
 
     def add(self, error: FsdpTuneError) -> None:
-        """Record the problems of the data. A hub that cannot be reached is not a mistake in the recipe, and a
-        stop signal is raised."""
-        if error.exit_code is ExitCode.PREEMPTED:
-            raise error
+        """Record the problems of the data. A hub that cannot be reached is not a mistake in the recipe."""
         for problem in error.problems:
             if problem.code == "hub-unreachable":
                 self.is_data_reachable = False

@@ -1,5 +1,4 @@
-"""Make a recipe: for a model, data and GPUs (`new`), or from the configuration of another trainer
-(`import`)."""
+"""Make a recipe for a model, data and GPUs (`recipes new`)."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from fsdp_tune.core.devices import nvidia_driver
 from fsdp_tune.core.errors import STOP_CODES, ExitCode, FsdpTuneError, failed_error, usage_error
 from fsdp_tune.core.gpus import CPU
 from fsdp_tune.core.package_versions import installed_versions
+from fsdp_tune.core.signals import StoppedBySignal
 from fsdp_tune.core.units import format_figure
 from fsdp_tune.jobs.measuring_machines import calling, follow, machine_of
 from fsdp_tune.jobs.observer import Observer, session
@@ -133,7 +134,7 @@ class _Measuring:
         with self.observer.progress("trying recipes", None, "recipes") as bar:
             return made, plans.search("fastest", lambda _changes: bar.advance())
 
-    def _run(self) -> FsdpTuneError | None:
+    def _run(self) -> FsdpTuneError | StoppedBySignal | None:
         """Train each recipe for a few steps. Return the error that ends the measurement, that of a signal or
         of another machine; the other trials are then not started."""
         began, longest, minutes = time.monotonic(), 0.0, self.settings.minutes
@@ -149,7 +150,7 @@ class _Measuring:
             self.observer.message(f"measuring {number} of {len(self.trials)}: {changes}")
             try:
                 self._train(trial)
-            except FsdpTuneError as stop:
+            except (FsdpTuneError, StoppedBySignal) as stop:
                 return stop
             seconds = trial.figures.step_seconds
             said = trial.figures.problem if seconds is None else f"{format_figure(seconds)} s a step"
@@ -158,7 +159,8 @@ class _Measuring:
         return None
 
     def _train(self, trial: Trial) -> None:
-        """Raises: FsdpTuneError if a signal asks to stop, or if another machine does not follow."""
+        """Raises: FsdpTuneError or StoppedBySignal if a signal asks to stop; FsdpTuneError if another machine
+        does not follow."""
         if self.caller is not None:
             self.caller.call(f"{trial.folder.parent.name}/{trial.folder.name}")
         try:

@@ -18,6 +18,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from fsdp_tune.core.errors import STOP_CODES, ExitCode, FsdpTuneError, failed_error
+from fsdp_tune.core.signals import StoppedBySignal
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.recipes import resolve_recipe
 from fsdp_tune.jobs.trial import FOLDER_PREFIX, TrialSettings, folder_of_trials
@@ -54,7 +55,7 @@ def calling(recipe: Recipe, settings: TrialSettings, observer: Observer) -> Iter
     with FirstMachine(_opens(recipe, 0), machines, settings.hang_seconds(recipe)) as caller:
         try:
             yield caller
-        except FsdpTuneError as error:
+        except (FsdpTuneError, StoppedBySignal) as error:
             observer.message(
                 f"{error.problems[0].message}; this machine tells the others before it ends (at most "
                 f"{SERVED_SECONDS:g} s)"

@@ -96,7 +96,7 @@ class Mirroring:
             self._claim()
             try:  # again: while this command waited for the claim, another one may have sent its run
                 self._identify(start, resume, overwrite=overwrite)
-            except FsdpTuneError:
+            except BaseException:
                 self.close()
                 raise
             listing = self.remote.directory.list() if resume is not None else {}
@@ -338,8 +338,6 @@ class Mirroring:
         try:
             try:
                 yield
-            except (StoppedBySignal, KeyboardInterrupt):
-                raise
             except FsdpTuneError:
                 self._finish()
                 raise

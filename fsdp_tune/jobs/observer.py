@@ -156,7 +156,7 @@ class Observer:
 
     def planned(self, plan: Plan, stage: PlanStage) -> None:
         """Receive the plan after each stage: of the recipe itself, with other recipes ranked, with the
-        scaling table."""
+        scaling table, with measured recipes (`plan --measure`)."""
 
     def inputs_checked(self, inputs: TrainingInputs) -> None:
         """Receive the model, data and plan of a training before its run directory is written."""
@@ -184,7 +184,7 @@ class Observer:
 
 @contextmanager
 def session(loaded: LoadedRecipe | None = None) -> Iterator[None]:
-    """Run a job: a stop signal becomes an error, and errors that name a key of the recipe get its line."""
+    """Run a job: a stop signal raises StoppedBySignal; errors that name a key of the recipe get its line."""
     with stop_signals_raise():
         try:
             yield

@@ -21,6 +21,7 @@ from fsdp_tune.core.devices import visible_devices
 from fsdp_tune.core.errors import FsdpTuneError, Problem, usage_error
 from fsdp_tune.core.host import host
 from fsdp_tune.core.package_versions import versions
+from fsdp_tune.core.signals import StoppedBySignal
 from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.data.preparation import prepare as prepare_data
 from fsdp_tune.data.read.sources import OF_ROWS
@@ -378,7 +379,7 @@ def announce_end(
 ) -> None:
     """Report why this command ends before it tells the other machines, which may take the limit of their last
     reading."""
-    if isinstance(error, FsdpTuneError) and machines.others:
+    if isinstance(error, FsdpTuneError | StoppedBySignal) and machines.others:
         observer.message(
             f"{error.problems[0].message}; this machine tells the others before it ends (at most "
             f"{SERVED_SECONDS:g} s)"

@@ -10,7 +10,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -446,11 +446,14 @@ def follow_report(
 
     def watch() -> None:
         for run in list(watched):
-            with suppress(FsdpTuneError, OSError):  # the page says that it cannot be read
-                if (now := run_status(run)).has_ended:
-                    watched.remove(run)
-                    if ended is not None:
-                        ended(run.path, now.state, not watched)
+            try:
+                now = run_status(run)
+            except (FsdpTuneError, OSError):  # the page says that it cannot be read
+                continue
+            if now.has_ended:
+                watched.remove(run)
+                if ended is not None:
+                    ended(run.path, now.state, not watched)
 
     page = LivePage(
         lambda: report_page([reader.read() for reader in readers], _now(), is_live=True),

@@ -60,7 +60,7 @@ class SubmitAnswer(JsonAnswer):
     log: str | None
     """What the job prints."""
     text: str
-    """Its content."""
+    """Content of the script."""
     machines: int
     gpus_per_machine: int
     lead_seconds: int | None

@@ -24,6 +24,7 @@ from fsdp_tune.core.errors import (
     Where,
     usage_error,
 )
+from fsdp_tune.core.signals import StoppedBySignal
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import TrainOptions
 from fsdp_tune.jobs.train import Preview, preview, train
@@ -302,8 +303,10 @@ def run_sweep(
             code, problem, state = EXIT_CODE_OF_REASON[result.exit_reason], None, result.exit_reason.value
             if result.stop_code is not None and number < len(planned):
                 code = result.stop_code  # a signal in its last step: it finished, and no other run starts
-        except FsdpTuneError as error:
-            code, problem, state = error.exit_code, error.problems[0], ExitReason.FAILED.value
+        except (FsdpTuneError, StoppedBySignal) as error:
+            is_stop = isinstance(error, StoppedBySignal)
+            state = (ExitReason.PREEMPTED if is_stop else ExitReason.FAILED).value
+            code, problem = error.exit_code, error.problems[0]
             for told in error.problems:
                 where = f"{told.where}: " if told.where.source else ""
                 observer.message(f"error: {where}{told.message}")

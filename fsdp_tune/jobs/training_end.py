@@ -63,13 +63,15 @@ def _push(run: RunDir, recipe: Recipe, observer: Observer) -> str:
 def finished(
     run: RunDir, recipe: Recipe, observer: Observer, start: Start, evaluations: Evaluating | None = None
 ) -> TrainResult:
-    """Return the result of a run that has finished, after the evaluations and the merge if a crash
+    """Return the result of a run that has finished, after the evaluations, the merge and the push if a crash
     prevented them."""
     if evaluations is not None:
         evaluations.finish()
     outcome = read_outcome(run, 0)
     assert outcome is not None, "the outcome of the first rank is what makes a run finished"
+    lacks_model = recipe.merge.at_end and bool(missing_outputs(run, recipe))
     merged = _model_of_finished(run, recipe, observer)
+    pushed = _push(run, recipe, observer) if lacks_model and recipe.training.push_to_hub else None
     return TrainResult(
         run,
         recipe,
@@ -78,6 +80,7 @@ def finished(
         outcome.facts,
         start.checkpoint,
         merged,
+        pushed,
         had_finished=True,
     )
 

@@ -150,8 +150,6 @@ class InputChecks:
                     )
                 evaluation = check_evaluation(self.recipe, encoder, self.observer)
             except FsdpTuneError as error:
-                if error.exit_code is ExitCode.PREEMPTED:  # a signal: do not wait for other problems
-                    raise
                 raise FsdpTuneError(
                     *inspecting.result().problems, *error.problems, exit_code=error.exit_code
                 ) from error
@@ -193,8 +191,10 @@ def _required(found: Inspection, recipe: Recipe) -> ModelFacts:
     packaged = (
         [f"`{recipe.model.name_or_path}` cannot be reached, and is not in the cache"] if is_packaged else []
     )
-    if found.model is None or found.problems or found.unchecked or packaged:
-        raise FsdpTuneError(*found.problems, *map(_unreachable, [*found.unchecked, *packaged]))
+    if found.problems:  # what is unchecked follows from them
+        raise FsdpTuneError(*found.problems)
+    if found.model is None or found.unchecked or packaged:
+        raise FsdpTuneError(*map(_unreachable, [*found.unchecked, *packaged]))
     return found.model
 
 

@@ -73,8 +73,7 @@ def inspect_remaining(recipe: Recipe, suspects: Collection[str], *, offline: boo
 
 
 def _reads(keys: Collection[str], suspect: str) -> bool:
-    """Return whether a suspect key is one of `keys`, or in one of these sections, or a section that has one
-    of them."""
+    """Return whether a suspect key is one of `keys`, or in one of these sections."""
     return any(suspect == key or suspect.startswith((f"{key}.", f"{key}[")) for key in keys)
 
 

@@ -200,13 +200,13 @@ def validate(
     allowed: Allowed = Allowed(),
     observer: Observer = Observer(),
 ) -> Validation:
-    """Check the recipe's keys for this machine, its model, and the first rows of its data. Writes only the
-    inspection in the user's cache.
+    """Check the recipe's keys for this machine, its model, and the first rows of its data. Writes only to the
+    caches: the inspection of the model, and a trace if keys are left to a plan.
 
     `strict` counts keys that have no effect as problems. `offline` sets HF_HUB_OFFLINE for this process and
-    lists as unchecked what
-    needs the hub. Raises: InvalidRecipeError if the recipe cannot be resolved; problems of model and data are
-    in the result.
+    lists as unchecked what needs the hub. Raises: InvalidRecipeError if the recipe cannot be resolved;
+    FsdpTuneError if a key is left to a plan and the step cannot be traced. Problems of model and data are in
+    the result.
     """
     with session(recipe):
         if offline:

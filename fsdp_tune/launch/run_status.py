@@ -47,6 +47,8 @@ RECENT_LINES = 20
 """Training lines and evaluations whose losses are returned."""
 SPIKE_MARKER = b'_spike"'
 """In the lines of `loss_spike` and `gradient_spike`."""
+START_MARKER = b'"train_started"'
+"""In the line of each start."""
 RECENT_SECONDS = 60.0
 """A heartbeat this recent, from a machine whose processes are not visible, counts as alive."""
 
@@ -456,13 +458,9 @@ def last_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _total_steps(path: Path, last: list[dict[str, object]]) -> int | None:
-    """Return the steps of the newest start among the `last` lines of the file, or else of the first one at
-    its start."""
-    newest = next(
-        (event for line in reversed(last) if isinstance(event := read_event(line), TrainStarted)), None
-    )
-    if newest is None and path.exists():
-        with open_regular(path) as file:
-            first = json_objects(file.read(TAIL_BYTES))
-        newest = next((event for line in first if isinstance(event := read_event(line), TrainStarted)), None)
-    return newest.total_steps if newest is not None else None
+    """Return the steps of the newest start: among the `last` lines of the file, or else in the file."""
+    for lines in (last, metrics_with(path, START_MARKER)):
+        for line in reversed(lines):
+            if isinstance(event := read_event(line), TrainStarted):
+                return event.total_steps
+    return None

@@ -197,8 +197,6 @@ def check_access(target: HubTarget) -> None:
     try:
         validate_repo_id(target.repository)
         HfApi(library_name="fsdp-tune").whoami()
-    except FsdpTuneError:  # a signal that ends the command may arrive here
-        raise
     except HFValidationError as error:
         raise _not_a_name(target, Where(key="training.hub_model_id")) from error
     except Exception as error:
@@ -358,8 +356,6 @@ def _add_licence(api: Any, folder: Path) -> list[Notice]:
         return [Notice("licence-unknown", message, Where(str(folder / CARD_NAME)), "add `license:` to it")]
     try:
         found = api.model_info(base).card_data
-    except FsdpTuneError:
-        raise
     except Exception:  # noqa: BLE001  the licence of a base that cannot be asked for is unknown
         found = None
     if found is None or found.license is None:

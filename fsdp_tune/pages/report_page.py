@@ -34,7 +34,7 @@ from fsdp_tune.core.version import __version__
 from fsdp_tune.pages.charts import Chart, charts_of, points_each
 from fsdp_tune.pages.html_pages import ASSETS, asset
 from fsdp_tune.pages.ranking import ranking_of
-from fsdp_tune.pages.run_record import RunRecord, differing_values
+from fsdp_tune.pages.run_record import RunRecord, differing_environment, differing_values
 from fsdp_tune.pages.step_shares import step_parts
 from fsdp_tune.pages.tables import (
     Table,
@@ -57,7 +57,6 @@ RESOLVED_RECIPES = 8
 NAMED_RUNS = 4
 """Runs in the title. The title of more is their directory."""
 UNCOMPARED_KEYS = ("name", "output_dir")
-UNCOMPARED_FACTS = ("memory available",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ def differences_of(runs: Sequence[RunRecord]) -> Differences:
     differ, are not compared."""
     return Differences(
         differing_values([run.recipe for run in runs], ignored=UNCOMPARED_KEYS),
-        differing_values([run.environment for run in runs], ignored=UNCOMPARED_FACTS),
+        differing_environment(runs),
     )
 
 

@@ -63,6 +63,7 @@ def sorted_lines(lines: Iterable[Line]) -> RunLines:
 
 
 ENVIRONMENT_VARIABLES = "launch.env."
+FREE_MEMORY = "memory available"
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +217,11 @@ def differing_values(
     keys = dict.fromkeys(key for each in maps for key in each if key not in ignored)
     values = {key: [each.get(key) for each in maps] for key in keys}
     return {key: found for key, found in values.items() if len(set(found)) > 1}
+
+
+def differing_environment(runs: Sequence[RunRecord]) -> dict[str, list[str | None]]:
+    """Return the facts of the environments that differ; the free memory at a start always does."""
+    return differing_values([run.environment for run in runs], ignored=(FREE_MEMORY,))
 
 
 def _recipe_text(key: str, value: object) -> str:

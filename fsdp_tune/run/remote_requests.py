@@ -63,7 +63,7 @@ def retried(request: Callable[[], T], waits: Sequence[float] | None = None) -> T
     for wait in (*pauses, None):
         try:
             return request()
-        except (FsdpTuneError, ContentError):  # a signal that ends the command may arrive here
+        except (FsdpTuneError, ContentError):
             raise
         except Exception as error:
             refusal = refusal_of(error)

@@ -108,6 +108,7 @@ def test_mistakes_exit_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         (["gpt2_smoke", "--python", str(tmp_path / "none")], "compare-python"),
         (["gpt2_smoke", "no_such_recipe"], "recipe-not-found"),
         (["gpt2_smoke", "--set", "training.lr=1"], "unknown-key"),
+        (["run", "http://127.0.0.1:1/v1", "--set", "training.seed=1", "--with", "trl"], "compare-override"),
     ):
         assert errors("compare", *arguments)[0]["code"] == code
 

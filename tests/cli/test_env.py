@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fsdp_tune.cli.known_combinations import known_bad, version_tuple
+from fsdp_tune.cli.known_combinations import TESTED, known_bad, version_tuple
 from fsdp_tune.core.host import host
 from fsdp_tune.core.package_versions import versions
 from tests.cli.conftest import Cli, document
 
+ROOT = Path(__file__).parents[2]
 GOOD: dict[str, Any] = {
     "versions": {"torch": "2.13.0+cu128", "transformers": "5.23.0", "accelerate": "1.15.0"},
     "host": {"system": "Linux 6.8.0-50-generic", "shared_memory_bytes": 1 << 36, "open_files_limit": 65536},
@@ -36,6 +38,15 @@ def with_change(path: str, value: Any) -> dict[str, Any]:
 def test_good_machine_matches_no_known_bad_row() -> None:
     assert known_bad(GOOD) == []
     assert known_bad(with_change("versions.torch", "2.15.0+cu132")) == []
+
+
+def test_versions_of_the_tests_are_tested_ones() -> None:
+    pins = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in pins if line.split("==")[0] in TESTED)
+    assert pinned.keys() == TESTED.keys()
+    for name, version in pinned.items():
+        first, last = TESTED[name]
+        assert first <= version_tuple(version)[:2] <= last, f"{name} {version}"
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,7 @@ def test_step_is_printed_on_one_line(capsys: pytest.CaptureFixture[str]) -> None
                 "samples": [{"prompt": "a\n" * 40, "text": "two\nthree"}],
             }
         )
+        screen.metrics({"step": 60, "eval_loss": "nan", "eval_a_loss": 1.0, "eval_b_loss": "nan"})
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(
         r"step 20/100  2m40s left  loss 2\.5000  grad norm 1\.250  lr 1\.00e-04  1,234 "
@@ -123,6 +124,7 @@ def test_step_is_printed_on_one_line(capsys: pytest.CaptureFixture[str]) -> None
     assert "tokens/s/device  MFU 41%  0.50 GiB  (data 1%, optimizer 5%)" in lines[4]
     assert lines[5] == "step 41: loss scale backed off (loss_scale 512.0)"
     assert lines[6] == "step 42: … " + "a\\n" * 20 + " → two\\nthree"
+    assert lines[7] == "step 60: eval loss nan (a 1.0000, b nan)"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ client."""
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,11 +97,11 @@ def test_files_of_an_earlier_model_are_removed(hub, merged):
 
 def test_failed_push_keeps_the_model_and_names_the_command_that_repeats_it(hub, merged, monkeypatch):
     monkeypatch.setattr(hub, "error", OSError("no network"))
-    command = ["push", str(merged), "--to", "me/model", "--private", "--revision", "dev"]
+    command = ["push", str(merged), "--to", "me/model", "--private", "--revision", "v 2"]
     code, document = invoke(*command)
     assert (code, document["errors"][0]["code"]) == (1, "push-failed")
     assert "no network" in document["errors"][0]["message"]
-    assert document["errors"][0]["hint"].endswith(f"fsdp-tune {' '.join(command)}")
+    assert document["errors"][0]["hint"].endswith(shlex.join(["fsdp-tune", *command]))
     assert sorted(path.name for path in merged.iterdir()) == FILES
 
 

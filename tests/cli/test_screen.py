@@ -237,6 +237,11 @@ def test_removed_current_directory_is_reported(tmp_path: Path) -> None:
     assert (done.code, done.err.splitlines()[0]) == (1, "error: the current directory has been removed")
 
 
+def test_missing_file_that_a_library_words_itself_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    ended(False, FileNotFoundError("couldn't find a cached copy of rows"))
+    assert "couldn't find a cached copy of rows" in capsys.readouterr().err
+
+
 def test_terminal_escapes_are_printed_escaped() -> None:
     assert printable("a\x1b[31mb\r\u202e") == "a\\x1b[31mb\\r\\u202e"
     assert printable("ä\n\t漢") == "ä\n\t漢"

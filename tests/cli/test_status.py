@@ -77,6 +77,15 @@ def test_status_names_the_rows_of_the_newest_spike_wherever_it_is(tmp_path: Path
     assert shown[at + 11] == "8 of 64 rows (`--json` names 10); `train --skip-rows FILE` leaves rows out"
 
 
+def test_steps_are_those_of_the_newest_start_wherever_it_is(tmp_path: Path) -> None:
+    """A run that was extended, and has more lines since than are read from the end."""
+    run = run_in(tmp_path, "a")
+    starts = [{"event": "train_started", "step": step, "total_steps": 10 * step} for step in (10, 90)]
+    lines = [*starts, *({"step": step, "loss": 1.0, "padding": "x" * 1000} for step in range(91, 400))]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert run_status(RunDir(run)).total_steps == 900
+
+
 def test_status_has_speed_memory_and_sparkline(tmp_path: Path) -> None:
     lines = status(run_in(tmp_path, "a"))
     # after the path, which may take two lines

@@ -433,11 +433,12 @@ def test_every_path_of_this_machine_is_reported_at_once() -> None:
         "data.train=[{path: rows.jsonl}]",
         "data.chat_template=mine.jinja",
         "data.cache_dir=/tmp/cache",
+        "evaluation.sets=[{path: held.jsonl}]",
     )
     problems = refusal(made, *paths, "launch.main_process_ip=10.0.0.1", "output_dir=here")
     assert codes(problems) == [
         "not-on-a-volume",
-        *["path-not-in-container"] * 3,
+        *["path-not-in-container"] * 4,
         "not-on-a-volume",
         "address-of-engine",
     ]

@@ -370,6 +370,38 @@ def test_machines_without_a_shared_disk_send_their_own_files(
     assert "checkpoint-5/missing.json" not in remote.directory.list()
 
 
+def test_mirror_that_cannot_be_read_does_not_have_the_newest_checkpoint(
+    run: RunDir, remote: RemoteRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older one that it has is not asked for instead."""
+    save(run, 5)
+    assert send_all(run, remote)
+    save(run, 10)
+    is_complete = RemoteRun.is_complete
+
+    def fails_once(self: RemoteRun, name: str, manifest: Manifest) -> bool:
+        if name == "checkpoint-10":
+            raise UrlError("no answer")
+        return is_complete(self, name, manifest)
+
+    monkeypatch.setattr(RemoteRun, "is_complete", fails_once)
+    sender = Sender(run, RemoteRun(*remote.url.rsplit("/", 1)), machine=1, has_others=True)
+    with pytest.raises(UrlError):
+        sender.has_newest()
+
+
+def test_checkpoint_that_is_removed_while_its_size_is_read_is_no_failure_of_the_mirror(
+    run: RunDir, remote: RemoteRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rotated(self: Path, _pattern: str) -> Iterator[Path]:
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(self))
+
+    sender = Sender(run, RemoteRun(*remote.url.rsplit("/", 1)))
+    monkeypatch.setattr(Path, "rglob", rotated)
+    sender.note_progress(["checkpoint-5"])
+    assert (state_of(run).waiting, state_of(run).left_bytes) == (["checkpoint-5"], 0)
+
+
 def test_rotated_checkpoint_is_still_sent_from_its_links(
     tmp_path: Path, run: RunDir, remote: RemoteRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:

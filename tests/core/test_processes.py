@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import signal
@@ -252,7 +253,7 @@ def test_child_survives_what_a_scheduler_sends_to_the_whole_job() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGXCPU, signal.SIGQUIT])
-def test_stop_signal_outside_of_the_ranks_is_an_error(number: int) -> None:
+def test_stop_signal_outside_of_the_ranks_is_raised(number: int) -> None:
     with (
         pytest.raises(signals.StoppedBySignal, match="stopped by SIG") as stopped,
         signals.stop_signals_raise(),
@@ -260,6 +261,12 @@ def test_stop_signal_outside_of_the_ranks_is_an_error(number: int) -> None:
         os.kill(os.getpid(), number)
     assert (stopped.value.number, stopped.value.exit_code) == (number, 143)
     assert signal.getsignal(number) is not signal.SIG_IGN
+
+
+def test_nothing_that_handles_errors_takes_a_stop_signal_for_one() -> None:
+    """Of libraries too, such as `except Exception` around a chat template."""
+    with pytest.raises(signals.StoppedBySignal), signals.stop_signals_raise(), contextlib.suppress(Exception):
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.mark.parametrize("ends_itself", [False, True])

@@ -127,6 +127,23 @@ def test_error_in_the_thread_is_said_at_the_end_and_the_next_command_evaluates(
     assert events(run) == [("checkpoint_evaluated", 10)]
 
 
+def test_checkpoints_that_cannot_be_listed_at_the_end_are_said(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the run ends as if they were evaluated. While ranks run, the next look may succeed."""
+    save(run, 10)
+
+    def refuse(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(jobs, "checkpoints_to_evaluate", refuse)
+    observer = Notices()
+    evaluations = Evaluating(run, recipe(run), observer)
+    with evaluations.following():
+        evaluations.finish()
+    assert observer.codes == ["evaluations-stopped"]
+
+
 def test_line_that_rank_0_cut_off_is_written_again(run: RunDir, scored_by: Callable[[str], None]) -> None:
     scored_by(PRINTS.format(line=SCORES))
     save(run, 10)

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from fsdp_tune.jobs import compared_runs
 from fsdp_tune.jobs.compare_answer import CompareAnswer
 from fsdp_tune.jobs.options import CompareOptions
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.run.records import Environment
 from tests.jobs.confusion import PAGE, names
 from tests.jobs.pairs import (
     ADAPTERS,
@@ -439,6 +441,20 @@ def test_runs_of_one_curve_are_equal_with_the_digests_that_are_missing_listed(he
     assert found.equal
     assert found.first_bits is None
     assert any(line.startswith("order of the rows of an epoch:") for line in found.not_compared)
+
+
+def test_free_memory_of_a_machine_is_no_cause(here: Path) -> None:
+    """It differs at each start, and rounds nothing."""
+    for name, free, last in (("one", 60 << 30, 1.0), ("two", 50 << 30, 1.5)):
+        run = written(here / name, [training_line(step, loss) for step, loss in enumerate([3.0, last], 1)])
+        recorded = Environment.read(run.environment_json)
+        assert recorded is not None
+        host = recorded.host | {"memory_available_bytes": free}
+        replace(recorded, host=host).write(run.environment_json)
+    found = compared(a="one", b="two")
+    assert found.cause is not None
+    assert found.cause.versions == {}
+    assert found.cause.text.startswith("not found: recipes and environments are equal")
 
 
 def test_runs_whose_recipes_differ_get_the_cause_from_their_recipes(here: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, failed_error
+from fsdp_tune.core.signals import StoppedBySignal
 from fsdp_tune.jobs import sweep
 from fsdp_tune.jobs.observer import TrainResult
 from fsdp_tune.jobs.options import TrainOptions
@@ -195,6 +196,24 @@ def test_signal_in_the_last_step_of_a_run_ends_the_sweep(
     assert found.exit_code == ExitCode.PREEMPTED
     trained.clear()
     assert run_sweep(plan[:1]).exit_code == ExitCode.OK, "nothing was left to start"
+
+
+def test_signal_before_the_ranks_ends_the_sweep_and_not_its_run(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as while the data is tokenised, or the recipes of the runs are checked."""
+
+    def stop(*_args: object, **_options: object) -> None:
+        raise StoppedBySignal(SIGTERM)
+
+    plan = planned(recipe, "training.seed=1,2")
+    monkeypatch.setattr(sweep, "train", stop)
+    found = run_sweep(plan)
+    assert [run.state for run in found.runs] == ["preempted", "not started"]
+    assert found.exit_code == ExitCode.PREEMPTED
+    monkeypatch.setattr(sweep, "preview", stop)
+    with pytest.raises(StoppedBySignal):
+        planned(recipe, "training.seed=1,2")
 
 
 def test_evaluations_decide_if_all_finished_runs_have_them(recipe: str) -> None:

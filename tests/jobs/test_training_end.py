@@ -87,6 +87,23 @@ def test_only_what_is_missing_of_a_lora_run_is_merged(
     assert (called, model) == (merges, run.adapter if kind == "adapter" else run.merged)
 
 
+def test_model_is_pushed_if_a_crash_prevented_the_merge_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, pushed = RunDir(make_run(tmp_path / "run", {10: {"w": torch.zeros(2, 3)}})), list[Path]()
+
+    def push(folder: Path, **_options: object) -> SimpleNamespace:
+        assert run.merged.is_dir()
+        pushed.append(folder)
+        return SimpleNamespace(url="https://hub/commit")
+
+    monkeypatch.setattr(training_end, "push", push)
+    recipe = Recipe.model_validate({"training": {"push_to_hub": True, "hub_model_id": "me/model"}})
+    assert end(run, 10, recipe).pushed == "https://hub/commit"
+    assert end(run, 10, recipe).pushed is None, "the model was there already"
+    assert pushed == [run.path]
+
+
 def test_finished_run_without_a_merge_at_its_end_is_not_merged(tmp_path: Path) -> None:
     recipe = Recipe.model_validate({"merge": {"at_end": False}})
     run = RunDir(make_run(tmp_path / "run", {10: {"w": torch.zeros(2, 3)}}, recipe=recipe))

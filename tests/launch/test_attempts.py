@@ -19,7 +19,7 @@ from fsdp_tune.launch.supervise import attempts
 from fsdp_tune.launch.supervise.attempts import Attempts, NewerCopy
 from fsdp_tune.launch.supervise.launch_events import Event
 from fsdp_tune.launch.supervise.restarts import Failure, Restart, decide_restart, is_transient
-from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.directory import Rejected, RunDir
 from fsdp_tune.run.launch_files import ResumeRequest
 from fsdp_tune.run.metrics_file import read_metrics
 from fsdp_tune.run.rank_files import Verdict
@@ -267,6 +267,29 @@ def test_restart_takes_a_newer_copy_from_elsewhere(attempt: Any, run: RunDir) ->
     assert any("checkpoint-10 is replaced by the copy of the mirror: " in text for text in messages(events))
     assert "restarting from checkpoint-10" in messages(events)[-1]
     assert json.loads(run.resume_json.read_text())["resume_from"] == str(run.checkpoint(10))
+
+
+def test_restart_of_what_is_measured_saves_no_checkpoint_either(attempt: Any, run: RunDir) -> None:
+    ResumeRequest(saves=False).write(run.resume_json)
+    end, _ = attempt({"0": dies_once_at(2)})
+    assert end.exit_code == 0
+    found = ResumeRequest.read(run.resume_json)
+    assert found is not None
+    assert not found.saves
+
+
+def test_files_that_a_restart_lacks_are_those_of_the_newest_checkpoint(
+    tmp_path: Path, plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lacking = [Rejected(tmp_path / f"checkpoint-{step}", "w is missing", True) for step in (10, 5)]
+    monkeypatch.setattr(attempts, "latest_checkpoint", lambda *_, **__: (None, lacking))
+    monkeypatch.setattr(
+        attempts.Attempts, "_launch", lambda _: once(ended(ExitReason.LOST_RANK, "rank-killed"))
+    )
+    recipe = resolved(tmp_path, "launch.max_restarts=2")
+    last, _ = end_of(Attempts(plan_of({"0": []}), recipe, no_rows).events())
+    assert last.problem is not None
+    assert "checkpoint-10" in last.problem.message
 
 
 @pytest.mark.parametrize("restarts", [0, 5])

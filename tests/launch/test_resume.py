@@ -617,6 +617,8 @@ def test_status_reports_how_killed_ranks_ended(fresh: RunDir) -> None:
     assert ["--resume auto` continues from checkpoint-6" in way for way in facts.ways_on] == [True, False]
     fresh.merged.mkdir()  # of an earlier, shorter end: only `--overwrite` replaces it
     assert f"merge-checkpoint {fresh.path} --overwrite" in run_status(fresh).ways_on[1]
+    renamed = RunDir(fresh.path.rename(fresh.path.with_name("a b")))
+    assert f"merge-checkpoint '{renamed.path}' --overwrite" in run_status(renamed).ways_on[1]
 
 
 @pytest.mark.usefixtures("recipe")

@@ -5,7 +5,7 @@
 follows the run directory until its standard input ends, then sends what is left and ends: with 0 if the
 mirror has everything, else with 1. One such process runs on each machine. That of the first writes the
 manifests and rotates; the others send the files that the first does not have, which is none on a shared disk.
-KEEP is `training.save_total_limit` or `all`, START the step from which the run continues.
+KEEP is `training.save_total_limit` or `all`, START the step from which the run continues, or `unknown`.
 CLAIM is the command's claim on the mirror (`Writer.key`), or `none` if it has not tried. DIRECTORY is `own`
 if each machine has its own run directory, else `shared`.
 """

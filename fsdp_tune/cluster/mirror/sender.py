@@ -302,11 +302,14 @@ class Sender:
         return is_found
 
     def has_newest(self) -> bool:
-        """Return whether the mirror has the newest checkpoint of which this machine has a part."""
+        """Return whether the mirror has the newest checkpoint of which this machine has a part. Raises:
+        UrlError."""
         for name in self.waiting():
-            with suppress(OSError, ValueError):
+            try:
                 manifest = read_manifest(self._run.path / name)
-                return manifest is None or self._remote.is_complete(name, manifest)
+            except (OSError, ValueError):  # rotated or damaged: the one before it counts
+                continue
+            return manifest is None or self._remote.is_complete(name, manifest)
         return True
 
     def _require(self, folder: str, pending: Manifest) -> None:
@@ -357,11 +360,7 @@ class Sender:
 
     def note_progress(self, waiting: list[str]) -> None:
         waiting = [name for name in waiting if name not in self._there]
-        sizes = [
-            sum(path.stat().st_size for path in (self._run.path / name).rglob("*") if path.is_file())
-            for name in waiting
-        ]
-        self._note(waiting=waiting, left_bytes=sum(sizes))
+        self._note(waiting=waiting, left_bytes=sum(_size_bytes(self._run.path / name) for name in waiting))
 
     def succeeded(self) -> None:
         self._note(error=None, is_refused=False, failed_since=None, refused=self.refused())
@@ -400,3 +399,11 @@ class Sender:
     def _event(self, event: MetricsEvent) -> None:
         with suppress(OSError):
             append_event(self._run, event)
+
+
+def _size_bytes(folder: Path) -> int:
+    """Return the size of the files in a folder; 0 if a rotation removes it meanwhile."""
+    try:
+        return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    except FileNotFoundError:
+        return 0

@@ -350,7 +350,7 @@ def _named_files(recipe: Recipe) -> Iterator[tuple[str, str]]:
         ("checkpoint.mirror", recipe.checkpoint.mirror),
         ("lora.adapter", recipe.lora.adapter if recipe.lora is not None else None),
     ]
-    for key, source in recipe.data.sources:
+    for key, source in (*recipe.data.sources, *recipe.evaluation.sources):
         found.append((f"{key}.chat_template", source.chat_template))
         if source.path not in BUILDERS:
             found.append((f"{key}.path", source.path))

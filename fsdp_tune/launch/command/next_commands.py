@@ -26,7 +26,8 @@ def commands_to_resume(run: RunDir, checkpoint: Checkpoint | None) -> tuple[str,
     if checkpoint is None:
         return (f"`{command}` starts again at step 0 in {run.path}",)
     replacing = " --overwrite" if run.merged.is_dir() else ""  # of an earlier end
-    merging = f"`fsdp-tune merge-checkpoint {run.path}{replacing}` makes a model of {checkpoint.path.name}"
+    path = shlex.quote(str(run.path))
+    merging = f"`fsdp-tune merge-checkpoint {path}{replacing}` makes a model of {checkpoint.path.name}"
     can_merge = isinstance(inspect_checkpoint(checkpoint.path, digests=False, weights_only=True), Checkpoint)
     return f"`{command}` continues from {checkpoint.path.name}", *([merging] if can_merge else [])
 

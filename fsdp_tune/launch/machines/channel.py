@@ -121,7 +121,7 @@ class Channel:
         self.fatal: str | None = None
         """Why the store cannot be served."""
         self.notice: str | None = None
-        # Not daemons: the kernel ends a child with the thread that started it, and `close` ends both.
+        # The kernel ends a child with the thread that started it; `close` ends both.
         self._reader = threading.Thread(target=self._exchange, name="machines-reader", daemon=True)
         self._writer = threading.Thread(target=self._write, name="machines-writer", daemon=True)
         self._reader.start()

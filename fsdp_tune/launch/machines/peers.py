@@ -24,7 +24,8 @@ from fsdp_tune.launch.machines.machine import NOT_STARTED, MachineReport, relay
 from fsdp_tune.launch.machines.verdicts import started_again
 from fsdp_tune.run.rank_files import RankState
 
-POLL_SECONDS = 1.0  # READ_SECONDS while ranks run
+POLL_SECONDS = 1.0
+"""In place of `READ_SECONDS` while ranks run."""
 WORK_SECONDS = 1.0
 """Least time between two counts of work."""
 SHARE_SECONDS = 60.0

@@ -5,7 +5,7 @@ The first machine judges for all and alone decides on another launch. The others
 which it repeats what they need of each other.
 
 A life of the run is one command of the first machine, whose store ends with it. No rank starts before all
-machines that take part have confirmed the launch: they are alike (`launch.machines.machine`), and see the
+machines that take part have confirmed the launch: they are alike (`launch.machines.identity`), and see the
 files that the ranks will read.
 A machine that takes part in no launch, since it came after the start of one, waits for the next.
 """

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Problem
+from fsdp_tune.core.signals import StoppedBySignal
 from fsdp_tune.launch.machines.machine import MachineReport
 from fsdp_tune.run.rank_files import ECHO_CODES, Verdict
 
@@ -25,6 +26,8 @@ def verdict_of(error: BaseException) -> Verdict:
     """Return how a command ends that raised before or between launches."""
     if isinstance(error, KeyboardInterrupt):
         return Verdict(ExitCode.INTERRUPTED, ExitReason.INTERRUPTED, 0)
+    if isinstance(error, StoppedBySignal):
+        return Verdict(ExitCode.PREEMPTED, ExitReason.PREEMPTED, 0)
     if not isinstance(error, FsdpTuneError):
         return Verdict(
             ExitCode.FAILED,
@@ -32,7 +35,7 @@ def verdict_of(error: BaseException) -> Verdict:
             0,
             Problem("machine-failed", f"{type(error).__name__}: {error}"),
         )
-    if error.exit_code is ExitCode.PREEMPTED:  # a scheduler's signal
+    if error.exit_code is ExitCode.PREEMPTED:  # a trial that was stopped
         return Verdict(ExitCode.PREEMPTED, ExitReason.PREEMPTED, 0)
     if error.exit_code is ExitCode.INTERRUPTED:
         return Verdict(ExitCode.INTERRUPTED, ExitReason.INTERRUPTED, 0)

@@ -186,8 +186,6 @@ class Attempts:
             try:
                 yield from self._resize(machines)
             except FsdpTuneError as error:
-                if error.exit_code is ExitCode.PREEMPTED:  # a signal
-                    raise
                 return Verdict(error.exit_code, ExitReason.FAILED, 0, error.problems[0])
             except OSError as error:
                 message = f"the files of the run cannot be written: {error}"
@@ -297,11 +295,11 @@ class Attempts:
             )
             return replace(ended.problem, message=message), None
         if usable is None and (lacking := [each for each in rejected if each.is_elsewhere]):
-            missing = missing_files(lacking[-1])
+            missing = missing_files(max(lacking, key=lambda each: checkpoint_step(each.path) or 0))
             message = f"{ended.problem.message}; it is not restarted, since {missing.message}"
             return replace(ended.problem, message=message, hint=missing.hint), None
-        checkpoint_step = usable.step if usable else 0
-        self._failures.append(Failure(ended.problem, ended.step, checkpoint_step, has_trained, self._members))
+        saved_step = usable.step if usable else 0
+        self._failures.append(Failure(ended.problem, ended.step, saved_step, has_trained, self._members))
         decision = decide_restart(self._failures, self._recipe.launch.max_restarts, self._rows_of_step)
         if isinstance(decision, Restart):
             yield from map(Message, self._passed_over(rejected, usable))
@@ -345,14 +343,19 @@ class Attempts:
     def _prepare_restart(self, restart: Restart, checkpoint: Checkpoint | None) -> str:
         """Write where the next launch starts, and the event. Returns the message to print."""
         run, failure = self._plan.run, self._failures[-1]
-        before, request = ResumeRequest.read(run.resume_json), ResumeRequest()
+        before = ResumeRequest.read(run.resume_json) or ResumeRequest()
+        request = ResumeRequest(saves=before.saves)
         if checkpoint is not None:
-            ends_at = checkpoint.step if before is not None and before.ends_at == checkpoint.step else None
+            ends_at = checkpoint.step if before.ends_at == checkpoint.step else None
             digests_checked = self._recipe.checkpoint.verify == "digest" and are_verified(
                 checkpoint, self._held
             )
             request = ResumeRequest(
-                str(checkpoint.path), digests_checked, list(missing_start_inputs(self._recipe)), ends_at
+                str(checkpoint.path),
+                digests_checked,
+                list(missing_start_inputs(self._recipe)),
+                ends_at,
+                before.saves,
             )
         request.write(run.resume_json)
         total = self._recipe.launch.max_restarts

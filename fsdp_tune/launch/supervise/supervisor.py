@@ -71,7 +71,7 @@ never comes."""
 
 HANG_MARGIN_SECONDS = 3.0
 """A rank without progress for `launch.hang_timeout` dumps its flight recorder; the report is made this much
-later. With `hang.ANSWER_SECONDS` that is below 10 s. Collectives of the ranks time out later."""
+later. With `hang_diagnosis.ANSWER_SECONDS` that is below 10 s. Collectives of the ranks time out later."""
 
 
 READING_METRICS = "reading metrics.jsonl"
