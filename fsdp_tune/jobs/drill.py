@@ -287,8 +287,7 @@ class _Watched:
         began = time.monotonic()
         while not is_done():
             self._look()
-            lines = last_lines(RunDir(self.files.output_dir).metrics_jsonl)
-            self.step = max([self.step, *(line["step"] for line in lines if "loss" in line)])
+            self.step = max([self.step, *self._logged_steps()])
             if self.state is None or self.state.state != "RUNNING":
                 began = time.monotonic()  # the queue may take days
             if (needs_job and self.is_over) or time.monotonic() - began > limit:
@@ -301,6 +300,14 @@ class _Watched:
             f"{self.state or 'Slurm has forgotten the job'}"
         )
         raise failed_error("drill-failed", message, hint=f"its log is {self.files.log(self.job)}")
+
+    def _logged_steps(self) -> list[int]:
+        """Return the last steps that the newest start has logged. Those that it repeats are in the file until
+        its ranks cut it back."""
+        if not (starts := self.starts):
+            return []
+        lines = last_lines(RunDir(self.files.output_dir).metrics_jsonl)
+        return [line["step"] for line in lines if "loss" in line and line["time"] >= starts[-1].started_at]
 
     def _look(self) -> None:
         if time.monotonic() - self.looked_at < QUEUE_SECONDS:
@@ -332,7 +339,7 @@ def _compare(one: Path, other: Path) -> tuple[bool, float]:
     if a == b:
         return True, 0.0
     before, after = _tensors(a), _tensors(b)
-    return False, max(float(np.abs(before[name] - after[name]).max(initial=0.0)) for name in before)
+    return False, float(np.max([np.abs(before[name] - after[name]).max(initial=0.0) for name in before]))
 
 
 def _tensors(raw: bytes) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -20,6 +20,7 @@ from fsdp_tune.core import devices
 from fsdp_tune.core.devices import Device
 from fsdp_tune.core.errors import FsdpTuneError, Notice
 from fsdp_tune.core.signals import StoppedBySignal
+from fsdp_tune.core.units import format_bytes
 from fsdp_tune.jobs import checkpoint_scorer as jobs
 from fsdp_tune.jobs.checkpoint_scorer import (
     Evaluating,
@@ -30,6 +31,7 @@ from fsdp_tune.jobs.checkpoint_scorer import (
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.launch import scoring
 from fsdp_tune.launch.scoring import EvaluationDevice, ScoringProcess, evaluation_device
+from fsdp_tune.model.model_files import ModelFacts
 from fsdp_tune.planner.trace_format import KINDS
 from fsdp_tune.recipe.schema.evaluation import CheckpointEvaluation
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -571,3 +573,141 @@ def test_model_that_has_no_room_between_steps_is_refused_with_what_it_needs(
         else nullcontext()
     ):
         refuse_scores_without_room(Recipe.model_validate(document), model, plan)
+
+
+@pytest.mark.parametrize(
+    ("when", "device", "place"),
+    [
+        ("alongside", "cpu", "host memory, next to the ranks"),
+        ("at_end", "cpu", "host memory, after the ranks"),
+        ("at_end", "cuda", "GPUs of the ranks, after them"),
+        ("between_steps", "cuda", "each GPU of the first machine, next to what its rank keeps between steps"),
+        ("alongside", "cuda", "GPUs that no rank uses"),
+    ],
+)
+def test_memory_and_disk_of_an_evaluation_are_announced_with_their_place(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, when: str, device: str, place: str
+) -> None:
+    monkeypatch.setattr(
+        devices, "nvidia_devices", lambda: [Device("cuda", "A GPU", f"GPU-{index}") for index in range(2)]
+    )
+    document = recipe(run).model_dump(by_alias=True)
+    document["evaluation"] |= {"when": when}
+    document["launch"] |= {"device": device, "num_processes": 1}
+    (notice,) = jobs.notices_of_evaluation(
+        Recipe.model_validate(document), cast(ModelFacts, SimpleNamespace(parameters=2 * 10**9))
+    )
+    assert f"and its activations on {place}, and " in notice.message
+    assert f" in {run.path} (" in notice.message, "the directory is there"
+
+
+@pytest.mark.parametrize(
+    ("merge", "precision", "size_bytes"),
+    [
+        ("auto", "bf16", 4 * 10**9),
+        ("auto", "no", 8 * 10**9),
+        ("fp32", "bf16", 8 * 10**9),
+        ("bf16", "no", 4 * 10**9),
+    ],
+)
+def test_model_to_be_scored_has_the_size_of_its_merge_and_needs_a_disk_for_two(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, merge: str, precision: str, size_bytes: int
+) -> None:
+    free = [2 * size_bytes - 1, 2 * size_bytes]
+    monkeypatch.setattr(jobs.shutil, "disk_usage", lambda _: SimpleNamespace(free=free.pop(0)))
+    document = recipe(run).model_dump(by_alias=True)
+    document |= {"merge": {"dtype": merge}, "precision": {"mixed_precision": precision}}
+    model: Any = SimpleNamespace(parameters=2 * 10**9)
+    found = [jobs.notices_of_evaluation(Recipe.model_validate(document), model)[0] for _ in free[:]]
+    assert found[0].message.startswith(f"an evaluation needs {format_bytes(size_bytes)} and ")
+    assert [each.hint for each in found] == ["`evaluation.scratch_dir` names another disk", None]
+
+
+def test_scores_of_weights_that_the_run_does_not_compute_with_are_announced(run: RunDir) -> None:
+    model: Any = SimpleNamespace(parameters=10)
+
+    def codes(**sections: Any) -> list[str]:
+        document = recipe(run).model_dump(by_alias=True) | sections
+        return [each.code for each in jobs.notices_of_evaluation(Recipe.model_validate(document), model)]
+
+    rounded = {"quantization": {"train": "int4"}}
+    assert codes() == ["evaluation-needs"]
+    assert codes(**rounded) == ["evaluation-needs", "evaluation-not-rounded"]
+    assert codes(**rounded, merge={"quantise": True}) == ["evaluation-needs"]
+    assert codes(**rounded, evaluation={}) == [], "nothing is scored"
+
+
+def test_tasks_without_their_package_are_refused_before_training(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = recipe(run).model_dump(by_alias=True)
+    document["evaluation"] |= {"sets": [], "tasks": ["gsm8k"]}
+    tasks, encoder = Recipe.model_validate(document), cast(Any, None)
+    monkeypatch.setattr(jobs.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(FsdpTuneError, match="the package is not installed") as caught:
+        check_evaluation(tasks, encoder, Observer())
+    assert caught.value.problems[0].where.key == "evaluation.tasks"
+    monkeypatch.setattr(jobs.importlib.util, "find_spec", lambda _: object())
+    assert check_evaluation(tasks, encoder, Observer()).section == tasks.evaluation
+
+
+@pytest.mark.parametrize(
+    ("program", "codes"),
+    [
+        ("import sys; print('sent', sys.argv[1])", []),
+        ("raise SystemExit('no answer')", ["scores-not-tracked"]),
+        ("import time; time.sleep(60)", ["scores-not-tracked"]),
+    ],
+)
+def test_last_scores_are_sent_to_trackers_by_a_process_that_does_not_outlive_the_command(
+    run: RunDir,
+    scored_by: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    program: str,
+    codes: list[str],
+) -> None:
+    scored_by(PRINTS.format(line=SCORES))
+    save(run, 10)
+    started: list[Any] = []
+    start = jobs.children.start
+
+    def remember(*words: Any, **more: Any) -> Any:
+        started.append(start(*words, **more))
+        return started[-1]
+
+    monkeypatch.setattr(jobs.children, "start", remember)
+    monkeypatch.setattr(jobs, "TRACK", (sys.executable, "-I", "-S", "-c", program))
+    monkeypatch.setattr(jobs, "WATCH_SECONDS", 0.02)
+    monkeypatch.setattr(jobs, "TRACKERS_SECONDS", 0.2 if "sleep" in program else 60.0)
+    observer = Notices()
+    Evaluating(run, recipe(run, report_to=["tensorboard"]), observer).finish()
+    assert observer.codes == codes
+    assert started[-1].poll() is not None
+    log = (run.logs / jobs.LOG).read_text()
+    assert "sleep" in program or ("no answer" if codes else f"sent {run.path}") in log
+    assert events(run) == [("checkpoint_evaluated", 10)]
+
+
+def test_scores_that_cannot_be_read_for_a_moment_end_no_run(
+    run: RunDir, scored_by: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is deleted meanwhile, and the next start finds the checkpoints without scores."""
+    scored_by(PRINTS.format(line=SCORES))
+    save(run, 10)
+    save(run, 20)
+    one = recipe(run, save_total_limit=1)
+    observer = Notices()
+    with monkeypatch.context() as patched:
+
+        def refuse(_: RunDir) -> None:
+            raise OSError(5, "Input/output error")
+
+        patched.setattr(jobs.CheckpointScores, "read", refuse)
+        with Evaluating(run, one, observer).following():
+            time.sleep(0.1)
+        Evaluating(run, one, observer).finish()
+    assert (observer.codes, events(run)) == (["rotation-failed"], [])
+    assert len(complete_checkpoints(run)[0]) == 2
+    Evaluating(run, one, observer).finish()
+    assert events(run) == [("checkpoint_evaluated", 10), ("checkpoint_evaluated", 20)]
+    assert [each.step for each in complete_checkpoints(run)[0]] == [20]

@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 
+from fsdp_tune.recipe.read.loader import load_recipe
 from fsdp_tune.recipe.rules.experts import EXPERT_PARALLEL_RULES
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.world import WORLD_RULES, World
+from fsdp_tune.rehearsal import parity_checks
+from fsdp_tune.rehearsal.lifecycle_checks import ChildResult
 from fsdp_tune.rehearsal.parity_checks import STEPS, _compared, make_comparable, switches
 from fsdp_tune.rehearsal.scaled_recipe import ScaledRecipe
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.events import LossScaleBackedOff
 
 WRITTEN: dict[str, Any] = {
     "model": {"from_config": {"model_type": "gpt2", "resid_pdrop": 0.1, "n_layer": 2}, "freeze": ["wte*"]},
@@ -161,3 +165,144 @@ def test_equal_values_pass(tmp_path: Path) -> None:
 )
 def test_one_wrong_value_fails(changes: dict[str, Any], tmp_path: Path) -> None:
     assert not _compared(run_with(tmp_path, **changes), REFERENCE)[0]
+
+
+class Children:
+    """The children of `parity_checks`: trainings that log given losses, and the plain loop's answers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.losses: dict[str, list[float]] = {}
+        """By the name of a run's directory."""
+        self.failing: ChildResult | None = None
+        self.loop = {"fp32": REFERENCE, "bf16": REFERENCE | {"loss": [5.05, 4.0]}}
+        self.loop_code = 0
+        self.trained: list[tuple[str, ...]] = []
+        self.requests: list[dict[str, Any]] = []
+        monkeypatch.setattr(parity_checks, "run_fsdp_tune", self._train)
+        monkeypatch.setattr(parity_checks, "run_torch_script", self._reference)
+
+    def _train(self, *words: str) -> ChildResult:
+        self.trained.append(words)
+        if self.failing is not None:
+            return self.failing
+        recipe = load_recipe(words[words.index("--config") + 1]).recipe
+        folder = Path(recipe.output_dir)
+        folder.mkdir()
+        run_with(folder, loss=self.losses.get(folder.name, REFERENCE["loss"]))
+        return ChildResult(0, {}, "")
+
+    def _reference(self, module: str, request: dict[str, Any]) -> ChildResult:
+        assert module == "run_trajectory"
+        self.requests.append(request)
+        return ChildResult(self.loop_code, self.loop[request["compute_dtype"]], "no memory")
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Children:
+    return Children(monkeypatch)
+
+
+@pytest.fixture
+def base() -> ScaledRecipe:
+    """On one rank without shards, of which few settings can change."""
+    alone = {
+        "model": WRITTEN["model"] | {"tokenizer": "builtin:arithmetic"},
+        "fsdp": {"sharding_strategy": "NO_SHARD"},
+        "launch": {"num_processes": 1, "device": "cpu"},
+    }
+    return make_comparable(ScaledRecipe(WRITTEN | alone))
+
+
+NAMES = [
+    "as written, in fp32",
+    "sharding_strategy FULL_SHARD",
+    "sharding_strategy SHARD_GRAD_OP",
+    "activation_checkpointing selective",
+    "activation_checkpointing full",
+    "1 × 1 rank × 4 accumulation",
+    "as written, in bf16",
+]
+
+
+def test_each_switch_is_trained_and_compared_with_one_reference(
+    base: ScaledRecipe, played: Children, tmp_path: Path
+) -> None:
+    """The run in bf16 is compared with a loop in fp32 and one in bf16 on its own rows."""
+    checks = list(parity_checks.parity_checks(base, tmp_path, ("--trust-remote-code",)))
+    assert [(each.name, each.passed) for each in checks] == [(name, True) for name in NAMES]
+    assert [(Path(each["run"]).name, each["compute_dtype"], each["skipped"]) for each in played.requests] == [
+        ("00", "fp32", []),
+        ("06", "fp32", []),
+        ("06", "bf16", []),
+    ]
+    assert all(words[0] == "train" and words[-1] == "--trust-remote-code" for words in played.trained)
+    written = [load_recipe(tmp_path / f"{number:02d}.yaml").recipe for number in range(len(NAMES))]
+    assert [each.fsdp.sharding_strategy for each in written[:3]] == [
+        "NO_SHARD",
+        "FULL_SHARD",
+        "SHARD_GRAD_OP",
+    ]
+    assert [each.precision.mixed_precision for each in written] == ["no"] * 6 + ["bf16"]
+
+
+def test_switch_that_deviates_fails_and_the_others_are_still_compared(
+    base: ScaledRecipe, played: Children, tmp_path: Path
+) -> None:
+    played.losses["02"] = [5.0, 4.1]
+    checks = list(parity_checks.parity_checks(base, tmp_path))
+    assert [each.name for each in checks if not each.passed] == ["sharding_strategy SHARD_GRAD_OP"]
+    assert len(checks) == len(NAMES)
+
+
+def test_run_or_reference_that_fails_ends_the_checks(
+    base: ScaledRecipe, played: Children, tmp_path: Path
+) -> None:
+    played.loop_code = 1
+    (check,) = parity_checks.parity_checks(base, tmp_path)
+    assert (check.passed, check.detail) == (False, "the reference: exit code 1: no memory")
+    played.failing = ChildResult(3, {"errors": [{"message": "out of memory"}]}, "")
+    (check,) = parity_checks.parity_checks(base, tmp_path)
+    assert (check.passed, check.detail) == (False, "exit code 3: out of memory")
+    assert len(played.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("losses", "factor", "passes"),
+    [
+        ([5.1, 4.0], 2.0, True),
+        ([5.11, 4.0], 2.0, False),
+        ([5.11, 4.0], 3.0, True),
+        ([5.0, math.nan], 50.0, False),
+    ],
+)
+def test_low_precision_may_deviate_as_far_as_one_device_in_bf16_times_a_factor(
+    played: Children, tmp_path: Path, losses: list[float], factor: float, passes: bool
+) -> None:
+    found = parity_checks._scattered(run_with(tmp_path, loss=losses), factor)
+    assert found[0] is passes
+    assert found[1].endswith(" around fp32 (root mean square); one device in bf16: 7.1e-03")
+
+
+def test_reference_skips_the_steps_whose_loss_scale_was_too_large(played: Children, tmp_path: Path) -> None:
+    run = run_with(tmp_path)
+    with run.metrics_jsonl.open("a") as file:
+        file.writelines(
+            json.dumps(LossScaleBackedOff(step, loss_scale=2.0).line(0.0)) + "\n" for step in (2, 1)
+        )
+    assert parity_checks._scattered(run, 2.0)[0]
+    assert [each["skipped"] for each in played.requests] == [[1, 2], [1, 2]]
+    played.loop_code = 1
+    assert parity_checks._scattered(run, 2.0) == (False, "the reference: exit code 1: no memory")
+
+
+def test_fp8_may_deviate_further_than_bf16(
+    base: ScaledRecipe, played: Children, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    factors: list[float] = []
+    scattered = parity_checks._scattered
+    monkeypatch.setattr(
+        parity_checks, "_scattered", lambda run, factor: factors.append(factor) or scattered(run, factor)
+    )
+    base.document["precision"] = {"mixed_precision": "fp8"}
+    *_, last = parity_checks.parity_checks(base, tmp_path)
+    assert (last.name, factors) == ("as written, in fp8", [parity_checks.FP8_FACTOR])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from fsdp_tune.core.devices import Machine
+from fsdp_tune.core.errors import FailedError
 from fsdp_tune.data.account import source_lines
 from fsdp_tune.data.preparation import prepare
 from fsdp_tune.data.shortest_length import length_with_targets
@@ -18,7 +19,9 @@ from fsdp_tune.recipe.read.catalogue import catalogue
 from fsdp_tune.recipe.read.loader import load_recipe
 from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.rehearsal import scale_down
 from fsdp_tune.rehearsal.layer_patterns import map_layer_patterns, map_layer_regex
+from fsdp_tune.rehearsal.lifecycle_checks import ChildResult
 from fsdp_tune.rehearsal.parity_checks import make_comparable
 from fsdp_tune.rehearsal.scale_down import scale_down_recipe
 from fsdp_tune.rehearsal.scaled_data import MAX_LENGTH_TOKENS, ReadableInputs
@@ -413,3 +416,138 @@ def test_layers_of_several_groups_belong_to_the_first_in_the_small_model(tmp_pat
     matches = [entry["match"] for entry in small.document["training"]["parameter_groups"]]
     assert matches == [["model.layers.0.*"]]
     assert "training.parameter_groups[2].match: [], the layers of the small model" in small.changes
+
+
+@pytest.fixture
+def bases(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The requests for the base of an adapter."""
+    found: list[dict[str, Any]] = []
+
+    def run_torch_script(module: str, request: dict[str, Any]) -> ChildResult:
+        assert module == "model_directories"
+        found.append(request)
+        return ChildResult(0, {}, "")
+
+    monkeypatch.setattr(scale_down, "run_torch_script", run_torch_script)
+    return found
+
+
+def test_adapter_is_rehearsed_on_a_base_of_the_small_shape(
+    tmp_path: Path, bases: list[dict[str, Any]]
+) -> None:
+    lora = {"r": 64, "lora_alpha": 16, "rank_pattern": {"q_proj": 8}, "layers_to_transform": [0, 31]}
+    small = shrunk(resolved({"model": {"name_or_path": "gpt2"}, "lora": lora}), tmp_path)
+    ((request),) = bases
+    assert request["folder"] == small.document["model"]["name_or_path"] == str(tmp_path / "base")
+    assert (request["config"]["hidden_size"] < 4096, "from_config" in small.document["model"]) == (
+        True,
+        False,
+    )
+    assert {name: small.document["lora"].get(name) for name in ("r", "lora_alpha", "rank_pattern")} == {
+        "r": 4,
+        "lora_alpha": 16,
+        "rank_pattern": None,
+    }
+    listed = [line for line in small.changes if line.startswith("lora.")]
+    assert listed[-3:] == ["lora.r: 4", "lora.rank_pattern: {}", "lora.layers_to_transform: null"]
+    loaded = load_recipe(str(small.write(tmp_path))).recipe
+    assert loaded.lora is not None
+
+
+def test_small_adapter_is_rehearsed_as_it_is(tmp_path: Path, bases: list[dict[str, Any]]) -> None:
+    small = shrunk(resolved({"model": {"name_or_path": "gpt2"}, "lora": {"r": 2}}), tmp_path)
+    assert small.document["lora"]["r"] == 2
+    assert not any(line.startswith("lora.") for line in small.changes)
+    assert len(bases) == 1
+
+
+def test_base_that_cannot_be_written_ends_the_rehearsal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scale_down, "run_torch_script", lambda *_: ChildResult(1, {}, "No space left"))
+    recipe = resolved({"model": {"name_or_path": "gpt2"}, "lora": {"r": 2}})
+    with pytest.raises(FailedError, match="the small model cannot be written: exit code 1: No space left"):
+        shrunk(recipe, tmp_path)
+
+
+EVALUATED = {"evaluation": {"sets": [{"path": "builtin:arithmetic"}]}}
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (EVALUATED, "evaluation: none; NOT rehearsed"),
+        (
+            {
+                "model": {
+                    "from_config": LLAMA,
+                    "tokenizer": "builtin:arithmetic",
+                    "attn_implementation": "flash_attention_2",
+                }
+            },
+            "attention: transformers' default, since flash_attention_2 needs a GPU",
+        ),
+        (
+            {"fsdp": {"ignored_modules": r"model\.layers\.31\.mlp"}},
+            r'fsdp.ignored_modules: "model\\.layers\\.1\\.mlp", the layers of the small model',
+        ),
+        (
+            {"fsdp": {"activation_checkpointing": "auto"}},
+            "fsdp.activation_checkpointing: auto is resolved for the small model, which usually "
+            "recomputes nothing",
+        ),
+        (
+            {"fsdp": {"reshard_after_backward": "auto"}, "training": {"gradient_accumulation_steps": 2}},
+            "fsdp.reshard_after_backward: auto is resolved for the small model, which usually stays gathered",
+        ),
+        (
+            {"fsdp": {"reshard_after_forward": 2}, "launch": {"num_processes": 4}},
+            "fsdp.reshard_after_forward: the strategy's default, since the number of ranks differs",
+        ),
+        (
+            {"fsdp": {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 1000000}},
+            "fsdp.min_num_params: auto, since the layers are smaller",
+        ),
+        (
+            {
+                "data": {
+                    "train": [{"path": "builtin:arithmetic"}],
+                    "on_bad_row": "skip",
+                    "max_bad_share": 0.01,
+                }
+            },
+            "data.max_bad_share: 1 instead of 0.01, which is a share of all rows",
+        ),
+    ],
+    ids=lambda each: each.partition(":")[0] if isinstance(each, str) else "",
+)
+def test_setting_that_the_small_model_cannot_have_is_replaced_and_listed(
+    tmp_path: Path, text: dict[str, Any], line: str
+) -> None:
+    """Without the setting there is no such line, and the result is a recipe."""
+    small = shrunk(resolved(text), tmp_path)
+    assert line in small.changes
+    assert line not in shrunk(resolved({}), tmp_path).changes
+    again = load_recipe(str(small.write(tmp_path))).recipe
+    resolve(again, MACHINE, cwd=tmp_path, assume="cuda")
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({"num_decay_steps": 5000, "num_stable_steps": 90000}, {"num_decay_steps": 12}),
+        ({"num_decay_steps": 7, "min_lr_ratio": 0.1}, {"num_decay_steps": 7, "min_lr_ratio": 0.1}),
+    ],
+)
+def test_phases_of_a_schedule_fit_the_steps_of_a_rehearsal(
+    tmp_path: Path, given: dict[str, Any], kept: dict[str, Any]
+) -> None:
+    training = {
+        "max_steps": 100_000,
+        "lr_scheduler_type": "warmup_stable_decay",
+        "lr_scheduler_kwargs": given,
+        "warmup_steps": 0.05,
+    }
+    small = shrunk(resolved({"training": training}), tmp_path).document["training"]
+    assert small["lr_scheduler_kwargs"] == kept
+    assert small["warmup_steps"] == 0.05, "a share of the steps stays one"
