@@ -126,7 +126,7 @@ def _drill(
             f"{each.resumed_at:,}",
             f"{each.lost_steps:,}",
             format_seconds(each.seconds),
-            str(each.exit_code),
+            "killed" if each.exit_code is None else str(each.exit_code),
         ]
         for each in found.events
     ]

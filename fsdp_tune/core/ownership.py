@@ -46,6 +46,8 @@ _CLAIM_SECONDS = 10.0
 """A file without a record that is younger than this may belong to a process that is still to write one."""
 _CLAIM_ATTEMPTS = 20
 _RETRY_SECONDS = 0.05
+_LATEST_SECONDS = 1e11
+"""A time after this is damage; the functions of the time of day raise for some of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +130,10 @@ def parse_owner(raw: bytes) -> Owner | None:
     try:
         record: Any = json.loads(raw)
         texts = {name: str(record[name]) for name in ("host", "claim", "kernel", "namespace", "started")}
-        return Owner(pid=int(record["pid"]), since=float(record["since"]), **texts)
-    except (ValueError, KeyError, TypeError):
+        pid, since = int(record["pid"]), float(record["since"])
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
+    return Owner(pid=pid, since=since, **texts) if 0 <= since < _LATEST_SECONDS else None
 
 
 def live_owner(path: Path) -> Owner | None:

@@ -426,7 +426,7 @@ class Mirroring:
             ):
                 time.sleep(POLL_SECONDS)
                 before, state = state, self._state()
-                if state.sent_bytes > before.sent_bytes:
+                if state.sent_bytes != before.sent_bytes:  # fewer after an attempt that failed
                     bar.advance(state.sent_bytes - before.sent_bytes)
                 if _progress_of(state) != _progress_of(before):
                     moved = LIVED.now()

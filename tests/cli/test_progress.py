@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import re
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -320,3 +322,37 @@ def test_lines_of_long_work_in_a_pipe_are_few(
     assert lines[0].startswith("trying recipes: 10 recipes")
     assert lines[-1].startswith("trying recipes: 3,600 recipes")
     assert len(lines) == 11
+
+
+def test_work_with_lines_of_its_own_prints_none_of_its_bar(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    with progress.SilentBar(Screen(json_output=False), "training", None, "steps") as bar:
+        for _ in range(100):
+            now += 60.0
+            bar.advance()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_texts_grow_in_columns_under_their_titles() -> None:
+    """Answers of two models, whose letters are not the terminal's commands."""
+    screen: Any = SimpleNamespace(talk=io.StringIO())
+    with progress.LiveColumns(screen, ["base\x1b[2J", "tuned"]) as columns:
+        for column, piece in ((0, "one "), (1, "three"), (0, "two"), (1, "\x1b[31m")):
+            columns.add(column, piece)
+    head, row = (line.split() for line in screen.talk.getvalue().splitlines() if line.strip())
+    assert head == ["base\\x1b[2J", "tuned"]
+    assert row == ["one", "two", "three\\x1b[31m"]
+
+
+@pytest.mark.parametrize(("draws", "has_bar"), [(True, True), (False, False)])
+def test_bar_is_drawn_with_letters_that_the_terminal_has(*, draws: bool, has_bar: bool) -> None:
+    screen: Any = SimpleNamespace(talk=io.StringIO(), began=0.0, draws=draws)
+    bar = progress.LiveBar(screen, "training", 4, "steps")
+    bar.at(2, "loss 1.5", [3.0, 1.0])
+    line = bar._line().plain
+    assert line.startswith("training  2/4 steps")
+    assert "loss 1.5" in line
+    assert ("━" in line, "█▁" in line) == (has_bar, has_bar)

@@ -7,12 +7,15 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from fsdp_tune.cluster.mirror import writer
 from fsdp_tune.cluster.mirror.download import fetch_checkpoint
 from fsdp_tune.cluster.mirror.remote_run import MirrorIdentity, RemoteCheckpoint, RemoteRun
 from fsdp_tune.cluster.mirror.send import follow
 from fsdp_tune.cluster.mirror.sender import Sender
 from fsdp_tune.cluster.mirror.writer import Writer
+from fsdp_tune.core.atomic import Disk
 from fsdp_tune.core.ownership import this_owner
 from fsdp_tune.run.directory import CHECKPOINT_KIND, Checkpoint, RunDir, inspect_checkpoint
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file, list_files
@@ -88,6 +91,11 @@ def complete_and_verified(remote: RemoteRun, target: Path) -> list[int]:
         assert isinstance(inspect_checkpoint(path, digests=True), Checkpoint)
     shutil.rmtree(target, ignore_errors=True)
     return steps
+
+
+def without_waits_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Disk, "fsync", lambda _, file: file.flush())
+    monkeypatch.setattr(Disk, "fsync_dir", lambda *_: None)
 
 
 class Elsewhere(Writer):

@@ -37,14 +37,14 @@ from tests.cluster.mirrors import (
     save,
     send_all,
     state_of,
+    without_waits_for_the_disk,
 )
 
 
 @pytest.fixture(autouse=True)
 def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_requests, "WAITS", (0.0,))
-    monkeypatch.setattr(Disk, "fsync", lambda _, file: file.flush())
-    monkeypatch.setattr(Disk, "fsync_dir", lambda *_: None)
+    without_waits_for_the_disk(monkeypatch)
 
 
 @pytest.fixture

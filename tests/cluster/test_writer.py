@@ -240,3 +240,91 @@ def test_claim_whose_answers_were_all_lost_is_completed_by_the_process_that_send
     assert sender.claim() is None
     sender.check()
     sender.release()
+
+
+def test_claim_without_conditions_that_another_one_replaced_is_not_kept(
+    directory: RemoteDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read back after a while, in which the other claim arrives."""
+    first, second, waits = Elsewhere(directory), Elsewhere(directory, "node8"), list[float]()
+
+    def create(*_: object) -> bool:
+        raise NoConditionalWritesError
+
+    def settle(seconds: float) -> None:
+        waits.append(seconds)
+        directory.write("writers/00000001.json", second._record.to_json())
+
+    monkeypatch.setattr(RemoteDirectory, "create", create)
+    monkeypatch.setattr(writing.time, "sleep", settle)
+    monkeypatch.setattr(writing, "SETTLE_SECONDS", 3.0)
+    with pytest.raises(MirrorInUseError) as caught:
+        first.claim()
+    assert (caught.value.is_certain, first.is_owner, waits) == (False, False, [3.0])
+    with pytest.raises(UrlError, match="another command may write to it"):
+        first.check()
+
+
+def test_owner_of_a_store_that_does_not_respond_leaves_its_claim_as_it_is(
+    directory: RemoteDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end would take the time of the requests, and a later command waits for its silence."""
+    first, tries = Elsewhere(directory), threading.Event()
+    first.claim()
+
+    def away(*_: object) -> None:
+        tries.set()
+        raise UrlError("timed out")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteDirectory, "list", away)
+        assert tries.wait(5.0)
+        while not first._is_away:
+            time.sleep(0.01)
+        patch.setattr(RemoteDirectory, "write", lambda *_, **__: pytest.fail("the end is not recorded"))
+        first.release()
+    (name,) = directory.list("writers")
+    record = writing.WriterRecord.from_json(directory.read(name) or b"")
+    assert record is not None
+    assert not record.has_ended
+
+
+def test_claim_is_kept_after_an_outage(directory: RemoteDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, tries = Elsewhere(directory), threading.Event()
+    first.claim()
+
+    def away(*_: object) -> None:
+        tries.set()
+        raise UrlError("timed out")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteDirectory, "list", away)
+        assert tries.wait(5.0)
+    while first._is_away:
+        time.sleep(0.01)
+    first.release()
+    (name,) = directory.list("writers")
+    record = writing.WriterRecord.from_json(directory.read(name) or b"")
+    assert record is not None
+    assert record.has_ended
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b"", b"[]", b'{"pid": 1}', b'"beat": "x"', b'"beat": [1]', b'"beat": 1e999', b"[" * 100_000],
+    ids=["empty", "list", "incomplete", "beat of letters", "beat of a list", "infinite beat", "nested"],
+)
+def test_damaged_claim_of_another_command_is_replaced_once_it_is_silent(
+    directory: RemoteDirectory, damage: bytes
+) -> None:
+    other = Elsewhere(directory, "node8")
+    raw = damage
+    if damage.startswith(b'"beat"'):
+        raw = other._record.to_json().replace(b'"beat": 0', damage)
+        assert raw != other._record.to_json()
+    directory.write("writers/00000001.json", raw)
+    mine, waits = Elsewhere(directory), list[object]()
+    assert mine.claim_patiently(waits.append) is None, "it has no owner to be named"
+    mine.check()
+    assert waits == [None]
+    mine.release()

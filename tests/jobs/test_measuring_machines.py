@@ -210,3 +210,40 @@ def test_only_directories_of_trials_are_used(run: str, recipe: Path, network: Ne
     with pytest.raises(FsdpTuneError, match="machine 0 has called a run"):
         measuring_machines.follow(load_recipe(recipe), settings, Observer())
     called.join(10.0)
+
+
+def called(**changes: Any) -> calls.LaunchCall:
+    return calls.LaunchCall(**{"token": "t", "command": "c", "call": 1, "state": "final"} | changes)
+
+
+def test_trial_is_found_above_the_output_directory_and_is_else_not_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first machine makes the directory of trials in the lowest folder that it has."""
+    monkeypatch.setattr(measuring_machines, "READ_SECONDS", 0.0)
+    monkeypatch.setattr(measuring_machines, "VISIBLE_SECONDS", 0.05)
+    call = called(run=".fsdp-tune-measure-ab_1/3")
+    output = tmp_path / "runs" / "one"
+    with pytest.raises(FsdpTuneError, match=r"does not see .*: \.fsdp-tune-measure-ab_1$") as caught:
+        measuring_machines._run_directory(call, output, None)
+    assert caught.value.problems[0].code == "run-directory-not-shared"
+    (tmp_path / ".fsdp-tune-measure-ab_1").mkdir()
+    assert measuring_machines._run_directory(call, output, None) == tmp_path / call.run
+    assert measuring_machines._run_directory(call, output, tmp_path / "own") == tmp_path / "own" / "3"
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        None,
+        {},
+        {"plan": None},
+        {"plan": {}},
+        {"plan": {"measured": [{"batch": 3}]}},
+        {"plan": {"measured": []}},
+    ],
+)
+def test_first_machine_that_sends_no_plan_has_failed(result: dict[str, Any] | None) -> None:
+    with pytest.raises(FsdpTuneError, match="machine 0 has sent no plan") as caught:
+        measuring_machines._plan_of(called(result=result))
+    assert (caught.value.problems[0].code, caught.value.exit_code) == ("machine-failed", ExitCode.FAILED)

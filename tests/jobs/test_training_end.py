@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from signal import SIGTERM
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from fsdp_tune.core.errors import ExitReason
+from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Problem
 from fsdp_tune.jobs import training_end
 from fsdp_tune.jobs.observer import Observer, TrainResult
-from fsdp_tune.jobs.training_end import finished
+from fsdp_tune.jobs.training_end import conclude, finished
 from fsdp_tune.launch.command.resume import Start
 from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.source import newer_checkpoint
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.rank_files import Outcome
+from fsdp_tune.run.rank_files import Outcome, Verdict
 from fsdp_tune.run.written_files import merge_record
 from tests.merge.checkpoints import make_run, merged_tensors
 
@@ -109,3 +111,105 @@ def test_finished_run_without_a_merge_at_its_end_is_not_merged(tmp_path: Path) -
     run = RunDir(make_run(tmp_path / "run", {10: {"w": torch.zeros(2, 3)}}, recipe=recipe))
     assert end(run, 10, recipe).merged is None
     assert not run.merged.exists()
+
+
+class Ended(Observer):
+    """Records the exit reasons with which the run has ended."""
+
+    def __init__(self) -> None:
+        self.reasons: list[ExitReason] = []
+
+    def run_ended(self, result: TrainResult) -> None:
+        self.reasons.append(result.exit_reason)
+
+
+class Scores:
+    """Records the evaluations of checkpoints that are finished."""
+
+    def __init__(self) -> None:
+        self.signals: list[int | None] = []
+
+    def finish(self, signal: int | None = None) -> None:
+        self.signals.append(signal)
+
+
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is made of a finished run."""
+    names = list[str]()
+
+    def merge_checkpoint(run: Path, _options: MergeOptions, *, observer: Observer) -> SimpleNamespace:
+        names.append("merged")
+        return SimpleNamespace(output=run / "merged")
+
+    def push(_run: Path, *, adapter: bool, observer: Observer) -> SimpleNamespace:
+        names.append("pushed adapter" if adapter else "pushed")
+        return SimpleNamespace(url="https://hub/commit")
+
+    monkeypatch.setattr(training_end, "merge_checkpoint", merge_checkpoint)
+    monkeypatch.setattr(training_end, "push", push)
+    return names
+
+
+PUSHED = {"push_to_hub": True, "hub_model_id": "org/model"}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "names"),
+    [
+        ({}, ["merged"]),
+        ({"merge": {"at_end": False}}, []),
+        ({"training": PUSHED}, ["merged", "pushed"]),
+        ({"training": PUSHED, "lora": {}, "merge": {"adapter": "adapter"}}, ["merged", "pushed adapter"]),
+        ({"training": PUSHED, "lora": {}, "merge": {"adapter": "both"}}, ["merged", "pushed"]),
+    ],
+    ids=["merged", "not merged", "pushed", "adapter", "both"],
+)
+def test_finished_run_is_evaluated_merged_and_pushed(
+    tmp_path: Path, done: list[str], recipe: dict[str, Any], names: list[str]
+) -> None:
+    """Until it is merged it counts as failed: the merge may be killed."""
+    observer, scores = Ended(), Scores()
+    outcome = Outcome(0, ExitReason.FINISHED, facts={"loss": 1.5})
+    ended = Verdict(ExitCode.OK, ExitReason.FINISHED, 9, first_outcome=outcome, signal=SIGTERM)
+    found = conclude(RunDir(tmp_path), Recipe.model_validate(recipe), observer, ended, scores)  # type: ignore[arg-type]
+    assert (done, scores.signals) == (names, [SIGTERM])
+    assert observer.reasons == ([ExitReason.FAILED] if "merged" in names else [])
+    assert (found.exit_reason, found.step, found.outcome) == (ExitReason.FINISHED, 9, {"loss": 1.5})
+    assert found.merged == (tmp_path / "merged" if "merged" in names else None)
+    assert found.pushed == ("https://hub/commit" if len(names) > 1 else None)
+
+
+@pytest.mark.parametrize("reason", [ExitReason.PREEMPTED, ExitReason.MAX_RUNTIME])
+def test_stopped_run_is_neither_evaluated_nor_merged(
+    tmp_path: Path, done: list[str], reason: ExitReason
+) -> None:
+    scores = Scores()
+    ended = Verdict(ExitCode.PREEMPTED, reason, 9)
+    found = conclude(RunDir(tmp_path), Recipe(), Ended(), ended, scores)  # type: ignore[arg-type]
+    assert (done, scores.signals, found.exit_reason) == ([], [], reason)
+
+
+def test_failed_run_is_an_error_with_the_commands_that_resume_it(tmp_path: Path, done: list[str]) -> None:
+    run = RunDir(tmp_path)
+    run.recipe_json.write_text("{}")
+    problem = Problem("out-of-memory", "rank 1 is out of memory", ways_out=("a smaller batch",))
+    observer = Ended()
+    ended = Verdict(ExitCode.OUT_OF_MEMORY, ExitReason.OUT_OF_MEMORY, 9, problem)
+    with pytest.raises(FsdpTuneError) as caught:
+        conclude(run, Recipe(), observer, ended, None)
+    assert (done, observer.reasons) == ([], [ExitReason.OUT_OF_MEMORY])
+    assert caught.value.exit_code == ExitCode.OUT_OF_MEMORY
+    (found,) = caught.value.problems
+    assert found.ways_out[0] == "a smaller batch"
+    assert "starts again at step 0" in found.ways_out[1]
+
+
+def test_evaluations_that_a_crash_prevented_are_made_at_the_next_start(tmp_path: Path) -> None:
+    run, scores = RunDir(tmp_path), Scores()
+    run.logs.mkdir()
+    Outcome(0, ExitReason.FINISHED, rank=0, step=9).write(run.rank_outcome(0))
+    recipe = Recipe.model_validate({"merge": {"at_end": False}})
+    start = Start(is_new=False, is_finished=True)
+    found = finished(run, recipe, Observer(), start, scores)  # type: ignore[arg-type]
+    assert (scores.signals, found.had_finished, found.step) == ([None], True, 9)

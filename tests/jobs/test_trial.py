@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_tune.core.errors import ExitReason
+from fsdp_tune.core.errors import ExitReason, FsdpTuneError
 from fsdp_tune.core.gpus import find_hardware
 from fsdp_tune.core.units import GIB
+from fsdp_tune.jobs import trial as trials
 from fsdp_tune.jobs.observer import TrainResult
-from fsdp_tune.jobs.trial import Trial
+from fsdp_tune.jobs.options import Allowed
+from fsdp_tune.jobs.trial import Trial, TrialSettings, folder_of_trials
 from fsdp_tune.planner.predict.predict import plan
 from fsdp_tune.planner.search.candidates import PlannedRecipe
 from fsdp_tune.recipe.read.loader import parse_recipe
@@ -88,3 +90,43 @@ def test_short_rows_calibrate_nothing(tmp_path: Path) -> None:
     trial = read(tmp_path, share=0.5)
     assert trial.measured is None
     assert trial.figures.outcome == "measured"
+
+
+def test_run_without_a_counted_step_has_failed(tmp_path: Path) -> None:
+    """The first two steps compile and allocate."""
+    trial = read(tmp_path, steps=((1.0, 1.0),) * 2)
+    assert (trial.figures.outcome, trial.figures.step_seconds) == ("failed", None)
+    assert trial.figures.problem == "the run has no line of a counted step"
+    assert (trial.measured, trial.share_of_full_rows) == (None, 0.0)
+
+
+def test_runs_are_on_the_disk_of_the_recipes_own_and_removed(tmp_path: Path) -> None:
+    with folder_of_trials(tmp_path / "runs" / "one") as folder:
+        assert folder.parent == tmp_path
+        (folder / "1").mkdir()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_directory_that_cannot_be_written_is_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**_: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(trials.tempfile, "mkdtemp", refuse)
+    with pytest.raises(FsdpTuneError, match="cannot be written") as caught, folder_of_trials(tmp_path / "a"):
+        pass
+    (problem,) = caught.value.problems
+    assert problem.code == "output-not-writable"
+    assert problem.message.startswith(f"{tmp_path} cannot be written (Permission denied)")
+
+
+@pytest.mark.parametrize(("minutes", "seconds"), [(None, 1200), (5.0, 300), (0.1, 60), (90.0, 1200)])
+def test_rank_that_hangs_ends_within_the_minutes_of_the_measurement(
+    minutes: float | None, seconds: float
+) -> None:
+    recipe = resolved(launch={"hang_timeout": "20m"})
+    settings = TrialSettings(5, minutes, Allowed())
+    assert settings.hang_seconds(recipe) == seconds
+    timeout = settings.recipe(recipe, Path("/runs/1")).launch.hang_timeout
+    assert timeout == ("20m" if minutes is None else f"{seconds}s")

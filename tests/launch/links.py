@@ -93,6 +93,25 @@ class CutStore:
             raise RuntimeError("recvValue failed")
 
 
+class Values:
+    """A store in a dictionary."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str, /) -> None:
+        self.values[key] = value.encode()
+
+    def get(self, key: str, /) -> bytes:
+        return self.values.get(key, b"{}")
+
+    def multi_get(self, keys: list[str], /) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def delete_key(self, key: str, /) -> bool:
+        return self.values.pop(key, None) is not None
+
+
 class Network:
     """The store of a run over `count` machines, and channels to it."""
 

@@ -16,7 +16,7 @@ from fsdp_tune.launch.machines.rendezvous import Machines
 from fsdp_tune.launch.machines.store import StoreExchange
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.rank_files import Verdict
-from tests.launch.links import Answers, Network, Play, identity, problem_of, until
+from tests.launch.links import Answers, Network, Play, Values, identity, problem_of, until
 
 pytestmark = pytest.mark.usefixtures("quick_machines")
 
@@ -194,25 +194,6 @@ def test_failure_before_the_next_call_stays_readable(
         with pytest.raises(FsdpTuneError), first_of(play.network):
             raise failed_error("broken", "it broke")
         following.all()
-
-
-class Values:
-    """A store in a dictionary."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
-
-    def set(self, key: str, value: str, /) -> None:
-        self._values[key] = value.encode()
-
-    def get(self, key: str, /) -> bytes:
-        return self._values.get(key, b"{}")
-
-    def multi_get(self, keys: list[str], /) -> list[bytes]:
-        return [self.get(key) for key in keys]
-
-    def delete_key(self, key: str, /) -> bool:
-        return self._values.pop(key, None) is not None
 
 
 def test_what_an_earlier_channel_of_the_port_showed_does_not_count_as_read() -> None:

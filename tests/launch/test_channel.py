@@ -1,13 +1,20 @@
 from __future__ import annotations
 
+import json
+import sys
 import threading
 import time
 from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from fsdp_tune.core.errors import FailedError
 from fsdp_tune.launch.machines import channel as channels
-from fsdp_tune.launch.machines.channel import Channel
+from fsdp_tune.launch.machines.channel import Channel, open_channel
+from tests.launch.links import until
 
 
 class Recorder:
@@ -56,3 +63,138 @@ def test_channel_whose_exchange_cannot_start_is_closed() -> None:
     channel.publish({"state": "ended"})
     channel.close()
     assert time.monotonic() - began < 2.0
+
+
+class Scripted(Recorder):
+    """An exchange that has these lines, and ends after them unless it `stays`."""
+
+    def __init__(self, *lines: dict[str, Any] | str, stays: bool = True) -> None:
+        super().__init__()
+        self._lines, self._stays = lines, stays
+
+    def lines(self) -> Iterable[str]:
+        yield from (each if isinstance(each, str) else json.dumps(each) for each in self._lines)
+        if self._stays:
+            self._ended.wait()
+
+
+def test_line_that_no_exchange_writes_does_not_end_the_reading() -> None:
+    good = {"documents": {"1": {"state": "ready"}}, "silent_seconds": {"1": 0.5}, "clock_seconds": {"1": 2.0}}
+    channel = Channel(lambda: Scripted("torn", '{"documents": []}', good))
+    until(lambda: channel.document(1))
+    assert channel.document(1) == {"state": "ready"}
+    assert channel.document(2) == {}
+    assert (channel.clock_seconds(1), channel.clock_seconds(2)) == (2.0, 0.0)
+    assert 0.5 <= (channel.silent_seconds(1) or 0.0) < 10
+    assert channel.silent_seconds(2) is None
+    channel.close()
+
+
+def test_only_a_document_that_differs_counts_as_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(channels, "LIVED", SimpleNamespace(now=lambda: now[0]))
+    channel = Channel(Recorder)
+    for seconds, count in ((10.0, 1), (10.0, 1), (10.0, 2), (10.0, 2)):
+        now[0] += seconds
+        channel._receive(channels._EXCHANGED.validate_python({"documents": {1: {"work": count}}}))
+    assert (channel.unchanged_seconds(1), channel.unchanged_seconds(2)) == (10.0, 40.0)
+    assert channel.idle_seconds([1, 2]) == 40.0
+    assert channel.idle_seconds([]) == 0.0
+    channel.close()
+
+
+def test_refusal_of_the_first_machine_is_timed_until_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(channels, "LIVED", SimpleNamespace(now=lambda: now[0]))
+    channel = Channel(Recorder)
+    refused = {"fault": "refuses connections", "is_refused": True, "fault_seconds": 3.0}
+    for told, seconds in ((refused, 7.0), ({"fault": "no answer", "fault_seconds": 3.0}, 0.0), ({}, 0.0)):
+        channel._receive(channels._EXCHANGED.validate_python(told))
+        now[0] += 4.0
+        assert channel.refused_seconds == seconds
+    channel.close()
+
+
+def test_port_that_is_taken_ends_the_command_and_no_other_exchange_is_started() -> None:
+    started = list[Recorder]()
+
+    def start() -> Recorder:
+        lines = ({"notice": "10.0.0.1 is not its address"}, {"fatal": "port 29501 cannot be used"}, {})
+        started.append(Scripted(*lines, stays=False))
+        return started[-1]
+
+    channel = Channel(start)
+    until(lambda: not channel._reader.is_alive())
+    assert (len(started), channel.notice) == (1, "10.0.0.1 is not its address")
+    with pytest.raises(FailedError, match="port 29501 cannot be used") as caught:
+        channel.refuse_fatal()
+    assert caught.value.problems[0].code == "port-taken"
+    channel.close()
+    served = Channel(Recorder)
+    served.refuse_fatal()
+    served.close()
+
+
+def test_exchange_that_ends_by_itself_is_replaced_and_gets_the_document(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(channels, "RESPAWN_SECONDS", 0.01)
+    links = [Scripted(stays=False), Scripted(stays=False), Scripted()]
+    left = list(links)
+    channel = Channel(lambda: left.pop(0))
+    channel.publish({"state": "ready"})
+    until(lambda: links[-1].sent)
+    assert links[-1].sent == ['{"state": "ready"}']
+    channel.close()
+    assert left == []
+
+
+class Pipe:
+    def __init__(self) -> None:
+        self.text, self.is_closed = "", False
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.mark.parametrize("has_folder", [True, False])
+def test_exchange_is_a_child_with_pipes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, has_folder: bool
+) -> None:
+    ended = threading.Event()
+
+    def output() -> Iterable[str]:
+        yield '{"documents": {"0": {"state": "ready"}}}\n'
+        ended.wait()
+
+    child = SimpleNamespace(stdin=Pipe(), stdout=output())
+    started = list[tuple[list[str], dict[str, str]]]()
+
+    def start(words: list[str], environment: dict[str, str], **_: object) -> SimpleNamespace:
+        started.append((words, environment))
+        return child
+
+    def close() -> None:
+        child.stdin.is_closed = True
+        ended.set()
+
+    child.stdin.close = close
+    killed = list[object]()
+    monkeypatch.setattr(channels.children, "start", start)
+    monkeypatch.setattr(channels.children, "end", killed.append)
+    channel = open_channel(1, 2, "10.0.0.1", 29501, tmp_path if has_folder else None, topic="call")
+    channel.publish({"state": "joining"})
+    until(lambda: channel.document(0))
+    until(lambda: child.stdin.text)
+    channel.close()
+    ((words, environment),) = started
+    assert words[0] == sys.executable
+    assert words[3:] == ["1", "2", "10.0.0.1", "29501", "call", *([str(tmp_path)] if has_folder else [])]
+    assert environment["PYTHONSAFEPATH"] == "1", "a module in the working directory is not imported"
+    assert child.stdin.text == '{"state": "joining"}\n'
+    assert (child.stdin.is_closed, set(map(id, killed))) == (True, {id(child)})

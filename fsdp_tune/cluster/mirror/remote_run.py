@@ -128,7 +128,7 @@ class RemoteRun:
             return None
         try:
             return str(json.loads(raw)["run"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise UrlError(f"{IDENTITY_NAME} is damaged", "other") from None
 
     def claim(self, identity: str) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from fsdp_tune.cluster.mirror.remote_run import (
     MISSING_NAME,
@@ -283,7 +284,7 @@ class Sender:
             raw = self._remote.directory.read(marker)
             if raw is None or not isinstance(manifest, Manifest):
                 continue
-            wanted = {str(file) for file in json.loads(raw)} & manifest.files.keys()
+            wanted = _listed(marker, raw) & manifest.files.keys()
             here = {
                 file: manifest.files[file] for file in wanted if (self._run.path / folder / file).is_file()
             }
@@ -407,3 +408,14 @@ def _size_bytes(folder: Path) -> int:
         return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     except FileNotFoundError:
         return 0
+
+
+def _listed(name: str, raw: bytes) -> set[str]:
+    """Return the names in a missing.json. Raises: UrlError if it is damaged."""
+    try:
+        found: object = json.loads(raw)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, list):
+        raise UrlError(f"{name} is damaged", "other")
+    return {str(file) for file in cast("list[object]", found)}

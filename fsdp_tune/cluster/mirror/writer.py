@@ -64,13 +64,16 @@ class WriterRecord:
 
     @classmethod
     def from_json(cls, raw: bytes) -> WriterRecord | None:
+        """Return the record in a file, or None if it is damaged."""
         owner = parse_owner(raw)
         if owner is None:
             return None
         fields = json.loads(raw)
-        return cls(
-            owner, str(fields.get("run")), int(fields.get("beat") or 0), fields.get("has_ended") is True
-        )
+        try:
+            beat = int(fields.get("beat") or 0)
+        except (ValueError, TypeError, OverflowError):
+            return None
+        return cls(owner, str(fields.get("run")), beat, fields.get("has_ended") is True)
 
     def __str__(self) -> str:
         return f"{self.owner} (run {self.run})"
