@@ -189,7 +189,7 @@ def test_locks_work_only_between_machines_that_share_them(tmp_path: Path, on_ran
 
 
 @pytest.mark.parametrize(("number", "word"), [(errno.ENOLCK, "missing"), (errno.EIO, "untested")])
-def test_file_system_without_locks_is_told_from_one_that_fails(
+def test_file_system_without_locks_differs_from_one_that_fails(
     number: int, word: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def flock(_descriptor: int, _how: int) -> None:
