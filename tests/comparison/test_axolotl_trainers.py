@@ -167,7 +167,7 @@ def trainers(
         "model": "small",
         "tokenizer": "own",
     }
-    request = SimpleNamespace(**given, revision=None, trust_remote_code=False)
+    request = SimpleNamespace(**given, revision=None, trust_remote_code=False, ranks=1, epoch_steps=None)
     rows = [{"a": 1}, {"b": 2}, {"a": 3}]
     return axolotl_trainers.AxolotlTrainers(
         request, rows, [0, 1, 0], str(tmp_path), (left_out if left_out is not None else []).append
@@ -240,6 +240,141 @@ def test_order_is_the_one_of_the_file_though_the_rows_are_read_in_order(tmp_path
 def test_streams_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="`pretraining_dataset`"):
         trainers(tmp_path, pretraining_dataset="acme/text")
+
+
+class Axolotl:
+    """Stands for the loaders and the trainer's builder of axolotl: notes how they are called."""
+
+    def __init__(self) -> None:
+        self.loaded: list[Options] = []
+        """The configuration with which a model is loaded."""
+        self.given: dict[str, Any] = {}
+        """Arguments of the builder."""
+        self.model = SimpleNamespace(config=SimpleNamespace(use_cache=True))
+
+    def load_datasets(self, cfg: Options) -> SimpleNamespace:
+        return SimpleNamespace(train_dataset=["a row"], total_num_steps=21)
+
+    def setup_model_and_tokenizer(self, cfg: Options) -> tuple[Any, str, None, None]:
+        self.loaded.append(Options(cfg))
+        return self.model, "a tokenizer", None, None
+
+    def setup_trainer(self, **given: Any) -> str:
+        self.given = given
+        return "a trainer"
+
+
+@pytest.fixture
+def axolotl_of_test(calls: list[Options], monkeypatch: pytest.MonkeyPatch) -> Axolotl:
+    found, imported = Axolotl(), axolotl_trainers.importlib.import_module
+    modules = ("axolotl.train", "axolotl.common.datasets", "axolotl.utils.trainer")
+    monkeypatch.setattr(
+        axolotl_trainers.importlib, "import_module", lambda name: found if name in modules else imported(name)
+    )
+    return found
+
+
+def test_model_is_loaded_with_the_dtypes_of_the_file_and_trained_in_fp32(
+    axolotl_of_test: Axolotl, calls: list[Options], tmp_path: Path
+) -> None:
+    made = trainers(tmp_path, bf16=True, **FSDP, fsdp=["full_shard"])
+    assert made.small(3, 4) == "a trainer"
+    [read], [loaded] = calls, axolotl_of_test.loaded
+    assert (read["bf16"], "fsdp_config" in read) == (True, False), "as its loader gets it"
+    assert (loaded.bf16, loaded.fsdp_config, loaded.fsdp) == (False, FSDP["fsdp_config"], ["full_shard"])
+    cfg = axolotl_of_test.given["cfg"]
+    assert (cfg.bf16, cfg.fp16, cfg.fsdp, cfg.fsdp_config) == (False, False, None, None)
+    assert axolotl_trainers.os.environ["ACCELERATE_MIXED_PRECISION"] == "no"
+    assert (read.micro_batch_size, read.gradient_accumulation_steps, read.batch_size) == (3, 4, None)
+    assert not axolotl_of_test.model.config.use_cache
+    given = axolotl_of_test.given
+    assert (given["train_dataset"], given["tokenizer"], given["eval_dataset"]) == (
+        ["a row"],
+        "a tokenizer",
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "request_changes", "steps"),
+    [
+        ({"max_steps": None}, {"ranks": 2}, 11),
+        ({"max_steps": 5}, {}, 5),
+        ({"max_steps": 500}, {}, 21),
+        ({"max_steps": None, "num_epochs": 1.5}, {"epoch_steps": 7}, 11),
+    ],
+)
+def test_steps_of_the_run_are_those_of_all_ranks(
+    axolotl_of_test: Axolotl,
+    tmp_path: Path,
+    values: dict[str, Any],
+    request_changes: dict[str, Any],
+    steps: int,
+) -> None:
+    made = trainers(tmp_path, **values)
+    vars(made.request).update(request_changes)
+    made.complete()
+    assert axolotl_of_test.given["total_num_steps"] == steps
+
+
+def test_examples_are_neither_cut_nor_packed_and_packed_micro_batches_keep_their_size(
+    axolotl_of_test: Axolotl, calls: list[Options], tmp_path: Path
+) -> None:
+    packed = {"sample_packing": True, "flash_attention": True, "micro_batch_size": 4}
+    made = trainers(tmp_path, **packed)
+    made.complete()
+    made.small(1, 2)
+    assert [(cfg.sequence_len, cfg.sample_packing, cfg.micro_batch_size) for cfg in calls] == [
+        (1 << 20, False, 4),
+        (AXOLOTL["sequence_len"], True, 4),
+    ]
+    assert axolotl_of_test.given["model"] is axolotl_of_test.model
+
+
+class Collated:
+    """A trainer over three examples that packs the last two into a row, or none."""
+
+    def __init__(self, *, packs: bool) -> None:
+        self.args = SimpleNamespace(sample_packing=packs)
+        self.train_dataset = [
+            {
+                "input_ids": [number] * number,
+                "labels": [number] * number,
+                "length": number,
+                "position_ids": None,
+            }
+            for number in (1, 2, 3)
+        ]
+
+    def get_train_dataloader(self) -> Any:
+        return SimpleNamespace(batch_sampler=[[[0]], [[1, 2]]])
+
+    def data_collator(self, rows: Any) -> dict[str, Any]:
+        return {"given": rows, "attention_mask": "of all"}
+
+
+@pytest.mark.usefixtures("calls")
+def test_packed_rows_are_those_of_the_sampler_and_collated_from_their_examples(tmp_path: Path) -> None:
+    one, two, three = ({"input_ids": [n] * n, "labels": [n] * n} for n in (1, 2, 3))
+    joined = {"input_ids": [2, 2, 3, 3, 3], "labels": [2, 2, 3, 3, 3], "seq_lengths": [2, 3]}
+    plain: Any = Collated(packs=False)
+    made = trainers(tmp_path)
+    assert made.rows(plain) == [one, two, three]
+    assert made.collated(plain, [one])["given"] == [one]
+    packs: Any = Collated(packs=True)
+    assert made.rows(packs) == [{**one, "seq_lengths": [1]}, joined]
+    found = trainers(tmp_path, sample_packing=True).collated(packs, [joined])
+    assert found == {"given": [[two, three]], "attention_mask": "of all"}
+    isolated = trainers(tmp_path, sample_packing=True, flash_attention=True)
+    assert isolated.collated(packs, [joined]) == {"given": [[two, three]]}, "`position_ids` separate them"
+
+
+@pytest.mark.usefixtures("calls")
+def test_files_are_read_as_on_a_gpu_with_bf16(tmp_path: Path) -> None:
+    made = trainers(tmp_path)
+    gpu, facts = made._config.gpu_capabilities()
+    assert (gpu["bf16"], gpu["n_gpu"]) == (True, 1)
+    assert facts == {"torch_version": torch.__version__.partition("+")[0]}
 
 
 def test_packed_row_is_taken_apart_as_it_was_joined() -> None:

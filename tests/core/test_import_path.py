@@ -36,9 +36,10 @@ def traces(folder: Path) -> str:
 
 
 def run(folder: Path, *words: str, python_path: str = str(REPOSITORY)) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"} | {
-        "PYTHONPATH": python_path
-    }
+    """Run Python in `folder`, without coverage.py, which would import modules before the package does."""
+    left_out = ("PYTHONSAFEPATH", "COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
+    environment["PYTHONPATH"] = python_path
     return subprocess.run(
         [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
