@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.data.read.shapes import delimiter_hint, shape_hint
 from tests.data.followed_hints import MOST_HINTS, follow, train_as_hinted
 from tests.data.public_rows import CHATS, PUBLIC
 from tests.data.support import CHATML, ByteEncoder, marked, prepared, rows_of, write_jsonl
@@ -81,3 +82,11 @@ def test_file_that_is_not_json_keeps_its_own_error(tmp_path: Path) -> None:
     with pytest.raises(FsdpTuneError) as caught:
         prepared(tmp_path, tmp_path / "rows.jsonl")
     assert "not JSON" in caught.value.problems[0].message
+
+
+def test_file_that_cannot_be_read_has_no_hint_and_one_at_a_url_no_command(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").mkdir()
+    assert shape_hint(tmp_path / "rows.jsonl", "lines", bool) is None
+    for sign, shown in ((";", "`;`"), ("\t", "tabs")):
+        hint = delimiter_hint("https://host/rows.csv", sign)
+        assert hint == f"its fields are separated by {shown}: download the file, and write it with commas"

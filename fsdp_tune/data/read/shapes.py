@@ -39,7 +39,7 @@ def shape_hint(
     try:
         text = path.read_text(encoding="utf-8-sig")
         value, end = json.JSONDecoder().raw_decode(text.lstrip())
-    except (ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError):
         return None
     if text.lstrip()[end:].strip():
         is_multi_line = "\n" in text.lstrip()[:end]
@@ -102,6 +102,9 @@ def _are_columns(value: Mapping[str, object]) -> bool:
 
 def delimiter_hint(path: Path | str, sign: str) -> str:
     """Return how to read a table whose fields are separated by another sign than its ending says."""
+    if isinstance(path, str):
+        shown = "tabs" if sign == "\t" else f"`{sign}`"
+        return f"its fields are separated by {shown}: download the file, and write it with commas"
     name = Path(path)
     if sign == "\t":
         return (
