@@ -519,7 +519,9 @@ def test_end_of_a_mixture_has_no_effect_without_weights_or_in_a_stream() -> None
     )
     weights = (", weight: 1", ", weight: 2")
     assert [notice.code for notice in load(text % ("", "", "")).notices] == ["inactive-key"]
-    assert [notice.code for notice in load(text % (*weights, ", streaming: true")).notices] == ["inactive-key"]
+    assert [notice.code for notice in load(text % (*weights, ", streaming: true")).notices] == [
+        "inactive-key"
+    ]
     assert load(text % (*weights, "")).notices == ()
 
 
