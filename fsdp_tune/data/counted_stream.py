@@ -104,7 +104,6 @@ def short_stream(
         f"the stream has rows for {'about ' if data.packing else ''}{steps:,} steps, and "
         f"`training.max_steps` is {most:,}"
     )
-    hint = (
-        f"the run would end there with `stream-ended`: raise `repeats`, or `--set training.max_steps={steps}`"
-    )
+    fewer = f"`--set training.max_steps={steps}`" if steps else "lower `training.global_batch_size`"
+    hint = f"the run would end there with `stream-ended`: raise `repeats`, or {fewer}"
     return [notice_fields(Notice("stream-short", message, hint=hint))]

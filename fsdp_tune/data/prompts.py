@@ -51,7 +51,9 @@ class Prompt:
             for turn in cast("list[object]", self.row["messages"])
             if isinstance(turn, dict)
         ]
-        asked = [turn for turn in turns if ROLES.get(turn.get("role", turn.get("from"))) not in _ANSWERING]
+        asked = [
+            turn for turn in turns if ROLES.get(str(turn.get("role", turn.get("from")))) not in _ANSWERING
+        ]
         return str(asked[-1].get("content", asked[-1].get("value"))) if asked else ""
 
 

@@ -104,11 +104,18 @@ class RowStore:
         other number stays.
 
         `files`: names of the source files, if they have others now than when the store was built.
-        Raises: FailedError if the store is missing or incomplete.
+        Raises: FailedError if the store is missing, incomplete or damaged.
         """
         self.path, self._skipped = Path(path), tuple(skipped)
         pool = self.path.parent
-        manifest = read_manifest(pool)
+        try:
+            manifest = read_manifest(pool)
+        except ValueError as error:
+            raise failed_error(
+                "no-prepared-data",
+                f"the prepared data at {self.path} cannot be read: {error}",
+                hint="prepare them again (`fsdp-tune prepare`)",
+            ) from error
         if manifest is None or manifest.kind != STORE_KIND or not self.path.is_dir():
             raise failed_error(
                 "no-prepared-data",

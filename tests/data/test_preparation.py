@@ -884,6 +884,10 @@ def test_stream_with_fewer_rows_than_the_run_needs_is_reported(
         if notice.code == "stream-short"
     ]
     assert not [notice for notice in notices(2000, repeats=None) if notice.code == "stream-short"]
+    path.write_text(json.dumps({"text": "x"}) + "\n")
+    (none,) = [notice for notice in notices(2000) if notice.code == "stream-short"]
+    assert "for 0 steps" in none.message.replace("about ", "")
+    assert "max_steps" not in (none.hint or "")
 
 
 def test_segments_are_trained_by_their_label(tmp_path: Path) -> None:

@@ -427,3 +427,15 @@ def test_unreadable_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.mkdir()
     assert "directory" in problem(path).message.lower()
+
+
+def test_rows_of_a_list_have_different_numbers_also_on_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    one = '{"text": "one"}'
+    for text, numbers in (
+        (f"[{one}, {one}, {one}]\n", [1, 2, 3]),
+        (f"[\n{one},\n{one},\n\n{one}\n]", [2, 3, 5]),
+        (f"[\n{one}, {one},\n\n\n{one}\n]", [2, 3, 5]),
+    ):
+        path.write_text(text)
+        assert [row[0] for row in read(path, "json") if not isinstance(row, BadRow)] == numbers

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.data.read.shapes import delimiter_hint
+from fsdp_tune.data.read.shapes import delimiter_hint, shape_hint
 from tests.data.followed_hints import MOST_HINTS, follow, train_as_hinted
 from tests.data.public_rows import CHATS, PUBLIC
 from tests.data.support import CHATML, ByteEncoder, marked, prepared, rows_of, write_jsonl
@@ -54,12 +54,6 @@ def test_hint_of_a_compressed_table_unpacks_it_first(tmp_path: Path, name: str) 
     assert compressed.is_file()
 
 
-def test_hint_of_a_table_at_a_url_writes_no_file_named_after_it() -> None:
-    hint = delimiter_hint("https://host/rows.csv", ";")
-    assert "download it" in hint
-    assert "open(" not in hint
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLIC)
 def test_hint_of_each_refusal_leads_to_a_trained_step(tmp_path: Path, name: str) -> None:
@@ -100,3 +94,11 @@ def test_file_that_is_not_json_keeps_its_own_error(tmp_path: Path) -> None:
     with pytest.raises(FsdpTuneError) as caught:
         prepared(tmp_path, tmp_path / "rows.jsonl")
     assert "not JSON" in caught.value.problems[0].message
+
+
+def test_file_that_cannot_be_read_has_no_hint_and_one_at_a_url_no_command(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").mkdir()
+    assert shape_hint(tmp_path / "rows.jsonl", "lines", bool) is None
+    for sign, shown in ((";", "`;`"), ("\t", "tabs")):
+        hint = delimiter_hint("https://host/rows.csv", sign)
+        assert hint == f"its fields are separated by {shown}: download the file, and write it with commas"

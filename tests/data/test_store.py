@@ -79,6 +79,9 @@ def test_missing_or_incomplete_store_is_refused_with_a_hint(store: Path) -> None
     (store / MANIFEST_NAME).unlink()
     with pytest.raises(FailedError, match="no prepared data"):
         RowStore(store / "train")
+    (store / MANIFEST_NAME).write_text("{")
+    with pytest.raises(FailedError, match=r"prepared data at .* cannot be read"):
+        RowStore(store / "train")
     shutil.rmtree(store)
     with pytest.raises(FailedError) as caught:
         RowStore(store / "train")

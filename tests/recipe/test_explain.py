@@ -256,6 +256,8 @@ def test_hint_about_a_word_in_place_of_a_value_can_be_typed(tmp_path: Path, sect
         ("training: {gradient_accumulation_steps: zero}", "`0`"),
         ("training: {gradient_accumulation_steps: -3 steps}", "`-3`"),
         ("training: {num_train_epochs: zero}", "`0`"),
+        ("training: {num_train_epochs: '0,5'}", "`5`"),
+        ("training: {num_train_epochs: '1,5'}", "`15`"),
     ],
 )
 def test_hint_is_no_value_that_is_refused_too(section: str, refused: str) -> None:

@@ -91,16 +91,15 @@ def json_row(number: int, text: str) -> NumberedRow | BadRow:
 
 
 def document_rows(text: str, path: Path | str) -> Iterator[NumberedRow | BadRow]:
-    """Yield the elements of one JSON list, each with the number of its first line, or its index from 1 if all
-    are on one line.
+    """Yield the elements of one JSON list, each with the number of its first line; of several on a line, each
+    after the first has the next number.
 
     Raises: usage error (exit 2) if the list itself is malformed.
     """
     at = _skip(text, 0)
     assert text[at] == "[", "the caller has checked"
     at = _skip(text, at + 1)
-    line, counted = 1, 0
-    on_one_line, row = "\n" not in text.strip(), 0
+    line, counted, number = 1, 0, 0
     closed = text[at : at + 1] == "]"
     while not closed:
         line, counted = line + text.count("\n", counted, at), at
@@ -110,8 +109,8 @@ def document_rows(text: str, path: Path | str) -> Iterator[NumberedRow | BadRow]
             raise _broken(path, text, error.pos, _no_json(error)) from error
         except (ValueError, RecursionError) as error:
             raise _broken(path, text, at, _why(error)) from error
-        row += 1
-        yield _checked(row if on_one_line else line, value, text[at:end])
+        number = max(line, number + 1)  # two rows of a file never have one number
+        yield _checked(number, value, text[at:end])
         at = _skip(text, end)
         closed = text[at : at + 1] == "]"
         if not closed:

@@ -42,7 +42,7 @@ def shape_hint(
     try:
         text = path.read_text(encoding="utf-8-sig")
         value, end = json.JSONDecoder().raw_decode(text.lstrip())
-    except (ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError):
         return None
     if text.lstrip()[end:].strip():
         is_multi_line = "\n" in text.lstrip()[:end]

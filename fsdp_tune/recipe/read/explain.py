@@ -277,7 +277,10 @@ _NUMBER_WORDS = (
     ),
     *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty"),
 )
-_WITH_UNIT = re.compile(r"([-+]?\d[\d,_]*(?:\.\d+)?(?:e[-+]?\d+)?)\s*([a-z%]*)", re.IGNORECASE)
+_WITH_UNIT = re.compile(
+    r"([-+]?(?:[1-9]\d{0,2}(?:[,_]\d{3})+|\d+)(?:\.\d+)?(?:e[-+]?\d+)?)\s*([a-z%]*)", re.IGNORECASE
+)
+"""A comma divides thousands: `0,5` may be a half."""
 _LONGEST_UNIT = 10
 """Letters."""
 _FACTORS = {"k": 10**3, "m": 10**6, "%": 0.01}
