@@ -101,4 +101,4 @@ def test_file_that_cannot_be_read_has_no_hint_and_one_at_a_url_no_command(tmp_pa
     assert shape_hint(tmp_path / "rows.jsonl", "lines", bool) is None
     for sign, shown in ((";", "`;`"), ("\t", "tabs")):
         hint = delimiter_hint("https://host/rows.csv", sign)
-        assert hint == f"its fields are separated by {shown}: download the file, and write it with commas"
+        assert hint == f"its fields are separated by {shown}: download it, and give its path"

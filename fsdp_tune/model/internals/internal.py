@@ -48,11 +48,11 @@ class Internal:
     def refused(self) -> FsdpTuneError:
         """Return the error for an installed version without the name."""
         installed, newest = metadata.version(self.library), self.read_in[-1]
-        versions = " and ".join(filter(None, (", ".join(self.read_in[:-1]), newest)))
+        older = [", ".join(self.read_in[:-1])] if len(self.read_in) > 1 else []
         return usage_error(
             "library-internal-missing",
             f"{self.feature} needs `{self.path.replace(':', '.')}`, which {self.library} {installed} does "
-            f"not have; it was read in {self.library} {versions}",
+            f"not have; it is in {self.library} {' and '.join([*older, newest])}",
             hint=f'pip install "{self.library}=={newest}.*"',
         )
 

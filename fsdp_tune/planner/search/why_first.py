@@ -29,9 +29,10 @@ def why_first(ranked: Sequence[PlannedRecipe], target: Target) -> str | None:
     ]
     if equal:
         error = max(each.plan.accuracy["step_seconds"].median_percent or 0.0 for each in equal)
+        are, need = ("is", "needs") if len(equal) == 2 else ("are", "need")
         said.append(
-            f"{len(equal) - 1} more are equal within the median error of such times ({error:g} %) "
-            "and need no less memory"
+            f"{len(equal) - 1} more {are} equal within the median error of such times ({error:g} %) "
+            f"and {need} no less memory"
         )
     others = [each for each in fitting[1:] if each not in equal and _layout_of(each) != _layout_of(ranked[0])]
     if others and first.step_seconds is not None and others[0].plan.step_seconds is not None:

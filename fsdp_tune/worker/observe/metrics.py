@@ -300,7 +300,8 @@ def describe(
             )
     found = [(rank, text) for rank, texts in enumerate(gather(mine)) for text in texts]
     if found:
-        more = f" (and {len(found) - 1} more micro-batches)" if len(found) > 1 else ""
+        others = len(found) - 1
+        more = f" (and {others} more micro-batch{'' if others == 1 else 'es'})" if others else ""
         return f"rank {found[0][0]}, {found[0][1]}{more}"
     mine = [rows.describe(batch) for batch in batches]
     everything = "; ".join(f"rank {rank}: {', '.join(texts)}" for rank, texts in enumerate(gather(mine)))
