@@ -15,7 +15,7 @@ import numpy as np
 from fsdp_tune.answer.model_requests import ReferenceTokens, ScoredTokens
 from fsdp_tune.comparison.exchanges import Decode, Exchange, Found
 from fsdp_tune.comparison.openai_server import ServedAnswer
-from fsdp_tune.comparison.served_answers import answer_difference
+from fsdp_tune.comparison.served_answers import answer_difference, has_tokens
 from fsdp_tune.comparison.served_logprob_patterns import Pair, are_renormalised, penalty_of, shift_of
 from fsdp_tune.comparison.served_logprobs import OF_ONE_TOKEN, scale_of
 from fsdp_tune.comparison.served_prompt_causes import BEGIN, beginning_of_prompts, cause_of_tokens
@@ -202,12 +202,16 @@ def _follows(each: Exchange, tolerance: float) -> bool:
     """Return whether all tokens of the server's answer, those after A's end too, are those that A finds most
     probable."""
     score = each.score
-    return score is not None and all(
-        token == best or gap <= tolerance
-        for token, best, gap in zip(
-            score.tokens,
-            score.best,
-            np.subtract(score.best_logprobs[: len(score.tokens)], score.logprobs),
-            strict=False,
+    return (
+        score is not None
+        and has_tokens(each)
+        and all(
+            token == best or gap <= tolerance
+            for token, best, gap in zip(
+                score.tokens,
+                score.best,
+                np.subtract(score.best_logprobs[: len(score.tokens)], score.logprobs),
+                strict=False,
+            )
         )
     )

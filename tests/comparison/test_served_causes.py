@@ -1,4 +1,4 @@
-"""Causes that no small server shows: an answer whose log-probabilities are partly unknown."""
+"""Causes that no small server shows: answers whose log-probabilities are partly or wholly unknown."""
 
 from __future__ import annotations
 
@@ -46,3 +46,15 @@ def test_shift_is_shown_by_log_probabilities_that_are_known(theirs: list[float],
     stages = [ComparedStage("same_tokens", "", "not_compared"), ComparedStage("logprobs", "", "different")]
     cause = served_cause([exchange], special, stages, 0.05, None, lambda ids: str(ids))
     assert ("shifted by one position" in cause.text, cause.is_shown) == (is_shifted, is_shifted), cause
+
+
+def test_end_of_answers_is_not_shown_by_a_server_without_log_probabilities() -> None:
+    """A's answer ends with its text; the server's is cut at the same text, and may have no more tokens."""
+    score = ScoredTokens([], [], [], [7], ["a"], [-0.1], [], [], [])
+    answer = ServedAnswer("text", "length", 3, without_tokens="the server returns no log-probabilities")
+    reference = ReferenceAnswer([1, 2, 3], "", None, None, {}, "text", [4, 4], [1.0, 1.0], is_ended=True)
+    exchange = Exchange("prompt 1", "", None, reference, ServedPrompt(None, None), answer, score=score)
+    special = ReferenceTokens(None, None, "</s>", {"2": "</s>"})
+    stages = [ComparedStage(name, "", "not_compared") for name in ("same_tokens", "logprobs")]
+    cause = served_cause([exchange], special, stages, 0.05, None, lambda ids: str(ids))
+    assert (cause.text.startswith("stop tokens"), cause.is_shown) == (True, False)
