@@ -156,8 +156,14 @@ def test_equal_values_pass(tmp_path: Path) -> None:
         {"grad_norm": [1.0, 2.0 * 8]},
         {"supervised_tokens": [12, 10]},
         {"eval_loss": 3.01},
+        {"eval_loss": "nan"},
     ],
     ids=str,
 )
 def test_one_wrong_value_fails(changes: dict[str, Any], tmp_path: Path) -> None:
     assert not _compared(run_with(tmp_path, **changes), REFERENCE)[0]
+
+
+def test_reference_that_is_no_number_is_no_agreement(tmp_path: Path) -> None:
+    found = REFERENCE | {"loss": [REFERENCE["loss"][0], math.nan]}
+    assert not _compared(run_with(tmp_path), found)[0]
