@@ -44,8 +44,8 @@ GATHER_SECONDS = 90.0
 class Machines(Peers):
     """This machine in a run over several. A single machine publishes nothing and never waits.
 
-    The first machine alone calls `expected`, `gather`, `notice`, `held_elsewhere` and `conclude`, and the others
-    alone call `join` and `next_launch`.
+    The first machine alone calls `expected`, `gather`, `notice`, `held_elsewhere` and `conclude`, and the
+    others alone call `join` and `next_launch`.
     """
 
     def __init__(
