@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, redirect_stdout
+from itertools import islice
 from pathlib import Path
 
 from fsdp_tune.core.files import expanded
@@ -181,8 +182,7 @@ def _matching_paths(incomplete: str, is_wanted: Callable[[Path], bool]) -> Itera
 
 def _entries_of(folder: str) -> Iterable[str]:
     try:
-        return sorted(
-            entry.name for entry, _ in zip(os.scandir(expanded(folder)), range(MOST_ENTRIES), strict=False)
-        )
+        with os.scandir(expanded(folder)) as entries:
+            return sorted(entry.name for entry in islice(entries, MOST_ENTRIES))
     except OSError:
         return ()

@@ -133,7 +133,7 @@ def write_new_recipe(
         screen.result(text)
     screen.message(
         f"wrote {made.path}; look at rows and keys with `fsdp-tune prepare --config {made.path} "
-        "--show 3`, then `fsdp-tune train`"
+        f"--show 3`, then `fsdp-tune train --config {made.path}`"
     )
 
 

@@ -91,7 +91,8 @@ def _make(folder: Path, python: Path, wanted: Sequence[str], home: str) -> None:
     for each in wanted:
         if (name := Requirement(each).name.lower()) in PARTLY:
             _run([*install, "--no-deps", each])
-            _add_needed(install, python, name, {Requirement(other).name.lower() for other in wanted})
+            given = {canonicalize_name(Requirement(other).name) for other in wanted}
+            _add_needed(install, python, name, given)
 
 
 PIP = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check")
@@ -124,8 +125,8 @@ def _add_needed(install: Sequence[str], python: Path, name: str, given: Collecti
     """Install what a package needs, its requirements' versions included, and nothing in place of this
     environment's torch.
 
-    `given`: names that the user chose versions of. Raises: failed error as `_run`, or for a module that no
-    requirement is named after.
+    `given`: canonical names that the user chose versions of. Raises: failed error as `_run`, or for a module
+    that no requirement is named after.
     """
     code, text = _output([str(python), "-c", _METADATA.format(name)])
     requirements = [Requirement(each) for each in (json.loads(text.splitlines()[-1]) if code == 0 else [])]

@@ -263,6 +263,9 @@ class OpenAIServer:
                 raw = response.read(MOST_BYTES + 1)
         except urllib.error.HTTPError as error:
             raise self._http_error(url, error) from error
+        except TimeoutError as error:  # while connecting it would be the reason of an URLError
+            message = f"`{url}` did not answer within {seconds:g} s"
+            raise usage_error("server-unreachable", message, hint="see the log of the server") from error
         except (OSError, HTTPException, ValueError) as error:
             reason = getattr(error, "reason", None) or error
             hint = "start the server, or correct the address: `http://HOST:PORT/v1`"

@@ -64,7 +64,8 @@ def _end_of(files: JobFiles, job: str, state: str) -> tuple[str, int]:
 
 
 class _Log:
-    """The new complete lines of a job's output, which does not exist before its start."""
+    """The new lines of a job's output, which does not exist before its start; one that has no end is shown
+    last."""
 
     def __init__(self, path: Path, observer: Observer) -> None:
         self._path, self.observer = path, observer
@@ -82,5 +83,7 @@ class _Log:
             self.observer.message(line.decode("utf-8", "replace"))
 
     def close(self) -> None:
+        if self._rest:
+            self.observer.message(self._rest.decode("utf-8", "replace"))
         if self._file is not None:
             self._file.close()

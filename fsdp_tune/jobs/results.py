@@ -75,7 +75,7 @@ def downloaded(url: str, options: MergeOptions, observer: Observer) -> Iterator[
     found = replace(found, manifest=replace(found.manifest, files=_of_weights(found)))
     folder = output.parent / f".{output.name}.download-{xxhash.xxh3_64(url.rstrip('/').encode()).hexdigest()}"
     run = RunDir(folder / remote.url.rpartition("/")[2])
-    _check_space(folder.parent, found)
+    _check_space(folder, found)
     try:
         with writing_to(output):
             DISK.mkdir(folder)
@@ -194,12 +194,13 @@ def _of_weights(found: RemoteCheckpoint) -> dict[str, FileEntry]:
 
 
 def _check_space(folder: Path, found: RemoteCheckpoint) -> None:
+    """Raises: FailedError if what an earlier call has not downloaded into the folder does not fit."""
+    kept_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    left_bytes = found.size_bytes - kept_bytes
     while not folder.exists():
         folder = folder.parent
-    if (free_bytes := shutil.disk_usage(folder).free) < found.size_bytes:
-        needed = (
-            f"the download needs {format_bytes(found.size_bytes)}, and {format_bytes(free_bytes)} are free"
-        )
+    if (free_bytes := shutil.disk_usage(folder).free) < left_bytes:
+        needed = f"the download needs {format_bytes(left_bytes)}, and {format_bytes(free_bytes)} are free"
         raise failed_error(
             "merge-disk-full",
             needed,

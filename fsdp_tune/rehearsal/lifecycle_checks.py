@@ -29,6 +29,8 @@ from fsdp_tune.run.metrics_file import read_metrics
 from fsdp_tune.run.rank_files import read_heartbeat
 
 CHILD_SECONDS = 900.0
+TIMED_OUT = 124
+"""The exit code of a child that was killed since it took too long, as of `timeout`; no command has it."""
 FSDP_TUNE = (sys.executable, "-P", "-m", "fsdp_tune")
 
 
@@ -87,7 +89,7 @@ def finish(child: subprocess.Popen[str], text: str | None = None) -> ChildResult
     try:
         stdout, stderr = child.communicate(text, timeout=CHILD_SECONDS)
     except subprocess.TimeoutExpired:
-        return ChildResult(1, {}, f"it took more than {CHILD_SECONDS:.0f} s")
+        return ChildResult(TIMED_OUT, {}, f"it took more than {CHILD_SECONDS:.0f} s")
     finally:
         children.end(child)
     return ChildResult(child.returncode, _document(stdout), stderr)
@@ -191,6 +193,8 @@ class Rehearsal:
         child = start_training(self.recipe, self.killed.path, self.allowed)
         try:
             victim = self._wait_for_checkpoint(child.poll)
+            if victim is None and child.poll() is None:
+                raise _Failed(f"no checkpoint was complete after {WAIT_SECONDS:.0f} s")
             if victim is not None:
                 # the run has just ended; its exit code is checked below
                 with contextlib.suppress(ProcessLookupError):
@@ -198,8 +202,10 @@ class Rehearsal:
             result = finish(child)
         finally:
             children.end(child)
-        if victim is None or result.exit_code not in (ExitCode.FAILED, ExitCode.LOST_RANK):
+        if victim is None or result.exit_code == ExitCode.OK:
             raise _Failed(f"the run ended before a rank could be killed; {result.error}")
+        if result.exit_code not in (ExitCode.FAILED, ExitCode.LOST_RANK):
+            raise _Failed(f"the run did not end as one that has lost a rank: {result.error}")
         left = self._processes_left()
         if left:
             raise _Failed(f"processes of the run are still alive: {', '.join(map(str, left))}")
@@ -209,7 +215,7 @@ class Rehearsal:
         return f"{result.error}; no process left; {checkpoint.path.name} is complete"
 
     def _wait_for_checkpoint(self, ended: Callable[[], int | None]) -> int | None:
-        """Return the pid of the rank to kill; None if the run ended first."""
+        """Return the pid of the rank to kill; None if the run ended first, or has no checkpoint in time."""
         until = time.monotonic() + WAIT_SECONDS
         while ended() is None and time.monotonic() < until:
             beat = read_heartbeat(self.killed, self.ranks - 1)
@@ -300,7 +306,7 @@ class Rehearsal:
         if found["eval_loss"] is None:
             return detail
         off = abs(found["eval_loss"] - found["run_eval_loss"]) / abs(found["run_eval_loss"])
-        if off > found["tolerance"]:
+        if not off <= found["tolerance"]:  # NaN is no small difference
             raise _Failed(
                 f"{detail}, but the eval loss is {found['eval_loss']:.6f} instead of the run's "
                 f"{found['run_eval_loss']:.6f}"

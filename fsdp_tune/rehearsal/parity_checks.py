@@ -256,7 +256,7 @@ def _compared(run: RunDir, reference: dict[str, Any]) -> tuple[bool, str]:
     words = f"loss {loss:.1e}  gradient norm {norm:.1e}"
     passed = loss <= LOSS_TOLERANCE and norm <= NORM_TOLERANCE
     if eval_loss is not None and reference["eval_loss"] is not None:
-        off = abs(eval_loss / reference["eval_loss"] - 1.0)
+        off = abs(float(eval_loss) / reference["eval_loss"] - 1.0)
         words, passed = f"{words}  eval loss {off:.1e}", passed and off <= LOSS_TOLERANCE
     return passed, words
 
@@ -287,10 +287,10 @@ def _scattered(run: RunDir, factor: float) -> tuple[bool, str]:
 
 
 def _relative(lines: list[dict[str, Any]], reference: dict[str, Any], key: str) -> list[float]:
-    """Return relative deviations by step; infinity for a step whose value is not finite."""
+    """Return relative deviations by step; infinity for a step one of whose values is not finite."""
     values = [float(line[key]) if line[key] is not None else math.inf for line in lines]
     return [
-        value / true - 1.0 if math.isfinite(value) else math.inf
+        value / true - 1.0 if math.isfinite(value) and math.isfinite(true) else math.inf
         for value, true in zip(values, reference[key], strict=True)
     ]
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -168,7 +170,17 @@ def test_interrupted_download_is_continued(url: str, tmp_path: Path, monkeypatch
     (left,) = (tmp_path / "out").iterdir()
     assert left.stat().st_mode & 0o777 == 0o700, "the recipe is in it"
     monkeypatch.setattr(RemoteDirectory, "fetch", remember)
+    # no room but for the files that are missing
+    run_files = (tmp_path / "mirror" / "tiny" / "checkpoint-20.run").rglob("*")
+    free = [sum(file.stat().st_size for file in run_files if file.is_file())]
+    usage = shutil.disk_usage
+
+    def first_full(path: Path) -> Any:
+        return SimpleNamespace(free=free.pop()) if free else usage(path)
+
+    monkeypatch.setattr(shutil, "disk_usage", first_full)
     merge_checkpoint(url, options(tmp_path / "out" / "merged"))
+    assert free == []
     assert not [name for name in fetched if name.endswith(".distcp")], (
         "files that had arrived are not downloaded again"
     )

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from fsdp_tune.cluster.mirror import send as sending
 from fsdp_tune.cluster.mirror import sender as folders
 from fsdp_tune.cluster.mirror.download import fetch_checkpoint
-from fsdp_tune.cluster.mirror.remote_run import RemoteCheckpoint, RemoteRun
+from fsdp_tune.cluster.mirror.remote_run import RemoteCheckpoint, RemoteRun, mirror_error
 from fsdp_tune.cluster.mirror.send import follow
 from fsdp_tune.cluster.mirror.sender import Sender
 from fsdp_tune.core.atomic import STAGE_MARK, Disk
@@ -598,3 +598,10 @@ def test_hashing_a_model_counts_as_progress(run: RunDir, remote: RemoteRun) -> N
     assert send_all(run, remote)
     state = state_of(run)
     assert state.hashed_bytes == 1002
+
+
+def test_directory_without_permission_is_no_matter_of_a_login() -> None:
+    error = mirror_error("file:///mnt/runs", UrlError("Permission denied", "credentials"))
+    assert error.problems[0].hint == (
+        "let this user list, read, write and delete there; or correct `checkpoint.mirror`"
+    )

@@ -3,6 +3,7 @@ test."""
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import stat
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_tune.comparison.environments import COMPLETE, python_with
+from fsdp_tune.comparison import environments
+from fsdp_tune.comparison.environments import COMPLETE, PARTLY, python_with
 from fsdp_tune.core.errors import FsdpTuneError
 from tests.cli.conftest import Cli, cli, document  # noqa: F401  a fixture
 
@@ -95,6 +97,28 @@ def test_what_is_no_requirement_is_a_usage_error(tmp_path: Path, calls: Path, te
         python_with(["a==1", text], tmp_path / "cache")
     assert raised.value.problems[0].code == "compare-with"
     assert lines(calls) == []
+
+
+def test_chosen_version_is_kept_however_its_name_is_spelt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`axolotl` needs another version of it, and does not find it."""
+    installed: list[str] = []
+    answers = {
+        environments._METADATA.format("axolotl"): (0, json.dumps(["typing-extensions==1"])),
+        environments._IMPORT.format(PARTLY["axolotl"], environments._MISSING): (
+            1,
+            "no module: typing_extensions",
+        ),
+    }
+    monkeypatch.setattr(environments, "_output", lambda command: answers[command[-1]])
+    monkeypatch.setattr(environments, "_run", lambda command: installed.append(command[-1]))
+    (tmp_path / "lib" / "python3" / "site-packages").mkdir(parents=True)
+    (tmp_path / "bin").mkdir()
+    wanted = ["axolotl", "typing_extensions==4"]
+    with pytest.raises(FsdpTuneError, match="cannot be imported"):
+        environments._make(tmp_path, tmp_path / "bin" / "python", wanted, "home")
+    assert "typing-extensions==1" not in installed
 
 
 @pytest.mark.slow

@@ -44,6 +44,17 @@ def test_server_that_cannot_answer_now_does_not_refuse_logprobs(
     assert caught.value.problems[0].code == "server-busy"
 
 
+def test_server_that_takes_too_long_is_not_called_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = served(monkeypatch)
+
+    def late(*_: object, **__: object) -> None:
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(Opener, "open", late)
+    with pytest.raises(FsdpTuneError, match=r"/v1/chat/completions` did not answer within 900 s"):
+        server.chat([], {}, 4)
+
+
 @pytest.mark.parametrize("status", [400, 500, 501])
 def test_server_that_refuses_logprobs_answers_without_them(
     monkeypatch: pytest.MonkeyPatch, status: int

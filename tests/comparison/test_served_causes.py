@@ -1,4 +1,4 @@
-"""Causes that no small server shows: an answer whose log-probabilities are partly unknown."""
+"""Causes that no small server shows: answers whose log-probabilities are partly or wholly unknown."""
 
 from __future__ import annotations
 

@@ -10,11 +10,12 @@ import signal
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from fsdp_tune.core.errors import ExitReason, Problem
+from fsdp_tune.launch.machines.rendezvous import Machines
 from fsdp_tune.launch.supervise import attempts
 from fsdp_tune.launch.supervise.attempts import Attempts, NewerCopy
 from fsdp_tune.launch.supervise.launch_events import Event
@@ -290,6 +291,22 @@ def test_files_that_a_restart_lacks_are_those_of_the_newest_checkpoint(
     last, _ = end_of(Attempts(plan_of({"0": []}), recipe, no_rows).events())
     assert last.problem is not None
     assert "checkpoint-10" in last.problem.message
+
+
+def test_port_that_is_open_on_all_interfaces_is_said_once(
+    tmp_path: Path, plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, text = plan_of({"0": []}), "10.0.0.1 is not an address of this machine: port 5 is open on all"
+    machines = Machines(plan.run)
+    machines.open_channel = cast(Any, SimpleNamespace(notice=text, publish=lambda _: None))
+    monkeypatch.setattr(Machines, "gather", lambda *_: None)
+    judged = [ended(ExitReason.LOST_RANK, "rank-killed"), ended(ExitReason.FINISHED)]
+    monkeypatch.setattr(attempts.Attempts, "_launch", lambda _: once(judged.pop(0)))
+    monkeypatch.setattr(Machines, "held_elsewhere", lambda *_: [])
+    recipe = resolved(tmp_path, "launch.max_restarts=2")
+    _, events = end_of(Attempts(plan, recipe, no_rows, machines=machines).events())
+    assert messages(events).count(text) == 1
+    assert judged == []
 
 
 @pytest.mark.parametrize("restarts", [0, 5])

@@ -169,6 +169,31 @@ def test_interrupted_rehearsal_ends_its_training(tmp_path: Path, monkeypatch: py
     assert training.returncode == -signal.SIGKILL
 
 
+def test_run_that_outlives_its_killed_rank_fails_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleeps = (sys.executable, "-ISc", "import time; time.sleep(60)")
+    training, rank = children.start(sleeps, os.environ), children.start(sleeps, os.environ)
+    monkeypatch.setattr(lifecycle_checks, "start_training", lambda *_: training)
+    monkeypatch.setattr(lifecycle_checks, "CHILD_SECONDS", 0.1)
+    monkeypatch.setattr(Rehearsal, "_wait_for_checkpoint", lambda *_: rank.pid)
+    with pytest.raises(lifecycle_checks._Failed, match=r"did not end as one that has lost a rank: .* took"):
+        Rehearsal(tmp_path / "recipe.yaml", tmp_path, ranks=2, steps=4).kill_a_rank()
+    assert rank.wait(20) == -signal.SIGKILL
+
+
+def test_run_without_a_checkpoint_in_time_is_said_and_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = children.start((sys.executable, "-ISc", "import time; time.sleep(60)"), os.environ)
+    monkeypatch.setattr(lifecycle_checks, "start_training", lambda *_: training)
+    monkeypatch.setattr(lifecycle_checks, "WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(lifecycle_checks, "CHILD_SECONDS", 5.0)
+    with pytest.raises(lifecycle_checks._Failed, match="no checkpoint was complete after"):
+        Rehearsal(tmp_path / "recipe.yaml", tmp_path, ranks=2, steps=4).kill_a_rank()
+    assert training.returncode == -signal.SIGKILL
+
+
 def test_killed_rehearsal_ends_its_children(tmp_path: Path) -> None:
     """The child writes its pid and sleeps; the kernel kills it when its parent is killed."""
     child = (

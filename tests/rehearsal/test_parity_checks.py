@@ -160,6 +160,7 @@ def test_equal_values_pass(tmp_path: Path) -> None:
         {"grad_norm": [1.0, 2.0 * 8]},
         {"supervised_tokens": [12, 10]},
         {"eval_loss": 3.01},
+        {"eval_loss": "nan"},
     ],
     ids=str,
 )
@@ -306,3 +307,8 @@ def test_fp8_may_deviate_further_than_bf16(
     base.document["precision"] = {"mixed_precision": "fp8"}
     *_, last = parity_checks.parity_checks(base, tmp_path)
     assert (last.name, factors) == ("as written, in fp8", [parity_checks.FP8_FACTOR])
+
+
+def test_reference_that_is_no_number_is_no_agreement(tmp_path: Path) -> None:
+    found = REFERENCE | {"loss": [REFERENCE["loss"][0], math.nan]}
+    assert not _compared(run_with(tmp_path), found)[0]

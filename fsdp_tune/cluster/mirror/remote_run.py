@@ -367,10 +367,12 @@ def mirror_error(url: str, error: UrlError, where: Where | None = None) -> FsdpT
             )
         case "credentials" | "other":
             hint = (
-                "log in as the store's own tools do (`aws configure`, AWS_PROFILE, `gcloud auth "
-                "application-default login`, `az login`), "
+                "let this user list, read, write and delete there"
+                if url.startswith("file://")
+                else "log in as the store's own tools do (`aws configure`, AWS_PROFILE, `gcloud auth "
+                "application-default login`, `az login`), with the rights to list, read, write and delete"
             )
-            hint += f"with the rights to list, read, write and delete; or correct {named}"
+            hint += f"; or correct {named}"
             return usage_error("mirror-refused", message, where=where, hint=hint)
         case None:
             hint = "check the network, a proxy and the endpoint (AWS_ENDPOINT_URL), then start again"

@@ -44,8 +44,8 @@ GATHER_SECONDS = 90.0
 class Machines(Peers):
     """This machine in a run over several. A single machine publishes nothing and never waits.
 
-    The first machine alone calls `expected`, `gather`, `held_elsewhere` and `conclude`, and the others alone
-    call `join` and `next_launch`.
+    The first machine alone calls `expected`, `gather`, `notice`, `held_elsewhere` and `conclude`, and the
+    others alone call `join` and `next_launch`.
     """
 
     def __init__(
@@ -172,6 +172,14 @@ class Machines(Peers):
             {str(at): identity.host for at, identity in enumerate(hosts) if identity is not None},
         )
         self.publish(state="running")
+
+    def notice(self) -> str | None:
+        """Return, on the first machine, what the user is told about its store; None if it was returned
+        before."""
+        if self.open_channel is None:
+            return None
+        found, self.open_channel.notice = self.open_channel.notice, None
+        return found
 
     def held_elsewhere(self, limit_seconds: float | None = None) -> list[Held]:
         """Return, on the first machine, what the others have of each checkpoint; [] if all see the same

@@ -35,7 +35,7 @@ def verdict_of(error: BaseException) -> Verdict:
             0,
             Problem("machine-failed", f"{type(error).__name__}: {error}"),
         )
-    if error.exit_code is ExitCode.PREEMPTED:  # a trial that was stopped
+    if error.exit_code is ExitCode.PREEMPTED:  # another machine, or a trial, was stopped
         return Verdict(ExitCode.PREEMPTED, ExitReason.PREEMPTED, 0)
     if error.exit_code is ExitCode.INTERRUPTED:
         return Verdict(ExitCode.INTERRUPTED, ExitReason.INTERRUPTED, 0)

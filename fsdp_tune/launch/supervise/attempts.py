@@ -196,6 +196,8 @@ class Attempts:
                     Problem("run-not-written", message, hint="see the disk of `output_dir`"),
                 )
             found = self._machines.gather(next(self._numbers), self._members, is_enough)
+            if (notice := self._machines.notice()) is not None:
+                yield Message(notice)
             if not isinstance(found, Fewer):
                 return found
             machines = found.present
