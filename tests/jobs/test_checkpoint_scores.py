@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from fsdp_tune.core.errors import FailedError
+from fsdp_tune.answer.statistics import Estimate
+from fsdp_tune.core.errors import FailedError, Notice, failed_error
 from fsdp_tune.jobs import checkpoint_scores as jobs
 from fsdp_tune.jobs.checkpoint_scores import score_checkpoint
 from fsdp_tune.jobs.evaluate import CheckpointResults
 from fsdp_tune.jobs.evaluated_recipes import options_of_set, recipe_of_set
+from fsdp_tune.jobs.evaluated_sets import SetResult
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.evaluation_record import EvaluationRecord
@@ -135,3 +139,76 @@ def test_priority_is_lower_only_on_request(
     jobs.main()
     assert found == niceness
     assert capsys.readouterr().out == '{"scores": {}, "warnings": []}\n'
+
+
+def test_scores_of_a_set_are_named_by_its_label_and_metric(
+    tmp_path: Path, merges: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sets = [
+        {"path": "a.jsonl", "label": "sums", "metric": "exact_match"},
+        {"path": "b.jsonl", "metric": "perplexity"},
+    ]
+    evaluated: list[Any] = []
+
+    def evaluate_checkpoint(run: RunDir, model: Path, options: dict[str, Any]) -> CheckpointResults:
+        evaluated.append((run, model.name, {label: each.device for label, each in options.items()}))
+        half, three = Estimate(0.5, 0.25, 0.75), Estimate(3.0, 2.0, float("inf"))
+        found = {
+            "sums": SetResult(8, 0, 10, half),
+            "b": SetResult(4, 0, 10, three, Estimate(1.1, 1.0, 1.2)),
+        }
+        return CheckpointResults(found, {"sums": "x", "b": "y"}, [Notice("few-rows", "too narrow")])
+
+    monkeypatch.setattr(jobs, "evaluate_checkpoint", evaluate_checkpoint)
+    run = RunDir(tmp_path)
+    EvaluationRecord.of(recipe(sets=sets).evaluation, {"sums": "x", "b": "y"}).write(run.evaluation_json)
+    scores, warnings = score_checkpoint(run, 10, "cpu")
+    assert scores == {
+        "sums/exact_match": CheckpointScore(0.5, 0.25, 0.75, 8),
+        "b/perplexity": CheckpointScore(3.0, 2.0, None, 4),
+        "b/loss": CheckpointScore(1.1, 1.0, 1.2, 4),
+    }
+    assert warnings == ["too narrow"]
+    assert evaluated == [(run, "checkpoint-10-model", {"sums": "cpu", "b": "cpu"})]
+
+
+ANSWERS = (
+    "import json, sys; asked = json.loads(sys.stdin.readline()); "
+    "print(json.dumps({'scores': {'/'.join(%s): %r}}))"
+)
+
+
+def test_tasks_are_run_by_a_child_on_the_merged_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    score = {"value": 0.5, "low": 0.25, "high": 0.75, "rows": 8}
+    own = recipe(tasks=["arc_easy", "gsm8k"], task_rows=8)
+    model: Any = SimpleNamespace(weights="there", adapter=None)
+    monkeypatch.setattr(jobs, "find_model", lambda _: model)
+    program = ANSWERS % ("[asked['weights'], *asked['tasks'], str(asked['rows']), asked['device']]", score)
+    monkeypatch.setattr(jobs, "TASKS", (sys.executable, "-I", "-S", "-c", program))
+    assert jobs._score_tasks(tmp_path, own, "cpu") == {"there/arc_easy/gsm8k/8/cpu": CheckpointScore(**score)}
+    monkeypatch.setattr(jobs, "TASKS", (sys.executable, "-I", "-S", "-c", "raise SystemExit('no such task')"))
+    with pytest.raises(FailedError, match=r"lm_eval could not run arc_easy, gsm8k: .*no such task"):
+        jobs._score_tasks(tmp_path, own, "cpu")
+
+
+def test_process_that_cannot_score_prints_its_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        print("a library prints this")
+        raise failed_error("merge-disk-full", "no room", hint="free space")
+
+    monkeypatch.setattr(jobs, "score_checkpoint", refuse)
+    monkeypatch.setattr(jobs, "_FIRST_OUT_OF_MEMORY", Path("/proc/self/oom_score_adj").read_text().strip())
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path), "10", "cpu"])
+    jobs.main()
+    printed = capsys.readouterr()
+    problem = json.loads(printed.out)["problem"]
+    assert (problem["code"], problem["message"], problem["hint"]) == (
+        "merge-disk-full",
+        "no room",
+        "free space",
+    )
+    assert printed.err == "a library prints this\n"

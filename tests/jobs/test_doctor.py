@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
+import numpy as np
 import pytest
 
 from fsdp_tune.cluster.health_facts import HealthCheck, State
@@ -17,8 +21,9 @@ from fsdp_tune.jobs import doctor
 from fsdp_tune.jobs.inspection import Inspection
 from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.model.model_files import KernelChoice, ModelFacts
+from fsdp_tune.planner.trace_format import COLLECTIVES, DTYPES, Trace
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.health_files import HealthFiles
+from fsdp_tune.run.health_files import HealthFiles, HealthRequest, MessageSize
 from tests.launch.test_accelerate import plan, resolved
 
 IDLE = GpuState(300 << 20, 0, 1980, 0, 700.0, 700.0, ())
@@ -175,3 +180,80 @@ def test_step_that_cannot_be_traced_is_reported_unless_the_model_is_missing(
     inputs: State, shown: list[str]
 ) -> None:
     assert [each.name for each in doctor._traced(None, [HealthCheck("inputs", inputs, "")])] == shown
+
+
+PHASE = "open(sys.argv[1] + '/phase-0', 'w').write('connecting'); "
+
+
+@pytest.mark.parametrize(
+    ("program", "finding"),
+    [
+        (
+            f"import sys, time; {PHASE} time.sleep(60)",
+            "not ready after 0 s: rank 0 is connecting, rank 1 is starting",
+        ),
+        (
+            f"import sys; {PHASE} sys.exit('no such device')",
+            "the ranks ended before they had measured (rank 0 is connecting, rank 1 is starting): ",
+        ),
+        ("pass", "the ranks ended before they had measured (rank 0 is starting, rank 1 is starting): "),
+        ("import sys; open(sys.argv[1] + '/facts.json', 'w').write('[]')", None),
+    ],
+)
+def test_ranks_that_measure_nothing_in_time_are_a_failed_check_with_their_phases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, finding: str | None
+) -> None:
+    """What they have left in the output directory is removed in any case."""
+    recipe, launched = machine(tmp_path)
+    files, probe = HealthFiles(launched.run.path), tmp_path / "probe"
+    files.path.mkdir()
+    probe.mkdir()
+    files.probe.write_text(str(probe))
+    launched = replace(launched, argv=(sys.executable, "-I", "-S", "-c", program, str(files.path)))
+    monkeypatch.setattr(doctor, "LIMIT_SECONDS", 0.4 if "sleep" in program else 60.0)
+    monkeypatch.setattr(doctor, "POLL_SECONDS", 0.02)
+    check = doctor._run_ranks(launched, recipe, HealthRequest([], None, []), files)
+    assert not probe.exists()
+    assert Recipe.model_validate_json(launched.run.recipe_json.read_bytes()) == recipe
+    if finding is None:
+        assert check is None
+        return
+    assert check is not None
+    assert (check.name, check.state) == ("ranks", "fail")
+    assert check.finding.startswith(finding)
+    assert ("no such device" in check.finding) is ("no such device" in program)
+
+
+@pytest.mark.parametrize(
+    ("address", "state", "finding"), [("10.0.0.7", "ok", "10.0.0.7"), (None, "fail", "nothing (unknown)")]
+)
+def test_other_machines_connect_to_the_address_of_the_host_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str | None, state: State, finding: str
+) -> None:
+    def resolve(_: str) -> str:
+        if address is None:
+            raise OSError(2, "unknown")
+        return address
+
+    monkeypatch.setattr("socket.gethostbyname", resolve)
+    recipe, launched = machine(tmp_path, *TWO_MACHINES)
+    launched.env.pop("GLOO_SOCKET_IFNAME", None)
+    check = doctor._host_name(recipe, launched)
+    assert (check.state, finding in check.finding) == (state, True)
+
+
+def test_largest_message_of_each_collective_is_measured() -> None:
+    kinds, dtypes = COLLECTIVES.index, DTYPES.index
+    rows = [
+        (kinds("all_gather"), 10, dtypes("bf16")),
+        (kinds("all_gather"), 30, dtypes("fp32")),
+        (kinds("all_gather"), 20, dtypes("bf16")),
+        (kinds("all_reduce"), 5, dtypes("fp32")),
+    ]
+    table = np.array(rows, [("kind", "i4"), ("bytes", "i8"), ("dtype", "i4")])
+    trace = cast(Trace, SimpleNamespace(collectives=table, steady=lambda found: found))
+    assert doctor._messages(trace) == [
+        MessageSize("all_gather", 30, "fp32"),
+        MessageSize("all_reduce", 5, "fp32"),
+    ]
+    assert doctor._messages(None) == []

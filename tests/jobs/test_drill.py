@@ -122,6 +122,7 @@ class Slurm:
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
+        assert self.now < 3000, "nothing happens any more"
         for job in self.jobs.values():
             job.passes(self.now)
 
@@ -347,6 +348,8 @@ def test_undisturbed_job_that_does_not_finish_fails_the_drill(
     wait = drill._Watched.wait
 
     def cancelled(self: drill._Watched, *words: Any, **more: Any) -> None:
+        while not self.starts:
+            slurm.sleep(1.0)
         slurm.call("scancel", self.job)
         wait(self, *words, **more)
 

@@ -102,7 +102,7 @@ def test_download_that_has_no_room_is_refused_before_it_starts(
     monkeypatch.setattr(RemoteDirectory, "fetch", lambda *_: pytest.fail("it is downloaded"))
     monkeypatch.setattr(results.shutil, "disk_usage", disk_usage)
     with pytest.raises(FailedError, match=r"the download needs .* and 100 B are free") as caught:
-        download(url, tmp_path / "not" / "there" / "merged", said)
+        download(url, tmp_path / "not" / "there" / "yet" / "merged", said)
     assert caught.value.problems[0].code == "merge-disk-full"
     assert asked == [tmp_path], "the next directory above that is there"
 
