@@ -10,11 +10,12 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.core.files import expanded
 from fsdp_tune.core.hub import HubResource, hub_is_reachable
+from fsdp_tune.core.values import is_list, is_mapping
 from fsdp_tune.recipe.references import can_only_be_a_path
 from fsdp_tune.recipe.schema.value_kinds import NO_TEMPLATE, is_jinja
 
@@ -208,24 +209,31 @@ def _read(path: Path) -> str:
 def _from_files(name: str, template: Path | None, config: Path | None, key: str) -> str:
     if template is not None and template.is_file():
         return _read(template)
-    contents: dict[str, object] = (
-        json.loads(config.read_bytes()) if config is not None and config.is_file() else {}
-    )
-    found: object = contents.get("chat_template")
-    if isinstance(found, list):  # several templates, as a list of {name, template}
-        found = next(
-            (
-                entry["template"]
-                for entry in cast(list[dict[str, object]], found)
-                if entry.get("name") == "default"
-            ),
-            None,
-        )
-    if not isinstance(found, str):
+    found = _configured(config, key) if config is not None and config.is_file() else None
+    if found is None:
         raise usage_error(
             "no-such-template", f"`{name}` has no chat template", hint=LIST, where=Where(key=key)
         )
     return found
+
+
+def _configured(config: Path, key: str) -> str | None:
+    """Return the template in a tokenizer_config.json, of several the one named `default`; None if it has
+    none."""
+    try:
+        contents: object = json.loads(config.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise usage_error(
+            "no-such-template",
+            f"{config} is not JSON, so it has no chat template: {error}",
+            hint=LIST,
+            where=Where(key=key),
+        ) from error
+    found = contents.get("chat_template") if is_mapping(contents) else None
+    if is_list(found):  # several templates, as a list of {name, template}
+        named = [each for each in found if is_mapping(each) and each.get("name") == "default"]
+        found = named[0].get("template") if named else None
+    return found if isinstance(found, str) else None
 
 
 def _from_hub(name: str, key: str) -> str:
