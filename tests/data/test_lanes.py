@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.store import evaluation_hashes
 from fsdp_tune.data.stream.lanes import Lane, StreamRow
-from fsdp_tune.data.stream.row_stream import LaneState
+from fsdp_tune.data.stream.row_stream import LaneState, RowStream
 from tests.data.streams import read, rows_of_lanes, rows_of_run, stream_of
 from tests.data.support import prepared, write_jsonl
 
@@ -295,3 +295,86 @@ def test_truncated_rows_are_counted_through_a_resume(tmp_path: Path) -> None:
     assert sorted({row.after.rows_truncated for row in found}) != [0, 20], "counted window by window"
     resumed = list(islice(Lane(stream, 0, LaneState.from_list(found[30].after.as_list())), 29))
     assert resumed[-1].after.rows_truncated == 20
+
+
+def test_packed_rows_of_several_sources_follow_their_shares_all_the_way(tmp_path: Path) -> None:
+    """Not only over a window, whose rows are shuffled."""
+    for name in "ab":
+        write_jsonl(tmp_path / f"{name}.jsonl", texts(name, 300, 20))
+    entries = [{"path": str(tmp_path / f"{name}.jsonl"), "weight": 1.0} for name in "ab"]
+    for weight_by in ("tokens", "rows"):
+        stream = stream_of(
+            *(tmp_path, *entries),
+            lanes=1,
+            packing=True,
+            max_length=24,
+            shuffle_buffer_size=200,
+            mixture={"weight_by": weight_by},
+        )
+        rows = list(islice(Lane(stream, 0, stream.first_state()), 200))
+        assert [read(row) for row in rows] != sorted(read(row) for row in rows)
+        for at in range(0, 200, 4):
+            assert share_of_first(rows[at : at + 4]) == pytest.approx(0.5, abs=0.26), (weight_by, at)
+        state = LaneState.from_list(rows[70].after.as_list())
+        again = list(islice(Lane(stream, 0, state), 100))
+        assert [read(row) for row in again] == [read(row) for row in rows[71:171]]
+
+
+def test_packed_rows_keep_the_order_of_the_file_without_shuffling(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", texts("a", 60, 10))
+    entry = {"path": str(tmp_path / "a.jsonl"), "repeats": 1}
+    stream = stream_of(
+        tmp_path, entry, lanes=1, shuffle=False, packing=True, packing_strategy="wrapped", max_length=22
+    )
+    text = "".join(read(row) for row in rows_of_lanes(stream))
+    assert text == "".join(row["text"] for row in texts("a", 60, 10))
+
+
+def uncounted(stream: RowStream) -> RowStream:
+    """Return a stream that knows the rows of none of its files, such as files of the hub."""
+    return replace(stream, sources=tuple(replace(source, rows=None) for source in stream.sources))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_files_of_unknown_length_are_read_by_one_lane_each_and_by_another_in_the_next_pass(
+    tmp_path: Path, shuffle: bool
+) -> None:
+    for name in "abc":
+        write_jsonl(tmp_path / f"{name}.jsonl", texts(name, 7))
+    entry = {"path": str(tmp_path / "*.jsonl"), "repeats": 2}
+    stream = uncounted(stream_of(tmp_path, entry, lanes=2, shuffle=shuffle, shuffle_buffer_size=8))
+    lanes = [
+        list(takewhile(lambda row: row.lengths, Lane(stream, number, stream.first_state())))
+        for number in range(2)
+    ]
+    every = [row["text"] for name in "abc" for row in texts(name, 7)]
+    assert sorted(read(row) for rows in lanes for row in rows) == sorted(every * 2)
+    for number, rows in enumerate(lanes):
+        if not shuffle:  # else each pass deals the files anew
+            assert sorted(map(read, rows)) == sorted(every)
+        for at in (0, 5, 11, len(rows) - 2):
+            state = LaneState.from_list(rows[at].after.as_list())
+            again = islice(Lane(stream, number, state), len(rows) - at - 1)
+            assert [read(row) for row in again] == [read(row) for row in rows[at + 1 :]], at
+
+
+def test_source_without_rows_leaves_its_share_to_the_others(tmp_path: Path) -> None:
+    for name in "ab":
+        write_jsonl(tmp_path / f"{name}.jsonl", texts(name, 20))
+    entries = [{"path": str(tmp_path / f"{name}.jsonl"), "weight": 1.0, "repeats": 1} for name in "ab"]
+    stream = stream_of(tmp_path, *entries, shuffle_buffer_size=8)
+    empty, other = stream.sources
+    found = rows_of_lanes(replace(stream, sources=(replace(empty, rows=0), other)))
+    assert sorted(read(row) for row in found) == [row["text"] for row in texts("b", 20)]
+
+
+def test_row_with_the_old_and_the_new_name_of_a_column_is_a_bad_row_of_its_line(tmp_path: Path) -> None:
+    rows = [{"body": f"row {number}"} | ({"text": "other"} if number == 40 else {}) for number in range(80)]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    entry = {"path": str(path), "repeats": 1, "rename_columns": {"body": "text"}}
+    with pytest.raises(FsdpTuneError, match="`text`") as caught:
+        rows_of_lanes(stream_of(tmp_path, entry, shuffle_buffer_size=16))
+    assert caught.value.problems[0].where.line == 41
+    skipping = rows_of_lanes(stream_of(tmp_path, entry, shuffle_buffer_size=16, on_bad_row="skip"))
+    [(name, _)] = [each for row in skipping for each in row.bad]
+    assert (len(skipping), str(path) in name) == (79, True)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from jinja2 import TemplateError
 from tokenizers import AddedToken
 
@@ -216,6 +219,120 @@ def test_name_with_an_owner_is_a_model_on_the_hub(monkeypatch: pytest.MonkeyPatc
         resolve_template("Qwen/Qwen3-8B", "data.train[0].chat_template")
         == "Qwen/Qwen3-8B data.train[0].chat_template"
     )
+
+
+def refusal_of(name: str) -> Any:
+    with pytest.raises(FsdpTuneError) as caught:
+        resolve_template(name, "data.train[0].chat_template")
+    (problem,) = caught.value.problems
+    assert (problem.code, caught.value.exit_code) == ("no-such-template", 2)
+    return problem
+
+
+def test_template_of_a_file_and_of_a_directory_is_read(tmp_path: Path) -> None:
+    (tmp_path / "mine.jinja").write_text("of a file")
+    assert resolve_template(str(tmp_path / "mine.jinja")) == "of a file"
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"chat_template": "of the tokenizer"}))
+    assert resolve_template(str(tmp_path)) == "of the tokenizer"
+    several = [{"name": "tool_use", "template": "for tools"}, {"name": "default", "template": "for chats"}]
+    config.write_text(json.dumps({"chat_template": several}))
+    assert resolve_template(str(tmp_path)) == "for chats"
+    (tmp_path / "chat_template.jinja").write_text("of the model")
+    assert resolve_template(str(tmp_path)) == "of the model"
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (None, "has no chat template"),
+        ({}, "has no chat template"),
+        ([], "has no chat template"),
+        ({"chat_template": [{"name": "tool_use", "template": "for tools"}]}, "has no chat template"),
+        ({"chat_template": [{"name": "default"}, "text"]}, "has no chat template"),
+        ('{"chat_template": ', "tokenizer_config.json is not JSON, so it has no chat template: "),
+    ],
+    ids=["no file", "no template", "no object", "no default", "default without text", "damaged"],
+)
+def test_directory_without_a_template_is_refused(config: object, words: str, tmp_path: Path) -> None:
+    if config is not None:
+        text = config if isinstance(config, str) else json.dumps(config)
+        (tmp_path / "tokenizer_config.json").write_text(text)
+    problem = refusal_of(str(tmp_path))
+    assert words in problem.message
+    assert problem.where.key == "data.train[0].chat_template"
+    assert "`fsdp-tune templates`" in problem.hint
+
+
+def test_file_that_is_no_template_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jinja"
+    assert f"there is no chat template file `{path}`" in refusal_of(str(path)).message
+    path.write_bytes(b"caf\xe9")
+    assert "must be UTF-8: unexpected end of data at byte 3" in refusal_of(str(path)).message
+    path.write_text("x" * (module.MAX_TEMPLATE_BYTES + 1))
+    assert "too many for a chat template" in refusal_of(str(path)).message
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[str, bool]]:
+    """Return what sets a hub: the text or the error of each file, and whether it is reachable."""
+
+    def made(files: dict[str, str | Exception], *, reachable: bool = True) -> dict[str, bool]:
+        asked: dict[str, bool] = {}
+
+        def download(name: str, file: str, *, local_files_only: bool) -> str:
+            assert name == "org/model"
+            asked[file] = local_files_only
+            found = files[file]
+            if isinstance(found, Exception):
+                raise found
+            (tmp_path / file).write_text(found)
+            return str(tmp_path / file)
+
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+        monkeypatch.setattr(module, "hub_is_reachable", lambda: reachable)
+        return asked
+
+    return made
+
+
+NO_FILE, NOT_CACHED = EntryNotFoundError("404"), LocalEntryNotFoundError("not in the cache")
+CONFIG = json.dumps({"chat_template": "of the tokenizer"})
+
+
+@pytest.mark.parametrize("reachable", [True, False])
+def test_template_of_a_model_on_the_hub_or_in_its_cache_is_read(
+    reachable: bool, hub: Callable[..., dict[str, bool]]
+) -> None:
+    absent = NO_FILE if reachable else NOT_CACHED
+    asked = hub({"chat_template.jinja": absent, "tokenizer_config.json": CONFIG}, reachable=reachable)
+    assert resolve_template("org/model") == "of the tokenizer"
+    assert set(asked.values()) == {not reachable}
+    hub({"chat_template.jinja": "of the model", "tokenizer_config.json": CONFIG}, reachable=reachable)
+    assert resolve_template("org/model") == "of the model"
+
+
+def test_model_without_a_template_differs_from_one_that_cannot_be_reached(
+    hub: Callable[..., dict[str, bool]],
+) -> None:
+    hub({"chat_template.jinja": NO_FILE, "tokenizer_config.json": NO_FILE})
+    assert refusal_of("org/model").message == "`org/model` has no chat template"
+    hub({"chat_template.jinja": NOT_CACHED, "tokenizer_config.json": NOT_CACHED}, reachable=False)
+    with pytest.raises(FsdpTuneError, match="the chat template of `org/model`") as caught:
+        resolve_template("org/model")
+    assert caught.value.problems[0].code != "no-such-template"
+
+
+def test_error_of_the_hub_is_explained_and_any_other_error_is_raised(
+    hub: Callable[..., dict[str, bool]],
+) -> None:
+    hub({"chat_template.jinja": ConnectionError("reset"), "tokenizer_config.json": NO_FILE})
+    with pytest.raises(FsdpTuneError, match="`org/model`") as caught:
+        resolve_template("org/model")
+    assert isinstance(caught.value.__cause__, ConnectionError)
+    hub({"chat_template.jinja": ZeroDivisionError(), "tokenizer_config.json": NO_FILE})
+    with pytest.raises(ZeroDivisionError):
+        resolve_template("org/model")
 
 
 def bad_rows(

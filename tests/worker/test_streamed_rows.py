@@ -15,6 +15,7 @@ from unittest.mock import patch
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.data.stream.lanes import Lane, StreamRow
 from fsdp_tune.data.stream.row_stream import RowStream
 from fsdp_tune.worker.rows.batches import Collator
 from fsdp_tune.worker.rows.streamed_rows import NO_ROW, StreamedRows
@@ -298,3 +299,134 @@ def test_skipped_rows_are_listed_once_also_if_steps_are_repeated(tmp_path: Path)
     )
     assert len(trained_ids([restarted])) == 60
     assert len((tmp_path / "bad-0").read_text().splitlines()) == 1
+
+
+@pytest.fixture
+def short(tmp_path: Path) -> RowStream:
+    """A stream of 60 rows that ends."""
+    rows = [{"text": f"row {number}"} for number in range(60)]
+    entry = {"path": str(write_jsonl(tmp_path / "a.jsonl", rows)), "repeats": 1, "label": "a"}
+    return stream_of(tmp_path, entry, lanes=8, shuffle_buffer_size=8)
+
+
+def gathering(*others: Any) -> Any:
+    """Return what stands for `gather`: this rank's value, and what the `others` give at each call."""
+    left = list(others)
+
+    def gathered(value: object) -> list[object]:
+        return [value, *(left.pop(0) if left else [])]
+
+    return patch("fsdp_tune.worker.rows.streamed_rows.gather", gathered)
+
+
+def test_stream_has_ended_when_no_rank_has_a_row_left(short: RowStream, tmp_path: Path) -> None:
+    ranks = ranks_of(short, 2, tmp_path)
+    trained_ids(ranks)
+    own = [ranks[1]._cursors()]
+    read = [(sum(each.read for each in cursors), min(each.passes for each in cursors)) for cursors in own[0]]
+    with (
+        gathering([True], [read]),
+        pytest.raises(
+            FsdpTuneError, match=r"no row left for step 9: 60 of 60 rows of `a` were read"
+        ) as caught,
+    ):
+        ranks[0].skip_empty(8)
+    problem = caught.value.problems[0]
+    assert (problem.code, caught.value.exit_code) == ("stream-ended", 2)
+    assert "--set training.max_steps=8" in str(problem.hint)
+    with gathering([True], [[]]), pytest.raises(FsdpTuneError, match="30 of 60 rows"):
+        ranks[0].skip_empty(8)  # the other shares the rows of this one
+
+
+def test_step_whose_rows_are_empty_on_this_rank_alone_is_left_out(short: RowStream, tmp_path: Path) -> None:
+    """Another rank still has rows, and those of the next step follow them by number."""
+    ranks = ranks_of(short, 2, tmp_path)
+    trained_ids(ranks)
+    before = ranks[0].rows_of_all_ranks(9)
+    with gathering([False]):
+        ranks[0].skip_empty(8)
+    assert ranks[0].rows_of_all_ranks(9) == [row + short.global_batch for row in before]
+
+
+def test_epochs_are_the_complete_passes_of_the_source_with_the_fewest(tmp_path: Path) -> None:
+    for name, count in (("a", 40), ("b", 400)):
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"text": f"{name} {number}"} for number in range(count)])
+    entries = [{"path": str(tmp_path / f"{name}.jsonl"), "weight": 0.5} for name in "ab"]
+    rows = ranks_of(stream_of(tmp_path, *entries, lanes=2, shuffle_buffer_size=8), 1, tmp_path)[0]
+    assert rows.epochs_after(0) == 0.0
+    steps_of([rows], 0, 50)
+    assert (rows.epochs_after(50), rows.order) == (0.0, None), "a was read five times, b not yet once"
+    steps_of([rows], 0, 60)
+    assert rows.epochs_after(110) == 1.0
+
+
+def test_digest_is_of_what_decides_the_order(stream: RowStream, tmp_path: Path) -> None:
+    def digest_of(changed: RowStream) -> str:
+        return ranks_of(changed, 1, tmp_path)[0].digest()
+
+    changes: dict[str, Any] = {"names": ("b.jsonl",), "lanes": 4, "seed": stream.seed + 1, "window_rows": 11}
+    changes |= {"shuffle": not stream.shuffle, "shares": ((0, (0.5,)),), "global_batch": 16}
+    others = [replace(stream, **{name: value}) for name, value in changes.items()]
+    assert len({digest_of(each) for each in (stream, *others)}) == len(others) + 1
+    assert digest_of(replace(stream, most_bad=0.5)) == ranks_of(stream, 4, tmp_path)[3].digest()
+
+
+def test_batch_is_described_by_its_rows_and_examples(stream: RowStream, tmp_path: Path) -> None:
+    [rows] = ranks_of(stream, 1, tmp_path)
+    batches = rows.batches(workers=0, pin_memory=False, prefetch=None)
+    assert len(batches) == STEPS * rows.accumulation  # type: ignore[arg-type]
+    batch = next(iter(batches))
+    assert rows.describe(batch) == f"rows 0 ({batch.origins[0]}), 1 ({batch.origins[1]})"
+    examples = rows.examples_of(batch)
+    assert [len(row) for row in examples] == [len(each) for each in batch.examples]
+    assert all("a.jsonl" in name and tokens > 0 for row in examples for (name, _), tokens in row)
+    assert sum(tokens for row in examples for _, tokens in row) == batch.tokens
+
+
+def test_death_of_a_loader_process_names_the_step(stream: RowStream, tmp_path: Path) -> None:
+    [rows] = ranks_of(stream, 1, tmp_path)
+    died = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.\nmore")
+    problem = rows.problem_of(died, 4)
+    assert problem is not None
+    assert (problem.code, "for step 5 and later, from the stream on" in problem.message) == (
+        "loader-died",
+        True,
+    )
+    assert rows.problem_of(RuntimeError("another one"), 4) is None
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_unexpected_error_of_a_lane_names_its_row(
+    stream: RowStream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """In a loader process torch would pass on only the text of the traceback."""
+
+    class Breaks(Lane):
+        def __iter__(self) -> Iterator[StreamRow]:
+            for row in super().__iter__():
+                if row.row_id == 13:
+                    raise ZeroDivisionError("no tokens")
+                yield row
+
+    monkeypatch.setattr("fsdp_tune.worker.rows.streamed_rows.Lane", Breaks)
+    [rows] = ranks_of(stream, 1, tmp_path)
+    with pytest.raises(
+        FsdpTuneError, match="row 13 of the stream cannot be read: ZeroDivisionError: no tok"
+    ) as caught:
+        list(iter(rows.batches(workers=workers, pin_memory=False, prefetch=None)))
+    assert (caught.value.problems[0].code, caught.value.exit_code, rows.given) == ("row-unreadable", 1, 13)
+
+
+def test_rows_of_evaluation_sets_are_in_the_metrics_only_if_there_are_such_sets(
+    stream: RowStream, tmp_path: Path
+) -> None:
+    import numpy as np
+
+    [rows] = ranks_of(stream, 1, tmp_path)
+    with gathering():
+        assert "rows_also_evaluated" not in rows.facts(LoggedStep(1))
+    [rows] = ranks_of(replace(stream, evaluated=np.array([1], np.uint64)), 1, tmp_path)
+    state = {lane: replace(each, rows_evaluated=lane) for lane, each in rows.states.items()}
+    rows.states = state
+    with gathering([([0], [0], 0, 5)]):
+        assert rows.facts(LoggedStep(1))["rows_also_evaluated"] == sum(range(8)) + 5
