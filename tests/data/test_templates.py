@@ -247,10 +247,10 @@ def test_template_of_a_file_and_of_a_directory_is_read(tmp_path: Path) -> None:
     [
         (None, "has no chat template"),
         ({}, "has no chat template"),
-        ([], "has no chat template"),
-        ({"chat_template": [{"name": "tool_use", "template": "for tools"}]}, "has no chat template"),
+        ([], "tokenizer_config.json is not a JSON object"),
+        ({"chat_template": [{"name": "tool_use", "template": "for tools"}]}, "and none is `default`"),
         ({"chat_template": [{"name": "default"}, "text"]}, "has no chat template"),
-        ('{"chat_template": ', "tokenizer_config.json is not JSON, so it has no chat template: "),
+        ('{"chat_template": ', "tokenizer_config.json is not valid JSON: "),
     ],
     ids=["no file", "no template", "no object", "no default", "default without text", "damaged"],
 )
