@@ -706,7 +706,7 @@ def test_scores_that_cannot_be_read_for_a_moment_end_no_run(
         with Evaluating(run, one, observer).following():
             time.sleep(0.1)
         Evaluating(run, one, observer).finish()
-    assert (observer.codes, events(run)) == (["rotation-failed"], [])
+    assert (observer.codes, events(run)) == (["evaluations-stopped", "rotation-failed"], [])
     assert len(complete_checkpoints(run)[0]) == 2
     Evaluating(run, one, observer).finish()
     assert events(run) == [("checkpoint_evaluated", 10), ("checkpoint_evaluated", 20)]

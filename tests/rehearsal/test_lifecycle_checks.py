@@ -499,7 +499,9 @@ def test_child_that_takes_too_long_is_ended_and_described(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(children, "end", ended.append)
     late: Any = Late()
-    assert lifecycle_checks.finish(late) == ChildResult(1, {}, "it took more than 900 s")
+    assert lifecycle_checks.finish(late) == ChildResult(
+        lifecycle_checks.TIMED_OUT, {}, "it took more than 900 s"
+    )
     assert ended == [late]
 
 
