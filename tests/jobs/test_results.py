@@ -229,7 +229,8 @@ def test_run_is_pushed_where_its_recipe_says(tmp_path: Path, uploads: Uploads, s
         (folder, HubTarget("me/model", is_public=True, revision="v2"), f"fsdp-tune push {run.path}")
     ]
     results.push(run.path, to="you/it", public=False, revision="v3", observer=said)
-    assert uploads[1][1:] == (HubTarget("you/it", revision="v3"), f"fsdp-tune push {run.path} --to you/it")
+    again = f"fsdp-tune push {run.path} --to you/it --private --revision v3"
+    assert uploads[1][1:] == (HubTarget("you/it", revision="v3"), again)
     assert said.codes == ["pushed", "pushed"]
 
 
