@@ -44,7 +44,7 @@ def check_same(run: RunDir) -> None:
         others = len(found) - 1
         more = f" (and {others} more difference{'' if others == 1 else 's'})" if others else ""
         hint = (
-            "install the same packages on every machine, and start each with the same recipe and data; all of "
-            "them see one run directory, except with `launch.shared_directory: false`"
+            "install the same packages on every machine, and start each with the same recipe and data; all "
+            "of them see one run directory, except with `launch.shared_directory: false`"
         )
         raise FailedError(Problem("ranks-differ", f"{found[0]}{more}", hint=hint))
