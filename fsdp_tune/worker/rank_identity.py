@@ -41,6 +41,10 @@ def check_same(run: RunDir) -> None:
     rank 0."""
     found = differences_of_ranks(gather(identity(run)))
     if found:
-        more = f" (and {len(found) - 1} more differences)" if len(found) > 1 else ""
-        hint = "install the same packages on every machine, and let all of them see the same run directory"
+        others = len(found) - 1
+        more = f" (and {others} more difference{'' if others == 1 else 's'})" if others else ""
+        hint = (
+            "install the same packages on every machine, and start each with the same recipe and data; all "
+            "of them see one run directory, except with `launch.shared_directory: false`"
+        )
         raise FailedError(Problem("ranks-differ", f"{found[0]}{more}", hint=hint))

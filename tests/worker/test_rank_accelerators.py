@@ -298,6 +298,17 @@ def test_unfinished_collective_of_nccl_is_named(recorder: dict[str, Any], run: R
     assert (run.flight_recorder / "rank_5").read_bytes() == b"pickle"
 
 
+def test_collective_is_named_where_the_recorder_cannot_be_written(
+    recorder: dict[str, Any], run: RunDir, capfd: pytest.CaptureFixture[str]
+) -> None:
+    recorder["entries"] = [entry(8, "all_reduce", retired=False)]
+    run.flight_recorder.rmdir()
+    found = flight_recorder.dump(run, 5, "cuda")
+    assert found is not None
+    assert found.name == "nccl:all_reduce"
+    assert "the flight recorder was not written: " in capfd.readouterr().err
+
+
 def test_last_collective_of_nccl_is_named_where_all_have_ended(recorder: dict[str, Any], run: RunDir) -> None:
     recorder["entries"] = [entry(7, "_all_gather_base", retired=True), entry(8, "all_reduce", retired=True)]
     found = flight_recorder.dump(run, 0, "cuda")

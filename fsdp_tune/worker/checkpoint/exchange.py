@@ -262,7 +262,7 @@ def _compare_digests(files: ScatteredFiles, manifest: Manifest) -> None:
         files.folder, replace(manifest, files={name: manifest.files[name] for name in mine}), digests=True
     )
     found = gather(bad)
-    if damaged := [each for part in found for each in part]:
+    if damaged := [(rank, each) for rank, part in enumerate(found) for each in part]:
         if leads_machine(is_scattered=True):
             names = [
                 each.name
@@ -271,7 +271,9 @@ def _compare_digests(files: ScatteredFiles, manifest: Manifest) -> None:
                 if each.is_of_contents and each.name in files.here
             ]
             mark_damaged(files.folder, names)
-        raise failed_error("checkpoint-damaged", f"{files.folder}: {damaged[0]}", ways_out=WAYS_OUT)
+        rank, first = damaged[0]
+        message = f"{files.folder} on the machine of rank {rank}: {first}"
+        raise failed_error("checkpoint-damaged", message, ways_out=WAYS_OUT)
 
 
 def _needed(manifest: Manifest) -> list[str]:

@@ -11,6 +11,7 @@ speaks only after its own time-out, so a rank that stands still writes first.
 from __future__ import annotations
 
 import json
+import sys
 from typing import TypedDict
 
 from fsdp_tune.run.directory import RunDir
@@ -30,7 +31,8 @@ class FlightEntry(TypedDict):
 
 
 def dump(run: RunDir, rank: int, device_type: str) -> Collective | None:
-    """Write this rank's flight-recorder file. Returns the collective in progress, or else the last one.
+    """Write this rank's flight-recorder file. Returns the collective in progress, or else the last one, also
+    where the file cannot be written.
 
     None where torch has no recorder (a device without one) or nothing was recorded.
     """
@@ -40,7 +42,10 @@ def dump(run: RunDir, rank: int, device_type: str) -> Collective | None:
     whole, as_json = (record.get() for record in records) if records is not None else (None, None)
     if whole is None or as_json is None:
         return None
-    (run.flight_recorder / f"{FLIGHT_FILE_PREFIX}{rank}").write_bytes(whole())
+    try:
+        (run.flight_recorder / f"{FLIGHT_FILE_PREFIX}{rank}").write_bytes(whole())
+    except OSError as error:
+        sys.stderr.write(f"the flight recorder was not written: {error}\n")
     entries: list[FlightEntry] = [
         entry for entry in json.loads(as_json()).get("entries", []) if not entry.get("is_p2p")
     ]

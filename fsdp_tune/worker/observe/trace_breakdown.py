@@ -46,7 +46,7 @@ Interval = tuple[float, float]
 @dataclass(frozen=True, slots=True)
 class Share:
     """Seconds of one phase over all profiled steps. A collective that overlaps with compute counts as
-    `compute` only."""
+    `compute` only; `all_reduce` has those of other kinds too."""
 
     total: float
     compute: float
@@ -110,8 +110,8 @@ def _host_work(events: Sequence[TraceEvent]) -> tuple[dict[str, list[Interval]],
             collectives[kind].append(_interval(event))
         elif event["tid"] not in threads:
             continue  # gloo's own threads: whether a caller waits for them is not visible there
-        elif name.startswith("c10d::") and (kind := _kind_of(name)):
-            collectives[kind].append(_interval(event))
+        elif name.startswith("c10d::"):
+            collectives[_kind_of(name)].append(_interval(event))
         elif event.get("cat") == "cpu_op":
             compute.append(_interval(event))
     waiting = {kind: union(intervals) for kind, intervals in collectives.items()}
@@ -124,12 +124,10 @@ def _host_work(events: Sequence[TraceEvent]) -> tuple[dict[str, list[Interval]],
 _FSDP_CALLS = {"fsdp::all_gather": ALL_GATHER, "fsdp::post_backward_reduce": REDUCE_SCATTER}
 
 
-def _kind_of(name: str) -> str | None:
+def _kind_of(name: str) -> str:
+    """Return the kind under which a collective counts; all-to-all and others count as all-reduce."""
     plain = name.replace("_", "")
-    return next(
-        (kind for kind in COLLECTIVES if kind.replace("_", "") in plain),
-        ALL_REDUCE if "nccl" in plain else None,
-    )
+    return next((kind for kind in COLLECTIVES if kind.replace("_", "") in plain), ALL_REDUCE)
 
 
 def _phases(events: Sequence[TraceEvent], category: str, *, on_device: bool) -> dict[str, list[Interval]]:

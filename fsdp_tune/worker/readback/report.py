@@ -1,7 +1,7 @@
 """Read wrapping, dtypes and mesh from the live objects of every rank and compare them with the recipe.
 
 `recipe.fsdp_arguments.expected` returns the live state that the recipe requires, independently of the code
-that makes the settings. Any difference from it, or between ranks, stops the run before step 1.
+that makes the settings. Any difference from it, or between ranks, stops the run before its first step.
 """
 
 from __future__ import annotations
@@ -300,7 +300,7 @@ def read_back(recipe: Recipe, loaded: Loaded, trainer: FsdpTrainer) -> ReadBack:
             Problem(
                 "readback-differs",
                 sentence,
-                hint="the run was stopped before step 1; readback.json has the full report",
+                hint="the run was stopped before its first step; readback.json has the full report",
             )
             for sentence in found
         ]

@@ -111,7 +111,12 @@ def test_missing_and_damaged_files_end_the_load_on_every_rank(on_ranks: Ranks, s
     raw = shards[0].read_bytes()
     shards[0].write_bytes(bytes([raw[0] ^ 1]) + raw[1:])
     damaged = on_ranks.run(2, scattered_ranks.refused, saved, (1, 1), 10)
-    assert all(each.startswith("checkpoint-damaged") and shards[0].name in each for each in damaged)
+    assert all(
+        each.startswith("checkpoint-damaged: ")
+        and "/checkpoint-10 on the machine of rank 1: " in each
+        and shards[0].name in each
+        for each in damaged
+    )
     assert f"{shards[0].parent.name}/{shards[0].name}" not in held_checkpoints(machine(saved, 1))[0].files
     shards[0].unlink()
     missing = on_ranks.run(2, scattered_ranks.refused, saved, (1, 1), 10)

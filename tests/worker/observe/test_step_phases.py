@@ -90,6 +90,21 @@ def test_host_waits_exclude_work_inside_them() -> None:
     assert seconds(found["rest"]) == [30, 0, 0, 0, 10, 20]
 
 
+def test_exchange_of_tokens_is_a_collective_on_the_host_and_on_a_device() -> None:
+    host = [
+        event("user_annotation", "fsdp-tune::forward", 0, 80),
+        event("cpu_op", "c10d::alltoall_base_", 10, 30),
+        event("cpu_op", "aten::mm", 40, 70),
+    ]
+    assert seconds(breakdown(host)["forward"]) == [80, 30, 0, 0, 20, 30]
+    device = [
+        event("gpu_user_annotation", "fsdp-tune::forward", 0, 80, 7),
+        event("kernel", "ncclDevKernel_SendRecv", 10, 30, 20),
+        event("kernel", "ampere_gemm", 40, 70, 7),
+    ]
+    assert seconds(breakdown(device)["forward"]) == [80, 30, 0, 0, 20, 30]
+
+
 def test_interval_operations_follow_set_laws() -> None:
     luck = random.Random(0)
     for _ in range(300):
