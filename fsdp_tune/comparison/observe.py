@@ -3,12 +3,12 @@ one.
 
     python -m fsdp_tune.comparison.observe [LENT-3.11]
 
-LENT-3.11 is a folder of packages for an interpreter of that version which lacks them (`jobs/compare.py`). A
-request is a line on stdin: {"recipe": a resolved recipe, "rows": 32, "until": "update", "model": "small",
-"folder": DIRECTORY, "defaults": false, "beside_tool": false}. Its answer is a line on stdout: an
-`Observation`. Requests are accepted until stdin ends. `beside_tool`: the other side is computed by another
-tool (`comparison/tool_side.py`), so the model gets the rows in their order, without dropout, and the file
-"inputs", if it is named, gets what the tool needs.
+LENT-3.11 is a folder of packages for an interpreter of that version which lacks them
+(`comparison/side_processes.py`). A request is a line on stdin: {"recipe": a resolved recipe, "rows": 32,
+"until": "update", "model": "small", "folder": DIRECTORY, "defaults": false, "beside_tool": false}. Its answer
+is a line on stdout: an `Observation`. Requests are accepted until stdin ends. `beside_tool`: the other side
+is computed by another tool (`comparison/tool_side.py`), so the model gets the rows in their order, without
+dropout, and the file "inputs", if it is named, gets what the tool needs.
 
 One process on the CPU, without FSDP: NO_SHARD in place of the recipe's strategy, so that mixed precision is
 autocast.

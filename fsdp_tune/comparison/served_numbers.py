@@ -25,7 +25,8 @@ class ComparedPrompt(JsonAnswer):
     answer_b: str | None
     """The server's."""
     scored_tokens: int
-    """Tokens of the server's answer whose log-probabilities were compared."""
+    """Tokens whose log-probabilities were compared: of the server's answer, and of the prompt if the server
+    returns them."""
     mean_difference: float | None
     """Of the absolute differences of these log-probabilities, in nats."""
     max_difference: float | None

@@ -45,23 +45,24 @@ class StoppedBySignal(BaseException):
         super().__init__(message)
 
 
+def _stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  signature of a signal handler
+    if number == signal.SIGXCPU:  # the kernel repeats it each second
+        signal.signal(number, signal.SIG_IGN)
+    raise StoppedBySignal(number)
+
+
 @contextlib.contextmanager
-def stop_signals_raise() -> Iterator[None]:
+def stop_signals_raise() -> Iterator[bool]:
     """Raise StoppedBySignal on a stop signal other than Ctrl-C. The supervisor of ranks has its own handlers.
 
-    Does nothing outside the main thread, where Python runs no signal handlers.
+    Yields whether this is the outermost of such contexts. Does nothing outside the main thread, where Python
+    runs no signal handlers.
     """
-
-    def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  signature of a signal handler
-        if number == signal.SIGXCPU:  # the kernel repeats it each second
-            signal.signal(number, signal.SIG_IGN)
-        raise StoppedBySignal(number)
-
     is_main = threading.current_thread() is threading.main_thread()
     numbers = [number for number in without_ignored(STOP_SIGNALS) if is_main and number != signal.SIGINT]
-    before = {number: signal.signal(number, stop) for number in numbers}
+    before = {number: signal.signal(number, _stop) for number in numbers}
     try:
-        yield
+        yield _stop not in before.values()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

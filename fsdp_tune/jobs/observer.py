@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fsdp_tune.core.command import Bar, JsonAnswer
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, STOP_CODES, ExitCode, ExitReason, FsdpTuneError, Notice
-from fsdp_tune.core.signals import stop_signals_raise
+from fsdp_tune.core.signals import StoppedBySignal, stop_signals_raise
 
 if TYPE_CHECKING:
     from fsdp_tune.data.preparation import Prepared
@@ -184,10 +184,18 @@ class Observer:
 
 @contextmanager
 def session(loaded: LoadedRecipe | None = None) -> Iterator[None]:
-    """Run a job: a stop signal raises StoppedBySignal; errors that name a key of the recipe get its line."""
-    with stop_signals_raise():
+    """Run a job: errors that name a key of the recipe get its line.
+
+    A stop signal raises StoppedBySignal; for a caller that has not prepared for it, as commands have, it is
+    an error with exit code 143.
+    """
+    with stop_signals_raise() as is_outermost:
         try:
             yield
+        except StoppedBySignal as stopped:
+            if not is_outermost:
+                raise
+            raise FsdpTuneError(*stopped.problems, exit_code=stopped.exit_code) from None
         except FsdpTuneError as error:
             if loaded is not None:
                 from fsdp_tune.recipe.schema.keys import pinned

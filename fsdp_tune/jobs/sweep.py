@@ -304,7 +304,7 @@ def run_sweep(
             if result.stop_code is not None and number < len(planned):
                 code = result.stop_code  # a signal in its last step: it finished, and no other run starts
         except (FsdpTuneError, StoppedBySignal) as error:
-            is_stop = isinstance(error, StoppedBySignal)
+            is_stop = error.exit_code is ExitCode.PREEMPTED
             state = (ExitReason.PREEMPTED if is_stop else ExitReason.FAILED).value
             code, problem = error.exit_code, error.problems[0]
             for told in error.problems:

@@ -1,7 +1,8 @@
-"""The result of a training in Python, and the answers of its machines."""
+"""The result of a training in Python, the answers of its machines, and stop signals."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from signal import SIGINT, SIGTERM, SIGUSR1
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Where, usage_error
+from fsdp_tune.core.signals import StoppedBySignal, stop_signals_raise
 from fsdp_tune.jobs.observer import Observer, TrainResult, session
 from fsdp_tune.recipe.read.loader import parse_recipe
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -85,3 +87,17 @@ def test_error_that_names_a_key_gets_its_line_in_the_recipe(tmp_path: Path) -> N
 def test_observer_that_overrides_nothing_can_be_used() -> None:
     with Observer().training(), Observer().progress("tokenising", None, "rows") as bar:
         bar.advance(3)
+
+
+def test_stop_signal_is_an_error_for_a_program_that_calls_a_job() -> None:
+    """As docs/reference/python.md says."""
+    with pytest.raises(FsdpTuneError, match="stopped by SIGTERM") as stopped, session():
+        os.kill(os.getpid(), SIGTERM)
+    assert stopped.value.exit_code == 143
+
+
+def test_no_handler_of_errors_takes_a_stop_signal_inside_a_command_or_another_job() -> None:
+    with stop_signals_raise(), pytest.raises(StoppedBySignal), session():
+        os.kill(os.getpid(), SIGTERM)
+    with session(), pytest.raises(StoppedBySignal), session():
+        os.kill(os.getpid(), SIGTERM)
