@@ -12,8 +12,9 @@ from fsdp_tune.jobs.generate import read_prompts
 
 
 def test_each_line_of_text_that_is_not_blank_is_a_prompt(tmp_path: Path) -> None:
+    """The white space of any language is blank."""
     file = tmp_path / "prompts.txt"
-    file.write_text("one\n\n   \nfour and more\n")
+    file.write_text("one\n\n \u3000\nfour and more\n", encoding="utf-8")
     found = read_prompts(str(file))
     assert [(each.shown, each.where.line) for each in found] == [("one", 1), ("four and more", 4)]
     assert {each.where.source for each in found} == {str(file)}

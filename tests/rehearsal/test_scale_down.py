@@ -529,6 +529,7 @@ def test_setting_that_the_small_model_cannot_have_is_replaced_and_listed(
     assert line in small.changes
     assert line not in shrunk(resolved({}), tmp_path).changes
     again = load_recipe(str(small.write(tmp_path))).recipe
+    assert not again.evaluation.is_on
     resolve(again, MACHINE, cwd=tmp_path, assume="cuda")
 
 
