@@ -114,8 +114,9 @@ def test_checkpoint_whose_manifest_is_of_something_else_is_refused(
 
 
 def test_checkpoint_that_lacks_a_file_is_refused_on_the_only_machine(
-    run: RunDir, remote: RemoteRun, sender: Sender
+    run: RunDir, remote: RemoteRun, sender: Sender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(folders, "OTHERS_SECONDS", 0.0)
     (save(run, 5) / "shards" / "__1_0.distcp").unlink()
     sender.open(0)
     with pytest.raises(ContentError, match=r"shards/__1_0\.distcp is missing"):
