@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -257,7 +258,7 @@ def test_claim_without_conditions_that_another_one_replaced_is_not_kept(
         directory.write("writers/00000001.json", second._record.to_json())
 
     monkeypatch.setattr(RemoteDirectory, "create", create)
-    monkeypatch.setattr(writing.time, "sleep", settle)
+    monkeypatch.setattr(writing, "time", SimpleNamespace(sleep=settle, monotonic=time.monotonic))
     monkeypatch.setattr(writing, "SETTLE_SECONDS", 3.0)
     with pytest.raises(MirrorInUseError) as caught:
         first.claim()

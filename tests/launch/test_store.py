@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -230,7 +231,7 @@ def ended_seconds(
     def sleep(seconds: float) -> None:
         now[0] += seconds
 
-    monkeypatch.setattr(store.time, "sleep", sleep)
+    monkeypatch.setattr(store, "time", SimpleNamespace(sleep=sleep, time=time.time))
     monkeypatch.setattr(store._Inbox, "wait", lambda *_: None)
     exchange(machine, 2, connect, lines(document), lambda _: None)
     return now[0]
