@@ -170,6 +170,9 @@ def test_folder_with_an_unreadable_manifest_is_removed_by_what_is_pending_in_it(
     remote.directory.write(f"checkpoint-5/{PENDING_NAME}", raw)
     remote.directory.write(f"checkpoint-5/{MANIFEST_NAME}", b"torn")
     remote.directory.write("checkpoint-5/note", b"mine")
+    remote.take_back(5, remote.directory.list())
+    assert remote.directory.read(f"checkpoint-5/{PENDING_NAME}") == raw, "also if the process is killed now"
+    remote.directory.write(f"checkpoint-5/{MANIFEST_NAME}", b"torn")
     remote.remove(5, remote.directory.list())
     assert [name for name in remote.directory.list() if name.startswith("checkpoint-5")] == [
         "checkpoint-5/note"

@@ -167,7 +167,7 @@ def test_other_machine_with_its_own_directory_ends_when_the_mirror_has_its_newes
         failed=lambda error: failed.append(type(error).__name__),
     )
     MirrorState("-").write(state_path(run, 0))
-    monkeypatch.setattr(sending.time, "sleep", slept.append)
+    monkeypatch.setattr(sending, "time", SimpleNamespace(sleep=slept.append))
     ends = iter([False, True, True, True])
     follow_first_machine(sender, run, lambda: next(ends), waits.append, has_own_directory=True)
     assert failed == ["UrlError", "JSONDecodeError"]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -114,8 +116,9 @@ def test_checkpoint_whose_manifest_is_of_something_else_is_refused(
 
 
 def test_checkpoint_that_lacks_a_file_is_refused_on_the_only_machine(
-    run: RunDir, remote: RemoteRun, sender: Sender
+    run: RunDir, remote: RemoteRun, sender: Sender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(folders, "OTHERS_SECONDS", 0.0)
     (save(run, 5) / "shards" / "__1_0.distcp").unlink()
     sender.open(0)
     with pytest.raises(ContentError, match=r"shards/__1_0\.distcp is missing"):
@@ -145,8 +148,10 @@ def test_files_that_no_machine_sends_are_waited_for_longer_if_no_checkpoint_is_n
     if not is_newest:
         save(run, 10)
     now = [0.0]
-    monkeypatch.setattr(folders.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(folders.time, "sleep", lambda _: now.__setitem__(0, now[0] + 5.0))
+    clock = SimpleNamespace(
+        monotonic=lambda: now[0], sleep=lambda _: now.__setitem__(0, now[0] + 5.0), time=time.time
+    )
+    monkeypatch.setattr(folders, "time", clock)
     sender = Sender(run, remote, has_others=True)
     sender.open(0)
     with pytest.raises(UrlError, match=r"1 files of checkpoint-5 are on no machine .*__1_0\.distcp"):

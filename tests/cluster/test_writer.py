@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,6 +22,7 @@ from fsdp_tune.run.manifest import digest_data
 from fsdp_tune.run.remote_files import RemoteDirectory
 from fsdp_tune.run.remote_requests import NoConditionalWritesError, UrlError
 from tests.cluster.mirrors import Elsewhere, complete_and_verified, make_run, save, send_all
+from tests.launch.links import until
 
 
 @pytest.fixture(autouse=True)
@@ -256,7 +258,7 @@ def test_claim_without_conditions_that_another_one_replaced_is_not_kept(
         directory.write("writers/00000001.json", second._record.to_json())
 
     monkeypatch.setattr(RemoteDirectory, "create", create)
-    monkeypatch.setattr(writing.time, "sleep", settle)
+    monkeypatch.setattr(writing, "time", SimpleNamespace(sleep=settle, monotonic=time.monotonic))
     monkeypatch.setattr(writing, "SETTLE_SECONDS", 3.0)
     with pytest.raises(MirrorInUseError) as caught:
         first.claim()
@@ -279,8 +281,7 @@ def test_owner_of_a_store_that_does_not_respond_leaves_its_claim_as_it_is(
     with monkeypatch.context() as patch:
         patch.setattr(RemoteDirectory, "list", away)
         assert tries.wait(5.0)
-        while not first._is_away:
-            time.sleep(0.01)
+        until(lambda: first._is_away)
         patch.setattr(RemoteDirectory, "write", lambda *_, **__: pytest.fail("the end is not recorded"))
         first.release()
     (name,) = directory.list("writers")
@@ -300,8 +301,7 @@ def test_claim_is_kept_after_an_outage(directory: RemoteDirectory, monkeypatch: 
     with monkeypatch.context() as patch:
         patch.setattr(RemoteDirectory, "list", away)
         assert tries.wait(5.0)
-    while first._is_away:
-        time.sleep(0.01)
+    until(lambda: not first._is_away)
     first.release()
     (name,) = directory.list("writers")
     record = writing.WriterRecord.from_json(directory.read(name) or b"")

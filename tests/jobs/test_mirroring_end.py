@@ -258,6 +258,7 @@ def waited(
 
     def sleep(seconds: float) -> None:
         now[0] += seconds
+        assert now[0] < 2 * jobs.WAIT_SECONDS
         if states(now[0]) is None:
             child.returncode = 0
 

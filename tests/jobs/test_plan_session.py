@@ -119,10 +119,11 @@ def test_figure_that_experts_lack_is_named_and_the_plan_is_made(
 
 
 def test_speed_is_learned_from_the_trace_of_the_measured_recipe(
-    plans: PlanSession, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    plans: PlanSession, fake: type[FakeTracing], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The run may have had another batch than the planned recipe."""
     plans.decide()
+    own = plans.trace()
     measured = Measured(resolved(micro_batch=2, data={"cache_dir": str(tmp_path)}), 2.0, 9)
     learned = list[tuple[Path, Measured, Trace]]()
 
@@ -138,7 +139,8 @@ def test_speed_is_learned_from_the_trace_of_the_measured_recipe(
     )
     ((cache, run, trace),) = learned
     assert (cache, run) == (tmp_path, measured)
-    assert trace is not plans.trace()
+    batches = [each.training.per_device_train_batch_size for made in fake.made for each in made.asked]
+    assert (trace is own, batches) == (False, [1, 2])
     assert plans.recipe.training.per_device_train_batch_size == 1
 
 

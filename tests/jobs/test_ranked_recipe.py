@@ -51,6 +51,13 @@ def test_batch_is_written_as_the_user_wrote_it(training: dict[str, Any], found: 
     assert marked == ["per_device_train_batch_size: 2"] * ("per_device_train_batch_size" in found)
 
 
+def test_accumulation_follows_from_a_global_batch() -> None:
+    """Both would contradict each other on another number of ranks."""
+    written = {**MODEL, "training": {"global_batch_size": 64, "gradient_accumulation_steps": 8}}
+    document, _ = body(written, resolved())
+    assert document["training"] == {"global_batch_size": 64}
+
+
 def test_size_is_always_written_and_only_changes_are_marked() -> None:
     best = resolved(gpus=4, fsdp={"sharding_strategy": "SHARD_GRAD_OP"})
     written = {**MODEL, "training": {"max_steps": 10}, "launch": {"num_processes": "auto"}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,6 +57,25 @@ def test_each_document_is_reported_once(values: Values) -> None:
     assert (found.documents, list(found.silent_seconds)) == ({}, [0])
     first.tick({"token": "a", "n": 2}, 2)
     assert other.tick({"token": "x"}, 1).documents == {0: {"token": "a", "n": 2}}
+
+
+def test_machine_whose_beat_does_not_change_is_silent_and_not_waited_for(
+    values: Values, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(store, "LIVED", SimpleNamespace(now=lambda: now[0]))
+    first, other = of(0, values), of(1, values)
+    assert first.tick({"token": "a"}, 1).silent_seconds == {}, "it was never seen"
+    other.tick({"token": "x"}, 1)
+    assert first.tick({"token": "a"}, 2).silent_seconds == {1: 0.0}
+    now[0] += 7.0
+    assert first.tick({"token": "a"}, 2).silent_seconds == {1: 7.0}
+    assert not first.is_told(2, awaits_unseen=False), "it has read an earlier version"
+    now[0] += store.PRESENT_SECONDS
+    assert first.is_told(2, awaits_unseen=False)
+    for each in (other, other, first):
+        found = each.tick({"token": "x"} if each is other else {"token": "a"}, 2)
+    assert found.silent_seconds == {1: 0.0}
 
 
 def test_second_command_with_the_number_of_a_machine_is_found(values: Values) -> None:
@@ -211,7 +231,7 @@ def ended_seconds(
     def sleep(seconds: float) -> None:
         now[0] += seconds
 
-    monkeypatch.setattr(store.time, "sleep", sleep)
+    monkeypatch.setattr(store, "time", SimpleNamespace(sleep=sleep, time=time.time))
     monkeypatch.setattr(store._Inbox, "wait", lambda *_: None)
     exchange(machine, 2, connect, lines(document), lambda _: None)
     return now[0]
