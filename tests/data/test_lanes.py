@@ -364,7 +364,10 @@ def test_source_without_rows_leaves_its_share_to_the_others(tmp_path: Path) -> N
     entries = [{"path": str(tmp_path / f"{name}.jsonl"), "weight": 1.0, "repeats": 1} for name in "ab"]
     stream = stream_of(tmp_path, *entries, shuffle_buffer_size=8)
     empty, other = stream.sources
-    found = rows_of_lanes(replace(stream, sources=(replace(empty, rows=0), other)))
+    stream = replace(stream, sources=(replace(empty, rows=0, repeats=None), other))
+    lanes = [Lane(stream, number, stream.first_state()) for number in range(stream.lanes)]
+    assert all(lane._readers[0].has_ended for lane in lanes), "not after passes without a row"
+    found = rows_of_lanes(stream)
     assert sorted(read(row) for row in found) == [row["text"] for row in texts("b", 20)]
 
 
