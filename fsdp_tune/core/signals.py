@@ -32,12 +32,19 @@ def without_ignored(numbers: Iterable[int]) -> list[signal.Signals]:
     ]
 
 
+def signal_name(number: int) -> str:
+    """Return the name of a signal, or its number: most of those of real time have no name in Python."""
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"
+
+
 class StoppedBySignal(FsdpTuneError):
     """A scheduler's signal while no rank was running (exit 143)."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        name = signal.Signals(number).name
+        name = signal_name(number)
         super().__init__(
             Problem("stopped", f"stopped by {name} while no rank was running"), exit_code=ExitCode.PREEMPTED
         )
