@@ -13,7 +13,6 @@ import glob
 import json
 import math
 import os
-import re
 import secrets
 import shlex
 import shutil
@@ -23,6 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
+from fsdp_tune.core.cgroups import unescaped
 from fsdp_tune.core.errors import usage_error
 
 STAGE_MARK = ".stage-"
@@ -284,9 +284,7 @@ def is_mount_point(path: Path) -> bool:
     except OSError:  # not Linux
         return False
     mounted = (line.split(" ")[4] for line in lines)
-    return str(path.resolve()) in {
-        re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), each) for each in mounted
-    }
+    return str(path.resolve()) in map(unescaped, mounted)
 
 
 def occupants(directory: Path, *, ignored: Collection[str] = ("lost+found",)) -> list[str]:

@@ -111,14 +111,14 @@ def _mounts(controller: str) -> Iterator[_Mount]:
         mount, _, source = line.partition(" - ")
         match mount.split(), source.split():
             case [_, _, _, root, point, *_], ["cgroup2", *_]:
-                yield _Mount(True, PurePosixPath(_unescaped(root)), Path(_unescaped(point)))
+                yield _Mount(True, PurePosixPath(unescaped(root)), Path(unescaped(point)))
             case [_, _, _, root, point, *_], ["cgroup", *_, options] if controller in options.split(","):
-                yield _Mount(False, PurePosixPath(_unescaped(root)), Path(_unescaped(point)))
+                yield _Mount(False, PurePosixPath(unescaped(root)), Path(unescaped(point)))
             case _:
                 pass
 
 
-def _unescaped(path: str) -> str:
+def unescaped(path: str) -> str:
     """Return a path of mountinfo, where space, tab, newline and backslash are octal."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), path)
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from fsdp_tune.core.parent_death import ends_with_parent
 from fsdp_tune.core.refused_variables import raise_if_refused
+from fsdp_tune.core.signals import signal_name
 from fsdp_tune.core.user_cache import compiler_variables
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def describe_failure(exit_code: int, errors: str) -> str:
     Raises: usage error if a library of the child refused an environment variable.
     """
     if exit_code < 0:
-        return f"its process was killed by {signal.Signals(-exit_code).name}"
+        return f"its process was killed by {signal_name(-exit_code)}"
     raise_if_refused(errors)
     lines = [line for line in errors.splitlines() if line.strip()]
     return lines[-1].strip() if lines else f"its process ended with exit code {exit_code}"

@@ -32,6 +32,13 @@ def without_ignored(numbers: Iterable[int]) -> list[signal.Signals]:
     ]
 
 
+def signal_name(number: int) -> str:
+    """Return the name of a signal, or its number: most of those of real time have no name in Python."""
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"
+
+
 class StoppedBySignal(BaseException):
     """A scheduler's signal while no rank was running. As KeyboardInterrupt it is not an Exception, so that
     nothing that handles errors takes it for one of its own."""
@@ -40,7 +47,7 @@ class StoppedBySignal(BaseException):
 
     def __init__(self, number: int) -> None:
         self.number = number
-        message = f"stopped by {signal.Signals(number).name} while no rank was running"
+        message = f"stopped by {signal_name(number)} while no rank was running"
         self.problems = (Problem("stopped", message),)
         super().__init__(message)
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 
 from fsdp_tune.core.errors import Problem
 from fsdp_tune.core.units import shown
-from fsdp_tune.core.values import is_mapping
+from fsdp_tune.core.values import as_list, is_mapping
 from fsdp_tune.migrate.ledger import LedgerView
 from fsdp_tune.migrate.rules import AskEach, FileKey, Outcome, Rule, outcome_of
 from fsdp_tune.migrate.training_arguments import SHARED
@@ -51,6 +51,14 @@ def named_optimizer(names: Mapping[str, str], decay: str) -> Rule:
         )
 
     return rule
+
+
+def betas(key: FileKey) -> Outcome:
+    """Convert the two decay rates of Adam's averages."""
+    pair = as_list(key.value)
+    if len(pair) == 2:
+        return Write({"training.adam_beta1": pair[0], "training.adam_beta2": pair[1]})
+    return Ask("two numbers: `training: {adam_beta1: 0.9, adam_beta2: 0.999}`", "training.adam_beta1")
 
 
 def decays_by_default(ledger: LedgerView, *, of_the_class: bool) -> bool:

@@ -129,8 +129,21 @@ def compare_gpu(work: Decisions) -> None:
         work.decide("model.attn_implementation", SDPA_OR_EAGER, reason)
 
 
+_SELECTED_BY = {
+    "cuda": "CUDA_VISIBLE_DEVICES",
+    "npu": "ASCEND_RT_VISIBLE_DEVICES",
+    "xpu": "ZE_AFFINITY_MASK",
+}
+"""The variable that selects among the devices of a machine; AMD's GPUs obey that of CUDA too."""
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def _decide_processes(work: Decisions, device: str) -> None:
     launch, machine = work.recipe.launch, work.machine
+    machines = _counted(launch.num_machines, "machine")
     if launch.num_processes == "auto":
         if device == "cpu":
             count, reason = (
@@ -139,10 +152,10 @@ def _decide_processes(work: Decisions, device: str) -> None:
             )
         elif machine.device == device and machine.device_count:
             count = machine.device_count * launch.num_machines
-            reason = f"{machine.device_count} visible devices × {launch.num_machines} machines"
+            reason = f"{_counted(machine.device_count, 'visible device')} × {machines}"
         else:
             count = ASSUMED_DEVICES * launch.num_machines
-            reason = f"assumed: {ASSUMED_DEVICES} devices × {launch.num_machines} machines"
+            reason = f"assumed: {ASSUMED_DEVICES} devices × {machines}"
             message = f"this machine shows no {device} device: {ASSUMED_DEVICES} per machine are assumed"
             work.add_notice(
                 "assumed-devices", ("launch.num_processes",), message, "write `launch.num_processes`"
@@ -157,9 +170,8 @@ def _decide_processes(work: Decisions, device: str) -> None:
             f"{local} ranks on this machine need {local} {device} devices, and {machine.device_count} are "
             f"visible{_unseen(work.machine)}"
         )
-        hint = (
-            f"write `launch.num_processes: {machine.device_count * launch.num_machines}`, or check "
-            "CUDA_VISIBLE_DEVICES"
+        hint = f"write `launch.num_processes: {machine.device_count * launch.num_machines}`" + (
+            f", or check {_SELECTED_BY[device]}" if device in _SELECTED_BY else ""
         )
         work.add_problem("too-few-devices", ("launch.num_processes",), message, hint)
 

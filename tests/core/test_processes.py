@@ -295,3 +295,9 @@ def test_nothing_below_a_child_is_left_when_it_has_been_ended(ends_itself: bool,
     children.end(child, below)
     status = Path(f"/proc/{file.read_text()}/status")
     assert not status.exists() or "State:\tZ" in status.read_text(), "gone, or waited for by nobody"
+
+
+def test_failure_of_a_child_names_each_signal() -> None:
+    assert children.describe_failure(-signal.SIGKILL, "") == "its process was killed by SIGKILL"
+    unnamed = int(signal.SIGRTMIN) + 1
+    assert children.describe_failure(-unnamed, "") == f"its process was killed by signal {unnamed}"

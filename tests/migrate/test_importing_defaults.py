@@ -29,6 +29,7 @@ DEEPSPEED = (
     '{{"zero_optimization": {{"stage": 3}}, "scheduler": {{"type": "WarmupLR", "params": '
     '{{"warmup_max_lr": 1e-4{}}}}}}}'
 )
+DEEPSPEED_STEP = '{{"train_batch_size": 8, "optimizer": {{"type": "{}", "params": {{{}}}}}}}'
 KEEPS_ORDER = "curriculum_sampling: true\nshuffle_merged_datasets: false\n"
 SECRET = "a recipe never contains a secret: "
 
@@ -350,6 +351,17 @@ OF_OTHERS = {
         {"training.warmup_steps": 10},
         {"scheduler.params.warmup_type": "question"},
         asks={"training.warmup_steps": False},
+    ),
+    "DeepSpeed: decay that is not decoupled is a question": Case(
+        DEEPSPEED_STEP.format("Adam", '"weight_decay": 0.1, "adam_w_mode": false, "bias_correction": true'),
+        questions=["optimizer.params.adam_w_mode"],
+    ),
+    "DeepSpeed: AdamW decouples its decay whatever a key says": Case(
+        DEEPSPEED_STEP.format("AdamW", '"weight_decay": 0.1, "adam_w_mode": false'), questions=[]
+    ),
+    "DeepSpeed: averages without correction are a question": Case(
+        DEEPSPEED_STEP.format("Adam", '"weight_decay": 0, "adam_w_mode": false, "bias_correction": false'),
+        questions=["optimizer.params.bias_correction"],
     ),
 }
 CASES = {

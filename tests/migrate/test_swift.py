@@ -62,3 +62,13 @@ def test_account_says_how_instruction_and_input_are_joined(
     found = from_text(tmp_path, text, "train.sh")
     for key in ("dataset", "val_dataset"):
         assert ("after one line end there" in row(found, key)[1]) == is_said
+
+
+def test_hub_before_the_name_of_a_data_set_is_no_part_of_it(tmp_path: Path) -> None:
+    text = "model: acme/m\ntuner_type: full\ndataset: ['HF::org/a', 'HF::org/b:sub#50', 'MS::org/c#3']\n"
+    found = from_text(tmp_path, text, tool="ms-swift")
+    assert [(source.path, source.name, source.max_rows) for source in found.recipe.data.train] == [
+        ("org/a", None, None),
+        ("org/b", "sub", 50),
+        ("org/c", None, 3),
+    ]

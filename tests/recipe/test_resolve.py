@@ -53,7 +53,7 @@ def refused(
     ("extra", "key", "value", "reason"),
     [
         ("", "launch.device", "cuda", "the accelerator of this machine (H100)"),
-        ("", "launch.num_processes", 4, "4 visible devices × 1 machines"),
+        ("", "launch.num_processes", 4, "4 visible devices × 1 machine"),
         ("launch: {num_machines: 3}", "launch.num_processes", 12, "4 visible devices × 3 machines"),
         ("launch: {device: cpu}", "launch.num_processes", 2, "2 CPU ranks a machine: the fewest that shard"),
         ("launch: {num_processes: 2}", "launch.num_cpu_threads_per_process", 32, "64 cores / 2 local ranks"),
@@ -260,6 +260,9 @@ def test_hidden_and_lost_gpus_are_named_where_devices_are_missing() -> None:
         problem.code,
         problem.message.endswith("3 are visible (GPU 1 (GPU is lost) does not respond)"),
     ) == ("too-few-devices", True)
+    assert (problem.hint or "").endswith("or check CUDA_VISIBLE_DEVICES")
+    npus = refused("launch: {num_processes: 4}", Machine("npu", 3, 6, "Ascend"))
+    assert (npus.hint or "").endswith("or check ASCEND_RT_VISIBLE_DEVICES")
     (notice,) = resolved("", lost).notices
     assert (notice.code, notice.message) == (
         "gpu-lost",

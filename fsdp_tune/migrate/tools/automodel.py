@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from fsdp_tune.core.values import as_list, is_mapping
-from fsdp_tune.migrate.general import decays_by_default, named_optimizer
+from fsdp_tune.core.values import is_mapping
+from fsdp_tune.migrate.general import betas, decays_by_default, named_optimizer
 from fsdp_tune.migrate.ledger import Ledger
 from fsdp_tune.migrate.rules import (
     Also,
@@ -155,13 +155,6 @@ def defaults(ledger: Ledger) -> dict[str, object]:
     return found
 
 
-def _betas(key: FileKey) -> Outcome:
-    pair = as_list(key.value)
-    if len(pair) == 2:
-        return Write({"training.adam_beta1": pair[0], "training.adam_beta2": pair[1]})
-    return Ask("write `training: {adam_beta1: …, adam_beta2: …}`", "training.adam_beta1")
-
-
 _decay = cases(
     "training.lr_scheduler_type",
     {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine_with_min_lr"},
@@ -243,7 +236,7 @@ _RATES: Rules = {
 _STEP: Rules = {
     TARGET: named_optimizer(_OPTIMIZERS, "weight_decay"),
     "lr": same("training.learning_rate"),
-    "betas": _betas,
+    "betas": betas,
     "eps": same("training.adam_epsilon"),
     **each(("foreach", "fused", "capturable"), Drop("the fastest form that the device has is used")),
     **each(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fsdp_tune.core.values import as_list, is_mapping
+from fsdp_tune.core.values import is_mapping
+from fsdp_tune.migrate.general import betas
 from fsdp_tune.migrate.rules import (
     UNSUPPORTED_SWITCH,
     Also,
@@ -82,10 +83,12 @@ def _optimizer_name(key: FileKey) -> Outcome:
     return Ask(f"`{key.value}` of DeepSpeed is not supported", "training.optim")
 
 
-def _betas(key: FileKey) -> Outcome:
-    if len(as_list(key.value)) == 2:
-        return Write({"training.adam_beta1": key.value[0], "training.adam_beta2": key.value[1]})
-    return Ask("two numbers: `training: {adam_beta1: 0.9, adam_beta2: 0.999}`", "training.adam_beta1")
+def _decoupled(key: FileKey) -> Outcome:
+    """Off, `Adam` adds the decay to the gradient; `AdamW` does not read it."""
+    is_adam = str(key.of_file(*key.path[:-2], "type")).lower() == "adam"
+    if is_on(key.value) or not is_adam or not key.beside("weight_decay"):
+        return Drop("AdamW as torch computes it")
+    return Ask("Adam adds the decay to the gradient; here it decays the weights", "training.weight_decay")
 
 
 _SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
@@ -136,10 +139,14 @@ def _schedule_name(key: FileKey) -> Outcome:
 
 _OPTIMIZER: Rules = {
     "lr": by_synonym("lr"),
-    "betas": _betas,
+    "betas": betas,
     "eps": same("training.adam_epsilon"),
     "weight_decay": same("training.weight_decay"),
-    **each(("torch_adam", "adam_w_mode", "bias_correction"), Drop("AdamW as torch computes it")),
+    "torch_adam": Drop("AdamW as torch computes it"),
+    "adam_w_mode": _decoupled,
+    "bias_correction": fine_or(
+        (True,), "averages are corrected here too", "averages are always corrected here", "training.optim"
+    ),
 }
 _SCHEDULER: Rules = {
     "warmup_num_steps": same("training.warmup_steps"),

@@ -50,20 +50,21 @@ def method(key: FileKey) -> Outcome:
     return Write({"lora": {}}) if key.value == "lora" else SYNONYMS[name].outcome(key.value)
 
 
+_HUB = re.compile("(?:HF|MS)::")
 _NAME = re.compile(r"(?P<path>[^:#]+|.*?)(?::(?P<subset>[^:#]+))?(?:#(?P<rows>\d+))?")
 
 
 def _named_datasets(place: KeyPath) -> Rule:
-    """`org/name:subset#rows`, or files; several with spaces between them."""
+    """`org/name:subset#rows`, with or without its hub before it, or files."""
 
     def rule(key: FileKey) -> Outcome:
         names = [str(name) for name in key.items]
         settings: dict[KeyPath, object] = {}
         decisions: list[Step] = []
         for index, name in enumerate(names):
-            match = _NAME.fullmatch(name)
+            match = _NAME.fullmatch(_HUB.sub("", name, count=1))
             assert match is not None
-            settings[(*place, index, "path")] = match["path"].removeprefix("HF::").removeprefix("MS::")
+            settings[(*place, index, "path")] = match["path"]
             settings |= {(*place, index, "name"): match["subset"]} if match["subset"] else {}
             if match["rows"]:
                 settings[(*place, index, "max_rows")] = int(match["rows"])
@@ -72,7 +73,7 @@ def _named_datasets(place: KeyPath) -> Rule:
                     "is the most, from the first on"
                 )
                 decisions.append(Decide((*place, index, "max_rows"), words))
-        from_hub = any("/" in name and not name.startswith((".", "/")) for name in names)
+        from_hub = any("/" in name and not name.startswith((".", "/", "HF::")) for name in names)
         said = ["ids are of ModelScope there, of the Hugging Face hub here"] if from_hub else []
         said += [] if key.of_file(COMMAND) == "pt" else [JOINED]
         return [*decisions, Write(settings, "; ".join(said))]

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from fsdp_tune.core.values import as_mapping, is_list, is_mapping
-from fsdp_tune.migrate.general import decays_by_default, named_optimizer
+from fsdp_tune.migrate.general import betas, decays_by_default, named_optimizer
 from fsdp_tune.migrate.ledger import LedgerView
 from fsdp_tune.migrate.rules import (
     FileKey,
@@ -217,9 +217,7 @@ RULES: Rules = {
         {
             COMPONENT: _optimizer,
             "lr": by_synonym("lr"),
-            "betas": lambda key: Write(
-                {"training.adam_beta1": key.value[0], "training.adam_beta2": key.value[1]}
-            ),
+            "betas": betas,
             "eps": same("training.adam_epsilon"),
             "fused": Drop("`training.optim` says so"),
         }

@@ -70,7 +70,11 @@ _REFUSED_OPTIMIZERS = (
         "AnyPrecisionAdamW (its package, torchdistx, is no longer maintained)",
         'write `adamw_torch_fused` with `optim_args: "state_dtype=bf16"`',
     ),
-    ("adamw_torch_npu_fused", "Ascend NPUs", "write `adamw_torch_fused`"),
+    (
+        "adamw_torch_npu_fused",
+        "AdamW of torch_npu (its kernel is not tested with sharded parameters)",
+        "write `adamw_torch_fused`",
+    ),
     ("adamw_torch_xla", "XLA devices", "write `adamw_torch_fused`"),
 )
 """Pattern of names, the missing feature, and the alternative."""
