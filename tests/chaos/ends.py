@@ -152,6 +152,8 @@ def _ends(disturbance: Disturbance | None, attempt: Attempt, machine: int, last_
         yield End(FAILED, _REFUSED[disturbance.kind])
         if disturbance.machine != machine:  # a rank that cannot write its outcome is only missing there
             yield End(FAILED, r"rank \d+ ended before it could report")
+            # its command may end before its rank does, and the rank is lost for the others
+            yield End(LOST, rf"machine {disturbance.machine}: .*{_REFUSED[disturbance.kind]}")
         # the rank's log and the launcher's are there too; the other command repeats the verdict
         if disturbance.kind == READ_ONLY_DISK:
             yield End(FAILED, r"rank \d+ ended with exit code 1 before it could report")

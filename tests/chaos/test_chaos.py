@@ -383,6 +383,16 @@ def test_undocumented_exit_is_a_violation(kind: str, target: str, attempt: Attem
             ),
             id="a disk of one machine, whose verdict the other repeats",
         ),
+        pytest.param(
+            READ_ONLY_DISK,
+            "",
+            Attempt(
+                [1, 5],
+                ["error: Read-only file system", "error: machine 0: OSError: Read-only file system"],
+                situation=Situation(),
+            ),
+            id="a disk of one machine, whose command ends first",
+        ),
         pytest.param(KILL, RANK, ended(0, text=KILLED_TEXT, restarts=1), id="killed rank, restarted"),
         pytest.param(KILL, RANK, ended(0, is_over=True), id="killed when all was done"),
         pytest.param(KILL, LOADER, ended(1, text=LOADER_TEXT), id="killed loader"),
