@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
 import runpy
+import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,3 +52,20 @@ def test_lines_for_a_gpu_are_not_counted_as_untested(script: dict[str, Any]) -> 
     folders = script["by_folder"](report(_on_cuda=[3, 4], quantise=[7, 8, 9, 11]))
     assert folders["model"].missing == {"fsdp_tune/model/adapters/nf4.py": ["quantise: 7-9, 11"]}
     assert "\nmodel\t40.0 %\t75.0 %\t4\t2\n" in script["table"](folders)
+
+
+def test_data_are_combined_when_their_last_process_has_ended(
+    script: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(folder: str, seconds: float) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["sleep", str(seconds)], env=os.environ | {script["MARK"]: folder})
+
+    with started(str(tmp_path), 0.5) as measured, started(f"{tmp_path}-of-another", 60) as other:
+        script["wait_until_written"](str(tmp_path))
+        assert measured.wait(timeout=0.2) == 0, "it has just ended"
+        assert other.poll() is None
+        began = time.monotonic()
+        monkeypatch.setitem(script["wait_until_written"].__globals__, "WRITING_SECONDS", 0.2)
+        script["wait_until_written"](f"{tmp_path}-of-another")
+        assert time.monotonic() - began < 30, "one that hangs is not waited for"
+        other.kill()
