@@ -15,7 +15,7 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.tensors.dtypes import DTYPES
 from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import merge_checkpoint
-from fsdp_tune.merge.read.base import ReadBase, _find_untrained, carried_problems
+from fsdp_tune.merge.read.base import ReadBase, _find_untrained, _read, carried_problems
 from fsdp_tune.merge.read.reader import SourceFiles, SourceTensor
 from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.loading.inspect import find_facts
@@ -133,3 +133,11 @@ def test_tensor_of_the_model_with_the_name_of_a_scale_is_restored(tmp_path: Path
     assert set(_find_untrained(base, ["a.k_scale"], ["b.k_scale"], tmp_path)) == {"b.k_scale"}
     with pytest.raises(FsdpTuneError, match=r"the base lacks `c\.k_scale`, which"):
         _find_untrained(base, ["d.k_scale"], ["c.k_scale"], tmp_path)
+
+
+def test_damaged_json_file_of_a_base_is_named(tmp_path: Path) -> None:
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": ')
+    assert _read(tmp_path / "config.json") is None
+    with pytest.raises(FsdpTuneError, match="it is not valid JSON") as caught:
+        _read(tmp_path / "hf_quant_config.json")
+    assert caught.value.problems[0].code == "merge-adapter-base"

@@ -119,7 +119,18 @@ def _decoded(tensors: Mapping[str, SourceTensor], folder: Path) -> ReadBase:
 
 
 def _read(path: Path) -> dict[str, object] | None:
-    return as_mapping(json.loads(read_regular(path, most_bytes=MAX_CONFIG_BYTES))) if path.is_file() else None
+    """Return the object in a JSON file; None without the file. Raises: FailedError if it is damaged."""
+    if not path.is_file():
+        return None
+    try:
+        return as_mapping(json.loads(read_regular(path, most_bytes=MAX_CONFIG_BYTES)))
+    except (ValueError, RecursionError) as error:
+        raise failed_error(
+            "merge-adapter-base",
+            f"it is not valid JSON: {error}",
+            where=Where(str(path)),
+            hint="download or copy the file again",
+        ) from error
 
 
 def _dtype_of(config: Mapping[str, object]) -> DType:

@@ -24,6 +24,7 @@ from fsdp_tune.core.tensors.quantised_formats import Encodings
 from fsdp_tune.core.tensors.quantised_weight import Encoded
 from fsdp_tune.core.tensors.safetensors_header import DamagedHeader, HeaderEntry, read_header
 from fsdp_tune.core.tensors.weight_files import Holders, UnusableIndexError, WeightList, find_weight_list
+from fsdp_tune.core.values import is_mapping
 
 if TYPE_CHECKING:
     import numpy as np
@@ -211,8 +212,20 @@ def list_weights(find: Find, *, pickled: bool = True) -> WeightList | None:
 
 
 def read_objects(find: Find) -> Callable[[str], Mapping[str, object] | None]:
-    """Return what reads the JSON files of a model."""
-    return lambda name: json.loads(path.read_bytes()) if (path := find(name)) is not None else None
+    """Return what reads the JSON files of a model. It raises FailedError for one that holds no object."""
+
+    def read(name: str) -> Mapping[str, object] | None:
+        if (path := find(name)) is None:
+            return None
+        try:
+            found: object = json.loads(path.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise _damaged(path, f"`{name}` is not valid JSON: {error}") from error
+        if not is_mapping(found):
+            raise _damaged(path, f"`{name}` is not a JSON object")
+        return found
+
+    return read
 
 
 def locate(find: Find) -> Located:
