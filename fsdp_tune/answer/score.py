@@ -1,14 +1,14 @@
 """Run models over prepared rows, in a process of its own: `python -m fsdp_tune.answer.score < request.json`.
 
-Prints JSON lines: `{"model": 0, "set": "test", "rows": [{"index",
-"total", "count"} | {"index", "ids", "is_cut"}, …]}` after each
-batch, and at the end of a failure `{"problems": […], "exit_code": 2}`.
+Prints JSON lines: `{"model": 0, "set": "test", "rows": [{"index", "total", "count"} | {"index", "ids",
+"is_cut"}, …]}` after each batch, and at the end of a failure `{"problems": […], "exit_code": 2}`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -75,7 +75,10 @@ class Scorer:
             trained = wanted != IGNORE_INDEX
             losses = F.cross_entropy(row[trained].float(), wanted[trained], reduction="none")
             totals.append(float(losses.double().sum()))
-        return self._rows(chosen, examples, totals, (targets != IGNORE_INDEX).sum(1).tolist())
+        counts = (targets != IGNORE_INDEX).sum(1).tolist()
+        return _finite_scores(
+            chosen, examples, totals, counts, "try `--dtype fp32`; else the model itself is damaged"
+        )
 
     def _extension(self, chosen: Sequence[int], examples: Sequence[EvaluatedExample]) -> list[RowScore]:
         assert self.request.metric is not None
@@ -89,7 +92,13 @@ class Scorer:
             total, count = metric(logits[row : row + 1, :length], one, one != IGNORE_INDEX)
             totals.append(float(total))
             counts.append(float(count))
-        return self._rows(chosen, examples, totals, counts)
+        return _finite_scores(
+            chosen,
+            examples,
+            totals,
+            counts,
+            "the metric returned it: see what it does with such a row, and with logits that are not finite",
+        )
 
     def _forward(self, examples: Sequence[EvaluatedExample]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logits [rows, tokens, vocabulary] and the target of each position [rows, tokens]."""
@@ -98,25 +107,6 @@ class Scorer:
         logits: torch.Tensor = self.model(input_ids=tensors["input_ids"], use_cache=False).logits
         return logits, shift_labels(tensors["labels"])
 
-    def _rows(
-        self,
-        chosen: Sequence[int],
-        examples: Sequence[EvaluatedExample],
-        totals: list[float],
-        counts: list[float],
-    ) -> list[RowScore]:
-        for example, total in zip(examples, totals, strict=True):
-            if total != total or abs(total) == float("inf"):
-                message = f"the score of a row is {total}, so the metric has no value"
-                problem = Problem(
-                    "score-not-finite",
-                    message,
-                    example.where,
-                    "try `--dtype fp32`; else the model itself is damaged",
-                )
-                raise FailedError(problem, exit_code=ExitCode.NON_FINITE)
-        return [RowScore(*each) for each in zip(chosen, totals, counts, strict=True)]
-
     def _refuse_beyond_positions(self, examples: Sequence[EvaluatedExample]) -> None:
         longest = max(examples, key=lambda example: example.answer[0])
         if room(self.model, longest.answer[0], self.wanted.max_new_tokens) < 1:
@@ -124,6 +114,24 @@ class Scorer:
             raise usage_error(
                 "beyond-positions", message, where=longest.where, hint="lower `data.max_length`"
             )
+
+
+def _finite_scores(
+    chosen: Sequence[int],
+    examples: Sequence[EvaluatedExample],
+    totals: Sequence[float],
+    counts: Sequence[float],
+    hint: str,
+) -> list[RowScore]:
+    """Return the scores of rows. Raises: FailedError with `hint` for one that is not a number or infinite."""
+    for example, total, count in zip(examples, totals, counts, strict=True):
+        if not (math.isfinite(total) and math.isfinite(count)):
+            message = (
+                f"the score of a row is {total:g}, of {count:g} tokens or cases: the metric has no value"
+            )
+            problem = Problem("score-not-finite", message, example.where, hint)
+            raise FailedError(problem, exit_code=ExitCode.NON_FINITE)
+    return [RowScore(*each) for each in zip(chosen, totals, counts, strict=True)]
 
 
 def run(request: Request, emit: Emit) -> None:

@@ -28,7 +28,7 @@ from fsdp_tune.core.signals import StoppedBySignal
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import TrainOptions
 from fsdp_tune.jobs.train import Preview, preview, train
-from fsdp_tune.launch.command.resume import read_resolved, takes_best
+from fsdp_tune.launch.command.resume import is_unused_since, read_resolved, takes_best
 from fsdp_tune.merge.best_checkpoint import best_checkpoint
 from fsdp_tune.recipe.read.catalogue import find_recipe
 from fsdp_tune.recipe.read.loader import LoadedRecipe, parse_recipe
@@ -312,15 +312,16 @@ def run_sweep(
                 observer.message(f"error: {where}{told.message}")
                 for hint in [told.hint, *told.ways_out] if told.hint else told.ways_out:
                     observer.message(f"hint: {hint}")
-        done.append(_ended(each, state, code, problem))
+        done.append(_described(each, state, code, problem))
         if code in STOP_CODES:
             break
     next_run()
     return answer_of([*done, *(waiting(each) for each in planned[len(done) :])])
 
 
-def _ended(planned: PlannedRun, state: str, code: int | None, problem: Problem | None = None) -> SweptRun:
-    lines = read_metrics(planned.run) if planned.run.is_used else []
+def _described(planned: PlannedRun, state: str, code: int | None, problem: Problem | None = None) -> SweptRun:
+    """Return a run with the figures of its metrics: those of its own start, or of the one it continues."""
+    lines = read_metrics(planned.run) if planned.run.is_used and not _is_of_another(planned) else []
     losses = [line for line in lines if "loss" in line and isinstance(line.get("step"), int)]
     return SweptRun(
         values=planned.point.values,
@@ -333,6 +334,13 @@ def _ended(planned: PlannedRun, state: str, code: int | None, problem: Problem |
         exit_code=None if code is None else int(code),
         problem=problem.message if problem is not None else None,
     )
+
+
+def _is_of_another(planned: PlannedRun) -> bool:
+    """Return whether the directory still has the run that this one replaces (`--overwrite`)."""
+    start = planned.preview.start
+    continues = start.is_new or start.checkpoint is not None or start.is_finished
+    return not continues and is_unused_since(planned.run, start)
 
 
 def _eval_loss(planned: PlannedRun, lines: Sequence[dict[str, Any]]) -> float | None:
@@ -366,7 +374,7 @@ def waiting(planned: PlannedRun) -> SweptRun:
         if start.checkpoint
         else "not started"
     )
-    return _ended(planned, state, None)
+    return _described(planned, state, None)
 
 
 def answer_of(runs: Sequence[SweptRun]) -> SweepAnswer:

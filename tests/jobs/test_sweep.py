@@ -26,6 +26,7 @@ from fsdp_tune.jobs.sweep import (
     run_sweep,
     sweep_points,
 )
+from fsdp_tune.launch.command.resume import RunRevision, Start
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.run.directory import RunDir
 from tests.model.recipes import recipe_of
@@ -214,6 +215,21 @@ def test_signal_before_the_ranks_ends_the_sweep_and_not_its_run(
     monkeypatch.setattr(sweep, "preview", stop)
     with pytest.raises(StoppedBySignal):
         planned(recipe, "training.seed=1,2")
+
+
+def test_run_that_has_not_replaced_an_earlier_one_has_none_of_its_figures(recipe: str) -> None:
+    """With `--overwrite`; the directory is moved aside only when the new run starts."""
+    (plan,) = planned(recipe, "training.seed=1")
+    run = plan.run
+    run.path.mkdir(parents=True)
+    run.recipe_json.write_text("{}")
+    run.metrics_jsonl.write_text('{"step": 7, "loss": 1.0, "step_seconds": 1.0}\n')
+    replaced = Start(is_new=False, revision=RunRevision(None, frozenset()))
+    plan = replace(plan, preview=replace(plan.preview, start=replaced))
+    found = sweep.waiting(plan)
+    assert (found.state, found.steps, found.loss, found.seconds) == ("not started", 0, None, 0.0)
+    (run.path / "checkpoint-7").mkdir()
+    assert sweep.waiting(plan).loss == 1.0, "a command has used it since"
 
 
 def test_evaluations_decide_if_all_finished_runs_have_them(recipe: str) -> None:

@@ -134,7 +134,7 @@ def test_kernel_choices_have_reasons() -> None:
         "kernels.mlp_slice_tokens": "null",
     }
     assert chosen["kernels.loss"].reason == "set in the recipe"
-    assert chosen["kernels.liger"].reason == "Liger's kernels are for GPUs, and the device is cpu"
+    assert chosen["kernels.liger"].reason == "Liger's kernels are for CUDA GPUs here, and the device is cpu"
     assert all(choice.reason for choice in chosen.values())
 
 

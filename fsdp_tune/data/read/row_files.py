@@ -292,11 +292,11 @@ def arrow_row_count(path: Path) -> int:
     """Return the number of rows in the record batches of an Arrow file. Raises: usage error (exit 2) if it is
     damaged."""
     pyarrow = _untyped("pyarrow")
-    with pyarrow.memory_map(str(path)) as source:
-        try:
+    try:
+        with pyarrow.memory_map(str(path)) as source:
             return sum(int(batch.num_rows) for batch in _batches(source))
-        except _errors() as error:
-            raise _damaged(path, f"damaged: {error}") from error
+    except _errors() as error:
+        raise _damaged(path, f"damaged: {error}") from error
 
 
 def arrow_rows(path: Path | str, part: Part) -> Iterator[NumberedRow]:

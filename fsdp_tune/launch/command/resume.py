@@ -351,13 +351,18 @@ def _revision(run: RunDir) -> RunRevision:
     return RunRevision(read_regular(run.launch_json) if run.launch_json.exists() else None, checkpoints)
 
 
+def is_unused_since(run: RunDir, start: Start) -> bool:
+    """Return whether no command has used the directory since the start was decided."""
+    return _revision(run) == start.revision
+
+
 def refuse_when_continued(run: RunDir, start: Start) -> None:
     """Refuse a directory that was used after `start` was decided. Call it while owning the directory. Raises:
     usage error."""
     if start.is_new:
         return
     _refuse_live_ranks(run)
-    if _revision(run) != start.revision:
+    if not is_unused_since(run, start):
         message = f"another command continued {run.path} while this one checked its inputs, and has ended"
         raise usage_error(
             "run-in-use", message, hint="run this command again: it continues from what is there now"

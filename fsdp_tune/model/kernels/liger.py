@@ -68,7 +68,9 @@ def choose_liger(recipe: Recipe, model: PreTrainedModel, device_type: str) -> Ke
     if requested == "auto" and recipe.kernels.compile:
         return KernelChoice("false", "the compiler fuses the same operations")
     if device_type != "cuda":
-        return KernelChoice("false", f"Liger's kernels are for GPUs, and the device is {device_type}")
+        return KernelChoice(
+            "false", f"Liger's kernels are for CUDA GPUs here, and the device is {device_type}"
+        )
     if not has_liger():
         return KernelChoice("false", f"the package liger-kernel is not installed (`{_INSTALL_LIGER}`)")
     model_type = str(model.config.model_type)

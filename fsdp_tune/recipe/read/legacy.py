@@ -191,7 +191,7 @@ def settle(tree: MappingNode) -> tuple[list[Notice], list[Problem]]:
         elif plain_value(sync.node) is False:
             message = (
                 "`fsdp.sync_module_states: false` contradicts `fsdp.cpu_ram_efficient_loading: true`, "
-                "which sends rank 0's weights"
+                "which sends rank 0's weights; leave one of the two out"
             )
             work.add_problem(sync.where, "fsdp.sync_module_states", message)
         else:

@@ -51,10 +51,12 @@ def kernels(recipe: Recipe) -> Iterator[Finding]:
         for key, value in (("kernels.liger", kernels.liger), ("kernels.loss", kernels.loss))
         if value in (True, "liger")
     ]
-    if liger and recipe.launch.device == "cpu":
+    device = recipe.launch.device
+    if liger and (device == "cpu" or (kernels.liger is True and device not in ("auto", "cuda"))):
         key, value = liger[0]
         message = (
-            f"`{key}: {str(value).lower()}` cannot run on `launch.device: cpu`: Liger's kernels are for GPUs"
+            f"`{key}: {str(value).lower()}` cannot run on `launch.device: {device}`: Liger's kernels are for "
+            "CUDA GPUs here"
         )
         hint = (
             "leave it at auto" if key == "kernels.liger" else "write `chunked`, which holds no logits either"

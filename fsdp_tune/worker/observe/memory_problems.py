@@ -117,13 +117,19 @@ def _is_refused(recipe: Recipe, way: Way) -> bool:
 def device_ways(recipe: Recipe, moment: Moment) -> Iterator[Way]:
     """Yield changes to the recipe, starting with the cheapest one that shrinks the largest component."""
     sizes = moment.sizes
-    if sizes.get("unused", 0) > max(sizes.get("requested", 0), _FRAGMENTED_SHARE * sizes.get("capacity", 0)):
+    is_fragmented = sizes.get("unused", 0) > max(
+        sizes.get("requested", 0), _FRAGMENTED_SHARE * sizes.get("capacity", 0)
+    )
+    if is_fragmented and not any("expandable_segments:True" in value for value in recipe.launch.env.values()):
         yield Way(
             "launch.env: {PYTORCH_ALLOC_CONF: 'expandable_segments:True'}: free memory is "
             "fragmented; costs nothing"
         )
-    if moment.phase == "evaluating":
+    if moment.phase == "evaluating":  # a forward without gradients
         yield from _less_evaluation(recipe)
+        yield from _less_state(recipe, has_gradients=False)
+        yield from _more_devices(recipe)
+        return
     if moment.phase in ("saving", "probing a save") and recipe.fsdp.state_dict_type == "FULL_STATE_DICT":
         yield _change(
             "fsdp.state_dict_type", "SHARDED_STATE_DICT", ": no rank gathers the full model to save it"
@@ -135,9 +141,11 @@ def device_ways(recipe: Recipe, moment: Moment) -> Iterator[Way]:
             True,
             " (now false): no rank keeps gathered parameters between micro-batches",
         )
-    first, second = (_less_activation, _less_state) if largest == REST else (_less_state, _less_activation)
-    yield from first(recipe)
-    yield from second(recipe)
+    if largest == REST:
+        yield from _less_activation(recipe)
+    yield from _less_state(recipe, has_gradients=True)
+    if largest != REST:
+        yield from _less_activation(recipe)
     yield from _more_devices(recipe)
 
 
@@ -147,6 +155,7 @@ def _less_evaluation(recipe: Recipe) -> Iterator[Way]:
         yield _change(
             "training.per_device_eval_batch_size", size // 2, f" (now {size}): the eval loss stays the same"
         )
+    yield from _narrower(recipe)
 
 
 def _less_activation(recipe: Recipe) -> Iterator[Way]:
@@ -179,6 +188,11 @@ def _less_activation(recipe: Recipe) -> Iterator[Way]:
             True,
             " (now false): inputs of layers in host memory, copied while layers compute",
         )
+    yield from _narrower(recipe)
+
+
+def _narrower(recipe: Recipe) -> Iterator[Way]:
+    length = recipe.data.max_length
     if recipe.precision.mixed_precision == "no":
         yield _change("precision.mixed_precision", "bf16", " (now no): activations take half the memory")
     if length > 1:
@@ -189,12 +203,13 @@ def _less_activation(recipe: Recipe) -> Iterator[Way]:
         )
 
 
-def _less_state(recipe: Recipe) -> Iterator[Way]:
+def _less_state(recipe: Recipe, *, has_gradients: bool) -> Iterator[Way]:
     strategy = recipe.fsdp.sharding_strategy
     if strategy != "FULL_SHARD" and recipe.world_size > 1:
         why = f" (now {strategy}): parameters, gradients and moments are all split over the ranks"
         yield _change("fsdp.sharding_strategy", "FULL_SHARD", why, reshard_after_forward=None)
-    if not recipe.fsdp.sync_each_batch and (recipe.training.gradient_accumulation_steps or 1) > 1:
+    accumulates = (recipe.training.gradient_accumulation_steps or 1) > 1
+    if has_gradients and not recipe.fsdp.sync_each_batch and accumulates:
         yield _change(
             "fsdp.sync_each_batch",
             True,

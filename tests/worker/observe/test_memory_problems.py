@@ -134,6 +134,8 @@ def test_three_changes_are_always_suggested(tmp_path: Path) -> None:
 def test_fragmentation_and_phase_changes_come_first(tmp_path: Path) -> None:
     fragmented = Moment("forward", 3, {}, SIZES | {"unused": 20 * GIB})
     assert ways(tmp_path, fragmented)[0] == "launch.env"
+    given = "launch.env={PYTORCH_ALLOC_CONF: 'expandable_segments:True'}"
+    assert ways(tmp_path, fragmented, given)[0] != "launch.env"
     evaluating = Moment("evaluating", 3, {}, SIZES)
     assert (
         ways(tmp_path, evaluating, "training.per_device_eval_batch_size=8")[0]
@@ -141,6 +143,18 @@ def test_fragmentation_and_phase_changes_come_first(tmp_path: Path) -> None:
     )
     saving = Moment("saving", 3, STATE, SIZES)
     assert ways(tmp_path, saving, "fsdp.state_dict_type=FULL_STATE_DICT")[0] == "fsdp.state_dict_type"
+
+
+def test_evaluation_is_offered_nothing_that_only_a_backward_pass_needs(tmp_path: Path) -> None:
+    keys = (
+        "training.per_device_eval_batch_size=1",
+        "training.per_device_train_batch_size=4",
+        "training.gradient_accumulation_steps=2",
+        "training.global_batch_size=null",
+        "fsdp.reshard_after_backward=false",
+    )
+    found = ways(tmp_path, Moment("evaluating", 3, {}, SIZES), *keys)
+    assert found == ["data.max_length", "launch.num_processes", "a device with more memory"]
 
 
 def test_unknown_moment_is_still_reported(tmp_path: Path) -> None:
