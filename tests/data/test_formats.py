@@ -876,8 +876,8 @@ def test_calls_and_results_of_anthropics_parts_are_read() -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ([USE | {"input": "x"}], "a call, with `name` as text and `input` as an object"),
-        ([{"type": "tool_use", "input": {}}], "a call, with `name` as text and `input` as an object"),
+        ([USE | {"input": "x"}], "is a call: `name` must be text, and `input` an object"),
+        ([{"type": "tool_use", "input": {}}], "is a call: `name` must be text, and `input` an object"),
         ([USE | {"caller": {"type": "direct"}}], "`messages.content.caller` is not read"),
         ([USE, {"type": "text", "text": "so"}], "reasoning, text and calls have this order"),
         ([{"type": "redacted_thinking", "data": "x"}, USE], "is of type `redacted_thinking`"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from signal import SIGTERM
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub import ModelCard
 
-from fsdp_tune.core.errors import FsdpTuneError, usage_error
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.core.signals import StoppedBySignal
 from fsdp_tune.merge.publish import HubTarget, _add_licence, check_access
 
 
@@ -23,18 +25,16 @@ from fsdp_tune.merge.publish import HubTarget, _add_licence, check_access
             "`me/mine` at the end: no route to the hub",
         ),
         ("me/mine", ValueError("Invalid user token."), "`me/mine` at the end: Invalid user token."),
-        ("me//mine", None, "`me//mine` at the end: "),
     ],
 )
 def test_account_that_cannot_push_is_refused_before_training(
-    repository: str, error: Exception | None, words: str, monkeypatch: pytest.MonkeyPatch
+    repository: str, error: Exception, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
 
     def whoami(_api: Any) -> None:
         asked.append("whoami")
-        if error is not None:
-            raise error
+        raise error
 
     monkeypatch.setattr(huggingface_hub.HfApi, "whoami", whoami)
     with pytest.raises(FsdpTuneError) as caught:
@@ -48,7 +48,15 @@ def test_account_that_cannot_push_is_refused_before_training(
     assert words in problem.message
     assert "\n" not in problem.message
     assert "`hf auth login`" in str(problem.hint)
-    assert asked == ([] if error is None else ["whoami"]), "a name is checked without the hub"
+    assert asked == ["whoami"]
+
+
+def test_name_that_is_none_is_refused_without_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.HfApi, "whoami", lambda _api: pytest.fail("the hub is asked"))
+    with pytest.raises(FsdpTuneError) as caught:
+        check_access(HubTarget("me//mine"))
+    (problem,) = caught.value.problems
+    assert (problem.code, problem.where.key) == ("push-name", "training.hub_model_id")
 
 
 def test_known_account_may_push_and_a_stop_signal_is_no_lack_of_access(
@@ -56,15 +64,14 @@ def test_known_account_may_push_and_a_stop_signal_is_no_lack_of_access(
 ) -> None:
     monkeypatch.setattr(huggingface_hub.HfApi, "whoami", lambda _api: {"name": "me"})
     check_access(HubTarget("me/mine"))
-    stopped = usage_error("stopped", "SIGTERM")
+    stopped = StoppedBySignal(SIGTERM)
 
     def whoami(_api: Any) -> None:
         raise stopped
 
     monkeypatch.setattr(huggingface_hub.HfApi, "whoami", whoami)
-    with pytest.raises(FsdpTuneError) as caught:
+    with pytest.raises(StoppedBySignal):
         check_access(HubTarget("me/mine"))
-    assert caught.value is stopped
 
 
 class Hub:
@@ -75,7 +82,7 @@ class Hub:
 
     def model_info(self, name: str) -> Any:
         assert name == "org/base"
-        if isinstance(self._found, Exception):
+        if isinstance(self._found, BaseException):
             raise self._found
         return SimpleNamespace(card_data=self._found)
 
@@ -122,5 +129,5 @@ def test_card_without_a_known_licence_is_a_notice(found: Any, front: str, words:
 
 
 def test_stop_signal_while_the_licence_is_read_ends_the_push(tmp_path: Path) -> None:
-    with pytest.raises(FsdpTuneError, match="SIGTERM"):
-        licence_of(tmp_path, usage_error("stopped", "SIGTERM"))
+    with pytest.raises(StoppedBySignal):
+        licence_of(tmp_path, StoppedBySignal(SIGTERM))

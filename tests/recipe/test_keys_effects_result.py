@@ -54,7 +54,7 @@ def test_every_argument_that_the_trainer_reads_to_choose_a_checkpoint_affects_th
 
 
 def test_every_key_that_a_merge_reads_to_choose_a_checkpoint_affects_the_result() -> None:
-    read = re.findall(r"training\.get\(\"(\w+)\"", inspect.getsource(best_checkpoint._best_metric))
+    read = re.findall(r"training, \"(\w+)\"", inspect.getsource(best_checkpoint._best_metric))
     assert read == ["metric_for_best_model", "greater_is_better"]
     assert all(effect_of(f"training.{name}").affects & RESULT for name in read)
 

@@ -217,7 +217,7 @@ def _from_files(name: str, template: Path | None, config: Path | None, key: str)
             raise usage_error(
                 "no-such-template",
                 f"`{name}` has the chat templates {listed}, and none is `default`",
-                hint="write one of them to a file NAME.jinja, and give its path",
+                hint=f"write one of them to a file NAME.jinja, and give its path; {LIST}",
                 where=Where(key=key),
             )
         found = by_name["default"]
@@ -234,10 +234,12 @@ def _of_config(config: Path, key: str) -> object:
         contents: object = json.loads(config.read_bytes())
     except (ValueError, RecursionError) as error:
         raise usage_error(
-            "no-such-template", f"{config} is not valid JSON: {error}", where=Where(key=key)
+            "no-such-template", f"{config} is not valid JSON: {error}", hint=LIST, where=Where(key=key)
         ) from error
     if not is_mapping(contents):
-        raise usage_error("no-such-template", f"{config} is not a JSON object", where=Where(key=key))
+        raise usage_error(
+            "no-such-template", f"{config} is not a JSON object", hint=LIST, where=Where(key=key)
+        )
     return contents.get("chat_template")
 
 
