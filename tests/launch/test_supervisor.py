@@ -275,6 +275,42 @@ def test_signal_before_handlers_exits_with_its_code(plan_of: PlanOf) -> None:
     assert (ended.exit_code, ended.problem) == (143, None)
 
 
+def test_signal_in_the_start_up_ends_a_rank_that_does_not_handle_it(
+    plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that connects to a machine which is gone, in C++. Later phases have the time that they need."""
+    monkeypatch.setattr(supervise, "STOP_SECONDS", 0.3)
+    starting = [["ignore-signals"], ["beat", "importing", 0], ["log", {"event": "x"}], ["sleep", 60]]
+    start = time.monotonic()
+    ended, _ = drive(plan_of({"0": starting, "1": starting}), signals(signal.SIGTERM))
+    assert (ended.exit_code, ended.problem) == (143, None)
+    assert time.monotonic() - start < 20
+    saving = [["beat", "training", 7], ["listen"], ["log", {"step": 7}], ["sleep", 1.0], ["wait-for-signal"]]
+    ended, _ = drive(plan_of({"0": saving}), signals(signal.SIGTERM))
+    assert (ended.exit_code, ended.problem, ended.step) == (143, None, 7)
+
+
+def test_signal_ends_a_launcher_that_has_started_no_rank_and_does_not_handle_it(
+    plan_of: PlanOf, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waited for `launch.hang_timeout`, and ended as a hang."""
+    monkeypatch.setattr(supervise, "STOP_SECONDS", 0.3)
+    ready = run.path / "ready"
+    program = (
+        "import pathlib, signal, sys, time; [signal.signal(number, signal.SIG_IGN) for number in "
+        "(signal.SIGINT, signal.SIGTERM)]; pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
+    )
+    plan = replace(plan_of({"0": []}), argv=(sys.executable, "-c", program, str(ready)))
+
+    def interrupt() -> None:
+        until(ready.exists)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    ended, _ = drive(plan)
+    assert (ended.exit_code, ended.problem) == (130, None)
+
+
 def test_save_that_fails_after_a_signal_is_exit_1(plan_of: PlanOf) -> None:
     outcome = {
         "exit_code": 1,

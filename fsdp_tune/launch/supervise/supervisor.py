@@ -39,6 +39,7 @@ from fsdp_tune.launch.supervise.launch_events import Event, Logged, Message, Pos
 from fsdp_tune.launch.supervise.rank_watch import RankWatch, kill_for_good
 from fsdp_tune.launch.supervise.retried_io import REFUSALS, Looks
 from fsdp_tune.launch.supervise.signal_relay import SignalRelay
+from fsdp_tune.launch.supervise.stop_message import STARTING_PHASES
 from fsdp_tune.launch.supervise.stop_signals import StopSignals
 from fsdp_tune.run.directory import RunDir, latest_checkpoint
 from fsdp_tune.run.events import Continued, TrainStarted, number, read_event
@@ -62,6 +63,11 @@ GRACE_SECONDS = 5.0
 LINGER_SECONDS = 30.0
 """From the outcome of a rank, or the end of the last rank, until remaining processes are killed: NCCL may
 hang in its clean-up."""
+
+
+STOP_SECONDS = 30.0
+"""From a stop signal in the start-up, which ends ranks at once, until those that it has not ended are killed:
+a launcher or a rank that connects to a machine that is gone does so in C++, where no handler runs."""
 
 
 OTHER_MACHINES_SECONDS = 330.0
@@ -308,7 +314,7 @@ class Supervisor:
         if silent_seconds is not None:
             yield Message("no progress: collecting the stacks of every rank")
             yield from self._report_hang(launcher, watch, silent_seconds)
-        if self._signals.gave_up_saving or self._stuck is not None:
+        if self._signals.gave_up_saving or self._stuck is not None or self._is_stop_ignored(watch):
             _kill_remaining(launcher, watch)
             return
         if watch.failed_at is not None and now - watch.failed_at > GRACE_SECONDS and (alive := watch.alive):
@@ -330,6 +336,14 @@ class Supervisor:
         )
         if waits_for_none or ended_seconds > OTHER_MACHINES_SECONDS:
             launcher.kill()
+
+    def _is_stop_ignored(self, watch: RankWatch) -> bool:
+        """Whether a signal in the start-up, before which nothing was trained, has not ended this launch."""
+        if not self._signals.received:
+            return False
+        _, first_at = self._signals.received[0]
+        starts = all(beat.phase in STARTING_PHASES for beat in watch.beats.values())
+        return starts and LIVED.now() - LIVED.at(first_at) > STOP_SECONDS
 
     def _report_hang(
         self, launcher: subprocess.Popen[str], watch: RankWatch, silent_seconds: float
