@@ -185,7 +185,7 @@ def show_end(screen: Terminal, result: TrainResult) -> None:
     where = (
         f"the model is in {result.merged}"
         if result.merged
-        else f"`{merge_command(str(run.path), recipe)}` merges it"
+        else f"`{merge_command(run, recipe, str(run.path))}` merges it"
     )
     if result.had_finished:
         at_step = f" at step {result.step}; {where}" if result.machine_rank == 0 else ""

@@ -179,6 +179,9 @@ def test_next_commands_merge_or_continue_the_run(tmp_path: Path) -> None:
         f"fsdp-tune merge-checkpoint {run.path}",
         "fsdp-tune train … --resume auto --set training.num_train_epochs=3",
     ]
+    run.merged.mkdir(parents=True)  # of an earlier end
+    (again, _) = commands_after(run, resolved(training={"max_steps": -1, "num_train_epochs": 1.5}), None)
+    assert again == f"fsdp-tune merge-checkpoint {run.path} --overwrite"
     merged = commands_after(run, resolved(training={"max_steps": 50}), run.merged)
     assert merged == [
         f"fsdp-tune chat {run.path}",

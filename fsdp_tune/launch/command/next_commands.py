@@ -25,9 +25,8 @@ def commands_to_resume(run: RunDir, checkpoint: Checkpoint | None) -> tuple[str,
     command = train_command(run, "--resume", AUTO)
     if checkpoint is None:
         return (f"`{command}` starts again at step 0 in {run.path}",)
-    replacing = " --overwrite" if run.merged.is_dir() else ""  # of an earlier end
     path = shlex.quote(str(run.path))
-    merging = f"`fsdp-tune merge-checkpoint {path}{replacing}` makes a model of {checkpoint.path.name}"
+    merging = f"`fsdp-tune merge-checkpoint {path}{_replacing(run)}` makes a model of {checkpoint.path.name}"
     can_merge = isinstance(inspect_checkpoint(checkpoint.path, digests=False, weights_only=True), Checkpoint)
     return f"`{command}` continues from {checkpoint.path.name}", *([merging] if can_merge else [])
 
@@ -40,7 +39,7 @@ def commands_after(run: RunDir, recipe: Recipe, merged: Path | None) -> list[str
     path = shlex.quote(_short(run.path))
     if merged is None:  # the adapter of a checkpoint answers without a merge
         return [
-            merge_command(_short(run.path), recipe),
+            merge_command(run, recipe, _short(run.path)),
             *([f"fsdp-tune chat {path}"] if recipe.lora is not None else []),
             _longer(run, recipe),
         ]
@@ -61,7 +60,7 @@ def commands_of_finished(run: RunDir, recipe: Recipe) -> list[str]:
         f"`{_longer(run, recipe)}` trains it for longer",
     )
     if not run.merged.is_dir() and not run.adapter.is_dir():
-        return [f"`{merge_command(_short(run.path), recipe)}` makes a model of it", report, longer]
+        return [f"`{merge_command(run, recipe, _short(run.path))}` makes a model of it", report, longer]
     evaluates = (
         [f"`fsdp-tune evaluate {path}` evaluates it, with a confidence interval"]
         if recipe.data.eval is not None
@@ -70,9 +69,15 @@ def commands_of_finished(run: RunDir, recipe: Recipe) -> list[str]:
     return [f"`fsdp-tune chat {path}` talks to it", *evaluates, report, longer]
 
 
-def merge_command(path: str, recipe: Recipe) -> str:
-    """Return the command that merges the model of a finished run."""
-    return f"fsdp-tune merge-checkpoint {shlex.quote(path)}" + (" --best" if takes_best(recipe) else "")
+def merge_command(run: RunDir, recipe: Recipe, path: str) -> str:
+    """Return the command that merges the model of a finished run, in place of one of an earlier end. `path`:
+    of the run, as it is shown."""
+    best = " --best" if takes_best(recipe) else ""
+    return f"fsdp-tune merge-checkpoint {shlex.quote(path)}{best}{_replacing(run)}"
+
+
+def _replacing(run: RunDir) -> str:
+    return " --overwrite" if run.merged.is_dir() else ""
 
 
 def _serving(model: Path, recipe: Recipe | None) -> str:

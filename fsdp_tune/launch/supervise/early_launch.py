@@ -102,8 +102,8 @@ class EarlyLaunch:
 
 @contextlib.contextmanager
 def start_early(plan: LaunchPlan, recipe: Recipe) -> Iterator[EarlyLaunch | None]:
-    """Start the launcher of all ranks. Leaving the block kills what is left of it. None if there is no room
-    for its temporary files.
+    """Start the launcher of all ranks. Leaving the block kills what is left of it. None if the system refuses
+    its files or its process; the launch itself then says so.
 
     Call it in the main thread: the kernel kills the launcher with the thread that started it.
     """
