@@ -427,7 +427,7 @@ PLANTS: tuple[Plant, ...] = (
     plant(
         "deleted working directory reported as a bug",
         "cli.failures:_file_system_problem",
-        never("FileNotFoundError error.filename"),
+        never("is_of_system FileNotFoundError"),
         rows="F039",
     ),
     plant(
