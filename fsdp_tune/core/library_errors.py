@@ -22,6 +22,7 @@ PEER_LOST = (
     "Timed out waiting",
     "remote process exited",
     "NCCL communicator was aborted",
+    "Connection was likely closed",  # by the host of the store (c10d/Utils.hpp)
 )
 """torch.distributed, gloo and NCCL, on the surviving ranks when another rank has ended; all are
 RuntimeErrors."""
