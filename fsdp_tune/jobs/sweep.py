@@ -270,18 +270,27 @@ def _planned(
 
 
 def _command(words: Sequence[str], settings: Sequence[str]) -> tuple[str, ...]:
-    """Return the command that trains one run: `--set` in place of `--sweep`."""
+    """Return the command that trains one run: `--set` in place of `--sweep`, and of a `--set` of the same key
+    (`output_dir`, which each run has below that of the sweep)."""
     end = words.index("--") if "--" in words else len(words)
+    replaced = {_key_of(each) for each in settings}
     kept: list[str] = []
     rest = iter(words[:end])
     for word in rest:
         if word == "--sweep":
             next(rest, None)
-        elif not word.startswith("--sweep="):
+        elif word == "--set":
+            value = next(rest, "")
+            kept += [] if _key_of(value) in replaced else [word, value]
+        elif not word.startswith("--sweep=") and _key_of(word.removeprefix("--set=")) not in replaced:
             kept.append(word)
     if not kept:
         return ()
     return (*kept, *(part for each in settings for part in ("--set", each)), *words[end:])
+
+
+def _key_of(setting: str) -> str:
+    return setting.partition("=")[0]
 
 
 def run_sweep(

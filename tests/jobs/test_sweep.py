@@ -217,6 +217,14 @@ def test_signal_before_the_ranks_ends_the_sweep_and_not_its_run(
         planned(recipe, "training.seed=1,2")
 
 
+def test_command_of_a_run_has_its_own_directory_in_place_of_that_of_the_sweep() -> None:
+    words = ("train", "r.yaml", "--set", "output_dir=a", "--set=training.seed=1", "--sweep", "lora.r=8,16")
+    assert sweep._command(words, ["lora.r=8", "output_dir=a/r8"]) == (
+        *("train", "r.yaml", "--set=training.seed=1"),
+        *("--set", "lora.r=8", "--set", "output_dir=a/r8"),
+    )
+
+
 def test_run_that_has_not_replaced_an_earlier_one_has_none_of_its_figures(recipe: str) -> None:
     """With `--overwrite`; the directory is moved aside only when the new run starts."""
     (plan,) = planned(recipe, "training.seed=1")

@@ -93,6 +93,10 @@ SYNTAX = {
         f"n=2\nm=2\n{SWIFT} --gradient_accumulation_steps $(expr 32 / $n / $m)",
         {"training.gradient_accumulation_steps": 8},
     ),
+    "word of YAML 1.1 without quotes is the name of a kind": Case(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: NO\nnum_processes: 1\nmixed_precision: bf16\n",
+        {"fsdp.sharding_strategy": "NO_SHARD", "launch.num_processes": 1},
+    ),
     "number of GPUs that the file contradicts is a question": Case(
         "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_processes: 8\nnum_machines: "
         "1\nfsdp_config: {fsdp_version: 2}\n",

@@ -33,9 +33,8 @@ _KINDS = {
 
 
 def _kind(key: FileKey) -> Outcome:
-    return _KINDS.get(
-        str(key.value).upper(), Ask(f"`{key.value}` has no counterpart", "fsdp.sharding_strategy")
-    )
+    name = "NO" if key.value is False else str(key.value)  # YAML 1.1 reads `NO` without quotes as false
+    return _KINDS.get(name.upper(), Ask(f"`{name}` has no counterpart", "fsdp.sharding_strategy"))
 
 
 def _precision(key: FileKey) -> Outcome:
