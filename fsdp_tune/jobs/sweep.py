@@ -282,7 +282,9 @@ def _command(words: Sequence[str], settings: Sequence[str]) -> tuple[str, ...]:
         elif word == "--set":
             value = next(rest, "")
             kept += [] if _key_of(value) in replaced else [word, value]
-        elif not word.startswith("--sweep=") and _key_of(word.removeprefix("--set=")) not in replaced:
+        elif word.startswith("--set="):
+            kept += [] if _key_of(word.removeprefix("--set=")) in replaced else [word]
+        elif not word.startswith("--sweep="):
             kept.append(word)
     if not kept:
         return ()

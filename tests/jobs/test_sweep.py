@@ -218,9 +218,12 @@ def test_signal_before_the_ranks_ends_the_sweep_and_not_its_run(
 
 
 def test_command_of_a_run_has_its_own_directory_in_place_of_that_of_the_sweep() -> None:
-    words = ("train", "r.yaml", "--set", "output_dir=a", "--set=training.seed=1", "--sweep", "lora.r=8,16")
+    words = (
+        *("train", "output_dir", "--set", "output_dir=a", "--set=output_dir=b"),
+        *("--set=training.seed=1", "--sweep", "lora.r=8,16"),
+    )
     assert sweep._command(words, ["lora.r=8", "output_dir=a/r8"]) == (
-        *("train", "r.yaml", "--set=training.seed=1"),
+        *("train", "output_dir", "--set=training.seed=1"),
         *("--set", "lora.r=8", "--set", "output_dir=a/r8"),
     )
 
