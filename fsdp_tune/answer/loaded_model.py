@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from fsdp_tune.answer.find_model import ModelToEvaluate
 from fsdp_tune.answer.model_requests import Request
 from fsdp_tune.core.errors import failed_error, usage_error
-from fsdp_tune.core.hub import HubResource, hub_is_reachable
+from fsdp_tune.core.hub import HubResource, first_line, hub_is_reachable
 from fsdp_tune.core.tensors.peft_config import CONFIG_FILE, WEIGHTS_FILE, is_trained_in_full
 from fsdp_tune.core.tensors.peft_names import PREFIX, without_copies
 from fsdp_tune.core.tensors.quantised_formats import scales_among
@@ -117,7 +117,7 @@ def _load(
         )
     except (OSError, ValueError, ImportError, KeyError) as error:
         resource = HubResource("model", model.weights, "MODEL", "model-not-found")
-        message = f"the model `{model.weights}` cannot be loaded: {str(error).splitlines()[0]}"
+        message = f"the model `{model.weights}` cannot be loaded: {first_line(error)}"
         raise resource.problem(error) or usage_error("model-not-found", message) from error
     loaded, report = found
     if scales := scales_among(report["unexpected_keys"]):

@@ -25,6 +25,7 @@ from fsdp_tune.comparison.tool_trainers import PACKAGES
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.atomic import DISK, write_json
 from fsdp_tune.core.errors import failed_error, usage_error
+from fsdp_tune.core.hub import first_line
 from fsdp_tune.data.cache import alone
 
 ENVIRONMENTS = "environments"
@@ -66,7 +67,7 @@ def _requirement(text: str) -> str:
     try:
         return str(Requirement(text))
     except InvalidRequirement as error:
-        message = f"`--with {text}` is not a requirement: {str(error).splitlines()[0]}"
+        message = f"`--with {text}` is not a requirement: {first_line(error)}"
         raise usage_error("compare-with", message, hint='--with "transformers==4.57.6"') from error
 
 

@@ -94,12 +94,16 @@ def format_clock(at: float, now: float) -> str:
     return time.strftime("%a %H:%M" if 0 <= at - now < 6 * 86_400 else "%Y-%m-%d %H:%M", then)
 
 
+def counted(number: int, noun: str, plural: str = "s") -> str:
+    """Format a number of things: `1 rank`, `2 ranks`; `plural` is what the noun gets."""
+    return f"{number} {noun}{'' if number == 1 else plural}"
+
+
 def format_age(seconds: float) -> str:
     """Format in the largest unit that fits: `3 days`, `2 hours`, `40 seconds`."""
     units = (("day", 86_400), ("hour", 3_600), ("minute", 60), ("second", 1))
     unit, size = next((each for each in units if seconds >= each[1]), units[-1])
-    count = max(0, int(seconds // size))
-    return f"{count} {unit}{'' if count == 1 else 's'}"
+    return counted(max(0, int(seconds // size)), unit)
 
 
 def sparkline(values: Sequence[float]) -> str:

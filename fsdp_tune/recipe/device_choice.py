@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.gpus import known_hardware
+from fsdp_tune.core.units import counted
 from fsdp_tune.recipe.decisions import Decisions
 from fsdp_tune.recipe.rules.limits import (
     OLDEST_BF16_GPU,
@@ -137,13 +138,9 @@ _SELECTED_BY = {
 """The variable that selects among the devices of a machine; AMD's GPUs obey that of CUDA too."""
 
 
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def _decide_processes(work: Decisions, device: str) -> None:
     launch, machine = work.recipe.launch, work.machine
-    machines = _counted(launch.num_machines, "machine")
+    machines = counted(launch.num_machines, "machine")
     if launch.num_processes == "auto":
         if device == "cpu":
             count, reason = (
@@ -152,7 +149,7 @@ def _decide_processes(work: Decisions, device: str) -> None:
             )
         elif machine.device == device and machine.device_count:
             count = machine.device_count * launch.num_machines
-            reason = f"{_counted(machine.device_count, 'visible device')} × {machines}"
+            reason = f"{counted(machine.device_count, 'visible device')} × {machines}"
         else:
             count = ASSUMED_DEVICES * launch.num_machines
             reason = f"assumed: {ASSUMED_DEVICES} devices × {machines}"

@@ -9,6 +9,7 @@ import platform
 from fsdp_tune.cluster.doctor_checks import differences_of_ranks
 from fsdp_tune.core.errors import FailedError, Problem
 from fsdp_tune.core.package_versions import installed_versions
+from fsdp_tune.core.units import counted
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.manifest import digest
@@ -42,7 +43,7 @@ def check_same(run: RunDir) -> None:
     found = differences_of_ranks(gather(identity(run)))
     if found:
         others = len(found) - 1
-        more = f" (and {others} more difference{'' if others == 1 else 's'})" if others else ""
+        more = f" (and {counted(others, 'more difference')})" if others else ""
         hint = (
             "install the same packages on every machine, and start each with the same recipe and data; all "
             "of them see one run directory, except with `launch.shared_directory: false`"

@@ -6,7 +6,12 @@ import pytest
 
 from fsdp_tune.cluster.mirror.remote_run import RemoteRun
 from fsdp_tune.run.directory import RunDir
-from tests.cluster.mirrors import save, send_all
+from tests.cluster.mirrors import save, send_all, without_waits_for_the_disk
+
+
+@pytest.fixture
+def disk_without_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_waits_for_the_disk(monkeypatch)
 
 
 @pytest.fixture

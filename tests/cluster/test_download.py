@@ -14,12 +14,9 @@ from fsdp_tune.run.directory import Checkpoint, RunDir, inspect_checkpoint
 from fsdp_tune.run.manifest import FileEntry
 from fsdp_tune.run.remote_files import RemoteDirectory
 from fsdp_tune.run.remote_requests import ContentError
-from tests.cluster.mirrors import make_run, remote_checkpoint, save, send_all, without_waits_for_the_disk
+from tests.cluster.mirrors import make_run, remote_checkpoint, save, send_all
 
-
-@pytest.fixture(autouse=True)
-def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_waits_for_the_disk(monkeypatch)
+pytestmark = pytest.mark.usefixtures("disk_without_waits")
 
 
 @pytest.fixture

@@ -20,12 +20,9 @@ from fsdp_tune.run.directory import CHECKPOINT_KIND, RunDir
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_data
 from fsdp_tune.run.remote_files import RemoteDirectory
 from fsdp_tune.run.remote_requests import Refusal, UrlError
-from tests.cluster.mirrors import complete_steps, save, send_all, without_waits_for_the_disk
+from tests.cluster.mirrors import complete_steps, save, send_all
 
-
-@pytest.fixture(autouse=True)
-def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_waits_for_the_disk(monkeypatch)
+pytestmark = pytest.mark.usefixtures("disk_without_waits")
 
 
 @pytest.mark.parametrize(

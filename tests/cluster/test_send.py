@@ -18,12 +18,9 @@ from fsdp_tune.cluster.mirror.writer import Writer
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.mirror_state import MirrorState, state_path
 from fsdp_tune.run.remote_requests import UrlError
-from tests.cluster.mirrors import complete_steps, make_run, save, state_of, without_waits_for_the_disk
+from tests.cluster.mirrors import complete_steps, make_run, save, state_of
 
-
-@pytest.fixture(autouse=True)
-def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_waits_for_the_disk(monkeypatch)
+pytestmark = pytest.mark.usefixtures("disk_without_waits")
 
 
 @pytest.fixture

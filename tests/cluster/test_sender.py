@@ -31,13 +31,9 @@ from tests.cluster.mirrors import (
     save,
     send_all,
     state_of,
-    without_waits_for_the_disk,
 )
 
-
-@pytest.fixture(autouse=True)
-def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_waits_for_the_disk(monkeypatch)
+pytestmark = pytest.mark.usefixtures("disk_without_waits")
 
 
 @pytest.fixture

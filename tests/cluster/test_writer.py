@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -267,12 +269,10 @@ def test_claim_without_conditions_that_another_one_replaced_is_not_kept(
         first.check()
 
 
-def test_owner_of_a_store_that_does_not_respond_leaves_its_claim_as_it_is(
-    directory: RemoteDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its end would take the time of the requests, and a later command waits for its silence."""
-    first, tries = Elsewhere(directory), threading.Event()
-    first.claim()
+@contextmanager
+def outage(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """No directory is listed in the block, which begins when an owner has noticed it."""
+    tries = threading.Event()
 
     def away(*_: object) -> None:
         tries.set()
@@ -281,6 +281,16 @@ def test_owner_of_a_store_that_does_not_respond_leaves_its_claim_as_it_is(
     with monkeypatch.context() as patch:
         patch.setattr(RemoteDirectory, "list", away)
         assert tries.wait(5.0)
+        yield patch
+
+
+def test_owner_of_a_store_that_does_not_respond_leaves_its_claim_as_it_is(
+    directory: RemoteDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end would take the time of the requests, and a later command waits for its silence."""
+    first = Elsewhere(directory)
+    first.claim()
+    with outage(monkeypatch) as patch:
         until(lambda: first._is_away)
         patch.setattr(RemoteDirectory, "write", lambda *_, **__: pytest.fail("the end is not recorded"))
         first.release()
@@ -291,16 +301,10 @@ def test_owner_of_a_store_that_does_not_respond_leaves_its_claim_as_it_is(
 
 
 def test_claim_is_kept_after_an_outage(directory: RemoteDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, tries = Elsewhere(directory), threading.Event()
+    first = Elsewhere(directory)
     first.claim()
-
-    def away(*_: object) -> None:
-        tries.set()
-        raise UrlError("timed out")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RemoteDirectory, "list", away)
-        assert tries.wait(5.0)
+    with outage(monkeypatch):
+        pass
     until(lambda: not first._is_away)
     first.release()
     (name,) = directory.list("writers")

@@ -253,8 +253,6 @@ def _from_hub(name: str, key: str) -> str:
     for file in ("chat_template.jinja", "tokenizer_config.json"):
         try:
             found[file] = Path(hf_hub_download(name, file, local_files_only=not reachable))
-        except FsdpTuneError:  # a signal that ends the command may arrive here
-            raise
         except Exception as error:
             model_has_none = isinstance(error, EntryNotFoundError) and not isinstance(
                 error, LocalEntryNotFoundError

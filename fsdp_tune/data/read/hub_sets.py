@@ -22,8 +22,6 @@ def load_saved(path: Path, split: str, where: Where) -> Any:
     datasets: Any = import_module("datasets")
     try:
         saved = datasets.load_from_disk(str(path), keep_in_memory=False)
-    except FsdpTuneError:  # a signal that ends the command may arrive here
-        raise
     except Exception as error:
         raise usage_error(
             "data-unreadable",
@@ -87,8 +85,6 @@ def _query_hub(function: str, entry: DataSource, where: Where, **options: Any) -
                 revision=entry.revision,
                 **options,
             )
-    except FsdpTuneError:  # a signal that ends the command may arrive here
-        raise
     except Exception as error:
         raise _problem(error, entry, where, reachable=reachable) from error
 

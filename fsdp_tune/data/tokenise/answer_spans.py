@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.hub import first_line
 from fsdp_tune.data.format.formats import Chat
 from fsdp_tune.data.format.message_keys import Message
@@ -389,8 +388,6 @@ class Rendering:
     def _template_errors(self, count: int) -> Iterator[None]:
         try:
             yield
-        except FsdpTuneError:  # a signal that ends the command may arrive here
-            raise
         except Exception as error:
             where = "" if count == len(self._chat.messages) else f", at message {count}"
             raise RowError(

@@ -89,7 +89,7 @@ def render_prompt(chat: Chat, template: str, encoder: Encoder) -> str:
             return encoder.render(
                 chat.messages, template, tools=chat.tools, generation_prompt=True, **chat.variables
             )
-    except (RowError, FsdpTuneError):  # the time limit; a signal that ends the command may arrive here
+    except (RowError, FsdpTuneError):  # of the time limit
         raise
     except Exception as error:
         raise RowError(f"the chat template rejects the prompt: {first_line(error)}") from error

@@ -270,8 +270,6 @@ def _from_pretrained(name: str, recipe: Recipe) -> PreTrainedTokenizerBase:
             trust_remote_code=model.trust_remote_code,
             local_files_only=directory is not None or not hub_is_reachable(),
         )
-    except FsdpTuneError:  # a signal that ends the command may arrive here
-        raise
     except Exception as error:  # tokenizers raises plain Exceptions for damaged files
         if (found := as_os_error(error)) is not error:
             raise found from error

@@ -14,6 +14,7 @@ from pathlib import Path
 from fsdp_tune.core.atomic import DISK, needs_filling, occupants
 from fsdp_tune.core.errors import FailedError, FsdpTuneError, Notice, Problem, Where, usage_error
 from fsdp_tune.core.files import read_regular
+from fsdp_tune.core.hub import first_line
 from fsdp_tune.core.ownership import is_rank_of
 from fsdp_tune.launch.command.recipe_changes import Change, check, compare
 from fsdp_tune.recipe.references import missing_start_inputs
@@ -402,7 +403,7 @@ def parse_resolved(raw: bytes, source: str) -> Recipe:
 
 
 def _unreadable(source: str, error: Exception) -> FsdpTuneError:
-    message = f"cannot be read as a recipe of this version: {str(error).splitlines()[0]}"
+    message = f"cannot be read as a recipe of this version: {first_line(error)}"
     return FsdpTuneError(
         Problem(
             "run-unreadable", message, Where(source), "continue with the version that wrote it, or start over"

@@ -121,7 +121,7 @@ class Channel:
         self.fatal: str | None = None
         """Why the store cannot be served."""
         self.notice: str | None = None
-        """What the user is told about the store."""
+        """A message for the user about the store."""
         # The kernel ends a child with the thread that started it; `close` ends both.
         self._reader = threading.Thread(target=self._exchange, name="machines-reader", daemon=True)
         self._writer = threading.Thread(target=self._write, name="machines-writer", daemon=True)

@@ -174,8 +174,7 @@ class Machines(Peers):
         self.publish(state="running")
 
     def notice(self) -> str | None:
-        """Return, on the first machine, what the user is told about its store; None if it was returned
-        before."""
+        """Return, on the first machine, the message for the user about its store, once; then None."""
         if self.open_channel is None:
             return None
         found, self.open_channel.notice = self.open_channel.notice, None

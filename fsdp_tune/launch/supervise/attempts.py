@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Problem
-from fsdp_tune.core.units import parse_seconds
+from fsdp_tune.core.units import counted, parse_seconds
 from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.launch.machines.machine import Fewer, Standby
 from fsdp_tune.launch.machines.rendezvous import Machines
@@ -219,7 +219,7 @@ class Attempts:
         lost = [machine for machine in before if machine not in self._members]
         message = f"continuing on {_named(self._members)}" + (f", without {_named(lost)}" if lost else "")
         message += (
-            f": {_counted(resized.ranks, 'rank')} × {_counted(resized.accumulation, 'micro-batch', 'es')} "
+            f": {counted(resized.ranks, 'rank')} × {counted(resized.accumulation, 'micro-batch', 'es')} "
             "a step; "
         )
         message += "the global batch is the same"
@@ -389,10 +389,6 @@ def _named(numbers: Sequence[int], what: str = "machine") -> str:
         return f"{what} {numbers[0]}"
     is_range = len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[-1] + 1))
     return f"{what}s {numbers[0]} to {numbers[-1]}" if is_range else f"{what}s {', '.join(map(str, numbers))}"
-
-
-def _counted(number: int, what: str, plural: str = "s") -> str:
-    return f"{number} {what}{'' if number == 1 else plural}"
 
 
 def _final(mine: Verdict | None, leader: Verdict | None, lost: Problem | None) -> Verdict:

@@ -17,7 +17,7 @@ from torch import nn
 
 from fsdp_tune.core.families import LAYERS, mean_heads
 from fsdp_tune.core.gpus import ModelDimensions, detect, mfu
-from fsdp_tune.core.units import GIB, KIB
+from fsdp_tune.core.units import GIB, KIB, counted
 from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.model.nested_tensors import tensors_in
 from fsdp_tune.model.sequence_parallel import rows_known
@@ -301,7 +301,7 @@ def describe(
     found = [(rank, text) for rank, texts in enumerate(gather(mine)) for text in texts]
     if found:
         others = len(found) - 1
-        more = f" (and {others} more micro-batch{'' if others == 1 else 'es'})" if others else ""
+        more = f" (and {counted(others, 'more micro-batch', 'es')})" if others else ""
         return f"rank {found[0][0]}, {found[0][1]}{more}"
     mine = [rows.describe(batch) for batch in batches]
     everything = "; ".join(f"rank {rank}: {', '.join(texts)}" for rank, texts in enumerate(gather(mine)))
