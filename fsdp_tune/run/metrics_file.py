@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -18,7 +18,7 @@ from pydantic_core import from_json
 from fsdp_tune.core.atomic import json_safe
 from fsdp_tune.core.files import LINE_BYTES, lines_of, open_regular, read_regular, refuse_larger
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.events import EVENTS
+from fsdp_tune.run.events import EVENTS, EarlyStopped
 from fsdp_tune.run.metrics_event import MetricsEvent
 
 METRICS_BYTES = 1 << 30
@@ -48,10 +48,9 @@ class Follower:
             self._identity, self._offset = None, 0
             return []
         if self._identity is not None and (identity[0] != self._identity[0] or identity[1] < self._offset):
-            self._offset = _known_lines_bytes(self._known, self._content())
-            self._known = (
-                b""  # rank 0 truncates once, at its start; the lines of a restarted group are returned again
-            )
+            content = self._content()
+            self._offset = _known_lines_bytes(self._known, content)
+            self._known = content[: self._offset]
         self._identity = identity
         if identity[1] == self._offset:
             return []
@@ -100,29 +99,32 @@ class MetricsFile:
         self.failure: OSError | None = None
         self.unwritten: list[str] = []
         if enabled:
-            self._truncate(resume_step)
-            # Unbuffered: data that a full disk has refused must not be written again when the file is closed.
-            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  open for the whole run
+            if self._path.exists():
+                self._rewrite(lambda line: _is_before(line, resume_step))
+            self._open()
 
-    def _truncate(self, resume_step: int | None) -> None:
-        if not self._path.exists():
-            return
-        kept: list[str] = []
-        for line in read_regular(self._path, most_bytes=METRICS_BYTES).decode(errors="replace").splitlines():
-            try:
-                fields = json.loads(line)
-                step, kind = fields.get("step", 0), EVENTS.get(fields.get("event"))
-            except (ValueError, AttributeError):
-                continue  # a line torn by a crash
-            if (
-                isinstance(step, int)
-                and step <= (resume_step or 0)
-                and (resume_step is not None or (kind is not None and kind.is_of_run))
-            ):
-                kept.append(line)
+    def _open(self) -> None:
+        # Unbuffered: data that a full disk has refused must not be written again when the file is closed.
+        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  open for the whole run
+
+    def _rewrite(self, is_kept: Callable[[dict[str, Any]], bool]) -> None:
+        """Replace the file by one with the lines that are kept, without what is no line (torn by a crash)."""
+        lines = read_regular(self._path, most_bytes=METRICS_BYTES).decode(errors="replace").splitlines()
+        parsed = ((line, _parsed(line)) for line in lines)
+        kept = [
+            line for line, value in parsed if isinstance(value, dict) and is_kept(cast(dict[str, Any], value))
+        ]
         stage = self._path.with_suffix(".jsonl.tmp")
         stage.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         stage.replace(self._path)
+
+    def evaluate_again(self, step: int) -> None:
+        """Remove what an evaluation of `step` has written: a resumed run that evaluates the step of its
+        checkpoint may be the second to do so. Raises: OSError; the file is as it was then."""
+        if self._file is not None:
+            self._rewrite(lambda line: line.get("step") != step or not _is_of_evaluation(line))
+            self._file.close()
+            self._open()
 
     def write(self, line: Mapping[str, object]) -> None:
         if self._file is not None:
@@ -157,6 +159,18 @@ class MetricsFile:
             except OSError as error:
                 self.failure = self.failure or error
             self._file = None
+
+
+def _is_before(line: Mapping[str, Any], resume_step: int | None) -> bool:
+    """Return whether a run that starts from the checkpoint of `resume_step` (None: from the base) has it."""
+    step, kind = line.get("step", 0), EVENTS.get(str(line.get("event")))
+    if not isinstance(step, int) or step > (resume_step or 0):
+        return False
+    return resume_step is not None or (kind is not None and kind.is_of_run)
+
+
+def _is_of_evaluation(line: Mapping[str, Any]) -> bool:
+    return "eval_loss" in line or line.get("event") == EarlyStopped.name
 
 
 def _write_all(file: IO[bytes], data: bytes) -> None:
@@ -263,7 +277,7 @@ def _objects(lines: Iterable[bytes]) -> Iterator[dict[str, object]]:
             yield cast(dict[str, object], value)
 
 
-def _parsed(line: bytes) -> object:
+def _parsed(line: bytes | str) -> object:
     """Return the value of a line; None for one that is not JSON (torn by a crash)."""
     try:
         return from_json(line)  # a quarter of the time of `json.loads`, which accepts more

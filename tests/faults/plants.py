@@ -142,8 +142,8 @@ PLANTS: tuple[Plant, ...] = (
     ),
     plant(
         "metrics truncated one step late",
-        "run.metrics_file:MetricsFile._truncate",
-        condition("step resume_step", "step <= (resume_step or 0) + 1"),
+        "run.metrics_file:_is_before",
+        condition("step resume_step", "step > (resume_step or 0) + 1"),
         rows="F099",
     ),
     plant(

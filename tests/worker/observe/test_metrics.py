@@ -18,7 +18,7 @@ from transformers import MixtralConfig
 from fsdp_tune.core.gpus import ModelDimensions
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.events import LossScaleBackedOff, TrainFinished
-from fsdp_tune.run.metrics_file import MetricsFile
+from fsdp_tune.run.metrics_file import Follower, MetricsFile
 from fsdp_tune.worker.observe.metrics import Lines, Sums, device_peak_flops, model_size, peak_memory_gib
 from fsdp_tune.worker.step_observer import LoggedStep
 from tests.ranks import Ranks
@@ -51,6 +51,20 @@ def test_run_from_step_0_starts_with_an_empty_file(run: RunDir) -> None:
     run.metrics_jsonl.write_text('{"step": 1, "loss": 1}\n')
     MetricsFile(run, resume_step=None, enabled=True).close()
     assert lines(run) == []
+
+
+def test_second_evaluation_of_a_step_replaces_the_first(run: RunDir) -> None:
+    kept = [{"step": 2, "eval_loss": 1.5}, {"step": 4, "loss": 1.0}, {"step": 4, "event": "stopping"}]
+    gone = [{"step": 4, "eval_loss": 1.25}, {"step": 4, "event": "early_stopped"}]
+    run.metrics_jsonl.write_text("".join(json.dumps(line) + "\n" for line in [*kept, *gone]))
+    metrics = MetricsFile(run, resume_step=4, enabled=True)
+    follower = Follower(run.metrics_jsonl)
+    metrics.evaluate_again(4)
+    assert follower.read() == []
+    metrics.write({"step": 4, "eval_loss": 1.0})
+    metrics.close()
+    assert follower.read() == [{"step": 4, "eval_loss": 1.0}]
+    assert lines(run) == [*kept, {"step": 4, "eval_loss": 1.0}]
 
 
 def test_other_ranks_write_nothing(run: RunDir) -> None:
