@@ -19,7 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from fsdp_tune.answer.find_model import ModelToEvaluate
 from fsdp_tune.answer.model_requests import Request
 from fsdp_tune.core.errors import failed_error, usage_error
-from fsdp_tune.core.hub import HubResource, first_line, hub_is_reachable
+from fsdp_tune.core.hub import HubResource, hub_is_reachable
+from fsdp_tune.core.library_errors import first_line
 from fsdp_tune.core.tensors.peft_config import CONFIG_FILE, WEIGHTS_FILE, is_trained_in_full
 from fsdp_tune.core.tensors.peft_names import PREFIX, without_copies
 from fsdp_tune.core.tensors.quantised_formats import scales_among

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.cli.terminal import Terminal
-from fsdp_tune.core.units import format_bytes, format_seconds
+from fsdp_tune.core.units import counted, format_bytes, format_seconds
 from fsdp_tune.run.directory import RunDir, checkpoint_step
 from fsdp_tune.run.events import SamplesGenerated, read_event
 from fsdp_tune.run.metrics_file import read_metrics, seconds_in_steps
@@ -152,11 +152,7 @@ def _sizes(run: RunDir) -> str:
     except OSError:
         return ""
     held = format_bytes(sum(map(_bytes_below, checkpoints)))
-    parts = [
-        f"{len(checkpoints)} checkpoint{'' if len(checkpoints) == 1 else 's'} {held}"
-        if checkpoints
-        else "no checkpoint"
-    ]
+    parts = [f"{counted(len(checkpoints), 'checkpoint')} {held}" if checkpoints else "no checkpoint"]
     if run.merged.is_dir():
         parts.append(f"merged {format_bytes(_bytes_below(run.merged))}")
     return f"{format_bytes(_bytes_below(run.path))} ({', '.join(parts)})"

@@ -25,7 +25,7 @@ from fsdp_tune.comparison.tool_trainers import PACKAGES
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.atomic import DISK, write_json
 from fsdp_tune.core.errors import failed_error, usage_error
-from fsdp_tune.core.hub import first_line
+from fsdp_tune.core.library_errors import first_line
 from fsdp_tune.data.cache import alone
 
 ENVIRONMENTS = "environments"

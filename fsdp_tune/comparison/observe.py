@@ -48,6 +48,7 @@ from fsdp_tune.comparison.model_stages import (
 )
 from fsdp_tune.comparison.stages import DATA_STAGES, STAGES, Observation, StageFacts, stages_until
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.core.library_errors import typed_line
 from fsdp_tune.data.inputs import open_inputs
 from fsdp_tune.data.read.row_files import BadRow
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
@@ -98,7 +99,7 @@ class Side(ModelSide):
         except FsdpTuneError as error:
             reason = error.problems[0].message
         except Exception as error:  # noqa: BLE001  a failure of a library on one side is a result: it is what cannot be compared
-            reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+            reason = typed_line(error)
         else:
             return
         for name in stages:

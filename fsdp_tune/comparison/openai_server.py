@@ -238,13 +238,14 @@ class OpenAIServer:
         )
 
     def _optional(self, method: str, path: str, body: Document | None = None) -> Document | None:
-        """Return what an endpoint outside OpenAI's API returns; None if the server does not have it."""
+        """Return what an endpoint outside OpenAI's API returns; None if the server does not have it. Raises:
+        usage error, also from a server that cannot answer now: that says nothing about the endpoint."""
         try:
             return self._request(method, self._root + path, body, CONNECT_SECONDS)
         except RefusedError:
             return None
         except FsdpTuneError as error:
-            if error.problems[0].code in ("server-response", "server-redirect", "server-busy"):
+            if error.problems[0].code in ("server-response", "server-redirect"):
                 return None
             raise
 

@@ -13,11 +13,12 @@ from typing import Any
 
 from fsdp_tune.core.cgroups import memory_limit
 from fsdp_tune.core.devices import available_cores
+from fsdp_tune.core.units import KIB
 
 
 def host() -> dict[str, Any]:
     """Return the facts of the machine, sizes in bytes; None if the system does not report one."""
-    memory = _memory_info()
+    memory = memory_info()
     shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
     return {
         "name": platform.node(),
@@ -39,15 +40,21 @@ def _limit(value: int) -> int | None:
     return None if value == resource.RLIM_INFINITY else value
 
 
-def _memory_info() -> dict[str, int]:
+def memory_info() -> dict[str, int]:
     """Return /proc/meminfo in bytes; {} on systems without it."""
     try:
         text = Path("/proc/meminfo").read_text(encoding="ascii")
     except OSError:
         return {}
     return {
-        match[1]: int(match[2]) * 1024 for match in re.finditer(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)
+        match[1]: int(match[2]) * KIB for match in re.finditer(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)
     }
+
+
+def peak_resident_bytes() -> int:
+    """Return the largest resident memory that this process has had."""
+    unit = 1 if sys.platform == "darwin" else KIB  # of `ru_maxrss`: `man getrusage` of each
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def interconnect() -> dict[str, Any]:

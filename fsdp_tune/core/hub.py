@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_tune.core.errors import NOWHERE, FsdpTuneError, Where, usage_error
+from fsdp_tune.core.library_errors import first_line
 from fsdp_tune.core.tensors.weight_files import UnusableIndexError, list_directory
 
 CONNECT_SECONDS = 5.0
@@ -159,11 +160,6 @@ def causes_of(error: BaseException | None) -> list[BaseException]:
         found.append(error)
         error = error.__cause__ or error.__context__
     return found
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the name of its class."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def snapshot(wanted: HubResource, files: Sequence[str], *, revision: str | None = None) -> Path:

@@ -106,6 +106,16 @@ _LINK_LOOP = re.compile(r"Symlink loop from '(.+)'")
 """The RuntimeError of `Path.resolve` before Python 3.13."""
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its class."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def typed_line(error: BaseException) -> str:
+    """Return the class of an error and the first line of its message."""
+    return f"{type(error).__name__}: {first_line(error) if str(error).strip() else 'no message'}"
+
+
 def as_os_error(error: BaseException, path: Path | None = None) -> BaseException:
     """Return the OSError that a Rust library or pathlib reports as a text, with the error as its cause; any
     other error as it is. `path`: the file or directory of an error that names none."""

@@ -95,8 +95,8 @@ def format_clock(at: float, now: float) -> str:
 
 
 def counted(number: int, noun: str, plural: str = "s") -> str:
-    """Format a number of things: `1 rank`, `2 ranks`; `plural` is what the noun gets."""
-    return f"{number} {noun}{'' if number == 1 else plural}"
+    """Format a number of things: `1 rank`, `2,048 ranks`; `plural` is what the noun gets."""
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
 def format_age(seconds: float) -> str:

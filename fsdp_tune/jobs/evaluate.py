@@ -22,7 +22,7 @@ from fsdp_tune.core.atomic import check_output_file, write_file
 from fsdp_tune.core.command import Bar, JsonAnswer
 from fsdp_tune.core.devices import this_machine
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
-from fsdp_tune.core.hub import first_line
+from fsdp_tune.core.library_errors import first_line
 from fsdp_tune.core.processes import QUIET_LIBRARIES, JsonChild, threads
 from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder, load_encoder, open_tokenizer
 from fsdp_tune.jobs.evaluated_recipes import recipe_of_model, recipe_of_run, recipe_of_set

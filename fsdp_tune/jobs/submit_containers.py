@@ -75,6 +75,11 @@ def kubernetes_manifest(
     recipe = _load(source, overrides, options, name)
     with session(recipe):
         grace = None if options.grace is None else _parsed(options.grace, "--grace", parse_seconds)
+        shared = (
+            None
+            if options.shared_memory is None
+            else _parsed(options.shared_memory, "--shared-memory", parse_bytes)
+        )
         missing = (
             []
             if options.image
@@ -82,20 +87,16 @@ def kubernetes_manifest(
         )
         job = _job(recipe, options, mounts, container_engines.RECIPE_DIRECTORY, observer, missing)
         assert options.image is not None, "a missing image is refused"
+        resources = _resources(job, options, shared or job.shared_memory_bytes)  # `_lead` traces
         job = _with_lead(
             job, Lead(grace, "`--grace`") if grace is not None else _lead(recipe, options.allowed, observer)
-        )
-        shared = (
-            None
-            if options.shared_memory is None
-            else _parsed(options.shared_memory, "--shared-memory", parse_bytes)
         )
         pod = container_engines.PodSettings(
             image=options.image,
             namespace=options.namespace,
             queue=options.queue,
             secrets=secrets,
-            resources=_resources(job, options, shared or job.shared_memory_bytes),
+            resources=resources,
             user=options.user,
             restarts=options.restarts,
             shared_memory_bytes=shared,

@@ -17,7 +17,7 @@ from typing import Any
 from fsdp_tune.core.atomic import write_file
 from fsdp_tune.core.errors import NOWHERE, FsdpTuneError, Notice, Where, failed_error, usage_error
 from fsdp_tune.core.files import read_regular
-from fsdp_tune.core.hub import first_line
+from fsdp_tune.core.library_errors import first_line
 from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.core.tensors.peft_config import CONFIG_FILE
 from fsdp_tune.merge.config_and_tokenizer import CONFIG_NAME, read_folder, refuse_outside

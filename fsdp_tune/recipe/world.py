@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from fsdp_tune.core.topology import Topology
+from fsdp_tune.core.units import counted
 from fsdp_tune.recipe.rules.training import TOKENS_KEY
 from fsdp_tune.recipe.schema.keys import Finding
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -143,7 +144,7 @@ def mesh_fits(recipe: Recipe, world: World) -> Iterator[Finding]:
     rows_shared = "" if sharing == 1 else f" (of {world.size}, {sharing} share each row)"
     for name, given in (("dp_replicate_size", replicate), ("dp_shard_size", shard)):
         if isinstance(given, int) and size % given:
-            message = f"`parallelism.{name}: {given}` does not divide {_count(size, 'rank')}{rows_shared}"
+            message = f"`parallelism.{name}: {given}` does not divide {counted(size, 'rank')}{rows_shared}"
             yield Finding("mesh-does-not-fit", MESH_KEYS, message, "write a divisor, or leave it at auto")
             return
     yield from _hybrid_makes_sense(recipe, world)
@@ -191,7 +192,7 @@ def experts_divide(recipe: Recipe, world: World) -> Iterator[Finding]:
         return
     of_copy = mesh_sizes(recipe, world).topology.copy_size
     if of_copy % size:
-        message = f"`fsdp.ep_size: {size}` does not divide the {_count(of_copy, 'rank')} that share one copy"
+        message = f"`fsdp.ep_size: {size}` does not divide the {counted(of_copy, 'rank')} that share one copy"
         yield Finding(
             "mesh-does-not-fit",
             ("fsdp.ep_size", *MESH_KEYS),
@@ -355,12 +356,12 @@ def batch_arithmetic(recipe: Recipe) -> str:
             f"up to {training.per_device_train_batch_tokens:,} token slots × {ranks} × {steps} accumulation"
         )
         return (
-            f"{factors} hold {_count(sequences, 'sequence')} a step; × {recipe.data.max_length:,} = "
+            f"{factors} hold {counted(sequences, 'sequence')} a step; × {recipe.data.max_length:,} = "
             f"{tokens:,} tokens at most"
         )
-    factors = f"{_count(training.per_device_train_batch_size, 'sequence')} × {ranks} × {steps} accumulation"
+    factors = f"{counted(training.per_device_train_batch_size, 'sequence')} × {ranks} × {steps} accumulation"
     return (
-        f"{factors} = {_count(sequences, 'sequence')} a step; × {recipe.data.max_length:,} = {tokens:,} "
+        f"{factors} = {counted(sequences, 'sequence')} a step; × {recipe.data.max_length:,} = {tokens:,} "
         "tokens at most"
     )
 
@@ -377,8 +378,4 @@ def described_sharing(row: Topology) -> str:
 
 def readers(groups: int, sharing: int) -> str:
     """Describe `groups` of `sharing` ranks, each of which reads rows of its own."""
-    return _count(groups, "rank") if sharing == 1 else f"{_count(groups, 'group')} of {sharing} ranks"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+    return counted(groups, "rank") if sharing == 1 else f"{counted(groups, 'group')} of {sharing} ranks"

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from fsdp_tune.core.atomic import DISK, stage_path, write_file
 from fsdp_tune.core.files import is_inside
-from fsdp_tune.core.hub import first_line
+from fsdp_tune.core.library_errors import first_line
 from fsdp_tune.run.manifest import DIGEST_CHUNK_BYTES, Digester, FileEntry
 from fsdp_tune.run.remote_requests import (
     ContentError,

@@ -10,7 +10,8 @@ from typing import Literal, TypeVar
 from urllib.error import HTTPError, URLError
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.core.hub import causes_of, first_line
+from fsdp_tune.core.hub import causes_of
+from fsdp_tune.core.library_errors import first_line
 
 WAITS = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Seconds before a request is repeated."""

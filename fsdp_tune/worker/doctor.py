@@ -30,9 +30,8 @@ from fsdp_tune.core.atomic import DISK, write_file, write_json
 from fsdp_tune.core.errors import FailedError, FsdpTuneError, Problem
 from fsdp_tune.core.files import expanded
 from fsdp_tune.core.host import host
-from fsdp_tune.core.hub import first_line
 from fsdp_tune.core.inherited_state import open_standard_streams
-from fsdp_tune.core.library_errors import PEER_LOST
+from fsdp_tune.core.library_errors import PEER_LOST, typed_line
 from fsdp_tune.core.ownership import LOCKLESS
 from fsdp_tune.core.package_versions import versions
 from fsdp_tune.core.parent_death import die_with_launcher
@@ -122,8 +121,7 @@ def _problem(error: Exception) -> Problem:
         return error.problems[0]
     if (lost := next((words for words in PEER_LOST if words in str(error)), None)) is not None:
         return Problem("lost-rank", f"another rank is gone ({lost})")
-    line = first_line(error) if str(error).strip() else "no message"
-    return Problem("doctor-failed", f"{type(error).__name__}: {line}")
+    return Problem("doctor-failed", typed_line(error))
 
 
 def _measure(recipe: Recipe, rank: ranks.Rank, request: HealthRequest, files: HealthFiles) -> None:

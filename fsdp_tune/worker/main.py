@@ -18,8 +18,7 @@ from fsdp_tune.core.clocks import seconds_since_boot
 from fsdp_tune.core.devices import lost_devices
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FsdpTuneError, Problem
 from fsdp_tune.core.gpu_failures import device_failure, device_fault
-from fsdp_tune.core.hub import first_line
-from fsdp_tune.core.library_errors import PEER_LOST, as_os_error
+from fsdp_tune.core.library_errors import PEER_LOST, as_os_error, typed_line
 from fsdp_tune.core.refused_variables import find_refusal
 from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -216,11 +215,10 @@ def _outcome_of(
         return Outcome(ExitCode.FAILED, ExitReason.FAILED, problem, trace)
     if (refused := find_refusal(trace)) is not None:
         return Outcome(ExitCode.USAGE, ExitReason.FAILED, refused, trace)
-    message = f"{type(error).__name__}: {first_line(error) if str(error).strip() else 'no message'}"
     return Outcome(
         ExitCode.FAILED,
         ExitReason.FAILED,
-        Problem("worker-failed", message, hint="the traceback is in the rank's log"),
+        Problem("worker-failed", typed_line(error), hint="the traceback is in the rank's log"),
         trace,
     )
 

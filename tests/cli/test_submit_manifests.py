@@ -140,10 +140,15 @@ def test_resources_are_limits_and_requests() -> None:
     ],
 )
 @pytest.mark.usefixtures("folder")
-def test_wrong_input_is_refused_and_secrets_are_not_repeated(arguments: Sequence[str], code: str) -> None:
+def test_wrong_input_is_refused_before_the_trace_and_secrets_are_not_repeated(
+    arguments: Sequence[str], code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced: list[object] = []
+    monkeypatch.setattr(jobs, "_lead", lambda *inputs: traced.append(inputs))
     done = kubernetes_file(*arguments, "--json")
     assert errors(done) == [code]
     assert SECRET not in done.output
+    assert not traced
 
 
 @pytest.mark.usefixtures("folder")

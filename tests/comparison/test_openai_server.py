@@ -44,6 +44,17 @@ def test_server_that_cannot_answer_now_does_not_refuse_logprobs(
     assert caught.value.problems[0].code == "server-busy"
 
 
+@pytest.mark.parametrize("before", [(), (404,)], ids=["/props", "/tokenize"])
+def test_endpoint_that_cannot_answer_now_is_not_one_that_the_server_lacks(
+    monkeypatch: pytest.MonkeyPatch, before: tuple[int, ...]
+) -> None:
+    opener = Opener(200, *before, 503)
+    monkeypatch.setattr(urllib.request, "build_opener", lambda *_: opener)
+    with pytest.raises(FsdpTuneError, match="cannot answer now") as caught:
+        OpenAIServer("http://127.0.0.1:1/v1", None, None)
+    assert caught.value.problems[0].code == "server-busy"
+
+
 def test_server_that_takes_too_long_is_not_called_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
     server = served(monkeypatch)
 

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_tune.core.atomic import DISK, write_json
 from fsdp_tune.core.errors import Where, usage_error
-from fsdp_tune.core.hub import first_line
+from fsdp_tune.core.library_errors import first_line
 from fsdp_tune.run.manifest import digest, digest_file, digest_number
 from fsdp_tune.run.remote_files import PACKAGES, STAMP_KEYS
 from fsdp_tune.run.remote_requests import UrlError, retried

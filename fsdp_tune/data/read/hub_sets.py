@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
-from fsdp_tune.core.hub import cache_only, causes_of, first_line, hub_is_reachable, unreachable
+from fsdp_tune.core.hub import cache_only, causes_of, hub_is_reachable, unreachable
+from fsdp_tune.core.library_errors import first_line
 from fsdp_tune.recipe.schema.data_section import DataSource
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from fsdp_tune.core.hub import first_line
+from fsdp_tune.core.library_errors import first_line
 from fsdp_tune.data.format.formats import Chat
 from fsdp_tune.data.format.message_keys import Message
 from fsdp_tune.data.format.tools import tool_calls

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
-from fsdp_tune.core.hub import first_line
+from fsdp_tune.core.library_errors import first_line
 from fsdp_tune.data.format.formats import Chat
 from fsdp_tune.data.format.templates import suggestion
 from fsdp_tune.data.read.row_files import RowError

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, usage_error
 from fsdp_tune.core.files import expanded
-from fsdp_tune.core.hub import HubResource, cached_model_file, first_line, hub_is_reachable
-from fsdp_tune.core.library_errors import as_os_error
+from fsdp_tune.core.hub import HubResource, cached_model_file, hub_is_reachable
+from fsdp_tune.core.library_errors import as_os_error, first_line
 from fsdp_tune.data.format.templates import BUNDLED, fitting_templates, missing_tokens, resolve_template
 from fsdp_tune.data.format.templates import KEY as KEY_OF_TEMPLATE
 from fsdp_tune.data.read.file_access import (

@@ -14,7 +14,7 @@ from pathlib import Path
 from fsdp_tune.core.atomic import DISK, needs_filling, occupants
 from fsdp_tune.core.errors import FailedError, FsdpTuneError, Notice, Problem, Where, usage_error
 from fsdp_tune.core.files import read_regular
-from fsdp_tune.core.hub import first_line
+from fsdp_tune.core.library_errors import first_line
 from fsdp_tune.core.ownership import is_rank_of
 from fsdp_tune.launch.command.recipe_changes import Change, check, compare
 from fsdp_tune.recipe.references import missing_start_inputs

@@ -3,7 +3,6 @@ memory on every rank."""
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error
-from fsdp_tune.core.units import KIB
+from fsdp_tune.core.host import peak_resident_bytes
 from fsdp_tune.model.active_parameters import active_parameters
 from fsdp_tune.model.adapters.lora import name_in_base
 from fsdp_tune.model.kernels.compiled import compile_layers
@@ -105,7 +104,7 @@ def load(
     run.
     """
     require_gpu(recipe, device)
-    before_kib = _peak_resident_kib()
+    before_bytes = peak_resident_bytes()
     mesh, groups = make_mesh(recipe, device.type), make_groups(recipe, device.type)
     waiting = untimed_group()
     files = _find_files(recipe, local_rank, waiting)
@@ -117,7 +116,7 @@ def load(
         destroy_group(waiting)
         model = build_full(recipe, config, vocabulary=vocabulary)
         join_groups(model, groups)
-        return wrap_whole(recipe, model, mesh, device, before_kib, compiles=recipe.kernels.compile)
+        return wrap_whole(recipe, model, mesh, device, before_bytes, compiles=recipe.kernels.compile)
     join_groups(model, groups)
     way, files = _choose(recipe, model, files)
     source = None
@@ -146,7 +145,7 @@ def load(
     if not recipe.is_sharded:
         wrapped = wrap(recipe, model, units, mesh, device)
     refresh_scales(wrapped)
-    growth = _growth(before_kib)
+    growth = peak_resident_bytes() - before_bytes
     seed = None if source is None else torch.initial_seed()
     return Loaded(model, wrapped, units, mesh, layers, size, growth, way, kernels, seed)
 
@@ -225,7 +224,7 @@ def wrap_whole(
     model: PreTrainedModel,
     mesh: DeviceMesh | None,
     device: torch.device,
-    before_kib: int = 0,
+    before_bytes: int = 0,
     *,
     compiles: bool = False,
 ) -> Loaded:
@@ -243,7 +242,7 @@ def wrap_whole(
     if recipe.is_sharded and recipe.fsdp.version == 2:
         _place_what_fsdp_leaves(recipe, model, device)
     refresh_scales(wrapped)
-    growth = _growth(before_kib)
+    growth = peak_resident_bytes() - before_bytes
     return Loaded(model, wrapped, units, mesh, layers, size, growth, "own", kernels, torch.initial_seed())
 
 
@@ -256,15 +255,6 @@ def _size(model: PreTrainedModel) -> ModelSize:
         parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
         decayed=decayed_names(model),
     )
-
-
-def _growth(before_kib: int) -> int:
-    """Return the bytes by which the peak of resident memory has grown."""
-    return (_peak_resident_kib() - before_kib) * KIB
-
-
-def _peak_resident_kib() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
-from fsdp_tune.core.hub import first_line
+from fsdp_tune.core.library_errors import first_line
 from fsdp_tune.model.adapters.lora import inject_lora, name_in_base
 from fsdp_tune.model.adapters.nf4 import quantise_layers
 from fsdp_tune.model.experts import allow_any_width

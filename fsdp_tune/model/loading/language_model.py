@@ -34,7 +34,7 @@ from transformers import (
 
 from fsdp_tune.core.atomic import staged_directory
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
-from fsdp_tune.core.hub import first_line
+from fsdp_tune.core.library_errors import first_line, typed_line
 from fsdp_tune.core.model_parts import TIE_KEY
 from fsdp_tune.core.tensors.quantised_formats import find_encodings, method_of, quantisation_of, scales_among
 from fsdp_tune.core.tensors.quantised_weight import StoredType
@@ -216,7 +216,7 @@ def _require_same_logits(full: PreTrainedModel, text: PreTrainedModel, name: str
     try:
         wanted = full(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
     except Exception as error:  # whatever the class raises
-        why = f"{type(full).__name__} does not run on text alone: {type(error).__name__}: {first_line(error)}"
+        why = f"{type(full).__name__} does not run on text alone: {typed_line(error)}"
         raise _refused(name, why, _OTHER) from error
     found = text(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
     if found.shape != wanted.shape:

@@ -10,7 +10,8 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from fsdp_tune.core.config_changes import changed_fields
 from fsdp_tune.core.errors import FsdpTuneError, Notice, usage_error
 from fsdp_tune.core.families import OLD_LOCAL_ROPE, OLD_ROPE, SLIDING, UNDECLARED, family_of
-from fsdp_tune.core.hub import first_line, hub_is_reachable
+from fsdp_tune.core.hub import hub_is_reachable
+from fsdp_tune.core.library_errors import first_line
 from fsdp_tune.model.internals.transformers_internals import forget_kernels
 from fsdp_tune.model.kernels.expert_kernels import request_experts
 from fsdp_tune.model.loading.nf4_files import refuse_other_quantisation, without_quantisation

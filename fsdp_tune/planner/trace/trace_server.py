@@ -22,7 +22,7 @@ from typing import Any
 
 from fsdp_tune.core.devices import available_cores
 from fsdp_tune.core.errors import FsdpTuneError, Problem
-from fsdp_tune.core.hub import first_line
+from fsdp_tune.core.library_errors import first_line
 from fsdp_tune.planner.trace.trace_recipe import trace_recipe
 from fsdp_tune.recipe.continued_adapter import without_adapter
 from fsdp_tune.recipe.schema.recipe import Recipe

@@ -6,7 +6,6 @@ output of every module is checked.
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypedDict
@@ -17,7 +16,8 @@ from torch import nn
 
 from fsdp_tune.core.families import LAYERS, mean_heads
 from fsdp_tune.core.gpus import ModelDimensions, detect, mfu
-from fsdp_tune.core.units import GIB, KIB, counted
+from fsdp_tune.core.host import peak_resident_bytes
+from fsdp_tune.core.units import GIB, counted
 from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.model.nested_tensors import tensors_in
 from fsdp_tune.model.sequence_parallel import rows_known
@@ -154,7 +154,7 @@ def peak_memory_gib(device: torch.device) -> dict[str, float | None]:
 
     None for what the device's module in torch does not count: on a CPU, on an Apple GPU.
     """
-    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB / GIB
+    host = peak_resident_bytes() / GIB
 
     def peak(kind: str) -> float | None:
         count = getattr(getattr(torch, device.type, None), f"max_memory_{kind}", None)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import resource
 import traceback
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from fsdp_tune.core.errors import Problem
-from fsdp_tune.core.units import KIB
+from fsdp_tune.core.host import memory_info, peak_resident_bytes
 from fsdp_tune.model.allocation_errors import is_of_cuda
 from fsdp_tune.model.shard.gathered import own_gradients, own_parameters
 from fsdp_tune.model.shard.local import parts_of
@@ -65,10 +63,5 @@ def _bytes(tensors: Iterable[object], device: torch.device) -> int:
 
 def _host() -> Host:
     """Linux's own numbers; elsewhere only the largest that this process has been."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        numbers = {line.split(":")[0]: int(line.split()[1]) * KIB for line in lines}
-    except OSError:
-        numbers = {}
-    process_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
-    return Host(process_bytes, numbers.get("MemAvailable"), numbers.get("MemTotal"))
+    memory = memory_info()
+    return Host(peak_resident_bytes(), memory.get("MemAvailable"), memory.get("MemTotal"))

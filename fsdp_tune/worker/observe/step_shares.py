@@ -116,7 +116,11 @@ class StepShares(StepObserver, TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         step = state.global_step + 1
-        self._is_measuring = step % max(int(args.logging_steps), 1) == 0 or step == state.max_steps
+        self._is_measuring = (
+            step % max(int(args.logging_steps), 1) == 0
+            or (step == 1 and args.logging_first_step)
+            or step == state.max_steps
+        )
         self._step_began = self._watch.now() if self._is_measuring else None
 
     def on_pre_optimizer_step(

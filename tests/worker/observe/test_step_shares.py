@@ -52,8 +52,8 @@ class Unit(nn.Identity):
         return SimpleNamespace(_fsdp_param_groups=[self._group])
 
 
-def step(shares: StepShares, number: int, work: Any) -> None:
-    args, control = SimpleNamespace(logging_steps=3), SimpleNamespace()
+def step(shares: StepShares, number: int, work: Any, *, is_first_logged: bool = False) -> None:
+    args, control = SimpleNamespace(logging_steps=3, logging_first_step=is_first_logged), SimpleNamespace()
     shares.on_step_begin(args, SimpleNamespace(global_step=number - 1, max_steps=7), control)  # type: ignore[arg-type]
     work()
     state = SimpleNamespace(global_step=number, max_steps=7)
@@ -63,7 +63,10 @@ def step(shares: StepShares, number: int, work: Any) -> None:
     shares.on_step_end(args, state, control)  # type: ignore[arg-type]
 
 
-def test_only_logged_steps_are_timed() -> None:
+@pytest.mark.parametrize(
+    ("is_first_logged", "timed"), [(False, [3, 6, 7]), (True, [1, 3, 6, 7])], ids=["each third", "the first"]
+)
+def test_only_logged_steps_are_timed(is_first_logged: bool, timed: list[int]) -> None:
     group = Group()
     with patch("fsdp_tune.model.shard.wrap.FSDPModule", Unit):
         # The norm and the head are one unit: two modules, one group.
@@ -75,20 +78,21 @@ def test_only_logged_steps_are_timed() -> None:
             shares,
             number,
             lambda answers=answers: (answers.append(group.unshard(async_op=True)), group.post_backward(1, 2)),
+            is_first_logged=is_first_logged,
         )
         assert answers == ["gathered"]
         group.unshard()  # an evaluation
         told[number] = shares.facts(LoggedStep(1))
     assert group.calls[:3] == ["unshard True", "reduce 2", "unshard False"]
     measured = [number for number, share in told.items() if share["optimizer_seconds"] is not None]
-    assert measured == [3, 6, 7], "each third, and the last"
+    assert measured == timed
     for number in measured:
         communication = told[number]["exposed_communication_seconds"]
         assert communication is not None
         assert communication >= 0.002
         assert told[number]["optimizer_seconds"] >= 0.001  # type: ignore[operator]
         assert told[number]["last_step_seconds"] >= communication + told[number]["optimizer_seconds"]  # type: ignore[operator]
-    assert told[1] == {
+    assert told[2] == {
         "last_step_seconds": None,
         "optimizer_seconds": None,
         "exposed_communication_seconds": None,
@@ -98,9 +102,15 @@ def test_only_logged_steps_are_timed() -> None:
 @on_devices
 @pytest.mark.ranks
 def test_metrics_lines_have_the_time_not_spent_computing(bench: Bench) -> None:
-    every = runs.lines(short_run(bench, Case(), {"training": {"max_steps": 6, "save_steps": 2}}))
+    every = runs.lines(
+        short_run(
+            bench,
+            Case(),
+            {"training": {"max_steps": 6, "save_steps": 2, "logging_steps": 4, "logging_first_step": True}},
+        )
+    )
     lines = [line for line in every if "loss" in line]
-    assert lines
+    assert [line["step"] for line in lines] == [1, 4, 6]
     for line in lines:
         assert line["optimizer_seconds"] > 0
         assert line["exposed_communication_seconds"] > 0
