@@ -170,7 +170,7 @@ app.add_typer(templates, no_args_is_help=False)
 app.add_typer(recipes, no_args_is_help=False)
 
 
-OBJECTS_UNTIL_COLLECTION = (20_000, 20, 10)
+OBJECTS_UNTIL_COLLECTION = (200_000, 20, 10)
 """`gc.set_threshold` of the commands. At Python's own 700 objects, the collections while libraries are
 imported take a tenth of a second, and find nothing. Ranks keep Python's own."""
 
