@@ -37,6 +37,11 @@ class Recorder:
     kill = finish
 
 
+def documents(link: Recorder) -> list[tuple[int, dict[str, Any]]]:
+    """The documents that an exchange was sent, with their versions."""
+    return [(line["version"], line["document"]) for line in map(json.loads, link.sent)]
+
+
 def test_document_is_sent_if_the_channel_is_closed_before_its_exchange_has_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -51,7 +56,7 @@ def test_document_is_sent_if_the_channel_is_closed_before_its_exchange_has_start
     channel, began = Channel(start), time.monotonic()
     channel.publish({"state": "ended"})
     channel.close()
-    assert link.sent == ['{"state": "ended"}']
+    assert documents(link) == [(1, {"state": "ended"})]
     assert time.monotonic() - began < 0.9
 
 
@@ -144,7 +149,79 @@ def test_exchange_that_ends_by_itself_is_replaced_and_gets_the_document(
     channel = Channel(lambda: left.pop(0))
     channel.publish({"state": "ready"})
     until(lambda: links[-1].sent)
-    assert links[-1].sent == ['{"state": "ready"}']
+    assert documents(links[-1]) == [(1, {"state": "ready"})]
+    channel.close()
+    assert left == []
+
+
+class Killed(Recorder):
+    """An exchange that is killed when a test `kill_now`s it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.killed = threading.Event()
+
+    def lines(self) -> Iterable[str]:
+        self.killed.wait()
+        raise OSError("it was killed")
+
+    def finish(self) -> None: ...
+
+    kill = finish
+
+
+def test_versions_go_on_in_the_next_exchange() -> None:
+    """Else the others take the next document for one that they have read."""
+    links = [Killed(), Recorder()]
+    left: list[Recorder] = list(links)
+    channel = Channel(lambda: left.pop(0))
+    for number in range(3):
+        channel.publish({"n": number})
+        until(lambda number=number: len(links[0].sent) == number + 1)
+    channel.publish({"n": 2})
+    links[0].killed.set()
+    until(lambda: links[1].sent)
+    channel.publish({"n": 3})
+    channel.close()
+    assert documents(links[0]) == [(1, {"n": 0}), (2, {"n": 1}), (3, {"n": 2})]
+    assert documents(links[1]) == [(3, {"n": 2}), (4, {"n": 3})]
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before it is closed", "while it is closed"])
+def test_exchange_that_is_killed_at_the_end_is_replaced_once(
+    before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other machines would wait for the document, which says that the run has ended."""
+    monkeypatch.setattr(channels, "RESPAWN_SECONDS", 30.0)
+    first, second = Killed(), Recorder()
+    left: list[Recorder] = [first, second]
+    channel = Channel(lambda: left.pop(0))
+    channel.publish({"state": "running"})
+    until(lambda: first.sent)
+    channel.publish({"state": "final"})
+    until(lambda: len(first.sent) == 2)
+    if before:
+        first.killed.set()
+        until(lambda: channel._link is None)
+    closing = threading.Thread(target=channel.close)
+    closing.start()
+    until(lambda: channel._is_closing)
+    first.killed.set()
+    closing.join(20.0)
+    assert not closing.is_alive()
+    assert documents(second) == [(2, {"state": "final"})]
+
+
+def test_exchange_that_is_killed_again_and_again_at_the_end_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(channels, "RESPAWN_SECONDS", 30.0)
+    links = [Killed(), Killed()]
+    left: list[Recorder] = list(links)
+    for link in links:
+        link.killed.set()
+    channel = Channel(lambda: left.pop(0))
+    channel.publish({"state": "final"})
     channel.close()
     assert left == []
 
@@ -162,6 +239,18 @@ class Pipe:
         self.is_closed = True
 
 
+@pytest.mark.parametrize("code", [0, 1, -9])
+def test_child_that_was_killed_is_told_from_one_that_has_ended(
+    code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = SimpleNamespace(stdout=["a line\n"], wait=lambda: code)
+    monkeypatch.setattr(channels.children, "start", lambda *_, **__: child)
+    lines = iter(channels.ChildLink(0, 2, "10.0.0.1", 29501, "launch", None).lines())
+    assert next(lines) == "a line\n"
+    with pytest.raises(StopIteration if code == 0 else ChildProcessError):
+        next(lines)
+
+
 @pytest.mark.parametrize("has_folder", [True, False])
 def test_exchange_is_a_child_with_pipes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, has_folder: bool
@@ -172,7 +261,7 @@ def test_exchange_is_a_child_with_pipes(
         yield '{"documents": {"0": {"state": "ready"}}}\n'
         ended.wait()
 
-    child = SimpleNamespace(stdin=Pipe(), stdout=output())
+    child = SimpleNamespace(stdin=Pipe(), stdout=output(), wait=lambda: 0)
     started = list[tuple[list[str], dict[str, str]]]()
 
     def start(words: list[str], environment: dict[str, str], **_: object) -> SimpleNamespace:
@@ -196,5 +285,5 @@ def test_exchange_is_a_child_with_pipes(
     assert words[0] == sys.executable
     assert words[3:] == ["1", "2", "10.0.0.1", "29501", "call", *([str(tmp_path)] if has_folder else [])]
     assert environment["PYTHONSAFEPATH"] == "1", "a module in the working directory is not imported"
-    assert child.stdin.text == '{"state": "joining"}\n'
+    assert child.stdin.text == '{"version": 1, "document": {"state": "joining"}}\n'
     assert (child.stdin.is_closed, set(map(id, killed))) == (True, {id(child)})

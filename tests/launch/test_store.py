@@ -218,7 +218,9 @@ def test_chunk_of_another_size_is_a_fault(values: Values, archives: tuple[Path, 
 
 
 def lines(*documents: dict[str, Any]) -> Iterator[str]:
-    return iter([json.dumps(each) for each in documents])
+    return iter(
+        [json.dumps({"version": version, "document": each}) for version, each in enumerate(documents, 1)]
+    )
 
 
 def ended_seconds(

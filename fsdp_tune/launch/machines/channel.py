@@ -39,7 +39,9 @@ class Link(Protocol):
         """Raises: OSError if the exchange has ended."""
         ...
 
-    def lines(self) -> Iterable[str]: ...
+    def lines(self) -> Iterable[str]:
+        """Raises: OSError after the last line of an exchange that was killed or has failed."""
+        ...
 
     def finish(self) -> None:
         """Let the exchange write the last document and end."""
@@ -77,7 +79,9 @@ class ChildLink:
 
     def lines(self) -> Iterable[str]:
         assert self._child.stdout is not None, "it is a pipe"
-        return self._child.stdout
+        yield from self._child.stdout
+        if (code := self._child.wait()) != 0:
+            raise ChildProcessError(f"the exchange has ended with {code}")
 
     def finish(self) -> None:
         assert self._child.stdin is not None, "it is a pipe"
@@ -109,9 +113,16 @@ class Channel:
         self._state = threading.Condition()
         self._others: dict[int, _Known] = {}
         self._document: str | None = None
+        self._line = ""
+        """The document with its version. The versions go on in the next exchange: by them, the others know
+        what they have read."""
+        self._version = 0
         self._link: Link | None = None
         self._sent_to: tuple[Link, str] | None = None
+        self._finished: Link | None = None
         self._is_closing = False
+        self._replacements_left = 1
+        """For exchanges that are killed while they let the others read the last document."""
         self._is_over = False
         """Whether no other exchange is started."""
         self._began = LIVED.now()
@@ -131,7 +142,10 @@ class Channel:
     def publish(self, document: Mapping[str, object]) -> None:
         """Replace this machine's document."""
         with self._state:
-            self._document = json.dumps(document)
+            text = json.dumps(document)
+            if text != self._document:
+                self._document, self._version = text, self._version + 1
+                self._line = json.dumps({"version": self._version, "document": document})
             self._state.notify_all()
 
     def document(self, machine: int) -> JsonObject:
@@ -189,10 +203,9 @@ class Channel:
         with self._state:
             self._is_closing = True
             self._state.notify_all()
-        self._writer.join(CLOSE_SECONDS)
         self._reader.join(CLOSE_SECONDS)
         with self._state:
-            link = self._link
+            link, self._replacements_left = self._link, 0
         if link is not None:
             link.kill()
 
@@ -205,7 +218,8 @@ class Channel:
                 self._state.notify_all()
 
     def _read(self) -> None:
-        """Start exchanges and read their lines until the channel is closed."""
+        """Start exchanges and read their lines until the channel is closed, and one has let the others read
+        the last document."""
         while True:
             try:
                 link = self._start()
@@ -217,19 +231,27 @@ class Channel:
             with self._state:
                 self._link = link
                 self._state.notify_all()
+            is_killed = self._follow(link)
+            link.kill()
+            with self._state:
+                self._link = None
+                if self.fatal is not None or (self._is_closing and not is_killed):
+                    return
+                self._state.wait_for(lambda: self._is_closing, RESPAWN_SECONDS)
+                if self._is_closing and (self._document is None or self._replacements_left == 0):
+                    return
+                self._replacements_left -= self._is_closing
+
+    def _follow(self, link: Link) -> bool:
+        """Read the lines of an exchange. Returns whether it was killed or has failed."""
+        try:
             for line in link.lines():
                 # what a machine wrote; without this thread, nothing would be read any more
                 with contextlib.suppress(ValueError):
                     self._receive(_EXCHANGED.validate_json(line))
-            link.kill()
-            with self._state:
-                self._link = None
-                if (
-                    self._is_closing
-                    or self.fatal is not None
-                    or self._state.wait_for(lambda: self._is_closing, RESPAWN_SECONDS)
-                ):
-                    return
+        except OSError:
+            return True
+        return False
 
     def _receive(self, told: Exchanged) -> None:
         with self._state:
@@ -250,27 +272,28 @@ class Channel:
         command must not wait for it."""
         while True:
             with self._state:
-                self._state.wait_for(lambda: self._unsent() is not None or self._can_finish())
-                pending, link, is_closing = self._unsent(), self._link, self._is_closing
+                self._state.wait_for(lambda: self._unsent() or self._unfinished() or self._is_over)
+                if self._is_over:
+                    return
+                pending, unfinished = self._unsent(), self._unfinished()
             with contextlib.suppress(OSError, ValueError):  # it has ended, and the next one gets the document
                 if pending is not None:
                     pending[0].send(pending[1])
-                if is_closing and link is not None:
-                    link.finish()
-            if is_closing:
-                return
-            if pending is not None:
-                with self._state:
-                    self._sent_to = pending
+            with contextlib.suppress(OSError, ValueError):
+                if unfinished is not None:
+                    unfinished.finish()
+            with self._state:
+                self._sent_to = pending or self._sent_to
+                self._finished = unfinished or self._finished
 
-    def _can_finish(self) -> bool:
-        """Return whether the channel is closed, and its exchange has been started or never will be."""
-        return self._is_closing and (self._link is not None or self._is_over)
+    def _unfinished(self) -> Link | None:
+        """Return the exchange that has to end after the last document."""
+        return self._link if self._is_closing and self._link is not self._finished else None
 
     def _unsent(self) -> tuple[Link, str] | None:
         if self._link is None or self._document is None:
             return None
-        return None if self._sent_to == (self._link, self._document) else (self._link, self._document)
+        return None if self._sent_to == (self._link, self._line) else (self._link, self._line)
 
 
 def open_channel(

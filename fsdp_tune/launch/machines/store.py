@@ -3,9 +3,10 @@ TCPStore.
 
     python -m fsdp_tune.launch.machines.store MACHINE MACHINES ADDRESS PORT TOPIC [FOLDER]
 
-The child of the first machine serves the store. Each line on stdin replaces this machine's document, a JSON
-object; the end of stdin ends the exchange. Each line on stdout is an `Exchanged` as JSON. The command starts
-it as a process of its own, since it needs torch.
+The child of the first machine serves the store. Each line on stdin replaces this machine's document: a JSON
+object with it and its version, which grows with each document of the command. The end of stdin ends the
+exchange. Each line on stdout is an `Exchanged` as JSON. The command starts it as a process of its own, since
+it needs torch.
 
 Two keys a machine: `document/N`, and `beat/N`, a few bytes that change each second and name the version of
 the document. Under the topic `call`, those of the other machines begin with it, so that the first machine
@@ -312,14 +313,15 @@ class _Inbox:
     def __init__(self, lines: Iterable[str]) -> None:
         self._lines = lines
         self._changed = threading.Event()
-        self._document: JsonObject | None = None
-        self._version = 0
+        self.last: tuple[JsonObject, int] | None = None
+        """The document and its version."""
         self.has_ended = False
         threading.Thread(target=self._follow, daemon=True).start()
 
     def _follow(self) -> None:
         for line in self._lines:
-            self._document, self._version = json.loads(line), self._version + 1
+            found = json.loads(line)
+            self.last = found["document"], found["version"]
             self._changed.set()
         self.has_ended = True
         self._changed.set()
@@ -327,10 +329,6 @@ class _Inbox:
     def wait(self, seconds: float) -> None:
         self._changed.wait(seconds)
         self._changed.clear()
-
-    @property
-    def last(self) -> tuple[JsonObject, int] | None:
-        return None if self._document is None else (self._document, self._version)
 
 
 def exchange(
