@@ -268,6 +268,13 @@ def test_rank_without_outcome_is_reported_from_launcher_log() -> None:
     )
 
 
+def test_signal_of_somebody_else_to_the_launcher_is_named() -> None:
+    raised = "torch.distributed.elastic.multiprocessing.api.SignalException: Process 77 got signal: "
+    text = f"Traceback (most recent call last):\n  File ...\n{raised}"
+    assert first_exception(f"{text}1\n") == "the launcher (process 77) has received SIGHUP"
+    assert first_exception(f"{text}99\n") == f"{raised}99"
+
+
 def test_first_exception_is_of_the_rank_not_torchrun() -> None:
     assert first_exception(BOX) == "ModuleNotFoundError: No module named 'nothing'"
     assert first_exception("nothing here") is None

@@ -26,6 +26,9 @@ GOOD_CODES = (ExitCode.OK, ExitCode.INTERRUPTED, ExitCode.PREEMPTED)
 _AGENT_REPORT = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
 
 
+_SIGNALLED = re.compile(r"SignalException: Process (\d+) got signal: (\d+)")
+"""What torchrun raises when somebody else than this command has sent it a signal."""
+
 _LAST_LINE_OF_TRACEBACK = re.compile(
     r"^(?:\[rank\d+\]: ?)?(?!\s)([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning)\b.*)$",
     re.MULTILINE,
@@ -316,6 +319,9 @@ def first_exception(text: str) -> str | None:
     start = text.find("Traceback (most recent call last)")
     match = _LAST_LINE_OF_TRACEBACK.search(text, start) if start >= 0 else None
     if match is not None:
+        signalled = _SIGNALLED.search(match[1])
+        if signalled is not None and int(signalled[2]) in set(signal.Signals):
+            return f"the launcher (process {signalled[1]}) has received {_names([int(signalled[2])])}"
         return match[1].strip()
     errors = [line for line in text.splitlines() if "error:" in line]
     return errors[0].strip() if errors else None
