@@ -30,7 +30,12 @@ from fsdp_tune.worker.observe.flight_recorder import dump
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 from fsdp_tune.worker.observe.tracker_ids import continue_tracker_runs
 from fsdp_tune.worker.rank import Rank, configure_accelerate, start_process_group
-from fsdp_tune.worker.stop_request import StoppedEarly, StopRequest, end_loader_processes
+from fsdp_tune.worker.stop_request import (
+    StoppedEarly,
+    StopRequest,
+    end_loader_processes,
+    forget_loader_processes,
+)
 
 if TYPE_CHECKING:
     from fsdp_tune.worker.trainer import FsdpTrainer
@@ -58,10 +63,13 @@ def run_rank(
     stop_request = StopRequest(_deadline(run, recipe, started))
     holder: list[FsdpTrainer] = []
     try:
-        stop_request.install()
-        heartbeat.start()
-        heartbeat.beat("starting", 0)
-        outcome = _train(run, recipe, rank, heartbeat, stop_request, say, started, holder)
+        try:
+            stop_request.install()
+            heartbeat.start()
+            heartbeat.beat("starting", 0)
+            outcome = _train(run, recipe, rank, heartbeat, stop_request, say, started, holder)
+        finally:
+            forget_loader_processes()
     except StoppedEarly as stop:
         outcome = Outcome(EXIT_CODE_OF_REASON[stop.reason], stop.reason)
     except BaseException as error:  # noqa: BLE001  the outcome file reports any end of this process

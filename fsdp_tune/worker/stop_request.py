@@ -46,10 +46,21 @@ def ignore_stop_signals(_worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+def forget_loader_processes() -> None:
+    """Let the end of a process of the data loader raise nothing any more. Torch's handler of SIGCHLD raises
+    wherever this process is: also while it reports how it has ended."""
+    while True:
+        try:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            return
+        except RuntimeError:  # of that handler, which a signal in this moment has called
+            continue
+
+
 def end_loader_processes() -> None:
     """Kill the processes of the data loader at the end of a rank. Waiting for them, as the interpreter does,
     would take for ever: it sends SIGTERM, which they ignore."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when one of them is killed
+    forget_loader_processes()
     for child in multiprocessing.active_children():
         child.kill()
 

@@ -268,6 +268,19 @@ def test_rank_without_outcome_is_reported_from_launcher_log() -> None:
     )
 
 
+def test_rank_without_outcome_has_the_last_exception_of_its_own_log() -> None:
+    def of(error: str) -> str:
+        return f"[rank1]: Traceback (most recent call last):\n[rank1]:   File ...\n[rank1]: {error}\n"
+
+    both = f"{of('EOFError')}\nDuring handling of the above:\n\n{of('RuntimeError: DataLoader worker')}"
+    launcher = BOX.replace("ModuleNotFoundError: No module named 'nothing'", "ChildFailedError:")
+    problem = problem_of(judge(seen(launcher_text=launcher, launcher_code=1, rank_texts={1: both})))
+    assert problem.message == (
+        "rank 1 ended with exit code 1 before it could report: RuntimeError: DataLoader worker"
+    )
+    assert (problem.hint or "").endswith("rank-0001.log")
+
+
 def test_signal_of_somebody_else_to_the_launcher_is_named() -> None:
     raised = "torch.distributed.elastic.multiprocessing.api.SignalException: Process 77 got signal: "
     text = f"Traceback (most recent call last):\n  File ...\n{raised}"

@@ -27,7 +27,7 @@ from fsdp_tune.worker import main as worker_main
 from fsdp_tune.worker.callbacks import RunCallback
 from fsdp_tune.worker.rank import Rank
 from fsdp_tune.worker.readback.witness import Witness
-from fsdp_tune.worker.stop_request import StoppedEarly, StopRequest
+from fsdp_tune.worker.stop_request import StoppedEarly, StopRequest, forget_loader_processes
 
 
 class Clock:
@@ -119,7 +119,7 @@ RECIPE: Any = SimpleNamespace(launch=SimpleNamespace(hang_timeout="30m", max_run
 
 @pytest.fixture
 def _restored_handlers() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    before = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGCHLD)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -232,6 +232,58 @@ def test_signal_does_not_prevent_writing_the_outcome(tmp_path: Path, monkeypatch
     worker_main.run_rank(run, RECIPE, Rank(0, 0, 1), lambda _: None, 0.0)
     outcome = json.loads(run.rank_outcome(0).read_text())
     assert Problem.from_dict(outcome["problem"]).message == "ValueError: a bug"
+
+
+def raising(*_: Any) -> None:
+    """Stands for torch's handler of SIGCHLD once a process of its loader was killed."""
+    raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+
+
+@pytest.mark.usefixtures("_restored_handlers")
+@pytest.mark.parametrize(
+    "error", [EOFError("gone"), None], ids=["a rank that failed", "a rank that finished"]
+)
+def test_killed_loader_process_does_not_prevent_writing_the_outcome(
+    error: Exception | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end is noticed by the pipe first, so the signal comes while the outcome is composed."""
+    run = RunDir(tmp_path)
+    run.logs.mkdir()
+
+    def train(*_: Any) -> Outcome:
+        signal.signal(signal.SIGCHLD, raising)
+        if error is not None:
+            raise error
+        return Outcome(ExitCode.OK, ExitReason.FINISHED)
+
+    def signalled(called: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGCHLD)
+            return called(*arguments, **options)
+
+        return call
+
+    for name in ("_outcome_of", "replace", "_write_outcome"):
+        monkeypatch.setattr(worker_main, name, signalled(getattr(worker_main, name)))
+    monkeypatch.setattr(worker_main, "_train", train)
+    worker_main.run_rank(run, RECIPE, Rank(0, 0, 1), lambda _: None, 0.0)
+    found = read_outcome(run, 0)
+    assert found is not None
+    wanted = None if error is None else "EOFError: gone"
+    assert (None if found.problem is None else found.problem.message) == wanted
+
+
+def test_handler_that_raises_while_it_is_removed_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+
+    def set_handler(_: int, handler: object) -> None:
+        calls.append(handler)
+        if len(calls) == 1:
+            raising()
+
+    monkeypatch.setattr(signal, "signal", set_handler)
+    forget_loader_processes()
+    assert calls == [signal.SIG_DFL, signal.SIG_DFL]
 
 
 @pytest.mark.usefixtures("_restored_handlers")

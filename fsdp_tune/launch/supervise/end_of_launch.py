@@ -26,6 +26,7 @@ GOOD_CODES = (ExitCode.OK, ExitCode.INTERRUPTED, ExitCode.PREEMPTED)
 _AGENT_REPORT = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
 
 
+_TRACEBACK = re.compile(re.escape("Traceback (most recent call last)"))
 _SIGNALLED = re.compile(r"SignalException: Process (\d+) got signal: (\d+)")
 """What torchrun raises when somebody else than this command has sent it a signal."""
 
@@ -239,7 +240,8 @@ def _death_problem(seen: LaunchObservation, death: Death) -> tuple[Problem, bool
         )
         return Problem("rank-killed", message, Where(), hint), True
     own = re.search(rf"^error: rank {death.rank}: (.+)$", seen.launcher_text, re.MULTILINE)
-    exception = own[1] if own else seen.disk_refusal or first_exception(seen.launcher_text)
+    last = last_exception(seen.rank_texts.get(death.rank, ""))
+    exception = own[1] if own else seen.disk_refusal or last or first_exception(seen.launcher_text)
     how = "ended" if code is None else f"ended with exit code {code}"
     saved = (
         f"; checkpoint-{seen.saved_step} is complete"
@@ -249,7 +251,8 @@ def _death_problem(seen: LaunchObservation, death: Death) -> tuple[Problem, bool
     message = (
         f"rank {death.rank} {how} before it could report" + (f": {exception}" if exception else "") + saved
     )
-    return Problem("rank-died", message, hint=_log_hint(seen.launcher_log)), False
+    is_in_own_log = exception is not None and exception == last
+    return Problem("rank-died", message, hint=_log_hint(log if is_in_own_log else seen.launcher_log)), False
 
 
 def exit_code_of(seen: LaunchObservation, rank: int) -> int | None:
@@ -316,8 +319,8 @@ def directory_problem(given: Path, moved: Path | None, ended: Verdict | None = N
 
 def first_exception(text: str) -> str | None:
     """Return the message of the first traceback in a log; later ones are mostly the launcher's."""
-    start = text.find("Traceback (most recent call last)")
-    match = _LAST_LINE_OF_TRACEBACK.search(text, start) if start >= 0 else None
+    start = _TRACEBACK.search(text)
+    match = _LAST_LINE_OF_TRACEBACK.search(text, start.end()) if start is not None else None
     if match is not None:
         signalled = _SIGNALLED.search(match[1])
         if signalled is not None and int(signalled[2]) in set(signal.Signals):
@@ -325,6 +328,12 @@ def first_exception(text: str) -> str | None:
         return match[1].strip()
     errors = [line for line in text.splitlines() if "error:" in line]
     return errors[0].strip() if errors else None
+
+
+def last_exception(text: str) -> str | None:
+    """Return the message of the last traceback in the log of a rank, which is the one that ended it."""
+    found = [_LAST_LINE_OF_TRACEBACK.search(text, each.end()) for each in _TRACEBACK.finditer(text)]
+    return None if not found or found[-1] is None else found[-1][1].strip()
 
 
 def native_end(text: str) -> str | None:
