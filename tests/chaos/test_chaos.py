@@ -412,6 +412,12 @@ def test_undocumented_exit_is_a_violation(kind: str, target: str, attempt: Attem
         pytest.param(
             LONG_STOP, CHILD, ended(0, 143, dismissed={1}), id="the store stood still at the end of the run"
         ),
+        pytest.param(
+            LONG_CUT,
+            "",
+            ended(0, 143, dismissed={1}, step=LAST_STEP),
+            id="the link was cut at the end of the run",
+        ),
         pytest.param("SIGTERM", RANK, ended(143, 143), id="a signal to a rank of two machines"),
         pytest.param("SIGHUP", COMMAND, ended(0, step=10), id="a signal shortly before the end"),
         pytest.param("SIGTERM", COMMAND, ended(-15, listens=False), id="a command that does not listen yet"),
