@@ -1,7 +1,7 @@
 """metrics.jsonl: one JSON object per line.
 
-Rank 0 writes it while ranks run, the launcher between launches. It is read as it grows, even if it is
-truncated or replaced meanwhile. The events among its lines are those of `run/events.py`.
+Rank 0 writes it while ranks run; the command appends its events, mostly between launches. It is read as it
+grows, even if it is truncated or replaced meanwhile. The events among its lines are those of `run/events.py`.
 """
 
 from __future__ import annotations
@@ -41,16 +41,18 @@ class Follower:
         self._known = self._content()
         self._identity = self._stat()
         self._offset = len(self._known)
+        self._end = self._known[-TAIL_BYTES:]
 
     def read(self) -> list[dict[str, Any]]:
         identity = self._stat()
         if identity is None:
-            self._identity, self._offset = None, 0
+            self._identity, self._offset, self._end = None, 0, b""
             return []
-        if self._identity is not None and (identity[0] != self._identity[0] or identity[1] < self._offset):
+        if self._identity is not None and not self._is_continued(identity):
             content = self._content()
             self._offset = _known_lines_bytes(self._known, content)
             self._known = content[: self._offset]
+            self._end = self._known[-TAIL_BYTES:]
         self._identity = identity
         if identity[1] == self._offset:
             return []
@@ -59,7 +61,19 @@ class Follower:
             fresh = file.read(LINE_BYTES)
         end = fresh.rfind(b"\n") + 1 or (len(fresh) if len(fresh) == LINE_BYTES else 0)
         self._offset += end
+        self._end = (self._end + fresh[:end])[-TAIL_BYTES:]
         return json_objects(fresh[:end])
+
+    def _is_continued(self, identity: tuple[int, int]) -> bool:
+        """Return whether the file is the one that was read: a file system gives the number of a file that is
+        gone to the next one."""
+        if self._identity is None or identity[0] != self._identity[0] or identity[1] < self._offset:
+            return False
+        if identity[1] == self._identity[1]:
+            return True
+        with open_regular(self._path) as file:
+            file.seek(self._offset - len(self._end))
+            return file.read(len(self._end)) == self._end
 
     def _stat(self) -> tuple[int, int] | None:
         try:
@@ -107,24 +121,37 @@ class MetricsFile:
         # Unbuffered: data that a full disk has refused must not be written again when the file is closed.
         self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  open for the whole run
 
-    def _rewrite(self, is_kept: Callable[[dict[str, Any]], bool]) -> None:
-        """Replace the file by one with the lines that are kept, without what is no line (torn by a crash)."""
-        lines = read_regular(self._path, most_bytes=METRICS_BYTES).decode(errors="replace").splitlines()
-        parsed = ((line, _parsed(line)) for line in lines)
-        kept = [
-            line for line, value in parsed if isinstance(value, dict) and is_kept(cast(dict[str, Any], value))
-        ]
+    def _rewrite(self, is_kept: Callable[[dict[str, Any]], bool]) -> bool:
+        """Replace the file by one with the lines that are kept, without what is no line (torn by a crash).
+        Returns whether the file is another one."""
         stage = self._path.with_suffix(".jsonl.tmp")
-        stage.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        stage.replace(self._path)
+        with open_regular(self._path) as old:
+            refuse_larger(self._path, os.fstat(old.fileno()).st_size, METRICS_BYTES)
+            before = old.read().decode(errors="replace")
+            kept = "".join(
+                f"{line}\n"
+                for line in before.splitlines()
+                for value in _objects([line.encode()])
+                if is_kept(value)
+            )
+            if kept == before:
+                return False
+            stage.write_text(kept, encoding="utf-8")
+            stage.replace(self._path)
+            late = old.read()  # an event of the command, appended meanwhile
+        if late:
+            with open(self._path, "ab") as file:
+                file.write(late)
+        return True
 
-    def evaluate_again(self, step: int) -> None:
-        """Remove what an evaluation of `step` has written: a resumed run that evaluates the step of its
-        checkpoint may be the second to do so. Raises: OSError; the file is as it was then."""
+    def remove_evaluation(self, step: int) -> None:
+        """Remove what an evaluation of `step` has written, if there was one: a resumed run that evaluates the
+        step of its checkpoint may be the second to do so. Raises: OSError."""
         if self._file is not None:
-            self._rewrite(lambda line: line.get("step") != step or not _is_of_evaluation(line))
-            self._file.close()
-            self._open()
+            before = self._file
+            if self._rewrite(lambda line: line.get("step") != step or not _is_of_evaluation(line)):
+                self._open()
+                before.close()
 
     def write(self, line: Mapping[str, object]) -> None:
         if self._file is not None:
@@ -277,7 +304,7 @@ def _objects(lines: Iterable[bytes]) -> Iterator[dict[str, object]]:
             yield cast(dict[str, object], value)
 
 
-def _parsed(line: bytes | str) -> object:
+def _parsed(line: bytes) -> object:
     """Return the value of a line; None for one that is not JSON (torn by a crash)."""
     try:
         return from_json(line)  # a quarter of the time of `json.loads`, which accepts more

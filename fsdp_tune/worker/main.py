@@ -62,18 +62,20 @@ def run_rank(
     heartbeat.count_before(waited or {})
     stop_request = StopRequest(_deadline(run, recipe, started))
     holder: list[FsdpTrainer] = []
+    trained: Outcome | None = None
     try:
         try:
             stop_request.install()
             heartbeat.start()
             heartbeat.beat("starting", 0)
-            outcome = _train(run, recipe, rank, heartbeat, stop_request, say, started, holder)
+            outcome = trained = _train(run, recipe, rank, heartbeat, stop_request, say, started, holder)
         finally:
             forget_loader_processes()
     except StoppedEarly as stop:
         outcome = Outcome(EXIT_CODE_OF_REASON[stop.reason], stop.reason)
     except BaseException as error:  # noqa: BLE001  the outcome file reports any end of this process
-        outcome = _outcome_of(error, recipe, heartbeat, holder[0] if holder else None)
+        # one that has trained to its end has failed by nothing that came after it
+        outcome = trained or _outcome_of(error, recipe, heartbeat, holder[0] if holder else None)
         with contextlib.suppress(OSError):  # the log may be on a full disk; the outcome has the traceback too
             sys.stderr.write(outcome.traceback or "")
     outcome = replace(

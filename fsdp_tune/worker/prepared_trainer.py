@@ -116,6 +116,8 @@ class PreparedTrainer(Trainer):
         self.last_line_step = 0
         self._best_by: str | None = None
         self.evaluated_step: int | None = None
+        self.evaluates_again = False
+        """Whether the next evaluation is one that a resume makes up, maybe not for the first time."""
         self.observers = [self.lines, self.gate, parts.rows, *observers]
         for each in self.observers:
             each.attach(self)
@@ -150,8 +152,7 @@ class PreparedTrainer(Trainer):
             is_same = self._compare_best(own.get("best_by"))
             self.evaluated_step = self.state.global_step if own.get("evaluated", True) and is_same else None
             self.args.eval_on_start = self._owes_evaluation()  # what the recipe has is for step 0
-            if self.args.eval_on_start:
-                self.parts.metrics.evaluate_again(self.state.global_step)
+            self.evaluates_again = self.args.eval_on_start
             if self.state.global_step >= max_steps:
                 self._load_rng_state(resume_from_checkpoint)  # which the first step would do
                 if not Path(resume_from_checkpoint).parent.samefile(self.parts.run.path):

@@ -243,6 +243,9 @@ class FsdpTrainer(PreparedTrainer):
             )
         seconds = time.monotonic() - started
         self.last_eval_loss, self.evaluated_step = metrics["eval_loss"], self.state.global_step
+        if self.evaluates_again:
+            self.evaluates_again = False
+            parts.metrics.remove_evaluation(self.state.global_step)
         self.log({**metrics, "eval_seconds": seconds})
         self.lines.leave_out(seconds)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)

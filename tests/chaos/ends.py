@@ -141,7 +141,9 @@ def _ends(disturbance: Disturbance | None, attempt: Attempt, machine: int, last_
     """Yield every end that is promised for the command of one machine."""
     if attempt.has_jumped and len(attempt.codes) > 1:  # compared while they prepare
         yield End(FAILED, r"differs from machine 0 .*: a clock that is")
-    if machine in attempt.dismissed and (attempt.codes[0] != OK or _may_miss_the_end(disturbance, attempt)):
+    if machine in attempt.dismissed and (
+        attempt.codes[0] != OK or _may_miss_the_end(disturbance, attempt, last_step)
+    ):
         yield End(PREEMPTED)
     if disturbance is None or disturbance.kind in HARMLESS:
         yield End(OK)
@@ -182,11 +184,14 @@ def _ends(disturbance: Disturbance | None, attempt: Attempt, machine: int, last_
         )
 
 
-def _may_miss_the_end(disturbance: Disturbance | None, attempt: Attempt) -> bool:
-    """Whether the link was cut, or the process that serves the machines may have stood still: the first
-    machine tells the others its end for `launch.machines.store.SERVED_SECONDS`, not longer."""
-    if disturbance is None or disturbance.kind == LONG_CUT:
-        return disturbance is not None
+def _may_miss_the_end(disturbance: Disturbance | None, attempt: Attempt, last_step: int) -> bool:
+    """Whether the link was cut after the last step, or the process that serves the machines may have stood
+    still: the first machine tells the others its end for `launch.machines.store.SERVED_SECONDS`, not
+    longer."""
+    if disturbance is None or attempt.situation is None:
+        return False
+    if disturbance.kind == LONG_CUT:
+        return attempt.situation.step >= last_step
     return (
         disturbance.kind == LONG_STOP
         and attempt.target is not None

@@ -39,7 +39,7 @@ class Recorder:
 
 def documents(link: Recorder) -> list[tuple[int, dict[str, Any]]]:
     """The documents that an exchange was sent, with their versions."""
-    return [(line["version"], line["document"]) for line in map(json.loads, link.sent)]
+    return [(line["version"], line["document"]) for line in map(json.loads, link.sent) if "heard" not in line]
 
 
 def test_document_is_sent_if_the_channel_is_closed_before_its_exchange_has_started(
@@ -185,6 +185,18 @@ def test_versions_go_on_in_the_next_exchange() -> None:
     channel.close()
     assert documents(links[0]) == [(1, {"n": 0}), (2, {"n": 1}), (3, {"n": 2})]
     assert documents(links[1]) == [(3, {"n": 2}), (4, {"n": 3})]
+
+
+def test_next_exchange_knows_which_machines_were_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "RESPAWN_SECONDS", 0.01)
+    links = [Scripted({"documents": {"1": {}}, "silent_seconds": {"1": 3.0}}, stays=False), Recorder()]
+    left: list[Recorder] = list(links)
+    channel = Channel(lambda: left.pop(0))
+    channel.publish({"state": "running"})
+    until(lambda: len(links[1].sent) == 2)
+    channel.close()
+    heard = json.loads(links[1].sent[0])["heard"]
+    assert heard["1"] == pytest.approx(3.0, abs=2.0)
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before it is closed", "while it is closed"])

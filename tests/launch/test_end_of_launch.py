@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
-from fsdp_tune.launch.supervise.end_of_launch import Death, LaunchObservation, first_exception, judge
+from fsdp_tune.launch.supervise.end_of_launch import (
+    Death,
+    LaunchObservation,
+    first_exception,
+    judge,
+    last_exception,
+)
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.rank_files import Outcome, Verdict
 
@@ -281,7 +288,37 @@ def test_rank_without_outcome_has_the_last_exception_of_its_own_log() -> None:
     assert (problem.hint or "").endswith("rank-0001.log")
 
 
-def test_signal_of_somebody_else_to_the_launcher_is_named() -> None:
+def log_of(*errors: str, before: str = "") -> str:
+    start = "Traceback (most recent call last):"
+    return "\n".join(f"{before}{start}\n  File ...\n{error}\n" for error in errors)
+
+
+IGNORED = log_of("AssertionError: can only test a child process", before="Exception ignored in: <f>\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("", None),
+        ("a line", None),
+        (log_of("ValueError: a", "ValueError: b"), "ValueError: b"),
+        (log_of("ValueError: a") + IGNORED, "ValueError: a"),
+        (log_of("ValueError: a") + IGNORED + IGNORED, "ValueError: a"),
+        (log_of("ValueError: a", "StopIteration"), "ValueError: a"),
+        (log_of("KeyError: 1", before="Exception in thread Thread-1:\n"), None),
+    ],
+)
+def test_last_exception_is_the_one_that_may_have_ended_a_rank(text: str, found: str | None) -> None:
+    assert last_exception(text) == found
+
+
+def test_last_exception_of_a_long_log_takes_no_time() -> None:
+    began = time.monotonic()
+    assert last_exception(log_of(*["StopIteration"] * 20_000)) is None
+    assert time.monotonic() - began < 5
+
+
+def test_signal_to_the_launcher_is_named() -> None:
     raised = "torch.distributed.elastic.multiprocessing.api.SignalException: Process 77 got signal: "
     text = f"Traceback (most recent call last):\n  File ...\n{raised}"
     assert first_exception(f"{text}1\n") == "the launcher (process 77) has received SIGHUP"

@@ -78,6 +78,23 @@ def test_machine_whose_beat_does_not_change_is_silent_and_not_waited_for(
     assert found.silent_seconds == {1: 0.0}
 
 
+@pytest.mark.parametrize(
+    ("heard", "seconds"),
+    [
+        ({}, store.SERVED_SECONDS),
+        ({"1": 0.0}, store.PRESENT_SECONDS),
+        ({"1": 99.0}, 0.0),
+    ],
+    ids=["nobody", "just heard", "silent"],
+)
+def test_exchange_that_goes_on_for_another_waits_for_whom_that_had_heard(
+    heard: dict[str, float], seconds: float, values: Values, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = json.dumps({"heard": heard})
+    found = ended_seconds(0, FINISHED, lambda: values, monkeypatch, before)
+    assert found == pytest.approx(seconds, abs=store.PERIOD_SECONDS)
+
+
 def test_second_command_with_the_number_of_a_machine_is_found(values: Values) -> None:
     one, two = of(1, values), of(1, values)
     assert one.tick({"token": "x"}, 1).twin is None
@@ -224,7 +241,11 @@ def lines(*documents: dict[str, Any]) -> Iterator[str]:
 
 
 def ended_seconds(
-    machine: int, document: dict[str, Any], connect: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+    machine: int,
+    document: dict[str, Any],
+    connect: Callable[[], Any],
+    monkeypatch: pytest.MonkeyPatch,
+    *before: str,
 ) -> float:
     """The seconds after which the exchange ends whose command has ended with this document."""
     now = [0.0]
@@ -235,7 +256,7 @@ def ended_seconds(
 
     monkeypatch.setattr(store, "time", SimpleNamespace(sleep=sleep, time=time.time))
     monkeypatch.setattr(store._Inbox, "wait", lambda *_: None)
-    exchange(machine, 2, connect, lines(document), lambda _: None)
+    exchange(machine, 2, connect, iter([*before, *lines(document)]), lambda _: None)
     return now[0]
 
 

@@ -91,6 +91,24 @@ def test_truncated_file_yields_lines_after_the_cut(
     assert steps(follower.read()) == [5]
 
 
+def test_file_that_was_rewritten_twice_and_has_the_number_of_the_first_is_read_where_it_was_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ext4 gives the number of a file that is gone to the next one."""
+    path = tmp_path / "m.jsonl"
+    write(path, *range(1, 4))
+    follower = Follower(path)
+    append(path, '{"step": 4}\n')
+    assert steps(follower.read()) == [4]
+    monkeypatch.setattr(Follower, "_stat", lambda _: (7, path.stat().st_size))
+    follower._identity = (7, path.stat().st_size)
+    write(path, 1, 2)
+    append(path, "".join(f'{{"step": {step}, "again": 1}}\n' for step in range(3, 7)))
+    assert steps(follower.read()) == [3, 4, 5, 6]
+    append(path, '{"step": 7}\n')
+    assert steps(follower.read()) == [7]
+
+
 def test_incomplete_line_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     follower = Follower(path)

@@ -273,6 +273,20 @@ def test_killed_loader_process_does_not_prevent_writing_the_outcome(
     assert (None if found.problem is None else found.problem.message) == wanted
 
 
+@pytest.mark.usefixtures("_restored_handlers")
+def test_rank_that_has_trained_to_its_end_has_not_failed_by_what_came_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(tmp_path)
+    run.logs.mkdir()
+    monkeypatch.setattr(worker_main, "_train", lambda *_: Outcome(ExitCode.OK, ExitReason.FINISHED))
+    monkeypatch.setattr(worker_main, "forget_loader_processes", raising)
+    worker_main.run_rank(run, RECIPE, Rank(0, 0, 1), lambda _: None, 0.0)
+    found = read_outcome(run, 0)
+    assert found is not None
+    assert (found.exit_code, found.problem) == (0, None)
+
+
 def test_handler_that_raises_while_it_is_removed_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
 

@@ -278,6 +278,9 @@ class Channel:
                 pending, unfinished = self._unsent(), self._unfinished()
             with contextlib.suppress(OSError, ValueError):  # it has ended, and the next one gets the document
                 if pending is not None:
+                    is_new = self._sent_to is None or self._sent_to[0] is not pending[0]
+                    if is_new and (heard := self._heard()):
+                        pending[0].send(json.dumps({"heard": heard}))
                     pending[0].send(pending[1])
             with contextlib.suppress(OSError, ValueError):
                 if unfinished is not None:
@@ -285,6 +288,14 @@ class Channel:
             with self._state:
                 self._sent_to = pending or self._sent_to
                 self._finished = unfinished or self._finished
+
+    def _heard(self) -> dict[int, float]:
+        """Return, for an exchange that goes on in place of another, the seconds since each machine was
+        heard."""
+        with self._state:
+            machines = [*self._others]
+        silent = {machine: self.silent_seconds(machine) for machine in machines}
+        return {machine: seconds for machine, seconds in silent.items() if seconds is not None}
 
     def _unfinished(self) -> Link | None:
         """Return the exchange that has to end after the last document."""

@@ -4,9 +4,10 @@ TCPStore.
     python -m fsdp_tune.launch.machines.store MACHINE MACHINES ADDRESS PORT TOPIC [FOLDER]
 
 The child of the first machine serves the store. Each line on stdin replaces this machine's document: a JSON
-object with it and its version, which grows with each document of the command. The end of stdin ends the
-exchange. Each line on stdout is an `Exchanged` as JSON. The command starts it as a process of its own, since
-it needs torch.
+object with it and its version, which grows with each document of the command. An exchange that goes on in
+place of one that was killed first gets a line with the seconds since each other machine was heard. The end
+of stdin ends the exchange. Each line on stdout is an `Exchanged` as JSON. The command starts it as a process
+of its own, since it needs torch.
 
 Two keys a machine: `document/N`, and `beat/N`, a few bytes that change each second and name the version of
 the document. Under the topic `call`, those of the other machines begin with it, so that the first machine
@@ -33,7 +34,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -142,6 +143,13 @@ class StoreExchange:
         self._seen = ("", -1)
         """On another machine: token and version of the first one's document that it has read."""
         self._faulty_since: float | None = None
+
+    def remember(self, heard: Mapping[str, float]) -> None:
+        """Take over the seconds since each machine was heard by the exchange before this one."""
+        for machine, seconds in heard.items():
+            peer = self._peers.get(int(machine))
+            if peer is not None and peer.changed_at is None:
+                peer.changed_at = LIVED.now() - seconds
 
     def tick(self, document: JsonObject, version: int) -> Exchanged:
         """Publish this machine's document and read those of the others."""
@@ -315,13 +323,17 @@ class _Inbox:
         self._changed = threading.Event()
         self.last: tuple[JsonObject, int] | None = None
         """The document and its version."""
+        self.heard: Mapping[str, float] = {}
         self.has_ended = False
         threading.Thread(target=self._follow, daemon=True).start()
 
     def _follow(self) -> None:
         for line in self._lines:
             found = json.loads(line)
-            self.last = found["document"], found["version"]
+            if "heard" in found:
+                self.heard = found["heard"]
+            else:
+                self.last = found["document"], found["version"]
             self._changed.set()
         self.has_ended = True
         self._changed.set()
@@ -352,6 +364,7 @@ def exchange(
         ended = inbox.has_ended  # before reading the document: the last one is published
         if inbox.last is not None:
             document, version = inbox.last
+            own.remember(inbox.heard)
             done = own.tick(document, version)
             write(json.dumps(asdict(done)))
             if ended and own.is_told(version, awaits_unseen=not _is_stopped(document)):

@@ -28,7 +28,8 @@ _AGENT_REPORT = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pi
 
 _TRACEBACK = re.compile(re.escape("Traceback (most recent call last)"))
 _SIGNALLED = re.compile(r"SignalException: Process (\d+) got signal: (\d+)")
-"""What torchrun raises when somebody else than this command has sent it a signal."""
+"""What torchrun raises when it has received a signal."""
+_OF_OTHERS = re.compile(r"Exception (ignored in|in thread)")
 
 _LAST_LINE_OF_TRACEBACK = re.compile(
     r"^(?:\[rank\d+\]: ?)?(?!\s)([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning)\b.*)$",
@@ -240,7 +241,7 @@ def _death_problem(seen: LaunchObservation, death: Death) -> tuple[Problem, bool
         )
         return Problem("rank-killed", message, Where(), hint), True
     own = re.search(rf"^error: rank {death.rank}: (.+)$", seen.launcher_text, re.MULTILINE)
-    last = last_exception(seen.rank_texts.get(death.rank, ""))
+    last = last_exception(seen.rank_texts.get(death.rank, "")) if code in (None, 1) else None  # Python's own
     exception = own[1] if own else seen.disk_refusal or last or first_exception(seen.launcher_text)
     how = "ended" if code is None else f"ended with exit code {code}"
     saved = (
@@ -331,9 +332,17 @@ def first_exception(text: str) -> str | None:
 
 
 def last_exception(text: str) -> str | None:
-    """Return the message of the last traceback in the log of a rank, which is the one that ended it."""
-    found = [_LAST_LINE_OF_TRACEBACK.search(text, each.end()) for each in _TRACEBACK.finditer(text)]
-    return None if not found or found[-1] is None else found[-1][1].strip()
+    """Return the message of the last traceback in the log of a rank that is no other thread's, and none of
+    what Python ignored while the rank ended."""
+    end = len(text)
+    for each in reversed([*_TRACEBACK.finditer(text)]):
+        line = text.rfind("\n", 0, each.start()) + 1
+        before = text[text.rfind("\n", 0, max(line - 1, 0)) + 1 : line]
+        match = _LAST_LINE_OF_TRACEBACK.search(text, each.end(), end)
+        if match is not None and _OF_OTHERS.search(before) is None:
+            return match[1].strip()
+        end = each.start()
+    return None
 
 
 def native_end(text: str) -> str | None:

@@ -18,7 +18,7 @@ from transformers import MixtralConfig
 from fsdp_tune.core.gpus import ModelDimensions
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.events import LossScaleBackedOff, TrainFinished
-from fsdp_tune.run.metrics_file import Follower, MetricsFile
+from fsdp_tune.run.metrics_file import Follower, MetricsFile, append_event
 from fsdp_tune.worker.observe.metrics import Lines, Sums, device_peak_flops, model_size, peak_memory_gib
 from fsdp_tune.worker.step_observer import LoggedStep
 from tests.ranks import Ranks
@@ -59,12 +59,49 @@ def test_second_evaluation_of_a_step_replaces_the_first(run: RunDir) -> None:
     run.metrics_jsonl.write_text("".join(json.dumps(line) + "\n" for line in [*kept, *gone]))
     metrics = MetricsFile(run, resume_step=4, enabled=True)
     follower = Follower(run.metrics_jsonl)
-    metrics.evaluate_again(4)
+    metrics.remove_evaluation(4)
     assert follower.read() == []
     metrics.write({"step": 4, "eval_loss": 1.0})
     metrics.close()
     assert follower.read() == [{"step": 4, "eval_loss": 1.0}]
     assert lines(run) == [*kept, {"step": 4, "eval_loss": 1.0}]
+
+
+def test_evaluation_that_was_never_written_leaves_the_file_as_it_is(run: RunDir) -> None:
+    run.metrics_jsonl.write_text('{"step": 2, "eval_loss": 1.5}\n')
+    metrics = MetricsFile(run, resume_step=4, enabled=True)
+    before = run.metrics_jsonl.stat().st_ino
+    metrics.remove_evaluation(4)
+    metrics.write({"step": 4, "eval_loss": 1.0})
+    metrics.close()
+    assert run.metrics_jsonl.stat().st_ino == before
+    assert [line["step"] for line in lines(run)] == [2, 4]
+
+
+def test_last_line_without_its_end_is_completed(run: RunDir) -> None:
+    run.metrics_jsonl.write_text('{"step": 2, "loss": 1.5}')
+    metrics = MetricsFile(run, resume_step=4, enabled=True)
+    metrics.write({"step": 5, "loss": 1.0})
+    metrics.close()
+    assert [line["step"] for line in lines(run)] == [2, 5]
+
+
+def test_event_that_is_appended_while_the_file_is_replaced_is_kept(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.metrics_jsonl.write_text('{"step": 4, "eval_loss": 1.5}\n')
+    metrics = MetricsFile(run, resume_step=4, enabled=True)
+    write_text = Path.write_text
+
+    def slow(path: Path, text: str, **options: Any) -> int:
+        append_event(run, TrainFinished(4))
+        return write_text(path, text, **options)
+
+    monkeypatch.setattr(Path, "write_text", slow)
+    metrics.remove_evaluation(4)
+    metrics.write({"step": 4, "eval_loss": 1.0})
+    metrics.close()
+    assert [line.get("event", line.get("eval_loss")) for line in lines(run)] == ["train_finished", 1.0]
 
 
 def test_other_ranks_write_nothing(run: RunDir) -> None:
