@@ -147,7 +147,7 @@ class MetricsFile:
     def remove_evaluation(self, step: int) -> None:
         """Remove what an evaluation of `step` has written, if there was one: a resumed run that evaluates the
         step of its checkpoint may be the second to do so. Raises: OSError."""
-        if self._file is not None:
+        if self._file is not None and self.failure is None:
             before = self._file
             if self._rewrite(lambda line: line.get("step") != step or not _is_of_evaluation(line)):
                 self._open()
