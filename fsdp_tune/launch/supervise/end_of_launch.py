@@ -26,7 +26,7 @@ GOOD_CODES = (ExitCode.OK, ExitCode.INTERRUPTED, ExitCode.PREEMPTED)
 _AGENT_REPORT = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
 
 
-_TRACEBACK = re.compile(re.escape("Traceback (most recent call last)"))
+_TRACEBACK = "Traceback (most recent call last)"
 _SIGNALLED = re.compile(r"SignalException: Process (\d+) got signal: (\d+)")
 """What torchrun raises when it has received a signal."""
 _OF_OTHERS = re.compile(r"Exception (ignored in|in thread)")
@@ -320,8 +320,8 @@ def directory_problem(given: Path, moved: Path | None, ended: Verdict | None = N
 
 def first_exception(text: str) -> str | None:
     """Return the message of the first traceback in a log; later ones are mostly the launcher's."""
-    start = _TRACEBACK.search(text)
-    match = _LAST_LINE_OF_TRACEBACK.search(text, start.end()) if start is not None else None
+    start = text.find(_TRACEBACK)
+    match = _LAST_LINE_OF_TRACEBACK.search(text, start) if start >= 0 else None
     if match is not None:
         signalled = _SIGNALLED.search(match[1])
         if signalled is not None and int(signalled[2]) in set(signal.Signals):
@@ -335,7 +335,7 @@ def last_exception(text: str) -> str | None:
     """Return the message of the last traceback in the log of a rank that is no other thread's, and none of
     what Python ignored while the rank ended."""
     end = len(text)
-    for each in reversed([*_TRACEBACK.finditer(text)]):
+    for each in reversed([*re.finditer(re.escape(_TRACEBACK), text)]):
         line = text.rfind("\n", 0, each.start()) + 1
         before = text[text.rfind("\n", 0, max(line - 1, 0)) + 1 : line]
         match = _LAST_LINE_OF_TRACEBACK.search(text, each.end(), end)
