@@ -72,8 +72,7 @@ class Follower:
         if identity[1] == self._identity[1]:
             return True
         with open_regular(self._path) as file:
-            file.seek(self._offset - len(self._end))
-            return file.read(len(self._end)) == self._end
+            return _has_before(file, self._offset, self._end)
 
     def _stat(self) -> tuple[int, int] | None:
         try:
@@ -87,6 +86,12 @@ class Follower:
             return read_regular(self._path, most_bytes=METRICS_BYTES)
         except FileNotFoundError:
             return b""
+
+
+def _has_before(file: IO[bytes], offset: int, end: bytes) -> bool:
+    """Return whether the bytes before an offset are the `end` of what was read."""
+    file.seek(offset - len(end))
+    return file.read(len(end)) == end
 
 
 def _known_lines_bytes(old: bytes, new: bytes) -> int:
@@ -122,7 +127,7 @@ class MetricsFile:
         self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  open for the whole run
 
     def _rewrite(self, is_kept: Callable[[dict[str, Any]], bool]) -> bool:
-        """Replace the file by one with the lines that are kept, without what is no line (torn by a crash).
+        """Replace the file by one with the lines that are kept. A line that a crash has torn is left out.
         Returns whether the file is another one."""
         stage = self._path.with_suffix(".jsonl.tmp")
         with open_regular(self._path) as old:
@@ -272,7 +277,9 @@ class MetricsReader:
             status = os.fstat(file.fileno())
             refuse_larger(self._path, status.st_size, METRICS_BYTES)
             is_same = (
-                status.st_ino == self._inode and status.st_size >= self._offset and self._is_continued(file)
+                status.st_ino == self._inode
+                and status.st_size >= self._offset
+                and _has_before(file, self._offset, self._end)
             )
         except BaseException:
             file.close()
@@ -280,11 +287,6 @@ class MetricsReader:
         if not is_same:
             self._inode, self._offset, self._end = int(status.st_ino), 0, b""
         return _objects(self._new_lines(file)), not is_same
-
-    def _is_continued(self, file: IO[bytes]) -> bool:
-        """Return whether the bytes before the offset are those that were read."""
-        file.seek(self._offset - len(self._end))
-        return file.read(len(self._end)) == self._end
 
     def _new_lines(self, file: IO[bytes]) -> Iterator[bytes]:
         with file:

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from typing import Any, Protocol
 
+from transformers import TrainerState, TrainingArguments
+
 
 @dataclass(frozen=True, slots=True)
 class LoggedStep:
@@ -17,6 +19,13 @@ class LoggedStep:
     step: int
     grad_norm: float | None = None
     learning_rate: float | None = None
+
+
+def is_logged(args: TrainingArguments, state: TrainerState) -> bool:
+    """Return whether the step that begins now gets a line in metrics.jsonl."""
+    step = state.global_step + 1
+    is_first = step == 1 and bool(args.logging_first_step)
+    return is_first or step % max(int(args.logging_steps), 1) == 0 or step == state.max_steps
 
 
 @dataclass(slots=True)

@@ -155,7 +155,7 @@ def test_exchange_that_ends_by_itself_is_replaced_and_gets_the_document(
 
 
 class Killed(Recorder):
-    """An exchange that is killed when a test `kill_now`s it."""
+    """An exchange that is killed when a test sets `killed`."""
 
     def __init__(self) -> None:
         super().__init__()

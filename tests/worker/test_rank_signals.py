@@ -234,6 +234,16 @@ def test_signal_does_not_prevent_writing_the_outcome(tmp_path: Path, monkeypatch
     assert Problem.from_dict(outcome["problem"]).message == "ValueError: a bug"
 
 
+def reported(folder: Path) -> Outcome:
+    """The outcome that a rank of a new run has written."""
+    run = RunDir(folder)
+    run.logs.mkdir()
+    worker_main.run_rank(run, RECIPE, Rank(0, 0, 1), lambda _: None, 0.0)
+    found = read_outcome(run, 0)
+    assert found is not None
+    return found
+
+
 def raising(*_: Any) -> None:
     """Stands for torch's handler of SIGCHLD once a process of its loader was killed."""
     raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
@@ -247,8 +257,6 @@ def test_killed_loader_process_does_not_prevent_writing_the_outcome(
     error: Exception | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its end is noticed by the pipe first, so the signal comes while the outcome is composed."""
-    run = RunDir(tmp_path)
-    run.logs.mkdir()
 
     def train(*_: Any) -> Outcome:
         signal.signal(signal.SIGCHLD, raising)
@@ -266,9 +274,7 @@ def test_killed_loader_process_does_not_prevent_writing_the_outcome(
     for name in ("_outcome_of", "replace", "_write_outcome"):
         monkeypatch.setattr(worker_main, name, signalled(getattr(worker_main, name)))
     monkeypatch.setattr(worker_main, "_train", train)
-    worker_main.run_rank(run, RECIPE, Rank(0, 0, 1), lambda _: None, 0.0)
-    found = read_outcome(run, 0)
-    assert found is not None
+    found = reported(tmp_path)
     wanted = None if error is None else "EOFError: gone"
     assert (None if found.problem is None else found.problem.message) == wanted
 
@@ -277,13 +283,9 @@ def test_killed_loader_process_does_not_prevent_writing_the_outcome(
 def test_rank_that_has_trained_to_its_end_has_not_failed_by_what_came_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = RunDir(tmp_path)
-    run.logs.mkdir()
     monkeypatch.setattr(worker_main, "_train", lambda *_: Outcome(ExitCode.OK, ExitReason.FINISHED))
     monkeypatch.setattr(worker_main, "forget_loader_processes", raising)
-    worker_main.run_rank(run, RECIPE, Rank(0, 0, 1), lambda _: None, 0.0)
-    found = read_outcome(run, 0)
-    assert found is not None
+    found = reported(tmp_path)
     assert (found.exit_code, found.problem) == (0, None)
 
 

@@ -332,8 +332,8 @@ def first_exception(text: str) -> str | None:
 
 
 def last_exception(text: str) -> str | None:
-    """Return the message of the last traceback in the log of a rank that is no other thread's, and none of
-    what Python ignored while the rank ended."""
+    """Return the message of the last traceback in the log of a rank, without those of other threads and of
+    exceptions that Python ignored."""
     end = len(text)
     for each in reversed([*re.finditer(re.escape(_TRACEBACK), text)]):
         line = text.rfind("\n", 0, each.start()) + 1

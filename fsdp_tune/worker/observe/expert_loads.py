@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from fsdp_tune.core.expert_names import EXPERT_INDEX_ARGUMENTS
 from fsdp_tune.model.internals.torch_internals import GRAPH_TASK
 from fsdp_tune.model.shard.local import plain_name
-from fsdp_tune.worker.step_observer import LoggedStep, StepObserver
+from fsdp_tune.worker.step_observer import LoggedStep, StepObserver, is_logged
 
 _NO_BACKWARD = -1
 
@@ -61,11 +61,7 @@ class ExpertLoads(StepObserver, TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        step = state.global_step + 1
-        is_first = step == 1 and bool(args.logging_first_step)
-        self._is_counting = self._is_counted = (
-            is_first or step % max(int(args.logging_steps), 1) == 0 or step == state.max_steps
-        )
+        self._is_counting = self._is_counted = is_logged(args, state)
         if self._is_counting:
             for counts in self._layers.values():
                 counts.zero_()

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from fsdp_tune.model.shard.wrap import fsdp_groups
-from fsdp_tune.worker.step_observer import LoggedStep, RankTimes, StepObserver
+from fsdp_tune.worker.step_observer import LoggedStep, RankTimes, StepObserver, is_logged
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -115,12 +115,7 @@ class StepShares(StepObserver, TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        step = state.global_step + 1
-        self._is_measuring = (
-            step % max(int(args.logging_steps), 1) == 0
-            or (step == 1 and args.logging_first_step)
-            or step == state.max_steps
-        )
+        self._is_measuring = is_logged(args, state)
         self._step_began = self._watch.now() if self._is_measuring else None
 
     def on_pre_optimizer_step(
