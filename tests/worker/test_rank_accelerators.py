@@ -199,7 +199,7 @@ def test_step_shares_use_device_time() -> None:
 
 
 def test_shares_of_a_step_add_no_wait_for_the_device() -> None:
-    args: Any = SimpleNamespace(logging_steps=1)
+    args: Any = SimpleNamespace(logging_steps=1, logging_first_step=False)
     before, after = SimpleNamespace(global_step=0, max_steps=1), SimpleNamespace(global_step=1, max_steps=1)
     control: Any = None
     with late_cuda() as queue:
