@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Self
+
+REFUSALS = (OSError, MemoryError)
+"""What looking at a path raises that says nothing about it."""
 
 
 class HeldDirectory:
@@ -30,7 +34,7 @@ class HeldDirectory:
         try:
             path = self._link.readlink()
             return path if self._is_at(path) else None
-        except OSError:
+        except REFUSALS:
             return None
 
     @property
@@ -39,12 +43,15 @@ class HeldDirectory:
         try:
             if not self.is_left():
                 return self.given
-        except OSError:  # it cannot be looked at for a while
+        except REFUSALS:  # it cannot be looked at for a while
             return self.given
         moved = self.moved_to()
         if moved is not None:
             return moved
-        return self._link if os.path.lexists(self.given) else self.given
+        with contextlib.suppress(MemoryError):
+            if not os.path.lexists(self.given):
+                return self.given
+        return self._link
 
     @property
     def _link(self) -> Path:

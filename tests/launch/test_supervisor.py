@@ -29,7 +29,8 @@ from fsdp_tune.launch.supervise.launch_events import Event, Logged, Position
 from fsdp_tune.launch.supervise.supervisor import Supervisor
 from fsdp_tune.run import launch_files
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.metrics_file import read_metrics
+from fsdp_tune.run.events import MetricsEvent
+from fsdp_tune.run.metrics_file import append_event, read_metrics
 from fsdp_tune.run.rank_files import Verdict
 from tests.launch.fake_ranks import ENDS_WELL, FINISHED, SAVES_ON_SIGNAL, PlanOf, end_of, messages
 from tests.launch.links import until
@@ -227,9 +228,19 @@ def test_line_of_metrics_that_someone_changed_does_not_end_the_command(plan_of: 
     assert (ended.exit_code, ended.problem) == (143, None)
 
 
+@pytest.mark.parametrize("refusals", [0, 3])
 def test_suspension_of_the_command_is_a_message_and_an_event(
-    plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch
+    refusals: int, plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    outcomes = iter([full] * refusals)
+
+    def append(run: RunDir, event: MetricsEvent) -> None:
+        for error in outcomes:
+            raise error
+        append_event(run, event)
+
+    monkeypatch.setattr(supervise, "append_event", append)
     monkeypatch.setattr(supervise.LIVED, "gaps", [*supervise.LIVED.gaps])
 
     def suspend(_supervisor: Supervisor) -> None:
@@ -238,7 +249,8 @@ def test_suspension_of_the_command_is_a_message_and_an_event(
     plan = plan_of({"0": [["beat", "training", 7], ["log", {"step": 7}], ["sleep", 1.0], *ENDS_WELL]})
     ended, events = drive(plan, suspend)
     assert ended.exit_code == ExitCode.OK
-    [text] = [text for text in messages(events) if "suspended" in text]
+    [text] = [text for text in messages(events) if "suspended for" in text]
+    assert any("recording a suspension fails" in text for text in messages(events)) == (refusals > 0)
     assert text == "this command was stopped or suspended for 1h00m00s, which no limit counts, and continues"
     [line] = [line for line in read_metrics(plan.run) if line.get("event") == "continued"]
     assert (line["step"], line["seconds"], line["message"]) == (7, pytest.approx(3600), text)

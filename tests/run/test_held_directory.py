@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -51,6 +53,25 @@ def test_paths_of_a_run_follow_its_directory(path: Path) -> None:
         assert run.path == path
         path.rename(elsewhere)
     assert run.path == path, "not followed any more"
+
+
+@pytest.mark.parametrize("error", [PermissionError(), MemoryError()])
+@pytest.mark.parametrize("refused", ["stat", "readlink", "lstat"])
+def test_path_is_known_while_nothing_can_be_looked_at(
+    refused: str, error: Exception, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with HeldDirectory(path) as place:
+        (path / "mine").touch()
+        path.rename(path.with_name("elsewhere"))
+        with monkeypatch.context() as patched:
+            patched.setattr(os, refused, Mock(side_effect=error))
+            found = place.path
+        assert found == path or (found / "mine").exists()
+        path.mkdir()  # another one
+        with monkeypatch.context() as patched:
+            patched.setattr(os, refused, Mock(side_effect=error))
+            found = place.path
+        assert (found / "mine").exists() or refused == "stat", "where it is, or as long as it is not known"
 
 
 @pytest.mark.parametrize("in_place", ["nothing", "a directory", "a file", "a link"])

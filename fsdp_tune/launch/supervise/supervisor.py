@@ -257,16 +257,15 @@ class Supervisor:
     def _noticed_gaps(self) -> Iterator[Event]:
         """Record in the metrics for how long the whole job did not run."""
         while self._gaps < len(LIVED.gaps):
-            gap = LIVED.gaps[self._gaps]
-            self._gaps += 1
+            seconds = LIVED.gaps[self._gaps].seconds
             message = (
-                f"this command was stopped or suspended for {format_seconds(gap.seconds)}, which no "
+                f"this command was stopped or suspended for {format_seconds(seconds)}, which no "
                 "limit counts, and continues"
             )
-            yield Message(message)
             if self._plan.machine_rank == 0:
-                with contextlib.suppress(OSError):
-                    append_event(self._run, Continued(self._last_logged_step, gap.seconds, message))
+                append_event(self._run, Continued(self._last_logged_step, seconds, message))
+            self._gaps += 1  # after the event: where it is refused, the next poll tries again
+            yield Message(message)
 
     def _noticed_move(self, place: HeldDirectory) -> Iterator[Event]:
         """Stop the ranks once the path of the run has led elsewhere, or nowhere, for `MOVED_SECONDS`."""
