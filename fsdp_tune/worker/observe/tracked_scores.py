@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,21 +34,24 @@ from fsdp_tune.worker.rank import set_environment
 
 @dataclass(frozen=True, slots=True)
 class TrackedScores(Document):
-    """tracked-scores.json: the scores that the trackers have, by the identity of their checkpoint and their
-    definition."""
+    """tracked-scores.json: the scores that each tracker has, by the name of its callback: the identities of
+    their checkpoints and definitions."""
 
-    checkpoints: list[str] = field(default_factory=list[str])
+    trackers: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
 
     @classmethod
     def of(cls, run: RunDir) -> TrackedScores:
         return cls.read(run.tracked_scores_json) or cls()
 
-    def has(self, event: CheckpointEvaluated) -> bool:
-        return _identity(event) in self.checkpoints
+    def lacking(self, tracker: str, events: Iterable[CheckpointEvaluated]) -> list[CheckpointEvaluated]:
+        """Return those events whose scores a tracker does not have."""
+        known = self.trackers.get(tracker, [])
+        return [event for event in events if _identity(event) not in known]
 
-    def added(self, run: RunDir, event: CheckpointEvaluated) -> TrackedScores:
-        """Return them with a checkpoint that is sent now, and write them."""
-        now = TrackedScores([*self.checkpoints, _identity(event)])
+    def added(self, run: RunDir, tracker: str, event: CheckpointEvaluated) -> TrackedScores:
+        """Return them with an event that a tracker has now, and write them."""
+        known = self.trackers.get(tracker, [])
+        now = TrackedScores({**self.trackers, tracker: [*known, _identity(event)]})
         now.write(run.tracked_scores_json)
         return now
 
@@ -66,7 +69,7 @@ class SendScores(AttachedCallback):
     rank 0 and computes nothing.
 
     No other callback is called: one with a collective would wait for ranks that have no scores. What cannot
-    be read or written now is sent by the process after the ranks.
+    be read or written now, and what a tracker that failed lacks, is sent by the process after the ranks.
     """
 
     def __init__(self, run: RunDir) -> None:
@@ -99,14 +102,14 @@ class SendScores(AttachedCallback):
         control: TrainerControl,
     ) -> None:
         tracked = TrackedScores.of(self._run)
-        for event in found:
-            if not tracked.has(event):
-                for callback in self.trainer.callback_handler.callbacks:
-                    if isinstance(callback, Guarded):
-                        callback.on_log(
-                            args, replace(state, global_step=event.step), control, logs=values_of(event)
-                        )
-                tracked = tracked.added(self._run, event)
+        for tracker in self.trainer.callback_handler.callbacks:
+            if not isinstance(tracker, Guarded):
+                continue
+            for event in tracked.lacking(tracker.name, found):
+                tracker.on_log(args, replace(state, global_step=event.step), control, logs=values_of(event))
+                if tracker.has_failed:
+                    break
+                tracked = tracked.added(self._run, tracker.name, event)
 
 
 class _SilentArguments(TrainingArguments):
@@ -120,21 +123,22 @@ def send_rest(run: RunDir, recipe: Recipe) -> None:
     """Send the scores that the ranks have not sent."""
     tracked = TrackedScores.of(run)
     found = [event for event in checkpoint_events(run) if isinstance(event, CheckpointEvaluated)]
-    rest = [event for event in found if not tracked.has(event)]
-    if not rest:
+    kinds: dict[str, type[TrainerCallback]] = {
+        kind.__name__: kind for kind in map(INTEGRATION_TO_CALLBACK.__getitem__, recipe.training.report_to)
+    }
+    rests = {name: rest for name in kinds if (rest := tracked.lacking(name, found))}
+    if not rests:
         return
     set_environment(recipe, run)
     continue_tracker_runs(run, recipe.training.report_to, os.environ, print)
     arguments = _SilentArguments(output_dir=str(run.path), run_name=recipe.name, report_to=[], use_cpu=True)
     state, control = TrainerState(), TrainerControl()
-    callbacks: list[TrainerCallback] = [INTEGRATION_TO_CALLBACK[name]() for name in recipe.training.report_to]
-    for callback in callbacks:
+    for name, rest in rests.items():
+        callback = kinds[name]()
         callback.on_train_begin(arguments, state, control, model=None)
-    for event in rest:
-        for callback in callbacks:
+        for event in rest:
             callback.on_log(arguments, replace(state, global_step=event.step), control, logs=values_of(event))
-        tracked = tracked.added(run, event)
-    for callback in callbacks:
+            tracked = tracked.added(run, name, event)
         callback.on_train_end(arguments, state, control, model=None, processing_class=None)
 
 

@@ -27,21 +27,21 @@ class Guarded(TrainerCallback):
     """
 
     def __init__(self, tracker: TrainerCallback, report: Callable[[str], None], limit_seconds: float) -> None:
+        self.name = type(tracker).__name__
         self._tracker, self._report, self._limit_seconds = tracker, report, limit_seconds
         self._calls: queue.SimpleQueue[tuple[str, tuple[object, ...], dict[str, object]]] = (
             queue.SimpleQueue()
         )
         self._answers: queue.SimpleQueue[tuple[object, Exception | None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._has_failed = False
+        self.has_failed = False
 
     def _pass_on(self, event: str, *args: object, **kwargs: object) -> object:
-        if self._has_failed or getattr(type(self._tracker), event) is getattr(TrainerCallback, event):
+        if self.has_failed or getattr(type(self._tracker), event) is getattr(TrainerCallback, event):
             return None
         if self._thread is None:
-            name = type(self._tracker).__name__
             # daemon: not joined at exit
-            self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+            self._thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
             self._thread.start()
         self._calls.put((event, args, kwargs))
         try:
@@ -49,13 +49,13 @@ class Guarded(TrainerCallback):
         except queue.Empty:
             result, error = None, TimeoutError(f"`{event}` did not return within {self._limit_seconds:g} s")
         if error is not None:
-            self._has_failed = True
-            name = type(self._tracker).__name__.removesuffix("Callback")
+            self.has_failed = True
+            name = self.name.removesuffix("Callback")
             self._report(f"{name} failed and gets no more events: {type(error).__name__}: {error}")
         return result
 
     def _serve(self) -> None:
-        while not self._has_failed:
+        while not self.has_failed:
             event, args, kwargs = self._calls.get()
             try:
                 self._answers.put((getattr(self._tracker, event)(*args, **kwargs), None))

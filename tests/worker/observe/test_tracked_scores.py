@@ -11,12 +11,13 @@ import pytest
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.run.checkpoint_scores import checkpoint_events
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.event_parts import CheckpointScore
 from fsdp_tune.run.events import CheckpointEvaluated
 from fsdp_tune.run.metrics_file import append_event
 from fsdp_tune.worker.observe import tracked_scores
-from fsdp_tune.worker.observe.tracked_scores import SendScores, send_rest
+from fsdp_tune.worker.observe.tracked_scores import SendScores, TrackedScores, send_rest
 from fsdp_tune.worker.observe.trackers import Guarded
 
 
@@ -32,20 +33,34 @@ def evaluate(run: RunDir, step: int) -> None:
     append_event(run, CheckpointEvaluated(step, f"of step {step}", 1.0, scores))
 
 
-def sender(run: RunDir, sent: list[tuple[int, dict[str, float]]]) -> SendScores:
-    def on_log(_: object, state: TrainerState, __: object, logs: dict[str, float]) -> None:
-        sent.append((state.global_step, logs))
+class TensorBoardCallback(TrainerCallback):
+    """In its place; the list has what it was sent."""
 
-    class Tracker(TrainerCallback):
-        def on_log(self, *arguments: Any, **values: Any) -> None:
-            on_log(*arguments, **values)
+    def __init__(self, sent: list[tuple[int, dict[str, float]]], *, fails_at: int | None = None) -> None:
+        self._sent, self._fails_at = sent, fails_at
+
+    def on_log(self, *arguments: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        step = arguments[1].global_step
+        if step == self._fails_at:
+            raise ConnectionError("no answer")
+        self._sent.append((step, logs or {}))
+
+
+class WandbCallback(TensorBoardCallback):
+    pass
+
+
+def sender(
+    run: RunDir, sent: list[tuple[int, dict[str, float]]], *more: TrainerCallback, fails_at: int | None = None
+) -> SendScores:
 
     class Extension(TrainerCallback):
         def on_log(self, *_: Any, **__: Any) -> None:
             raise AssertionError("its collective would wait for the other ranks")
 
     made = SendScores(run)
-    callbacks = [Extension(), made, Guarded(Tracker(), print, 60.0)]
+    trackers = [TensorBoardCallback(sent, fails_at=fails_at), *more]
+    callbacks = [Extension(), made, *(Guarded(tracker, print, 60.0) for tracker in trackers)]
     made.trainer = SimpleNamespace(callback_handler=SimpleNamespace(callbacks=callbacks))  # type: ignore[assignment]
     return made
 
@@ -85,7 +100,25 @@ def test_full_disk_does_not_end_rank_0(run: RunDir, monkeypatch: pytest.MonkeyPa
     assert [step for step, _ in sent] == [10, 20]
 
 
-def test_rest_is_sent_once_after_the_ranks(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracker_that_fails_hinders_no_other_and_gets_the_rest_later(run: RunDir) -> None:
+    sent: list[tuple[int, dict[str, float]]] = []
+    others: list[tuple[int, dict[str, float]]] = []
+    made = sender(run, sent, WandbCallback(others), fails_at=20)
+    for step in (10, 20, 30):
+        evaluate(run, step)
+        log(made)
+    assert [step for step, _ in sent] == [10]
+    assert [step for step, _ in others] == [10, 20, 30]
+    found = [event for event in checkpoint_events(run) if isinstance(event, CheckpointEvaluated)]
+    tracked = TrackedScores.of(run)
+    assert [event.step for event in tracked.lacking("TensorBoardCallback", found)] == [20, 30]
+    assert tracked.lacking("WandbCallback", found) == []
+
+
+@pytest.mark.parametrize("fails_at", [None, 10])
+def test_rest_is_sent_once_after_the_ranks(
+    fails_at: int | None, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     monkeypatch.setattr(
         tracked_scores,
@@ -94,11 +127,10 @@ def test_rest_is_sent_once_after_the_ranks(run: RunDir, monkeypatch: pytest.Monk
     )
     document = {"model": {"name_or_path": "gpt2"}, "training": {"report_to": ["tensorboard"]}}
     evaluate(run, 10)
-    log(sender(run, []))
+    log(sender(run, [], fails_at=fails_at))
     evaluate(run, 20)
     for _ in range(2):
         send_rest(run, Recipe.model_validate(document))
     found = accumulators.EventAccumulator(str(run.tensorboard)).Reload()
-    assert [(each.step, round(each.value, 3)) for each in found.Scalars("train/sums/exact_match")] == [
-        (20, 0.2)
-    ]
+    values = [(each.step, round(each.value, 3)) for each in found.Scalars("train/sums/exact_match")]
+    assert values == ([(10, 0.1)] if fails_at else []) + [(20, 0.2)]
