@@ -67,6 +67,8 @@ MODEL_TOKENS = 256
 """Tokens of a row that run through the model, unless its first trained token comes later."""
 AFTER_FIRST_TARGET = 32
 LOGIT_COLUMNS = 16
+FP32_SPACING = torch.finfo(torch.float32).eps
+"""Relative. A change of a parameter is known to about the distance of the numbers that it is stored as."""
 _SEED = 0
 
 
@@ -278,6 +280,7 @@ class ModelSide(DataSide):
         max_norm = float(training_value(recipe.training, "max_grad_norm") or 0.0)
         losses, gradients = dict[str, object](), dict[str, object]()
         clipping, updates = dict[str, object](max_grad_norm=max_norm), dict[str, object]()
+        rounding = dict[str, float]()
         for number, rows in enumerate(steps, 1):
             loss = self._accumulate(recipe, model, rows)
             parameters = [parameter for parameter in trained.values() if parameter.grad is not None]
@@ -303,12 +306,17 @@ class ModelSide(DataSide):
                     f"{name}{ending}": summary(parameter.detach().double() - before[name])
                     for name, parameter in trained.items()
                 }
+                rounding |= {
+                    f"{name}{ending}": FP32_SPACING * float(before[name].norm())
+                    for name, parameter in trained.items()
+                    if parameter.dtype == torch.float32
+                }
         self.stages |= {
             "loss": StageFacts(losses),
             "gradients": StageFacts(gradients),
             "clipping": StageFacts(clipping),
         }
-        self.stages["update"] = StageFacts(updates)
+        self.stages["update"] = StageFacts(updates, rounding=rounding)
 
     def _accumulate(self, recipe: Recipe, model: PreTrainedModel, rows: Sequence[Row]) -> float:
         """Run forward and backward of a step's micro-batches, and return its loss."""

@@ -86,6 +86,8 @@ class StageFacts:
     drawn_by: str | None = None
     """Of an order of rows: what draws it. Two that are drawn are compared only if the same generator draws
     them."""
+    rounding: dict[str, float] = field(default_factory=dict[str, float])
+    """By place: what the value may be off by, since numbers were stored in between."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,7 +415,7 @@ def _numbers(
     each token."""
     largest = 0.0
 
-    def at(_place: str, value: Any, other_value: Any) -> StageDifference | None:
+    def at(place: str, value: Any, other_value: Any) -> StageDifference | None:
         nonlocal largest
         x, y = np.asarray(value, np.float64), np.asarray(other_value, np.float64)
         if x.shape != y.shape:
@@ -422,10 +424,12 @@ def _numbers(
         x, y = np.where(is_nan, 0.0, x), np.where(is_nan, 0.0, y)
         scale = np.maximum(np.abs(x), np.abs(y))
         scale = scale.max(axis=-1, keepdims=True) if scale.ndim else scale
+        scale = np.where(scale == 0.0, 1.0, scale)
         with np.errstate(invalid="ignore"):
-            off = np.where(x == y, 0.0, np.abs(x - y) / np.where(scale == 0.0, 1.0, scale))
+            off = np.where(x == y, 0.0, np.abs(x - y) / scale)
         off = np.where(np.isnan(off), np.inf, off)
-        wrong = np.argwhere(np.atleast_1d(off) > tolerance)
+        rounding = max(each.rounding.get(place, 0.0) for each in (own, other))
+        wrong = np.argwhere(np.atleast_1d(~(off <= tolerance + rounding / scale)))  # also if that is NaN
         if not len(wrong):
             largest = max(largest, float(np.max(off, initial=0.0)))
             return None

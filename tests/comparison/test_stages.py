@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -87,6 +88,16 @@ def test_numbers_differ_beyond_the_tolerance_and_last_bits_are_named(other: floa
     stage = compare_stage("loss", observed(loss={"step 1": 1.0}), observed(loss={"step 1": other}))
     assert stage.status == status
     assert (stage.detail is not None) == (status == "equal" and other != 1.0)
+
+
+@pytest.mark.parametrize(("rounding", "status"), [(0.0, "different"), (1e-4, "equal")])
+def test_numbers_that_were_stored_in_between_may_differ_by_that(rounding: float, status: str) -> None:
+    a, b = observed(update={"w": [0.5, 0.1]}), observed(update={"w": [0.5, 0.10009]})
+    for each in (a, b):
+        with_rounding = replace(each.stages["update"], rounding={"w": rounding})
+        other = replace(each, stages={**each.stages, "update": with_rounding})
+        stage = compare_stage("update", *((other, b) if each is a else (a, other)))
+        assert (stage.status, stage.largest > 0.0) == (status, status == "equal")
 
 
 def test_nan_and_infinity_on_both_sides_are_equal_and_no_number_hides_behind_them() -> None:

@@ -154,7 +154,6 @@ MORE = [
 UNSEEN: list[tuple[str, tuple[str, ...]]] = [
     ("eval.yaml", ("training.load_best_model_at_end=true",)),
     ("eval.yaml", ("training.metric_for_best_model=loss",)),
-    ("best.yaml", ("training.greater_is_better=true",)),
     ("best.yaml", ("training.eval_steps=5", "training.save_steps=5")),
     ("a.yaml", ("merge.dtype=bf16",)),
     ("a.yaml", ("training.tf32=true",)),
