@@ -83,9 +83,10 @@ def test_machine_whose_beat_does_not_change_is_silent_and_not_waited_for(
     [
         ({}, store.SERVED_SECONDS),
         ({"1": 0.0}, store.PRESENT_SECONDS),
+        ({"1": 25.6}, store.PRESENT_SECONDS - 25.6),
         ({"1": 99.0}, 0.0),
     ],
-    ids=["nobody", "just heard", "silent"],
+    ids=["nobody", "just heard", "cut off for 14 s, and until TCP tries again", "silent"],
 )
 def test_exchange_that_goes_on_for_another_waits_for_whom_that_had_heard(
     heard: dict[str, float], seconds: float, values: Values, monkeypatch: pytest.MonkeyPatch

@@ -54,8 +54,9 @@ SERVED_SECONDS = 30.0
 """Limit for the other machines to read the last document of the first one before its store ends."""
 UNSERVED_SECONDS = 10.0
 """Limit for that store to be there, so that another machine that has failed can say so."""
-PRESENT_SECONDS = 15.0
-"""A machine whose beat is older is not waited for at the end."""
+PRESENT_SECONDS = 30.0
+"""A machine whose beat is older is not waited for at the end. After a cut of the link TCP tries again at
+twice the interval, up to as long as the cut was."""
 LARGEST_BYTES = 4 << 20
 """Of a document. The store itself refuses values over 8 MiB
 (torch/csrc/distributed/c10d/TCPStoreLibUvBackend.cpp, MAX_PAYLOAD_LEN)."""
