@@ -110,6 +110,8 @@ class Reads:
         # Compiled code is ignored: its source is recorded, and Python compiles that again when it changes.
         if name in self.states or name in _WITHOUT_EFFECT or "/__pycache__/" in name:
             return
+        if name.startswith(f"/proc/{os.getpid()}/"):  # psutil asks which of them the kernel has
+            return
         self.states[name] = ""  # what follows opens files too
         self.states[name], changed_ns = _state(name)
         self._changed_ns = max(self._changed_ns, changed_ns)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -107,3 +109,15 @@ def test_what_cannot_be_compared_is_not_reusable(tmp_path: Path, later: None) ->
         os.utime(tmp_path / "file", ns=(0, time.time_ns()))  # the time of `later`: after the start
         (tmp_path / "file").read_bytes()
     assert not reads.is_reusable
+
+
+def test_libraries_of_a_process_read_what_another_process_finds_unchanged() -> None:
+    program = (
+        "import json, sys; from fsdp_tune.core.reads import Reads\n"
+        "with Reads() as reads:\n import psutil, numpy, yaml, pydantic\n"
+        "json.dump([sorted(reads.states), reads.digest()], sys.stdout)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    paths, states = json.loads(done.stdout)
+    assert any("psutil" in path for path in paths)
+    assert digest_of(paths) == states
