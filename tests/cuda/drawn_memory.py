@@ -38,6 +38,8 @@ MAX_LENGTH = 128
 GLOBAL_BATCH = 8
 _RELATIVE, _ABSOLUTE = 0.005, 2**20
 """A plan may be off by so much of the live peak, or by so many bytes, whichever is more."""
+_PADDED, _BY_EXAMPLE = 0.02, "lfm2"
+"""The same where mixers pad packed examples (`packed_mixers.MOST_PADDING`): a trace has complete rows."""
 _LARGER: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "word_embed_proj_dim"), 384),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "shared_expert_intermediate_size"), 1024),
@@ -81,7 +83,10 @@ class Weighed:
 
     @property
     def is_within(self) -> bool:
-        return abs(self.off_bytes) <= max(_ABSOLUTE, _RELATIVE * self.live.peak_bytes)
+        pads = self.draw.family == _BY_EXAMPLE and self.draw.batch["data.packing"]
+        return abs(self.off_bytes) <= max(
+            _ABSOLUTE, (_PADDED if pads else _RELATIVE) * self.live.peak_bytes
+        )
 
 
 def drawn(seed: int) -> Draw:
