@@ -137,6 +137,22 @@ def _schedule_name(key: FileKey) -> Outcome:
     return found
 
 
+def _schedule_steps(key: FileKey) -> Outcome:
+    """The steps of a schedule. In a file of its own nothing else says how long training is; a trainer that
+    names the file stops by its own arguments."""
+    is_own_file = key.path[0] == "scheduler"
+    if is_own_file:
+        return outcome_of(same("training.max_steps"), key)
+    given = key.ledger.settings.get(("training", "max_steps"))
+    if given is not None and given.value == key.value:
+        return Drop(f"as many as `{given.origins[0]}` says")
+    return Ask(
+        "DeepSpeed's schedule ends after so many steps, and training by the arguments of the trainer; here "
+        "both end together",
+        "training.max_steps",
+    )
+
+
 _OPTIMIZER: Rules = {
     "lr": by_synonym("lr"),
     "betas": betas,
@@ -151,7 +167,7 @@ _OPTIMIZER: Rules = {
 _SCHEDULER: Rules = {
     "warmup_num_steps": same("training.warmup_steps"),
     "warmup_max_lr": by_synonym("max_lr"),
-    "total_num_steps": same("training.max_steps"),
+    "total_num_steps": _schedule_steps,
     "warmup_min_lr": fine_or(
         (0, 0.0), "warm-up begins at 0 here too", "warm-up begins at 0", "training.warmup_steps"
     ),
