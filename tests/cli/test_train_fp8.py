@@ -63,7 +63,7 @@ def test_fp8_run_saves_a_model_without_fp8_state(cli: Cli, tmp_path: Path) -> No
     done = cli("train", "--config", "fp8.yaml", "--json")
     assert done.returncode == 0, done.stderr
     assert "fp8-emulated" in [notice["code"] for notice in document(done)["notices"]]
-    assert "mixed_precision fp8 (tensorwise: 14 Linears of 2 layers; gathered in fp8)" in done.stderr
+    assert "kernels: mixed_precision fp8, " in done.stderr
     run = RunDir(tmp_path / "run")
     assert json.loads(run.readback_json.read_text())["fp8"]["gathered"] == 14
     assert json.loads(run.recipe_json.read_text())["data"]["pad_to_multiple_of"] == 16
