@@ -6,6 +6,7 @@ The interpreter of a tool imports this too: only the standard library, and torch
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +35,18 @@ def summary(tensor: Any) -> list[float]:
         float(flat.norm()),
         float(flat @ torch.cos(torch.arange(len(flat), dtype=torch.float64) * 0.7 + 1.0)),
     ]
+
+
+def rounding_of_summary(parameter: Any) -> list[float]:
+    """Return what the numbers of a change's `summary` may be off by if the parameter is stored in fp32.
+
+    Each element is off by up to the distance of two numbers of its size, independent of the others. So the
+    norm is off by that of one element, and a sum of n elements, each times a cosine, by √(n/2) times as much.
+    """
+    torch = importlib.import_module("torch")
+    flat = parameter.double().reshape(-1)
+    spacing = float(torch.finfo(torch.float32).eps * flat.square().mean().sqrt())
+    return [spacing, spacing * math.sqrt(len(flat) / 2)]
 
 
 def dtype_text(parameter: Any) -> str:

@@ -24,6 +24,7 @@ from fsdp_tune.comparison.both_sides import (
     dropouts,
     dtype_text,
     is_drawn,
+    rounding_of_summary,
     settle_draws,
     summary,
 )
@@ -67,8 +68,6 @@ MODEL_TOKENS = 256
 """Tokens of a row that run through the model, unless its first trained token comes later."""
 AFTER_FIRST_TARGET = 32
 LOGIT_COLUMNS = 16
-FP32_SPACING = torch.finfo(torch.float32).eps
-"""Relative. A change of a parameter is known to about the distance of the numbers that it is stored as."""
 _SEED = 0
 
 
@@ -280,7 +279,7 @@ class ModelSide(DataSide):
         max_norm = float(training_value(recipe.training, "max_grad_norm") or 0.0)
         losses, gradients = dict[str, object](), dict[str, object]()
         clipping, updates = dict[str, object](max_grad_norm=max_norm), dict[str, object]()
-        rounding = dict[str, float]()
+        rounding = dict[str, list[float]]()
         for number, rows in enumerate(steps, 1):
             loss = self._accumulate(recipe, model, rows)
             parameters = [parameter for parameter in trained.values() if parameter.grad is not None]
@@ -307,7 +306,7 @@ class ModelSide(DataSide):
                     for name, parameter in trained.items()
                 }
                 rounding |= {
-                    f"{name}{ending}": FP32_SPACING * float(before[name].norm())
+                    f"{name}{ending}": rounding_of_summary(before[name])
                     for name, parameter in trained.items()
                     if parameter.dtype == torch.float32
                 }

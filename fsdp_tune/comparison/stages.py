@@ -60,6 +60,10 @@ OTHER_VERSIONS_TOLERANCE = 1e-4
 """Relative, of other versions of the libraries in fp32: their kernels add in another order."""
 OTHER_VERSIONS_HALF_TOLERANCE = 2e-2
 """The same where matrices are multiplied in bf16 or fp16: three times the spacing of bf16 numbers."""
+ROUNDED = 1e-4
+LAST_BITS = "the last bits differ"
+ROUNDING = "parameters move by little more than the spacing of the numbers that they are stored as"
+"""Beyond `ROUNDED`."""
 MICRO_BATCHES = frozenset(
     (
         *(
@@ -86,8 +90,8 @@ class StageFacts:
     drawn_by: str | None = None
     """Of an order of rows: what draws it. Two that are drawn are compared only if the same generator draws
     them."""
-    rounding: dict[str, float] = field(default_factory=dict[str, float])
-    """By place: what the value may be off by, since numbers were stored in between."""
+    rounding: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    """By place: what each number of the value may be off by, since parameters are stored in between."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +163,11 @@ Compared = tuple[int, int, StageDifference | None, float]
 """Places, places that differ, the first of them, and the largest relative difference among the equal ones."""
 
 
-def compare_stage(name: str, a: Observation, b: Observation, tolerance: float = TOLERANCE) -> ComparedStage:
-    """Compare one stage. What one of the sides does not have is not compared, and says so."""
+def compare_stage(
+    name: str, a: Observation, b: Observation, tolerance: float = TOLERANCE, *, rounds: bool = True
+) -> ComparedStage:
+    """Compare one stage. What one of the sides does not have is not compared, and says so. `rounds`: what is
+    within the rounding of stored numbers does not differ."""
     title = STAGES[name]
     own, other = a.stages.get(name), b.stages.get(name)
     if own is None or other is None or own.reason or other.reason:
@@ -188,12 +195,14 @@ def compare_stage(name: str, a: Observation, b: Observation, tolerance: float = 
         )
     if name == "rate" and tolerance > 0.0:
         tolerance = COMPUTED
+    if not rounds:
+        own, other = (replace(each, rounding={}) for each in (own, other))
     places, different, first, largest = _COMPARE.get(name, _numbers)(own, other, a, b, tolerance)
     if first is not None:
         return ComparedStage(name, title, "different", None, first, places, different)
     if places == 0:
         return ComparedStage(name, title, "not_compared", "there is nothing that both sides have")
-    detail = f"within {largest:.1e}; the last bits differ" if largest else None
+    detail = f"within {largest:.1e}; {LAST_BITS if largest <= ROUNDED else ROUNDING}" if largest else None
     return ComparedStage(name, title, "equal", detail, None, places, largest=largest)
 
 
@@ -257,7 +266,8 @@ def compare_observations(
     """Compare all stages that one of the sides has, in order.
 
     `of_steps`: the tolerance of stages that depend on how a step is cut into micro-batches, if it is another
-    one. `grows`: the limit of a later stage follows from what earlier ones differ by (`GROWTH`).
+    one. `grows`: the limit of a later stage follows from what earlier ones differ by (`GROWTH`), and from the
+    rounding of stored numbers.
     """
     found: list[ComparedStage] = []
     largest = 0.0
@@ -265,7 +275,7 @@ def compare_observations(
         if name in a.stages or name in b.stages:
             own = of_steps if of_steps is not None and name in GROWTH else tolerance
             limit = max(own, GROWTH[name] * largest) if grows and name in GROWTH else own
-            found.append(compare_stage(name, a, b, limit))
+            found.append(compare_stage(name, a, b, limit, rounds=grows))
             largest = max(largest, found[-1].largest) if name in OF_ROWS else largest
     return found
 
@@ -428,8 +438,8 @@ def _numbers(
         with np.errstate(invalid="ignore"):
             off = np.where(x == y, 0.0, np.abs(x - y) / scale)
         off = np.where(np.isnan(off), np.inf, off)
-        rounding = max(each.rounding.get(place, 0.0) for each in (own, other))
-        wrong = np.argwhere(np.atleast_1d(~(off <= tolerance + rounding / scale)))  # also if that is NaN
+        allowed = max((each.rounding.get(place, [0.0]) for each in (own, other)), key=max)
+        wrong = np.argwhere(np.atleast_1d(~(off <= tolerance + np.array(allowed) / scale)))  # NaN is wrong
         if not len(wrong):
             largest = max(largest, float(np.max(off, initial=0.0)))
             return None

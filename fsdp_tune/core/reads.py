@@ -98,7 +98,9 @@ class Reads:
             self._add(arguments[0])
 
     def _recorded_stat(self, path: Any, *arguments: object, **options: object) -> os.stat_result:
-        if options.get("dir_fd") is None:
+        # psutil asks which files of a process the kernel has
+        is_own = isinstance(path, str) and path.startswith(f"/proc/{os.getpid()}/")
+        if options.get("dir_fd") is None and not is_own:
             self._add(path)
         return _stat(path, *arguments, **options)
 
@@ -109,8 +111,6 @@ class Reads:
         name = os.path.abspath(text) + "/" * is_listed  # noqa: PTH100  the state is that of the file that a link leads to
         # Compiled code is ignored: its source is recorded, and Python compiles that again when it changes.
         if name in self.states or name in _WITHOUT_EFFECT or "/__pycache__/" in name:
-            return
-        if name.startswith(f"/proc/{os.getpid()}/"):  # psutil asks which of them the kernel has
             return
         self.states[name] = ""  # what follows opens files too
         self.states[name], changed_ns = _state(name)

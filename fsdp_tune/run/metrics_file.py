@@ -33,7 +33,7 @@ class Follower:
 
     A resumed run truncates metrics.jsonl to its checkpoint, in place or by a new file of the same name;
     reading then continues after the lines that were known before. A call reads at most `LINE_BYTES`, and one
-    that raises OSError can be made again.
+    that raises OSError or MemoryError can be made again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -60,9 +60,10 @@ class Follower:
             file.seek(self._offset)
             fresh = file.read(LINE_BYTES)
         end = fresh.rfind(b"\n") + 1 or (len(fresh) if len(fresh) == LINE_BYTES else 0)
-        self._offset += end
+        found = json_objects(fresh[:end])  # first: without memory for them, they are read again
         self._end = (self._end + fresh[:end])[-TAIL_BYTES:]
-        return json_objects(fresh[:end])
+        self._offset += end
+        return found
 
     def _is_continued(self, identity: tuple[int, int]) -> bool:
         """Return whether the file is the one that was read: a file system gives the number of a file that is
@@ -214,12 +215,24 @@ def _write_all(file: IO[bytes], data: bytes) -> None:
 
 def append_event(run: RunDir, event: MetricsEvent) -> None:
     """Append an event of the launcher. Rank 0, which appends to the same file, keeps it when it truncates the
-    file."""
-    line = event.line(time.time())
-    with open(run.metrics_jsonl, "a+b") as file:
-        if file.tell() > 0 and not _ends_a_line(run):
-            file.write(b"\n")  # a rank that was killed may have left half a line
-        file.write(json.dumps(json_safe(line), allow_nan=False).encode() + b"\n")
+    file.
+
+    Raises: OSError. A part that the disk took is removed, so that the call can be made again.
+    """
+    text = json.dumps(json_safe(event.line(time.time())), allow_nan=False)
+    with open(run.metrics_jsonl, "a+b", buffering=0) as file:
+        before = written = file.seek(0, os.SEEK_END)
+        # a rank that was killed may have left half a line
+        start = "" if before == 0 or _ends_a_line(run) else "\n"
+        rest = memoryview(f"{start}{text}\n".encode())
+        try:
+            while rest:
+                count = file.write(rest)
+                rest, written = rest[count:], written + count
+        except OSError:
+            if os.fstat(file.fileno()).st_size == written:  # rank 0 has written nothing since
+                file.truncate(before)
+            raise
 
 
 def _ends_a_line(run: RunDir) -> bool:

@@ -216,9 +216,10 @@ def record(run: RunDir, verdict: Verdict) -> str | None:
     """Write the verdict on a launch. Returns why it could not be written, and what it is; None if it is."""
     try:
         verdict.write(run.outcome_json)
-    except OSError as error:
+    except (OSError, MemoryError) as error:
+        why = getattr(error, "strerror", None) or "this command has no memory left"
         how = f"exit code {int(verdict.exit_code)}, {verdict.reason.value}, step {verdict.step}"
-        return f"{run.outcome_json} cannot be written ({error.strerror}): the run ended with {how}"
+        return f"{run.outcome_json} cannot be written ({why}): the run ended with {how}"
     return None
 
 

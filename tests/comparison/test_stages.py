@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from fsdp_tune.comparison.both_sides import rounding_of_summary, summary
 from fsdp_tune.comparison.stages import (
     STAGES,
     Observation,
@@ -90,14 +91,33 @@ def test_numbers_differ_beyond_the_tolerance_and_last_bits_are_named(other: floa
     assert (stage.detail is not None) == (status == "equal" and other != 1.0)
 
 
-@pytest.mark.parametrize(("rounding", "status"), [(0.0, "different"), (1e-4, "equal")])
-def test_numbers_that_were_stored_in_between_may_differ_by_that(rounding: float, status: str) -> None:
+@pytest.mark.parametrize(
+    ("rounding", "status"),
+    [([0.0], "different"), ([1e-9, 1e-4], "equal"), ([1e-4, 1e-9], "different")],
+)
+def test_numbers_that_were_stored_in_between_may_differ_by_that(rounding: list[float], status: str) -> None:
+    """Unless the user says by how much."""
     a, b = observed(update={"w": [0.5, 0.1]}), observed(update={"w": [0.5, 0.10009]})
-    for each in (a, b):
-        with_rounding = replace(each.stages["update"], rounding={"w": rounding})
-        other = replace(each, stages={**each.stages, "update": with_rounding})
-        stage = compare_stage("update", *((other, b) if each is a else (a, other)))
-        assert (stage.status, stage.largest > 0.0) == (status, status == "equal")
+    rounded = StageFacts({"w": [0.5, 0.1]}, rounding={"w": rounding})
+    for one, other in ((observed(update=rounded), b), (b, observed(update=rounded))):
+        stage = compare_stage("update", one, other)
+        assert (stage.status, stage.detail is not None) == (status, status == "equal")
+        [exact] = compare_observations(one, other, 0.0, grows=False)
+        assert exact.status == "different"
+    assert compare_stage("update", a, b).status == "different"
+
+
+def test_rounding_of_a_summary_holds_that_of_stored_parameters() -> None:
+    """And is at most ten times as much."""
+    generator, changes = torch.Generator().manual_seed(0), []
+    for size in (64, 4096):
+        weight = torch.randn(size, generator=generator, dtype=torch.float64).add(1.0)
+        change = torch.randn(size, generator=generator, dtype=torch.float64).mul(1e-5)
+        stored = (weight.float().double() + change).float().double() - weight.float().double()
+        off = [abs(x - y) for x, y in zip(summary(stored), summary(change), strict=True)]
+        limits = rounding_of_summary(weight)
+        changes += [error / limit for error, limit in zip(off, limits, strict=True)]
+    assert 0.1 < max(changes) < 1.0
 
 
 def test_nan_and_infinity_on_both_sides_are_equal_and_no_number_hides_behind_them() -> None:

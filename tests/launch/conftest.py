@@ -53,6 +53,7 @@ def quick_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "PERIOD_SECONDS", 0.02)
     monkeypatch.setattr(store, "SERVED_SECONDS", 2.0)
     monkeypatch.setattr(store, "PRESENT_SECONDS", 0.5)
+    monkeypatch.setattr(store, "PRESENT_AT_STOP_SECONDS", 0.5)
     monkeypatch.setattr(channels, "RESPAWN_SECONDS", 0.05)
     monkeypatch.setattr(machines, "READ_SECONDS", 0.01)
     monkeypatch.setattr(peers, "READ_SECONDS", 0.01)

@@ -148,7 +148,8 @@ class Network:
             for link in links:
                 link.is_cut.clear()
         closing = [threading.Thread(target=channel.close) for channel in self.channels]
-        with patch.object(store, "PRESENT_SECONDS", 0.0), patch.object(store, "SERVED_SECONDS", 0.0):
+        names = ("PRESENT_SECONDS", "PRESENT_AT_STOP_SECONDS", "SERVED_SECONDS")
+        with patch.multiple(store, **dict.fromkeys(names, 0.0)):
             for thread in closing:
                 thread.start()
             for thread in (*closing, *(link.thread for links in self.links.values() for link in links)):

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -173,7 +174,7 @@ def test_refused_look_ends_no_rank_and_hinders_no_signal(
     assert where == "proc" or "reading metrics.jsonl" in working
 
 
-@pytest.mark.parametrize("name", ["ENOSPC", "EDQUOT", *NUMBERS])
+@pytest.mark.parametrize("name", ["ENOSPC", "EDQUOT", "MemoryError", *NUMBERS])
 def test_verdict_that_cannot_be_written_is_said(
     name: str, launch: Launch, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,27 +182,32 @@ def test_verdict_that_cannot_be_written_is_said(
     launch.acts[SAVED] = lambda: (launch.save(), setattr(refusing, "error", error_of(name)))
     ended, texts = launch.end()
     assert (ended.exit_code, ended.reason, ended.problem) == (ExitCode.PREEMPTED, ExitReason.PREEMPTED, None)
-    why = os.strerror(getattr(errno, name))
+    why = "this command has no memory left" if name == "MemoryError" else os.strerror(getattr(errno, name))
     assert (
         texts[-1] == f"{run.outcome_json} cannot be written ({why}): the run ended with exit code 143, "
         "preempted, step 7"
     )
 
 
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [(None, "Is a directory"), (MemoryError(), "this command has no memory left")],
+    ids=["a directory", "no memory"],
+)
 def test_hang_report_that_cannot_be_written_is_said(
-    launch: Launch, run: RunDir, monkeypatch: pytest.MonkeyPatch
+    error: Exception | None, why: str, launch: Launch, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hang_diagnosis, "ANSWER_SECONDS", 0.0)
     launch.acts = {2: run.hang_report.mkdir, BEGINS: launch.hang}
+    if error is not None:
+        monkeypatch.setattr(supervise, "write_file", Mock(side_effect=error))
     ended, texts = launch.end()
     assert ended.exit_code == ExitCode.LOST_RANK
     assert ended.problem is not None
     assert ended.problem.code == "hang"
     assert ended.problem.hint is not None
     assert "above" in ended.problem.hint
-    [text] = [
-        text for text in texts if text.startswith(f"{run.hang_report} cannot be written (Is a directory)")
-    ]
+    [text] = [text for text in texts if text.startswith(f"{run.hang_report} cannot be written ({why})")]
     assert "── stacks of rank 1" in text
 
 

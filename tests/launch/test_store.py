@@ -71,8 +71,11 @@ def test_machine_whose_beat_does_not_change_is_silent_and_not_waited_for(
     now[0] += 7.0
     assert first.tick({"token": "a"}, 2).silent_seconds == {1: 7.0}
     assert not first.is_told(2, awaits_unseen=False), "it has read an earlier version"
-    now[0] += store.PRESENT_SECONDS
+    now[0] += store.PRESENT_AT_STOP_SECONDS - 7.0
     assert first.is_told(2, awaits_unseen=False)
+    assert not first.is_told(2, awaits_unseen=True), "a signal did not end the command"
+    now[0] += store.PRESENT_SECONDS
+    assert first.is_told(2, awaits_unseen=True)
     for each in (other, other, first):
         found = each.tick({"token": "x"} if each is other else {"token": "a"}, 2)
     assert found.silent_seconds == {1: 0.0}

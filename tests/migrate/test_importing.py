@@ -732,30 +732,48 @@ def test_schedule_of_deepspeed_comes_before_that_of_the_trainer(
         )
 
 
+@pytest.mark.parametrize("is_inline", [False, True])
 @pytest.mark.parametrize(
-    ("own", "fate", "steps"),
+    ("before", "after", "fate", "steps"),
     [
-        ("num_train_epochs: 2\n", Fate.QUESTION, None),
-        ("", Fate.QUESTION, None),
-        ("max_steps: 500\n", Fate.QUESTION, 500),
-        ("max_steps: 1000\n", Fate.DROPPED, 1000),
-        (None, Fate.CONVERTED, 1000),
+        ("num_train_epochs: 2\n", "", Fate.DROPPED, None),
+        ("", "max_steps: -1\n", Fate.DROPPED, -1),
+        ("max_steps: 500\n", "", Fate.QUESTION, 500),
+        ("", "max_steps: 500\n", Fate.QUESTION, 500),
+        ("max_steps: 1000\n", "", Fate.DROPPED, 1000),
+        ("", "max_steps: 1000\n", Fate.DROPPED, 1000),
     ],
-    ids=["epochs", "the trainer's default", "other steps", "the same steps", "DeepSpeed's file alone"],
 )
 def test_length_of_deepspeeds_schedule_is_not_that_of_the_training(
-    tmp_path: Path, own: str | None, fate: Fate, steps: int | None
+    before: str, after: str, fate: Fate, steps: int | None, is_inline: bool, tmp_path: Path
 ) -> None:
-    params = {"warmup_num_steps": 7, "warmup_type": "linear", "total_num_steps": 1000}
-    file = {
-        "zero_optimization": {"stage": 3},
-        "scheduler": {"type": "WarmupDecayLR", "params": params},
-    }
-    (tmp_path / "ds.json").write_text(json.dumps(file))
-    text = "model_name_or_path: m\ndataset_name: d\nassistant_only_loss: true\ndeepspeed: ds.json\n"
-    found = from_text(tmp_path, json.dumps(file) if own is None else text + own)
+    (tmp_path / "ds.json").write_text(json.dumps(SCHEDULE))
+    named = f"deepspeed: {json.dumps(SCHEDULE) if is_inline else 'ds.json'}\n"
+    text = "model_name_or_path: m\ndataset_name: d\nassistant_only_loss: true\n"
+    found = from_text(tmp_path, text + before + named + after)
     [row] = [each for each in found.rows if each.key.endswith("total_num_steps")]
     assert (row.fate, values(found).get("training.max_steps")) == (fate, steps)
+
+
+SCHEDULE: dict[str, Any] = {
+    "zero_optimization": {"stage": 3},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_num_steps": 7, "warmup_type": "linear", "total_num_steps": 1000},
+    },
+}
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_schedule_without_a_trainer(is_alone: bool, tmp_path: Path) -> None:
+    text = (
+        json.dumps(SCHEDULE) if is_alone else f"distributed_type: DEEPSPEED\ndeepspeed_config: {SCHEDULE}\n"
+    )
+    found = from_text(tmp_path, text)
+    [row] = [each for each in found.rows if each.key.endswith("total_num_steps")]
+    assert (row.fate, values(found).get("training.max_steps")) == (
+        (Fate.CONVERTED, 1000) if is_alone else (Fate.QUESTION, None)
+    )
 
 
 def test_targets_of_a_dtype_beside_adapters_are_all_in_the_account(tmp_path: Path) -> None:

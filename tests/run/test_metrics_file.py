@@ -2,12 +2,22 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any, Self
+from unittest.mock import Mock
 
 import pytest
 
 from fsdp_tune.core import files
+from fsdp_tune.run import metrics_file
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.metrics_file import Follower, MetricsReader, metrics_with, read_metrics
+from fsdp_tune.run.events import Continued
+from fsdp_tune.run.metrics_file import (
+    Follower,
+    MetricsReader,
+    append_event,
+    metrics_with,
+    read_metrics,
+)
 
 
 def steps(lines: list[dict[str, object]]) -> list[object]:
@@ -107,6 +117,60 @@ def test_file_that_was_rewritten_twice_and_has_the_number_of_the_first_is_read_w
     assert steps(follower.read()) == [3, 4, 5, 6]
     append(path, '{"step": 7}\n')
     assert steps(follower.read()) == [7]
+
+
+def test_lines_that_there_is_no_memory_for_are_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    follower = Follower(path)
+    path.write_text('{"step": 1}\n')
+    with monkeypatch.context() as patched:
+        patched.setattr(metrics_file, "json_objects", Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            follower.read()
+    assert follower.read() == [{"step": 1}]
+
+
+class ShortOnce:
+    """A disk that takes a part of the first write, and refuses the next one."""
+
+    def __init__(self, file: Any, taken: int) -> None:
+        self._file, self._taken, self._calls = file, taken, 0
+
+    def write(self, data: Any) -> int:
+        self._calls += 1
+        if self._calls == 2:
+            raise OSError(28, "No space left on device")
+        return int(self._file.write(data[: self._taken]))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+@pytest.mark.parametrize("before", ["", '{"step": 1}\n', '{"step": 1}\n{"st'])
+@pytest.mark.parametrize("taken", [1, 20, -1])
+def test_event_that_the_disk_takes_a_part_of_can_be_appended_again(
+    before: str, taken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short(*words: Any, **given: Any) -> ShortOnce:
+        return ShortOnce(open(*words, **given), taken)
+
+    run = RunDir(tmp_path)
+    run.metrics_jsonl.write_text(before)
+    with monkeypatch.context() as patched:
+        patched.setattr(metrics_file, "open", short, raising=False)
+        with pytest.raises(OSError, match="No space"):
+            append_event(run, Continued(1, 2.0, "m"))
+    assert run.metrics_jsonl.read_text() == before
+    append_event(run, Continued(1, 2.0, "m"))
+    assert [line.get("event") for line in read_metrics(run)] == [None] * before.count("\n") + ["continued"]
 
 
 def test_incomplete_line_is_skipped(tmp_path: Path) -> None:

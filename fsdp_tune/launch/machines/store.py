@@ -57,6 +57,8 @@ UNSERVED_SECONDS = 10.0
 PRESENT_SECONDS = 30.0
 """A machine whose beat is older is not waited for at the end. After a cut of the link TCP tries again at
 twice the interval, up to as long as the cut was."""
+PRESENT_AT_STOP_SECONDS = 15.0
+"""The same where a signal ended the command: Slurm kills it 30 s later."""
 LARGEST_BYTES = 4 << 20
 """Of a document. The store itself refuses values over 8 MiB
 (torch/csrc/distributed/c10d/TCPStoreLibUvBackend.cpp, MAX_PAYLOAD_LEN)."""
@@ -245,9 +247,10 @@ class StoreExchange:
         if self._machine > 0:
             return self._published == version or self._peers[0].changed_at is not None or not awaits_unseen
         now = LIVED.now()
+        present_seconds = PRESENT_SECONDS if awaits_unseen else PRESENT_AT_STOP_SECONDS
         return all(
             peer.seen >= version
-            or (not awaits_unseen if peer.changed_at is None else now - peer.changed_at >= PRESENT_SECONDS)
+            or (not awaits_unseen if peer.changed_at is None else now - peer.changed_at >= present_seconds)
             for peer in self._peers.values()
         )
 

@@ -69,14 +69,14 @@ class EarlyLaunch:
         return self.process
 
     def copy_log(self, log: Path) -> None:
-        """Append the launcher's new output to a log file. What the disk refuses is left to the next call.
-        Raises: OSError."""
+        """Append the launcher's new output to a log file. What is refused is left to the next call. Raises:
+        OSError."""
         start = self.output.tell()
         while new := self.output.read(PIECE_BYTES):
             try:
                 with DISK.open_private(log, "ab") as target:
                     target.write(new)
-            except OSError:
+            except (OSError, MemoryError):
                 self.output.seek(start)
                 raise
             start += len(new)

@@ -37,7 +37,7 @@ from fsdp_tune.launch.supervise.hang_diagnosis import hang_problem, report_text,
 from fsdp_tune.launch.supervise.inferred_outcomes import with_inferred_outcomes
 from fsdp_tune.launch.supervise.launch_events import Event, Logged, Message, Position
 from fsdp_tune.launch.supervise.rank_watch import RankWatch, kill_for_good
-from fsdp_tune.launch.supervise.retried_io import REFUSALS, Looks
+from fsdp_tune.launch.supervise.retried_io import REFUSALS, Looks, reason_of
 from fsdp_tune.launch.supervise.signal_relay import SignalRelay
 from fsdp_tune.launch.supervise.stop_message import STARTING_PHASES
 from fsdp_tune.launch.supervise.stop_signals import StopSignals
@@ -80,7 +80,7 @@ HANG_MARGIN_SECONDS = 3.0
 later. With `hang_diagnosis.ANSWER_SECONDS` that is below 10 s. Collectives of the ranks time out later."""
 
 
-READING_METRICS = "reading metrics.jsonl"
+READING_METRICS, RECORDING_A_SUSPENSION = "reading metrics.jsonl", "recording a suspension"
 
 
 MOVED_SECONDS = 5.0
@@ -112,6 +112,7 @@ class Supervisor:
         self._hang_seconds = hang_timeout_seconds + HANG_MARGIN_SECONDS
         self._signals = StopSignals()
         self._gaps = len(LIVED.gaps)
+        self._unrecorded: list[Continued] = []
         self._is_disk_refused = False
         self._stuck: Problem | None = None
         self._elsewhere: Problem | None = None
@@ -153,6 +154,7 @@ class Supervisor:
                 left = _kill_remaining(launcher, watch)
         _read_outcomes(watch)
         yield from self._looked("copying the launcher's log", lambda: self._copy_early_log(watch))
+        yield from self._looked(RECORDING_A_SUSPENSION, self._noticed_gaps)
         if self._left_at is None:
             yield from self._looked(READING_METRICS, lambda: self._logged(metrics))
         if left:
@@ -164,7 +166,7 @@ class Supervisor:
         yield from map(Message, inferred)
         ended = replace(judge(seen), signal=next(iter(self.signals), None))
         is_left = is_lost = False
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(*REFUSALS):
             is_left = place.is_left()
             is_lost = not run.logs.is_dir()
         if is_left or is_lost or self._is_directory_gone:
@@ -181,7 +183,7 @@ class Supervisor:
         is refused hinders another."""
         yield from self._looked("passing on signals", lambda: self._passed_on(watch))
         yield from self._looked("copying the launcher's log", lambda: self._copy_early_log(watch))
-        yield from self._looked("recording a suspension", self._noticed_gaps)
+        yield from self._looked(RECORDING_A_SUSPENSION, self._noticed_gaps)
         if time.monotonic() - self._metrics_read_at >= METRICS_SECONDS:
             yield from self._looked("looking for the run directory", lambda: self._noticed_move(place))
             if self._left_at is None:  # otherwise another file may be at the path
@@ -255,17 +257,21 @@ class Supervisor:
         return self._signals.pass_on(watch, self._total_steps, self._step_seconds)
 
     def _noticed_gaps(self) -> Iterator[Event]:
-        """Record in the metrics for how long the whole job did not run."""
+        """Report for how long the whole job did not run, and record it in the metrics once they can be
+        written."""
         while self._gaps < len(LIVED.gaps):
             seconds = LIVED.gaps[self._gaps].seconds
+            self._gaps += 1
             message = (
                 f"this command was stopped or suspended for {format_seconds(seconds)}, which no "
                 "limit counts, and continues"
             )
             if self._plan.machine_rank == 0:
-                append_event(self._run, Continued(self._last_logged_step, seconds, message))
-            self._gaps += 1  # after the event: where it is refused, the next poll tries again
+                self._unrecorded.append(Continued(self._last_logged_step, seconds, message))
             yield Message(message)
+        while self._unrecorded:
+            append_event(self._run, self._unrecorded[0])
+            del self._unrecorded[0]
 
     def _noticed_move(self, place: HeldDirectory) -> Iterator[Event]:
         """Stop the ranks once the path of the run has led elsewhere, or nowhere, for `MOVED_SECONDS`."""
@@ -362,12 +368,13 @@ class Supervisor:
         text = report_text(rank_states, texts, problem)
         try:
             write_file(path, text, private=True)
-        except OSError as error:
+        except REFUSALS as error:
             self._stuck = replace(
                 problem,
                 hint="the stacks of every rank are above; raise `launch.hang_timeout` to allow more time",
             )
-            yield Message(f"{path} cannot be written ({error.strerror}). It would have:\n{text}")
+            why = getattr(error, "strerror", None) or reason_of(error)
+            yield Message(f"{path} cannot be written ({why}). It would have:\n{text}")
 
     def _observe(
         self, watch: RankWatch, launcher_code: int, log_starts: Mapping[str, int]
@@ -417,7 +424,7 @@ class Supervisor:
     def _saved_step(self, watch: RankWatch, launcher_code: int) -> int | None:
         """Return the step of the newest complete checkpoint if it has all that was trained. After a signal it
         must be newer than that: on a full disk the last known step is an old one."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(*REFUSALS):
             newest, _ = latest_checkpoint(self._run, elsewhere=None)
             if newest is not None and self._signals.received and launcher_code != 0:
                 signalled = time.time() - (time.monotonic() - self._signals.received[0][1])

@@ -27,6 +27,7 @@ from fsdp_tune.recipe.outcome import Ask, Drop, Weight, Write
 from fsdp_tune.recipe.read.tool_detection import DEEPSPEED
 
 _BY_FSDP2 = "FSDP2 chooses sizes and overlap of its transfers"
+_OF_ACCELERATE = "deepspeed_config"
 _AUTO_STAGE = Drop("auto: DeepSpeed takes it from the arguments of the trainer")
 
 
@@ -138,19 +139,24 @@ def _schedule_name(key: FileKey) -> Outcome:
 
 
 def _schedule_steps(key: FileKey) -> Outcome:
-    """The steps of a schedule. In a file of its own nothing else says how long training is; a trainer that
-    names the file stops by its own arguments."""
-    is_own_file = key.path[0] == "scheduler"
-    if is_own_file:
+    """The steps of a schedule, which are those of the training here.
+
+    In a file of its own nothing else says how long training is. A trainer stops by its own arguments, and
+    that of transformers refuses a schedule of another length (`HfTrainerDeepSpeedConfig`).
+    """
+    if key.path[0] == "scheduler":
         return outcome_of(same("training.max_steps"), key)
     given = key.ledger.settings.get(("training", "max_steps"))
-    if given is not None and given.value == key.value:
-        return Drop(f"as many as `{given.origins[0]}` says")
-    return Ask(
-        "DeepSpeed's schedule ends after so many steps, and training by the arguments of the trainer; here "
-        "both end together",
-        "training.max_steps",
-    )
+    steps = given.value if given is not None else key.of_file("max_steps")
+    if steps == key.value:
+        return Drop("as many as the trainer's steps")
+    if key.path[0] == _OF_ACCELERATE or (isinstance(steps, int) and steps > 0):
+        return Ask(
+            "DeepSpeed's schedule ends after so many steps, and training by the arguments of the trainer; "
+            "here both end together",
+            "training.max_steps",
+        )
+    return Drop("transformers refuses a schedule of another length than the training, whose epochs say it")
 
 
 _OPTIMIZER: Rules = {

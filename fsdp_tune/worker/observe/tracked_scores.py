@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.core.library_errors import typed_line
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.checkpoint_scores import checkpoint_events
 from fsdp_tune.run.directory import RunDir
@@ -28,7 +29,7 @@ from fsdp_tune.run.metrics_file import MetricsReader
 from fsdp_tune.run.records import Document
 from fsdp_tune.worker.observe.step_phases import AttachedCallback
 from fsdp_tune.worker.observe.tracker_ids import continue_tracker_runs
-from fsdp_tune.worker.observe.trackers import Guarded
+from fsdp_tune.worker.observe.trackers import LIMIT_SECONDS, Guarded
 from fsdp_tune.worker.rank import set_environment
 
 
@@ -38,6 +39,8 @@ class TrackedScores(Document):
     their checkpoints and definitions."""
 
     trackers: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    checkpoints: list[str] = field(default_factory=list[str])
+    """Those that every tracker has, in files of version 0.2."""
 
     @classmethod
     def of(cls, run: RunDir) -> TrackedScores:
@@ -45,13 +48,13 @@ class TrackedScores(Document):
 
     def lacking(self, tracker: str, events: Iterable[CheckpointEvaluated]) -> list[CheckpointEvaluated]:
         """Return those events whose scores a tracker does not have."""
-        known = self.trackers.get(tracker, [])
+        known = {*self.checkpoints, *self.trackers.get(tracker, [])}
         return [event for event in events if _identity(event) not in known]
 
     def added(self, run: RunDir, tracker: str, event: CheckpointEvaluated) -> TrackedScores:
         """Return them with an event that a tracker has now, and write them."""
         known = self.trackers.get(tracker, [])
-        now = TrackedScores({**self.trackers, tracker: [*known, _identity(event)]})
+        now = replace(self, trackers={**self.trackers, tracker: [*known, _identity(event)]})
         now.write(run.tracked_scores_json)
         return now
 
@@ -119,8 +122,9 @@ class _SilentArguments(TrainingArguments):
         return {}
 
 
-def send_rest(run: RunDir, recipe: Recipe) -> None:
-    """Send the scores that the ranks have not sent."""
+def send_rest(run: RunDir, recipe: Recipe, say: Callable[[str], None] = print) -> list[str]:
+    """Send the scores that the ranks have not sent. Returns the trackers that failed or did not answer, whose
+    errors go to `say`."""
     tracked = TrackedScores.of(run)
     found = [event for event in checkpoint_events(run) if isinstance(event, CheckpointEvaluated)]
     kinds: dict[str, type[TrainerCallback]] = {
@@ -128,20 +132,30 @@ def send_rest(run: RunDir, recipe: Recipe) -> None:
     }
     rests = {name: rest for name in kinds if (rest := tracked.lacking(name, found))}
     if not rests:
-        return
+        return []
     set_environment(recipe, run)
-    continue_tracker_runs(run, recipe.training.report_to, os.environ, print)
+    continue_tracker_runs(run, recipe.training.report_to, os.environ, say)
     arguments = _SilentArguments(output_dir=str(run.path), run_name=recipe.name, report_to=[], use_cpu=True)
     state, control = TrainerState(), TrainerControl()
+    failed: list[str] = []
     for name, rest in rests.items():
-        callback = kinds[name]()
-        callback.on_train_begin(arguments, state, control, model=None)
+        try:
+            tracker = Guarded(kinds[name](), say, LIMIT_SECONDS)
+        except Exception as error:  # noqa: BLE001  the others get their scores whatever is wrong with it
+            say(f"{name}: {typed_line(error)}")
+            failed.append(name)
+            continue
+        tracker.on_train_begin(arguments, state, control, model=None)
         for event in rest:
-            callback.on_log(arguments, replace(state, global_step=event.step), control, logs=values_of(event))
+            tracker.on_log(arguments, replace(state, global_step=event.step), control, logs=values_of(event))
+            if tracker.has_failed:
+                break
             tracked = tracked.added(run, name, event)
-        callback.on_train_end(arguments, state, control, model=None, processing_class=None)
+        tracker.on_train_end(arguments, state, control, model=None, processing_class=None)
+        failed += [name] if tracker.has_failed else []
+    return failed
 
 
 if __name__ == "__main__":
     its_run = RunDir(Path(sys.argv[1]))
-    send_rest(its_run, Recipe.model_validate_json(read_recipe_json(its_run)))
+    sys.exit(1 if send_rest(its_run, Recipe.model_validate_json(read_recipe_json(its_run))) else 0)

@@ -134,3 +134,48 @@ def test_rest_is_sent_once_after_the_ranks(
     found = accumulators.EventAccumulator(str(run.tensorboard)).Reload()
     values = [(each.step, round(each.value, 3)) for each in found.Scalars("train/sums/exact_match")]
     assert values == ([(10, 0.1)] if fails_at else []) + [(20, 0.2)]
+
+
+def failing(event: str) -> type[TrainerCallback]:
+    """A tracker whose server does not answer at one event."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ConnectionError("no answer")
+
+    return type("FailingCallback", (TrainerCallback,), {event: fail})
+
+
+def sending(sent: list[tuple[int, dict[str, float]]]) -> type[TrainerCallback]:
+    class MLflowCallback(TensorBoardCallback):
+        def __init__(self) -> None:
+            super().__init__(sent)
+
+    return MLflowCallback
+
+
+@pytest.mark.parametrize("event", ["__init__", "on_train_begin", "on_log", "on_train_end"])
+def test_tracker_that_fails_after_the_ranks_keeps_nothing_from_another(
+    event: str, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[tuple[int, dict[str, float]]] = []
+    kinds = {"wandb": failing(event), "mlflow": sending(sent)}
+    monkeypatch.setattr(tracked_scores, "INTEGRATION_TO_CALLBACK", kinds)
+    monkeypatch.setattr(tracked_scores, "set_environment", lambda *_: None)
+    document = {"model": {"name_or_path": "gpt2"}, "training": {"report_to": ["wandb", "mlflow"]}}
+    for step in (10, 20):
+        evaluate(run, step)
+    recipe = Recipe.model_validate(document)
+    assert send_rest(run, recipe) == ["FailingCallback"]
+    assert [step for step, _ in sent] == [10, 20]
+    assert send_rest(run, recipe) == ([] if event == "on_train_end" else ["FailingCallback"])
+    assert [step for step, _ in sent] == [10, 20]
+
+
+def test_scores_of_an_earlier_version_are_not_sent_again(run: RunDir) -> None:
+    run.tracked_scores_json.write_text('{"version": 1, "checkpoints": ["of step 10"]}')
+    sent: list[tuple[int, dict[str, float]]] = []
+    for step in (10, 20):
+        evaluate(run, step)
+    log(sender(run, sent))
+    assert [step for step, _ in sent] == [20]
+    assert TrackedScores.of(run).checkpoints == ["of step 10"]
