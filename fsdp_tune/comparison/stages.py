@@ -60,10 +60,8 @@ OTHER_VERSIONS_TOLERANCE = 1e-4
 """Relative, of other versions of the libraries in fp32: their kernels add in another order."""
 OTHER_VERSIONS_HALF_TOLERANCE = 2e-2
 """The same where matrices are multiplied in bf16 or fp16: three times the spacing of bf16 numbers."""
-ROUNDED = 1e-4
-LAST_BITS = "the last bits differ"
-ROUNDING = "parameters move by little more than the spacing of the numbers that they are stored as"
-"""Beyond `ROUNDED`."""
+LAST_BITS_DIFFER = 1e-4
+"""Relative. What is equal beyond that is so because parameters are rounded where they are stored."""
 MICRO_BATCHES = frozenset(
     (
         *(
@@ -202,7 +200,12 @@ def compare_stage(
         return ComparedStage(name, title, "different", None, first, places, different)
     if places == 0:
         return ComparedStage(name, title, "not_compared", "there is nothing that both sides have")
-    detail = f"within {largest:.1e}; {LAST_BITS if largest <= ROUNDED else ROUNDING}" if largest else None
+    why = (
+        "the last bits differ"
+        if largest <= LAST_BITS_DIFFER
+        else "parameters move by little more than the spacing of the numbers that they are stored as"
+    )
+    detail = f"within {largest:.1e}; {why}" if largest else None
     return ComparedStage(name, title, "equal", detail, None, places, largest=largest)
 
 
