@@ -111,13 +111,13 @@ def test_metrics_lines_have_the_time_not_spent_computing(bench: Bench) -> None:
     )
     lines = [line for line in every if "loss" in line]
     assert [line["step"] for line in lines] == [1, 4, 6]
-    for line in lines:
+    for line, steps in zip(lines, (1, 3, 2), strict=True):
         assert line["optimizer_seconds"] > 0
         assert line["exposed_communication_seconds"] > 0
         assert (
             line["optimizer_seconds"] + line["exposed_communication_seconds"]
             < line["last_step_seconds"]
-            < line["step_seconds"]
+            < line["step_seconds"] * steps  # `step_seconds` is a mean
         )
     events = [line for line in every if line.get("event") == "checkpoint_saved"]
     stalls = [line["checkpoint_stall_seconds"] for line in lines]
