@@ -84,9 +84,7 @@ class Weighed:
     @property
     def is_within(self) -> bool:
         pads = self.draw.family == _BY_EXAMPLE and self.draw.batch["data.packing"]
-        return abs(self.off_bytes) <= max(
-            _ABSOLUTE, (_PADDED if pads else _RELATIVE) * self.live.peak_bytes
-        )
+        return abs(self.off_bytes) <= max(_ABSOLUTE, (_PADDED if pads else _RELATIVE) * self.live.peak_bytes)
 
 
 def drawn(seed: int) -> Draw:
