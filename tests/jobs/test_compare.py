@@ -157,7 +157,7 @@ def test_other_spelling_of_the_same_training_is_equal(
 ) -> None:
     found = compare_recipes(recipe, *overrides)
     assert (found.verdict, found.first, found.unsettled) == ("equal", None, [])
-    assert bool(found.keys) == ("defaults" not in name), "a default that is written out is no other value"
+    assert bool(found.keys) == ("defaults" not in name), "a default that is written out changes no value"
 
 
 FAST |= {

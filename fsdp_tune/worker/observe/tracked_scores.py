@@ -106,13 +106,26 @@ class SendScores(AttachedCallback):
     ) -> None:
         tracked = TrackedScores.of(self._run)
         for tracker in self.trainer.callback_handler.callbacks:
-            if not isinstance(tracker, Guarded):
-                continue
-            for event in tracked.lacking(tracker.name, found):
-                tracker.on_log(args, replace(state, global_step=event.step), control, logs=values_of(event))
-                if tracker.has_failed:
-                    break
-                tracked = tracked.added(self._run, tracker.name, event)
+            if isinstance(tracker, Guarded):
+                tracked = _send(self._run, tracked, tracker, found, args, state, control)
+
+
+def _send(
+    run: RunDir,
+    tracked: TrackedScores,
+    tracker: Guarded,
+    found: Iterable[CheckpointEvaluated],
+    args: TrainingArguments,
+    state: TrainerState,
+    control: TrainerControl,
+) -> TrackedScores:
+    """Send a tracker the scores that it lacks, until it fails. Returns those that are tracked then."""
+    for event in tracked.lacking(tracker.name, found):
+        tracker.on_log(args, replace(state, global_step=event.step), control, logs=values_of(event))
+        if tracker.has_failed:
+            break
+        tracked = tracked.added(run, tracker.name, event)
+    return tracked
 
 
 class _SilentArguments(TrainingArguments):
@@ -130,15 +143,15 @@ def send_rest(run: RunDir, recipe: Recipe, say: Callable[[str], None] = print) -
     kinds: dict[str, type[TrainerCallback]] = {
         kind.__name__: kind for kind in map(INTEGRATION_TO_CALLBACK.__getitem__, recipe.training.report_to)
     }
-    rests = {name: rest for name in kinds if (rest := tracked.lacking(name, found))}
-    if not rests:
+    lacking = [name for name in kinds if tracked.lacking(name, found)]
+    if not lacking:
         return []
     set_environment(recipe, run)
     continue_tracker_runs(run, recipe.training.report_to, os.environ, say)
     arguments = _SilentArguments(output_dir=str(run.path), run_name=recipe.name, report_to=[], use_cpu=True)
     state, control = TrainerState(), TrainerControl()
     failed: list[str] = []
-    for name, rest in rests.items():
+    for name in lacking:
         try:
             tracker = Guarded(kinds[name](), say, LIMIT_SECONDS)
         except Exception as error:  # noqa: BLE001  the others get their scores whatever is wrong with it
@@ -146,11 +159,7 @@ def send_rest(run: RunDir, recipe: Recipe, say: Callable[[str], None] = print) -
             failed.append(name)
             continue
         tracker.on_train_begin(arguments, state, control, model=None)
-        for event in rest:
-            tracker.on_log(arguments, replace(state, global_step=event.step), control, logs=values_of(event))
-            if tracker.has_failed:
-                break
-            tracked = tracked.added(run, name, event)
+        tracked = _send(run, tracked, tracker, found, arguments, state, control)
         tracker.on_train_end(arguments, state, control, model=None, processing_class=None)
         failed += [name] if tracker.has_failed else []
     return failed
