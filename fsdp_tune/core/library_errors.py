@@ -106,6 +106,13 @@ _LINK_LOOP = re.compile(r"Symlink loop from '(.+)'")
 """The RuntimeError of `Path.resolve` before Python 3.13."""
 
 
+def refusal_words(error: BaseException) -> str:
+    """Return why the system refused a file: its words, without the path, or that there is no memory."""
+    if isinstance(error, MemoryError):
+        return "this command has no memory left"
+    return getattr(error, "strerror", None) or str(error)
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the name of its class."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

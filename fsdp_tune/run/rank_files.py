@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Problem, Where
+from fsdp_tune.core.library_errors import refusal_words
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.records import Document
 
@@ -217,9 +218,8 @@ def record(run: RunDir, verdict: Verdict) -> str | None:
     try:
         verdict.write(run.outcome_json)
     except (OSError, MemoryError) as error:
-        why = getattr(error, "strerror", None) or "this command has no memory left"
         how = f"exit code {int(verdict.exit_code)}, {verdict.reason.value}, step {verdict.step}"
-        return f"{run.outcome_json} cannot be written ({why}): the run ended with {how}"
+        return f"{run.outcome_json} cannot be written ({refusal_words(error)}): the run ended with {how}"
     return None
 
 

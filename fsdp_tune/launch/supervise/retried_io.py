@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import psutil
 
 from fsdp_tune.core.clocks import LIVED
+from fsdp_tune.core.library_errors import refusal_words
 
 REFUSALS = (OSError, MemoryError, psutil.Error)
 """What a look raises that says nothing about the ranks."""
@@ -58,8 +59,7 @@ class Looks:
 
 def reason_of(error: BaseException) -> str:
     """Describe why something could not be looked at or written, with the file if there is one."""
-    if isinstance(error, MemoryError):
-        return "this command has no memory left"
-    if isinstance(error, OSError) and error.strerror is not None:
-        return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
-    return str(error)
+    words = refusal_words(error)
+    if isinstance(error, OSError) and error.strerror is not None and error.filename is not None:
+        return f"{error.filename}: {words}"
+    return words

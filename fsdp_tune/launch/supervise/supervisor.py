@@ -22,6 +22,7 @@ from fsdp_tune.core.atomic import DISK, write_file
 from fsdp_tune.core.clocks import LIVED
 from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
 from fsdp_tune.core.files import read_end_of_log
+from fsdp_tune.core.library_errors import refusal_words
 from fsdp_tune.core.parent_death import ends_with_parent
 from fsdp_tune.core.refused_variables import find_refusal
 from fsdp_tune.core.units import format_seconds
@@ -37,7 +38,7 @@ from fsdp_tune.launch.supervise.hang_diagnosis import hang_problem, report_text,
 from fsdp_tune.launch.supervise.inferred_outcomes import with_inferred_outcomes
 from fsdp_tune.launch.supervise.launch_events import Event, Logged, Message, Position
 from fsdp_tune.launch.supervise.rank_watch import RankWatch, kill_for_good
-from fsdp_tune.launch.supervise.retried_io import REFUSALS, Looks, reason_of
+from fsdp_tune.launch.supervise.retried_io import REFUSALS, Looks
 from fsdp_tune.launch.supervise.signal_relay import SignalRelay
 from fsdp_tune.launch.supervise.stop_message import STARTING_PHASES
 from fsdp_tune.launch.supervise.stop_signals import StopSignals
@@ -373,8 +374,7 @@ class Supervisor:
                 problem,
                 hint="the stacks of every rank are above; raise `launch.hang_timeout` to allow more time",
             )
-            why = getattr(error, "strerror", None) or reason_of(error)
-            yield Message(f"{path} cannot be written ({why}). It would have:\n{text}")
+            yield Message(f"{path} cannot be written ({refusal_words(error)}). It would have:\n{text}")
 
     def _observe(
         self, watch: RankWatch, launcher_code: int, log_starts: Mapping[str, int]
