@@ -433,6 +433,7 @@ def test_run_that_saved_on_a_full_disk_after_a_signal_has_stopped(
         ["listen"],
         ["log", {"step": 7}],
         ["signalled"],
+        ["sleep", 0.05],  # times of files are up to 10 ms older than the clock
         ["save", 9],
         ["exit", code],
     ]
